@@ -63,7 +63,18 @@ from tokentrue.sessions.stages.serving import split_message
 from tokentrue.sessions.store import tree_from_rows
 from tokentrue.sessions.tree import Node, Outcome, Tree, TurnKey
 from tokentrue.tracing import traced
-from tokentrue.types import Coverage, Messages, Reply, Sample, Sampling, TemplateKwargs, Tools, TurnEvent, TurnRequest
+from tokentrue.types import (
+    Coverage,
+    Message,
+    Messages,
+    Reply,
+    Sample,
+    Sampling,
+    TemplateKwargs,
+    Tools,
+    TurnEvent,
+    TurnRequest,
+)
 
 History = Literal["keep", "template"]
 """keep: recorded tokens stay as they are. template: a new root is begun where the template would rewrite earlier
@@ -241,7 +252,7 @@ class Session:
         request key was answered before."""
         self.check_open()
         request = replace(request, template_kwargs=freeze(request.template_kwargs, "template_kwargs"))
-        pinned = self._pinned_prompts.apply(request.messages, request.tools, self._single_flight.pinned)
+        pinned = self._pinned_prompts.apply(request.messages, request.tools, retried=self._find_prompt(request))
         conversation = self._matcher.read(pinned.messages, request.tools, are_final=request.messages_are_final)
         sampling = resolve_sampling(
             request.sampling, self._pinned_sampling, renderer=self.renderer, training=self.record.training
@@ -261,6 +272,15 @@ class Session:
             self.counters["joined"] += 1
         turn.add_caller(request.request_key)
         return turn, is_first
+
+    def _find_prompt(self, request: TurnRequest) -> tuple[Message, ...]:
+        """The pinned prompt of an earlier request with this key; empty where there is none."""
+        if request.request_key is None:
+            return ()
+        if recorded := self.tree.nodes_by_key.get(request.request_key):
+            return self._pinned_prompts.prompt(recorded[0])
+        in_flight = self._single_flight.find_key(request.request_key)
+        return () if in_flight is None else in_flight.pinned.prompt
 
     def _find_recorded(self, request_key: str, identity: bytes) -> Sequence[Node]:
         """The nodes that answered a request with this key; refused where the key names another request, recorded or in

@@ -145,7 +145,8 @@ class Case:
             system = messages[:1] if messages[0].role == "system" else []
             messages = [*system, *messages[-asked.new :]]
         if asked.dialect == GOOGLE:
-            return google_body(messages, asked.tools, self.signatures, asked.fields, inline=asked.wire.inline)
+            wire = asked.wire
+            return google_body(messages, asked.tools, self.signatures, asked.fields, inline=wire.inline, bare=wire.bare)
         if asked.dialect == CHAT:
             body = dialects.chat_body(messages, asked.tools, asked.wire)
             body |= {"n": asked.n} if asked.n > 1 else {}

@@ -39,6 +39,7 @@ class Wire:
     parts: bool = False
     empty: str = "null"  # null, empty or missing
     extra: bool = False
+    bare: bool = False  # Google: results without ids
     native: bool = True  # Responses: custom and namespaced tools as such, not as plain functions
 
 

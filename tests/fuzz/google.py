@@ -13,14 +13,20 @@ FIELDS = {"temperature": "temperature", "seed": "seed", "max_tokens": "maxOutput
 
 
 def google_body(
-    messages: Sequence[Message], tools: Sequence[Any], signatures: dict[str, str], fields: Json, *, inline: bool
+    messages: Sequence[Message],
+    tools: Sequence[Any],
+    signatures: dict[str, str],
+    fields: Json,
+    *,
+    inline: bool,
+    bare: bool,
 ) -> Json:
     """`fields` in the words of Chat Completions; the model and the streaming are in the path."""
     body: Json = {}
     if messages and messages[0].role == "system":
         body["systemInstruction"] = {"parts": [{"text": messages[0].text}]}
         messages = messages[1:]
-    body["contents"] = contents_of(messages, signatures, inline=inline)
+    body["contents"] = contents_of(messages, signatures, inline=inline, bare=bare)
     if tools:
         declared = [{"name": t.name, "description": t.description, "parametersJsonSchema": t.parameters} for t in tools]
         body["tools"] = [{"functionDeclarations": declared}]
@@ -30,21 +36,24 @@ def google_body(
     return {**body, "generationConfig": {**config, "thinkingConfig": {"includeThoughts": True}}}
 
 
-def contents_of(messages: Sequence[Message], signatures: dict[str, str], *, inline: bool) -> list[Json]:
+def contents_of(messages: Sequence[Message], signatures: dict[str, str], *, inline: bool, bare: bool) -> list[Json]:
+    """`bare`: results without ids, a content each, where their order says which call each one answers."""
     names: dict[str, str] = {}
     out: list[Json] = []
     results: list[Json] = []
-    for message in messages:
+    told_apart = False
+    for index, message in enumerate(messages):
         names |= {call.id: call.name for call in message.calls}
+        if message.role == "assistant":
+            told_apart = bare and is_in_order(message, messages[index + 1 :])
         if message.role == "tool":
+            told: Json = {"name": names.get(message.answers, "unknown"), "response": {"output": message.text}}
+            if told_apart:
+                out.append({"role": "user", "parts": [{"functionResponse": told}]})
+                continue
             if not results:
                 out.append({"role": "user", "parts": results})
-            told = {
-                "id": message.answers,
-                "name": names.get(message.answers, "unknown"),
-                "response": {"output": message.text},
-            }
-            results.append({"functionResponse": told})
+            results.append({"functionResponse": {"id": message.answers, **told}})
             continue
         results = []
         parts = (
@@ -52,6 +61,25 @@ def contents_of(messages: Sequence[Message], signatures: dict[str, str], *, inli
         )
         out.append({"role": "model" if message.role == "assistant" else "user", "parts": parts})
     return out
+
+
+def is_in_order(turn: Message, after: Sequence[Message]) -> bool:
+    """Whether the results that follow a turn answer the calls of each function from the first on."""
+    answered: list[str] = []
+    for message in after:
+        if message.role == "assistant":
+            break
+        if message.role == "tool":
+            answered.append(message.answers)
+    ids = [call.id for call in turn.calls]
+    if len(set(ids)) < len(ids) or not set(answered) <= set(ids):
+        return False
+    for name in {call.name for call in turn.calls}:
+        own = [call.id for call in turn.calls if call.name == name]
+        given = [answer for answer in answered if answer in own]
+        if given != own[: len(given)]:
+            return False
+    return True
 
 
 def model_parts(message: Message, signatures: dict[str, str], *, inline: bool) -> list[Json]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -55,6 +56,7 @@ def random_wire(rng: random.Random) -> Wire:
         empty=rng.choice(("null", "empty", "missing")),
         extra=rng.random() < 0.2,
         native=rng.random() < 0.8,
+        bare=rng.random() < 0.5,
     )
 
 
@@ -121,7 +123,8 @@ def edit(messages: Sequence[Message], rng: random.Random) -> tuple[str, list[Mes
         if not places:
             return "", out
         at = rng.choice(places)
-        out[at] = replace(out[at], text=out[at].text + " [reminder]")
+        other = rng.choice(other_forms(out[at].text) or [""])
+        out[at] = replace(out[at], text=other if other and rng.random() < 0.5 else out[at].text + " [reminder]")
         return f"edited the {out[at].role} message {at}", out
     places = [i for i, message in enumerate(out) if message.role == "assistant"]
     if not places:
@@ -130,6 +133,12 @@ def edit(messages: Sequence[Message], rng: random.Random) -> tuple[str, list[Mes
     what, changed = edit_assistant(out[at], rng)
     out[at] = replace(changed, served=False) if what else out[at]
     return (f"{what} in message {at}" if what else ""), without_dangling_results(out)
+
+
+def other_forms(text: str) -> list[str]:
+    """The same to the eye, or nearly so: composed, taken apart, ligatures as letters."""
+    forms = dict.fromkeys(unicodedata.normalize(form, text) for form in ("NFC", "NFD", "NFKC"))
+    return [form for form in forms if form.strip() != text.strip()]
 
 
 def edit_assistant(message: Message, rng: random.Random) -> tuple[str, Message]:
@@ -142,6 +151,9 @@ def edit_assistant(message: Message, rng: random.Random) -> tuple[str, Message]:
             )
         if len(message.text.split()) > 2:
             ways.append(("removed the first word", replace(message, text=message.text.split(None, 1)[1])))
+    ways += [
+        ("wrote the text in another normal form", replace(message, text=text)) for text in other_forms(message.text)
+    ]
     if message.reasoning.strip():
         ways.append(("changed the reasoning", replace(message, reasoning=message.reasoning + " not")))
     else:

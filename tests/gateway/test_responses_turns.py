@@ -188,3 +188,37 @@ async def test_a_named_response_is_continued_whatever_else_has_its_text(by: str)
     assert sorted(node["parent"] for node in nodes[2:]) == sorted([first, first, second])
     assert {node["projection"] for node in nodes[2:]} == {"exact"}, "nothing is ambiguous where the node is named"
     await app.close()
+
+
+DEVELOPER = {"role": "developer", "content": "Be brief."}
+
+
+def given_to(app: Gateway, session: dict[str, str]) -> list[list[str]]:
+    """The system prompt that each turn of the session was sampled under."""
+    known = app.services.sessions.known(session["session_id"])
+    assert known is not None
+    tree = known.session.tree
+    return [
+        [m["content"] for m in tree.messages(node) if m["role"] == "system"] for node in tree.in_order()
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("pin", [[], ["system"]], ids=["plain", "pinned"])
+@pytest.mark.parametrize("told", [["I", None, None], [None, "I", None], ["I", "J", None], [None, "I", "J", None]])
+async def test_instructions_are_not_carried_over_and_developer_messages_are(
+    told: list[str | None], pin: list[str]
+) -> None:
+    """As the API documents it: with `previous_response_id`, the instructions of the earlier response are not carried
+    over; its input is. A pinned conversation keeps the prompt that it began with."""
+    app = scripted()
+    session = await new_session(app, pin=pin)
+    previous: dict[str, str] = {}
+    for instructions in told:
+        body: dict[str, Any] = {"input": [USER] if previous else [DEVELOPER, USER], **previous}
+        answer = await post(app, session, "/v1/responses", {**body, "instructions": instructions})
+        previous = {"previous_response_id": answer["id"]}
+    sent = [[*([name] if name else []), "Be brief."] for name in told]
+    assert given_to(app, session) == ([sent[0]] * len(told) if pin else sent)
+    nodes = await nodes_of(app, session)
+    if pin:
+        assert [node["parent"] for node in nodes] == [None, *(node["id"] for node in nodes[:-1])], "one conversation"

@@ -90,3 +90,92 @@ async def test_a_deep_field_within_a_field_is_refused_before_the_turn() -> None:
     status, answer = await post(app, session, "/v1/responses", body)
     assert status == 400 and "text.format: is nested deeper than 128 levels" in answer
     assert await edges(app, session) == []
+
+
+WHOLE = ["250000000000000000001", "-18446744073709551617", "18446744073709551615", "9007199254740993", "7" * 400]
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 10**30}}}
+
+
+def post_chat(history: list[Any]) -> tuple[str, dict[str, Any]]:
+    function = {"name": "f", "parameters": SCHEMA}
+    return "/v1/chat/completions", {
+        "model": "m",
+        "messages": history,
+        "tools": [{"type": "function", "function": function}],
+    }
+
+
+def post_responses(history: list[Any]) -> tuple[str, dict[str, Any]]:
+    return "/v1/responses", {"input": history, "tools": [{"type": "function", "name": "f", "parameters": SCHEMA}]}
+
+
+def post_anthropic(history: list[Any]) -> tuple[str, dict[str, Any]]:
+    return "/v1/messages", {
+        "model": "m", "max_tokens": 9999, "messages": history, "tools": [{"name": "f", "input_schema": SCHEMA}],
+    }  # fmt: skip
+
+
+def post_google(history: list[Any]) -> tuple[str, dict[str, Any]]:
+    tools = [{"functionDeclarations": [{"name": "f", "parametersJsonSchema": SCHEMA}]}]
+    return "/v1beta/models/m:generateContent", {"contents": history, "tools": tools}
+
+
+def chat_turn(answer: Any, result: Any) -> tuple[Any, list[Any]]:
+    (made,) = answer["choices"][0]["message"]["tool_calls"]
+    said = {"role": "tool", "tool_call_id": made["id"], "content": json.dumps(result)}
+    return json.loads(made["function"]["arguments"]), [answer["choices"][0]["message"], said]
+
+
+def responses_turn(answer: Any, result: Any) -> tuple[Any, list[Any]]:
+    made = answer["output"][-1]
+    said = {"type": "function_call_output", "call_id": made["call_id"], "output": json.dumps(result)}
+    return json.loads(made["arguments"]), [*answer["output"], said]
+
+
+def anthropic_turn(answer: Any, result: Any) -> tuple[Any, list[Any]]:
+    made = answer["content"][-1]
+    said = {"type": "tool_result", "tool_use_id": made["id"], "content": json.dumps(result)}
+    return made["input"], [{"role": "assistant", "content": answer["content"]}, {"role": "user", "content": [said]}]
+
+
+def google_turn(answer: Any, result: Any) -> tuple[Any, list[Any]]:
+    content = answer["candidates"][0]["content"]
+    said = {"functionResponse": {"name": "f", "response": {"output": result}}}
+    return content["parts"][-1]["functionCall"]["args"], [content, {"role": "user", "parts": [said]}]
+
+
+GO = {"role": "user", "content": "go"}
+ROUTES: dict[str, tuple[Any, Any, Any]] = {
+    "chat": (post_chat, chat_turn, GO),
+    "responses": (post_responses, responses_turn, GO),
+    "anthropic": (post_anthropic, anthropic_turn, GO),
+    "google": (post_google, google_turn, {"role": "user", "parts": [{"text": "go"}]}),
+}
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("digits", WHOLE, ids=lambda text: text[:22])
+async def test_integers_keep_all_their_digits(route: str, digits: str) -> None:
+    """Served, sent back, as a tool's result and in a tool's schema; and a sibling one off is another turn."""
+    build, read, opening = ROUTES[route]
+    near = str(int(digits) + 1)
+    app = gateway_that_says(call("f", f'{{"a": {digits}}}'), call("f", f'{{"a": {near}}}'), "A", "B")
+    session = await new_session(app)
+    histories: list[list[Any]] = []
+    for number in (digits, near):
+        status, answer = await post(app, session, *build([opening]))
+        assert status == 200, answer
+        assert number in answer
+        given, turn = read(json.loads(answer), int(number))
+        assert given == {"a": int(number)}
+        histories.append([opening, *turn])
+    for history in histories:
+        status, answer = await post(app, session, *build(history))
+        assert status == 200, answer
+    known = app.services.sessions.known(session["session_id"])
+    assert known is not None
+    first, second, third, fourth = known.session.tree.in_order()
+    assert (third.parent, fourth.parent) == (first.id, second.id)
+    decode = renderer().decode
+    assert digits in decode(third.given_ids) and near in decode(fourth.given_ids)
+    assert str(10**30) in decode(first.given_ids)

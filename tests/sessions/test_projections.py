@@ -38,6 +38,16 @@ def with_arguments(arguments: Any, name: str = "f") -> dict[str, Any]:
     return with_call(function={"name": name, "arguments": arguments})
 
 
+ACCENTED: dict[str, Any] = {"role": "assistant", "content": "caf\u00e9 \ufb01n", "reasoning_content": "\u00c5"}
+TEXT = {"type": "text", "text": SERVED["content"]}
+
+
+def with_thinking(message: dict[str, Any], thinking: Any) -> dict[str, Any]:
+    """The text as a part, after a thinking part."""
+    part = {"type": "thinking", "thinking": thinking, "signature": "s"}
+    return {**message, "content": [part, {"type": "text", "text": message["content"]}]}
+
+
 LOSSES: list[tuple[str, dict[str, Any], dict[str, Any], set[str]]] = [
     ("same", SERVED, json.loads(json.dumps(SERVED)), set()),
     ("reasoning gone", SERVED, without(SERVED, "reasoning_content"), {"reasoning_dropped"}),
@@ -59,6 +69,10 @@ LOSSES: list[tuple[str, dict[str, Any], dict[str, Any], set[str]]] = [
     ("trimmed", PADDED, {**PADDED, "content": "It is 4."}, {"whitespace"}),
     ("left-trimmed", PADDED, {**PADDED, "content": "It is 4. \n"}, {"whitespace"}),
     ("extra fields", SERVED, {**SERVED, "annotations": [1], "refusal": None}, {"extra_fields"}),
+    ("thinking in both places", SERVED, with_thinking(SERVED, SERVED["reasoning_content"]), {"parts"}),
+    ("thinking in both fields", SERVED, {**SERVED, "reasoning": SERVED["reasoning_content"]}, set()),
+    ("thinking in a list", SERVED, with_thinking(PLAIN, [{"type": "text", "text": "add them"}]), {"parts"}),
+    ("empty thinking", SERVED, with_thinking(SERVED, ""), {"parts"}),
     ("null extras", SERVED, {**SERVED, "refusal": None, "audio": None, "function_call": None}, set()),
     ("several", SERVED, {**without(with_call(id="x"), "reasoning_content"), "content": [{"type": "text", "text": " It is 4."}], "x": 1},
      {"reasoning_dropped", "call_ids", "parts", "whitespace", "extra_fields"}),
@@ -87,6 +101,16 @@ EDITS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("null is not missing", SERVED, with_arguments('{"a": 1.0, "b": "ü", "c": [1, {}]}')),
     ("list order", SERVED, with_arguments('{"a": 1.0, "b": "ü", "c": [{"d": null}, 1]}')),
     ("unnormalised unicode", SERVED, with_arguments('{"a": 1.0, "b": "u\\u0308", "c": [1, {"d": null}]}')),
+    ("decomposed text", ACCENTED, {**ACCENTED, "content": "cafe\u0301 \ufb01n"}),
+    ("an accent more", ACCENTED, {**ACCENTED, "content": "caf\u00e9\u0301 \ufb01n"}),
+    ("a ligature taken apart", ACCENTED, {**ACCENTED, "content": "caf\u00e9 fin"}),
+    ("decomposed reasoning", ACCENTED, {**ACCENTED, "reasoning_content": "A\u030a"}),
+    ("thinking added", SERVED, with_thinking(SERVED, "and lie")),
+    ("other thinking in a part", without(SERVED, "reasoning_content"), with_thinking(PADDED, "why")),
+    ("thinking added in a second field", SERVED, {**SERVED, "reasoning": "and lie"}),
+    ("thinking under another name", SERVED, {**SERVED, "content": [{"type": "reasoning", "reasoning": "lie"}, TEXT]}),
+    ("thinking in a list", SERVED, with_thinking(SERVED, [{"type": "text", "text": "lie"}])),
+    ("reasoning that is no text", SERVED, {**SERVED, "reasoning_content": {"text": "lie"}}),
     ("broken JSON", SERVED, with_arguments('{"a": 1.0, "b": "ü", "c": [1, {"d": null}]')),
 ]
 

@@ -60,6 +60,25 @@ async def test_siblings_that_differ_only_in_what_was_dropped_are_ambiguous_and_t
     assert follow.projection == "reasoning_dropped+ambiguous"
 
 
+async def test_a_thinking_part_beside_the_reasoning_is_an_edit() -> None:
+    """In process a message may carry both; over HTTP each dialect has one place. An edit must be rendered, and this
+    one cannot be."""
+    session, _ = session_of(said("Four.", "one way"), said("Four.", "other way"), *[said("ok", "x")] * 3)
+    first, second = await ask(session), await ask(session)
+
+    def with_part(reply: Any, thinking: str) -> dict[str, Any]:
+        parts = [{"type": "thinking", "thinking": thinking}, {"type": "text", "text": reply.message["content"]}]
+        return {**reply.message, "content": parts}
+
+    with pytest.raises(MessageError, match="only text parts can be rendered, got type 'thinking'"):
+        await ask(session, with_part(first, "other way"), USER)
+    follow = await ask(session, {**first.message, "reasoning": "other way"}, USER)
+    assert session.tree.get(follow.node).parent is None and follow.root == "edited"
+    for reply, thinking in ((first, "one way"), (second, "other way")):
+        follow = await ask(session, with_part(reply, thinking), USER)
+        assert session.tree.get(follow.node).parent == reply.node and follow.projection == "parts"
+
+
 async def test_call_ids_tell_equal_siblings_apart() -> None:
     session, _ = session_of(said("", "a", "{}"), said("", "b", "{}"), *[said("ok", "x")] * 2)
     first, second = await ask(session), await ask(session)
@@ -219,13 +238,16 @@ async def test_sub_agents_that_differ_only_by_name_keep_their_own_turns(first: s
 
 
 async def test_sub_agents_that_differ_only_by_name_keep_their_own_pinned_prompts() -> None:
-    session, _ = session_of(*[said("Yes.")] * 3, pin=("system",))
-    for name, prompt in (("ann", "Be Ann."), ("bob", "Be Bob."), ("ann", "Be Ann, at noon.")):
-        reply = await session.chat(
-            [{"role": "system", "content": prompt}, {"role": "user", "content": "Ready?", "name": name}]
-        )
-        system: Any = session.tree.get(reply.node).given[0]
-        assert system["content"] == {"ann": "Be Ann.", "bob": "Be Bob."}[name]
+    session, _ = session_of(*[said("Yes.")] * 4, pin=("system",))
+    histories: dict[str, list[Any]] = {
+        name: [{"role": "user", "content": "Ready?", "name": name}] for name in ("ann", "bob")
+    }
+    for name, clock in (("ann", 0), ("bob", 0), ("ann", 1), ("bob", 1)):
+        reply = await session.chat([{"role": "system", "content": f"Be {name}, at {clock}."}, *histories[name]])
+        system = session.tree.messages(session.tree.get(reply.node))[0]
+        assert system["content"] == f"Be {name}, at 0."
+        histories[name] += [reply.message, USER]
+    assert len(session.samples()) == 2
 
 
 DIGITS = "1" + "0" * 400  # more than a double holds

@@ -17,8 +17,8 @@ import pytest
 
 import tokentrue as tt
 from tests.turn.letters import Letters, sampled
-from tests.turn.world import OTHER_TOOLS, TOOLS, Engine, answer_to, renderer, sampled_turn
-from tokentrue.errors import ConfigError, EngineContractError, MessageError, TokenTrueError
+from tests.turn.world import OTHER_TOOLS, TOOLS, Engine, answer_to, encode, renderer, sampled_turn
+from tokentrue.errors import ConfigError, EngineContractError, KeyConflict, MessageError, TokenTrueError
 from tokentrue.sessions.journal import Journal
 from tokentrue.types import Message, TurnRequest
 
@@ -86,25 +86,118 @@ def key_request(key: str | None, clock: int, *more: Message) -> TurnRequest:
 
 
 @pytest.mark.parametrize("reopened", [False, True])
-async def test_openings_in_flight_together_have_the_first_one_s_prompt(reopened: bool, tmp_path: Path) -> None:
-    """They are then the same request, and one turn."""
+async def test_a_retry_in_flight_has_the_prompt_of_its_key(reopened: bool, tmp_path: Path) -> None:
+    """Two openings are two conversations; the same key under another clock is the same request, and one turn."""
     with closing(Journal(f"sqlite:{tmp_path / 'journal.db'}")) as journal:
         session, engine = new_session(4, journal=journal)
         engine.hold = asyncio.Event()
-        turns = [asyncio.create_task(session.turn(key_request(f"K{clock}", clock))) for clock in range(2)]
-        while not engine.prompts:
+        asked = [("K0", 0), ("K1", 1), ("K0", 7), ("K1", 8)]
+        turns = [asyncio.create_task(session.turn(key_request(key, clock))) for key, clock in asked]
+        while len(engine.prompts) < 2:
             await asyncio.sleep(0)
         engine.hold.set()
-        (first,), (second,) = [await turn for turn in turns]
-        assert first.node == second.node and second.replayed and len(engine.prompts) == 1
+        replies = [(await turn)[0] for turn in turns]
+        assert [reply.replayed for reply in replies] == [False, False, True, True] and len(engine.prompts) == 2
+        assert replies[0].node == replies[2].node != replies[1].node == replies[3].node
         if reopened:
             session = await tt.Session.open(journal, session.id, renderer=renderer("own"), provider=engine)
-        for key in ("K0", "K1"):
-            for clock in (0, 1, 7):
+        for (key, _), reply in zip(asked, replies, strict=True):
+            for clock in (0, 1, 9):
                 (again,) = await session.turn(key_request(key, clock))
-                assert again.replayed and again.node == first.node, "a retry gets its answer, whatever the time is"
-        later = await session.chat([told(9), TASK, first.message, *answer_to(first.message, 0)], TOOLS)
-        assert session.tree.nodes[later.node].parent == first.node and session.coverage().ratio == 1.0
+                assert again.replayed and again.node == reply.node, "a retry gets its answer, whatever the time is"
+        with pytest.raises(KeyConflict):
+            await session.turn(key_request("K0", 0, {"role": "user", "content": "and this"}))
+        for clock, reply in ((5, replies[0]), (6, replies[1])):
+            later = await session.chat([told(clock), TASK, reply.message, *answer_to(reply.message, 0)], TOOLS)
+            node = session.tree.nodes[later.node]
+            assert node.parent == reply.node and node.replaced == (told(clock),)
+        assert session.coverage().ratio == 1.0
+
+
+async def test_a_key_without_a_system_prompt_names_no_request_with_one() -> None:
+    session, _ = new_session(2)
+    await session.turn(TurnRequest(messages=[TASK], tools=TOOLS, request_key="K"))
+    with pytest.raises(KeyConflict):
+        await session.turn(key_request("K", 0))
+
+
+def agent(name: str, clock: int) -> Message:
+    return {"role": "system", "content": f"You {name}. It is 10:{clock:02} now."}
+
+
+def said(text: str) -> tuple[int, ...]:
+    return (*encode(text, "own"), renderer("own").stop_token_ids[0])
+
+
+def session_that_says(*texts: str) -> tuple[tt.Session, Engine]:
+    engine = Engine([said(text) for text in texts])
+    return tt.Session(renderer=renderer("own"), provider=engine, pin=("system",)), engine
+
+
+GO_ON: Message = {"role": "user", "content": "Go on."}
+
+
+@pytest.mark.parametrize("order", [("search", "write"), ("write", "search")])
+async def test_agents_that_begin_with_the_same_message_keep_their_own_prompts(order: tuple[str, str]) -> None:
+    """Prompts that change with every turn, the same tools, the same first message; then other answers."""
+    session, _ = session_that_says("I search.", "I write.", "A", "B", "C", "D")
+    histories: dict[str, list[Message]] = {}
+    for name in ("search", "write"):
+        reply = await session.chat([agent(name, 0), TASK], TOOLS)
+        histories[name] = [TASK, reply.message, GO_ON]
+        assert session.tree.nodes[reply.node].given[0] == agent(name, 0)
+    for clock in (1, 2):
+        for name in order:
+            reply = await session.chat([agent(name, clock), *histories[name]], TOOLS)
+            node = session.tree.nodes[reply.node]
+            assert session.tree.messages(node)[0] == agent(name, 0) and node.replaced == (agent(name, clock),)
+            histories[name] += [reply.message, GO_ON]
+    assert len(session.samples()) == 2 and session.coverage().ratio == 1.0
+
+
+async def test_agents_that_were_told_the_same_so_far_are_not_confused() -> None:
+    """Equal answers: the prompt that was sent before tells which is meant; a prompt that was never sent tells nothing,
+    and opens a conversation. Once the answers differ, they tell."""
+    session, _ = session_that_says("Yes.", "Yes.", "Same.", "Same.", "One.", "Two.", "Three.", "Four.")
+    reply = None
+    for name in ("search", "write"):
+        reply = await session.chat([agent(name, 0), TASK], TOOLS)
+    assert reply is not None
+    history: list[Message] = [TASK, reply.message, GO_ON]
+    for name in ("search", "write"):  # the same prompt again
+        reply = await session.chat([agent(name, 0), *history], TOOLS)
+        assert session.tree.messages(session.tree.nodes[reply.node])[0] == agent(name, 0)
+    history += [reply.message, GO_ON]
+    unknown = await session.chat([agent("write", 3), *history], TOOLS)
+    assert session.tree.messages(session.tree.nodes[unknown.node])[0] == agent("write", 3)
+    history += [unknown.message, GO_ON]
+    later = await session.chat([agent("write", 4), *history], TOOLS)
+    assert session.tree.nodes[later.node].parent == unknown.node, "only one conversation has this answer"
+
+
+async def test_an_edited_turn_continues_nothing_and_keeps_its_own_prompt() -> None:
+    session, engine = session_that_says("Yes.", "Fine.", "B")
+    first = await session.chat([told(0), TASK], TOOLS)
+    edited: list[Message] = [told(1), TASK, {"role": "assistant", "content": "No."}, GO_ON]
+    await session.chat(edited, TOOLS)
+    assert engine.prompts[-1] == tuple(renderer("own").render(edited, TOOLS).token_ids)
+    (_, node) = session.tree.in_order()
+    assert node.replaced == ()
+    later = await session.chat([told(2), TASK, first.message, GO_ON], TOOLS)
+    assert session.tree.nodes[later.node].parent == first.node
+
+
+@pytest.mark.parametrize("broken", [5, {"role": "tool", "content": 5}, {"content": "x"}])
+async def test_a_malformed_message_is_named_as_without_pinning(broken: Any) -> None:
+    shown: list[str] = []
+    for pin in ((), ("system",)):
+        session = tt.Session(renderer=renderer("own"), provider=Engine([said("Yes.")]), pin=pin)
+        reply = await session.chat([told(0), TASK], TOOLS)
+        for messages in ([told(1), broken], [told(1), TASK, broken], [told(1), TASK, reply.message, broken, GO_ON]):
+            with pytest.raises(MessageError) as error:
+                await session.chat(messages, TOOLS)
+            shown.append(str(error.value))
+    assert shown[:3] == shown[3:]
 
 
 async def test_an_opening_that_fails_leaves_no_prompt_behind() -> None:

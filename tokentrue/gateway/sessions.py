@@ -46,6 +46,7 @@ from tokentrue.gateway.problems import HttpError
 from tokentrue.plain_json import dumps
 from tokentrue.protocols import Renderer
 from tokentrue.sessions.limits import SessionLimits
+from tokentrue.sessions.stages.pinning import count_system
 from tokentrue.turn import Session
 from tokentrue.types import Coverage, Message, Refusal, Tool
 
@@ -94,8 +95,10 @@ class SessionHandle:
         messages = self.parse_messages(dialect, decoded)
         head = self._enforce_choice(decoded.head)
         if head.tools and ignores_tools(self.session.renderer):
-            message = "this model's chat template ignores tools: the model would not see them; leave them out, or use another template"
-            raise TemplateError(message)
+            raise TemplateError(
+                "this model's chat template ignores tools: the model would not see them; leave them out, or use "
+                "another template"
+            )
         if head.leading_messages != self._leading_messages:
             self._leading_messages = head.leading_messages
         if head.continues is not None:
@@ -137,6 +140,8 @@ class SessionHandle:
         if node is None:
             raise MessageError("no such response in this session", field="previous_response_id")
         history = self.session.tree.messages(node)
+        if node.replaced:  # a pinned prompt is in its place; the instructions are in what the client sent
+            history = [*node.replaced, *history[count_system(history) :]]
         return history[1 if head.continues.instructed else 0 :]
 
     # Names of retried requests.

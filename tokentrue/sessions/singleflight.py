@@ -112,11 +112,6 @@ class SingleFlight:
     def __len__(self) -> int:
         return len(self._running)
 
-    @property
-    def pinned(self) -> list[PinnedRequest]:
-        """The requests that are being answered, oldest first."""
-        return [turn.pinned for turn in self._turns.values()]
-
     def find(self, identity: bytes) -> InFlightTurn | None:
         return self._turns.get(identity)
 

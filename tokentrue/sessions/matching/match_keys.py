@@ -58,22 +58,28 @@ def _part_text(part: Any, field: str) -> str:
 
 
 def reasoning_of(message: Message) -> str:
-    """The reasoning in a field or in a part of its own; reasoning that is inlined into the text is found by
-    `projections`."""
-    for field in ("reasoning_content", "reasoning"):
-        value = message.get(field)
-        if isinstance(value, str) and value:
-            return value
+    """The reasoning in fields and in parts of its own; reasoning that is inlined into the text is found by
+    `projections`. Harnesses repeat one text in several of these places; texts that differ are all of it."""
     content = message.get("content")
-    if not isinstance(content, (list, tuple)):
+    parts = cast("Sequence[Any]", content) if isinstance(content, (list, tuple)) else ()
+    in_parts = "".join(_part_reasoning(part) for part in parts if isinstance(part, Mapping))
+    texts = [*(_reasoning_text(message.get(field)) for field in ("reasoning_content", "reasoning")), in_parts]
+    return "".join({text.strip(): text for text in texts if text}.values())
+
+
+def _part_reasoning(part: Any) -> str:
+    if part.get("type") not in _REASONING_PARTS:
         return ""
-    found: list[str] = []
-    for part in cast("Sequence[Any]", content):
-        if isinstance(part, Mapping):
-            fields = cast("Mapping[str, Any]", part)
-            if fields.get("type") in _REASONING_PARTS:
-                found.append(str(fields.get("thinking") or fields.get("text") or ""))
-    return "".join(found)
+    return next((_reasoning_text(part[name]) for name in ("thinking", "text", "reasoning") if part.get(name)), "")
+
+
+def _reasoning_text(value: Any) -> str:
+    """Mistral writes a list of text parts. What is no text is told apart by its JSON."""
+    if value is None or isinstance(value, str):
+        return value or ""
+    if isinstance(value, (list, tuple)):
+        return text_of(cast("Sequence[Any]", value))
+    return json.dumps(value, sort_keys=True, default=str)
 
 
 def check_calls(message: Message, field: str) -> None:
