@@ -539,12 +539,14 @@ class Untrained:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coverage:
     """Trained sampled tokens over sampled tokens. `pinned_turns` were sampled under a pinned system prompt in place of
-    the client's."""
+    the client's; `rejoined_turns` after turns that were sampled elsewhere and are given, untrained, where they are
+    repeated."""
 
     sampled: int
     trained: int
     untrained: tuple[Untrained, ...] = ()
     pinned_turns: int = 0
+    rejoined_turns: int = 0
 
     @property
     def ratio(self) -> float:

@@ -273,11 +273,13 @@ class Case:
         )
 
     def _path(self, asked: Asked, continued: Turn | None) -> tuple[Message, ...]:
-        if continued is not None:
-            tail = asked.messages[len(continued.path) :]
-            return (*continued.path, *rename(continued.path, asked.messages, tail))
+        known = () if continued is None else continued.path
         others = [
-            turn for turn in self.turns if turn.tools != asked.tools and fit(turn.path, asked.messages)[0] is Fit.YES
+            turn
+            for turn in self.turns
+            if turn.tools != asked.tools
+            and len(turn.path) > len(known)
+            and fit(turn.path, asked.messages)[0] is Fit.YES
         ]
         origin = max(others, key=lambda turn: len(turn.path), default=None)
         rivals = [
@@ -286,9 +288,10 @@ class Case:
             if origin is not None and len(turn.path) == len(origin.path) and turn.path != origin.path
         ]
         if origin is not None and not rivals:  # the tools changed: the conversation is the same
-            tail = asked.messages[len(origin.path) :]
-            return (*origin.path, *rename(origin.path, asked.messages, tail))
-        return tuple(replace(message, served=False) for message in asked.messages)
+            between = rename(known, origin.path, origin.path[len(known) :], served=True)
+            path = (*known, *between)
+            return (*path, *rename(path, asked.messages, asked.messages[len(path) :]))
+        return (*known, *rename(known, asked.messages, asked.messages[len(known) :]))
 
     async def compare_with_whole(self, asked: Asked, heard: Heard) -> None:
         """The same request under its key, sent the other way: the recorded answer, as the same objects."""
@@ -368,12 +371,17 @@ class Case:
                 raise Violation("what was not asked again is trained", f"{item} though this request was sent once")
 
 
-def rename(path: Sequence[Message], sent: Sequence[Message], tail: Sequence[Message]) -> list[Message]:
-    """Tool results that answer calls under new ids, with the ids of the record."""
+def rename(
+    path: Sequence[Message], sent: Sequence[Message], tail: Sequence[Message], *, served: bool = False
+) -> list[Message]:
+    """Tool results that answer calls under new ids, with the ids of the record. `served`: what was served stays so."""
     names: dict[str, str] = {}
     for was, now in zip(path, sent, strict=False):
         names |= {new.id: old.id for old, new in zip(was.calls, now.calls, strict=False)}
-    return [replace(message, answers=names.get(message.answers, message.answers), served=False) for message in tail]
+    return [
+        replace(message, answers=names.get(message.answers, message.answers), served=served and message.served)
+        for message in tail
+    ]
 
 
 def next_messages(case: Case) -> list[Message]:

@@ -6,10 +6,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tests.fuzz.case import Case, next_messages
-from tests.fuzz.dialects import RESPONSES
+from tests.fuzz.dialects import CHAT, RESPONSES
 from tests.fuzz.harness import TOOLS
 from tests.fuzz.messages import Message
-from tests.fuzz.oracle import Turn
+from tests.fuzz.oracle import Turn, Violation
 
 
 def with_system(messages: list[Message], text: str | None) -> list[Message]:
@@ -64,6 +64,39 @@ async def change_tools(case: Case) -> None:
         case.tools = before
         case.plan()
         await case.ask(case.request(next_messages(case)))
+
+
+async def alternate_tools(case: Case) -> None:
+    """Plan and act: two tool sets, sometimes two system prompts as well, turn by turn. Each return continues the turn
+    that was last sampled under the same ones, so that the rows to train on are as many as there are kinds of turn."""
+    tools = list(TOOLS)
+    case.rng.shuffle(tools)
+    kinds = [(tuple(tools[:2]), None), (tuple(tools[: case.rng.randint(3, 5)]), None)]
+    if case.rng.random() < 0.3:
+        kinds = [(own, case.some_text()) for own, _ in kinds]
+        if case.rng.random() < 0.5:  # the same tools throughout
+            kinds = [(kinds[0][0], text) for _, text in kinds]
+    before, messages = case.tools, case.opening()
+    newest: dict[int, Turn] = {}
+    for number in range(case.rng.randint(3, 7)):
+        kind = number % 2
+        case.tools, system = kinds[kind]
+        case.plan()
+        asked = case.request(messages if system is None else with_system(messages, system), lossy=system is None)
+        if system is not None:  # a copy under another system prompt is the client's own words: it keeps to them
+            asked.dialect, asked.fields = CHAT, {"model": "m"}
+        (made,) = await case.ask(asked)
+        prompt = case.log[-1].prompt
+        if kind in newest and prompt[: len(newest[kind].full)] != newest[kind].full:
+            raise Violation(
+                "a return to recorded tools rejoins their branch",
+                f"turn {newest[kind].node} is no prefix of the prompt",
+            )
+        if made not in case.turns:
+            break
+        newest[kind] = made
+        messages = case.after(made)
+    case.tools = before
 
 
 async def start_anew(case: Case) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from tests.fuzz import template
@@ -92,6 +93,8 @@ class Judge:
                 )
         if best and continued is None and all(message.role != "assistant" for message in tail):
             raise Violation("a replay must be recognised", self._unrecognised(prompt, best))
+        if best and continued is None and self._must_rejoin(sent, deepest, turns):
+            raise Violation("a return to recorded tools rejoins their branch", self._unrecognised(prompt, best))
         if continued is None:
             self._rendered_anew(prompt, sent, tools)
             return None
@@ -99,6 +102,15 @@ class Judge:
             prompt[length:], sent[len(continued.path) :], stopped=prompt[length - 1] == self._vocabulary.stop
         )
         return continued
+
+    def _must_rejoin(self, sent: Sequence[Message], deepest: int, turns: Sequence[Turn]) -> bool:
+        """All assistant messages after the turn that may be continued were sampled under other tools, and the client
+        added something after each."""
+        roles = [message.role for message in sent[deepest:]]
+        if roles[0] == "assistant" or roles[-1] == "assistant" or ("assistant", "assistant") in pairwise(roles):
+            return False
+        last = deepest + max(at for at, role in enumerate(roles) if role == "assistant")
+        return any(len(turn.path) == last + 1 and fit(turn.path, sent)[0] is Fit.YES for turn in turns)
 
     def _best(self, fits: Sequence[tuple[Turn, Fit, Differences]]) -> tuple[list[Turn], int]:
         """The deepest turns that fit, without those that another fits better in every respect."""

@@ -11,7 +11,7 @@ from tests.fuzz.case import Asked, Case, all_of, next_messages, until
 from tests.fuzz.dialects import ANTHROPIC, CHAT, Wire, node_of
 from tests.fuzz.faults import break_the_engine, fail_one_of_two, hang_up, lose_connections, odd_version
 from tests.fuzz.harness import edit
-from tests.fuzz.histories import chain_responses, change_system, change_tools, start_anew
+from tests.fuzz.histories import alternate_tools, chain_responses, change_system, change_tools, start_anew
 from tests.fuzz.messages import Message
 from tests.fuzz.oracle import Violation, join_parts, short
 from tests.fuzz.retries import ask_many_at_once, ask_twice_at_once, ask_with_key, expect_recorded, retry_as_sdks_do
@@ -189,7 +189,7 @@ async def reward_a_leaf(case: Case) -> None:
 STEPS: dict[Step, int] = {
     go_on: 16, several_calls: 8, go_on_exactly: 6, change_history: 8, ask_again: 6, ask_with_key: 5, ask_twice_at_once: 9,
     ask_in_parallel: 3, ask_for_several: 4, fail_one_of_two: 1, break_the_engine: 8, lose_connections: 2, hang_up: 4,
-    given_twins: 3, change_tools: 4, start_anew: 4, chain_responses: 3, change_system: 3,
+    given_twins: 3, change_tools: 4, alternate_tools: 4, start_anew: 4, chain_responses: 3, change_system: 3,
     ask_many_at_once: 3, retry_as_sdks_do: 2, prefill: 1, odd_version: 1, reward_a_leaf: 2,
 }  # fmt: skip
 

@@ -74,6 +74,17 @@ MUTANTS = (
         rules=["a replay must be recognised"],
     ),
     Mutant(
+        name="a return to recorded tools begins a new root",
+        changes=[
+            (
+                "sessions/matching/matcher.py",
+                "            nodes = [node for node in nodes if self._may_have_same_tools(node)]\n",
+                "            nodes = []\n",
+            )
+        ],
+        rules=["a return to recorded tools rejoins their branch"],
+    ),
+    Mutant(
         name="a loose key names a request in flight",
         changes=[
             (

@@ -9,7 +9,7 @@ import asyncio
 import json
 import tempfile
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -278,6 +278,18 @@ async def tools_change() -> Any:
     return session
 
 
+async def alternating(tools: Sequence[Any], systems: Sequence[str] = ("Be careful.",), replay: Any = None) -> Any:
+    """Turn `i` is asked under `tools[i]` and `systems[i]`, counted round."""
+    session, _ = new_session(answers())
+    history = list(OPENING)
+    for turn in range(TURNS):
+        system: Message = {"role": "system", "content": systems[turn % len(systems)]}
+        reply = await session.chat([system, *history[1:]], tools[turn % len(tools)])
+        replayed = (replay or reasoning_dropped)(reply.message, turn)
+        history = [*history, replayed, *answer_to(replayed, turn)]
+    return session
+
+
 async def disconnects() -> Any:
     """At turn 10 the client hangs up after 40 tokens and asks again."""
     session, _ = new_session(answers(TURNS + 1))
@@ -364,6 +376,10 @@ BEHAVIOURS: dict[str, Callable[[], Awaitable[Any]]] = {
     "compacts its history to a summary": compaction,
     "writes a reminder into an old message": reminders,
     "changes its tools": tools_change,
+    "changes its tools for 7 turns, then back": lambda: alternating([TOOLS] * 7 + [OTHER_TOOLS] * 7 + [TOOLS] * 6),
+    "has other tools at every turn (plan and act)": lambda: alternating([TOOLS, OTHER_TOOLS]),
+    "has another system prompt at every turn": lambda: alternating([TOOLS], ["Plan.", "Act."]),
+    "has both at every turn": lambda: alternating([TOOLS, OTHER_TOOLS], ["Plan.", "Act."]),
     "puts a clock into its system prompt": clock,
     'the same, pinned (`pin = ["system"]`)': lambda: clock(("system",)),
     "hangs up in mid-stream, then asks again": disconnects,

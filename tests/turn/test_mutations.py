@@ -38,15 +38,15 @@ def results_without_their_call(patch: pytest.MonkeyPatch) -> None:
     real = conversations.chain_key
     for module in (conversations, candidates):
         patch.setattr(module, "chain_key", lambda previous, key, reference: real(previous, key, None))
-    patch.setattr(
-        matcher, "_restore", lambda tree, node, depth, facts, reference: {**facts.message, "tool_call_id": "x"}
-    )
+    patch.setattr(matcher, "_restore", lambda *known: {**known[-2], "tool_call_id": "x"})
 
 
 def oldest_sibling_first(patch: pytest.MonkeyPatch) -> None:
     real = matcher._Search._choose
     patch.setattr(
-        matcher._Search, "_choose", lambda self, fits: real(self, sorted(fits, key=lambda fit: fit[0].seq)[:1])
+        matcher._Search,
+        "_choose",
+        lambda self, fits, **how: real(self, sorted(fits, key=lambda fit: fit[0].seq)[:1], **how),
     )
 
 
@@ -88,7 +88,7 @@ def prefix_decoded_and_encoded(patch: pytest.MonkeyPatch) -> None:
 
 
 def ids_not_restored(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(matcher, "_restore", lambda tree, node, depth, facts, reference: facts.message)
+    patch.setattr(matcher, "_restore", lambda *known: known[-2])
 
 
 def joins_nobody(patch: pytest.MonkeyPatch) -> None:

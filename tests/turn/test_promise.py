@@ -295,7 +295,7 @@ async def test_changed_tools_that_are_changed_back_continue_in_meaning() -> None
     for tools in (TOOLS, OTHER_TOOLS, TOOLS):
         replies.append(await session.chat(history, tools))
         history += [bare(replies[-1].message), {"role": "user", "content": f"next {len(history)}"}]
-    assert [reply.root for reply in replies] == ["first", "tools_changed", "tools_changed"]
+    assert [reply.root for reply in replies] == ["first", "tools_changed", "rejoined"]
     assert session.tree.get(replies[2].node).origin == replies[1].node
 
 

@@ -111,6 +111,7 @@ def _coverage(tree: Tree, owner: Mapping[str, str], abandoned: Mapping[str, str]
         trained=trained,
         untrained=tuple(untrained),
         pinned_turns=sum(bool(node.replaced) for node in tree.nodes.values()),
+        rejoined_turns=sum(bool(node.copies) for node in tree.nodes.values()),
     )
 
 
@@ -171,8 +172,10 @@ class _Builder:
         return replace(sample, metadata={**sample.metadata, "tokentrue": {**own, "seal": seal(sample)}})
 
     def _spans(self, node: Node, turn: int, start: int, mine: bool) -> Iterator[Span]:
+        copies = {begin for begin, _, _ in node.copies}
         for begin, end, role in _given_roles(node):
-            yield _span(start + begin, start + end, "given", role, turn, None, False, "prompt")
+            why = "sampled_elsewhere" if begin in copies else "prompt"
+            yield _span(start + begin, start + end, "given", role, turn, None, False, why)
         at = start + len(node.given_ids)
         why = "sampled" if mine else "trained_elsewhere"
         if mine and node.id in self.abandoned:
@@ -215,6 +218,7 @@ def coverage_to_json(coverage: Coverage) -> dict[str, Any]:
         "ratio": coverage.ratio,
         "untrained": [{"node": item.node, "tokens": item.tokens, "why": item.why} for item in coverage.untrained],
         **({"pinned_turns": coverage.pinned_turns} if coverage.pinned_turns else {}),
+        **({"rejoined_turns": coverage.rejoined_turns} if coverage.rejoined_turns else {}),
     }
 
 

@@ -67,8 +67,21 @@ class _SessionAudit:
     links: dict[str, tuple[str, int]] = field(
         default_factory=dict[str, tuple[str, int]]
     )  # node -> its chain and where it starts
+    sampled: dict[str, TokenIds] = field(default_factory=dict[str, TokenIds])  # node -> its sampled ids
+    copies: list[_Copy] = field(default_factory=list["_Copy"])
     trained_by: dict[str, str] = field(default_factory=dict[str, str])
     trained: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """Given tokens `[start, end)` of a sample that repeat what `node` sampled."""
+
+    sample: str
+    start: int
+    end: int
+    node: str
+    ids: TokenIds
 
 
 def audit(samples: Iterable[Sample]) -> Audit:
@@ -99,6 +112,7 @@ def audit_exported(rows: Iterable[ExportedSample]) -> Audit:
         result.findings += _check_seal(sample, own)
         result.findings += _check_session(sample, own, session)
     for name, session in result.sessions.items():
+        result.findings += _check_copies(session)
         result.findings += _check_coverage(name, session)
     return result
 
@@ -266,6 +280,13 @@ def _check_session(sample: Sample, own: SealedRecord, session: _SessionAudit) ->
         if session.links.setdefault(node.node, (node.chain, start)) != (node.chain, start):
             what = f"turn {turn}: node {node.node} has another history in another sample"
             yield AuditFinding(sample=sample.sample_id, what=what, start=start, end=end)
+        if any(sample.loss_mask[start:given_end]):
+            what = f"turn {turn}: given tokens are trained (node {node.node} sampled [{given_end}, {end}) alone)"
+            yield AuditFinding(sample=sample.sample_id, what=what, start=start, end=given_end)
+        session.sampled[node.node] = TokenIds(sample.token_ids[given_end:end])
+        for begin, stop, copied in node.copies:
+            ids = TokenIds(sample.token_ids[start + begin : start + min(stop, node.given)])
+            session.copies.append(_Copy(sample.sample_id, start + begin, start + stop, copied, ids))
         trained = sum(sample.loss_mask[given_end:end])
         if not trained:
             continue
@@ -274,6 +295,19 @@ def _check_session(sample: Sample, own: SealedRecord, session: _SessionAudit) ->
         if first != sample.sample_id:
             what = f"turn {turn}: trained here and in sample {first}"
             yield AuditFinding(sample=sample.sample_id, what=what, start=given_end, end=end)
+
+
+def _check_copies(session: _SessionAudit) -> Iterator[AuditFinding]:
+    """What a sample repeats of another turn is what that turn sampled, as far as the file has it."""
+    untrained = {item.node for item in session.claimed.untrained} if session.claimed is not None else set[str]()
+    for copy in session.copies:
+        what = ""
+        if copy.node in session.sampled and session.sampled[copy.node] != copy.ids:
+            what = f"not what node {copy.node} sampled, though given as that"
+        elif copy.node not in session.sampled and copy.node not in untrained:
+            what = f"given as what node {copy.node} sampled, which is in no sample and not listed as untrained"
+        if what:
+            yield AuditFinding(sample=copy.sample, what=what, start=copy.start, end=copy.end)
 
 
 def _check_coverage(name: str, session: _SessionAudit) -> Iterator[AuditFinding]:

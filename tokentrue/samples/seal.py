@@ -30,7 +30,8 @@ BLOCK = 64
 
 
 class NodeRow(msgspec.Struct, kw_only=True):
-    """One turn on a sample's path with what its check needs. Older files have no `prompt_sha256`."""
+    """One turn on a sample's path with what its check needs. `copies` are stretches of its given tokens (start, end,
+    node) that repeat what another node sampled. Older files have no `prompt_sha256`."""
 
     node: str
     given: Count
@@ -41,6 +42,7 @@ class NodeRow(msgspec.Struct, kw_only=True):
     ids_check: str
     logprobs_check: str
     prompt_sha256: str | None = None
+    copies: list[tuple[Count, Count, str]] = []
 
 
 class SealedRecord(msgspec.Struct, kw_only=True):
@@ -76,6 +78,7 @@ def node_rows(path: Sequence[Node]) -> list[dict[str, Any]]:
                 "prompt_sha256": node.prompt_digest.hex(),
                 "ids_check": block_checksums(ids, 4),
                 "logprobs_check": block_checksums(float_bytes(node.logprobs), 8),
+                **({"copies": [list(copy) for copy in node.copies]} if node.copies else {}),
             }
         )
     return rows

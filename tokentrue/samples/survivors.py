@@ -31,9 +31,9 @@ def find_left_out(tree: Tree, rewarded: Collection[str] = ()) -> dict[str, str]:
                 node_id: why for node_id, why in _losers(tree, answers, newest).items() if node_id not in rewarded_paths
             }
     for node in tree.in_order():  # parents come before children
-        before = node.parent or node.origin
-        if before in reasons and node.id not in rewarded_paths and node.id not in reasons:
-            reasons[node.id] = reasons[before]
+        given_up = [reasons[before] for before in tree.predecessors(node) if before in reasons]
+        if given_up and node.id not in rewarded_paths and node.id not in reasons:
+            reasons[node.id] = given_up[0]
     for node in reversed(tree.in_order()):
         alive = any(child.id not in reasons for child in tree.followers.get(node.id, ()))
         if not alive and node.id not in reasons and node.id not in rewarded_paths and (why := _unserved_reason(node)):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any, Literal, TypeAlias
@@ -41,8 +41,8 @@ TurnKey: TypeAlias = tuple[str | None, bytes]
 
 @dataclass(frozen=True, slots=True)
 class ServedRef:
-    """A given message that replays what node `node` served: kept as a name, so that a re-rooted history is not stored
-    twice."""
+    """A given message that repeats what node `node` served. In a root the message is rendered again; after a parent the
+    node's sampled ids are repeated as they are, given there and trained at `node` alone."""
 
     node: str
 
@@ -80,7 +80,7 @@ class Node:
     replaced: tuple[
         Message, ...
     ] = ()  # the system prompt that the client sent, where a pinned one was given to the model instead
-    origin: str | None = None  # of a root: the node whose conversation it continues with other tokens
+    origin: str | None = None  # the node whose conversation it continues with other tokens: as a root, or on `parent`
     outcome: Outcome = "served"
     tools: Tools | None = None
     template_kwargs: TemplateKwargs = field(default_factory=dict[str, Any])
@@ -101,6 +101,17 @@ class Node:
     def length(self) -> int:
         """Tokens from the start of the conversation to the end of what was sampled."""
         return self.prompt_length + len(self.sampled_ids)
+
+    @property
+    def copies(self) -> list[tuple[int, int, str]]:
+        """Stretches of the given ids that repeat what another node sampled: start, end and that node."""
+        if self.parent is None:  # a root renders served messages again
+            return []
+        return [
+            (span.start, span.end, item.node)
+            for span in self.given_spans
+            if span.message is not None and isinstance(item := self.given[span.message], ServedRef)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,9 +136,7 @@ class Tree:
         self.template, self.tokenizer = template, tokenizer
         self.nodes: dict[str, Node] = {}
         self.children: dict[str | None, list[Node]] = defaultdict(list)
-        self.followers: dict[str | None, list[Node]] = defaultdict(
-            list
-        )  # children, and roots that continue a node in meaning
+        self.followers: dict[str, list[Node]] = defaultdict(list)  # children, and nodes that have this one as `origin`
         self.answers: dict[TurnKey, list[Node]] = defaultdict(list)
         self.nodes_by_key: dict[str, list[Node]] = defaultdict(list)  # request key -> its served nodes
         self.next_seq = 0
@@ -174,6 +183,14 @@ class Tree:
             node = self.parent(node)
         return found[::-1]
 
+    def predecessors(self, node: Node) -> list[str]:
+        """The nodes that `node` continues: its parent, and its origin."""
+        return [name for name in (node.parent, node.origin) if name is not None]
+
+    def conversation(self, node: Node) -> list[Given]:
+        """Every message up to and including what `node` served; sampled ones as references."""
+        return [item for step in self.path(node) for item in (*step.given, ServedRef(step.id))]
+
     def full_ids(self, node: Node | None) -> TokenIds:
         """Prompt and sampled ids of `node`."""
         return EMPTY if node is None else self._full_path(node).ids
@@ -181,8 +198,12 @@ class Tree:
     def prompt_ids(self, node: Node) -> TokenIds:
         return self.full_ids(node)[: node.prompt_length]
 
+    def resolve(self, given: Iterable[Given]) -> list[Message]:
+        """The messages themselves, in place of references."""
+        return [self.nodes[item.node].served if isinstance(item, ServedRef) else item for item in given]
+
     def given_messages(self, node: Node) -> list[Message]:
-        return [self.nodes[item.node].served if isinstance(item, ServedRef) else item for item in node.given]
+        return self.resolve(node.given)
 
     def messages(self, node: Node | None) -> list[Message]:
         """The conversation up to and including what `node` served, as recorded (not as some client replayed it)."""
@@ -271,7 +292,8 @@ class Tree:
         self._hashes[node.id] = state
         self.nodes[node.id] = node
         self.children[node.parent].append(node)
-        self.followers[node.parent or node.origin].append(node)
+        for before in self.predecessors(node):
+            self.followers[before].append(node)
         key = self._turn_keys[node.id] = turn_key(self.parent(node), node.given, node.tools)
         self.answers[key].append(node)
         self.next_seq = max(self.next_seq, node.seq + 1)
@@ -304,7 +326,6 @@ class Tree:
         """For each node the newest `seq` among all that followed it."""
         newest = {node.id: node.seq for node in self.nodes.values()}
         for node in reversed(self.in_order()):
-            before = node.parent or node.origin
-            if before is not None:
+            for before in self.predecessors(node):
                 newest[before] = max(newest[before], newest[node.id])
         return newest

@@ -8,6 +8,9 @@ The whole list of messages is matched against the tree as it is now, in four ste
    the fewest changes, is named by the request, was not asked again since, was not continued by this very request
    before, and is the newest, in this order; where several have equally few of both and none is named, the match is
    marked ambiguous.
+An agent may alternate between tool sets or system prompts (plan and act, a sub-agent with fewer tools). A request then
+rejoins the deepest turn under its own tools and system prompt; the turns after that were sampled elsewhere, are found
+by steps 1 to 4 under any tools (or, word for word, under any system prompt) and become references to their nodes.
 Nothing is remembered from one request to the next but pure facts about its messages and the paths they replay
 (`conversations`).
 """
@@ -16,13 +19,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from tokentrue.errors import RenderError
 from tokentrue.plain_json import digest
 from tokentrue.protocols import Renderer
-from tokentrue.sessions.matching.candidates import CandidateIndex
-from tokentrue.sessions.matching.conversations import Conversation, ConversationReader, MessageFacts, PathFit
-from tokentrue.sessions.matching.match_keys import CallRef, calls_of, tools_key
+from tokentrue.sessions.matching.candidates import CandidateIndex, chain_turns, count_system
+from tokentrue.sessions.matching.conversations import Conversation, ConversationReader, PathFit
+from tokentrue.sessions.matching.match_keys import START_KEY, CallRef, calls_of, tools_key
 from tokentrue.sessions.matching.projections import find_changes, format_changes
 from tokentrue.sessions.offload import count_chars, run_by_size
 from tokentrue.sessions.tree import Given, Node, ServedRef, Tree, TurnKey, turn_key
@@ -32,15 +36,16 @@ from tokentrue.types import Message, Messages, Tools
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Continue:
-    """Continue after `node`; `tail` is what is new, its call ids being those that were served. `why` is None where
-    nothing had continued `node` before."""
+    """Continue after `node`; `tail` is what is new there, its call ids being those that were served. `why` is None
+    where nothing had continued `node` before. `origin` is the last turn of the tail that was sampled elsewhere."""
 
     node: Node
-    tail: tuple[Message, ...]
+    tail: tuple[Given, ...]
     projection: str
     turn_key: TurnKey
     why: str | None = None
     detail: str = ""
+    origin: Node | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,26 +94,38 @@ class Matcher:
         found = await _Search(self._tree, self._index, self._renderer, conversation, in_flight, named).find_deepest()
         if found is None:
             return self._start_root(conversation, in_flight)
-        node, fit, ambiguous, same_tools = found
-        tail = restore_tail(self._tree, self._index, node, conversation)
-        if not same_tools:
-            detail = f"node {node.id} was sampled under other tools"
-            return root_after(self._tree, node, tail, conversation.tools, in_flight, why="tools_changed", detail=detail)
-        key = turn_key(node, tail, conversation.tools)
-        why, detail = self._classify_edge(key, tail, in_flight)
-        how = format_changes(tuple(sorted(fit.changes)), ambiguous=ambiguous)
-        return Continue(node=node, tail=tail, projection=how, turn_key=key, why=why, detail=detail)
+        tail = build_tail(self._tree, self._index, found, conversation)
+        if not found.same_tools:
+            detail = f"node {found.node.id} was sampled under other tools"
+            return root_after(
+                self._tree, found.node, tail, conversation.tools, in_flight, why="tools_changed", detail=detail
+            )
+        key = turn_key(found.node, tail, conversation.tools)
+        why, detail = self._classify_edge(found.node.id, key, tail, in_flight)
+        elsewhere = found.elsewhere
+        changes = found.fit.changes if elsewhere is None else found.fit.changes | elsewhere.fit.changes
+        return Continue(
+            node=found.node,
+            tail=tail,
+            projection=format_changes(tuple(sorted(changes)), ambiguous=found.ambiguous),
+            turn_key=key,
+            why=why,
+            detail=detail,
+            origin=None if elsewhere is None else elsewhere.node,
+        )
 
     def _classify_edge(
-        self, key: TurnKey, tail: Sequence[Message], in_flight: Mapping[TurnKey, int]
+        self, node: str, key: TurnKey, tail: Sequence[Given], in_flight: Mapping[TurnKey, int]
     ) -> tuple[str | None, str]:
-        node = key[0]
+        copies = sum(isinstance(item, ServedRef) for item in tail)
         if in_flight.get(key):
             return "parallel", "another request for this turn was in flight"
         if key in self._tree.answers:
             return "retry", f"turn asked again after node {self._tree.answers[key][-1].id}"
-        if any(message.get("role") == "assistant" for message in tail):
+        if any(not isinstance(item, ServedRef) and item.get("role") == "assistant" for item in tail):
             return "edited", f"messages after node {node} are not what was served"
+        if copies:
+            return "rejoined", f"after node {node}, {copies} turn(s) sampled under other tools or another system prompt"
         if any(parent == node for parent, _ in in_flight):
             return "parallel", f"another continuation of node {node} was in flight"
         if self._tree.followers.get(node):
@@ -145,6 +162,18 @@ class Matcher:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Match:
+    """The recorded turn to continue, how the request fits it, and whether others fit as well. `elsewhere` is a deeper
+    turn of the same conversation that was sampled under other tools or another system prompt."""
+
+    node: Node
+    fit: PathFit
+    ambiguous: bool
+    same_tools: bool = True
+    elsewhere: Match | None = None
+
+
 class _Search:
     """One request against every candidate."""
 
@@ -160,26 +189,83 @@ class _Search:
         self._tree, self._index, self._renderer = tree, index, renderer
         self._conversation, self._in_flight, self._named = conversation, in_flight, named
 
-    async def find_deepest(self) -> tuple[Node, PathFit, bool, bool] | None:
-        """The node to continue, its fit, whether others fit as well, and whether the tools are the same."""
+    async def find_deepest(self) -> Match | None:
+        """Under the request's own tools where there is such a turn, else under others."""
+        other: Match | None = None
         for at in range(len(self._conversation.facts) - 1, -1, -1):
             if self._conversation.facts[at].role != "assistant":
                 continue
+            found = await self._find_at(at, other)
+            if found is not None and found.same_tools:
+                return self._find_elsewhere(found)
+            other = other or found
+        return other
+
+    async def _find_at(self, at: int, other: Match | None) -> Match | None:
+        """The turn that ends at message `at`. Once `other` is found, a turn under other tools does not matter."""
+        nodes = self._index.ends.get(self._conversation.keys[at], ())
+        if other is not None:
+            nodes = [node for node in nodes if self._may_have_same_tools(node)]
+        fits = [(node, fit) for node in nodes if (fit := self._fit(node)) is not None]
+        fits = [(node, fit) for node, fit in fits if not fit.num_respelled or await self._renders_alike(node)]
+        # A whole answer before one that broke off.
+        fits = [(node, fit) for node, fit in fits if node.outcome == "served"] or fits
+        same = [(node, fit) for node, fit in fits if await self._has_same_tools(node)]
+        if other is None:
+            return self._choose(same or fits, same_tools=bool(same)) if fits else None
+        if not same:
+            return None
+        # Of twins, the one whose conversation went on to `other`.
+        passed = self._tree.conversation(other.node)
+        same = [(node, fit) for node, fit in same if ServedRef(node.id) in passed] or same
+        return self._choose(same, other=other)
+
+    def _find_elsewhere(self, found: Match) -> Match:
+        """Looks for the later turns of the request under other system prompts, where nothing but that may differ."""
+        facts = self._conversation.facts
+        first = (found.elsewhere or found).fit.depth
+        if all(facts[at].role != "assistant" for at in range(first, len(facts))):
+            return found
+        num_system = count_system(read.role for read in facts)
+        key, ends = START_KEY, list[bytes]()
+        for at, read in enumerate(facts):
+            key = chain_turns(key, read.key, self._conversation.references[at], at, num_system)
+            if at >= first and read.role == "assistant":
+                ends.append(key)
+        for key in reversed(ends):
             fits = [
                 (node, fit)
-                for node in self._index.ends.get(self._conversation.keys[at], ())
-                if (fit := self._fit(node)) is not None
+                for node in self._index.turns.get(key, ())
+                if (fit := self._fit_turns(node, num_system, found.node)) is not None
             ]
-            fits = [(node, fit) for node, fit in fits if not fit.num_respelled or await self._renders_alike(node)]
-            fits = [
-                (node, fit) for node, fit in fits if node.outcome == "served"
-            ] or fits  # a whole answer before one that broke off
-            same = [(node, fit) for node, fit in fits if await self._has_same_tools(node)]
             if fits:
-                return (*self._choose(same or fits), bool(same))
-        return None
+                node, fit = min(fits, key=lambda item: self._rank_elsewhere(item, found.node))
+                return replace(found, elsewhere=Match(node=node, fit=fit, ambiguous=False, same_tools=False))
+        return found
 
-    def _choose(self, fits: Sequence[tuple[Node, PathFit]]) -> tuple[Node, PathFit, bool]:
+    def _fit_turns(self, node: Node, num_system: int, joined: Node) -> PathFit | None:
+        """How the request after its system prompt fits the conversation of `node` after its own; None where a given
+        message is not the same to the letter."""
+        items = self._tree.conversation(node)[self._index.place(node).num_system :]
+        # Under the first prompt of a kind, the turns to `joined` are the client's copies of what was served: they need
+        # not be spelled as in this request, which fits `joined` itself.
+        served = self._tree.conversation(joined)[num_system:]
+        for at, (item, known) in enumerate(zip(items, served, strict=False)):
+            if isinstance(known, ServedRef) and not isinstance(item, ServedRef):
+                if find_changes(self._tree.nodes[known.node].served, item) is None:
+                    return None
+                items[at] = known
+        fit = self._fit_items(PathFit(depth=num_system), items)
+        return None if fit is None or fit.num_respelled else fit
+
+    def _rank_elsewhere(self, item: tuple[Node, PathFit], joined: Node) -> tuple[bool, bool, int, bool, int]:
+        node, fit = item
+        passes = ServedRef(joined.id) in self._tree.conversation(node)
+        return node.outcome != "served", not passes, fit.num_changes, node.id != self._named, -node.seq
+
+    def _choose(
+        self, fits: Sequence[tuple[Node, PathFit]], *, same_tools: bool = True, other: Match | None = None
+    ) -> Match:
         # Given messages first: two sub-agents may differ by a `name` that the template does not print, and be served
         # the same text.
         fewest = min(fit.num_respelled for _, fit in fits)
@@ -187,15 +273,23 @@ class _Search:
         best = min(fit.num_changes for _, fit in fits)
         equal = [(node, fit) for node, fit in fits if fit.num_changes == best]
         equal = [(node, fit) for node, fit in equal if node.id == self._named] or equal
-        node, fit = (
-            equal[0] if len(equal) == 1 else min(equal, key=self._rank)
-        )  # ranking restores and hashes the new messages
-        return node, fit, len(equal) > 1
+        matches = [
+            Match(
+                node=node,
+                fit=fit,
+                ambiguous=len(equal) > 1,
+                same_tools=same_tools,
+                elsewhere=other,
+            )
+            for node, fit in equal
+        ]
+        # Ranking restores and hashes the new messages.
+        return matches[0] if len(matches) == 1 else min(matches, key=self._rank)
 
-    def _rank(self, item: tuple[Node, PathFit]) -> tuple[bool, bool, int]:
-        node = item[0]
+    def _rank(self, match: Match) -> tuple[bool, bool, int]:
+        node, tools = match.node, self._conversation.tools
         replaced = any(other.started > node.seq for other in self._tree.answers_like(node))
-        key = turn_key(node, restore_tail(self._tree, self._index, node, self._conversation), self._conversation.tools)
+        key = turn_key(node, build_tail(self._tree, self._index, match, self._conversation), tools)
         return replaced, key in self._tree.answers or bool(self._in_flight.get(key)), -node.seq
 
     def _fit(self, node: Node) -> PathFit | None:
@@ -204,50 +298,54 @@ class _Search:
         fits, parent = self._conversation.fits, self._tree.parent(node)
         if node.id not in fits:
             if parent is not None and parent.id not in fits:
-                fits[parent.id] = self._fit_steps(PathFit(), self._tree.path(parent))
+                fits[parent.id] = self._fit_items(PathFit(), self._tree.conversation(parent))
             before = PathFit() if parent is None else fits[parent.id]
-            fits[node.id] = None if before is None else self._fit_steps(before, [node])
+            fits[node.id] = None if before is None else self._fit_items(before, (*node.given, ServedRef(node.id)))
         return fits[node.id]
 
-    def _fit_steps(self, before: PathFit, steps: Sequence[Node]) -> PathFit | None:
+    def _fit_items(self, before: PathFit, items: Sequence[Given]) -> PathFit | None:
         facts, nodes = self._conversation.facts, self._tree.nodes
         num_changes, changes, num_respelled = before.num_changes, set(before.changes), before.num_respelled
-        at = self._index.place(steps[0]).depth - len(steps[0].given) - 1
-        for step in steps:
-            for item in (*step.given, step.served):
-                if item is step.served or isinstance(item, ServedRef):
-                    found = find_changes(
-                        nodes[item.node].served if isinstance(item, ServedRef) else item, facts[at].message
-                    )
-                    if found is None:
-                        return None
-                    num_changes += len(found)
-                    changes.update(found)
-                else:
-                    num_respelled += not facts[at].repeats(item)
-                at += 1
-        return PathFit(depth=at, num_changes=num_changes, changes=frozenset(changes), num_respelled=num_respelled)
+        for at, item in enumerate(items, before.depth):
+            if isinstance(item, ServedRef):
+                found = find_changes(nodes[item.node].served, facts[at].message)
+                if found is None:
+                    return None
+                num_changes += len(found)
+                changes.update(found)
+            else:
+                num_respelled += not facts[at].repeats(item)
+        return PathFit(
+            depth=before.depth + len(items),
+            num_changes=num_changes,
+            changes=frozenset(changes),
+            num_respelled=num_respelled,
+        )
+
+    def _may_have_same_tools(self, node: Node) -> bool:
+        """False where the tools differ in more than their order."""
+        place = self._index.place(node)
+        return place.tools == self._conversation.tools_digest or place.loose_tools == self._loose_tools
 
     async def _has_same_tools(self, node: Node) -> bool:
-        if node.tools is self._conversation.tools or digest(node.tools) == self._conversation.tools_digest:
+        if self._index.place(node).tools == self._conversation.tools_digest:
             return True
-        if tools_key(node.tools) != tools_key(self._conversation.tools):
+        if not self._may_have_same_tools(node):
             return False
         recorded = self._tree.messages(node)[:-1]
         return await self._render_equal(node, recorded, node.tools, recorded, self._conversation.tools)
 
+    @cached_property
+    def _loose_tools(self) -> bytes:
+        return tools_key(self._conversation.tools)
+
     async def _renders_alike(self, node: Node) -> bool:
         """Are the given messages on the path to `node`, as they are spelled now, rendered to the same ids as the
         recorded ones?"""
-        recorded: list[Message] = []
-        now: list[Message] = []
-        for step in self._tree.path(node):
-            for item, message in zip(
-                (*step.given, ServedRef(step.id)), (*self._tree.given_messages(step), step.served), strict=True
-            ):
-                sent = message if isinstance(item, ServedRef) else self._conversation.facts[len(now)].message
-                now.append({**sent, "tool_call_id": message["tool_call_id"]} if "tool_call_id" in message else sent)
-                recorded.append(message)
+        recorded, now = self._tree.messages(node), list[Message]()
+        for item, message in zip(self._tree.conversation(node), recorded, strict=True):
+            sent = message if isinstance(item, ServedRef) else self._conversation.facts[len(now)].message
+            now.append({**sent, "tool_call_id": message["tool_call_id"]} if "tool_call_id" in message else sent)
         return await self._render_equal(node, recorded[:-1], node.tools, now[:-1], node.tools)
 
     async def _render_equal(
@@ -266,45 +364,59 @@ class _Search:
         return await run_by_size(compare, count_chars(one) + count_chars(other))
 
 
-def restore_tail(tree: Tree, index: CandidateIndex, node: Node, conversation: Conversation) -> tuple[Message, ...]:
-    """What is new after `node`. Tool results get the call ids that were served: templates may print them, and the
-    sampled tokens may hold them."""
-    depth = index.place(node).depth
-    new = enumerate(conversation.facts[depth:], depth)
-    return tuple(_restore(tree, node, depth, facts, conversation.references[at]) for at, facts in new)
+def build_tail(tree: Tree, index: CandidateIndex, match: Match, conversation: Conversation) -> tuple[Given, ...]:
+    """What is new after `match.node`: recorded messages and references as far as `match.elsewhere` leads, then the
+    request's own. Tool results get the call ids that were served: templates may print them, and the sampled tokens may
+    hold them."""
+    depth = index.place(match.node).depth
+    recorded: list[Given] = []
+    if match.elsewhere is not None:
+        path = tree.conversation(match.elsewhere.node)
+        recorded = path[len(path) - match.elsewhere.fit.depth + depth :]  # system prompts may differ in length
+    sent = [facts.message for facts in conversation.facts[depth + len(recorded) :]]
+    answered = tree.resolve(recorded)
+    return tuple(
+        _restore(tree, match.node, depth, answered, item, reference)
+        for item, reference in zip((*recorded, *sent), conversation.references[depth:], strict=True)
+    )
 
 
-def _restore(tree: Tree, node: Node, depth: int, facts: MessageFacts, reference: CallRef | str | None) -> Message:
-    if not isinstance(reference, tuple) or reference[0] >= depth:
-        return facts.message  # no tool result, or one that answers a call of the tail itself
-    calls = calls_of(node.served if reference[0] == depth - 1 else tree.messages(node)[reference[0]])
-    served = calls[reference[1]].get("id") if reference[1] < len(calls) else None
-    return facts.message if served in (None, facts.call_id) else {**facts.message, "tool_call_id": served}
+def _restore(
+    tree: Tree, node: Node, depth: int, recorded: Sequence[Message], item: Given, reference: CallRef | str | None
+) -> Given:
+    """`recorded` are the messages from index `depth` on that were recorded elsewhere."""
+    if isinstance(item, ServedRef) or not isinstance(reference, tuple) or reference[0] >= depth + len(recorded):
+        return item  # no tool result, or one that answers a call of the request's own messages
+    at, position = reference
+    if at == depth - 1:
+        calls = calls_of(node.served)
+    else:
+        calls = calls_of(recorded[at - depth] if at >= depth else tree.messages(node)[at])
+    served = calls[position].get("id") if position < len(calls) else None
+    return item if served in (None, item.get("tool_call_id")) else {**item, "tool_call_id": served}
 
 
 def root_after(
     tree: Tree,
     node: Node,
-    tail: Sequence[Message],
+    tail: Sequence[Given],
     tools: Tools | None,
     in_flight: Mapping[TurnKey, int],
     *,
     why: str,
     detail: str,
+    origin: Node | None = None,
 ) -> Root:
-    """The conversation to `node` and `tail`, rendered anew because of `why`. Served messages are given as references to
-    their nodes."""
-    given: list[Given] = []
-    for step in tree.path(node):
-        given += [*step.given, ServedRef(step.id)]
-    given += tail
+    """The conversation to `node` and `tail`, rendered again because of `why`. Served messages are given as references
+    to their nodes."""
+    given = (*tree.conversation(node), *tail)
     root = Root(
-        messages=(*tree.messages(node), *tail),
-        given=tuple(given),
-        turn_key=turn_key(None, tuple(given), tools),
+        messages=(*tree.messages(node), *tree.resolve(tail)),
+        given=given,
+        turn_key=turn_key(None, given, tools),
         why=why,
         detail=detail,
-        origin=node,
+        origin=origin or node,
     )
     return _classify_repeat(tree, root, in_flight) or root
 

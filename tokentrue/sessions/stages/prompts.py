@@ -1,11 +1,15 @@
 """A resolution becomes a prompt: the recorded ids, untouched, and what the renderer adds; or a new root where it
-refuses."""
+refuses.
+
+Turns that were sampled elsewhere (under other tools, say) follow the recorded ids as if they had been sampled there:
+the renderer adds the messages before each of them, then come its own sampled ids.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 from tokentrue.errors import TokenContractError
 from tokentrue.ids import TokenIds
@@ -13,9 +17,9 @@ from tokentrue.protocols import Renderer
 from tokentrue.sessions.limits import SessionLimits
 from tokentrue.sessions.matching.matcher import Continue, Resolution, Root, root_after
 from tokentrue.sessions.offload import count_chars, run_by_size
-from tokentrue.sessions.tree import Given, Node, Tree, TurnKey
+from tokentrue.sessions.tree import Given, Node, ServedRef, Tree, TurnKey
 from tokentrue.tracing import traced
-from tokentrue.types import PromptSpan, Refusal, Rendered, TemplateKwargs, Tools
+from tokentrue.types import Extension, Message, PromptSpan, Refusal, Rendered, TemplateKwargs, Tools
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,13 +50,15 @@ async def build_prompt(
 ) -> Prompt:
     """`in_flight` counts the turns that are being generated."""
     if isinstance(resolution, Continue):
-        chars = count_chars(resolution.tail)
+        chars = count_chars(tree.resolve(resolution.tail))
         limits.check_text(chars)
         extended = await _extend(resolution, chars, renderer, tree, tools, template_kwargs)
         if isinstance(extended, Prompt):
             return extended
-        node, tail = resolution.node, resolution.tail
-        resolution = root_after(tree, node, tail, tools, in_flight, why=extended.why, detail=extended.detail)
+        node, tail, origin = resolution.node, resolution.tail, resolution.origin
+        resolution = root_after(
+            tree, node, tail, tools, in_flight, why=extended.why, detail=extended.detail, origin=origin
+        )
     chars = count_chars(resolution.messages) + count_chars(tools or ())
     limits.check_text(chars)
     return await _render(resolution, chars, renderer, tools, template_kwargs)
@@ -66,33 +72,92 @@ async def _extend(
     tools: Tools | None,
     template_kwargs: TemplateKwargs,
 ) -> Prompt | Refusal:
-    node, tail, kwargs = resolution.node, resolution.tail, dict(template_kwargs)
-    if kwargs != dict(node.template_kwargs) and not await _has_same_context(renderer, tree, node, tools, kwargs):
-        return Refusal(
-            why="template_kwargs_changed",
-            detail=f"template settings that shape the prompt differ from those of node {node.id}",
-        )
+    node, kwargs = resolution.node, dict(template_kwargs)
+    copied = [tree.nodes[item.node] for item in resolution.tail if isinstance(item, ServedRef)]
+    for settings in (kwargs, *(dict(copy.template_kwargs) for copy in copied)):
+        if settings != dict(node.template_kwargs) and not await _has_same_context(
+            renderer, tree, node, tools, settings
+        ):
+            return Refusal(
+                why="template_kwargs_changed",
+                detail=f"template settings that shape the prompt differ from those of node {node.id}",
+            )
     prefix, history = tree.full_ids(node), tree.messages(node)
-    extension = await run_by_size(
-        renderer.extend, chars, prefix, history, tail, node.tools, template_kwargs=kwargs or None
+    extended = await run_by_size(
+        _extend_by_parts, chars, prefix, history, resolution.tail, renderer, tree, node, kwargs
     )
-    if isinstance(extension, Refusal):
-        return extension
-    if len(extension.prefix_ids) != len(prefix):
-        raise TokenContractError(
-            f"the renderer changed the prefix of node {node.id}: {len(prefix)} ids became {len(extension.prefix_ids)}"
-        )
-    given_ids = extension.added_ids
+    if isinstance(extended, Refusal):
+        return extended
+    ids, spans = extended
     return Prompt(
-        ids=prefix + given_ids,
-        given_ids=given_ids,
-        spans=extension.spans,
+        ids=ids,
+        given_ids=ids[len(prefix) :],
+        spans=spans,
         parent=node,
-        given=tail,
+        given=resolution.tail,
         projection=resolution.projection,
         why=resolution.why,
         detail=resolution.detail,
+        origin=resolution.origin,
     )
+
+
+def _extend_by_parts(
+    ids: TokenIds,
+    history: Sequence[Message],
+    tail: Sequence[Given],
+    renderer: Renderer,
+    tree: Tree,
+    node: Node,
+    kwargs: TemplateKwargs,
+) -> tuple[TokenIds, tuple[PromptSpan, ...]] | Refusal:
+    """`ids` of `node` and after them `tail`, with the spans of what was added. A part of the tail ends with a turn that
+    was sampled elsewhere, or with the tail."""
+    messages, spans, start = list(history), list[PromptSpan](), len(ids)
+    first = 0
+    ends = [at for at, item in enumerate(tail) if isinstance(item, ServedRef)]
+    for end in (*ends, len(tail)):
+        copied = tree.nodes[cast("ServedRef", tail[end]).node] if end < len(tail) else None
+        new = tree.resolve(tail[first:end])
+        settings = kwargs if copied is None else copied.template_kwargs
+        extension = renderer.extend(ids, messages, new, node.tools, template_kwargs=dict(settings) or None)
+        if isinstance(extension, Refusal):
+            return extension
+        if len(extension.prefix_ids) != len(ids):
+            raise TokenContractError(
+                f"the renderer changed the prefix of node {node.id}: {len(ids)} ids became {len(extension.prefix_ids)}"
+            )
+        spans += _move_spans(extension.spans, by=len(ids) - start, first_message=first)
+        ids += extension.added_ids
+        if copied is not None:
+            if not _opens_alike(extension, copied):
+                return Refusal(why="opening_changed", detail=f"the turn of node {copied.id} is opened otherwise here")
+            at = len(ids) - start
+            ids += copied.sampled_ids
+            spans.append(PromptSpan(start=at, end=len(ids) - start, role="assistant", message=end))
+            messages += (*new, copied.served)
+        first = end + 1
+    return ids, tuple(spans)
+
+
+def _move_spans(spans: Sequence[PromptSpan], *, by: int, first_message: int) -> list[PromptSpan]:
+    return [
+        replace(
+            span,
+            start=span.start + by,
+            end=span.end + by,
+            message=None if span.message is None else span.message + first_message,
+        )
+        for span in spans
+    ]
+
+
+def _opens_alike(extension: Extension, copied: Node) -> bool:
+    """Do the added ids open the model's turn as they did where it was sampled? What a turn says depends on that: text
+    after an open think tag is reasoning."""
+    opened_at = extension.spans[-1].start if extension.spans and extension.spans[-1].message is None else 0
+    opener = extension.added_ids[opened_at:]
+    return copied.given_ids[-len(opener) :] == opener
 
 
 async def _render(
