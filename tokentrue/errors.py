@@ -8,7 +8,7 @@ TokenTrueError
 │   └── FileFormatError     a samples file, a script, a checkpoint
 ├── RenderError             messages -> tokens; HTTP 422
 │   ├── TemplateError       no template, or it raises
-│   │   └── TemplateLimitError  rendering takes too much time or memory
+│   ├── TemplateLimitError  loading or rendering a template takes too much time or memory
 │   └── TokenizerError      no tokenizer, no stop token
 ├── SessionError            the record
 │   ├── SessionNotFound     HTTP 404
@@ -75,7 +75,7 @@ class TemplateError(RenderError):
     code = "template"
 
 
-class TemplateLimitError(TemplateError):
+class TemplateLimitError(RenderError):
     code = "template_limit"
 
 

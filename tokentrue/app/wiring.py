@@ -10,6 +10,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -113,7 +114,9 @@ class ServeConfig:
     session_limits: SessionLimits = field(default_factory=SessionLimits)
 
 
-def renderer_for(config: ModelConfig) -> Callable[[str], Renderer]:
+def renderer_for(
+    config: ModelConfig, render_deadline: AbstractContextManager[Any] | None = None
+) -> Callable[[str], Renderer]:
     """The renderer of a history policy; each is loaded once."""
     path = config.path or str(SMALL_MODEL)
 
@@ -125,7 +128,9 @@ def renderer_for(config: ModelConfig) -> Callable[[str], Renderer]:
         settings: dict[str, Any] = {
             name: getattr(config, name) for name in ("injection", "encode_cache_bytes", "extend_plans")
         }
-        return load_renderer(path, config.chat_template, kwargs, history=history, **settings)
+        return load_renderer(
+            path, config.chat_template, kwargs, history=history, render_deadline=render_deadline, **settings
+        )
 
     return load  # pyright: ignore[reportReturnType]
 
@@ -194,13 +199,20 @@ def view_for(config: ServeConfig, journal: Journal, renderer: Callable[[str], Re
     return load
 
 
-def gateway_for(config: ServeConfig, *, admin_key: str, workers: WorkerLinks | None = None) -> Gateway:
+def gateway_for(
+    config: ServeConfig,
+    *,
+    admin_key: str,
+    workers: WorkerLinks | None = None,
+    render_deadline: AbstractContextManager[Any] | None = None,
+) -> Gateway:
+    """Every rendering of the chat template runs within `render_deadline`."""
     from tokentrue.gateway.app import Gateway
     from tokentrue.sessions.journal import open_journal
 
     if config.server.trace_url:
         start_tracing(config.server.trace_url)
-    renderer = renderer_for(config.model)
+    renderer = renderer_for(config.model, render_deadline)
     loaded: Any = renderer(config.model.history)  # a template that is refused is a start-up error, not a request's
     for warning in loaded.proof.warnings:
         logging.getLogger("tokentrue").warning("%s: %s", config.model.shown, warning)

@@ -38,6 +38,7 @@ class GatewayLimits:
     body_s: float = 300.0
     write_s: float = 60.0
     turn_s: float = 3600.0
+    render_s: float = 10.0  # one rendering of the chat template; past it `serve` ends its process and starts again
 
     def __post_init__(self) -> None:
         for field_ in fields(self):

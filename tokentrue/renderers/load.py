@@ -4,6 +4,7 @@ files."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, cast
@@ -12,6 +13,7 @@ from tokentrue.errors import ConfigError, TemplateError, TokenizerError
 from tokentrue.hub import locate_small_files, one_line
 from tokentrue.renderers.codec.codec import Codec
 from tokentrue.renderers.codec.encoded_texts import LIMIT_BYTES
+from tokentrue.renderers.confined import run_confined
 from tokentrue.renderers.extending.extender import MAX_PLANS, History
 from tokentrue.renderers.extending.stops import Stops, derive_stops, read_declared_stops
 from tokentrue.renderers.families import family_for
@@ -40,9 +42,10 @@ def load_renderer(
     injection: Injection = "safe",
     encode_cache_bytes: int = LIMIT_BYTES,
     extend_plans: int = MAX_PLANS,
+    render_deadline: AbstractContextManager[Any] | None = None,
 ) -> Renderer:
     """`model` is a local directory or a hub id; `chat_template` the text of a template, or the path of a file that
-    holds it."""
+    holds it. Every rendering runs within `render_deadline`."""
     for name, value, choices in (
         ("history", history, ("keep", "template")),
         ("injection", injection, ("safe", "engine")),
@@ -62,6 +65,7 @@ def load_renderer(
         injection=injection,
         encode_cache_bytes=encode_cache_bytes,
         extend_plans=extend_plans,
+        render_deadline=render_deadline,
     )
 
 
@@ -75,6 +79,7 @@ def renderer_of(
     injection: Injection = "safe",
     encode_cache_bytes: int = LIMIT_BYTES,
     extend_plans: int = MAX_PLANS,
+    render_deadline: AbstractContextManager[Any] | None = None,
 ) -> Renderer:
     """A renderer for a transformers tokenizer that is already loaded; `directory` is where its files are."""
     source = _find_source(tokenizer, chat_template)
@@ -84,7 +89,7 @@ def renderer_of(
         source = family.chat_template
     kwargs = {**(family.template_kwargs if history == "keep" else {}), **(template_kwargs or {})}
     names = tokenizer.special_tokens_map
-    template = Template(source, variables=names)
+    template = Template(source, variables=names, deadline=render_deadline)
     declared = read_declared_stops(directory, codec, tokenizer.eos_token)
     tokenizer_hash = _hash_tokenizer(directory, tokenizer)
     facts = {
@@ -117,16 +122,17 @@ def renderer_of(
             max_plans=extend_plans,
         )
 
-    if known := cache.read(key):
-        return build(
-            InputFormat(**known["proof"]["inputs"]), Stops.from_json(known["stops"]), Proof.from_json(known["proof"])
-        )
-    with template.proving():
+    def prove_template() -> dict[str, Any]:
         inputs = find_input_format(template, kwargs)
         stops = derive_stops(template, codec, inputs, kwargs, declared)
-        proof = prove(build(inputs, stops, UNPROVEN, "keep", "safe"))
-    cache.write(key, {"stops": stops.to_json(), "proof": proof.to_json()})
-    return build(inputs, stops, proof)
+        return {"stops": stops.to_json(), "proof": prove(build(inputs, stops, UNPROVEN, "keep", "safe")).to_json()}
+
+    found = cache.read(key)
+    if found is None:
+        found = run_confined(prove_template)
+        cache.write(key, found)
+    proof = Proof.from_json(found["proof"])
+    return build(InputFormat(**found["proof"]["inputs"]), Stops.from_json(found["stops"]), proof)
 
 
 def _find_source(tokenizer: Any, chat_template: str | None) -> str:

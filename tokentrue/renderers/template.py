@@ -1,5 +1,4 @@
-"""A chat template, compiled once in transformers' own sandbox with limits (`sandbox`), and which inputs this particular
-template takes.
+"""A chat template, compiled by transformers in its own sandbox, and which inputs this particular template takes.
 
 Invariant: for inputs already in the shape the template takes, `Template.render` gives the string of
 `apply_chat_template(tokenize=False)`.
@@ -7,18 +6,15 @@ Invariant: for inputs already in the shape the template takes, `Template.render`
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from hashlib import sha256
 from typing import Any, Literal
 
 from tokentrue.errors import TemplateError, TemplateLimitError
-from tokentrue.renderers.budget import RenderBudget, TemplateLimits
 from tokentrue.renderers.json_types import JsonObject
-
-PROVING_LIMITS = TemplateLimits(cpu_s=1.0, string_chars=8 << 20, total_chars=64 << 20)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,41 +34,32 @@ class InputFormat:
 
 
 class Template:
-    """`render` gives text; failures of the template, whatever their kind, become one TemplateError."""
+    """`render` gives text; failures of the template, whatever their kind, become one TemplateError. Each rendering runs
+    within `deadline`."""
 
-    def __init__(self, source: str, *, variables: Mapping[str, Any]) -> None:
+    def __init__(
+        self, source: str, *, variables: Mapping[str, Any], deadline: AbstractContextManager[Any] | None = None
+    ) -> None:
         self.source = source
         self.hash = "sha256:" + sha256(source.encode()).hexdigest()
         self._variables = dict(variables)
-        self._limits = TemplateLimits()
-        self._excess: TemplateLimitError | None = None
+        self._deadline = deadline or nullcontext()
 
     @cached_property
     def _compiled(self) -> Any:
         """Compiled when first rendered: what a warm load needs to know about the template is in the cache."""
-        from jinja2.exceptions import TemplateError as JinjaError
-
-        from tokentrue.renderers.sandbox import compile_template
+        from transformers.utils.chat_template_utils import (
+            _compile_jinja_template,  # pyright: ignore[reportPrivateUsage]
+        )
 
         try:
-            return compile_template(self.source)
-        except (JinjaError, SyntaxError) as error:
+            return _compile_jinja_template(self.source)
+        except MemoryError:
+            raise
+        except Exception as error:  # of syntax, and of constants that jinja computes while it compiles
             raise TemplateError(
                 f"chat_template: does not compile: {error}; pass a corrected one as chat_template=…"
             ) from error
-
-    @contextmanager
-    def proving(self) -> Generator[None, None, None]:
-        """While a template is being proven, many small conversations are rendered and what fails is a finding. A
-        template that goes past a limit on one of them is refused whole, at once, and not tried with the next one."""
-        self._limits = PROVING_LIMITS
-        try:
-            yield
-        finally:
-            self._limits, excess = TemplateLimits(), self._excess
-            self._excess = None
-            if excess is not None:
-                raise excess
 
     def compile(self) -> None:
         """Raises TemplateError where it does not compile."""
@@ -91,18 +78,11 @@ class Template:
         if not tools:
             tools = [] if inputs is not None and inputs.no_tools == "empty" else None
         variables = {**self._variables, "documents": None, **kwargs}
-        if self._excess is not None:
-            raise self._excess
         try:
-            given = {**variables, "messages": messages, "tools": tools, "add_generation_prompt": generate}
-            context = self._compiled.new_context(given)
-            context.use(RenderBudget(self._limits))
-            return context.join_buffer(self._compiled.root_render_func(context))
-        except RecursionError as error:
-            raise TemplateError("chat_template: infinite recursion while rendering") from error
-        except TemplateLimitError as error:
-            self._excess = error if self._limits is PROVING_LIMITS else None
-            raise
+            with self._deadline:
+                return self._compiled.render(
+                    {**variables, "messages": messages, "tools": tools, "add_generation_prompt": generate}
+                )
         except TemplateError:
             raise
         except MemoryError as error:

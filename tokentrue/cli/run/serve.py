@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -72,10 +73,12 @@ def command(
     }
     settings = read(ServeConfig, config, sets or (), flags)
     check(settings)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads would be missing in the child; we encode one by one
     with without_torch(settings.engine.name):
         settings = identify_model(settings)
     from tokentrue.gateway.auth import new_admin_key
     from tokentrue.gateway.workers.server import listen, log_to_stderr, run_worker, url_of
+    from tokentrue.gateway.watchdog import RenderDeadline, serve_and_restart
     from tokentrue.gateway.workers.supervisor import supervise
     from tokentrue.sessions import StoreLock
 
@@ -100,12 +103,16 @@ def command(
             finally:
                 if lock is not None:
                     lock.release()
-        log_to_stderr(enabled=settings.server.log == "json")
-        hide_library_bars(settings.engine.name)
-        with without_torch(settings.engine.name), loading(f"{settings.model.shown}, engine {settings.engine.name}"):
-            gateway = gateway_for(settings, admin_key=admin_key)
-        run_worker(gateway, public, ready=say_hello)
-    return 0
+
+        def serve(say_up: Callable[[], None]) -> None:
+            log_to_stderr(enabled=settings.server.log == "json")
+            hide_library_bars(settings.engine.name)
+            with without_torch(settings.engine.name), loading(f"{settings.model.shown}, engine {settings.engine.name}"):
+                deadline = RenderDeadline(settings.limits.render_s)
+                gateway = gateway_for(settings, admin_key=admin_key, render_deadline=deadline)
+            run_worker(gateway, public, ready=say_up)
+
+        return serve_and_restart(serve, public, ready=say_hello)
 
 
 def adapters_from(flags: list[str]) -> dict[str, str]:
@@ -140,6 +147,7 @@ def start_worker(
     settings: ServeConfig, public: socket.socket, me: int, workers: int, folder: str, state: Any, up: Any
 ) -> None:
     """The main function of a worker process."""
+    from tokentrue.gateway.watchdog import RenderDeadline
     from tokentrue.gateway.workers.forwarding import WorkerLinks, socket_path
     from tokentrue.gateway.workers.server import log_to_stderr, run_worker
     from tokentrue.gateway.workers.supervisor import end_with_supervisor
@@ -149,7 +157,8 @@ def start_worker(
     try:
         links = WorkerLinks(me=me, workers=workers, folder=folder, state=state)
         with without_torch(settings.engine.name):
-            gateway = gateway_for(settings, admin_key=os.environ[ADMIN_KEY], workers=links)
+            deadline = RenderDeadline(settings.limits.render_s)
+            gateway = gateway_for(settings, admin_key=os.environ[ADMIN_KEY], workers=links, render_deadline=deadline)
     except TokenTrueError as error:
         print(f"tokentrue serve: {error}", file=sys.stderr)
         raise SystemExit(2) from None
