@@ -123,9 +123,11 @@ class ServerProcess:
         self.port = int(first) if first.strip().isdigit() else int(first.split()[3].rpartition(":")[2])
 
     def cpu_s(self) -> float:
-        """On-CPU time of all its threads."""
+        """On-CPU time of all its threads and, of a gateway, of its child that serves."""
         tasks = Path(f"/proc/{self.process.pid}/task")
-        return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks.iterdir()) / 1e9
+        children = [pid for task in tasks.iterdir() for pid in (task / "children").read_text().split()]
+        tasks = [task for pid in (self.process.pid, *children) for task in Path(f"/proc/{pid}/task").iterdir()]
+        return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
     def stop(self) -> None:
         self.process.terminate()

@@ -126,7 +126,7 @@ def check(server: Server, heard: Sequence[Heard], turns: int, *, exact_coverage:
 
 
 def memory_mb(server: Server) -> float:
-    pages = int(Path(f"/proc/{server.process.pid}/statm").read_text().split()[1])
+    pages = int(Path(f"/proc/{server.serving_pid}/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 

@@ -144,7 +144,7 @@ def test_a_gateway_in_front_of_another_process_never_loads_torch(tmp_path: Path)
         ):
             assert server.ask("POST", path, body, key=session.api_key)[0] == 200
         server.samples(session.session_id)
-        mapped = Path(f"/proc/{server.process.pid}/maps").read_text()
+        mapped = Path(f"/proc/{server.serving_pid}/maps").read_text()
         assert "tokenizers" in mapped, "the check can see libraries"
         assert "torch" not in mapped
     finally:

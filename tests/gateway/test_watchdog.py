@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -77,23 +78,17 @@ def test_sigterm_while_a_template_hangs(tmp_path: Path) -> None:
         session = server.session()
         with pytest.raises(OSError):
             body = {"model": "m", "messages": [{"role": "user", "content": WORD}]}
-            server_stops_soon(server)
+            threading.Timer(1.0, server.process.send_signal, [signal.SIGTERM]).start()
             server.ask("POST", "/v1/chat/completions", body, key=session.api_key)
         assert server.process.wait(20) == 128 + signal.SIGALRM
     finally:
         server.kill()
 
 
-def server_stops_soon(server: Server) -> None:
-    import threading
-
-    threading.Timer(1.0, server.process.send_signal, [signal.SIGTERM]).start()
-
-
 def test_a_killed_server_leaves_no_process(tmp_path: Path) -> None:
     """Of the two processes of `serve`, the one that a user sees is the parent."""
     server = hanging_server(tmp_path, LOOPS)
-    child = int(Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text())
+    child = server.serving_pid
     server.kill()
     wait_until(lambda: not Path(f"/proc/{child}").exists(), seconds=5)
     server.start()

@@ -140,6 +140,12 @@ class Server:
             name, value, self.admin_key, *_ = self.process.stdout.readline().split()
             assert (name, value) == ("admin", "key")
 
+    @property
+    def serving_pid(self) -> int:
+        """The process that serves, a child of the one that was started."""
+        pid = self.process.pid
+        return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+
     def stop(self) -> int:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)

@@ -35,7 +35,7 @@ CHECKED = 100  # sessions whose samples are compared with what their agents hear
 
 def cpu_s(server: Server) -> float:
     """Processor time of a gateway so far."""
-    fields = Path(f"/proc/{server.process.pid}/stat").read_text().rpartition(")")[2].split()
+    fields = Path(f"/proc/{server.serving_pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 

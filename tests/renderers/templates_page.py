@@ -78,6 +78,7 @@ def page(found: list[Row]) -> str:
             for role in ROLES
         ),
         "",
+        "A template is code that comes with a model: [confined, not bounded](renderers.md#what-a-template-is).",
         "`tokentrue verify MODEL --template FILE` prints the same for one template, with every case. The table is written by",
         "`python -m tests.renderers.templates_page` and checked by `pytest tests/renderers/test_all_templates.py -m slow`.",
         "",

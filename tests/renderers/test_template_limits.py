@@ -1,164 +1,143 @@
-"""A template that takes too much time or memory is interrupted, whatever it does: at load, and in the middle of a
-conversation."""
+"""A template that takes too much time or memory is refused at load in one line, by the operating system's limits on a
+child process."""
 
 from __future__ import annotations
 
-import resource
+import os
+import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from transformers.utils import chat_template_utils as theirs
 
-from tests.renderers.talk import judge, user
+from tests import parts
+from tests.renderers.talk import TOOLS, calls, judge, result, user
 from tokentrue.errors import TemplateError, TemplateLimitError
 from tokentrue.renderers import renderer_of
-from tokentrue.renderers.budget import RenderBudget, TemplateLimits
-from tokentrue.renderers.sandbox import bounded_environment
+from tokentrue.renderers.confined import ProcessLimits, run_confined
 from tokentrue.renderers.template import Template
 
-LOOPS = {
+DOUBLE = "{{% set n = namespace(v={0}) %}}{{% for i in range(60) %}}{{% set n.v = {1} %}}{{% endfor %}}"
+HOSTILE = {
+    "a division without a moment for another thread": "{% set n = 9000000 + (messages | length) %}"
+    "{{ ('f' * n) | int(0, 16) // ('7' * (n // 2)) | int(0, 16) }}",
+    "the same among constants, computed while it is compiled": "{{ ('f' * 9000000) | int(0, 16) // ('7' * 4500000) | int(0, 16) }}",
     "nested ranges": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-    "four loops": "{% for a in x %}{% for b in x %}{% for c in x %}{% for d in x %}{{ d }}{% endfor %}{% endfor %}{% endfor %}{% endfor %}",
     "a macro that calls itself twice": "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
-    "blocks that contain blocks": "".join(
-        f"{{% block b{i} %}}{{{{ self.b{i + 1}() }}}}{{{{ self.b{i + 1}() }}}}{{% endblock %}}" for i in range(40)
-    )
-    + "{% block b40 %}x{% endblock %}",
-    "a recursive loop": "{% for a in x recursive %}{{ loop(x) }}{% endfor %}",
-    "a filter over the items of a filter": "{% for a in range(99999) %}{% set b = (range(99999) | map('string') | list) %}{% endfor %}",
-    "map of sums": "{% set y = [x] * 900 %}{% for a in y %}{% set s = y | map('sum') | list %}{% endfor %}",
-}
-SIZES = {
-    "a string times a number": "{{ 'a' * 9999999999 }}",
-    "a number times a string": "{{ 9999999999 * 'a' }}",
-    "a list times a number": "{{ ([0] * 99999999) | length }}",
-    "a power": "{{ 9 ** (9 ** 9) }}",
-    "powers of powers": "{% set n = namespace(v=99) %}{% for i in range(60) %}{% set n.v = n.v * n.v %}{% endfor %}",
-    "doubling with +": "{% set n = namespace(v='ab') %}{% for i in range(60) %}{% set n.v = n.v + n.v %}{% endfor %}",
-    "doubling with ~": "{% set n = namespace(v='ab') %}{% for i in range(60) %}{% set n.v = n.v ~ n.v %}{% endfor %}",
-    "doubling with a block": "{% set n = namespace(v='ab') %}{% for i in range(60) %}{% set b %}{{ n.v }}{{ n.v }}{% endset %}"
-    "{% set n.v = b %}{% endfor %}",
-    "doubling by macro": "{% macro m(s, n) %}{% if n %}{{ m(s + s, n - 1) }}{% endif %}{% endmacro %}{{ m('ab', 60) }}",
-    "doubling by replace": "{% set n = namespace(v='aa') %}{% for i in range(60) %}{% set n.v = n.v.replace('a', 'aa') %}{% endfor %}",
-    "doubling by the filter replace": "{% set n = namespace(v='aa') %}{% for i in range(60) %}"
-    "{% set n.v = n.v | replace('a', 'aa') %}{% endfor %}",
-    "doubling by join": "{% set n = namespace(v='ab') %}{% for i in range(60) %}{% set n.v = [n.v, n.v] | join %}{% endfor %}",
-    "doubling by str.join": "{% set n = namespace(v='ab') %}{% for i in range(60) %}{% set n.v = n.v.join(['', '', '']) %}{% endfor %}",
-    "doubling by format": "{% set n = namespace(v='ab') %}{% for i in range(60) %}{% set n.v = '{0}{0}'.format(n.v) %}{% endfor %}",
-    "doubling by %": "{% set n = namespace(v='ab') %}{% for i in range(60) %}{% set n.v = '%s%s' % (n.v, n.v) %}{% endfor %}",
-    "doubling a list": "{% set n = namespace(v=[1]) %}{% for i in range(60) %}{% set n.v = n.v + n.v %}{% endfor %}",
-    "a list of itself": "{% set n = namespace(v=[1]) %}{% for i in range(60) %}{% set n.v = [n.v, n.v] %}{% endfor %}{{ n.v }}",
-    "a dictionary of itself": "{% set n = namespace(v={}) %}{% for i in range(60) %}{% set n.v = {'a': n.v, 'b': n.v} %}{% endfor %}"
-    "{{ n.v | tojson }}",
-    "dict() of itself": "{% set n = namespace(v={}) %}{% for i in range(60) %}{% set n.v = dict(a=n.v, b=n.v) %}{% endfor %}{{ n.v }}",
-    "two lists of themselves, compared": "{% set n = namespace(v=[1], w=[1]) %}{% for i in range(60) %}{% set n.v = [n.v, n.v] %}"
+    "lists of themselves, compared": "{% set n = namespace(v=[1], w=[1]) %}{% for i in range(60) %}{% set n.v = [n.v, n.v] %}"
     "{% set n.w = [n.w, n.w] %}{% endfor %}{{ n.v == n.w }}",
-    "a sum of lists": "{{ ([x] * 20000) | sum(start=[]) | length }}",
+    "a string times a number": "{{ 'a' * (9999999999 + (messages | length)) }}",
+    "a power": "{{ 9 ** (9 ** 9 + (messages | length)) }}",
+    "doubling with +": DOUBLE.format("'ab'", "n.v + n.v"),
+    "doubling with ~": DOUBLE.format("'ab'", "n.v ~ n.v"),
+    "doubling by join": DOUBLE.format("'ab'", "[n.v, n.v] | join"),
+    "doubling by format": DOUBLE.format("'ab'", "'{0}{0}'.format(n.v)"),
+    "doubling a list": DOUBLE.format("[1]", "n.v + n.v"),
     "center": "{{ 'a' | center(9999999999) }}",
-    "ljust": "{{ 'a'.ljust(9999999999) }}",
-    "zfill": "{{ '1'.zfill(9999999999) }}",
-    "expandtabs": "{{ '\\t'.expandtabs(999999999) }}",
-    "indent": "{{ 'a\\nb' | indent(9999999999) }}",
-    "a width in %": "{{ '%9999999999d' % 1 }}",
-    "a width given to %": "{{ '%*d' % (999999999, 1) }}",
-    "a width in the filter format": "{{ '%999999999d' | format(1) }}",
-    "a width in format": "{{ '{:>9999999999}'.format(1) }}",
-    "a width given to format": "{{ '{:>{w}}'.format(1, w=999999999) }}",
-    "an indentation of JSON": "{{ {'a': x} | tojson(indent=99999999) }}",
-    "slices": "{{ x | slice(999999999) | list | length }}",
+    "unpacked arguments": "{{ '{}'.format(*range(99999)) }}{% set s = 'a' * 99999999 %}{{ [s] * 99 | map('upper') | list }}"
+    + DOUBLE.format("'ab'", "(n.v, n.v) | string"),
     "output without end": "{% set s = 'a' * 999999 %}{% for i in range(99999) %}{{ s }}{% endfor %}",
-    "a list of long strings": "{% set n = namespace(v=[]) %}{% set s = 'a' * 9999999 %}{% for i in range(9999) %}"
-    "{% set n.v = n.v + [s + (i | string)] %}{% endfor %}",
-    "long strings in a recursion": "{% macro m(s, n) %}{% set t = s + 'a' %}{% if n %}{{ m(t, n - 1) }}{% endif %}{% endmacro %}"
-    "{{ m('a' * 20000000, 150) }}",
-    "a source of megabytes": "x" * (5 << 20),
+    "lipsum": "{{ lipsum(n=999999) }}",
 }
+TIGHT = ProcessLimits(cpu_s=1, wall_s=120, memory_bytes=256 << 20)
 
 
 @pytest.fixture(autouse=True)
-def memory() -> Iterator[None]:
-    """A template that escapes the limits ends in a MemoryError, and not in the end of the machine."""
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    with open("/proc/self/statm") as statm:
-        used = int(statm.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + (3 << 30), before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_AS, before)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
-def render(source: str, limits: TemplateLimits) -> str:
-    template = bounded_environment().from_string(source) if len(source) < 1 << 20 else None
-    if template is None:
-        return Template(source, variables={}).render([], None, {})
-    context = template.new_context({"x": list(range(1000))})
-    context.use(RenderBudget(limits))  # pyright: ignore[reportAttributeAccessIssue]
-    return context.join_buffer(template.root_render_func(context))  # pyright: ignore[reportAttributeAccessIssue]
-
-
-@pytest.mark.parametrize("name", LOOPS)
-def test_loops_end(name: str) -> None:
-    began = time.thread_time()
-    with pytest.raises((TemplateLimitError, RecursionError)) as caught:
-        render(LOOPS[name], TemplateLimits(cpu_s=0.2))
-    assert time.thread_time() - began < 1.5
-    if caught.type is TemplateLimitError:
-        assert "processor time" in str(caught.value)
-
-
-@pytest.mark.parametrize("name", SIZES)
-def test_sizes_are_bounded(name: str) -> None:
-    began = time.thread_time()
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_costly_template_ends(name: str) -> None:
+    template = Template(HOSTILE[name], variables={})
     with pytest.raises(TemplateLimitError) as caught:
-        render(SIZES[name], TemplateLimits(string_chars=32 << 20))
-    assert time.thread_time() - began < 5
-    assert str(caught.value).startswith("chat_template: rendering it takes more than ")
+        run_confined(lambda: template.render([user("x")], None, {}), TIGHT)
+    assert str(caught.value).startswith("chat_template: ") and "\n" not in str(caught.value)
 
 
-def test_a_costly_template_is_refused_at_load() -> None:
-    """At once, and not once for each of the hundreds of conversations of the proof."""
-    source = "{% for m in messages %}{{ m.role }}{{ m.content }}<|im_end|>{% endfor %}" + LOOPS["nested ranges"]
-    began = time.thread_time()
-    with pytest.raises(TemplateLimitError):
+@pytest.mark.parametrize("name", ["nested ranges", "a string times a number"])
+def test_a_costly_template_is_refused_at_load(name: str) -> None:
+    """Whole, and not once for each of the hundreds of conversations of the proof; no process is left over."""
+    source = "{% for m in messages %}{{ m.role }}{{ m.content }}<|im_end|>{% endfor %}" + HOSTILE[name]
+    with pytest.raises(TemplateLimitError, match=r"^chat_template: .*correct the template$"):
         renderer_of(judge("qwen3-like"), chat_template=source)
-    assert time.thread_time() - began < 10
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
 
 
-def test_a_long_message_is_not_refused() -> None:
-    template = Template(
-        "{% for m in messages %}{{ '<' + m.role + '>' + m.content | trim ~ '\n' }}{% endfor %}", variables={}
-    )
-    text = "word " * 4_000_000
-    assert template.render([user(text)], None, {}) == f"<user>{text.strip()}\n"
+def test_the_wall_clock_counts_where_no_processor_time_is_used() -> None:
+    began = time.monotonic()
+    with pytest.raises(TemplateLimitError):
+        run_confined(lambda: time.sleep(600), ProcessLimits(wall_s=0.5))
+    assert time.monotonic() - began < 60
 
 
-def test_limits_hold_for_one_rendering_each() -> None:
-    template = Template("{% set s = messages[0].content ~ '!' %}{{ s }}", variables={})
-    with template.proving():  # 64 MB in all
-        for _ in range(80):
-            assert len(template.render([user("a" * 1_000_000)], None, {})) == 1_000_001
+@pytest.fixture
+def busy_thread() -> Iterator[None]:
+    """Another thread that encodes: what a fork in its middle must not wait for."""
+    tokenizer, stop = judge("qwen3-like").backend_tokenizer, threading.Event()
+
+    def work() -> None:
+        while not stop.is_set():
+            tokenizer.encode_batch(["one text and another one"] * 8)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    yield
+    stop.set()
+    thread.join()
 
 
-def test_a_conversation_past_a_limit_leaves_the_template_usable() -> None:
+@pytest.mark.usefixtures("busy_thread")
+def test_a_process_with_threads_can_load(capfd: pytest.CaptureFixture[str]) -> None:
+    source = judge("qwen3-like").chat_template
+    for number in range(5):
+        assert renderer_of(judge("qwen3-like"), chat_template=source + f"{{# {number} #}}").proof.ok
+    assert capfd.readouterr().err == ""  # no advice of tokenizers about forks
+
+
+def test_errors_and_defects_of_the_child_are_raised_here() -> None:
+    def refuse() -> None:
+        raise TemplateError("only users")
+
+    with pytest.raises(TemplateError, match=r"^only users$"):
+        run_confined(refuse)
+    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+        run_confined(lambda: 1 // 0)
+    assert run_confined(lambda: {"a": [1, "é\n"]}) == {"a": [1, "é\n"]}
+
+
+def test_a_conversation_past_the_memory_leaves_the_template_usable() -> None:
     template = Template("{{ 'a' * (messages[0].content | int) }}", variables={})
     with pytest.raises(TemplateLimitError):
-        template.render([user("999999999")], None, {})
+        template.render([user("9" * 15)], None, {})
     assert template.render([user("2")], None, {}) == "aa"
 
 
-def test_markup_and_numbers_add_as_in_jinja() -> None:
-    given = [user("<b>")]
-    for source in (
-        "{{ messages[0].content | e + '<' }}",
-        "{{ 1 + 2 + 3.5 }}",
-        "{{ [1] + [2] + messages }}",
-        "{{ 'a' ~ 1 ~ none ~ missing }}",
-    ):
-        expected = theirs._compile_jinja_template(source).render(messages=given)
-        assert Template(source, variables={}).render(given, None, {}) == expected
+def test_every_real_template_renders_as_in_transformers() -> None:
+    """In transformers' own call, with all its filters, globals and extensions."""
+    chats = ([user("Hello <b> 'a'")], [user("a"), calls("Paris"), result("fine"), user("b")])
+    found = 0
+    for name, source in parts.templates().items():
+        if not name.startswith("llama.cpp/"):  # one set of many models
+            continue
+        template = Template(source, variables={"bos_token": "<s>", "eos_token": "</s>"})
+        for messages, tools in zip(chats, (None, TOOLS), strict=True):
+            given = {"tools": tools, "add_generation_prompt": True, "bos_token": "<s>", "eos_token": "</s>"}
+            try:
+                expected = theirs.render_jinja_template([messages], chat_template=source, **given)[0][0]
+            except Exception:
+                with pytest.raises(TemplateError):
+                    template.render(messages, tools, {})
+                continue
+            assert template.render(messages, tools, {}) == expected
+            found += 1
+    if not found:
+        pytest.skip("no template of a released model is here")
 
 
 def test_errors_of_the_template_keep_their_text() -> None:
-    with pytest.raises(TemplateError, match="only users") as caught:
+    with pytest.raises(TemplateError, match="only users"):
         Template("{{ raise_exception('only users') }}", variables={}).render([], None, {})
-    assert not isinstance(caught.value, TemplateLimitError)

@@ -106,7 +106,8 @@ def renderer_of(
     ) -> Renderer:
         if not stops.all:
             raise TokenizerError(
-                "eos_token: neither the tokenizer nor the template has a token that ends a turn; set eos_token in tokenizer_config.json"
+                "eos_token: neither the tokenizer nor the template has a token that ends a turn; "
+                "set eos_token in tokenizer_config.json"
             )
         return Renderer(
             template=template,

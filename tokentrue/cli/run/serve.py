@@ -77,8 +77,8 @@ def command(
     with without_torch(settings.engine.name):
         settings = identify_model(settings)
     from tokentrue.gateway.auth import new_admin_key
-    from tokentrue.gateway.workers.server import listen, log_to_stderr, run_worker, url_of
     from tokentrue.gateway.watchdog import RenderDeadline, serve_and_restart
+    from tokentrue.gateway.workers.server import listen, log_to_stderr, run_worker, url_of
     from tokentrue.gateway.workers.supervisor import supervise
     from tokentrue.sessions import StoreLock
 
