@@ -185,7 +185,7 @@ def test_cache_is_used_and_survives_damage(tmp_path: Path, monkeypatch: pytest.M
     with monkeypatch.context() as patch:
         patch.setattr("tokentrue.renderers.load.prove", never)
         assert tt.load_renderer(folder).proof == first
-        with pytest.raises(AssertionError, match="proven again"):
+        with pytest.raises(RuntimeError, match="proven again"):
             tt.load_renderer(folder, template_kwargs={"x": 1})
     for damage in ("", "{", "[]", '{"key": "other"}'):
         proofs[0].write_text(damage)
