@@ -9,6 +9,7 @@ from statistics import median
 from typing import Any
 
 from tokentrue.ids import TokenIds
+from tokentrue.protocols import Streaming
 from tokentrue.types import (
     Chunk,
     Completion,
@@ -69,7 +70,7 @@ class FreeRenderer:
         return ()
 
 
-class FreeEngine:
+class FreeEngine(Streaming):
     """Answers at once."""
 
     name = "free"
@@ -78,15 +79,15 @@ class FreeEngine:
     def __init__(self) -> None:
         self.count = 100
 
-    async def generate(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> Completion:
+    async def stream(
+        self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None, whole: bool = False
+    ) -> AsyncIterator[Chunk]:
         self.count += 1
-        ids = (self.count, *range(1_000, 1_000 + SAMPLED - 2), STOP)
-        return Completion(
-            token_ids=TokenIds(ids), logprobs=(-0.5,) * SAMPLED, finish=Finish.STOP, prompt_tokens=len(prompt_ids)
+        ids, logprobs = TokenIds((self.count, *range(1_000, 1_000 + SAMPLED - 2), STOP)), (-0.5,) * SAMPLED
+        yield Chunk(token_ids=ids, logprobs=logprobs)
+        yield Chunk(
+            final=Completion(token_ids=ids, logprobs=logprobs, finish=Finish.STOP, prompt_tokens=len(prompt_ids))
         )
-
-    def stream(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> AsyncIterator[Chunk]:
-        raise NotImplementedError("the benchmark does not stream")
 
     async def health(self) -> Mapping[str, Any]:
         return {}

@@ -32,6 +32,8 @@ from typing import Any, Literal
 
 import pytest
 
+from tokentrue.types import UNVERSIONED, Chunk, Completion
+
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / ".cache" / "parts"
 FIXTURES = Path(__file__).resolve().parent / "fixtures"
@@ -262,6 +264,14 @@ def _write_o200k(source: Path, folder: Path) -> None:
     )
     assert hashlib.sha256(lines).hexdigest() == _O200K
     (folder / "o200k_base.tiktoken").write_bytes(lines)
+
+
+def whole_chunks(completion: Completion) -> Iterator[Chunk]:
+    """A stream that reports everything at once."""
+    if completion.token_ids:
+        version = completion.policy_versions[-1] if completion.versions else UNVERSIONED
+        yield Chunk(token_ids=completion.token_ids, logprobs=completion.logprobs, policy_version=version)
+    yield Chunk(final=completion)
 
 
 def build_once(target: Path, build: Callable[[Path], None], *, made: str = "tokenizer.json") -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+from tokentrue.errors import EngineContractError
 from tokentrue.ids import TokenIds
 from tokentrue.types import (
     Chunk,
@@ -77,7 +78,27 @@ class Renderer(Protocol):
         ...
 
 
-class Provider(Protocol):
+class Streaming(Protocol):
+    """An engine's `stream`. A class that inherits from this one gets `generate` from it."""
+
+    def stream(
+        self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None, whole: bool = False
+    ) -> AsyncIterator[Chunk]:
+        """Chunks of sampled tokens, then one with the whole completion (`final`). Closing the iterator early cancels
+        the generation in the engine. `session` is a stickiness hint for prefix caches. `whole`: the caller waits for
+        the end, so the engine may report all tokens in one chunk, which costs less."""
+        ...
+
+    async def generate(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> Completion:
+        final = None
+        async for chunk in self.stream(prompt_ids, sampling, session=session, whole=True):
+            final = chunk.final or final
+        if final is None:
+            raise EngineContractError("the engine ended a stream without its final answer")
+        return final
+
+
+class Provider(Streaming, Protocol):
     """An engine: ids in, ids and log-probabilities out. Each completion carries `prompt_digest`, the digest of the ids
     that were sent."""
 
@@ -88,13 +109,6 @@ class Provider(Protocol):
     def truthful_filters(self) -> frozenset[str] | None:
         """The sampling filters under which the reported log-probabilities are those of the distribution sampled from.
         None while the engine has not said; `health()` asks it."""
-        ...
-
-    async def generate(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> Completion: ...
-
-    def stream(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> AsyncIterator[Chunk]:
-        """Closing the iterator early cancels the generation in the engine. `session` is a stickiness hint for prefix
-        caches."""
         ...
 
     async def health(self) -> Mapping[str, Any]:

@@ -13,9 +13,9 @@ whether it is a retry of a recorded turn or equal to one in flight; if not, `Ses
 5. commit   (`sessions/stages/commits`)     nodes are checked, written to the journal and added to the tree; then the
    keys of equal requests
                                             that joined meanwhile are recorded; only then is the reply returned
-A streamed turn that ends early is committed with its reason and the tokens received so far. A turn that is not streamed
-leaves no record when it ends early, except for choices that were complete. A generation that breaks off at one engine
-is resumed by `providers/pool`; here arrive only failures that it gave up on.
+A turn that ends early is committed with its reason and the tokens received so far, streamed or not; of a turn that is
+not streamed, a remote engine reports nothing before its end. A generation that breaks off at one engine is resumed by
+`providers/pool`; here arrive only failures that it gave up on.
 Everything runs on the event loop, except: rendering above 16,000 characters and parsing above 4,000 ids run in a thread
 (`sessions/offload`), and the journal has a writer thread of its own.
 """
@@ -351,8 +351,8 @@ class Session:
         return replies
 
     async def _generate(self, turn: InFlightTurn, prepared: PreparedTurn) -> list[Draft]:
-        """The engine's n answers, parsed. If one fails or the turn is cancelled, all of them end, and what was received
-        is committed: of a stream the tokens so far, otherwise the choices that were complete."""
+        """The engine's n answers, parsed. If one fails or the turn is cancelled, all of them end, and the tokens that
+        were received are committed."""
         choices = [
             Choice(
                 index=index,

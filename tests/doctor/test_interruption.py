@@ -46,10 +46,12 @@ class Forgetful(HFProvider):
         super().__init__(e.calculator())
         self.calls, self.breaks = calls, breaks
 
-    async def stream(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> AsyncIterator[Chunk]:
+    async def stream(
+        self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None, whole: bool = False
+    ) -> AsyncIterator[Chunk]:
         self.calls.clear()
         sound = 0
-        async for chunk in super().stream(prompt_ids, sampling, session=session):
+        async for chunk in super().stream(prompt_ids, sampling, session=session, whole=whole):
             if chunk.final is None:
                 sound += self.breaks not in self.calls
                 yield chunk

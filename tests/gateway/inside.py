@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from tests.gateway.world import renderer
+from tests.parts import whole_chunks
 from tokentrue.gateway import Gateway, GatewayConfig, GatewayLimits
 from tokentrue.gateway.workers.forwarding import WorkerLinks
 from tokentrue.providers.scripted import invent_logprob
@@ -38,7 +39,13 @@ class Parrot:
     async def generate(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> Completion:
         return self._completion(prompt_ids, sampling)
 
-    async def stream(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> AsyncIterator[Chunk]:
+    async def stream(
+        self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None, whole: bool = False
+    ) -> AsyncIterator[Chunk]:
+        if whole:
+            for chunk in whole_chunks(await self.generate(prompt_ids, sampling, session=session)):
+                yield chunk
+            return
         done = self._completion(prompt_ids, sampling)
         for token, logprob in zip(done.token_ids, done.logprobs, strict=True):
             yield Chunk(token_ids=(token,), logprobs=(logprob,))

@@ -238,7 +238,7 @@ class Wrong(Parrot):
     async def generate(self, prompt_ids: Any, sampling: Any, *, session: str | None = None) -> Any:
         return tt.Completion(token_ids=self.ids, logprobs=(-1.0,), finish=self.finish)
 
-    async def stream(self, prompt_ids: Any, sampling: Any, *, session: str | None = None) -> Any:
+    async def stream(self, prompt_ids: Any, sampling: Any, *, session: str | None = None, whole: bool = False) -> Any:
         yield await self.generate(prompt_ids, sampling)
 
 

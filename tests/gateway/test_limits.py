@@ -40,14 +40,13 @@ LONG = "word " * 200_000
 
 async def test_time_in_the_engine_is_wall_time_when_choices_overlap() -> None:
     class Slow:
-        async def generate(self, prompt_ids: Any, sampling: Any, *, session: str | None = None) -> Completion:
-            await asyncio.sleep(0.05)
-            return Completion(token_ids=TokenIds([1]), logprobs=(-0.5,), finish=Finish.STOP)
-
-        async def stream(self, prompt_ids: Any, sampling: Any, *, session: str | None = None) -> Any:
+        async def stream(
+            self, prompt_ids: Any, sampling: Any, *, session: str | None = None, whole: bool = False
+        ) -> Any:
             for _ in range(2):
-                await asyncio.sleep(0.02)
+                await asyncio.sleep(0.025)
                 yield Chunk(token_ids=TokenIds([1]), logprobs=(-0.5,), policy_version=0)
+            yield Chunk(final=Completion(token_ids=TokenIds([1, 1]), logprobs=(-0.5, -0.5), finish=Finish.STOP))
 
     clock, engine = EngineClock(), MeteredProvider(Slow())  # type: ignore[arg-type]
     CLOCK.set(clock)

@@ -20,6 +20,7 @@ import tokentrue as tt
 from tests.gateway.inside import Parrot, ask, gateway, new_session
 from tests.gateway.test_hostile import FORGED
 from tests.gateway.world import TOOLS, call, model_dir, renderer
+from tests.parts import whole_chunks
 from tokentrue.errors import TokenTrueError
 from tokentrue.gateway import Gateway
 from tokentrue.types import Chunk, Completion, Ids, Sampling
@@ -42,7 +43,13 @@ class Engine(Parrot):
         await asyncio.sleep(0.02)
         return await super().generate(prompt_ids, sampling, session=session)
 
-    async def stream(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> AsyncIterator[Chunk]:
+    async def stream(
+        self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None, whole: bool = False
+    ) -> AsyncIterator[Chunk]:
+        if whole:
+            for chunk in whole_chunks(await self.generate(prompt_ids, sampling, session=session)):
+                yield chunk
+            return
         self.asked += 1
         done = self._completion(prompt_ids, sampling)
         finished = False
@@ -413,9 +420,11 @@ def streams_are_generated_twice(patch: Patch) -> None:
 
     stream = MeteredProvider.stream
 
-    async def twice(self: Any, prompt_ids: Any, sampling: Any, *, session: str | None = None) -> AsyncIterator[Chunk]:
+    async def twice(
+        self: Any, prompt_ids: Any, sampling: Any, *, session: str | None = None, whole: bool = False
+    ) -> AsyncIterator[Chunk]:
         await self.inner.generate(prompt_ids, sampling, session=session)
-        async for chunk in stream(self, prompt_ids, sampling, session=session):
+        async for chunk in stream(self, prompt_ids, sampling, session=session, whole=whole):
             yield chunk
 
     patch.setattr(MeteredProvider, "stream", twice)
@@ -453,13 +462,16 @@ def one_big_chunk(patch: Patch) -> None:
 def logprobs_with_four_decimals(patch: Patch) -> None:
     from tokentrue.gateway.metrics.meter import MeteredProvider
 
-    generate = MeteredProvider.generate
+    stream = MeteredProvider.stream
 
-    async def rounded(self: Any, prompt_ids: Any, sampling: Any, *, session: str | None = None) -> Completion:
-        done = await generate(self, prompt_ids, sampling, session=session)
-        return replace(done, logprobs=tuple(round(value, 4) for value in done.logprobs))
+    async def rounded(self: Any, *args: Any, **options: Any) -> AsyncIterator[Chunk]:
+        async for chunk in stream(self, *args, **options):
+            if chunk.final is not None:
+                values = tuple(round(value, 4) for value in chunk.final.logprobs)
+                chunk = replace(chunk, final=replace(chunk.final, logprobs=values))
+            yield chunk
 
-    patch.setattr(MeteredProvider, "generate", rounded)
+    patch.setattr(MeteredProvider, "stream", rounded)
 
 
 def pauses_hold_nothing(patch: Patch) -> None:

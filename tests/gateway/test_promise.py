@@ -60,9 +60,9 @@ class Failing(Engine):
 
     failures = 1
 
-    async def stream(self, prompt_ids: Any, sampling: Any, *, session: str | None = None) -> Any:
+    async def stream(self, prompt_ids: Any, sampling: Any, *, session: str | None = None, whole: bool = False) -> Any:
         number = self.asked
-        async for chunk in super().stream(prompt_ids, sampling, session=session):
+        async for chunk in super().stream(prompt_ids, sampling, session=session, whole=whole):
             if number == 1 and self.failures:
                 self.failures = 0
                 raise EngineContractError("made to fail")

@@ -137,7 +137,7 @@ async def test_events_of_any_shape(at: tuple[Server, EngineHttp], monkeypatch: p
     body = b'data: {"a"~: 1}\n\n: ping\n\ndata:[2]\r\n\r\nda~ta: 3\n\ndata: [DONE]\n\n'
     chunks = b"".join(b"%x\r\n%s\r\n~" % (len(part), part) for part in body.split(b"~"))
     server.answers = [b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n" + chunks + b"~0\r\n\r\n"]
-    assert [event async for event in http.events("/x", b"1")] == [b'{"a": 1}', b"[2]", b"3"]
+    assert [event async for event in http.answers("/x", b"1")] == [b'{"a": 1}', b"[2]", b"3"]
     await http.read("POST", "/x", b"1")  # the end of the body comes behind [DONE], and the connection is kept
     assert server.connections == 1
 
@@ -145,13 +145,13 @@ async def test_events_of_any_shape(at: tuple[Server, EngineHttp], monkeypatch: p
 async def test_the_end_of_the_answer_ends_its_last_line(at: tuple[Server, EngineHttp]) -> None:
     server, http = at
     server.answers = [b"HTTP/1.1 200 OK\r\ncontent-length: 16\r\n\r\ndata: 1\n\nda~ta: 2"]
-    assert [event async for event in http.events("/x", b"1")] == [b"1", b"2"]
+    assert [event async for event in http.answers("/x", b"1")] == [b"1", b"2"]
 
 
 async def test_a_reader_that_leaves_closes_its_connection(at: tuple[Server, EngineHttp]) -> None:
     server, http = at
     server.answers = [b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n" + b"9\r\ndata: 1\n\n\r\n~" * 50]
-    events = http.events("/x", b"1")
+    events = http.answers("/x", b"1")
     assert await anext(events) == b"1"
     await events.aclose()
     task = asyncio.ensure_future(http.read("POST", "/x", b"1"))

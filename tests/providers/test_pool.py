@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 
 from tokentrue.errors import EngineRejected, EngineUnreachable
+from tokentrue.protocols import Streaming
 from tokentrue.providers.pool import Pool
 from tokentrue.types import Chunk, Completion, Finish, Ids, Sampling, SamplingMask, VersionSpan
 
 
-class Counting:
+class Counting(Streaming):
     """An engine that counts on from the last prompt token, and breaks or aborts where it is told to."""
 
     name = "counting"
@@ -24,7 +25,9 @@ class Counting:
         self.version, self.up = version, True
         self.prompts: list[list[int]] = []
 
-    async def stream(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> AsyncIterator[Chunk]:
+    async def stream(
+        self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None, whole: bool = False
+    ) -> AsyncIterator[Chunk]:
         if not self.up:
             raise EngineUnreachable("down")
         self.prompts.append(list(prompt_ids))
@@ -53,13 +56,6 @@ class Counting:
         )
         yield Chunk(final=final)
         self.version += 1 if aborted is not None else 0
-
-    async def generate(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> Completion:
-        final = None
-        async for chunk in self.stream(prompt_ids, sampling):
-            final = chunk.final
-        assert final is not None
-        return final
 
     async def health(self) -> Mapping[str, Any]:
         if not self.up:
@@ -124,7 +120,7 @@ async def test_an_abort_for_a_weight_update_keeps_each_span_its_version() -> Non
 async def test_broken_right_at_the_limit_needs_no_more_tokens() -> None:
     class Breaks(Counting):
         async def stream(
-            self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None
+            self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None, whole: bool = False
         ) -> AsyncIterator[Chunk]:
             async for chunk in super().stream(prompt_ids, sampling):
                 if chunk.final is not None:
@@ -148,9 +144,10 @@ async def test_all_down_is_said_once() -> None:
 
 async def test_a_refusal_is_not_tried_elsewhere() -> None:
     class Refuses(Counting):
-        async def generate(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> Completion:
+        async def stream(self, prompt_ids: Ids, sampling: Sampling, **_: Any) -> AsyncIterator[Chunk]:
             self.prompts.append(list(prompt_ids))
             raise EngineRejected("too long")
+            yield
 
     replicas = [Refuses(), Refuses()]
     with pytest.raises(EngineRejected):

@@ -12,6 +12,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from safetensors.torch import load_file
 
+from tests.parts import whole_chunks
 from tokentrue.errors import EngineError, EngineRejected, EngineUnreachable, TrainingError
 from tokentrue.providers.pool import Pool
 from tokentrue.providers.transport.weights import write_weights
@@ -147,10 +148,12 @@ class Replica:
     async def rejoin(self) -> None:
         self.rejoined += 1
 
-    async def generate(self, prompt_ids: Any, sampling: Any, *, session: str | None = None) -> Completion:
+    async def stream(self, prompt_ids: Any, sampling: Any, **_: Any) -> Any:
         if self.away:
             raise EngineUnreachable("gone")
-        return Completion(token_ids=(1,), logprobs=(-0.5,), finish=Finish.LENGTH, prompt_tokens=len(prompt_ids))
+        done = Completion(token_ids=(1,), logprobs=(-0.5,), finish=Finish.LENGTH, prompt_tokens=len(prompt_ids))
+        for chunk in whole_chunks(done):
+            yield chunk
 
 
 async def test_a_replica_that_missed_a_publication_is_not_used_until_it_has_the_weights() -> None:

@@ -91,9 +91,11 @@ async def test_a_keyed_retry_of_a_half_failed_stream_of_two_gives_two_choices() 
 
 async def test_the_same_request_after_hanging_up_starts_anew_while_the_engine_still_aborts() -> None:
     class SlowToAbort(Engine):
-        async def stream(self, prompt_ids: Any, sampling: Any, *, session: str | None = None) -> Any:
+        async def stream(
+            self, prompt_ids: Any, sampling: Any, *, session: str | None = None, whole: bool = False
+        ) -> Any:
             try:
-                async for chunk in super().stream(prompt_ids, sampling, session=session):
+                async for chunk in super().stream(prompt_ids, sampling, session=session, whole=whole):
                     yield chunk
                     await asyncio.sleep(0.01)
             except (asyncio.CancelledError, GeneratorExit):
@@ -119,9 +121,9 @@ class FailsInMidStream(Engine):
         super().__init__(answers)
         self.trouble = trouble
 
-    async def stream(self, prompt_ids: Any, sampling: Any, *, session: str | None = None) -> Any:
+    async def stream(self, prompt_ids: Any, sampling: Any, *, session: str | None = None, whole: bool = False) -> Any:
         count = 0
-        async for chunk in super().stream(prompt_ids, sampling, session=session):
+        async for chunk in super().stream(prompt_ids, sampling, session=session, whole=whole):
             if count == 5:
                 if isinstance(self.trouble, Exception):
                     raise self.trouble
@@ -160,8 +162,10 @@ async def test_tokens_streamed_before_the_engine_failed_are_recorded_with_the_re
 
 async def test_a_final_answer_that_rewrites_the_stream_is_refused_and_what_was_streamed_is_kept() -> None:
     class Rewrites(Engine):
-        async def stream(self, prompt_ids: Any, sampling: Any, *, session: str | None = None) -> Any:
-            async for chunk in super().stream(prompt_ids, sampling, session=session):
+        async def stream(
+            self, prompt_ids: Any, sampling: Any, *, session: str | None = None, whole: bool = False
+        ) -> Any:
+            async for chunk in super().stream(prompt_ids, sampling, session=session, whole=whole):
                 yield (
                     chunk
                     if chunk.final is None

@@ -204,7 +204,7 @@ async def test_an_engine_that_counts_another_prompt_is_refused() -> None:
     session = tt.Session(renderer=renderer("own"), provider=Wrong([said("a", "1")]))
     with pytest.raises(EngineContractError, match="counted"):
         await session.chat(OPENING)
-    assert len(session.tree) == 0
+    assert [item.why for item in session.coverage().untrained] == ["engine_failed"]
 
 
 @pytest.mark.parametrize("streamed", [False, True])

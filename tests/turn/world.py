@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any
 
 import tokentrue as tt
-from tests.parts import own_dir, tokenizer_dir
+from tests.parts import own_dir, tokenizer_dir, whole_chunks
 from tokentrue.ids import TokenIds
 from tokentrue.providers.scripted import invent_logprob
 from tokentrue.types import Chunk, Completion, Finish, Ids, Message, Sampling, VersionSpan
@@ -68,7 +68,13 @@ class Engine:
         await asyncio.sleep(self.delay_s)
         return completion
 
-    async def stream(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> AsyncIterator[Chunk]:
+    async def stream(
+        self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None, whole: bool = False
+    ) -> AsyncIterator[Chunk]:
+        if whole:
+            for chunk in whole_chunks(await self.generate(prompt_ids, sampling, session=session)):
+                yield chunk
+            return
         completion = self._next(prompt_ids, sampling)
         try:
             if self.hold is not None:

@@ -7,7 +7,7 @@ import asyncio
 import json
 import random
 from array import array
-from collections.abc import Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -15,9 +15,10 @@ from typing import Any
 
 import tokentrue as tt
 from tests.gateway.world import model_dir
+from tests.parts import whole_chunks
 from tokentrue.providers.scripted import invent_logprob
 from tokentrue.sessions import Journal
-from tokentrue.types import Certificate, Completion, Finish, Ids, Sample, Sampling, Span, VersionSpan
+from tokentrue.types import Certificate, Chunk, Completion, Finish, Ids, Sample, Sampling, Span, VersionSpan
 
 ADD = {"type": "object", "properties": {"path": {"type": "string"}, "line": {"type": "integer"}}}
 TOOLS = [{"type": "function", "function": {"name": "read", "description": "Read a file.", "parameters": ADD}}]
@@ -65,6 +66,10 @@ class Told:
                 {token: value, token + 1: -2.0 + value / 9} for token, value in zip(ids, logprobs, strict=True)
             ),
         )
+
+    async def stream(self, prompt_ids: Ids, sampling: Sampling, **_: Any) -> AsyncIterator[Chunk]:
+        for chunk in whole_chunks(await self.generate(prompt_ids, sampling)):
+            yield chunk
 
     async def health(self) -> dict[str, Any]:
         return {}

@@ -12,11 +12,12 @@ from typing import Any
 from tokentrue.engine import ExactEngine, ScheduleLimits
 from tokentrue.errors import EngineUnreachable
 from tokentrue.ids import TokenIds
+from tokentrue.protocols import Streaming
 from tokentrue.providers.transport.constraints import refuse_constraints
-from tokentrue.types import FILTERS, UNVERSIONED, Chunk, Completion, Ids, Sampling
+from tokentrue.types import FILTERS, UNVERSIONED, Chunk, Ids, Sampling
 
 
-class ExactProvider:
+class ExactProvider(Streaming):
     """`model` is a directory, a hub id or a model object; `decode` (a renderer's) is needed for stop strings only."""
 
     name = "exact"
@@ -49,12 +50,9 @@ class ExactProvider:
     def adapters(self) -> Sequence[str]:
         return self.engine.adapters
 
-    async def generate(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> Completion:
-        refuse_constraints(self.name, sampling.extra)
-        ids = TokenIds(prompt_ids)
-        return replace(await self.engine.generate(ids, sampling), prompt_digest=ids.sha256())
-
-    async def stream(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> AsyncIterator[Chunk]:
+    async def stream(
+        self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None, whole: bool = False
+    ) -> AsyncIterator[Chunk]:
         refuse_constraints(self.name, sampling.extra)
         ids = TokenIds(prompt_ids)
         source: Any = self.engine.stream(ids, sampling)

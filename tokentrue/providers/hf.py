@@ -16,12 +16,13 @@ import torch
 from tokentrue.errors import ConfigError, SamplingError
 from tokentrue.hub import load_causal_model
 from tokentrue.ids import TokenIds
+from tokentrue.protocols import Streaming
 from tokentrue.providers.transport.building import CompletionBuilder, refuse_unknown_extra
 from tokentrue.providers.transport.constraints import refuse_constraints
-from tokentrue.types import TRUNCATIONS, UNVERSIONED, Chunk, Completion, Finish, Ids, Sampling
+from tokentrue.types import TRUNCATIONS, UNVERSIONED, Chunk, Finish, Ids, Sampling
 
 
-class HFProvider:
+class HFProvider(Streaming):
     """`decode` (a renderer's) is needed for stop strings only."""
 
     name = "hf"
@@ -48,14 +49,9 @@ class HFProvider:
         self._lock = asyncio.Lock()
         self.version = version
 
-    async def generate(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> Completion:
-        completion = None
-        async for chunk in self.stream(prompt_ids, sampling):
-            completion = chunk.final
-        assert completion is not None
-        return completion
-
-    async def stream(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> AsyncIterator[Chunk]:
+    async def stream(
+        self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None, whole: bool = False
+    ) -> AsyncIterator[Chunk]:
         self._refuse(prompt_ids, sampling)
         eos = self._model.generation_config.eos_token_id
         stops = {*sampling.stop_token_ids, *([eos] if isinstance(eos, int) else eos or [])}

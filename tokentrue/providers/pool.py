@@ -18,7 +18,7 @@ from typing import Any, cast
 
 from tokentrue.errors import ConfigError, EngineContractError, EngineError, EngineTimeout, EngineUnreachable
 from tokentrue.ids import TokenIds
-from tokentrue.protocols import Adapting, Interruptible, Measured, Provider, Rejoining, WeightSink
+from tokentrue.protocols import Adapting, Interruptible, Measured, Provider, Rejoining, Streaming, WeightSink
 from tokentrue.providers.transport.building import CompletionBuilder
 from tokentrue.replay import join_masks_if_whole, join_routing
 from tokentrue.types import Chunk, Completion, Finish, Ids, RoutedExperts, Sampling, spans_from_runs
@@ -26,7 +26,7 @@ from tokentrue.types import Chunk, Completion, Finish, Ids, RoutedExperts, Sampl
 RESUMABLE = (EngineUnreachable, EngineTimeout)
 
 
-class Pool:
+class Pool(Streaming):
     """A Provider and an EngineControl. `pause()` holds new and aborted generations back until `resume()`.
 
     A generation is resumed at most `resumptions` times, and after failures only within `give_up_s` of its start.
@@ -94,22 +94,9 @@ class Pool:
             )
         )
 
-    async def generate(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> Completion:
-        generation = _Generation(TokenIds(prompt_ids), sampling)
-        while generation.rest is not None:
-            index = await self._wait_for_replica(session)
-            try:
-                if index in self._down:
-                    await self._restore(index)
-                final = await self._replicas[index].generate(generation.ids, generation.rest, session=session)
-            except RESUMABLE:
-                if not self._note_failure(index, generation):
-                    raise
-            else:
-                self._note_answer(index, generation, final)
-        return generation.join()
-
-    async def stream(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> AsyncIterator[Chunk]:
+    async def stream(
+        self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None, whole: bool = False
+    ) -> AsyncIterator[Chunk]:
         generation = _Generation(TokenIds(prompt_ids), sampling)
         while generation.rest is not None:
             index = await self._wait_for_replica(session)
@@ -117,7 +104,9 @@ class Pool:
             try:
                 if index in self._down:
                     await self._restore(index)
-                source: Any = self._replicas[index].stream(generation.ids, generation.rest, session=session)
+                source: Any = self._replicas[index].stream(
+                    generation.ids, generation.rest, session=session, whole=whole
+                )
                 async with aclosing(source) as chunks:
                     async for chunk in chunks:
                         if chunk.final is None:

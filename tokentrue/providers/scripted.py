@@ -32,6 +32,7 @@ from tokentrue.errors import (
 )
 from tokentrue.ids import TokenIds
 from tokentrue.json_lines import read_numbered_lines
+from tokentrue.protocols import Streaming
 from tokentrue.types import FILTERS, UNVERSIONED, Chunk, Completion, Finish, Ids, Sampling, VersionSpan, is_logprob
 
 KEYS = frozenset({"text", "token_ids", "logprobs", "finish_reason", "delay_s", "status"})
@@ -49,7 +50,7 @@ class ScriptedTurn:
     status: int
 
 
-class ScriptedProvider:
+class ScriptedProvider(Streaming):
     """`encode` turns script texts into ids (a renderer's `encode_sampled`); `stop_id` is the token put behind them.
 
     `seen` keeps the prompts that were asked for. With `loop=True` the script starts again at its end.
@@ -77,17 +78,16 @@ class ScriptedProvider:
         self.version = version
         self.seen: list[Ids] = []
 
-    async def generate(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> Completion:
-        turn = self._next(prompt_ids)
-        await self._before(turn)
-        return self._completion(turn, TokenIds(prompt_ids), sampling)
-
-    async def stream(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> AsyncIterator[Chunk]:
+    async def stream(
+        self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None, whole: bool = False
+    ) -> AsyncIterator[Chunk]:
         turn = self._next(prompt_ids)
         await self._before(turn)
         completion = self._completion(turn, TokenIds(prompt_ids), sampling)
-        for token_id, logprob in zip(completion.token_ids, completion.logprobs, strict=True):
-            yield Chunk(token_ids=TokenIds((token_id,)), logprobs=(logprob,), policy_version=self.version)
+        step = max(1, len(completion.token_ids)) if whole else 1
+        for at in range(0, len(completion.token_ids), step):
+            ids, logprobs = completion.token_ids[at : at + step], completion.logprobs[at : at + step]
+            yield Chunk(token_ids=ids, logprobs=logprobs, policy_version=self.version)
             await asyncio.sleep(0)
         yield Chunk(final=completion)
 

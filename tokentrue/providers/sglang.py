@@ -19,6 +19,7 @@ import numpy as np
 
 from tokentrue.errors import EngineContractError, EngineError, EngineRejected
 from tokentrue.ids import TokenIds
+from tokentrue.protocols import Streaming
 from tokentrue.providers.transport.answers import (
     SGLangAnswer,
     SGLangFinish,
@@ -30,7 +31,7 @@ from tokentrue.providers.transport.answers import (
     require_version,
     version_from,
 )
-from tokentrue.providers.transport.building import CompletionBuilder, refuse_unknown_extra
+from tokentrue.providers.transport.building import CompletionBuilder, answer_limit, refuse_unknown_extra
 from tokentrue.providers.transport.constraints import CONSTRAINTS, dump_settings, for_sglang, plain
 from tokentrue.providers.transport.http import EngineHttp, rejected
 from tokentrue.providers.transport.publishing import DiskPublisher
@@ -44,7 +45,7 @@ EXTRA = CONSTRAINTS | frozenset(
 )
 
 
-class SGLangProvider:
+class SGLangProvider(Streaming):
     """`routed_experts=(layers, top_k)` asks a MoE server for its routing, for all positions but the last."""
 
     name = "sglang"
@@ -72,31 +73,25 @@ class SGLangProvider:
     def truthful_filters(self) -> frozenset[str]:
         return frozenset(TRUNCATIONS) if self._sampling_mask else frozenset()
 
-    async def generate(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> Completion:
-        ids = TokenIds(prompt_ids)
-        async with self._running.hold(self._abort) as rid:
-            data = await self._http.read(
-                "POST", "/generate", self._body(ids, sampling, session=session, rid=rid, stream=False)
-            )
-        builder = CompletionBuilder(self.name, ids)
-        meta = self._decode(data)
-        self._add(builder, meta, sampling)
-        return self._complete(builder, meta)
-
-    async def stream(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> AsyncIterator[Chunk]:
+    async def stream(
+        self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None, whole: bool = False
+    ) -> AsyncIterator[Chunk]:
         ids = TokenIds(prompt_ids)
         builder = CompletionBuilder(self.name, ids)
         meta: SGLangMeta | None = None
         async with self._running.hold(self._abort) as rid:
-            body = self._body(ids, sampling, session=session, rid=rid, stream=True)
-            async with aclosing(self._http.events("/generate", body)) as events:
+            body = self._body(ids, sampling, session=session, rid=rid, stream=not whole)
+            answers = self._http.answers("/generate", body, whole=whole, limit=answer_limit(ids, sampling))
+            async with aclosing(answers) as events:
                 async for data in events:
+                    if meta is not None and meta.finish_reason is not None:
+                        continue  # what follows the end is no part of this generation
                     meta = self._decode(data)
                     chunk = self._add(builder, meta, sampling)
                     if chunk.token_ids:
                         yield chunk
             if meta is None or meta.finish_reason is None:
-                raise EngineContractError("sglang closed the stream without a finish reason")
+                raise EngineContractError("sglang ended its answer without a finish reason")
         yield Chunk(final=self._complete(builder, meta))
 
     async def health(self) -> Mapping[str, Any]:

@@ -24,7 +24,7 @@ from tokentrue.engine.scheduling.request import mask_of
 from tokentrue.engine.verify import Draw, redraw
 from tokentrue.errors import SamplingError
 from tokentrue.ids import TokenIds
-from tokentrue.protocols import Provider, WeightSink
+from tokentrue.protocols import Provider, Streaming, WeightSink
 from tokentrue.types import TRUNCATIONS, UNVERSIONED, Chunk, Completion, Finish, Ids, Sampling, spans_from_runs
 
 CHUNK = 32
@@ -43,7 +43,7 @@ class Acceptance:
         return self.accepted / self.proposed if self.proposed else 0.0
 
 
-class VerifiedProvider:
+class VerifiedProvider(Streaming):
     name = "verified"
     truthful_filters = frozenset(TRUNCATIONS)
 
@@ -63,14 +63,9 @@ class VerifiedProvider:
         self.chunk = chunk
         self.acceptance = Acceptance()
 
-    async def generate(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> Completion:
-        final = None
-        async for chunk in self.stream(prompt_ids, sampling, session=session):
-            final = chunk.final
-        assert final is not None
-        return final
-
-    async def stream(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> AsyncIterator[Chunk]:
+    async def stream(
+        self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None, whole: bool = False
+    ) -> AsyncIterator[Chunk]:
         if sampling.stop or set(sampling.filters) - self.truthful_filters:
             raise SamplingError(
                 "the verified provider takes stop_token_ids, top_k, top_p and min_p; no stop strings and no penalties"

@@ -23,6 +23,7 @@ import orjson
 
 from tokentrue.errors import EngineContractError, EngineError, EngineRejected, SamplingError
 from tokentrue.ids import TokenIds
+from tokentrue.protocols import Streaming
 from tokentrue.providers.transport.answers import (
     VLLMAnswer,
     VLLMChoice,
@@ -39,7 +40,7 @@ from tokentrue.providers.transport.answers import (
     require_version,
     version_from,
 )
-from tokentrue.providers.transport.building import CompletionBuilder, refuse_unknown_extra
+from tokentrue.providers.transport.building import CompletionBuilder, answer_limit, refuse_unknown_extra
 from tokentrue.providers.transport.constraints import CONSTRAINTS, dump_settings, for_vllm, plain
 from tokentrue.providers.transport.http import EngineHttp
 from tokentrue.providers.transport.publishing import DiskPublisher
@@ -64,7 +65,7 @@ class Abilities:
     processed: bool
 
 
-class VLLMProvider:
+class VLLMProvider(Streaming):
     name = "vllm"
 
     def __init__(
@@ -95,35 +96,29 @@ class VLLMProvider:
             return None
         return FILTERS if self._abilities.processed else frozenset()
 
-    async def generate(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> Completion:
-        abilities, ids = await self._ready(sampling), TokenIds(prompt_ids)
-        async with self._running.hold(self._abort) as request_id:
-            path, body = self._body(abilities, ids, sampling, request_id=request_id, stream=False)
-            answer = self._decode(await self._http.read("POST", path, body))
-        if not answer.choices:
-            raise EngineContractError("vllm's answer has no choices")
-        builder, choice = CompletionBuilder(self.name, ids), answer.choices[0]
-        self._add(builder, choice, sampling)
-        return self._complete(builder, choice, answer.usage)
-
-    async def stream(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> AsyncIterator[Chunk]:
+    async def stream(
+        self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None, whole: bool = False
+    ) -> AsyncIterator[Chunk]:
         abilities, ids = await self._ready(sampling), TokenIds(prompt_ids)
         builder = CompletionBuilder(self.name, ids)
         last: VLLMChoice | None = None
         usage: VLLMUsage | None = None
         async with self._running.hold(self._abort) as request_id:
-            path, body = self._body(abilities, ids, sampling, request_id=request_id, stream=True)
-            async with aclosing(self._http.events(path, body)) as events:
+            path, body = self._body(abilities, ids, sampling, request_id=request_id, stream=not whole)
+            answers = self._http.answers(path, body, whole=whole, limit=answer_limit(ids, sampling))
+            async with aclosing(answers) as events:
                 async for data in events:
                     answer = self._decode(data)
                     usage = answer.usage or usage
-                    for choice in answer.choices:
+                    if last is not None:
+                        continue  # what follows the end is no part of this generation
+                    for choice in answer.choices[:1]:
                         chunk = self._add(builder, choice, sampling)
                         if chunk.token_ids:
                             yield chunk
-                        last = choice if choice.finish_reason else last
+                        last = choice if choice.finish_reason else None
             if last is None:
-                raise EngineContractError("vllm closed the stream without a finish reason")
+                raise EngineContractError("vllm ended its answer without a finish reason")
         yield Chunk(final=self._complete(builder, last, usage))
 
     async def health(self) -> Mapping[str, Any]:

@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
-from tokentrue.protocols import Adapting, EngineControl
+from tokentrue.protocols import Adapting, EngineControl, Streaming
 from tokentrue.types import UNVERSIONED, Chunk, Completion, Ids, Sampling, spans_from_runs
 
 
@@ -40,7 +40,7 @@ class EngineClock:
 CLOCK: ContextVar[EngineClock | None] = ContextVar("tokentrue_engine_clock", default=None)
 
 
-class MeteredProvider:
+class MeteredProvider(Streaming):
     """`version` is what /admin/version noted; an engine that reports its own is believed."""
 
     def __init__(self, inner: EngineControl, *, version: int = UNVERSIONED) -> None:
@@ -60,15 +60,12 @@ class MeteredProvider:
     def adapters(self) -> Sequence[str]:
         return () if self._adapting is None else self._adapting.adapters
 
-    async def generate(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> Completion:
-        with (CLOCK.get() or EngineClock()).run():
-            completion = await self.inner.generate(prompt_ids, sampling, session=session)
-        return self._stamp(completion, [])
-
-    async def stream(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> AsyncIterator[Chunk]:
+    async def stream(
+        self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None, whole: bool = False
+    ) -> AsyncIterator[Chunk]:
         clock = CLOCK.get() or EngineClock()
         seen: list[tuple[int, int]] = []  # (tokens, version noted when they came)
-        stream: Any = self.inner.stream(prompt_ids, sampling, session=session)
+        stream: Any = self.inner.stream(prompt_ids, sampling, session=session, whole=whole)
         async with aclosing(stream) as chunks:
             while True:
                 with clock.run():

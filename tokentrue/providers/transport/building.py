@@ -21,6 +21,17 @@ from tokentrue.types import (
     spans_from_runs,
 )
 
+ANSWER_BYTES = 64 << 20
+POSITION_BYTES = 4096  # of a token's log-probabilities, sampling mask and routing, in JSON
+UNBOUNDED_TOKENS = 16_384  # assumed of a request without max_tokens
+MOST_TOKENS = 65_536
+
+
+def answer_limit(prompt_ids: TokenIds, sampling: Sampling) -> int:
+    """Bytes that an engine's answer, or one event of it, may take."""
+    tokens = min(sampling.max_tokens or UNBOUNDED_TOKENS, MOST_TOKENS)
+    return ANSWER_BYTES + POSITION_BYTES * (len(prompt_ids) + tokens)
+
 
 class CompletionBuilder:
     """One generation, whole or streamed. `prompt_ids` are those that the request to the engine was built from."""

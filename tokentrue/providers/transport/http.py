@@ -1,8 +1,9 @@
 """HTTP to one engine, by aiohttp: retries before the first answer, server-sent events, errors of one tree.
 
 A request is sent again only until its response begins. A generation that is not streamed begins to respond when it is
-complete: one that breaks off is sampled anew, and what the engine had sampled of it never arrived. Later failures are
-the caller's to handle.
+complete: one that breaks off is sampled again, and what the engine had sampled of it never arrived. Later failures are
+the caller's to handle. A body, and a line of an event stream, has at most `limit` bytes: an engine that sends more is at
+fault, and is not read to the end.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ FIRST_BACKOFF_S = 0.2
 QUOTED_CHARS = 300
 TOO_LONG = re.compile(r"(context|model|allowed) length", re.IGNORECASE)
 END_S = 0.05
+BODY_BYTES = 16 << 20  # of an answer, before what a generation's tokens may take
 
 
 class EngineHttp:
@@ -57,33 +59,69 @@ class EngineHttp:
             self._session = None
 
     async def read(
-        self, method: str, path: str, body: Mapping[str, object] | bytes | None = None, *, retry: bool = True
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, object] | bytes | None = None,
+        *,
+        retry: bool = True,
+        limit: int = BODY_BYTES,
     ) -> bytes:
         """The whole body of a successful response; any other response becomes a typed error with the engine's own
         words."""
         async with await self._respond(method, path, body, self._retries if retry else 0) as response:
-            try:
-                return await response.read()
-            except (aiohttp.ClientError, TimeoutError) as error:
-                raise self._broken(path, error) from error
+            return b"".join([part async for part in self._parts(path, response, limit)])
 
-    async def events(self, path: str, body: bytes) -> AsyncGenerator[bytes]:
-        """The data of each server-sent event, up to [DONE]."""
+    async def answers(
+        self, path: str, body: bytes, *, whole: bool = False, limit: int = BODY_BYTES
+    ) -> AsyncGenerator[bytes]:
+        """The data of each server-sent event, up to [DONE]; with `whole`, the one body of an answer that is no
+        stream."""
+        if whole:
+            yield await self.read("POST", path, body, limit=limit)
+            return
         async with await self._respond("POST", path, body, self._retries) as response:
-            rest = b""
-            try:
-                async for block in response.content.iter_any():
-                    *lines, rest = (rest + block).split(b"\n")
-                    for line in lines:
-                        if (data := _data_of(line)) == b"[DONE]":
-                            await _read_end(response)
-                            return
-                        if data is not None:
-                            yield data
-            except (aiohttp.ClientError, TimeoutError) as error:
-                raise self._broken(path, error) from error
-            if (data := _data_of(rest)) not in (None, b"[DONE]"):
-                yield data
+            async for line in self._lines(path, response, limit):
+                data = line[5:].strip() if line.startswith(b"data:") else None
+                if data == b"[DONE]":
+                    await _read_end(response)
+                    return
+                if data is not None:
+                    yield data
+
+    async def _lines(self, path: str, response: aiohttp.ClientResponse, limit: int) -> AsyncGenerator[bytes]:
+        """Each line of the body, the last one also without a line break."""
+        begun: list[bytes] = []  # parts of a line, joined once: an event may be many reads long
+        size = 0
+        async for part in self._parts(path, response, None):
+            first, *others = part.split(b"\n")
+            begun.append(first)
+            size += len(first)
+            if size > limit:
+                raise self._too_large(path, limit)
+            if others:
+                yield b"".join(begun)
+                for line in others[:-1]:
+                    yield line
+                begun, size = [others[-1]], len(others[-1])
+        yield b"".join(begun)
+
+    async def _parts(self, path: str, response: aiohttp.ClientResponse, limit: int | None) -> AsyncGenerator[bytes]:
+        """The body as it arrives; refused where it is longer than `limit`."""
+        size = 0
+        try:
+            async for part in response.content.iter_any():
+                size += len(part)
+                if limit is not None and size > limit:
+                    raise self._too_large(path, limit)
+                yield part
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise self._broken(path, error) from error
+
+    def _too_large(self, path: str, limit: int) -> EngineContractError:
+        return EngineContractError(
+            f"{self.url}{path} answers with more than {limit >> 20} MiB, which no answer to this request takes"
+        )
 
     async def _respond(
         self, method: str, path: str, body: Mapping[str, object] | bytes | None, retries: int
@@ -142,11 +180,7 @@ async def _read_end(response: aiohttp.ClientResponse) -> None:
     """The end of the body follows [DONE] at once; a connection that has read it can be used again."""
     with suppress(TimeoutError, aiohttp.ClientError):
         async with asyncio.timeout(END_S):
-            await response.content.read()
-
-
-def _data_of(line: bytes) -> bytes | None:
-    return line[5:].strip() if line.startswith(b"data:") else None
+            await response.content.read(1)
 
 
 def rejected(message: str) -> EngineRejected:

@@ -41,6 +41,7 @@ from tokentrue.types import (
 
 T = TypeVar("T")
 _LARGEST_VERSION = 2**63 - 1
+MOST_SAMPLED = 1 << 20  # tokens of one choice whose request has no max_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +78,7 @@ class Choice:
             if sampling.seed is None or index == 0
             else replace(sampling, seed=choice_seed(sampling.seed, index))
         )
-        self._received = _Received()
+        self._received = _Received(MOST_SAMPLED if sampling.max_tokens is None else sampling.max_tokens)
         self._completion: Completion | None = None
         self._streamed: tuple[Parsed, Message] | None = None
 
@@ -85,8 +86,8 @@ class Choice:
         """Asks the engine. The answer is kept here; `parse` gives it."""
         try:
             if self._emit is None:
-                self._completion = await provider.generate(self._prompt.ids, self.sampling, session=session_id)
-                check_completion(self._completion, self._prompt)
+                async for _ in self._read_chunks(provider, session_id):
+                    pass  # they are kept in case that the end does not come
             else:
                 self._emit(TurnEvent(index=self.index, node=self.node))
                 await self._stream(provider, session_id, self._emit)
@@ -96,20 +97,12 @@ class Choice:
     async def _stream(self, provider: Provider, session_id: str, emit: Callable[[TurnEvent], None]) -> None:
         parser = self._renderer.parser(prompt_ids=self._prompt.ids, tools=self._tools)
         shown = StreamedMessage(self.node, self.sampling.stop)
-        final: Completion | None = None
-        stream = provider.stream(self._prompt.ids, self.sampling, session=session_id)
-        async with aclosing(cast("AsyncGenerator[Chunk, None]", stream)) as chunks:
+        async with aclosing(self._read_chunks(provider, session_id)) as chunks:
             async for chunk in chunks:
-                final = chunk.final or final
-                if chunk.token_ids:
-                    self._received.add(chunk)
-                    deltas = [seen for delta in _parse(parser.feed, chunk.token_ids) if (seen := shown.feed(delta))]
-                    emit(self._event(deltas[0] if deltas else None, chunk))
-                    for delta in deltas[1:]:
-                        emit(self._event(delta))
-        if final is None or final.token_ids != self._received.token_ids:
-            raise EngineContractError("the engine's stream and its final answer differ")
-        check_completion(final, self._prompt)
+                deltas = [seen for delta in _parse(parser.feed, chunk.token_ids) if (seen := shown.feed(delta))]
+                emit(self._event(deltas[0] if deltas else None, chunk))
+                for delta in deltas[1:]:
+                    emit(self._event(delta))
         rest, parsed = _parse(parser.finish)
         for delta in map(shown.feed, rest):
             if delta is not None:
@@ -117,7 +110,22 @@ class Choice:
         missing, served = shown.finish(serve_message(parsed, self.node, stops=self.sampling.stop))
         for delta in missing:
             emit(self._event(delta))
-        self._completion, self._streamed = final, (parsed, served)
+        self._streamed = parsed, served
+
+    async def _read_chunks(self, provider: Provider, session_id: str) -> AsyncGenerator[Chunk, None]:
+        """Chunks with tokens, each kept before it is yielded; then the completion is checked and kept."""
+        final: Completion | None = None
+        stream = provider.stream(self._prompt.ids, self.sampling, session=session_id, whole=self._emit is None)
+        async with aclosing(cast("AsyncGenerator[Chunk, None]", stream)) as chunks:
+            async for chunk in chunks:
+                final = chunk.final or final
+                if chunk.token_ids:
+                    self._received.add(chunk)
+                    yield chunk
+        if final is None or final.token_ids != self._received.token_ids:
+            raise EngineContractError("the engine's stream and its final answer differ")
+        check_completion(final, self._prompt)
+        self._completion = final
 
     def _event(self, delta: Delta | None, chunk: Chunk | None = None) -> TurnEvent:
         chunk = chunk or Chunk()
@@ -205,9 +213,10 @@ def _check_version(version: int) -> None:
 
 
 class _Received:
-    """What a stream has reported so far, each chunk checked before anyone sees it."""
+    """What the engine has reported so far, each chunk checked before anyone sees it; at most `limit` tokens."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
         self.token_ids: list[int] = []
         self._logprobs = array("d")
         self._runs: list[tuple[int, int]] = []  # (tokens, policy version) of each chunk
@@ -219,6 +228,16 @@ class _Received:
                 f"{len(chunk.token_ids)} streamed ids came with log-probabilities {list(chunk.logprobs)!r}"
             )
         _check_version(chunk.policy_version)
+        room = self._limit - len(self.token_ids)
+        if len(chunk.token_ids) > room:
+            cut = replace(chunk, token_ids=chunk.token_ids[:room], logprobs=chunk.logprobs[:room], sampling_mask=None)
+            self._keep(cut)
+            raise EngineContractError(
+                f"the engine sampled more than max_tokens={self._limit}; the first {self._limit} tokens are recorded"
+            )
+        self._keep(chunk)
+
+    def _keep(self, chunk: Chunk) -> None:
         self.token_ids.extend(chunk.token_ids)
         self._logprobs.extend(chunk.logprobs)
         self._runs.append((len(chunk.token_ids), chunk.policy_version))
