@@ -107,6 +107,20 @@ def test_any_worker_takes_any_request(pair: Server) -> None:
     assert "tokentrue_coverage_ratio 1.0" in page
 
 
+def test_a_path_with_dot_segments_reaches_no_worker(pair: Server) -> None:
+    sessions = [pair.session(session_id=f"dots{n}") for n in range(6)]
+    assert {owner_of(session.session_id, 2) for session in sessions} == {0, 1}
+    for session in sessions:
+        for up in ("../../..", "..%2F..%2F..", "%2e%2e/%2E%2E/%2e.", ".", "x/../../../.."):
+            connection = http.client.HTTPConnection("127.0.0.1", pair.port, timeout=60)
+            path = f"/sessions/{session.session_id}/v1/{up}/internal/metrics"
+            connection.request("GET", path, headers={"authorization": f"Bearer {session.api_key}"})
+            response = connection.getresponse()
+            answer = json.loads(response.read())
+            assert (response.status, answer["error"]["code"]) == (404, "unknown_path"), (path, answer)
+            connection.close()
+
+
 def test_streams_pass_between_workers(pair: Server) -> None:
     for n in range(4):
         session = pair.session(session_id=f"stream{n}")

@@ -134,7 +134,7 @@ class Server:
         assert self.process.stdout is not None
         first = self.process.stdout.readline()
         assert first.startswith("tokentrue gateway on "), f"{first!r}\n{self.log.read_text()[-2000:]}"
-        self.url = first.split()[3]
+        self.greeting, self.url = first, first.split()[3]
         self.port = int(self.url.rpartition(":")[2])
         if "TOKENTRUE_ADMIN_KEY" not in self._env:
             name, value, self.admin_key, *_ = self.process.stdout.readline().split()

@@ -1,13 +1,16 @@
-"""Admission of generations: the limit on generations in flight, and the pause while weights change.
+"""Admission of generations: the limit on generations in flight, the queue before it, and the pause while weights change.
 
 A paused gateway holds generations back instead of failing them: to the harness a weight update looks like a slow token.
+A full gateway lets generations wait for a short time: of each session in order, and the sessions in turn, so that none
+of many clients starves.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Generator
-from contextlib import contextmanager
+from collections import OrderedDict, deque
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 
 from tokentrue.gateway.config import GatewayConfig
 from tokentrue.gateway.problems import HttpError
@@ -15,13 +18,15 @@ from tokentrue.gateway.problems import HttpError
 
 class AdmissionGate:
     def __init__(self, config: GatewayConfig) -> None:
-        self._config = config
+        self._config, self._limits = config, config.limits
         self._open = asyncio.Event()
         self._open.set()
         self._idle = asyncio.Event()
         self._idle.set()
         self.in_flight = 0
         self.waiting = 0
+        self.queued = 0
+        self._queue: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()  # by session; the next one first
         self.closing = False
 
     @property
@@ -38,6 +43,11 @@ class AdmissionGate:
         """Shutting down: nothing more is admitted, and what waits is refused."""
         self.closing = True
         self._open.set()
+        for waiting in self._queue.values():
+            for admitted in waiting:
+                admitted.set_exception(stopping())
+        self._queue.clear()
+        self.queued = 0
 
     async def drain(self, timeout_s: float) -> bool:
         """Waits until nothing is in flight; False where that takes longer than `timeout_s`."""
@@ -47,31 +57,75 @@ class AdmissionGate:
             return False
         return True
 
-    @contextmanager
-    def admit(self) -> Generator[None, None, None]:
-        """One generation, after `wait_for_resume`; refused when the gateway is closing or full."""
-        if self.closing:
-            raise HttpError(503, "shutting_down", "the gateway is shutting down; send this again", retry_after_s=1.0)
-        if self.in_flight >= self._config.limits.in_flight:
-            raise HttpError(
-                429, "too_many_in_flight", f"{self.in_flight} generations are in flight; try again", retry_after_s=1.0
-            )
-        self.in_flight += 1
-        self._idle.clear()
+    @asynccontextmanager
+    async def admit(self, session_id: str) -> AsyncGenerator[None, None]:
+        """One generation, after `wait_for_resume`. Waits in the queue while the gateway is full; refused when it is
+        closing, when the queue is full, and after `limits.queue_s`."""
+        if self.in_flight < self._limits.in_flight and not self._queue and not self.closing:
+            self._begin()
+        else:
+            await self._wait_in_queue(session_id)
         try:
             yield
         finally:
-            self.in_flight -= 1
-            if not self.in_flight:
-                self._idle.set()
+            self._end()
+
+    def _begin(self) -> None:
+        self.in_flight += 1
+        self._idle.clear()
+
+    def _end(self) -> None:
+        """Ends a generation, and admits the next one: the oldest of the session that has waited longest for its
+        turn."""
+        self.in_flight -= 1
+        while self._queue and self.in_flight < self._limits.in_flight:
+            session_id = next(iter(self._queue))
+            waiting = self._queue[session_id]
+            admitted = waiting.popleft()
+            self._leave(session_id, then_last=True)
+            if not admitted.done():  # its client has left, and its task has not run yet
+                self._begin()
+                admitted.set_result(None)
+        if not self.in_flight:
+            self._idle.set()
+
+    def _leave(self, session_id: str, *, then_last: bool = False) -> None:
+        """After one of a session's generations has left the queue."""
+        self.queued -= 1
+        if not self._queue[session_id]:
+            del self._queue[session_id]
+        elif then_last:
+            self._queue.move_to_end(session_id)
+
+    async def _wait_in_queue(self, session_id: str) -> None:
+        if self.closing:
+            raise stopping()
+        if self.queued >= self._limits.queue:
+            raise full(f"{self.in_flight} generations are in flight and {self.queued} wait; try again")
+        admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._queue.setdefault(session_id, deque()).append(admitted)
+        self.queued += 1
+        try:
+            async with asyncio.timeout(self._limits.queue_s):
+                await admitted
+        except BaseException as error:
+            if admitted.done() and not admitted.cancelled() and admitted.exception() is None:
+                self._end()  # admitted at the moment when its client left or its time was over
+            elif admitted in (waiting := self._queue.get(session_id, ())):
+                waiting.remove(admitted)
+                self._leave(session_id)
+            if isinstance(error, TimeoutError):
+                raise full(
+                    f"{self.in_flight} generations are in flight and none ended within {self._limits.queue_s:g} s "
+                    "(limits.queue_s); try again"
+                ) from None
+            raise
 
     async def wait_for_resume(self) -> None:
         if not self.paused:
             return
-        if self.waiting + self.in_flight >= self._config.limits.in_flight:
-            raise HttpError(
-                429, "too_many_in_flight", "paused, and enough generations wait; try again", retry_after_s=5.0
-            )
+        if self.waiting + self.in_flight >= self._limits.in_flight:
+            raise full("paused, and enough generations wait; try again", retry_after_s=5.0)
         self.waiting += 1
         try:
             await asyncio.wait_for(self._open.wait(), self._config.pause_wait_s)
@@ -81,3 +135,11 @@ class AdmissionGate:
             ) from None
         finally:
             self.waiting -= 1
+
+
+def full(message: str, *, retry_after_s: float = 1.0) -> HttpError:
+    return HttpError(429, "too_many_in_flight", message, retry_after_s=retry_after_s)
+
+
+def stopping() -> HttpError:
+    return HttpError(503, "shutting_down", "the gateway is shutting down; send this again", retry_after_s=1.0)

@@ -16,6 +16,7 @@ from urllib.parse import parse_qsl
 import orjson
 from starlette.routing import Route, Router
 
+from tokentrue.errors import JournalError
 from tokentrue.gateway.admin.routes import admin_routes
 from tokentrue.gateway.asgi import ClientGone, Receive, Scope, Send, WatchedSend, problem_headers, send_json
 from tokentrue.gateway.auth import SessionAccess
@@ -114,6 +115,7 @@ class Gateway:
         dialect = ERROR_DIALECTS[dialect_name(scope["path"])]
         watched = WatchedSend(send)
         try:
+            refuse_dot_segments(scope["path"])
             await self._router(scope, receive, watched)
         except ClientGone:
             self.services.metrics.errors.labels(dialect.name, "client_gone").inc()
@@ -127,6 +129,8 @@ class Gateway:
             problem = problem_from(error)
             if problem.status == 500:
                 LOG.error("a request failed", exc_info=error)
+            elif isinstance(error, JournalError):
+                LOG.error("%s", error)
             await self._answer_problem(problem, dialect, scope, watched)
 
     async def _answer_problem(self, problem: Problem, dialect: Dialect, scope: Scope, send: WatchedSend) -> None:
@@ -245,6 +249,12 @@ class ModelRequests:
             await send_json(
                 send, 200, list_models(base, *(f"{base}:{name}" for name in self._services.provider.adapters))
             )
+
+
+def refuse_dot_segments(path: str) -> None:
+    """A path that a client or a proxy on the way could resolve to another one than the one whose key is checked."""
+    if not {".", ".."}.isdisjoint(path.replace("\\", "/").split("/")):
+        raise HttpError(404, "unknown_path", "no such path: it has a dot segment")
 
 
 def dialect_name(path: str) -> str:

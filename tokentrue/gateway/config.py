@@ -26,6 +26,8 @@ class GatewayLimits:
     messages: int = 20_000
     in_flight: int = 1024
     in_flight_per_session: int = 64
+    queue: int = 1024
+    queue_s: float = 10.0
     connections: int = 4096
     message_cache_bytes: int = 32 << 20  # of one session; 0 switches the cache off
     message_caches_bytes: int = 512 << 20
@@ -43,7 +45,7 @@ class GatewayLimits:
     def __post_init__(self) -> None:
         for field_ in fields(self):
             value = getattr(self, field_.name)
-            if value < 0 or (value == 0 and field_.name != "message_cache_bytes"):
+            if value < 0 or (value == 0 and field_.name not in ("message_cache_bytes", "queue")):
                 raise ConfigError(f"limits.{field_.name} must be positive, got {value}")
 
 

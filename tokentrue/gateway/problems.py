@@ -51,6 +51,9 @@ def problem_from(error: BaseException) -> Problem:
     if not isinstance(error, TokenTrueError):
         return Problem(status=500, code="internal", message="the gateway failed on this request; its log has the cause")
     status = next((status for kind, status in STATUS if isinstance(error, kind)), 500)
+    if isinstance(error, JournalError):  # its words name the store, which is no business of a client
+        message = "the gateway's record cannot be read or written now; send this again. The gateway's log has the cause"
+        return Problem(status=status, code=error.code, message=message, retry_after_s=1.0)
     field = error.field if isinstance(error, MessageError) else None
     retry = getattr(error, "retry_after_s", None)
     if isinstance(error, LimitExceeded) and retry is not None:

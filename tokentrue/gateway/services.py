@@ -110,7 +110,9 @@ def build_services(
         admission=AdmissionGate(config),
         bodies=BodyBudget(config.limits.bodies_bytes),
         metrics=Metrics(),
-        sessions=SessionRegistry(open_session, config.limits, lambda: journal.lease_number),
+        sessions=SessionRegistry(
+            open_session, config.limits, journal.read_secret("reasoning"), lambda: journal.lease_number
+        ),
         workers=workers,
         peers=PeerLinks(),
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import hmac
 import time
 from collections import Counter, OrderedDict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
@@ -45,6 +46,7 @@ from tokentrue.gateway.message_cache import CacheBudget, MessageCache
 from tokentrue.gateway.problems import HttpError
 from tokentrue.plain_json import dumps
 from tokentrue.protocols import Renderer
+from tokentrue.sessions.journal import SessionRecord, StoreSecret
 from tokentrue.sessions.limits import SessionLimits
 from tokentrue.sessions.stages.pinning import count_system
 from tokentrue.turn import Session
@@ -67,15 +69,14 @@ def fit_in_memory(session_limits: SessionLimits, limits: GatewayLimits) -> Sessi
 class SessionHandle:
     """One session in memory."""
 
-    def __init__(self, session: Session, limits: GatewayLimits, budget: CacheBudget) -> None:
+    def __init__(self, session: Session, limits: GatewayLimits, budget: CacheBudget, secret: StoreSecret) -> None:
         self.session = session
         self.users = 0  # requests that hold it
         self.lease_number = 0  # of the journal, when the session was opened
         self.counted_bytes = 0  # of its memory, in the registry's sum
         self.in_flight = 0
         self.last_used = time.monotonic()
-        record = session.record
-        signer = ReasoningSigner((record.first_key_hash or record.key_hash or session.id).encode())
+        signer = build_signer(session.record, secret)
         responses = OpenAIResponses(signer, session.tree.find_arguments, session.tree.nodes.__contains__)
         every: tuple[Dialect, ...] = (OpenAIChat(), responses, Anthropic(signer), Google(signer))
         self.dialects: Mapping[str, Dialect] = {dialect.name: dialect for dialect in every}
@@ -216,6 +217,14 @@ class SessionHandle:
         return self._coverage[1]
 
 
+def build_signer(record: SessionRecord, secret: StoreSecret) -> ReasoningSigner:
+    """Sessions older than the store's secret were signed with a hash that their client can compute; those signatures
+    still hold there."""
+    of_session = hmac.digest(secret.value, record.id.encode(), hashlib.sha256)
+    guessable = (record.first_key_hash or record.key_hash or record.id).encode()
+    return ReasoningSigner(of_session, *([guessable] if record.created < secret.created else []))
+
+
 @lru_cache(maxsize=8)
 def ignores_tools(renderer: Renderer) -> bool:
     """True where the template renders the same prompt with a tool and without one. A process has a renderer per history
@@ -255,9 +264,14 @@ class SessionRegistry:
     """The sessions in memory, least recently used first."""
 
     def __init__(
-        self, open_session: OpenSession, limits: GatewayLimits, lease_number: Callable[[], int] = lambda: 0
+        self,
+        open_session: OpenSession,
+        limits: GatewayLimits,
+        secret: StoreSecret,
+        lease_number: Callable[[], int] = lambda: 0,
     ) -> None:
-        self._open_session, self._limits, self._lease_number = open_session, limits, lease_number
+        self._open_session, self._limits, self._secret = open_session, limits, secret
+        self._lease_number = lease_number
         self._live: OrderedDict[str, SessionHandle] = OrderedDict()
         self._opening: dict[str, asyncio.Task[SessionHandle]] = {}
         self._cache_budget = CacheBudget(limits.message_caches_bytes)
@@ -332,7 +346,7 @@ class SessionRegistry:
         return session
 
     def add(self, session: Session, lease_number: int | None = None) -> SessionHandle:
-        handle = self._live[session.id] = SessionHandle(session, self._limits, self._cache_budget)
+        handle = self._live[session.id] = SessionHandle(session, self._limits, self._cache_budget, self._secret)
         handle.lease_number = self._lease_number() if lease_number is None else lease_number
         return handle
 

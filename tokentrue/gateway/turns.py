@@ -107,7 +107,7 @@ class TurnHandler:
             request = name_adapter(request, head.model, self._services)
             with handle.count_in_flight(), cancel_on_disconnect(receive):
                 await self._services.admission.wait_for_resume()
-                with self._services.admission.admit():
+                async with self._services.admission.admit(access.session_id):
                     if head.stream:
                         work = self._stream(handle, dialect, head, request, scope, send, clock)
                     else:

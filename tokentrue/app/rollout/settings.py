@@ -12,7 +12,7 @@ from tokentrue.app.configuration import as_mapping
 from tokentrue.app.wiring import EngineConfig, ModelConfig
 from tokentrue.environments import Plan, RolloutConfig, load_environment, plan_groups
 from tokentrue.errors import ConfigError
-from tokentrue.sessions.journal.database import is_postgres, mask_password
+from tokentrue.sessions.journal.database import describe_store, is_postgres
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +81,7 @@ def describe_environment(config: RolloutConfig) -> list[str]:
 def remember(settings: RolloutRun) -> None:
     """The resolved configuration lies beside the output; a run under another one is refused there."""
     path = settings.out / "config.json"
-    shown = replace(settings, store=None if settings.store is None else mask_password(settings.store))
+    shown = replace(settings, store=None if settings.store is None else describe_store(settings.store))
     text = json.dumps(as_mapping(shown), indent=1, sort_keys=True)
     if path.exists():
         before, now = json.loads(path.read_text())["rollout"], json.loads(text)["rollout"]

@@ -89,23 +89,29 @@ def _export(data: ViewerData, path: Path) -> int:
 
 
 def _serve(data: ViewerData, port: int) -> int:
+    import secrets
     import socket
 
     import uvicorn
     from starlette.middleware.trustedhost import TrustedHostMiddleware
+    from starlette.routing import Mount, Router
 
     from tokentrue.viewer import create_app
 
-    app = TrustedHostMiddleware(
-        create_app(data), allowed_hosts=list(NAMES)
-    )  # a page from elsewhere must not read it by DNS rebinding
+    # A gateway shows its conversations to holders of the admin key alone; here others on this machine must guess the path.
+    path = f"{secrets.token_urlsafe(24)}/" if data.source.kind == "gateway" else ""
+    page = Router(routes=[Mount(f"/{path}".rstrip("/"), create_app(data))])
+    # A page from elsewhere must not read it by DNS rebinding.
+    app = TrustedHostMiddleware(page, allowed_hosts=list(NAMES))
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((HOST, port))
+        listener.listen()
     except OSError as error:
         raise ConfigError(f"cannot listen on {HOST}:{port}: {error.strerror}; choose another --port") from error
-    print(f"viewer: http://{HOST}:{listener.getsockname()[1]}/   ({data.source.name}; Ctrl-C stops it)", flush=True)
+    url = f"http://{HOST}:{listener.getsockname()[1]}/{path}"
+    print(f"viewer: {url}   ({data.source.name}; Ctrl-C stops it)", flush=True)
     config = uvicorn.Config(app, log_level="warning", access_log=False, ws="none", lifespan="off")
     uvicorn.Server(config).run(sockets=[listener])
     return 0

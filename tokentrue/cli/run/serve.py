@@ -167,9 +167,9 @@ def start_worker(
 
 def greet(settings: ServeConfig, base: str, new_key: str | None) -> None:
     """`new_key` is the admin key where this start made one: it is shown here and nowhere else."""
-    from tokentrue.sessions.journal.database import mask_password
+    from tokentrue.sessions.journal.database import describe_store
 
-    store = mask_password(settings.server.store)
+    store = describe_store(settings.server.store)
     print(f"tokentrue gateway on {base}   model {settings.model.shown}, engine {settings.engine.name}, store {store}")
     if settings.model.path is None:
         print(

@@ -9,29 +9,32 @@ import hmac
 
 
 class ReasoningSigner:
-    """Signs text with a secret of one session."""
+    """Signs text with a secret of one session, which its client does not know; signatures by one of `older` hold,
+    too."""
 
     MARK = "tt1"
 
-    def __init__(self, secret: bytes) -> None:
-        self._secret = secret
+    def __init__(self, secret: bytes, *older: bytes) -> None:
+        self._secrets = (secret, *older)
 
-    def _mac(self, text: str) -> str:
-        digest = hmac.digest(self._secret, text.encode("utf-8", "surrogatepass"), hashlib.sha256)
+    def _mac(self, text: str, secret: bytes) -> str:
+        digest = hmac.digest(secret, text.encode("utf-8", "surrogatepass"), hashlib.sha256)
         return base64.urlsafe_b64encode(digest[:24]).decode()
 
+    def _is_ours(self, mac: str, text: str) -> bool:
+        return any(hmac.compare_digest(mac.encode(), self._mac(text, secret).encode()) for secret in self._secrets)
+
     def sign(self, text: str) -> str:
-        return f"{self.MARK}.{self._mac(text)}"
+        return f"{self.MARK}.{self._mac(text, self._secrets[0])}"
 
     def holds(self, signature: str, text: str) -> bool:
         """True for our own signature of this text and for a foreign signature, which cannot be checked."""
-        if not signature.startswith(self.MARK + "."):
-            return True
-        return hmac.compare_digest(signature.encode(), self.sign(text).encode())
+        mark, dot, mac = signature.partition(".")
+        return not (mark == self.MARK and dot) or self._is_ours(mac, text)
 
     def wrap(self, text: str) -> str:
         body = base64.urlsafe_b64encode(text.encode("utf-8", "surrogatepass")).decode()
-        return f"{self.MARK}.{body}.{self._mac(text)}"
+        return f"{self.MARK}.{body}.{self._mac(text, self._secrets[0])}"
 
     def unwrap(self, blob: str) -> str | None:
         """The text of `wrap`; None where the blob is not ours."""
@@ -42,4 +45,4 @@ class ReasoningSigner:
             text = base64.urlsafe_b64decode(parts[1]).decode("utf-8", "surrogatepass")
         except (binascii.Error, ValueError):
             return None
-        return text if hmac.compare_digest(parts[2].encode(), self._mac(text).encode()) else None
+        return text if self._is_ours(parts[2], text) else None

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+from yarl import URL
 
 from tokentrue.gateway.asgi import ClientGone, Receive, Scope, Send
 from tokentrue.gateway.problems import HttpError
@@ -152,7 +153,8 @@ async def relay_request(
     if scope["method"] == "POST":
         settings["expect100"] = True  # the owner answers 100 when it reads the body, which is after the key was checked
     try:
-        response = await client.request(scope["method"], url, **settings)
+        # As it was received: aiohttp would resolve dot segments and quote again.
+        response = await client.request(scope["method"], URL(url, encoded=True), **settings)
     except aiohttp.ClientConnectionError:
         raise unreachable from None
     async with response:

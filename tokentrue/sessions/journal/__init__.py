@@ -2,7 +2,7 @@
 first."""
 
 from tokentrue.sessions.journal.database import is_postgres
-from tokentrue.sessions.journal.journal import Journal
+from tokentrue.sessions.journal.journal import Journal, StoreSecret
 from tokentrue.sessions.journal.lock import StoreLock
 from tokentrue.sessions.journal.opening import open_journal
 from tokentrue.sessions.journal.records import Rewards, SessionRecord, copy_metadata, read_reward
@@ -14,6 +14,7 @@ __all__ = [
     "Row",
     "SessionRecord",
     "StoreLock",
+    "StoreSecret",
     "copy_metadata",
     "is_postgres",
     "open_journal",

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence, Sized
 from concurrent.futures import Future
+from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -63,6 +65,12 @@ class SessionClaim:
     def check(self) -> None:
         if self._revoked:
             raise SessionConflict(f"session {self.session_id!r} was opened again: use the newer object")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreSecret:
+    value: bytes
+    created: float
 
 
 class Journal:
@@ -231,6 +239,17 @@ class Journal:
                 return read(self._reader)
             except sqlite3.Error as error:
                 raise JournalError(f"the journal {self.target} could not be read: {error}") from error
+
+    def read_secret(self, name: str) -> StoreSecret:
+        """A secret of this store, created when it is first asked for. Every gateway on the store gets the same one."""
+
+        def write(db: Database) -> StoreSecret:
+            values = (name, secrets.token_bytes(32), time.time())
+            db.execute("INSERT INTO secrets(name, value, created) VALUES (?,?,?) ON CONFLICT (name) DO NOTHING", values)
+            value, created = db.execute("SELECT value, created FROM secrets WHERE name=?", (name,)).fetchone()
+            return StoreSecret(value=bytes(value), created=created)
+
+        return self.submit(write).result()
 
     # Sessions.
     def create(self, record: SessionRecord) -> Future[None]:

@@ -20,7 +20,8 @@ ORPHANS_S = 60.0  # longer than workers need to end when their supervisor was ki
 
 
 def open_lock_file(store: str | Path, suffix: str) -> int:
-    path = Path(f"{str(store).removeprefix('sqlite:')}.{suffix}")
+    # Resolved: a link to the store, or to its folder, is the same store.
+    path = Path(f"{os.path.realpath(str(store).removeprefix('sqlite:'))}.{suffix}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         return os.open(path, os.O_RDWR | os.O_CREAT, 0o600)

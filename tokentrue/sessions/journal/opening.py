@@ -29,5 +29,6 @@ def open_journal(
         name = name or f"{socket.gethostname()}:{os.getpid()}"
         return PostgresJournal(store, name=name, address=address, lease_s=lease_s, read_only=read_only)
     if store != "memory" and not store.startswith("sqlite:"):
-        raise ConfigError(f"store must be sqlite:PATH, postgresql://… or memory, got {store!r}")
+        kind = store.partition(":")[0]  # not the rest, which may hold a password
+        raise ConfigError(f"store must be sqlite:PATH, postgresql://… or memory, got {kind!r}")
     return Journal(store, synchronous="FULL" if durability == "full" else "NORMAL", read_only=read_only, lock=lock)

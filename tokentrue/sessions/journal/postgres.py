@@ -3,8 +3,8 @@
 Each gateway process holds a lease that it renews (`Lease`); times are the server's. A session belongs to one gateway,
 under a fencing
 token that grows with every change of owner. Every write checks owner and token in its own transaction: a gateway that
-was paused or cut off can never write after its successor. A session whose gateway's lease has expired goes to whoever
-opens it next, before it is read.
+was paused or cut off can never write after its successor. A session whose gateway's lease has expired goes to the
+gateway that opens it next, before it is read.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from typing import Any, TypeVar, cast
 from weakref import WeakValueDictionary
 
 import psycopg
-from psycopg.conninfo import conninfo_to_dict
 from psycopg.pq import TransactionStatus
 
 from tokentrue.errors import InputError, JournalError, SessionElsewhere, SessionNotFound
-from tokentrue.sessions.journal.database import Database, DuplicateKey, Found, mask_password
+from tokentrue.sessions.journal.database import Database, DuplicateKey, Found, describe_store, read_address
 from tokentrue.sessions.journal.journal import FIRST_TOKEN, Journal, SessionClaim
 from tokentrue.sessions.journal.writer import Writer
 
@@ -32,6 +31,7 @@ SCHEMA_LOCK = 7_036_874_417
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS schema_version (version INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS gateways (name TEXT PRIMARY KEY, url TEXT NOT NULL, expires TIMESTAMPTZ NOT NULL);
+CREATE TABLE IF NOT EXISTS secrets (name TEXT PRIMARY KEY, value BYTEA NOT NULL, created DOUBLE PRECISION NOT NULL);
 CREATE TABLE IF NOT EXISTS sessions (
     id TEXT COLLATE "C" PRIMARY KEY, grp TEXT, state TEXT NOT NULL, key_hash TEXT,
     created DOUBLE PRECISION NOT NULL, ended DOUBLE PRECISION, body BYTEA NOT NULL, digest BYTEA NOT NULL,
@@ -79,7 +79,7 @@ class Connection:
         self._connection = self._connect()
 
     def _connect(self) -> psycopg.Connection[tuple[Any, ...]]:
-        settings: dict[str, Any] = CONNECT | conninfo_to_dict(self._url)
+        settings: dict[str, Any] = {**CONNECT, **read_address(self._url)}
         connection = psycopg.connect(autocommit=True, cursor_factory=psycopg.ClientCursor, **settings)
         connection.read_only = self._read_only
         return connection
@@ -179,7 +179,7 @@ class PostgresJournal(Journal):
         self, target: str, *, name: str = "", address: str = "", lease_s: float = LEASE_S, read_only: bool = False
     ) -> None:
         self._url, self._name = target, name
-        self.target = mask_password(target)
+        self.target = describe_store(target)
         self._read_only, self._closed = read_only, False
         self._reading = threading.Lock()
         self._claims: WeakValueDictionary[str, SessionClaim] = WeakValueDictionary()
@@ -189,7 +189,7 @@ class PostgresJournal(Journal):
             self._open_server(address, lease_s)
         except psycopg.Error as error:
             cure = "start the server, or correct --store"
-            raise JournalError(f"cannot open the journal {self.target}: {str(error).strip()}; {cure}") from error
+            raise JournalError(f"cannot open the journal {self.target}: {one_line(error)}; {cure}") from error
 
     def _open_server(self, address: str, lease_s: float) -> None:
         with ExitStack() as opened:
@@ -217,7 +217,7 @@ class PostgresJournal(Journal):
             try:
                 return self._postgres_reader.retry_read(read)
             except psycopg.Error as error:
-                raise JournalError(f"the journal {self.target} could not be read: {str(error).strip()}") from error
+                raise JournalError(f"the journal {self.target} could not be read: {one_line(error)}") from error
 
     def close(self) -> None:
         super().close()
@@ -260,6 +260,10 @@ class PostgresJournal(Journal):
             raise find_owner(db, session_id)
 
 
+def one_line(error: psycopg.Error) -> str:
+    return " ".join(str(error).split())
+
+
 def find_owner(db: Database, session_id: str) -> Exception:
     found = db.execute(_OWNER, (session_id,)).fetchone()
     if found is None:
@@ -268,7 +272,7 @@ def find_owner(db: Database, session_id: str) -> Exception:
 
 
 def create_schema(connection: Connection) -> None:
-    """Once, whoever comes first; refuses a schema from the future."""
+    """Creates the schema under a lock; refuses a schema from the future."""
     connection.execute("SELECT pg_advisory_lock(?)", (SCHEMA_LOCK,))
     try:
         for statement in SCHEMA.split(";"):

@@ -77,6 +77,8 @@ STEPS: tuple[tuple[str, Callable[[sqlite3.Connection], None] | None], ...] = (
         """,
         _fill_digests,
     ),
+    # 4: secrets of the store, shared by every gateway that opens it.
+    ("CREATE TABLE secrets (name TEXT PRIMARY KEY, value BLOB NOT NULL, created REAL NOT NULL) WITHOUT ROWID", None),
 )
 VERSION = len(STEPS)
 
