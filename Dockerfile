@@ -1,6 +1,6 @@
 # Two images: `docker build --target gateway .` (no torch: SGLang or vLLM runs elsewhere) and `--target engine` (the exact engine, torch).
 # PIP_EXTRA_INDEX_URL chooses another build of torch, such as one without CUDA; the version is the one in constraints.txt.
-FROM python:3.12-slim-bookworm AS base
+FROM python:3.12.11-slim-bookworm AS base
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONUNBUFFERED=1
 RUN useradd --create-home --uid 10001 tokentrue && install --directory --owner=tokentrue /data
 WORKDIR /src
