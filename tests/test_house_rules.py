@@ -29,7 +29,7 @@ ALLOWED: Mapping[str, set[str]] = {
     "hub": {"errors"},
     "replay": {"errors", "ids"},
     "types": {"errors", "ids", "replay"},
-    "protocols": {"types", "ids"},
+    "protocols": {"types", "ids", "errors"},
     "__init__": {"types"},  # `import tokentrue` loads the rest by name, when it is first used
     "renderers": set(),
     "comparison": set(),
