@@ -79,6 +79,36 @@ async def test_a_thinking_part_beside_the_reasoning_is_an_edit() -> None:
         assert session.tree.get(follow.node).parent == reply.node and follow.projection == "parts"
 
 
+FORMS = ["caf\u00e9", "cafe\u0301", "caf\u00e9\u0301", "cafe\u0301\u0301", "\ufb01n", "fin", "\u212b", "\u00c5", "A\u030a", "q\u0323\u0307",
+         "q\u0307\u0323", "\u1112\u1161\u11ab", "\ud55c", "\uff21", "A"]  # fmt: skip
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("name", ["own", "qwen3"])
+async def test_texts_that_look_alike_are_told_apart(name: str, streamed: bool) -> None:
+    """Combining marks, normal forms, ligatures: every answer is served as sampled, and its verbatim replay continues
+    that turn. Qwen3's tokenizer composes what it encodes, so characters are sampled one by one."""
+    stop = renderer(name).stop_token_ids[0]
+    sampled_ids = [tuple(token for char in text for token in encode(char, name)) for text in FORMS]
+    written = {renderer(name).decode(ids): (*ids, stop) for ids in sampled_ids}
+    assert len(written) >= len(FORMS) - 1  # to Qwen3, the Angstrom sign is the letter
+    session = tt.Session(renderer=renderer(name), provider=Engine([*written.values(), *written.values()]))
+
+    async def turn(*messages: Any) -> Any:
+        request = TurnRequest(messages=[*OPENING, *messages])
+        if not streamed:
+            return (await session.turn(request))[0]
+        (reply,) = [event.reply async for event in session.stream(request) if event.reply is not None]
+        return reply
+
+    replies = [await turn() for _ in written]
+    assert [reply.message["content"] for reply in replies] == list(written)
+    for question, reply in zip(FORMS, replies, strict=False):
+        follow = await turn(json.loads(json.dumps(reply.message)), {"role": "user", "content": question})
+        assert session.tree.get(follow.node).parent == reply.node and follow.projection == "exact"
+    assert session.coverage().ratio == 1.0
+
+
 async def test_call_ids_tell_equal_siblings_apart() -> None:
     session, _ = session_of(said("", "a", "{}"), said("", "b", "{}"), *[said("ok", "x")] * 2)
     first, second = await ask(session), await ask(session)
