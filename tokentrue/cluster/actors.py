@@ -134,7 +134,12 @@ async def play_through(
         try:
             address = await whereabouts()
             async with GatewaySessions(
-                address, sampling=config.sampling, pin=config.pin, admin_key=admin_key, resume=True
+                address,
+                sampling=config.sampling,
+                pin=config.pin,
+                admin_key=admin_key,
+                resume=True,
+                is_retried=is_conflict_or_absence,
             ) as sessions:
                 try:
                     return await run_one(

@@ -1,6 +1,6 @@
 """Environments: tasks, and agents that do them with an OpenAI client in hand."""
 
-from tokentrue.environments.base import SMALL_MODEL, Environment, Split, Task
+from tokentrue.environments.base import SMALL_MODEL, Environment, Outcome, Split, Task
 from tokentrue.environments.client import ask, work
 from tokentrue.environments.config import RolloutConfig
 from tokentrue.environments.registry import ENVIRONMENTS, load_environment
@@ -25,6 +25,7 @@ __all__ = [
     "SMALL_MODEL",
     "Environment",
     "OpenSession",
+    "Outcome",
     "Plan",
     "Rollout",
     "RolloutConfig",

@@ -32,14 +32,22 @@ class Task:
     data: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """A reward, and what a reader of the results should know about how it came about."""
+
+    reward: float
+    note: str | None = None
+
+
 class Environment(Protocol):
-    """`run` returns the reward; whatever it raises costs this rollout alone."""
+    """`run` returns the reward; if it raises, only this rollout fails."""
 
     name: str
 
     def tasks(self, count: int, *, seed: int = 0, split: Split = "train") -> Sequence[Task]: ...
 
-    async def run(self, client: Any, task: Task) -> float: ...
+    async def run(self, client: Any, task: Task) -> float | Outcome: ...
 
 
 def digest(text: str) -> str:

@@ -8,16 +8,17 @@ nothing; only what was never answered is sampled.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import re
 from collections import Counter
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
 
 from tokentrue.environments.runner import Plan, session_settings
 from tokentrue.errors import ConfigError, EngineRejected, EngineUnreachable, SessionConflict, SessionNotFound
 
+END_S = 10.0  # to end the session of a rollout that failed
 SESSION_IN_PATH = re.compile(r"/sessions/([^/]+)/v1/")
 
 
@@ -43,8 +44,8 @@ class GatewaySession:
 class GatewaySessions:
     """A pool of connections to one gateway. Use as an async context manager.
 
-    `resume` names sessions after their rollouts, so that one which exists already is gone on with; that takes the admin
-    key. `pin` names prompts that are pinned in every session (see `session_settings`).
+    `resume` names sessions after their rollouts, so that a rollout that is begun again resumes its session; that takes
+    the admin key. `is_retried` holds of errors after which it is begun again. `pin` names prompts that are pinned in every session (see `session_settings`).
     `retries` is how often an administrative call or a model call is tried again while the gateway is away.
     """
 
@@ -57,6 +58,7 @@ class GatewaySessions:
         admin_key: str | None = None,
         purge: bool = False,
         resume: bool = False,
+        is_retried: Callable[[Exception], bool] = lambda _: False,
         retries: int = 2,
         timeout_s: float = 120.0,
     ) -> None:
@@ -67,6 +69,7 @@ class GatewaySessions:
         self._headers = {"Authorization": f"Bearer {admin_key}"} if admin_key else {}
         self._purge = purge
         self._resume = resume and admin_key is not None
+        self._is_retried = is_retried
         self._retries = retries
         self._timeout_s = timeout_s
         self._sent: Counter[tuple[str, str]] = Counter()
@@ -111,13 +114,26 @@ class GatewaySessions:
         for key in [key for key in self._sent if key[0] == session_id]:
             del self._sent[key]
 
-    @asynccontextmanager
+    @contextlib.asynccontextmanager
     async def open(self, plan: Plan) -> AsyncGenerator[GatewaySession, None]:
-        """A session for one rollout. It is ended when the block ends in order; after an error it stays, to be looked at
-        or resumed."""
+        """A session for one rollout, ended with the block. It stays open only where the rollout will be resumed."""
         session_id, base_url, api_key = await self._create(plan)
-        yield GatewaySession(self, session_id, self._openai.with_options(base_url=base_url, api_key=api_key))
-        await self.call("DELETE", f"/sessions/{session_id}" + ("?purge=true" if self._purge else ""))
+        try:
+            yield GatewaySession(self, session_id, self._openai.with_options(base_url=base_url, api_key=api_key))
+        except BaseException as error:
+            if not self._is_kept(error):
+                # a resumable session is purged: under its name the rollout may be run again
+                ending = asyncio.ensure_future(self._end(session_id, purge=self._purge or self._resume))
+                with contextlib.suppress(Exception):
+                    await asyncio.wait_for(asyncio.shield(ending), END_S)
+            raise
+        await self._end(session_id, purge=self._purge)
+
+    def _is_kept(self, error: BaseException) -> bool:
+        return self._resume and (not isinstance(error, Exception) or self._is_retried(error))
+
+    async def _end(self, session_id: str, *, purge: bool) -> None:
+        await self.call("DELETE", f"/sessions/{session_id}" + ("?purge=true" if purge else ""))
         self.forget(session_id)
 
     async def _create(self, plan: Plan) -> tuple[str, str, str]:

@@ -15,7 +15,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from tokentrue.environments.base import Environment, Task
+from tokentrue.environments.base import Environment, Outcome, Task
 from tokentrue.environments.registry import LOG
 from tokentrue.errors import ConfigError
 from tokentrue.plain_json import is_utf8
@@ -36,7 +36,7 @@ class Plan:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
     """One rollout that ran. `reward` is None where it failed, and then `error` says how; `trace` is the traceback of
-    what was raised."""
+    what was raised. `note` says what the environment noticed, such as an agent that its time limit ended."""
 
     plan: Plan
     session_id: str
@@ -46,6 +46,7 @@ class Rollout:
     samples: Sequence[Any] = ()
     coverage: Mapping[str, Any] = field(default_factory=dict[str, Any])
     trace: str = ""
+    note: str | None = None
 
 
 class OpenSession(Protocol):
@@ -114,10 +115,13 @@ async def run_one(
     session_id = ""
     limit, cancellations = asyncio.timeout(timeout_s), count_cancellations()
     try:
-        async with limit, sessions.open(plan) as session:
+        # the limit is inside: the session then sees a time-out as an error, and no cancellation, and is ended
+        async with sessions.open(plan) as session, limit:
             session_id = session.session_id
-            reward = float(await environment.run(session.client, plan.task))
-            samples, coverage = await session.finish(reward)
+            outcome = await environment.run(session.client, plan.task)
+            if not isinstance(outcome, Outcome):
+                outcome = Outcome(reward=float(outcome))
+            samples, coverage = await session.finish(outcome.reward)
     except (asyncio.CancelledError, SystemExit) as error:
         if count_cancellations() > cancellations:  # Ctrl-C, or the run was closed
             raise
@@ -131,11 +135,12 @@ async def run_one(
     return Rollout(
         plan=plan,
         session_id=session_id,
-        reward=reward,
+        reward=outcome.reward,
         error=None,
         seconds=time.perf_counter() - began,
         samples=samples,
         coverage=coverage,
+        note=outcome.note,
     )
 
 

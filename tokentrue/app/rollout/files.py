@@ -53,6 +53,7 @@ def line_of(rollout: Rollout) -> dict[str, Any]:
         "session_id": rollout.session_id,
         "reward": rollout.reward,
         "error": rollout.error,
+        "note": rollout.note,
         "seconds": round(rollout.seconds, 4),
         "samples": len(rollout.samples),
         "sampled": rollout.coverage.get("sampled", 0),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections.abc import Callable, Generator
 from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
@@ -47,7 +48,7 @@ def command(
         Path | None, typer.Option(help="of --agent: a JSON-lines file, or Harbor task directories")
     ] = None,
     score: Annotated[str | None, typer.Option(help="of --agent: a shell command; its exit code or last number")] = None,
-    sandbox: Annotated[str | None, typer.Option(help="of --agent: auto, bwrap, namespace, docker or none")] = None,
+    sandbox: Annotated[str | None, typer.Option(help="of --agent: auto, bwrap, docker, podman or none")] = None,
     pin: Annotated[
         list[str] | None, typer.Option(help="`system`: keep the first system prompt of each conversation")
     ] = None,
@@ -84,9 +85,8 @@ def command(
 
 def run(settings: RolloutRun, log: Path, *, ray: str | None, again: bool, as_json: bool) -> int:
     plans = plan_rollouts(settings.rollout)
-    if not as_json:
-        for note in describe_environment(settings.rollout):
-            print(f"  {note}")
+    for note in describe_environment(settings.rollout):
+        print(f"  {note}", file=sys.stderr if as_json else sys.stdout)
     remember(settings)
     done = trim_to_whole_groups(settings.out, plans, again=again)
     left = [plan for plan in plans if plan.group not in done]
@@ -172,6 +172,8 @@ def print_summary(out: Path, plans: list[Plan], log: Path, *, as_json: bool) -> 
         print(
             f"  coverage {summary['coverage']:.2%} of {count_of(sampled, 'sampled token')}; samples in {summary['samples']}"
         )
+        for row in [row for row in rows if row.get("note")][:3]:
+            print(f"  {row['rollout']}: {row['note']}")
         for row in [row for row in rows if row["error"]][:3]:
             print(f"  failed: {row['rollout']}: {row['error']}")
         if summary["without_sample"]:

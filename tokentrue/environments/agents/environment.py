@@ -1,5 +1,10 @@
-"""One rollout is one process of the agent, in a directory of its own, and one run of the score command. Read `run`
-first."""
+"""One rollout is one process of the agent, confined, and one run of the score command, confined apart from it. Read `run`
+first.
+
+An agent is rewarded, so it is treated as an adversary: it never writes where this process, or the score command, reads.
+Output comes through a pipe; the score command starts when every process of the agent is dead, with a home and an
+environment of its own, in a copy of the agent's work that it makes from a read-only view.
+"""
 
 from __future__ import annotations
 
@@ -8,53 +13,60 @@ import os
 import random
 import re
 import shutil
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
+from urllib.parse import urlsplit
 
-from tokentrue.environments.agents.preset import AgentLaunch, SessionAddress
+from tokentrue.environments.agents.bridge import ENTER, PORT, open_bridge
+from tokentrue.environments.agents.bridge import INSIDE as BRIDGE
+from tokentrue.environments.agents.preset import SessionAddress
 from tokentrue.environments.agents.presets import load_preset
-from tokentrue.environments.agents.process import CANNOT_RUN, CommandResult, run_supervised
+from tokentrue.environments.agents.process import CANNOT_RUN, GRACE_S, CommandResult, run_command
 from tokentrue.environments.agents.sandbox import (
     DESCRIPTIONS,
+    NOBODY,
     ChosenSandbox,
+    Confinement,
+    Network,
     SandboxKind,
+    SandboxLimits,
+    bwrap_command,
     choose_sandbox,
-    enter_bwrap,
-    enter_docker,
-    enter_namespace,
+    container_command,
     folders_named_in,
-    programs_in_home,
-    remove_container,
+    paths_shown,
+    visible_programs,
 )
 from tokentrue.environments.agents.score import reward_from_command, reward_from_harbor
 from tokentrue.environments.agents.tasks import AgentTask, needs_image, of_split, read_tasks
 from tokentrue.environments.agents.workspace import (
+    Room,
     Workspace,
     WorkspaceKind,
+    give_to,
+    make_room,
     open_workspace,
     remove_abandoned,
-    remove_tree,
     write_files,
 )
-from tokentrue.environments.base import Split, Task
+from tokentrue.environments.base import Outcome, Split, Task
 from tokentrue.errors import AgentError, ConfigError
 
 KEPT = ("PATH", "LANG", "LC_ALL", "NODE_PATH", "SSL_CERT_FILE", "NODE_EXTRA_CA_CERTS")  # of this process's environment
 SESSION_URL = re.compile(r"(?P<root>.*/sessions/(?P<id>[^/]+))/v1/?")
+INSIDE = Room(directory=Path("/rollout"))  # the rooms' names in a sandbox
+SUBMITTED, AGENT_LOG = Path("/rollout/submitted"), Path("/rollout/agent.log")
 HARBOR_WORK, HARBOR_TESTS, HARBOR_LOGS = Path("/app"), Path("/tests"), Path("/logs")
+COPY_AND_SCORE = 'cp -a -- "$1/." . && exec sh -c "$2"'
 
 
 class CommandLineAgent:
-    """`agent` is a preset's name or a command with `{task}` in it; `tasks` a JSON-lines file or Harbor task
-    directories; `score` a shell command in the working directory. `program` names the executable where it is not on the
-    PATH, `arguments` are added to the agent's own. `agent_timeout_s` ends the agent and
-    scores what it did; a task's own time limit wins. `transcripts` is where the output of agents and score commands is
-    kept. `readable` are paths of the home directory that stay in sight in a sandbox, beside the folders of files that
-    `agent` and a score command name by absolute path, each for itself: the agent does not see what scores it. `image`
-    is what docker runs."""
+    """Runs a command-line agent on each task and scores its work with a command. Options: docs/environments.md."""
 
     name = "agent"
 
@@ -66,6 +78,7 @@ class CommandLineAgent:
         score: str | None = None,
         workspace: WorkspaceKind = "copy",
         sandbox: SandboxKind = "auto",
+        network: Network = "gateway",
         program: str | None = None,
         arguments: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
@@ -75,17 +88,24 @@ class CommandLineAgent:
         directory: str | None = None,
         readable: Sequence[str] = (),
         image: str | None = None,
+        **limits: int,
     ) -> None:
         if agent is None or tasks is None:
             raise ConfigError("agent: needs an agent and its tasks: --agent NAME_OR_COMMAND --tasks FILE_OR_DIRECTORY")
         if workspace not in get_args(WorkspaceKind) or sandbox not in get_args(SandboxKind):
-            raise ConfigError("agent: workspace is copy or worktree; sandbox is auto, bwrap, namespace, docker or none")
+            raise ConfigError("agent: workspace is copy or worktree; sandbox is auto, bwrap, docker, podman or none")
+        if network not in get_args(Network):
+            raise ConfigError(f"agent: network is gateway or host, got {network!r}")
+        if unknown := sorted(set(limits) - set(SandboxLimits.__slots__)):
+            raise ConfigError(f"agent: no option {unknown[0]!r}; limits are {', '.join(SandboxLimits.__slots__)}")
         self.preset = load_preset(agent)
         self.all_tasks = read_tasks(Path(tasks))
         self.sandbox: ChosenSandbox = choose_sandbox(sandbox, image=image)
+        self._engine: Literal["docker", "podman"] | None = None if self.sandbox in ("bwrap", "none") else self.sandbox
+        self._limits, self._default_network = SandboxLimits(**limits), network
         self._image = image or ""
         self._readable, self._agent_folders = tuple(readable), folders_named_in(agent)
-        self._program, self._arguments = program, tuple(arguments)
+        self._program, self._arguments = self._find_program(program or self.preset.program), tuple(arguments)
         self._score, self._env = score, dict(env or {})
         self._workspace: WorkspaceKind = workspace
         self._agent_timeout_s, self._score_timeout_s = agent_timeout_s, score_timeout_s
@@ -96,19 +116,27 @@ class CommandLineAgent:
                 raise ConfigError(f"tasks: {task.task_id!r} has no score; give --score, or a score in its line")
         remove_abandoned(self._directory)
 
+    def _find_program(self, name: str) -> str:
+        if self._engine is not None:
+            return name  # of the image
+        found = shutil.which(name)
+        if found is None:
+            raise ConfigError(f"agent: {name!r} is not there; {self.preset.install}")
+        return str(Path(found).absolute())
+
     def notes(self) -> list[str]:
         """What a user should know about how the tasks run here."""
-        notes = [
-            f"{self.preset.name}: each rollout runs {DESCRIPTIONS[self.sandbox]}; from turn to turn: {self.preset.changes}"
-        ]
-        images = sum(needs_image(task) for task in self.all_tasks)
-        if images and self.sandbox != "docker":
-            notes.append(
-                f"{images} of {len(self.all_tasks)} tasks have a Dockerfile: no container runs here, so its steps are not run"
-            )
         if self.sandbox == "none" and any(task.tests for task in self.all_tasks):
             raise ConfigError(
                 "tasks: Harbor tasks use /app, /tests and /logs, which a plain process cannot have; use sandbox='bwrap'"
+            )
+        described = DESCRIPTIONS[self.sandbox]
+        notes = [f"{self.preset.name}: each rollout runs {described}; from turn to turn: {self.preset.changes}"]
+        images = sum(needs_image(task) for task in self.all_tasks)
+        if images and self._engine is None:
+            notes.append(
+                f"{images} of {len(self.all_tasks)} tasks have a Dockerfile: no container runs here, so its steps are "
+                "not run"
             )
         return notes
 
@@ -120,130 +148,129 @@ class CommandLineAgent:
         made = [task.as_task for task in chosen]
         return [replace(task, data={**task.data, "pin": self.preset.pin}) for task in made] if self.preset.pin else made
 
-    async def run(self, client: Any, task: Task) -> float:
-        address, session_id = address_of(client)
+    async def run(self, client: Any, task: Task) -> Outcome:
+        address, session_id = session_address(client)
         asked: AgentTask = task.data["agent_task"]
-        program = self._find_program()
         async with open_workspace(asked.source, kind=self._workspace, ref=asked.ref, under=self._directory) as place:
             try:
-                launch = self.preset.launch(address, asked.prompt)
-                write_files(place.home, launch.home_files)
-                write_files(place.work, launch.work_files)
-                result = await self._run_agent(place, asked, program, launch)
+                result = await self._run_agent(place, asked, address)
                 if result.code in CANNOT_RUN:
-                    raise AgentError(
-                        f"{self.preset.name} could not be run (exit code {result.code}): {tail_of(place.logs / 'agent.log')}"
-                    )
-                return await self._run_score(place, asked)
+                    said = result.tail.strip()[-300:] or "no output"
+                    raise AgentError(f"{self.preset.name} could not be run (exit code {result.code}): {said}")
+                reward = await self._run_score(place, asked)
+                return Outcome(reward=reward, note=f"the agent {result.limit}" if result.limit else None)
             finally:
                 self._keep_transcript(place, session_id)
 
-    def _find_program(self) -> str:
-        if self.sandbox == "docker":
-            return self._program or self.preset.program  # of the image
-        found = shutil.which(self._program or self.preset.program)
-        if found is None:
-            raise ConfigError(f"agent: {self._program or self.preset.program!r} is not there; {self.preset.install}")
-        return str(Path(found).absolute())
-
-    async def _run_agent(self, place: Workspace, asked: AgentTask, program: str, launch: AgentLaunch) -> CommandResult:
-        env = {**asked.env, **launch.env, **self._env}
-        command = [program, *launch.arguments, *self._arguments]
-        limit = asked.timeout_s or self._agent_timeout_s
-        return await self._run_command(
-            place, asked, command, env=env, output="agent.log", timeout_s=limit, readable=self._agent_folders
-        )  # fmt: skip
+    async def _run_agent(self, place: Workspace, asked: AgentTask, address: SessionAddress) -> CommandResult:
+        is_bridged = self.sandbox != "none" and self._network(asked) == "gateway"
+        launch = self.preset.launch(address_inside(address) if is_bridged else address, asked.prompt)
+        write_files(place.agent.home, launch.home_files)
+        write_files(place.agent.work, launch.work_files)
+        command = [self._program, *launch.arguments, *self._arguments]
+        readonly = paths_shown((*self._readable, *self._agent_folders))
+        async with AsyncExitStack() as stack:
+            if is_bridged:
+                await stack.enter_async_context(open_bridge(place.directory / "gateway", address.openai))
+                command = [sys.executable if self._engine is None else "python3", "-I", "-S", "-c", ENTER, *command]
+                readonly[place.directory / "gateway"] = BRIDGE
+            return await self._run_command(
+                place, place.agent, asked, command, env={**asked.env, **launch.env, **self._env}, readonly=readonly,
+                timeout_s=asked.timeout_s or self._agent_timeout_s,
+            )  # fmt: skip
 
     async def _run_score(self, place: Workspace, asked: AgentTask) -> float:
         command = asked.score or self._score or ""
-        verifier = place.logs / "verifier"
-        remove_tree(verifier)  # the agent may have written a reward of its own
-        verifier.mkdir()
-        limit = asked.score_timeout_s or self._score_timeout_s
-        shown = {} if asked.tests is None else {asked.tests: HARBOR_TESTS}
-        env = {**asked.env, "TASK_ID": asked.task_id}
-        result = await self._run_command(
-            place,
-            asked,
-            ["sh", "-c", command],
-            env=env,
-            output="score.log",
-            timeout_s=limit,
-            readable=folders_named_in(command),
-            shown=shown,
-        )
-        printed = (place.logs / "score.log").read_text(errors="replace")
+        make_room(place.score)
+        readonly = paths_shown((*self._readable, *folders_named_in(command)))
+        readonly |= {place.agent.work: SUBMITTED, place.agent.log: AGENT_LOG}
         if asked.tests is not None:
-            return reward_from_harbor(verifier, result, printed)
-        return reward_from_command(result, printed, command)
+            readonly[asked.tests] = HARBOR_TESTS
+        submitted, log = SUBMITTED, AGENT_LOG
+        if self.sandbox == "none":
+            submitted, log = place.agent.work, place.agent.log
+        result = await self._run_command(
+            place, place.score, asked, ["sh", "-c", COPY_AND_SCORE, "score", str(submitted), command],
+            env={**asked.env, "TASK_ID": asked.task_id, "AGENT_LOG": str(log)}, readonly=readonly,
+            timeout_s=asked.score_timeout_s or self._score_timeout_s,
+        )  # fmt: skip
+        if asked.tests is not None:
+            return reward_from_harbor(place.score.verifier, result, command)
+        return reward_from_command(result, command)
 
     async def _run_command(
         self,
         place: Workspace,
+        room: Room,
         asked: AgentTask,
         command: Sequence[str],
         *,
         env: Mapping[str, str],
-        output: str,
+        readonly: Mapping[Path, Path],
         timeout_s: float | None,
-        readable: Sequence[str],
-        shown: Mapping[Path, Path] | None = None,
     ) -> CommandResult:
-        kept = {name: os.environ[name] for name in KEPT if name in os.environ}
-        every = {**kept, "HOME": str(place.home), "CI": "1", **env}
-        given = [name for name in every if name not in KEPT]
-        command = self._enter_sandbox(place, asked, command, shown or {}, (*self._readable, *readable), given)
-        try:
-            return await run_supervised(
-                command, cwd=place.work, env=every, output=place.logs / output, timeout_s=timeout_s
-            )
-        finally:
-            if self.sandbox == "docker":
-                await asyncio.shield(asyncio.to_thread(remove_container, place.directory.name))
-
-    def _enter_sandbox(
-        self,
-        place: Workspace,
-        asked: AgentTask,
-        command: Sequence[str],
-        shown: Mapping[Path, Path],
-        readable: Sequence[str],
-        variables: Sequence[str],
-    ) -> list[str]:
-        """The command line in its sandbox. `variables` are those that a container is given."""
-        work, binds = place.work, {place.directory: place.directory, **{path: path for path in place.shared}, **shown}
+        """Runs `command` in the sandbox, where it can write `room` alone; its output goes to the room's log."""
+        inside = room if self.sandbox == "none" else INSIDE
+        work = inside.work if asked.tests is None else HARBOR_WORK
+        writable = {room.home: inside.home, room.work: work, room.tmp: Path("/tmp")}
         if asked.tests is not None:
-            binds |= {place.work: HARBOR_WORK, place.logs: HARBOR_LOGS}
-            work = HARBOR_WORK
-        in_sight = programs_in_home(command[0], readable)
-        if self.sandbox == "bwrap":
-            return enter_bwrap(command, shown=binds, readable=in_sight, cwd=work)
-        if self.sandbox == "namespace":
-            return enter_namespace(command, root=place.root, shown=binds, readable=in_sight, cwd=work)
-        if self.sandbox == "docker":
-            return enter_docker(
-                command, image=self._image, name=place.directory.name, shown=binds, variables=variables, cwd=work
-            )
-        return list(command)
+            writable |= {room.logs: HARBOR_LOGS, room.verifier: HARBOR_LOGS / "verifier"}
+        if place.objects is not None:
+            readonly = {**readonly, place.objects: place.objects}
+        if timeout_s:  # asks the command to end; `run_command` ends what does not obey
+            command = ["timeout", "-k", str(GRACE_S), str(timeout_s), *command]
+        kept = {name: os.environ[name] for name in KEPT if name in os.environ}
+        given = {"HOME": str(inside.home), "CI": "1", **env}
+        container = None if self._engine is None else (self._engine, f"{place.directory.name}-{room.directory.name}")
+        limits = self._limits
+        if room == place.score:  # it holds a copy of what the agent wrote up to its own limits
+            limits = replace(limits, file_mib=2 * limits.file_mib, disk_mib=2 * limits.disk_mib)
+        confinement = Confinement(
+            writable=writable, readonly=readonly, cwd=work, network=self._network(asked), limits=limits
+        )
+
+        def build(info_fd: int) -> Sequence[str]:
+            if container is not None:
+                engine, name = container
+                return container_command(
+                    command, confinement, engine=engine, image=self._image, name=name, variables=given
+                )
+            if self.sandbox == "none":
+                return ["env", *command]  # which reports a program that cannot be run as a shell does
+            seen = {**visible_programs(self._program), **readonly}
+            return bwrap_command(command, replace(confinement, readonly=seen), info_fd=info_fd)
+
+        if self.sandbox != "none" and os.geteuid() == 0:
+            await asyncio.to_thread(give_to, room, NOBODY)
+        with room.log.open("wb") as output:
+            return await run_command(
+                build, env={**kept, **given}, output=output, limits=limits, folder=room.directory,
+                cwd=work if self.sandbox == "none" else None, timeout_s=timeout_s, is_bwrap=self.sandbox == "bwrap",
+                container=container,
+            )  # fmt: skip
+
+    def _network(self, asked: AgentTask) -> Network:
+        return asked.network or self._default_network
 
     def _keep_transcript(self, place: Workspace, session_id: str) -> None:
         if self._transcripts is None:
             return
         self._transcripts.mkdir(parents=True, exist_ok=True)
         with (self._transcripts / f"{session_id}.log").open("wb") as out:
-            for name in ("agent.log", "score.log"):
-                path = place.logs / name
-                if path.exists():
-                    out.write(f"== {name}\n".encode() + path.read_bytes() + b"\n")
+            for room in (place.agent, place.score):
+                if room.log.exists():
+                    out.write(f"== {room.log.name}\n".encode() + room.log.read_bytes() + b"\n")
 
 
-def address_of(client: Any) -> tuple[SessionAddress, str]:
-    """The session that an OpenAI client talks to."""
+def session_address(client: Any) -> tuple[SessionAddress, str]:
+    """The session that an OpenAI client talks to, and its id."""
     found = SESSION_URL.fullmatch(str(getattr(client, "base_url", "")))
     if found is None:
         raise ConfigError("agent: a command-line agent needs a gateway over HTTP; this client has no session URL")
     return SessionAddress(openai=found["root"] + "/v1", root=found["root"], api_key=client.api_key), found["id"]
 
 
-def tail_of(path: Path) -> str:
-    return path.read_text(errors="replace").strip()[-300:] if path.exists() else "no output"
+def address_inside(address: SessionAddress) -> SessionAddress:
+    """The same session through the bridge."""
+    root = f"http://127.0.0.1:{PORT}{urlsplit(address.root).path}"
+    return replace(address, openai=f"{root}/v1", root=root)

@@ -1,59 +1,221 @@
-"""Runs one command under `supervise.py`, with a time limit; whatever happens here, no descendant of the command
-outlives the call."""
+"""Runs one command line until it ends or meets a limit. When `run_command` returns or raises, no process of its sandbox
+is alive."""
 
 from __future__ import annotations
 
 import asyncio
-import sys
-from collections.abc import Mapping, Sequence
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO, Literal, TypeAlias
 
-SUPERVISOR = Path(__file__).with_name("supervise.py")
+from tokentrue.environments.agents.sandbox import MIB, SandboxLimits
+
+Container: TypeAlias = tuple[Literal["docker", "podman"], str]  # engine and name
 CANNOT_RUN = (126, 127)  # a shell's exit codes for a command that is not executable, or not there
+GRACE_S = 5  # between the signal that asks a command to end and the one that ends it
+TAIL_BYTES = 65536
+LEAST_FREE_BYTES, LEAST_FREE_FILES = (
+    256 * MIB,
+    10_000,
+)  # of the file system: an open file without a name is in no folder
+UNREADABLE_CHECKS = 5
+SIGNS = {  # what programs print when the kernel refuses them something
+    "memory_mib": ("MemoryError", "Cannot allocate memory", "out of memory"),
+    "processes": ("Resource temporarily unavailable", "can't start new thread", "Cannot fork"),
+    "file_mib": ("File too large", "File size limit exceeded"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandResult:
-    """`code` is None where the time ran out."""
+    """`code` is None where a limit ended the command; `limit` says which limit it met; `tail` is the end of its
+    output."""
 
     code: int | None
     seconds: float
+    tail: str = ""
+    limit: str | None = None
 
 
-async def run_supervised(
-    command: Sequence[str], *, cwd: Path, env: Mapping[str, str], output: Path, timeout_s: float | None = None
+class OutputReader(asyncio.Protocol):
+    """Writes what a command prints to a file; `overflow` is set when that exceeds the limit."""
+
+    def __init__(self, file: BinaryIO, limit_mib: int) -> None:
+        loop = asyncio.get_running_loop()
+        self.overflow: asyncio.Future[str] = loop.create_future()
+        self.ended: asyncio.Future[None] = loop.create_future()
+        self.tail = b""
+        self._file, self._limit_mib, self._left = file, limit_mib, limit_mib * MIB
+
+    def data_received(self, data: bytes) -> None:
+        self._file.write(data[: self._left])
+        self.tail = (self.tail + data)[-TAIL_BYTES:]
+        self._left = max(0, self._left - len(data))
+        if not self._left and not self.overflow.done():
+            self.overflow.set_result(f"printed more than output_mib = {self._limit_mib}")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+
+async def run_command(
+    build: Callable[[int], Sequence[str]],
+    *,
+    env: Mapping[str, str],
+    output: BinaryIO,
+    limits: SandboxLimits,
+    folder: Path,
+    cwd: Path | None = None,
+    timeout_s: float | None = None,
+    is_bwrap: bool = False,
+    container: Container | None = None,
 ) -> CommandResult:
-    """Output and errors go to `output`."""
+    """`build` makes the command line from the file descriptor on which bubblewrap reports its process 1. Output and
+    errors go to `output`; `folder` is all that the command can fill."""
     loop = asyncio.get_running_loop()
     began = loop.time()
-    with output.open("ab") as out:
-        starting = asyncio.ensure_future(asyncio.create_subprocess_exec(
-            sys.executable, "-I", str(SUPERVISOR), *command,
-            stdin=asyncio.subprocess.PIPE, stdout=out, stderr=out, cwd=cwd, env=dict(env), start_new_session=True,
-        ))  # fmt: skip
-        try:
-            process = await asyncio.shield(starting)
-        except (
-            asyncio.CancelledError
-        ):  # while it starts asyncio would kill the supervisor, and the command would outlive it
-            await asyncio.shield(asyncio.ensure_future(stop_when_started(starting)))
-            raise
+    pipe_read, pipe_write = os.pipe()
+    reader = OutputReader(output, limits.output_mib)
+    transport, _ = await loop.connect_read_pipe(lambda: reader, os.fdopen(pipe_read, "rb", 0))
+    starting = asyncio.ensure_future(start(build, pipe_write, cwd, env, is_bwrap=is_bwrap))
+    waiting: list[asyncio.Future[str] | asyncio.Task[str] | asyncio.Task[int]] = []
     try:
-        code: int | None = await asyncio.wait_for(process.wait(), timeout_s)
-    except TimeoutError:
-        code = None
+        process, _ = await asyncio.shield(starting)
+        ended = asyncio.create_task(process.wait())
+        waiting = [ended, asyncio.create_task(watch_disk(folder, limits)), reader.overflow]
+        done, _ = await asyncio.wait(
+            waiting, timeout=timeout_s and timeout_s + 2 * GRACE_S, return_when=asyncio.FIRST_COMPLETED
+        )
+        code = ended.result() if ended in done else None
+        code = 128 - code if code is not None and code < 0 else code  # ended by a signal: as a shell reports it
+        reached = [task.result() for task in done if task is not ended]
     finally:
-        await asyncio.shield(stop(process))
-    return CommandResult(code=code, seconds=loop.time() - began)
+        for task in waiting:
+            task.cancel()
+        # shielded: a cancelled rollout, too, returns only when its processes are dead
+        await asyncio.shield(asyncio.ensure_future(stop(starting, container)))
+        await asyncio.wait([reader.ended], timeout=1)  # without a sandbox a process may have escaped with the pipe
+        transport.close()
+    seconds = loop.time() - began
+    tail = reader.tail.decode(errors="replace")
+    if reached:
+        limit, code = str(reached[0]), None
+    elif timeout_s is not None and seconds >= timeout_s:
+        limit, code = f"took longer than its time limit ({timeout_s:g} s)", None
+    else:
+        limit = explain_failure(code or 0, tail, limits)
+    return CommandResult(code=code, seconds=seconds, tail=tail, limit=limit)
 
 
-async def stop_when_started(starting: asyncio.Future[asyncio.subprocess.Process]) -> None:
-    await stop(await starting)
+async def start(
+    build: Callable[[int], Sequence[str]], output: int, cwd: Path | None, env: Mapping[str, str], *, is_bwrap: bool
+) -> tuple[asyncio.subprocess.Process, int | None]:
+    """The process, and a handle of the sandbox's process 1 where bubblewrap reports one."""
+    info_read, info_write = os.pipe()
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *build(info_write), stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd=cwd, env=dict(env),
+            start_new_session=True, pass_fds=(info_write,) if is_bwrap else (),
+        )  # fmt: skip
+    except BaseException:
+        os.close(info_read)
+        raise
+    finally:
+        os.close(info_write)
+        os.close(output)
+    return process, await asyncio.to_thread(open_first_process, info_read)
 
 
-async def stop(process: asyncio.subprocess.Process) -> None:
-    """Asks the supervisor to end everything, and waits until it has."""
-    if process.stdin is not None:
-        process.stdin.close()
+async def stop(
+    starting: asyncio.Future[tuple[asyncio.subprocess.Process, int | None]], container: Container | None
+) -> None:
+    """Ends every process of a sandbox and waits until the last one is gone."""
+    await asyncio.wait([starting])
+    if starting.exception() is not None:
+        return
+    process, first = starting.result()
+    if container is not None:
+        await asyncio.to_thread(remove_container, *container)
+    elif first is not None:
+        await end_namespace(first)
+    else:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
     await process.wait()
+
+
+def open_first_process(info: int) -> int | None:
+    """None where it has ended already, or bubblewrap has failed."""
+    with os.fdopen(info, "rb", 0) as file:
+        report = b""
+        while b"}" not in report and (piece := file.read(4096)):  # it would die of a pipe that is closed early
+            report += piece
+    found = re.search(rb'"child-pid": (\d+)', report)
+    with suppress(ProcessLookupError):
+        return os.pidfd_open(int(found[1])) if found else None
+    return None
+
+
+async def end_namespace(first: int) -> None:
+    """Kills process 1 of a process namespace: the kernel kills all others with it, and reports its end after theirs."""
+    loop = asyncio.get_running_loop()
+    gone = loop.create_future()
+    with suppress(ProcessLookupError):
+        signal.pidfd_send_signal(first, signal.SIGKILL)
+    loop.add_reader(first, lambda: gone.done() or gone.set_result(None))
+    try:
+        await gone
+    finally:
+        loop.remove_reader(first)
+        os.close(first)
+
+
+def remove_container(engine: str, name: str) -> None:
+    """Ending the engine's command does not end the container."""
+    subprocess.run([engine, "rm", "--force", name], capture_output=True, stdin=subprocess.DEVNULL, timeout=60)
+
+
+async def watch_disk(folder: Path, limits: SandboxLimits) -> str:
+    """Returns when `folder` holds more than it may: only a quota could refuse the write itself, and that takes root."""
+    loop = asyncio.get_running_loop()
+    unreadable = 0
+    while True:
+        began = loop.time()
+        used_kib, is_whole = await asyncio.to_thread(measure_disk, folder)
+        if used_kib > limits.disk_mib * 1024:
+            return f"wrote more than disk_mib = {limits.disk_mib}"
+        unreadable = 0 if is_whole else unreadable + 1
+        if unreadable >= UNREADABLE_CHECKS:
+            return "keeps a folder that cannot be read, so that disk_mib cannot be checked"
+        space = os.statvfs(folder)
+        is_full = space.f_bavail * space.f_frsize < LEAST_FREE_BYTES
+        if is_full or (space.f_files and space.f_favail < LEAST_FREE_FILES):
+            return f"was ended because the disk that holds {folder} is nearly full"
+        await asyncio.sleep(max(1.0, 10 * (loop.time() - began)))
+
+
+def measure_disk(folder: Path) -> tuple[int, bool]:
+    """KiB on disk, and whether every folder could be read."""
+    done = subprocess.run(["du", "-skx", str(folder)], capture_output=True, env={**os.environ, "LC_ALL": "C"})
+    used = done.stdout.split()
+    return int(used[0]) if used else 0, b"Permission denied" not in done.stderr
+
+
+def explain_failure(code: int, tail: str, limits: SandboxLimits) -> str | None:
+    """The limit that a command says, or its exit code shows, to have met."""
+    if code == 128 + signal.SIGXFSZ:
+        return f"met file_mib = {limits.file_mib}"
+    if code == 128 + signal.SIGKILL:
+        return f"was killed, perhaps for want of memory (memory_mib = {limits.memory_mib})"
+    if code:
+        for name, signs in SIGNS.items():
+            if any(sign in tail for sign in signs):
+                return f"met {name} = {getattr(limits, name)}"
+    return None

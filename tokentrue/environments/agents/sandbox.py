@@ -1,14 +1,9 @@
-"""What an agent can reach besides the network.
+"""The command lines that confine an agent: bubblewrap, a container, or nothing.
 
-- `bwrap` (bubblewrap): it writes nothing but the rollout's own directory and a private /tmp. The user's home directory
-  and /run are out of sight, but for the programs in it; no other process can be seen.
-- `namespace` (util-linux's `unshare`): the same, except that the home directory can be read.
-- `docker`: a container of an image that holds the agent; of this machine it sees the rollout's directory.
-- `none`: a home and a working directory of its own; it can reach whatever its user can.
-
-`auto` takes the first of bwrap, namespace and none that works here. None of them needs privileges, and all share the
-host's network, so that the gateway is reached on loopback. In a sandbox, directories may have other names (/app,
-/tests).
+Inside, `/rollout/work` is the working directory, `/rollout/home` the home and `/tmp` is private; nothing else can be
+written. Of the host an agent sees system programs and configuration (`SYSTEM`), this Python, the programs on the PATH
+and what the user names, all read-only; no process, no socket, no network. Every flag is bubblewrap's, prlimit's or the
+container engine's: this module confines nothing itself.
 """
 
 from __future__ import annotations
@@ -19,148 +14,186 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Literal, TypeAlias
 
 from tokentrue.errors import ConfigError
 
-SandboxKind: TypeAlias = Literal["auto", "bwrap", "namespace", "docker", "none"]
-ChosenSandbox: TypeAlias = Literal["bwrap", "namespace", "docker", "none"]
+SandboxKind: TypeAlias = Literal["auto", "bwrap", "docker", "podman", "none"]
+ChosenSandbox: TypeAlias = Literal["bwrap", "docker", "podman", "none"]
+Network: TypeAlias = Literal["gateway", "host"]
 DESCRIPTIONS: Mapping[ChosenSandbox, str] = {
-    "bwrap": "in bubblewrap (writes only its own directory, does not see the home directory; network shared)",
-    "namespace": "in a namespace of its own (files read-only but its own; network shared)",
-    "docker": "in a container (network of the host)",
-    "none": "as a plain process, without a sandbox",
+    "bwrap": "in bubblewrap",
+    "docker": "in a docker container",
+    "podman": "in a podman container",
+    "none": "WITHOUT A SANDBOX: it can read and write all that you can, change its own reward, reach every network and "
+    "leave processes behind",
 }
-BWRAP = (
-    "bwrap",
-    "--unshare-user",
-    "--unshare-pid",
-    "--unshare-ipc",
-    "--unshare-uts",
-    "--die-with-parent",
-    "--cap-drop",
-    "ALL",
+INSTALL = (
+    "install bubblewrap 0.8 or newer (apt-get install bubblewrap), or docker or podman and name an image that holds the "
+    "agent (rollout.options.image); --sandbox none runs agents unconfined"
 )
-NOT_BOUND = ("proc", "dev", "tmp", "run", "app", "tests", "logs")  # of the root directory
+SYSTEM = ("bin", "sbin", "lib", "lib32", "lib64", "libx32", "usr", "etc", "opt", "nix")
 RESOLVER = Path("/run/systemd/resolve")  # /etc/resolv.conf may point there
 PARTS_OF_A_PREFIX = ("bin", "lib", "lib64", "libexec", "include", "versions", "shims", "pyvenv.cfg")
-UNSHARE = ("unshare", "--user", "--map-root-user", "--mount", "--pid", "--fork", "--kill-child")
-# $1: the new root. Then paths of /tmp to read, `--`, pairs of a directory and its name inside, `--`, where to start,
-# and the command.
-ENTER = """set -e
-root=$1; shift
-mount -t tmpfs tmpfs "$root"
-for entry in /*; do
-  case "$entry" in /proc|/dev|/sys|/tmp|/app|/tests|/logs) continue;; esac
-  if [ -L "$entry" ]; then cp -P "$entry" "$root$entry"
-  elif [ -d "$entry" ]; then
-    mkdir "$root$entry"; mount --rbind "$entry" "$root$entry"; mount -o remount,ro,bind "$root$entry" 2>/dev/null || true
-  fi
-done
-mkdir "$root/proc" "$root/dev" "$root/sys" "$root/tmp"
-mount -t proc proc "$root/proc" 2>/dev/null || mount --rbind /proc "$root/proc"
-mount --rbind /dev "$root/dev"; mount --rbind /sys "$root/sys"
-mount -t tmpfs tmpfs "$root/tmp"
-while [ "$1" != "--" ]; do
-  if [ -d "$1" ]; then mkdir -p "$root$1"; else mkdir -p "$root${1%/*}"; touch "$root$1"; fi
-  mount --bind "$1" "$root$1"; mount -o remount,ro,bind "$root$1" 2>/dev/null || true; shift
-done
-shift
-while [ "$1" != "--" ]; do mkdir -p "$root$2"; mount --bind "$1" "$root$2"; shift 2; done
-shift; cd=$1; shift
-exec chroot "$root" sh -c 'cd "$0" && exec "$@"' "$cd" "$@"
-"""
+NOBODY = 65534  # where we are root, agents are not: a root user without capabilities still owns root's files
+NAMESPACES = ("--unshare-ipc", "--unshare-pid", "--unshare-uts", "--unshare-cgroup-try", "--die-with-parent", "--new-session")  # fmt: skip
+NO_NEW_NAMESPACES = ("--unshare-user", "--disable-userns")  # a nested one could mount file systems without a limit
+DROP_ROOT = (
+    *("setpriv", "--reuid", str(NOBODY), "--regid", str(NOBODY), "--clear-groups"),
+    *("--inh-caps=-all", "--bounding-set=-all", "--no-new-privs"),
+    *("bwrap", *NO_NEW_NAMESPACES, "--die-with-parent", "--dev-bind", "/", "/", "--"),
+)
+MIB = 1024 * 1024
+SHARED_MEMORY_BYTES = 64 * MIB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SandboxLimits:
+    """`memory_mib` holds for each process under bubblewrap and for all together in a container; `disk_mib` for what a
+    rollout writes in all."""
+
+    memory_mib: int = 8192
+    processes: int = 1024
+    file_mib: int = 4096
+    disk_mib: int = 16384
+    output_mib: int = 64
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"agent: {name} must be a whole number from 1 on, got {value!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Confinement:
+    """What one command may see and do. `writable` and `readonly` map paths of the host to their names inside."""
+
+    writable: Mapping[Path, Path] = field(default_factory=dict[Path, Path])
+    readonly: Mapping[Path, Path] = field(default_factory=dict[Path, Path])
+    cwd: Path = Path("/")
+    network: Network = "gateway"
+    limits: SandboxLimits = field(default_factory=SandboxLimits)
+
+    @property
+    def mounts(self) -> list[tuple[Path, Path, bool]]:
+        """Path, name inside and whether it is writable; a folder before what is mounted in it."""
+        found = [(path, inside, False) for path, inside in self.readonly.items()]
+        found += [(path, inside, True) for path, inside in self.writable.items()]
+        return sorted(found, key=lambda mount: len(mount[1].parts))
 
 
 def choose_sandbox(wanted: SandboxKind, *, image: str | None = None) -> ChosenSandbox:
-    """The sandbox to use; an error that says what is missing where the wanted one does not work here."""
-    if wanted == "docker":
-        if image is None or shutil.which("docker") is None:
-            raise ConfigError(
-                "sandbox: docker needs the docker command and an image that holds the agent: rollout.options.image=NAME"
-            )
-        return "docker"
-    if wanted in ("auto", "bwrap") and has_bwrap():
-        return "bwrap"
-    if wanted in ("auto", "namespace") and has_namespaces():
-        return "namespace"
-    if wanted in ("auto", "none"):
+    """The sandbox to use; raises ConfigError where it does not work here."""
+    if wanted == "none":
         return "none"
-    cure = (
-        "install bubblewrap"
-        if wanted == "bwrap" and shutil.which(BWRAP[0]) is None
-        else "user namespaces are not granted here"
+    if wanted in ("auto", "bwrap"):
+        failure = try_bwrap()
+        if failure is None:
+            return "bwrap"
+        if wanted == "bwrap":
+            raise ConfigError(f"sandbox: bwrap does not work here ({failure}); {INSTALL}")
+    for engine in ("docker", "podman"):
+        if wanted in ("auto", engine) and image is not None and shutil.which(engine) is not None:
+            return engine
+    if wanted == "auto":
+        raise ConfigError(f"sandbox: no sandbox for agents is installed; {INSTALL}")
+    raise ConfigError(
+        f"sandbox: {wanted} needs the {wanted} command and an image that holds the agent (rollout.options.image)"
     )
-    raise ConfigError(f"sandbox: {wanted} does not work on this machine: {cure}; or use sandbox='none'")
 
 
 @cache
-def has_bwrap() -> bool:
-    return works(enter_bwrap(["true"], shown={}, readable=(), cwd=Path("/")))
-
-
-@cache
-def has_namespaces() -> bool:
-    return works([*UNSHARE, "sh", "-c", "mount -t tmpfs tmpfs /tmp && mount --rbind /usr /mnt"])
-
-
-def works(command: Sequence[str]) -> bool:
-    if shutil.which(command[0]) is None:
-        return False
+def try_bwrap() -> str | None:
+    """Why bubblewrap does not work on this machine; None where it does."""
+    if shutil.which("bwrap") is None:
+        return "not installed"
+    line = bwrap_command(["true"], Confinement())
     try:
-        return subprocess.run(command, capture_output=True, timeout=20, stdin=subprocess.DEVNULL).returncode == 0
-    except (OSError, subprocess.TimeoutExpired):
-        return False
+        done = subprocess.run(line, capture_output=True, timeout=20, stdin=subprocess.DEVNULL, text=True)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1] if done.returncode else None
 
 
-def enter_bwrap(
-    command: Sequence[str], *, shown: Mapping[Path, Path], readable: Iterable[Path], cwd: Path
-) -> list[str]:
-    """The command line that runs `command` in `cwd`; `shown` maps writable directories to their names inside,
-    `readable` are paths of the home directory or of /tmp that stay in sight."""
-    line = [*BWRAP, "--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp", "--dir", "/run"]
-    for entry in sorted(Path("/").iterdir()):
+def bwrap_command(command: Sequence[str], confinement: Confinement, *, info_fd: int | None = None) -> list[str]:
+    """`command` in bubblewrap, which writes the process id of its process 1 to `info_fd`."""
+    is_root = os.geteuid() == 0
+    line = ["bwrap", *NAMESPACES, *([] if is_root else NO_NEW_NAMESPACES), "--cap-drop", "ALL"]
+    if is_root:
+        line += [word for name in ("SETUID", "SETGID", "SETPCAP") for word in ("--cap-add", f"CAP_{name}")]
+    if confinement.network != "host":
+        line.append("--unshare-net")
+    if info_fd is not None:
+        line += ["--info-fd", str(info_fd)]
+    for entry in map(Path("/").joinpath, SYSTEM):
         if entry.is_symlink():
             line += ["--symlink", os.readlink(entry), str(entry)]
-        elif entry.is_dir() and entry.name not in NOT_BOUND:
+        elif entry.is_dir():
             line += ["--ro-bind", str(entry), str(entry)]
-    for home in home_directories():
-        line += ["--tmpfs", str(home)]
-    for path in (*readable, RESOLVER):
-        line += ["--ro-bind-try", str(path), str(path)]
-    for path, name in shown.items():
-        line += ["--bind", str(path), str(name)]
-    hidden = [part for home in (*home_directories(), Path("/")) for part in ("--remount-ro", str(home))]
-    return [*line, *hidden, "--chdir", str(cwd), "--", *command]
+    line += ["--proc", "/proc", "--dev", "/dev", "--dir", "/run", "--dir", "/tmp"]
+    line += ["--dir", "/var", "--symlink", "/tmp", "/var/tmp"]
+    line += ["--perms", "1777", "--size", str(SHARED_MEMORY_BYTES), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
+    if confinement.network == "host":
+        line += ["--ro-bind-try", str(RESOLVER), str(RESOLVER)]
+    for path, inside, is_writable in confinement.mounts:
+        for parent in reversed(inside.parents[:-1]):  # bubblewrap makes missing parents that only it can enter
+            line += ["--dir", str(parent)]
+        line += ["--bind" if is_writable else "--ro-bind", str(path), str(inside)]
+    line += ["--remount-ro", "/", "--chdir", str(confinement.cwd), "--", *(DROP_ROOT if is_root else ())]
+    return [*line, *rlimits(confinement.limits), *command]
 
 
-def home_directories() -> list[Path]:
-    """Where the files of users are: /home, /root, and this user's own home where that is elsewhere."""
-    usual = [path for path in (Path("/home"), Path("/root")) if path.is_dir() and not path.is_symlink()]
-    own = Path.home().resolve()
-    return (
-        usual
-        if own == Path("/") or any(own.is_relative_to(path) for path in usual) or not own.is_dir()
-        else [*usual, own]
-    )
+def rlimits(limits: SandboxLimits) -> list[str]:
+    """Set inside: the kernel then counts the processes of this sandbox, not those of the user. RLIMIT_DATA and not
+    RLIMIT_AS, because JavaScript engines reserve far more addresses than they use."""
+    memory, file = limits.memory_mib * MIB, limits.file_mib * MIB
+    return ["prlimit", f"--data={memory}", f"--nproc={limits.processes}", f"--fsize={file}", "--core=0", "--"]
 
 
-def programs_in_home(program: str, readable: Iterable[str] = ()) -> list[Path]:
-    """What of the home directories and of /tmp must stay in sight for programs to run: this Python, the PATH, the
-    agent, and what the user names."""
-    folders = [
-        Path(sys.prefix) / "bin",
-        Path(sys.base_prefix) / "bin",
-        Path(program).parent,
-        Path(program).resolve().parent,
-    ]
-    folders += [Path(entry) for entry in os.environ.get("PATH", "").split(os.pathsep) if entry]
-    found = [path for folder in folders for path in parts_beside(folder)]
-    found += [Path(name).expanduser().resolve() for name in readable]
-    hidden = (*home_directories(), Path("/tmp"))
-    return [path for path in dict.fromkeys(found) if any(path.is_relative_to(folder) for folder in hidden)]
+def container_command(
+    command: Sequence[str],
+    confinement: Confinement,
+    *,
+    engine: Literal["docker", "podman"],
+    image: str,
+    name: str,
+    variables: Iterable[str],
+) -> list[str]:
+    """`command` in a container called `name`. The engine takes the values of `variables` from its own environment, so
+    that no key is on a command line."""
+    limits = confinement.limits
+    owner = NOBODY if os.geteuid() == 0 else os.geteuid()
+    group = NOBODY if os.geteuid() == 0 else os.getegid()
+    line = [engine, "run", "--rm", "--init", "--name", name, "--user", f"{owner}:{group}", "--read-only"]
+    line += ["--network", "host" if confinement.network == "host" else "none", "--cap-drop", "ALL"]
+    line += ["--security-opt", "no-new-privileges", "--pids-limit", str(limits.processes), "--entrypoint", ""]
+    line += ["--memory", f"{limits.memory_mib}m", "--memory-swap", f"{limits.memory_mib}m"]
+    line += ["--ulimit", f"fsize={limits.file_mib * MIB}", "--ulimit", "core=0", "--shm-size", str(SHARED_MEMORY_BYTES)]
+    if engine == "podman":
+        line += ["--security-opt", "label=disable", *([] if os.geteuid() == 0 else ["--userns", "keep-id"])]
+    for path, inside, is_writable in confinement.mounts:
+        line += ["--mount", f"type=bind,source={path},target={inside}{'' if is_writable else ',readonly'}"]
+    for variable in sorted(variables):
+        line += ["--env", variable]
+    return [*line, "--workdir", str(confinement.cwd), image, *command]
+
+
+def visible_programs(program: str) -> dict[Path, Path]:
+    """What is shown beside the system's own folders, so that programs run: this Python, the PATH, the agent."""
+    folders = [Path(sys.prefix) / "bin", Path(sys.base_prefix) / "bin"]
+    folders += [Path(program).parent, Path(program).resolve().parent]
+    folders += [Path(entry) for entry in os.environ.get("PATH", "").split(os.pathsep) if entry.startswith("/")]
+    return paths_shown(str(part) for folder in folders if not is_whole_home(folder) for part in parts_beside(folder))
+
+
+def paths_shown(names: Iterable[str]) -> dict[Path, Path]:
+    """Existing paths that the system's own folders do not show, under the same names inside."""
+    found = dict.fromkeys(Path(name).expanduser().absolute() for name in names)
+    return {path: path for path in found if path.exists() and path.parts[1:2] not in [(name,) for name in SYSTEM]}
 
 
 def folders_named_in(command: str) -> list[str]:
@@ -179,7 +212,8 @@ def folders_named_in(command: str) -> list[str]:
 
 
 def is_whole_home(folder: Path) -> bool:
-    return folder in (*home_directories(), Path.home().resolve(), Path("/tmp")) or folder.parent == Path("/home")
+    homes = (Path("/"), Path("/home"), Path("/root"), Path("/tmp"), Path.home().resolve())
+    return folder in homes or folder.parent == Path("/home")
 
 
 def parts_beside(folder: Path) -> list[Path]:
@@ -191,44 +225,3 @@ def parts_beside(folder: Path) -> list[Path]:
     if folder.name not in ("bin", "shims"):
         return [folder]
     return [path for name in PARTS_OF_A_PREFIX if (path := folder.parent / name).exists()]
-
-
-def enter_namespace(
-    command: Sequence[str], *, root: Path, shown: Mapping[Path, Path], readable: Iterable[Path], cwd: Path
-) -> list[str]:
-    """The command line that runs `command` in `cwd` of a new root; `shown` maps writable directories to their names
-    inside, `readable` are paths that stay in sight, of which /tmp alone would hide any."""
-    hidden = [str(path) for path in readable if path.is_relative_to("/tmp") and path.exists()]
-    pairs = [str(part) for pair in shown.items() for part in pair]
-    return [*UNSHARE, "sh", "-c", ENTER, "enter", str(root), *hidden, "--", *pairs, "--", str(cwd), *command]
-
-
-def enter_docker(
-    command: Sequence[str], *, image: str, name: str, shown: Mapping[Path, Path], variables: Iterable[str], cwd: Path
-) -> list[str]:
-    """The command line that runs `command` in a container called `name`. Values of `variables` are taken from docker's
-    own environment:
-    no key stands on a command line."""
-    line = [
-        "docker",
-        "run",
-        "--rm",
-        "--init",
-        "--name",
-        name,
-        "--network",
-        "host",
-        "--user",
-        f"{os.getuid()}:{os.getgid()}",
-    ]
-    line += ["--read-only", "--tmpfs", "/tmp", "--cap-drop", "ALL", "--security-opt", "no-new-privileges"]
-    for path, inside in shown.items():
-        line += ["--volume", f"{path}:{inside}"]
-    for variable in sorted(variables):
-        line += ["--env", variable]
-    return [*line, "--workdir", str(cwd), image, *command]
-
-
-def remove_container(name: str) -> None:
-    """The container of a rollout that ended, timed out or was cancelled: killing docker's command does not end it."""
-    subprocess.run(["docker", "rm", "--force", name], capture_output=True, stdin=subprocess.DEVNULL, timeout=60)

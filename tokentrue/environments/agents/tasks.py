@@ -13,13 +13,13 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from tokentrue.environments.base import Split, Task, digest
 from tokentrue.errors import ConfigError
 from tokentrue.json_lines import read_numbered_lines
 
-FIELDS = ("id", "prompt", "dir", "ref", "score", "split", "env", "timeout_s")
+FIELDS = ("id", "prompt", "dir", "ref", "score", "split", "env", "timeout_s", "network")
 TEXTS = ("id", "prompt", "dir", "ref", "score")
 NO_ARGUMENT = re.compile(r"[\x00\ud800-\udfff]")  # NUL ends an argument, and UTF-8 has no lone surrogates
 HARBOR_SCORE = "sh /tests/test.sh"
@@ -39,6 +39,7 @@ class AgentTask:
     timeout_s: float | None = None
     score_timeout_s: float | None = None
     tests: Path | None = None
+    network: Literal["gateway", "host"] | None = None
 
     @property
     def as_task(self) -> Task:
@@ -84,6 +85,8 @@ def task_from_line(line: str, where: str, folder: Path) -> AgentTask:
         raise ConfigError(f"tasks: {where}: no directory {source}")
     if fields.get("split", "train") not in ("train", "heldout"):
         raise ConfigError(f"tasks: {where}: split must be train or heldout")
+    if fields.get("network") not in (None, "gateway", "host"):
+        raise ConfigError(f"tasks: {where}: network must be gateway or host")
     return AgentTask(
         task_id=str(fields.get("id") or digest(line)[:12]),
         prompt=fields["prompt"],
@@ -93,6 +96,7 @@ def task_from_line(line: str, where: str, folder: Path) -> AgentTask:
         split=fields.get("split", "train"),
         env=env,
         timeout_s=read_limit(fields, "timeout_s", where),
+        network=fields.get("network"),
     )
 
 

@@ -1,7 +1,12 @@
-"""The directories of one rollout, and their end.
+"""The directories of one rollout.
 
-Each rollout has one directory with `home`, `work`, `root` (of a namespace) and `logs` in it. Its name holds the process
-that made it: a janitor process takes it away where that process is killed, and a later run where the machine was.
+    tokentrue-rollout-PID.START-N-…/     this process's own; an agent never sees it
+        agent/home work tmp logs         written by the agent, mounted in its sandbox
+        score/home work tmp logs verifier   written by the score command, made after the agent has ended
+        gateway/  agent.log  score.log   written by this process
+
+Nothing is opened by name below `agent` and `score` once a command has run there, except by `score.read_reward_file`. The name
+holds the process that made the directory: a later run removes what a killed one left.
 """
 
 from __future__ import annotations
@@ -11,12 +16,10 @@ import itertools
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
-from collections.abc import AsyncGenerator, Generator, Mapping
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -24,16 +27,14 @@ from tokentrue.errors import ConfigError
 
 WorkspaceKind: TypeAlias = Literal["copy", "worktree"]
 PREFIX = "tokentrue-rollout-"
-JANITOR = Path(__file__).with_name("janitor.py")
 _numbers = itertools.count()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Workspace:
-    """`shared` are directories outside that the agent must be able to write: the repository of a git worktree."""
+class Room:
+    """The directories that one command may write."""
 
     directory: Path
-    shared: tuple[Path, ...] = ()
 
     @property
     def home(self) -> Path:
@@ -44,69 +45,84 @@ class Workspace:
         return self.directory / "work"
 
     @property
-    def root(self) -> Path:
-        return self.directory / "root"
+    def tmp(self) -> Path:
+        return self.directory / "tmp"
 
     @property
     def logs(self) -> Path:
         return self.directory / "logs"
+
+    @property
+    def verifier(self) -> Path:
+        return self.directory / "verifier"
+
+    @property
+    def log(self) -> Path:
+        """Beside the room: no command can write it."""
+        return self.directory.with_suffix(".log")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workspace:
+    """`objects` is the object store of the repository that a checkout borrows from: it is read, never written."""
+
+    directory: Path
+    objects: Path | None = None
+
+    @property
+    def agent(self) -> Room:
+        return Room(directory=self.directory / "agent")
+
+    @property
+    def score(self) -> Room:
+        return Room(directory=self.directory / "score")
 
 
 @asynccontextmanager
 async def open_workspace(
     source: Path | None, *, kind: WorkspaceKind, ref: str | None, under: Path
 ) -> AsyncGenerator[Workspace]:
-    """`make_workspace` in a thread: copying a repository must not hold up other rollouts."""
-    manager = make_workspace(source, kind=kind, ref=ref, under=under)
-    entering = asyncio.ensure_future(asyncio.to_thread(manager.__enter__))
-    try:
-        yield await asyncio.shield(entering)
-    finally:
-        await asyncio.shield(asyncio.ensure_future(_leave(manager, entering)))
+    """A fresh directory with a copy of `source`, or a git checkout of it at `ref`. It is removed when the block ends.
 
-
-async def _leave(manager: AbstractContextManager[Workspace], entering: asyncio.Future[Workspace]) -> None:
-    await asyncio.wait([entering])
-    if entering.exception() is None:
-        await asyncio.to_thread(manager.__exit__, None, None, None)
-
-
-@contextmanager
-def make_workspace(source: Path | None, *, kind: WorkspaceKind, ref: str | None, under: Path) -> Generator[Workspace]:
-    """A fresh directory with a copy of `source`, or a git worktree of it at `ref`. It is gone when the block ends."""
+    In threads: copying a repository must not hold up other rollouts.
+    """
     under.mkdir(parents=True, exist_ok=True)
-    start_janitor(under, os.getpid())
     directory = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{own_name()}-{next(_numbers)}-", dir=under))
-    is_worktree = kind == "worktree" and source is not None
+    filling = asyncio.ensure_future(asyncio.to_thread(fill_workspace, directory, source, kind, ref))
     try:
-        for name in ("home", "root", "logs"):
-            (directory / name).mkdir()
-        shared: tuple[Path, ...] = ()
-        if is_worktree:
-            assert source is not None
-            git(source, "worktree", "add", "--detach", str(directory / "work"), *([ref] if ref else []))
-            shared = (Path(git(source, "rev-parse", "--path-format=absolute", "--git-common-dir")),)
-        elif source is not None:
-            shutil.copytree(source, directory / "work", symlinks=True)
-        else:
-            (directory / "work").mkdir()
-        yield Workspace(directory=directory, shared=shared)
+        yield await asyncio.shield(filling)
     finally:
-        remove_tree(directory)
-        if is_worktree:
-            assert source is not None
-            git(source, "worktree", "prune")
+        await asyncio.shield(asyncio.ensure_future(_remove(directory, filling)))
 
 
-@cache
-def start_janitor(under: Path, process: int) -> int:
-    """One janitor for all directories that this process makes in `under`; returns the end of the pipe that it
-    watches."""
-    read, write = os.pipe()
-    command = [sys.executable, "-I", str(JANITOR), str(under), f"{PREFIX}{own_name()}-"]
-    os.posix_spawn(sys.executable, command, {}, file_actions=[(os.POSIX_SPAWN_DUP2, read, 0)], setpgroup=0)
-    os.close(read)
-    return write
+async def _remove(directory: Path, filling: asyncio.Future[Workspace]) -> None:
+    await asyncio.wait([filling])
+    await asyncio.to_thread(remove_tree, directory)
+
+
+def fill_workspace(directory: Path, source: Path | None, kind: WorkspaceKind, ref: str | None) -> Workspace:
+    workspace = Workspace(directory=directory)
+    make_room(workspace.agent, with_work=source is None)
+    if source is not None and kind == "worktree":
+        return Workspace(directory=directory, objects=check_out(source, ref, workspace.agent.work))
+    if source is not None:
+        shutil.copytree(source, workspace.agent.work, symlinks=True)
+    return workspace
+
+
+def make_room(room: Room, *, with_work: bool = True) -> None:
+    for folder in (room.home, room.tmp, room.logs, room.verifier, *([room.work] if with_work else [])):
+        folder.mkdir(parents=True)
+
+
+def check_out(source: Path, ref: str | None, work: Path) -> Path:
+    """A repository of the agent's own, at `ref`, that borrows the objects of `source`; returns where those are. A git
+    worktree would let the agent write hooks and settings that the user's git obeys."""
+    commit = git(source, "rev-parse", "--verify", f"{ref or 'HEAD'}^{{commit}}")
+    common = Path(git(source, "rev-parse", "--path-format=absolute", "--git-common-dir"))
+    git(source, "clone", "--quiet", "--shared", "--no-checkout", str(common), str(work))
+    git(work, "checkout", "--quiet", "--detach", commit)
+    return common / "objects"
 
 
 def write_files(folder: Path, files: Mapping[str, str]) -> None:
@@ -125,13 +141,17 @@ def git(repository: Path, *arguments: str) -> str:
     return done.stdout.strip()
 
 
+def give_to(room: Room, owner: int) -> None:
+    """Makes `owner` the owner of all files of a room."""
+    command = ["chown", "-R", "-P", "-h", f"{owner}:{owner}", str(room.directory)]
+    subprocess.run(command, check=True, capture_output=True, stdin=subprocess.DEVNULL)
+
+
 def remove_tree(directory: Path) -> None:
-    """Also where an agent took away its own permissions."""
-    shutil.rmtree(directory, ignore_errors=True)
-    if directory.exists():
-        for folder, _, _ in os.walk(directory):
-            os.chmod(folder, 0o700)
-        shutil.rmtree(directory, ignore_errors=True)
+    """With the system's own programs: an agent may have nested folders deeper than Python recurses, and may have taken
+    away its own permissions. Neither follows a link."""
+    for command in (["chmod", "-R", "u+rwX", "--"], ["rm", "-rf", "--"]):
+        subprocess.run([*command, str(directory)], capture_output=True, stdin=subprocess.DEVNULL)
 
 
 def own_name() -> str:
@@ -152,7 +172,8 @@ def remove_abandoned(under: Path) -> int:
     removed = 0
     for directory in under.glob(f"{PREFIX}*"):
         process, _, started = directory.name.removeprefix(PREFIX).split("-")[0].partition(".")
-        if process.isdigit() and started and started_at(int(process)) != started:
+        is_ours = not directory.is_symlink() and directory.owner() == Path("/proc/self").owner()
+        if is_ours and process.isdigit() and started and started_at(int(process)) != started:
             remove_tree(directory)
             removed += 1
     return removed
