@@ -1,5 +1,8 @@
 """Agents that cheat, against bubblewrap: none escapes, none changes its reward, none outlives its limits.
 
+`TOKENTRUE_TEST_SANDBOX=podman TOKENTRUE_TEST_IMAGE=NAME` plays them against a container of an image with Debian's
+python3 and git.
+
 `test_as_an_unprivileged_user` plays this file again as another user where it runs as root: what a root user may do, and
 how bubblewrap then confines, differ.
 """
@@ -10,6 +13,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +24,8 @@ from tests.environments.arena import ADMIN_KEY, SECRET, Arena, open_arena, proce
 from tokentrue.environments.agents.sandbox import try_bwrap
 from tokentrue.errors import AgentError
 
-FAILURE = try_bwrap()
+IS_CONTAINER = os.environ.get("TOKENTRUE_TEST_SANDBOX", "bwrap") != "bwrap"
+FAILURE = None if IS_CONTAINER else try_bwrap()
 pytestmark = [
     pytest.mark.skipif(FAILURE is not None, reason=f"bubblewrap does not work here: {FAILURE}"),
     pytest.mark.timeout(120),
@@ -222,6 +227,8 @@ attempt("umount", lambda: libc.umount2(b"/usr", 2))
 attempt("pivot", lambda: libc.syscall(41 if os.uname().machine == "aarch64" else 155, b"/tmp", b"/tmp"))
 attempt("chroot", lambda: os.chroot("/tmp"))
 for kind in (0x10000000, 0x00020000, 0x40000000, 0x20000000):
+    if not ARENA["is_bwrap"]:
+        break  # podman's own seccomp profile allows user namespaces
     attempt(f"unshare {kind:x}", lambda: libc.unshare(kind))
 for space in ("user", "mnt", "net", "pid"):
     attempt(f"setns {space}", lambda: libc.setns(os.open(f"/proc/1/ns/{space}", os.O_RDONLY), 0))
@@ -240,7 +247,7 @@ os.system("cp /bin/sh shell; chmod 6755 shell; ./shell -c 'id -u' >id.txt; sudo 
 """
     outcome, transcript = arena.play(program, "cat id.txt")
     assert "DONE" not in transcript, transcript
-    assert transcript.count("refused") > 40, transcript
+    assert transcript.count("refused") > 35, transcript
     assert outcome.reward == (65534 if os.geteuid() == 0 else os.geteuid()), (
         "a setuid shell of one's own changes nothing"
     )
@@ -257,6 +264,8 @@ print("processes", sum(name.isdigit() for name in os.listdir("/proc")))
 for path in (ARENA["folder"] + "/victim", ARENA["folder"] + "/rollouts", ARENA["folder"] + "/transcripts", "/var/lib", "/sys", "/mnt",
              f"/proc/{ARENA['pid']}/environ", f"/proc/{ARENA['pid']}/root", "/proc/1/root" + ARENA["victim"],
              "/proc/1/cwd/../.." + ARENA["victim"], "/run/dbus", "/run/user", "/run/docker.sock"):
+    if path in ("/var/lib", "/sys", "/mnt") and not ARENA["is_bwrap"]:
+        continue  # of the image
     if os.path.exists(path) and path != f"/proc/{os.getpid()}/environ":
         print("SEEN", path, os.listdir(path) if os.path.isdir(path) else "")
 for entry in Path("/proc").iterdir():
@@ -356,13 +365,18 @@ socket.create_connection(("127.0.0.1", ARENA["other"]), 5).close()
 
 def test_many_connections_cost_the_host_few(arena: Arena) -> None:
     program = """
-import os, socket, urllib.request
+import os, socket, time, urllib.request
 held = []
 for _ in range(600):
     held.append(socket.create_connection(("127.0.0.1", 47321), 5))
 for one in held:
     one.close()
-print(urllib.request.urlopen(os.environ["OPENAI_BASE_URL"] + "/models", timeout=20).read())
+for _ in range(50):
+    try:
+        print(urllib.request.urlopen(os.environ["OPENAI_BASE_URL"] + "/models", timeout=20).read())
+        break
+    except OSError:
+        time.sleep(0.2)
 """
     before = len(os.listdir("/proc/self/fd"))
     outcome, transcript = arena.play(program)
@@ -435,7 +449,10 @@ while True:
 
 def test_memory_processes_and_files_have_limits(arena: Arena) -> None:
     cases = {
-        "bytearray(1 << 30)": ("met memory_mib = 256", {"memory_mib": 256}),
+        "bytearray(b'x') * (1 << 30)": (
+            "was killed, perhaps for want of memory (memory_mib = 256)" if IS_CONTAINER else "met memory_mib = 256",
+            {"memory_mib": 256},
+        ),
         "open('big', 'wb').write(bytes(30 << 20))": ("met file_mib = 8", {"file_mib": 8}),
         "import threading; [threading.Thread(target=threading.Event().wait, daemon=True).start() for _ in range(99)]": (
             "met processes = 30",
@@ -543,7 +560,7 @@ for _ in range(1100):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(os.geteuid() != 0, reason="this user is no root")
-def test_as_an_unprivileged_user(tmp_path: Path) -> None:
+def test_as_an_unprivileged_user() -> None:
     """With this Python in sight of that user, wherever it lies."""
     top = Path(__file__).parents[2]
     shown = [part for prefix in dict.fromkeys((sys.base_prefix, sys.prefix)) for part in ("--ro-bind", prefix, prefix)]
@@ -559,10 +576,9 @@ def test_as_an_unprivileged_user(tmp_path: Path) -> None:
         "--inh-caps=-all",
         "--bounding-set=-all",
     ]
-    base = tmp_path.parent.parent / f"unprivileged-{os.getpid()}"
-    base = Path("/tmp") / base.name
+    base = Path(tempfile.gettempdir()) / f"unprivileged-{os.getpid()}"
     base.mkdir()
-    shutil.chown(base, 65534, 65534)
+    os.chown(base, 65534, 65534)
     command = [
         sys.executable,
         "-m",

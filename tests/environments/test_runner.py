@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.gateway.world import scripted_server
 from tokentrue.app.rollout.rollouts import round_counts
 from tokentrue.environments import Plan, Split, Task, plan_groups, run_groups, run_one, run_plans, seed_of
 from tokentrue.environments.http import GatewaySessions
@@ -131,6 +133,26 @@ async def test_a_cancelled_rollout_is_no_failure() -> None:
             running.append(group.create_task(run_one(Raising(), plan_tasks("hangs")[0], sessions, timeout_s=60)))
             group.create_task(raise_soon(ValueError("another task")))
     assert running[0].cancelled() and sessions.open_now == 0
+
+
+async def test_no_session_of_a_failed_rollout_stays_open(tmp_path: Path) -> None:
+    """Against a real gateway: timed out, raised, and cancelled; resumable ones are purged, so that they can run again."""
+    server = scripted_server(tmp_path, ["unused"])
+    try:
+        for resume in (False, True):
+            sessions = GatewaySessions(server.url, sampling={}, admin_key=server.admin_key, resume=resume)
+            async with sessions:
+                groups = await run_groups(Raising(), plan_tasks("hangs", "names a file"), sessions, timeout_s=0.5)
+                assert all(group[0].error for group in groups)
+                if not resume:
+                    playing = asyncio.create_task(run_one(Raising(), plan_tasks("h")[0], sessions, timeout_s=60))
+                    await asyncio.sleep(0.5)
+                    playing.cancel()
+                    await asyncio.wait([playing])
+            found = server.ask("GET", "/sessions")[1]["sessions"]
+            assert [session["state"] for session in found] == ["ended"] * 3, "of the resumable ones none is left"
+    finally:
+        server.stop()
 
 
 async def raise_soon(error: Exception) -> None:

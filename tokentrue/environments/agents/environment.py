@@ -26,7 +26,7 @@ from tokentrue.environments.agents.bridge import ENTER, PORT, open_bridge
 from tokentrue.environments.agents.bridge import INSIDE as BRIDGE
 from tokentrue.environments.agents.preset import SessionAddress
 from tokentrue.environments.agents.presets import load_preset
-from tokentrue.environments.agents.process import CANNOT_RUN, GRACE_S, CommandResult, run_command
+from tokentrue.environments.agents.process import CANNOT_RUN, GRACE_S, CommandResult, remove_container, run_command
 from tokentrue.environments.agents.sandbox import (
     DESCRIPTIONS,
     NOBODY,
@@ -48,10 +48,11 @@ from tokentrue.environments.agents.workspace import (
     Room,
     Workspace,
     WorkspaceKind,
+    find_abandoned,
     give_to,
     make_room,
     open_workspace,
-    remove_abandoned,
+    remove_tree,
     write_files,
 )
 from tokentrue.environments.base import Outcome, Split, Task
@@ -102,7 +103,8 @@ class CommandLineAgent:
         self.all_tasks = read_tasks(Path(tasks))
         self.sandbox: ChosenSandbox = choose_sandbox(sandbox, image=image)
         self._engine: Literal["docker", "podman"] | None = None if self.sandbox in ("bwrap", "none") else self.sandbox
-        self._limits, self._default_network = SandboxLimits(**limits), network
+        self._limits = SandboxLimits(**limits)
+        self._default_network: Network = network
         self._image = image or ""
         self._readable, self._agent_folders = tuple(readable), folders_named_in(agent)
         self._program, self._arguments = self._find_program(program or self.preset.program), tuple(arguments)
@@ -114,7 +116,12 @@ class CommandLineAgent:
         for task in self.all_tasks:
             if task.score is None and score is None:
                 raise ConfigError(f"tasks: {task.task_id!r} has no score; give --score, or a score in its line")
-        remove_abandoned(self._directory)
+        for left in find_abandoned(self._directory):  # by a run that was killed
+            place = Workspace(directory=left)
+            for room in (place.agent, place.score):
+                if self._engine is not None:
+                    remove_container(self._engine, container_name(place, room))
+            remove_tree(left)
 
     def _find_program(self, name: str) -> str:
         if self._engine is not None:
@@ -221,7 +228,7 @@ class CommandLineAgent:
             command = ["timeout", "-k", str(GRACE_S), str(timeout_s), *command]
         kept = {name: os.environ[name] for name in KEPT if name in os.environ}
         given = {"HOME": str(inside.home), "CI": "1", **env}
-        container = None if self._engine is None else (self._engine, f"{place.directory.name}-{room.directory.name}")
+        container = None if self._engine is None else (self._engine, container_name(place, room))
         limits = self._limits
         if room == place.score:  # it holds a copy of what the agent wrote up to its own limits
             limits = replace(limits, file_mib=2 * limits.file_mib, disk_mib=2 * limits.disk_mib)
@@ -268,6 +275,10 @@ def session_address(client: Any) -> tuple[SessionAddress, str]:
     if found is None:
         raise ConfigError("agent: a command-line agent needs a gateway over HTTP; this client has no session URL")
     return SessionAddress(openai=found["root"] + "/v1", root=found["root"], api_key=client.api_key), found["id"]
+
+
+def container_name(place: Workspace, room: Room) -> str:
+    return f"{place.directory.name}-{room.directory.name}"
 
 
 def address_inside(address: SessionAddress) -> SessionAddress:

@@ -17,7 +17,7 @@ from typing import BinaryIO, Literal, TypeAlias
 from tokentrue.environments.agents.sandbox import MIB, SandboxLimits
 
 Container: TypeAlias = tuple[Literal["docker", "podman"], str]  # engine and name
-CANNOT_RUN = (126, 127)  # a shell's exit codes for a command that is not executable, or not there
+CANNOT_RUN = (125, 126, 127)  # of a sandbox that fails, of a command that is not executable, of one that is not there
 GRACE_S = 5  # between the signal that asks a command to end and the one that ends it
 TAIL_BYTES = 65536
 LEAST_FREE_BYTES, LEAST_FREE_FILES = (
@@ -105,6 +105,8 @@ async def run_command(
         transport.close()
     seconds = loop.time() - began
     tail = reader.tail.decode(errors="replace")
+    if is_bwrap and code == 1 and tail.startswith("bwrap: "):  # as container engines report a failure of theirs
+        code = 125
     if reached:
         limit, code = str(reached[0]), None
     elif timeout_s is not None and seconds >= timeout_s:

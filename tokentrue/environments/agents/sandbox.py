@@ -46,6 +46,7 @@ DROP_ROOT = (
     *("--inh-caps=-all", "--bounding-set=-all", "--no-new-privs"),
     *("bwrap", *NO_NEW_NAMESPACES, "--die-with-parent", "--dev-bind", "/", "/", "--"),
 )
+LIMIT_FILES = 'ulimit -c 0; ulimit -f "$0"; exec "$@"'
 MIB = 1024 * 1024
 SHARED_MEMORY_BYTES = 64 * MIB
 
@@ -122,7 +123,7 @@ def try_bwrap() -> str | None:
 def bwrap_command(command: Sequence[str], confinement: Confinement, *, info_fd: int | None = None) -> list[str]:
     """`command` in bubblewrap, which writes the process id of its process 1 to `info_fd`."""
     is_root = os.geteuid() == 0
-    line = ["bwrap", *NAMESPACES, *([] if is_root else NO_NEW_NAMESPACES), "--cap-drop", "ALL"]
+    line = ["bwrap", *NAMESPACES, *(() if is_root else NO_NEW_NAMESPACES), "--cap-drop", "ALL"]
     if is_root:
         line += [word for name in ("SETUID", "SETGID", "SETPCAP") for word in ("--cap-add", f"CAP_{name}")]
     if confinement.network != "host":
@@ -144,10 +145,10 @@ def bwrap_command(command: Sequence[str], confinement: Confinement, *, info_fd: 
             line += ["--dir", str(parent)]
         line += ["--bind" if is_writable else "--ro-bind", str(path), str(inside)]
     line += ["--remount-ro", "/", "--chdir", str(confinement.cwd), "--", *(DROP_ROOT if is_root else ())]
-    return [*line, *rlimits(confinement.limits), *command]
+    return [*line, *prlimit_command(confinement.limits), *command]
 
 
-def rlimits(limits: SandboxLimits) -> list[str]:
+def prlimit_command(limits: SandboxLimits) -> list[str]:
     """Set inside: the kernel then counts the processes of this sandbox, not those of the user. RLIMIT_DATA and not
     RLIMIT_AS, because JavaScript engines reserve far more addresses than they use."""
     memory, file = limits.memory_mib * MIB, limits.file_mib * MIB
@@ -172,14 +173,16 @@ def container_command(
     line += ["--network", "host" if confinement.network == "host" else "none", "--cap-drop", "ALL"]
     line += ["--security-opt", "no-new-privileges", "--pids-limit", str(limits.processes), "--entrypoint", ""]
     line += ["--memory", f"{limits.memory_mib}m", "--memory-swap", f"{limits.memory_mib}m"]
-    line += ["--ulimit", f"fsize={limits.file_mib * MIB}", "--ulimit", "core=0", "--shm-size", str(SHARED_MEMORY_BYTES)]
+    line += ["--shm-size", str(SHARED_MEMORY_BYTES)]
     if engine == "podman":
         line += ["--security-opt", "label=disable", *([] if os.geteuid() == 0 else ["--userns", "keep-id"])]
     for path, inside, is_writable in confinement.mounts:
         line += ["--mount", f"type=bind,source={path},target={inside}{'' if is_writable else ',readonly'}"]
     for variable in sorted(variables):
         line += ["--env", variable]
-    return [*line, "--workdir", str(confinement.cwd), image, *command]
+    # by the shell: rootful podman turns any --ulimit into a request for more open files than it may have
+    shell = ["sh", "-c", LIMIT_FILES, str(limits.file_mib * MIB // 512)]
+    return [*line, "--workdir", str(confinement.cwd), image, *shell, *command]
 
 
 def visible_programs(program: str) -> dict[Path, Path]:

@@ -167,13 +167,12 @@ def started_at(process: int) -> str:
         return ""
 
 
-def remove_abandoned(under: Path) -> int:
-    """Removes the directories of processes that are gone; returns how many there were."""
-    removed = 0
+def find_abandoned(under: Path) -> list[Path]:
+    """The directories of processes that are gone."""
+    found: list[Path] = []
     for directory in under.glob(f"{PREFIX}*"):
         process, _, started = directory.name.removeprefix(PREFIX).split("-")[0].partition(".")
-        is_ours = not directory.is_symlink() and directory.owner() == Path("/proc/self").owner()
+        is_ours = directory.lstat().st_uid == os.geteuid() and not directory.is_symlink()
         if is_ours and process.isdigit() and started and started_at(int(process)) != started:
-            remove_tree(directory)
-            removed += 1
-    return removed
+            found.append(directory)
+    return found
