@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tests.fuzz.case import Case, next_messages
-from tests.fuzz.dialects import CHAT, RESPONSES
+from tests.fuzz.dialects import CHAT, RESPONSES, Wire
 from tests.fuzz.harness import TOOLS
 from tests.fuzz.messages import Message
 from tests.fuzz.oracle import Turn, Violation
@@ -82,9 +82,10 @@ async def alternate_tools(case: Case) -> None:
         kind = number % 2
         case.tools, system = kinds[kind]
         case.plan()
-        asked = case.request(messages if system is None else with_system(messages, system), lossy=system is None)
-        if system is not None:  # a copy under another system prompt is the client's own words: it keeps to them
-            asked.dialect, asked.fields = CHAT, {"model": "m"}
+        asked = case.request(messages)
+        if system is not None:  # what the first request under a system prompt says is given: the client keeps to it
+            verbatim = with_system(messages, system)
+            asked = replace(asked, messages=verbatim, dialect=CHAT, wire=Wire(), fields={"model": "m"})
         (made,) = await case.ask(asked)
         prompt = case.log[-1].prompt
         if kind in newest and prompt[: len(newest[kind].full)] != newest[kind].full:
