@@ -67,7 +67,7 @@ class _SessionAudit:
     links: dict[str, tuple[str, int]] = field(
         default_factory=dict[str, tuple[str, int]]
     )  # node -> its chain and where it starts
-    sampled: dict[str, TokenIds] = field(default_factory=dict[str, TokenIds])  # node -> its sampled ids
+    sampled: dict[str, bytes] = field(default_factory=dict[str, bytes])  # node -> SHA-256 of its sampled ids
     copies: list[_Copy] = field(default_factory=list["_Copy"])
     trained_by: dict[str, str] = field(default_factory=dict[str, str])
     trained: int = 0
@@ -81,7 +81,7 @@ class _Copy:
     start: int
     end: int
     node: str
-    ids: TokenIds
+    digest: bytes
 
 
 def audit(samples: Iterable[Sample]) -> Audit:
@@ -122,17 +122,10 @@ def _check_columns(sample: Sample) -> Iterator[AuditFinding]:
     at = 0
     for span in sample.spans:
         if span.start != at or span.end <= span.start:
-            yield AuditFinding(
-                sample=sample.sample_id,
-                what=f"spans leave a gap or overlap before token {span.start}",
-                start=at,
-                end=span.start,
-            )
+            yield _finding(sample, f"spans leave a gap or overlap before token {span.start}", at, span.start)
         at = span.end
         if span.trainable and span.kind != "sampled":
-            yield AuditFinding(
-                sample=sample.sample_id, what="given tokens are marked trainable", start=span.start, end=span.end
-            )
+            yield _finding(sample, "given tokens are marked trainable", span.start, span.end)
         for index in range(span.start, min(span.end, len(sample.token_ids))):
             if sample.loss_mask[index] != int(span.trainable):
                 yield _at(
@@ -147,7 +140,7 @@ def _check_columns(sample: Sample) -> Iterator[AuditFinding]:
                 yield _at(sample, index, f"{value} is not a log-probability")
     if at != len(sample.token_ids):
         length = len(sample.token_ids)
-        yield AuditFinding(sample=sample.sample_id, what=f"spans end at token {at} of {length}", start=at, end=length)
+        yield _finding(sample, f"spans end at token {at} of {length}", at, length)
 
 
 def _check_replay(sample: Sample) -> Iterator[AuditFinding]:
@@ -156,7 +149,7 @@ def _check_replay(sample: Sample) -> Iterator[AuditFinding]:
     inputs = max(0, len(sample.token_ids) - 1)
     if routed is not None and (routed.start, routed.end) != (0, inputs):
         what = f"routed experts cover positions [{routed.start}, {routed.end}) of {inputs} inputs"
-        yield AuditFinding(sample=sample.sample_id, what=what, start=0, end=inputs)
+        yield _finding(sample, what, 0, inputs)
     for index in range(len(sample.token_ids)) if mask is not None else ():
         row = mask.row(index) if mask is not None else EMPTY
         if row and sample.rollout_logprobs[index] is None:
@@ -165,20 +158,22 @@ def _check_replay(sample: Sample) -> Iterator[AuditFinding]:
             yield _at(sample, index, "the token is not among the ids that its sampling mask kept")
 
 
+def _finding(sample: Sample, what: str, start: int | None = None, end: int | None = None) -> AuditFinding:
+    return AuditFinding(sample=sample.sample_id, what=what, start=start, end=end)
+
+
 def _at(sample: Sample, index: int, what: str) -> AuditFinding:
-    return AuditFinding(sample=sample.sample_id, what=what, start=index, end=index + 1)
+    return _finding(sample, what, index, index + 1)
 
 
 def _check_seal(sample: Sample, own: SealedRecord) -> Iterator[AuditFinding]:
     try:
         holds = own.seal == seal(sample)
     except RecursionError:
-        yield AuditFinding(sample=sample.sample_id, what="metadata.tokentrue is nested too deeply to be checked")
+        yield _finding(sample, "metadata.tokentrue is nested too deeply to be checked")
         return
     if not holds:
-        yield AuditFinding(
-            sample=sample.sample_id, what="the seal is broken: mask, spans, reward, names or coverage were changed"
-        )
+        yield _finding(sample, "the seal is broken: mask, spans, reward, names or coverage were changed")
 
 
 def _check_links(sample: Sample, nodes: list[NodeRow]) -> Iterator[AuditFinding]:
@@ -188,21 +183,11 @@ def _check_links(sample: Sample, nodes: list[NodeRow]) -> Iterator[AuditFinding]
     for turn, node in enumerate(nodes):
         given_end, end = at + node.given, at + node.given + node.sampled
         if end > len(sample.token_ids):
-            yield AuditFinding(
-                sample=sample.sample_id,
-                what=f"turn {turn} ends at token {end} of {len(sample.token_ids)}",
-                start=at,
-                end=end,
-            )
+            yield _finding(sample, f"turn {turn} ends at token {end} of {len(sample.token_ids)}", at, end)
             return
         values = sample.rollout_logprobs[given_end:end]
         if None in values:
-            yield AuditFinding(
-                sample=sample.sample_id,
-                what=f"turn {turn}: sampled tokens without log-probability",
-                start=given_end,
-                end=end,
-            )
+            yield _finding(sample, f"turn {turn}: sampled tokens without log-probability", given_end, end)
             return
         link = _link(sample, node, previous, at, given_end, end)
         if link.hex() != node.chain:
@@ -210,16 +195,14 @@ def _check_links(sample: Sample, nodes: list[NodeRow]) -> Iterator[AuditFinding]
         sent.update(TokenIds(sample.token_ids[at:given_end]).tobytes())
         if node.prompt_sha256 is not None and sent.hexdigest() != node.prompt_sha256:
             what = f"turn {turn}: the prompt in this sample is not what the engine was sent (prompt_sha256 of node {node.node})"
-            yield AuditFinding(sample=sample.sample_id, what=what, start=0, end=given_end)
+            yield _finding(sample, what, 0, given_end)
         sent.update(TokenIds(sample.token_ids[given_end:end]).tobytes())
         previous, at = bytes.fromhex(node.chain), end
     if at != len(sample.token_ids):
         length = len(sample.token_ids)
-        yield AuditFinding(
-            sample=sample.sample_id, what=f"the nodes end at token {at} of {length}", start=at, end=length
-        )
+        yield _finding(sample, f"the nodes end at token {at} of {length}", at, length)
     if format_digest(previous) != sample.certificate.chain:
-        yield AuditFinding(sample=sample.sample_id, what="certificate.chain is not the chain of its last node")
+        yield _finding(sample, "certificate.chain is not the chain of its last node")
 
 
 def _link(sample: Sample, node: NodeRow, previous: bytes, at: int, given_end: int, end: int) -> bytes:
@@ -259,19 +242,19 @@ def _locate_change(
                 found = True
                 start = base + block * BLOCK
                 what = f"turn {turn}: {column} changed (the certificate's chain breaks at node {node.node})"
-                yield AuditFinding(sample=sample.sample_id, what=what, start=start, end=min(start + BLOCK, end))
+                yield _finding(sample, what, start, min(start + BLOCK, end))
     if not found:
         what = f"turn {turn}: versions, hashes or the order of nodes changed (the chain breaks at node {node.node})"
-        yield AuditFinding(sample=sample.sample_id, what=what, start=at, end=end)
+        yield _finding(sample, what, at, end)
 
 
 def _check_session(sample: Sample, own: SealedRecord, session: _SessionAudit) -> Iterator[AuditFinding]:
     """Prefix identity between the samples of a session, and no token trained twice."""
     if sample.sample_id in session.seen:
-        yield AuditFinding(sample=sample.sample_id, what="this sample is in the file twice")
+        yield _finding(sample, "this sample is in the file twice")
     session.seen.add(sample.sample_id)
     if session.claimed is not None and session.claimed != own.coverage:
-        yield AuditFinding(sample=sample.sample_id, what="samples of one session disagree about its coverage")
+        yield _finding(sample, "samples of one session disagree about its coverage")
     session.claimed = session.claimed or own.coverage
     at = 0
     for turn, node in enumerate(own.nodes):
@@ -279,14 +262,14 @@ def _check_session(sample: Sample, own: SealedRecord, session: _SessionAudit) ->
         at = end
         if session.links.setdefault(node.node, (node.chain, start)) != (node.chain, start):
             what = f"turn {turn}: node {node.node} has another history in another sample"
-            yield AuditFinding(sample=sample.sample_id, what=what, start=start, end=end)
+            yield _finding(sample, what, start, end)
         if any(sample.loss_mask[start:given_end]):
             what = f"turn {turn}: given tokens are trained (node {node.node} sampled [{given_end}, {end}) alone)"
-            yield AuditFinding(sample=sample.sample_id, what=what, start=start, end=given_end)
-        session.sampled[node.node] = TokenIds(sample.token_ids[given_end:end])
+            yield _finding(sample, what, start, given_end)
+        session.sampled[node.node] = TokenIds(sample.token_ids[given_end:end]).sha256()
         for begin, stop, copied in node.copies:
             ids = TokenIds(sample.token_ids[start + begin : start + min(stop, node.given)])
-            session.copies.append(_Copy(sample.sample_id, start + begin, start + stop, copied, ids))
+            session.copies.append(_Copy(sample.sample_id, start + begin, start + stop, copied, ids.sha256()))
         trained = sum(sample.loss_mask[given_end:end])
         if not trained:
             continue
@@ -294,7 +277,7 @@ def _check_session(sample: Sample, own: SealedRecord, session: _SessionAudit) ->
         first = session.trained_by.setdefault(node.node, sample.sample_id)
         if first != sample.sample_id:
             what = f"turn {turn}: trained here and in sample {first}"
-            yield AuditFinding(sample=sample.sample_id, what=what, start=given_end, end=end)
+            yield _finding(sample, what, given_end, end)
 
 
 def _check_copies(session: _SessionAudit) -> Iterator[AuditFinding]:
@@ -302,7 +285,7 @@ def _check_copies(session: _SessionAudit) -> Iterator[AuditFinding]:
     untrained = {item.node for item in session.claimed.untrained} if session.claimed is not None else set[str]()
     for copy in session.copies:
         what = ""
-        if copy.node in session.sampled and session.sampled[copy.node] != copy.ids:
+        if copy.node in session.sampled and session.sampled[copy.node] != copy.digest:
             what = f"not what node {copy.node} sampled, though given as that"
         elif copy.node not in session.sampled and copy.node not in untrained:
             what = f"given as what node {copy.node} sampled, which is in no sample and not listed as untrained"

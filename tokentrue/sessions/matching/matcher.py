@@ -274,13 +274,7 @@ class _Search:
         equal = [(node, fit) for node, fit in fits if fit.num_changes == best]
         equal = [(node, fit) for node, fit in equal if node.id == self._named] or equal
         matches = [
-            Match(
-                node=node,
-                fit=fit,
-                ambiguous=len(equal) > 1,
-                same_tools=same_tools,
-                elsewhere=other,
-            )
+            Match(node=node, fit=fit, ambiguous=len(equal) > 1, same_tools=same_tools, elsewhere=other)
             for node, fit in equal
         ]
         # Ranking restores and hashes the new messages.
