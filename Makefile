@@ -34,7 +34,7 @@ test: $(VENV)/.dev $(BROWSER)
 
 # What takes minutes, or needs a real engine, a GPU or npm, has a target of its own.
 test-slow: $(VENV)/.dev
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m slow
+	HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "slow or thorough or hypothesis"
 
 test-load: $(VENV)/.dev
 	$(BIN)/python -m pytest -m load

@@ -1,7 +1,8 @@
 """The yardstick: a reverse proxy with nothing in it. Starlette and an aiohttp client; JSON parsed and dumped both ways
 with orjson.
 
-Run: `python -m benchmarks.bare_proxy UPSTREAM_URL`; it prints its port.
+Run: `python -m benchmarks.bare_proxy UPSTREAM_URL [ids]`; it prints its port. With `ids` it asks the engine for the ids
+and log-probabilities of prompt and answer, and relays them: the least that a gateway that records tokens has to do.
 """
 
 from __future__ import annotations
@@ -25,17 +26,18 @@ HEADERS = {"content-type": "application/json"}
 IDLE_CONNECTION_S = 600  # the benchmark asks a proxy only at the turns that it measures
 
 
-def application(upstream: str) -> Starlette:
+def application(upstream: str, more: dict[str, Any]) -> Starlette:
     clients: list[aiohttp.ClientSession] = []
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client:
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(connector=connector, read_bufsize=2**24) as client:  # ids are one long line
             clients.append(client)
             yield
 
     async def relay(request: Request) -> Response:
-        body: dict[str, Any] = orjson.loads(await request.body())
+        body: dict[str, Any] = {**orjson.loads(await request.body()), **more}
         if body.get("stream"):
             return StreamingResponse(events(orjson.dumps(body)), media_type="text/event-stream")
         async with clients[0].post(
@@ -54,11 +56,11 @@ def application(upstream: str) -> Starlette:
     return Starlette(routes=[Route("/v1/chat/completions", relay, methods=["POST"])], lifespan=lifespan)
 
 
-async def main(upstream: str) -> None:
+async def main(upstream: str, *, relays_ids: bool) -> None:
     bound = socket.create_server(("127.0.0.1", 0), backlog=4096)
     print(bound.getsockname()[1], flush=True)
     config = uvicorn.Config(
-        application(upstream),
+        application(upstream, {"return_token_ids": True, "logprobs": True} if relays_ids else {}),
         loop="uvloop",
         http="httptools",
         log_config=None,
@@ -73,4 +75,4 @@ if __name__ == "__main__":
     import uvloop
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(main(sys.argv[1]))
+        runner.run(main(sys.argv[1], relays_ids="ids" in sys.argv[2:]))

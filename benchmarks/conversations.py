@@ -6,8 +6,9 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -90,22 +91,37 @@ async def connect(port: int) -> HttpClient:
     return client
 
 
-def read_pages() -> Iterator[str]:
-    """Pages of the source files of Python's standard library, without end."""
+async def open_session(port: int, admin_key: str) -> tuple[HttpClient, str]:
+    """A connection, and the key of a new session where the server has sessions."""
+    client, key = await connect(port), "none"
+    if admin_key:
+        key = orjson.loads((await client.post("/sessions", b"{}", admin_key)).body)["api_key"]
+    return client, key
+
+
+@cache
+def all_pages() -> Sequence[str]:
+    """Pages of the source files of Python's standard library."""
     files = sorted(Path(json.__file__).parent.parent.glob("*.py"))
+    texts = [file.read_text(encoding="utf-8", errors="replace") for file in files]
+    return [text[start : start + PAGE] for text in texts for start in range(0, len(text) - PAGE, PAGE)]
+
+
+def read_pages(*, skip: int = 0) -> Iterator[str]:
+    """Pages without end, from the one of number `skip`."""
+    pages = all_pages()
     while True:
-        for file in files:
-            text = file.read_text(encoding="utf-8", errors="replace")
-            yield from (text[start : start + PAGE] for start in range(0, len(text) - PAGE, PAGE))
+        yield pages[skip % len(pages)]
+        skip += 1
 
 
 class Agent:
     """A conversation as the bytes of its request: the client appends to them, so that it costs the same at every
     turn."""
 
-    def __init__(self, pages: Iterator[str]) -> None:
+    def __init__(self, pages: Iterator[str], *, opening: str = RULES * 60) -> None:
         self._pages = pages
-        system = {"role": "system", "content": RULES * 60}
+        system = {"role": "system", "content": opening}
         user = {"role": "user", "content": "The sum is off in the last bit. Find out why."}
         self._messages = b'{"messages":[' + orjson.dumps(system) + b"," + orjson.dumps(user)
         self._tail = b'],"model":"m","tools":[' + orjson.dumps({"type": "function", "function": TOOL}) + b"]"

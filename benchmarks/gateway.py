@@ -14,8 +14,6 @@ import json
 import os
 import secrets
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -27,26 +25,23 @@ from typing import Any
 
 import orjson
 
-from benchmarks import ROOT, Report, parser_for, print_reports
+from benchmarks import Report, parser_for, print_reports
 from benchmarks.conversations import (
-    ANSWER,
-    ANSWER_END,
     PATH,
     Agent,
     HttpClient,
-    connect,
     message_from_answer,
     message_from_stream,
+    open_session,
     read_pages,
 )
-from tokentrue.errors import ConfigError
+from benchmarks.servers import ServerProcess, bench_model, others_cpu_s, standin_settings
 
 # Conversations up to this turn are played by more agents than longer ones, which take most of the time.
 SHORT, LONG_AGENTS = 32, 2
 WINDOW = 4  # turns on either side of a mark that count for it
 QUIET = 0.1  # cores that other processes may keep busy before the figures are doubtful
 CONCURRENT_AGENTS, CONCURRENT_TURNS = 64, 12
-ADMIN_KEY = "TOKENTRUE_ADMIN_KEY"
 
 
 @dataclass(slots=True)
@@ -74,68 +69,6 @@ def run(*, quick: bool = False, settings: Sequence[str] = ()) -> list[Report]:
     return [report_latency(figures, marks, tokens, note), report_first_byte(figures), report_throughput(figures)]
 
 
-def bench_model() -> str:
-    """A real tokenizer where `TOKENTRUE_BENCH_MODEL` names one; else the small model that ships with the package."""
-    from tokentrue.environments import SMALL_MODEL
-
-    chosen = os.environ.get("TOKENTRUE_BENCH_MODEL") or str(Path(".cache/parts/tokenizers/qwen3"))
-    return chosen if Path(chosen, "tokenizer.json").exists() else str(SMALL_MODEL)
-
-
-def standin_settings(model: str, **more: Any) -> dict[str, Any]:
-    """The stand-in's answer, as ids of this model's tokenizer."""
-    from tokentrue.renderers import load_renderer
-
-    renderer = load_renderer(model)
-    digits = [renderer.encode_sampled(digit)[-1] for digit in "0123456789"]
-    tail = [*renderer.encode_sampled(ANSWER_END), renderer.stop_token_ids[0]]
-    call = {
-        "id": "call_1",
-        "type": "function",
-        "function": {"name": "read", "arguments": '{"path": "src/module_1000001.py"}'},
-    }
-    message = {"role": "assistant", "content": "Reading on.", "tool_calls": [call]}
-    chat = {
-        "id": "x",
-        "object": "chat.completion",
-        "created": 0,
-        "model": "m",
-        "choices": [{"index": 0, "message": message}],
-    }
-    return {"head": list(renderer.encode_sampled(ANSWER)), "digits": digits, "tail": tail, "chat": chat, **more}
-
-
-class ServerProcess:
-    """A process that prints where it listens."""
-
-    def __init__(self, *command: str, admin_key: str = "") -> None:
-        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-        env = {**os.environ, "PYTHONPATH": path, ADMIN_KEY: admin_key}
-        arguments = [sys.executable, "-m", *command]
-        self.process = subprocess.Popen(
-            arguments, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env
-        )
-        self.admin_key = admin_key
-        assert self.process.stdout is not None
-        first = self.process.stdout.readline()
-        if not first:
-            raise ConfigError(f"{command[0]} did not start; run `python -m {' '.join(command)}` to see why")
-        self.port = int(first) if first.strip().isdigit() else int(first.split()[3].rpartition(":")[2])
-
-    def cpu_s(self) -> float:
-        """On-CPU time of all its threads and, of a gateway, of its child that serves."""
-        tasks = Path(f"/proc/{self.process.pid}/task")
-        children = [pid for task in tasks.iterdir() for pid in (task / "children").read_text().split()]
-        tasks = [task for pid in (self.process.pid, *children) for task in Path(f"/proc/{pid}/task").iterdir()]
-        return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
-
-    def stop(self) -> None:
-        self.process.terminate()
-        self.process.wait()
-        if self.process.stdout is not None:
-            self.process.stdout.close()
-
-
 @contextmanager
 def start_servers(folder: Path, settings: Sequence[str]) -> Iterator[dict[str, ServerProcess]]:
     """The engine stand-in, the proxy, the gateway, and a second gateway with `settings` where any are given."""
@@ -156,13 +89,6 @@ def start_servers(folder: Path, settings: Sequence[str]) -> Iterator[dict[str, S
     finally:
         for server in servers.values():
             server.stop()
-
-
-def others_cpu_s(servers: dict[str, ServerProcess]) -> float:
-    """CPU seconds of everything on this machine but the benchmark."""
-    fields = [int(value) for value in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
-    used = sum(fields[:3] + fields[5:8]) / os.sysconf("SC_CLK_TCK")
-    return used - time.process_time() - sum(server.cpu_s() for server in servers.values())
 
 
 async def measure(
@@ -194,10 +120,7 @@ class Conversation:
 
 
 async def open_conversation(server: ServerProcess) -> Conversation:
-    client = await connect(server.port)
-    key = ""
-    if server.admin_key:
-        key = orjson.loads((await client.post("/sessions", b"{}", server.admin_key)).body)["api_key"]
+    client, key = await open_session(server.port, server.admin_key)
     return Conversation(client=client, key=key, agent=Agent(read_pages()))
 
 

@@ -1,9 +1,10 @@
-"""An engine stand-in that answers at once: SGLang's /generate wire format over bare asyncio, in a process of its own.
+"""An engine stand-in over bare asyncio, in its own process: SGLang's /generate, and chat completions with vLLM's
+`return_token_ids`.
 
-It only counts the prompt's ids, so that a benchmark sees what stands before it. Every answer carries a running number,
-so that a load test can tell each generation from every other. `fails` and `hangs` are shares of calls;
-`/v1/chat/completions` answers a bare
-proxy with as many bytes. Run: `python -m benchmarks.standin SETTINGS.json`; it prints its port.
+It answers at once, or at `token_delay_s` a token in pieces of `piece` tokens. It only counts the prompt's ids, so that
+a benchmark sees what is in front of it. Every answer carries a running number, so that a load test can tell each
+generation from every other. `fails` and `hangs` are shares of calls.
+Run: `python -m benchmarks.standin SETTINGS.json`; it prints its port.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ import asyncio
 import json
 import random
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import httptools
-import orjson
 
 LOGPROB = -0.6931471805599453
 
@@ -27,6 +28,7 @@ class Answer(NamedTuple):
     ids: list[int]
     before: bytes
     behind: bytes
+    number: int = 0
 
     def whole(self, prompt_tokens: int) -> bytes:
         return b"%b%d%b" % (self.before, prompt_tokens, self.behind)
@@ -39,8 +41,7 @@ class StandIn:
         self.head, self.digits, self.tail = settings["head"], settings["digits"], settings["tail"]
         self.fails, self.hangs = settings.get("fails", 0.0), settings.get("hangs", 0.0)
         self.hang_s, self.delay_s = settings.get("hang_s", 3600.0), settings.get("delay_s", 0.0)
-        self.token_delay_s = settings.get("token_delay_s", 0.0)
-        self.chat = orjson.dumps(settings.get("chat", {}))
+        self.token_delay_s, self.piece = settings.get("token_delay_s", 0.0), settings.get("piece", 1)
         self.random = random.Random(settings.get("seed", 0))
         self.number = settings.get("first", 10**6)
         self.prompts = Prompts()
@@ -49,7 +50,7 @@ class StandIn:
         self.make_ready()
 
     def make_ready(self) -> None:
-        """The next answer, while nobody waits for it: whoever is measured must not wait for our JSON."""
+        """The next answer, while nobody waits for it: what is measured must not wait for our JSON."""
         if not self._ready:
             self._ready.append(self._answer())
 
@@ -59,27 +60,69 @@ class StandIn:
     def _answer(self) -> Answer:
         self.number += 1
         ids = [*self.head, *(self.digits[int(digit)] for digit in str(self.number)), *self.tail]
-        return Answer(ids, *self._event(ids, sampled=len(ids), last=True))
+        return Answer(ids, *self._event(ids, sampled=len(ids), last=True), number=self.number)
 
-    def token(self, answer: Answer, count: int, prompt_tokens: int) -> bytes:
-        """The event of the `count`th token of a stream."""
-        new = answer.ids[count - 1 : count]
-        return Answer(new, *self._event(new, sampled=count, last=count == len(answer.ids))).whole(prompt_tokens)
+    def piece_of(self, answer: Answer, first: int, last: int, prompt_tokens: int) -> bytes:
+        """The event of the tokens from `first` to `last` of a stream."""
+        new = answer.ids[first:last]
+        return Answer(new, *self._event(new, sampled=last, last=last == len(answer.ids))).whole(prompt_tokens)
+
+    def chat(self, answer: Answer, prompt_ids: bytes | None) -> bytes:
+        """A whole chat completion; with ids and log-probabilities where `prompt_ids` are given."""
+        call = b'{"id":"call_%d","type":"function","function":%b}' % (answer.number, CALL % answer.number)
+        message = b'{"role":"assistant","content":"Reading on.","reasoning_content":"%b","tool_calls":[%b]}'
+        text = b"compare the numbers " * (len(answer.ids) // 4)
+        ids = b"" if prompt_ids is None else b',"prompt_token_ids":[%b]' % prompt_ids
+        choice = b'{"index":0,"message":%b,"finish_reason":"tool_calls"%b}'
+        shown = choice % (message % (text, call), self._chat_ids(answer.ids, is_shown=prompt_ids is not None))
+        return b'{"id":"chat-%d","object":"chat.completion",%b,"choices":[%b],"usage":%b%b}' % (
+            answer.number, MADE, shown, USAGE % len(answer.ids), ids,
+        )  # fmt: skip
+
+    def chat_piece(self, answer: Answer, first: int, last: int, prompt_ids: bytes | None) -> bytes:
+        """One chunk of a streamed chat completion; the last one has the call."""
+        new = answer.ids[first:last]
+        is_last = last == len(answer.ids)
+        role = b'"role":"assistant",' if first == 0 else b""
+        delta = b'{%b"reasoning_content":"%b"}' % (role, b" number" * len(new))
+        if is_last:
+            function = CALL % answer.number
+            delta = b'{"tool_calls":[{"index":0,"id":"call_%d","type":"function","function":%b}]}' % (
+                answer.number, function,
+            )  # fmt: skip
+        ids = b',"prompt_token_ids":[%b]' % prompt_ids if prompt_ids is not None and first == 0 else b""
+        finish = b'"tool_calls"' if is_last else b"null"
+        shown = self._chat_ids(new, is_shown=prompt_ids is not None)
+        choice = b'{"index":0,"delta":%b,"finish_reason":%b%b}' % (delta, finish, shown)
+        return b'{"id":"chat-%d","object":"chat.completion.chunk",%b,"choices":[%b]%b}' % (
+            answer.number, MADE, choice, ids,
+        )  # fmt: skip
+
+    def _chat_ids(self, ids: list[int], *, is_shown: bool) -> bytes:
+        if not is_shown:
+            return b""
+        rows = b",".join(
+            b'{"token":"token_id:%d","logprob":%r,"bytes":null,"top_logprobs":[]}' % (i, LOGPROB) for i in ids
+        )
+        return b',"token_ids":[%b],"logprobs":{"content":[%b]}' % (b",".join(b"%d" % i for i in ids), rows)
 
     def _event(self, new: list[int], *, sampled: int, last: bool) -> tuple[bytes, bytes]:
-        """`new` are the last of `sampled` tokens; what stands before the count of the prompt's ids, and behind it."""
+        """`new` are the last of `sampled` tokens; the bytes before the count of the prompt's ids, and after it."""
         finish = b'{"type":"stop","matched":%d}' % new[-1] if last else b"null"
         rows = b",".join([self._rows[token] for token in new])
         return BEFORE % b",".join([b"%d" % token for token in new]), BEHIND % (sampled, rows, finish)
 
 
+MADE = b'"created":0,"model":"m"'
+CALL = rb'{"name":"read","arguments":"{\"path\": \"src/module_%d.py\"}"}'
+USAGE = b'{"prompt_tokens":1,"completion_tokens":%d,"total_tokens":1}'
 BEFORE = b'{"text":"","output_ids":[%b],"meta_info":{"id":"x","prompt_tokens":'
 BEHIND = b',"completion_tokens":%d,"weight_version":"1","output_token_logprobs":[%b],"finish_reason":%b}}'
 
 
 class Prompts:
     """Counts the ids of a prompt, so that a gateway can check that every one arrived. An engine has the beginning of a
-    conversation in its cache, and one that answers at once must not count it anew."""
+    conversation in its cache, and one that answers at once must not count it again."""
 
     def __init__(self) -> None:
         self._seen: dict[
@@ -89,7 +132,7 @@ class Prompts:
     def count(self, body: bytes) -> int:
         end = body.rfind(b'],"sampling_params":')
         if end < 0:
-            raise ValueError("input_ids and sampling_params were expected one behind the other")
+            raise ValueError("input_ids and sampling_params were expected one after the other")
         session = body[end:].partition(b'"routing_key":"')[2][:32]
         known, known_end, count = self._seen.get(session, (b"", 0, 1))
         if not body.startswith(memoryview(known)[:known_end]):
@@ -98,6 +141,11 @@ class Prompts:
         if session:
             self._seen[session] = (body, end, count)
         return count
+
+
+def has_flag(body: bytes, name: bytes) -> bool:
+    """Whether a request says `name` is true, written with or without a space."""
+    return b'"%b":true' % name in body or b'"%b": true' % name in body
 
 
 class Door(asyncio.Protocol):
@@ -147,17 +195,31 @@ class Door(asyncio.Protocol):
         self._transport.write(head + body)
 
     async def _chat(self, body: bytes) -> None:
-        if b'"stream":true' not in body[-4096:] and b'"stream":true' not in body[:4096]:
-            self._answer(self._engine.chat)
-            return
-        self._start_events()
-        for count in range(1, len(self._engine.head) + 7 + len(self._engine.tail) + 1):
-            self._event(
-                b'{"choices":[{"index":0,"delta":{"content":"x"},"finish_reason":null}],"id":"x","object":"chat.completion.chunk"}'
-            )
-            if count == 1:
+        engine, answer = self._engine, self._engine.next()
+        # About four characters a token; which ids they are is no matter to a proxy.
+        ids = (b"%d," % engine.digits[0] * (len(body) // 4))[:-1] if has_flag(body, b"return_token_ids") else None
+        if has_flag(body, b"stream"):
+            self._start_events()
+            async for first, last in self._pieces(len(answer.ids)):
+                self._event(engine.chat_piece(answer, first, last, ids))
+            self._end_events()
+        else:
+            await asyncio.sleep(len(answer.ids) * engine.token_delay_s)
+            self._answer(engine.chat(answer, ids))
+        asyncio.get_running_loop().call_soon(engine.make_ready)
+
+    async def _pieces(self, count: int) -> AsyncIterator[tuple[int, int]]:
+        """Positions of the pieces of `count` tokens, each when an engine would have sampled it."""
+        loop, delay = asyncio.get_running_loop(), self._engine.token_delay_s
+        began = loop.time()
+        for first in range(0, count, self._engine.piece):
+            last = min(first + self._engine.piece, count)
+            if delay:
+                # What is late catches up: the pace is that of the whole answer.
+                await asyncio.sleep(max(delay / 2, began + last * delay - loop.time()))
+            yield first, last
+            if first == 0:
                 await asyncio.sleep(0)  # an engine sends its first token before it has the second
-        self._end_events()
 
     async def _generate(self, body: bytes) -> None:
         engine = self._engine
@@ -170,21 +232,15 @@ class Door(asyncio.Protocol):
         if engine.delay_s:
             await asyncio.sleep(engine.delay_s)
         answer, prompt_tokens = engine.next(), engine.prompts.count(body)
-        if b'"stream":true' not in body[-2048:]:
-            self._answer(answer.whole(prompt_tokens))
+        if b'"stream":true' in body[-2048:]:
+            self._start_events()
+            async for first, last in self._pieces(len(answer.ids)):
+                self._event(engine.piece_of(answer, first, last, prompt_tokens))
+            self._end_events()
         else:
-            await self._stream(answer, prompt_tokens)
+            await asyncio.sleep(len(answer.ids) * engine.token_delay_s)
+            self._answer(answer.whole(prompt_tokens))
         asyncio.get_running_loop().call_soon(engine.make_ready)
-
-    async def _stream(self, answer: Answer, prompt_tokens: int) -> None:
-        self._start_events()
-        for count in range(1, len(answer.ids) + 1):
-            if self._engine.token_delay_s:
-                await asyncio.sleep(self._engine.token_delay_s)
-            self._event(self._engine.token(answer, count, prompt_tokens))
-            if count == 1:
-                await asyncio.sleep(0)
-        self._end_events()
 
     def _start_events(self) -> None:
         self._transport.write(

@@ -1,11 +1,19 @@
-"""Which values of a parameter `make test` tries; the others are marked slow and run by `make test-slow`."""
+"""What `make test` tries of a test with many values or examples, and what `make test-slow` tries."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import pytest
+
+IS_THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"  # as `make test-slow` sets it
+
+
+def examples(count: int) -> int:
+    """How many examples a property gets: `count` in `make test-slow`, a fifth of it in `make test`."""
+    return count if IS_THOROUGH else max(10, count // 5)
 
 
 def slow_except(fast: Collection[str], values: Iterable[Any], *, name: Callable[[Any], str] = str) -> list[Any]:

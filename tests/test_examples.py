@@ -66,6 +66,7 @@ def test_alone(name: str, play: Callable[..., str]) -> None:
     assert ALONE[name] in play(name)
 
 
+@pytest.mark.slow  # tests/gateway/test_mini_swe_agent.py has the agent itself
 def test_mini_swe_agent(tmp_path: Path, play: Callable[..., str]) -> None:
     turns = [bash("echo 4 > sum.txt", "Two and two."), bash("echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")]
     server = scripted_server(tmp_path, turns, admin_key=KEY)

@@ -190,7 +190,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_no_call_prints_a_traceback(
     seed: int, files: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -223,6 +222,7 @@ def test_a_defect_is_one_line_and_a_file(monkeypatch: pytest.MonkeyPatch, capsys
         run("audit", ["x"])
 
 
+@pytest.mark.slow
 def test_few_steps_of_the_demo_are_not_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("demo", ["--steps", "1", "--tasks", "1", "--heldout", "1", "--out", str(tmp_path / "demo")]) == 0
     said = capsys.readouterr().out
@@ -286,14 +286,12 @@ def test_counted_nouns() -> None:
     "arguments", [["-c", "import tokentrue"], ["-m", "tokentrue", "--help"], ["-m", "experiments", "list"]]
 )
 def test_quick_starts_load_neither_torch_nor_transformers(arguments: list[str]) -> None:
-    """Under one second of processor time; what would make it slow is named."""
-    began = time.perf_counter()
+    """What would make them slow is named."""
     done = subprocess.run([sys.executable, "-X", "importtime", *arguments], capture_output=True, text=True, timeout=120)
     loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert done.returncode == 0 and not loaded & {"torch", "transformers", "pyarrow", "starlette"}, json.dumps(
         sorted(loaded)[:5]
     )
-    assert time.perf_counter() - began < 20
 
 
 def test_rollouts_that_sampled_nothing_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

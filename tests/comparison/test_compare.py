@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import tokentrue as tt
 from tests import parts
+from tests.marks import examples
 from tokentrue.comparison.alignment import LIMIT, align
 
 START, END, THINK, CALL = 100, 101, 102, 103  # <|im_start|> <|im_end|> <think> <tool_call>
@@ -96,7 +97,7 @@ def test_compare_is_a_function_whatever_was_imported_before() -> None:
     assert tt.Mismatch is tokentrue.comparison.Mismatch
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.lists(st.integers(0, 4), max_size=30), st.lists(st.integers(0, 4), max_size=30))
 def test_alignment_is_a_shortest_edit_script(left: list[int], right: list[int]) -> None:
     pairs = align(left, right)
@@ -122,7 +123,7 @@ def test_too_many_differences_are_all_reported() -> None:
     assert len(align(left, right)) == len(left) + len(right)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.data())
 def test_every_change_to_a_record_is_found(data: st.DataObject) -> None:
     place = data.draw(st.integers(0, len(CHAT) - 1))

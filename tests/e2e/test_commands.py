@@ -105,7 +105,7 @@ def losses(text: str) -> list[dict[str, object]]:
     ]
 
 
-@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("lag", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_live_training_run_resumes_bit_for_bit(tmp_path: Path, capsys: pytest.CaptureFixture[str], lag: int) -> None:
     settings = (*TRAIN, "--set", f"train.lag={lag}", "--set", "train.steps=3")
     assert command("train", ["--out", str(tmp_path / "whole"), *settings]) == 0
@@ -123,6 +123,7 @@ def test_a_live_training_run_resumes_bit_for_bit(tmp_path: Path, capsys: pytest.
     assert a.read_bytes() == b.read_bytes()
 
 
+@pytest.mark.slow
 def test_a_run_leaves_its_weights_and_can_be_made_longer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sets = ("rollout.tasks=2", "rollout.group_size=3")
     options = tuple(part for text in sets for part in ("--set", text))
@@ -157,7 +158,7 @@ def test_training_from_a_file_of_samples(tmp_path: Path, capsys: pytest.CaptureF
     assert found[1]["exact_compared"] == 0 and found[1]["staleness_max"] == 1
 
 
-@pytest.mark.parametrize("name", ["shop", "ledger"])
+@pytest.mark.parametrize("name", ["shop", pytest.param("ledger", marks=pytest.mark.slow)])
 def test_the_other_environments_are_covered_too(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     assert rollout(tmp_path, "--set", f"rollout.environment={name}") == 0
     summary = json.loads(capsys.readouterr().out)

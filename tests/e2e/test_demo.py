@@ -33,7 +33,6 @@ def test_every_token_is_covered_and_no_bit_differs(first: tuple[DemoResult, Path
     assert result.failed == 0 and result.rollouts == 2 * 3 * 8
     assert result.sampled == result.trained == result.compared > 1000
     assert result.differing == 0
-    assert result.publish_ms < 2000  # a sanity bound on a busy machine; the figure itself is printed
 
 
 def test_what_it_leaves_behind_can_be_checked_by_others(first: tuple[DemoResult, Path]) -> None:
@@ -49,6 +48,7 @@ def test_what_it_leaves_behind_can_be_checked_by_others(first: tuple[DemoResult,
     assert [row["policy_version"] for row in rows] == [1, 2]
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_bits_over_http_whatever_the_timing(
     first: tuple[DemoResult, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.marks import examples
 from tokentrue.engine.sample import GOLDEN, MASK, child_seed, gumbel, mix, stream_key
 from tokentrue.engine.scheduling.blocks import BlockPool, block_hash
 from tokentrue.engine.scheduling.request import Phase, Request, Sampled, spans_of
@@ -46,7 +47,7 @@ def test_nothing_has_a_name_after_forget() -> None:
     assert pool.share(b"x") is None and pool.num_used == 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.integers(0, 10**6))
 def test_any_schedule_serves_everyone_and_loses_no_block(seed: int) -> None:
     """Random arrivals into a cache too small for all; a fake model that only appends tokens."""

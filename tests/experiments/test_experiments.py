@@ -26,6 +26,7 @@ from experiments.rewriting import (
 )
 from experiments.routing import routing_flips
 from experiments.sources import quantise, rollout_weights
+from tests.marks import slow_except
 from tokentrue.environments import SMALL_MODEL
 from tokentrue.errors import ConfigError
 from tokentrue.types import Certificate, Sample
@@ -33,12 +34,7 @@ from tokentrue.types import Certificate, Sample
 pytestmark = pytest.mark.timeout(280)
 
 
-LONGER = ("pretrained", "thresholds", "regimes", "routing-replay")  # run by `make test-slow`
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in LONGER else ()) for name in EXPERIMENTS]
-)
+@pytest.mark.parametrize("name", slow_except({"retokenize"}, EXPERIMENTS))
 def test_quick_runs_end_with_a_table(name: str, tmp_path: Path) -> None:
     table = run_experiment(name, Scale(), quick=True, out=tmp_path)
     assert not [row for row in table.rows if "stopped" in row[0]]
@@ -159,6 +155,7 @@ def save_mixture(folder: Path) -> None:
     Qwen3MoeForCausalLM(config).save_pretrained(folder)
 
 
+@pytest.mark.slow
 def test_a_mixture_is_exact_through_training_and_its_routing_flips_with_other_weights(tmp_path: Path) -> None:
     """Made on the spot: engine and trainer agree in every bit over updates, and a rounded router chooses other
     experts."""
@@ -173,6 +170,7 @@ def test_a_mixture_is_exact_through_training_and_its_routing_flips_with_other_we
     assert all(row["exact_compared"] > 50 and row["exact_differing"] == 0 for row in found["rows"])
 
 
+@pytest.mark.slow
 def test_replayed_experts_shrink_the_mismatch_of_a_mixture(tmp_path: Path) -> None:
     """int8 rollouts send tokens to other experts than the trainer's router; with the engine's choice replayed less is
     left."""
@@ -186,6 +184,7 @@ def test_replayed_experts_shrink_the_mismatch_of_a_mixture(tmp_path: Path) -> No
     assert replayed["mismatch/k3"] < own["mismatch/k3"]
 
 
+@pytest.mark.slow
 def test_an_unmerged_adapter_keeps_every_bit_and_a_merged_one_does_not() -> None:
     """Two steps, so that the adapter is not 0 any more. The engine is lent by a run that left other weights in it."""
     from experiments.arms import Engines
@@ -237,6 +236,7 @@ def test_compact_is_what_json_stringify_writes() -> None:
     assert compact("not json") == "not json"
 
 
+@pytest.mark.slow
 def test_pretrained_arms_run_in_16_bit_and_a_forgotten_mask_shows(tmp_path: Path) -> None:
     """The shipped model stands in: an exact arm in bfloat16, and top-p with and without the kept ids."""
     from experiments.pretrained import arms

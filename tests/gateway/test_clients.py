@@ -258,7 +258,7 @@ def test_litellm(server: Server, streamed: bool, monkeypatch: pytest.MonkeyPatch
 
 
 @STREAMED
-@pytest.mark.parametrize("api", ["chat", "responses"])
+@pytest.mark.parametrize("api", [pytest.param("chat", marks=pytest.mark.slow), "responses"])
 def test_openai_agents(server: Server, streamed: bool, api: str) -> None:
     agents = pytest.importorskip("agents")
     from openai import AsyncOpenAI

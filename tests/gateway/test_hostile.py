@@ -300,6 +300,7 @@ async def test_other_sessions_are_out_of_reach() -> None:
     await app.close()
 
 
+@pytest.mark.slow
 def test_schemathesis(tmp_path: Path) -> None:
     """Generated requests for every documented operation: documented statuses, valid JSON, no server error."""
     server = scripted_server(

@@ -15,6 +15,7 @@ from msgspec import Raw
 
 from tests.gateway.inside import ask, gateway, new_session
 from tests.gateway.world import call, renderer
+from tests.marks import examples
 from tokentrue.errors import InputError
 from tokentrue.gateway.dialects import Anthropic, Dialect, Google, OpenAIChat, OpenAIResponses, ReasoningSigner
 from tokentrue.gateway.message_cache import CacheBudget, MessageCache
@@ -99,7 +100,7 @@ def parse(cache: MessageCache, dialect: Dialect, items: list[bytes]) -> Any:
 
 
 @pytest.mark.parametrize("name", ITEMS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(data=st.data())
 def test_messages_are_the_same_with_and_without_the_cache(name: str, data: st.DataObject) -> None:
     dialect, item = ITEMS[name]

@@ -94,8 +94,15 @@ async def world(engine: str, folder: Any) -> AsyncIterator[World]:
             yield World(url, app, lambda: adapter.publish(changed(model), version=2), stops=True)
 
 
-@pytest.mark.parametrize("engine", ["exact", "sglang"])
-@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(
+    ("engine", "stream"),
+    [
+        ("exact", True),
+        ("sglang", True),
+        pytest.param("exact", False, marks=pytest.mark.slow),
+        pytest.param("sglang", False, marks=pytest.mark.slow),
+    ],
+)
 async def test_one_answer_two_policy_versions(engine: str, stream: bool, tmp_path: Any) -> None:
     async with world(engine, tmp_path) as at:
         made = await at.admin("/sessions")

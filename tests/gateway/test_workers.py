@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gateway import standin_settings
+from benchmarks.servers import standin_settings
 from tests.gateway.inside import gateway
 from tests.gateway.world import ROOT, Made, Server, model_dir, wait_until
 from tokentrue.gateway import owner_of

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.marks import examples
 from tests.mismatch.batches import Batch, make
 from tokentrue.errors import InputError
 from tokentrue.mismatch import PRESETS, Correction, Metrics, Reject, Staleness, Veto, Weights, correct, diagnose
@@ -20,7 +21,7 @@ from tokentrue.mismatch.exact_sums import as_float, exact_total, exact_totals
 
 seeds = st.integers(0, 10**6)
 bounds = st.floats(1e-4, 5)
-quick = settings(max_examples=40, deadline=None)
+quick = settings(max_examples=examples(40), deadline=None)
 
 
 @quick

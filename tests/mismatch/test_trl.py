@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests.marks import examples
 from tests.mismatch.batches import Batch, make
 from tokentrue.mismatch import Correction, LossConfig, OffPolicyMask, Penalty, correct, policy_loss
 
-BATCHES = 1000
+BATCHES = examples(1000)
+pytestmark = pytest.mark.thorough
 CLOSE = {"atol": 1e-6, "rtol": 1e-6}
 MODES = list(
     itertools.product(["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"], [(None, 3.0), (0.5, 2.0)])
@@ -25,7 +27,7 @@ def config_of(mode: str, bounds: tuple[float | None, float]) -> dict[str, Any]:
     return {f"vllm_importance_sampling_{key}": value for key, value in names.items()}
 
 
-def test_importance_ratios_on_a_thousand_batches(trl: SimpleNamespace) -> None:
+def test_importance_ratios_on_many_batches(trl: SimpleNamespace) -> None:
     for seed, (mode, bounds) in zip(range(BATCHES), itertools.cycle(MODES), strict=False):
         batch = make(seed)
         want = trl.ratio(
@@ -58,7 +60,7 @@ LOSSES = [
 ]  # fmt: skip
 
 
-def test_losses_and_gradients_on_a_thousand_batches(trl: SimpleNamespace) -> None:
+def test_losses_and_gradients_on_many_batches(trl: SimpleNamespace) -> None:
     """With its default correction, the off-policy mask, and the unbiased KL penalty of DeepSeek-V3.2 at token level."""
     for seed, (theirs, mine) in zip(range(BATCHES), itertools.cycle(LOSSES), strict=False):
         batch = make(seed, empty_rows=False, sequence_advantages=True)

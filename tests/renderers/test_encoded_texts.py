@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
+from tests.marks import examples
 from tokentrue.environments import SMALL_MODEL
 from tokentrue.renderers.codec.codec import Codec
 from tokentrue.renderers.codec.encoded_texts import EncodedTexts
@@ -22,7 +23,7 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.from_file(str(SMALL_MODEL / "tokenizer.json"))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(texts=st.lists(TEXT, min_size=1, max_size=20), limit=st.sampled_from([0, 400, 1200, 1 << 20]))
 def test_ids_are_the_same_with_and_without_the_cache(tokenizer: Tokenizer, texts: list[str], limit: int) -> None:
     cached, plain = Codec(tokenizer), Codec(tokenizer)

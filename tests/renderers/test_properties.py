@@ -16,11 +16,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import tokentrue as tt
+from tests.marks import examples
 from tests.renderers.talk import TOOLS, loaded, result, says, stop_id, user
 from tokentrue.renderers import Renderer
 from tokentrue.types import Ended
 
-CASES = int(os.environ.get("TOKENTRUE_CASES", "60"))
+CASES = int(os.environ.get("TOKENTRUE_CASES", examples(60)))
 many = settings(
     max_examples=CASES, deadline=None, suppress_health_check=list(HealthCheck), database=None, print_blob=True
 )

@@ -16,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.marks import examples
 from tests.train.rows import groups_for, small_model
 from tokentrue.errors import InputError
 from tokentrue.mismatch import Correction, LossConfig, Penalty, Reject, Weights, loss_named, policy_loss
@@ -107,7 +108,7 @@ def test_updates_and_weights_after_a_step_are_those_of_one_row_per_session(
     assert moved > 1e-4 and apart < 0.02 * moved  # AdamW's first steps divide tiny gradients by their own size
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     st.lists(st.integers(1, 6), min_size=6, max_size=6),
     st.integers(1, 8),

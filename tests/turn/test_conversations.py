@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 import tokentrue as tt
+from tests.marks import examples
 from tests.turn.letters import Letters, sampled
 from tests.turn.world import Engine
 from tokentrue.nesting import MAX_DEPTH
@@ -125,7 +126,11 @@ class ReaderOnAndOff(RuleBasedStateMachine):
 
 TestReaderOnAndOff = ReaderOnAndOff.TestCase
 TestReaderOnAndOff.settings = settings(
-    max_examples=150, stateful_step_count=12, deadline=None, suppress_health_check=list(HealthCheck), database=None
+    max_examples=examples(150),
+    stateful_step_count=12,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    database=None,
 )
 
 
@@ -139,7 +144,7 @@ POOL: list[Any] = [
 ]
 
 
-@settings(max_examples=300, deadline=None, database=None)
+@settings(max_examples=examples(300), deadline=None, database=None)
 @given(st.lists(st.lists(st.sampled_from(range(len(POOL))), min_size=1, max_size=7), min_size=2, max_size=5))
 def test_a_conversation_is_read_the_same_after_any_other(requests: list[list[int]]) -> None:
     kept, plain = ConversationReader(), ConversationReader(0)
@@ -231,7 +236,7 @@ SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False,
 JSON = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3))
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+@settings(max_examples=examples(200), deadline=None, suppress_health_check=list(HealthCheck), database=None)
 @given(completions(), TEXT, JSON, JSON)
 def test_whatever_is_acknowledged_comes_back_bit_for_bit(
     completion: Completion, text: str, extra: Any, tool: Any

@@ -23,13 +23,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 import tokentrue as tt
+from tests.marks import examples
 from tests.turn.letters import Letters, sampled
 from tests.turn.world import Engine
 from tokentrue.samples import audit, sample_from_json, sample_to_json
 from tokentrue.sessions import Journal
 from tokentrue.types import Finish, TurnRequest
 
-RUNS = int(os.environ.get("TOKENTRUE_STATEFUL_RUNS", "400"))
+RUNS = int(os.environ.get("TOKENTRUE_STATEFUL_RUNS", examples(400)))
 LOSSES = ("none", "reasoning", "inline", "ids", "arguments", "parts", "spaces", "extras", "all")
 TOOLS = ({"type": "function", "function": {"name": "f"}}, {"type": "function", "function": {"name": "g"}})
 
@@ -313,5 +314,9 @@ def close_the_store() -> Iterator[None]:
 
 TestConversations = pytest.mark.timeout(1200)(Conversations.TestCase)
 TestConversations.settings = settings(
-    max_examples=RUNS, stateful_step_count=10, deadline=None, suppress_health_check=list(HealthCheck), database=None
+    max_examples=RUNS,
+    stateful_step_count=10,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    database=None,
 )

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import tokentrue as tt
 from tests import parts
+from tests.marks import examples
 
 O200K = "446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d"  # the published file's sha256
 
@@ -66,7 +67,9 @@ CALL = st.fixed_dictionaries({"q": WORDS, "n": st.integers(-9, 9)})
 
 
 @settings(
-    max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=examples(80),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(
     analysis=st.lists(WORDS, max_size=2),

@@ -16,6 +16,7 @@ import tokentrue as tt
 from tests import parts
 from tests.contract.subjects import OWN, Subject
 from tests.contract.suite import TOOLS, assert_same
+from tests.marks import examples
 from tests.renderers.parsing.test_parsing import add_up, as_streamed
 from tokentrue.renderers.codec.shield import needs_shield
 from tokentrue.types import Ended, Status
@@ -107,7 +108,7 @@ def _nothing_lost(r: Any, ids: list[int], whole: Any) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=150, **RELAXED)  # type: ignore[arg-type]
+@settings(max_examples=examples(150), **RELAXED)  # type: ignore[arg-type]
 @given(data=st.data())
 def test_any_ids(name: str, data: st.DataObject) -> None:
     check_any_ids(name, data, data.draw(token_ids(name)))
@@ -135,7 +136,7 @@ def call_like(draw: st.DrawFn, name: str) -> list[int]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=90, **RELAXED)  # type: ignore[arg-type]
+@settings(max_examples=examples(90), **RELAXED)  # type: ignore[arg-type]
 @given(data=st.data())
 def test_anything_like_a_call(name: str, data: st.DataObject) -> None:
     check_any_ids(name, data, data.draw(call_like(name)))
@@ -213,7 +214,7 @@ def check_inverts(name: str, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=90, **RELAXED)  # type: ignore[arg-type]
+@settings(max_examples=examples(90), **RELAXED)  # type: ignore[arg-type]
 @given(data=st.data())
 def test_parsing_inverts_what_a_model_writes(name: str, data: st.DataObject) -> None:
     check_inverts(name, data)

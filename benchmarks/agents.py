@@ -1,0 +1,311 @@
+"""What agents feel: `python -m benchmarks.agents`.
+
+*As agents*: N coding agents work through one gateway process, and straight at the same engine stand-in. An opening has
+20,000 to 50,000 tokens, a conversation 31 turns at the median; the engine samples 200 tokens a turn at 50 a second, in
+pieces of 10; each turn has one call and one tool result, after a pause. Streamed and not. `--turns` and `--opening`
+scale it down.
+
+*By turn*: one agent, one request at a time, an engine that answers at once with 150 tokens in 150 events; each turn goes
+to every server, one after the other. Added time is over the engine by itself; CPU time is the kernel's account of the
+server's process. Beside a proxy that does nothing and one that relays ids; `--peer NAME=PYTHON` adds other gateways.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import random
+import secrets
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks import Report, parser_for, print_reports
+from benchmarks.conversations import (
+    PATH,
+    RULES,
+    Agent,
+    HttpClient,
+    message_from_answer,
+    message_from_stream,
+    open_session,
+    read_pages,
+)
+from benchmarks.gateway_peers import PEERS, PeerProcess
+from benchmarks.servers import ServerProcess, bench_model, others_cpu_s, standin_settings
+
+GATEWAY, DIRECT = "tokentrue", "engine alone"
+TOKENS, TOKENS_PER_S, PIECE = 200, 50.0, 10
+EVENTS = 150
+CHARACTERS = 3.6  # of a token, in the pages that agents read
+PAUSE_S = 1.0  # mean time of a tool
+MARKS, WINDOW = (8, 32, 128), 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """`turns` is the median of the agents' turns, `opening` the range of their first prompts, in tokens."""
+
+    turns: int = 31
+    opening: tuple[int, int] = (20_000, 50_000)
+    token_delay_s: float = 1 / TOKENS_PER_S
+    pause_s: float = PAUSE_S
+
+    @property
+    def turn_s(self) -> float:
+        return TOKENS * self.token_delay_s + self.pause_s
+
+    def plan(self, number: int) -> AgentPlan:
+        """The same for an agent of this number, whichever server it works at."""
+        draw = random.Random(number)
+        turns = max(2, round(self.turns * draw.lognormvariate(0.0, 0.5))) if self.turns > 6 else self.turns
+        tokens = draw.randint(*self.opening)
+        pauses = tuple(draw.expovariate(1 / self.pause_s) for _ in range(turns))
+        return AgentPlan(tokens=tokens, pauses_s=pauses, start_s=draw.random() * self.turn_s, skip=draw.randrange(2000))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentPlan:
+    tokens: int
+    pauses_s: Sequence[float]
+    start_s: float  # agents start within the time of one turn
+    skip: int  # pages of other agents
+
+
+@dataclass(slots=True)
+class Felt:
+    """What N agents measured at one server."""
+
+    first_s: list[float] = field(default_factory=list)
+    whole_s: list[float] = field(default_factory=list)
+    agent_s: float = 0.0  # from an agent's first request to its last answer, over all agents
+    cpu_s: float = 0.0
+
+
+# ---- as agents -------------------------------------------------------------------------------------------------------
+async def play_agents(server: ServerProcess, count: int, load: Workload, *, streamed: bool) -> Felt:
+    felt = Felt()
+    before = server.cpu_s()
+    await asyncio.gather(*(play_agent(server, load.plan(n), felt, streamed=streamed) for n in range(count)))
+    felt.cpu_s = server.cpu_s() - before
+    return felt
+
+
+async def play_agent(server: ServerProcess, plan: AgentPlan, felt: Felt, *, streamed: bool) -> None:
+    await asyncio.sleep(plan.start_s)
+    client, key = await open_session(server.port, server.admin_key)
+    pages = read_pages(skip=plan.skip)
+    agent = Agent(pages, opening=opening_text(pages, plan.tokens))
+    began = time.perf_counter()
+    for pause_s in plan.pauses_s:
+        answer = await client.post(PATH, agent.body(streamed=streamed), key)
+        felt.first_s.append(answer.first_s)
+        felt.whole_s.append(answer.whole_s)
+        agent.append(message_from_stream(answer.body) if streamed else message_from_answer(answer.body))
+        await asyncio.sleep(pause_s)
+    felt.agent_s += time.perf_counter() - began
+    client.close()
+
+
+def opening_text(pages: Iterator[str], tokens: int) -> str:
+    """Half of it is the same for all agents, as rules and tools are."""
+    characters = int(tokens * CHARACTERS)
+    text = RULES * (characters // 2 // len(RULES))
+    while len(text) < characters:
+        text += next(pages)
+    return text[:characters]
+
+
+def report_felt(counts: Sequence[int], load: Workload, folder: Path) -> Report:
+    rows: list[Sequence[Any]] = []
+    others = 0.0
+    with engine_and_gateway(folder, sampled=TOKENS, token_delay_s=load.token_delay_s, piece=PIECE) as servers:
+        engine, gateway = servers[DIRECT], servers[GATEWAY]
+        warm = Workload(turns=2, opening=(2_000, 2_000), token_delay_s=load.token_delay_s, pause_s=0.1)
+        asyncio.run(play_agents(gateway, 2, warm, streamed=True))
+        for count, streamed in itertools.product(counts, (True, False)):
+            started, before = time.perf_counter(), others_cpu_s(servers)
+            direct = asyncio.run(play_agents(engine, count, load, streamed=streamed))
+            felt = asyncio.run(play_agents(gateway, count, load, streamed=streamed))
+            others = max(others, (others_cpu_s(servers) - before) / (time.perf_counter() - started))
+            rows.append(felt_row(count, load, direct, felt, streamed=streamed))
+    columns = (
+        "agents",
+        "answers",
+        "turns",
+        "throughput kept %",
+        "added p50 ms",
+        "added p99 ms",
+        "first byte p50 ms",
+        "CPU ms a turn",
+        "one process carries, agents",
+    )
+    low, high = load.opening
+    notes = (
+        f"openings of {low:,} to {high:,} tokens, {load.turns} turns at the median, {TOKENS} tokens a turn at "
+        f"{1 / load.token_delay_s:.0f} a second in pieces of {PIECE}, pauses of {load.pause_s:g} s on average",
+        "kept: time that the agents take at the engine alone ÷ through the gateway; added: over the engine alone",
+        "one process carries: the time of a turn ÷ its CPU time, extrapolated",
+        f"other processes kept up to {others:.2f} of {os.cpu_count()} cores busy",
+    )
+    return Report(title="agents through one gateway process", columns=columns, rows=rows, notes=notes)
+
+
+def felt_row(count: int, load: Workload, direct: Felt, felt: Felt, *, streamed: bool) -> Sequence[Any]:
+    added = [1e3 * (quantile(felt.whole_s, q) - quantile(direct.whole_s, q)) for q in (0.5, 0.99)]
+    first = 1e3 * (quantile(felt.first_s, 0.5) - quantile(direct.first_s, 0.5))
+    cpu_ms = 1e3 * felt.cpu_s / len(felt.whole_s)
+    kept = 100 * direct.agent_s / felt.agent_s
+    carries = round(load.turn_s / (cpu_ms / 1e3))
+    kind = "streamed" if streamed else "whole"
+    return (count, kind, len(felt.whole_s), f"{kept:.1f}", *added, first, cpu_ms, carries)
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(len(ordered) * share))]
+
+
+# ---- by turn ---------------------------------------------------------------------------------------------------------
+@dataclass(slots=True)
+class ByTurn:
+    """Seconds by mark, of one server."""
+
+    whole: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    first: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    cpu: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+
+async def play_turns(
+    servers: Mapping[str, ServerProcess], marks: Sequence[int], figures: Mapping[str, ByTurn], *, streamed: bool
+) -> None:
+    """One conversation. Servers that keep no sessions are asked near the marks alone, with the gateway's own body."""
+    talks: dict[str, tuple[HttpClient, str]] = {
+        name: await open_session(server.port, server.admin_key) for name, server in servers.items()
+    }
+    agent = Agent(read_pages())
+    for turn in range(1, max(marks) + WINDOW + 1):
+        mark = next((each for each in marks if abs(turn - each) <= WINDOW), None)
+        body, said = agent.body(streamed=streamed), b""
+        for name, (client, key) in talks.items():
+            if mark is None and name != GATEWAY and name not in PEERS:
+                continue
+            before = servers[name].cpu_s()
+            answer = await client.post(PATH, body, key)
+            if mark is not None:
+                figures[name].cpu[mark].append(servers[name].cpu_s() - before)
+                figures[name].whole[mark].append(answer.whole_s)
+                figures[name].first[mark].append(answer.first_s)
+            if name == GATEWAY:
+                said = answer.body
+        agent.append(message_from_stream(said) if streamed else message_from_answer(said))
+    for client, _ in talks.values():
+        client.close()
+
+
+def report_turns(marks: Sequence[int], peers: Mapping[str, str], folder: Path, *, rounds: int) -> list[Report]:
+    reports: list[Report] = []
+    with engine_and_gateway(folder, peers=peers, proxies=True, sampled=EVENTS) as servers:
+        for streamed in (False, True):
+            figures = {name: ByTurn() for name in servers}
+            asyncio.run(play_turns(servers, marks[:1], {name: ByTurn() for name in servers}, streamed=streamed))
+            started, before = time.perf_counter(), others_cpu_s(servers)
+            for _ in range(rounds):
+                asyncio.run(play_turns(servers, marks, figures, streamed=streamed))
+            busy = (others_cpu_s(servers) - before) / (time.perf_counter() - started)
+            memory = {name: server.resident_mb() for name, server in servers.items()}
+            reports.append(turns_table(marks, figures, memory, busy, streamed=streamed))
+    return reports
+
+
+def turns_table(
+    marks: Sequence[int], figures: Mapping[str, ByTurn], memory: Mapping[str, float], busy: float, *, streamed: bool
+) -> Report:
+    rows: list[Sequence[Any]] = []
+    direct = figures[DIRECT]
+
+    def medians(values: Mapping[int, list[float]], less: Mapping[int, list[float]] | None = None) -> str:
+        under = {mark: statistics.median(less[mark]) if less else 0.0 for mark in marks}
+        return " / ".join(f"{1e3 * (statistics.median(values[mark]) - under[mark]):.1f}" for mark in marks)
+
+    for name, each in figures.items():
+        if name != DIRECT:
+            first = (medians(each.first, direct.first),) if streamed else ()
+            rows.append((name, medians(each.whole, direct.whole), *first, medians(each.cpu), round(memory[name])))
+    at = " / ".join(map(str, marks))
+    columns = (
+        "server",
+        f"added ms at turn {at}",
+        *(("first byte, added ms",) if streamed else ()),
+        "CPU ms a turn",
+        "resident MB at the end",
+    )
+    kind = f"streamed in {EVENTS} events" if streamed else f"{EVENTS} tokens, not streamed"
+    notes = (
+        f"medians of {len(direct.whole[marks[0]])} turns near each mark; the engine alone takes "
+        f"{medians(direct.whole)} ms" + (f", its first byte {medians(direct.first)} ms" if streamed else ""),
+        f"other processes kept {busy:.2f} of {os.cpu_count()} cores busy",
+    )
+    return Report(title=f"by turn: {kind}", columns=columns, rows=rows, notes=notes)
+
+
+# ---- servers ---------------------------------------------------------------------------------------------------------
+@contextmanager
+def engine_and_gateway(
+    folder: Path, *, peers: Mapping[str, str] | None = None, proxies: bool = False, **settings: Any
+) -> Iterator[dict[str, ServerProcess]]:
+    model, key = bench_model(), secrets.token_hex(16)
+    standin = folder / "standin.json"
+    standin.write_text(json.dumps(standin_settings(model, **settings)))
+    servers: dict[str, ServerProcess] = {}
+    try:
+        servers[DIRECT] = ServerProcess("benchmarks.standin", str(standin))
+        url = f"http://127.0.0.1:{servers[DIRECT].port}"
+        if proxies:
+            servers["proxy"] = ServerProcess("benchmarks.bare_proxy", url)
+            servers["proxy that relays ids"] = ServerProcess("benchmarks.bare_proxy", url, "ids")
+        store = f"sqlite:{folder / secrets.token_hex(4)}.sqlite"
+        flags = ["--engine", "sglang", "--url", url, "--model", model, "--port", "0", "--store", store]
+        servers[GATEWAY] = ServerProcess("tokentrue", "serve", *flags, admin_key=key)
+        for name, python in (peers or {}).items():
+            servers[name] = PeerProcess(name, python, url, folder)
+        yield servers
+    finally:
+        for server in servers.values():
+            server.stop()
+
+
+def main() -> None:
+    parser = parser_for("agents", __doc__ or "")
+    parser.add_argument("--agents", type=int, nargs="*", default=[32, 96], help="how many work at once; none: no table")
+    parser.add_argument("--turns", type=int, default=31, help="turns of an agent, at the median")
+    parser.add_argument("--opening", type=int, nargs=2, default=[20_000, 50_000], help="tokens of first prompts")
+    parser.add_argument("--rounds", type=int, default=3, help="conversations of the tables by turn; 0: no tables")
+    parser.add_argument("--peer", action="append", default=[], help="NAME=PYTHON: " + ", ".join(PEERS))
+    options = parser.parse_args()
+    peers = dict(each.split("=", 1) for each in options.peer)
+    if unknown := peers.keys() - PEERS.keys():
+        parser.error(f"--peer {', '.join(unknown)}: choose one of {', '.join(PEERS)}")
+    low, high = options.opening
+    load, counts, marks = Workload(turns=options.turns, opening=(low, high)), options.agents, MARKS
+    if options.quick:
+        load, counts, marks = Workload(turns=3, opening=(1_000, 2_000), token_delay_s=0.002, pause_s=0.1), [4], (8,)
+    reports: list[Report] = []
+    with tempfile.TemporaryDirectory(prefix="tokentrue-bench-") as folder:
+        if counts:
+            reports.append(report_felt(counts, load, Path(folder)))
+        if options.rounds:
+            reports += report_turns(marks, peers, Path(folder), rounds=1 if options.quick else options.rounds)
+    print_reports(reports, as_json=options.json)
+
+
+if __name__ == "__main__":
+    main()
