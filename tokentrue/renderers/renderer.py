@@ -17,6 +17,7 @@ from tokentrue.protocols import TurnParser
 from tokentrue.renderers.call_tag import make_call_tag
 from tokentrue.renderers.codec.codec import Codec
 from tokentrue.renderers.extending.extender import Extender, History
+from tokentrue.renderers.extending.kept import MessageKeeper
 from tokentrue.renderers.extending.spans import compute_spans
 from tokentrue.renderers.extending.splicer import Splicer
 from tokentrue.renderers.extending.stops import Stops
@@ -65,6 +66,7 @@ class Renderer:
         self._splicer = Splicer(template, codec, inputs, stops, safe=injection == "safe")
         self._extender = Extender(
             self._splicer,
+            MessageKeeper(template.source, codec, inputs, safe=injection == "safe", fill_in=self._fill_in),
             codec,
             inputs,
             stop_ids=self.stop_token_ids,

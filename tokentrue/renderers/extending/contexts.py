@@ -26,15 +26,23 @@ class ContextBuilder:
         self.dummy_user: JsonObject = {"role": "user", "content": make_content("Hello.", inputs)}
 
     def build(
-        self, kind: ContextKind, place: SentinelPlace, request: ExtendRequest, history: Sequence[JsonObject]
+        self,
+        kind: ContextKind,
+        place: SentinelPlace,
+        request: ExtendRequest,
+        history: Sequence[JsonObject],
+        *,
+        real: bool = True,
     ) -> list[JsonObject]:
-        """The conversation up to the assistant's turn, with the sentinel in it."""
-        last = self.build_turn(request.last, place, real=kind == "history")
-        if kind == "history":
+        """The conversation up to the assistant's turn, with the sentinel in it; `real`: the turn has its own texts
+        where the sentinel is not."""
+        last = self.build_turn(request.last, place, real=real)
+        if kind == "history" or request.kept is None:
             return [*history, last]
-        if kind == "light" or request.system is None:
-            return [self.dummy_user, last]
-        return [request.system, self.dummy_user, last]
+        has_system = request.kept[0]["role"] in ("system", "developer") and request.kept[0] == request.system
+        if kind == "light" or request.system is None or has_system:
+            return [*request.kept, last]
+        return [request.system, *request.kept, last]
 
     def build_turn(self, last: JsonObject, place: SentinelPlace, *, real: bool) -> JsonObject:
         """The recorded turn with the sentinel for what was sampled: calls keep names and ids, text stays text, nothing

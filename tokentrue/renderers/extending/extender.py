@@ -14,13 +14,12 @@ from typing import Any, Literal, TypeAlias
 from tokentrue.errors import TemplateError
 from tokentrue.ids import TokenIds
 from tokentrue.renderers.codec.codec import Codec
+from tokentrue.renderers.extending.kept import MessageKeeper
 from tokentrue.renderers.extending.plan_key import (
     NormalisedValues,
     PlanKey,
     answers_older_call,
-    list_recent_kinds,
-    list_roles,
-    shape_of,
+    describe_shape,
 )
 from tokentrue.renderers.extending.request import ExtendError, ExtendPlan, ExtendRequest
 from tokentrue.renderers.extending.spans import compute_spans
@@ -43,6 +42,7 @@ class Extender:
     def __init__(
         self,
         splicer: Splicer,
+        keeper: MessageKeeper,
         codec: Codec,
         inputs: InputFormat,
         *,
@@ -51,7 +51,7 @@ class Extender:
         fill_in: bool,
         max_plans: int = MAX_PLANS,
     ) -> None:
-        self._splicer, self._codec, self._inputs = splicer, codec, inputs
+        self._splicer, self._keeper, self._codec, self._inputs = splicer, keeper, codec, inputs
         self._stop_ids, self._history, self._fill_in, self._max_plans = stop_ids, history, fill_in, max_plans
         self._plans: OrderedDict[PlanKey, ExtendPlan] = OrderedDict()
         self._tools: NormalisedValues[list[JsonObject]] = NormalisedValues()
@@ -98,11 +98,11 @@ class Extender:
         if known is not None and known.context != "history":
             try:
                 return known, *self._splicer.render_tail(known, request, ())
-            except ExtendError as refused:
-                if refused.why != "boundary_changed":
-                    raise  # else the plan was made on another turn of this shape, whose call id stands in the gap
+            except (ExtendError, TemplateError):
+                pass  # made on another turn of this shape, whose call id is in the gap; the real history decides
         past = self._normalise_past(messages)
-        only_history = key.answers_older_call or (known is not None and known.context == "history")
+        needs_all = key.answers_older_call or request.kept is None
+        only_history = needs_all or (known is not None and known.context == "history")
         plan = self._plans[key] = self._splicer.plan(request, past, only_history=only_history)
         if len(self._plans) > self._max_plans:
             self._plans.popitem(last=False)
@@ -125,6 +125,8 @@ class Extender:
         given, tools_number = self._tools.get(tools, lambda: normalise_tools(tools, self._inputs))
         first = messages[0] if len(messages) > 1 and messages[0].get("role") in ("system", "developer") else None
         system, system_number = self._systems.get(first, lambda: normalise_messages([first or {}], self._inputs)[0])
+        kept = self._keeper.choose(messages, kwargs, self._splicer.dummy_user)
+        use = self._keeper.use
         last_id = int(prefix_ids[-1])
         is_stop = last_id in self._stop_ids
         request = ExtendRequest(
@@ -133,15 +135,16 @@ class Extender:
             tools=given,
             kwargs=kwargs,
             system=system,
+            kept=kept and kept.messages,
+            needs_tools=use.tools or use.first or use.second,
             stop=self._codec.texts.get(last_id),
             is_stop=is_stop,
             in_reasoning=not is_stop and self._is_in_reasoning(prefix_ids, last, kwargs),
         )
         key = PlanKey(
-            shapes=tuple(map(shape_of, (last, *fresh))),
+            shapes=tuple(map(describe_shape, (last, *fresh))),
             answers_older_call=answers_older_call(last, fresh),
-            recent=list_recent_kinds(messages),
-            roles=list_roles(messages),
+            kept=kept and kept.signature,
             tools=tools_number,
             system=system_number,
             kwargs=repr(sorted(kwargs.items())),

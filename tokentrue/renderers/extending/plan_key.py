@@ -1,5 +1,5 @@
-"""What a plan is remembered by: the shapes of the messages, never their texts, and small numbers for tools and system
-message."""
+"""What a plan is cached by: the shapes of the new messages, what the kept earlier ones write, and small numbers for
+tools and system message."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ from typing import Any, Generic, TypeVar
 import orjson
 
 from tokentrue.renderers.json_types import JsonObject
-from tokentrue.types import Messages
 
 T = TypeVar("T")
-_RECENT = 8  # messages before the last turn whose kinds count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,15 +31,13 @@ class MessageShape:
 class PlanKey:
     """Everything that decides where to cut. Two requests with equal keys share a plan.
 
-    A template that carries state over turns shows it after messages of certain kinds: `recent` are the kinds of those
-    shortly before the last turn, `roles` all that occur before it.
+    `kept` describes the earlier messages that are rendered with the new ones.
     `answers_older_call`: a tool message answers a call of an earlier turn, which only the real history shows.
     """
 
     shapes: tuple[MessageShape, ...]
     answers_older_call: bool
-    recent: frozenset[tuple[str, bool]]
-    roles: frozenset[str]
+    kept: tuple[tuple[MessageShape, str], ...] | None
     tools: int
     system: int
     kwargs: str
@@ -49,7 +45,7 @@ class PlanKey:
     in_reasoning: bool
 
 
-def shape_of(message: JsonObject) -> MessageShape:
+def describe_shape(message: JsonObject) -> MessageShape:
     return MessageShape(
         role=message["role"],
         has_content=bool(message["content"]),
@@ -57,15 +53,6 @@ def shape_of(message: JsonObject) -> MessageShape:
         name=message.get("name", ""),
         has_reasoning="reasoning_content" in message,
     )
-
-
-def list_recent_kinds(messages: Messages) -> frozenset[tuple[str, bool]]:
-    before = messages[max(0, len(messages) - 1 - _RECENT) : len(messages) - 1]
-    return frozenset((str(message.get("role")), bool(message.get("tool_calls"))) for message in before)
-
-
-def list_roles(messages: Messages) -> frozenset[str]:
-    return frozenset([str(message.get("role")) for message in messages[:-1]])
 
 
 def answers_older_call(last: JsonObject, new: Sequence[JsonObject]) -> bool:

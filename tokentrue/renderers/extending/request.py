@@ -9,8 +9,8 @@ from typing import Any, Literal, TypeAlias
 from tokentrue.renderers.json_types import JsonObject
 
 ContextKind: TypeAlias = Literal["light", "dummy", "history"]
-"""What stands before the assistant's turn in a render: a dummy user; the real system message and tools as well; the
-real messages."""
+"""What precedes the assistant's turn in a render: the kept messages; the real system message and tools as well; the
+whole history."""
 
 SentinelPlace: TypeAlias = Literal["content", "argument"]
 
@@ -30,13 +30,16 @@ class ExtendError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExtendRequest:
-    """One call of `extend`, normalised for the template. `system` is the real leading system message."""
+    """One call of `extend`, normalised for the template. `system` is the real leading system message; `kept` are the
+    earlier messages that the new text depends on, None where that is the whole history."""
 
     last: JsonObject  # the recorded assistant turn
     new: Sequence[JsonObject]
     tools: Sequence[JsonObject] | None
     kwargs: Mapping[str, Any]
     system: JsonObject | None
+    kept: Sequence[JsonObject] | None
+    needs_tools: bool  # the new text depends on the tools or the system message
     stop: str | None  # the literal of the last recorded id, where it is an added token
     is_stop: bool
     in_reasoning: bool = False  # the turn was cut off while reasoning

@@ -3,9 +3,10 @@ recorded stop id.
 
 Contract: `Splicer.render_tail` gives the text that follows the recorded prefix, or raises `ExtendError` with a reason;
 it never guesses. A conversation is rendered in one of three contexts (`ContextKind`). The cheaper ones, whose cost does
-not grow with the history, are used only after they gave, on the very messages of a first request and on a render with
-marked words, what the real history gives; an `ExtendPlan` remembers that per shape of request. Where the template
-raises on the real history there is nothing to compare with, and the dummy context is used unchecked.
+not grow with the history, hold the messages that the template can ask about (`kept.py`); they are used only after they
+gave, on the very messages of a first request and on a render with marked words, what the real history gives. An
+`ExtendPlan` remembers that per shape of request. Where the template raises on the real history there is nothing to
+compare with, and the kept messages are used unchecked.
 
 Checks on the marked render: the sentinel once; each new message's mark once, in order and after it; the turn's own text
 not after them; the recorded stop exactly once between sentinel and first mark (`boundary.py`). Nothing of this is
@@ -34,26 +35,35 @@ class Splicer:
         self._template, self._codec, self._inputs, self._stops, self._safe = template, codec, inputs, stops, safe
         self._contexts = ContextBuilder(inputs)
 
-    def plan(self, request: ExtendRequest, history: Sequence[JsonObject], *, only_history: bool = False) -> ExtendPlan:
+    def plan(self, request: ExtendRequest, history: Sequence[JsonObject], *, only_history: bool) -> ExtendPlan:
         """The cheapest context that gives what the real history gives; raises ExtendError where that gives nothing."""
         truth, why_not = self._try_context("history", request, history)
         if truth is None and (only_history or why_not.why != "template_raises"):
             raise why_not
-        cheap: tuple[ContextKind, ...] = () if only_history else ("light", "dummy")
-        cheap = cheap if truth is not None else ("dummy",)
+        if only_history and truth is not None:
+            return truth
+        cheap: tuple[ContextKind, ...] = ("dummy",) if truth is None or request.needs_tools else ("light", "dummy")
         expected = self.render_tail(truth, request, history)[0] if truth is not None else None
         for context in cheap:
             plan, _ = self._try_context(context, request, ())
             if plan is None:
                 continue
-            is_same = truth is None or self._render_marked_tail(plan, request, ()) == self._render_marked_tail(
-                truth, request, history
-            )
-            if is_same and expected in (None, self.render_tail(plan, request, ())[0]):
-                return plan
+            try:
+                is_same = truth is None or self._render_marked_tail(plan, request, ()) == self._render_marked_tail(
+                    truth, request, history
+                )
+                if is_same and expected in (None, self.render_tail(plan, request, ())[0]):
+                    return plan
+            except (ExtendError, TemplateError):
+                if truth is None:
+                    raise
         if truth is None:
             raise why_not
         return truth
+
+    @property
+    def dummy_user(self) -> JsonObject:
+        return self._contexts.dummy_user
 
     def _try_context(
         self, context: ContextKind, request: ExtendRequest, history: Sequence[JsonObject]
@@ -151,7 +161,7 @@ class Splicer:
         place = _find_place(request)
 
         def render(place: SentinelPlace, *, calls: bool = True, alone: bool = False) -> str:
-            messages = self._contexts.build(context, place, request, history)
+            messages = self._contexts.build(context, place, request, history, real=context == "history")
             if not calls:
                 messages[-1].pop("tool_calls", None)
             return self.render_text([*messages, *([] if alone else marked)], tools, request.kwargs, generate=not alone)[

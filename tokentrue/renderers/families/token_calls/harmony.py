@@ -67,14 +67,14 @@ _TALK = """\
         {%- if message.thinking and not answered.later and (message.tool_calls or alone) %}
             {{- "<|start|>assistant<|channel|>analysis<|message|>" + message.thinking + "<|end|>" }}
         {%- endif %}
+        {%- set names = (message.tool_calls or []) | map(attribute="function.name") | unique(true) | list %}
+        {%- set called.name = names[0] if names | length == 1 else "" %}
         {%- if not message.tool_calls %}
-            {%- set called.name = "" %}
             {{- "<|start|>assistant<|channel|>final<|message|>" + message.content + ("<|return|>" if alone else "<|end|>") }}
         {%- elif message.content %}
             {{- "<|start|>assistant<|channel|>commentary<|message|>" + message.content + "<|end|>" }}
         {%- endif %}
         {%- for call in message.tool_calls or [] %}
-            {%- set called.name = call.function.name if loop.first or call.function.name == called.name else "" %}
             {{- "<|start|>assistant to=functions." + call.function.name + "<|channel|>commentary <|constrain|>json<|message|>" }}
             {{- (call.function.arguments if call.function.arguments is string else call.function.arguments | tojson) + "<|call|>" }}
         {%- endfor %}

@@ -1,0 +1,198 @@
+"""A prompt is a function of its conversation: plans that other conversations left behind change nothing, whatever
+words, lengths, positions and counts a template asks for."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jinja2 import nodes
+
+import tokentrue as tt
+from tests import parts
+from tests.renderers.standins import standin
+from tests.renderers.talk import OWN, TOOLS, calls, folder_of, judge, result, says, stop_id, user
+from tokentrue.errors import TokenTrueError
+from tokentrue.renderers import Renderer, renderer_of
+from tokentrue.renderers.extending import history_use, kept
+
+CHATML = """{%- for m in messages -%}
+<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor -%}{%- if add_generation_prompt %}<|im_start|>assistant
+END{% endif %}"""
+SMALL = {
+    "position": CHATML.replace("{{ m.content }}", "{{ loop.index }}: {{ m.content }}"),
+    "parity": CHATML.replace("END", "{{ 'even' if messages | length % 2 == 0 else 'odd' }}"),
+    "number": CHATML.replace("END", "{{ messages | length }}"),
+    "word in the first": CHATML.replace("END", "{{ 'magic' if 'magic' in messages[0].content else '' }}"),
+    "word in any": "{%- set ns = namespace(found=false) -%}{%- for m in messages -%}"
+    "{%- if 'magic' in m.content %}{% set ns.found = true %}{% endif -%}{%- endfor -%}"
+    + CHATML.replace("END", "{{ 'magic' if ns.found else '' }}"),
+    "last word": "{%- set ns = namespace(mode='') -%}{%- for m in messages -%}{%- set text = m.content | trim -%}"
+    "{%- if text.startswith('/a') %}{% set ns.mode = 'a' %}{% elif text.startswith('/b') %}{% set ns.mode = 'b' %}"
+    "{% endif -%}{%- endfor -%}" + CHATML.replace("END", "{{ ns.mode }}"),
+    "first word": "{%- set ns = namespace(mode='') -%}{%- for m in messages -%}"
+    "{%- if not ns.mode and m.content.startswith('/') %}{% set ns.mode = m.content[:2] %}{% endif -%}{%- endfor -%}"
+    + CHATML.replace("END", "{{ ns.mode }}"),
+    "count of words": "{%- set ns = namespace(n=0) -%}{%- for m in messages -%}"
+    "{%- if 'magic' in m.content %}{% set ns.n = ns.n + 1 %}{% endif -%}{%- endfor -%}"
+    + CHATML.replace("END", "{{ ns.n }}"),
+    "toggle": "{%- set ns = namespace(on=false) -%}{%- for m in messages -%}"
+    "{%- if 'magic' in m.content %}{% set ns.on = not ns.on %}{% endif -%}{%- endfor -%}"
+    + CHATML.replace("END", "{{ ns.on }}"),
+    "after another": "{%- set ns = namespace(a=false, b=false) -%}{%- for m in messages -%}"
+    "{%- if '/a' in m.content %}{% set ns.a = true %}{% elif ns.a and '/b' in m.content %}{% set ns.b = true %}"
+    "{% endif -%}{%- endfor -%}" + CHATML.replace("END", "{{ ns.b }}"),
+    "length": CHATML.replace("END", "{{ messages | map(attribute='content') | join | length }}"),
+    "chosen": CHATML.replace("END", "{{ (messages | selectattr('role', 'equalto', 'user') | list)[-1].content[:2] }}"),
+    "distance": "{%- set ns = namespace(at=-1) -%}{%- for m in messages -%}"
+    "{%- if 'magic' in m.content %}{% set ns.at = loop.index0 %}{% endif -%}{%- endfor -%}"
+    + CHATML.replace("{{ m.content }}", "{{ 'near ' if loop.index0 - 1 == ns.at else '' }}{{ m.content }}"),
+    "after a word": "{%- set ns = namespace(at=-1) -%}{%- for m in messages -%}"
+    "{%- if 'magic' in m.content %}{% set ns.at = loop.index0 %}{% endif -%}{%- endfor -%}"
+    + CHATML.replace("{{ m.content }}", "{{ 'late ' if loop.index0 > ns.at else '' }}{{ m.content }}"),
+    "neighbour": CHATML.replace(
+        "{{ m.content }}", "{{ m.content }}{{ '!' if loop.previtem and 'magic' in loop.previtem.content else '' }}"
+    ),
+    "tools and a word": CHATML.replace("{{ m.content }}", "{{ m.content }}{{ 'T' if tools and 'magic' in m.content }}"),
+}
+UNDERSTOOD = {
+    "word in the first",
+    "word in any",
+    "last word",
+    "chosen",
+    "after a word",
+    "neighbour",
+    "tools and a word",
+}
+
+
+def list_words(source: str) -> list[str]:
+    """Texts that make a template's conditions true: its own strings, alone and inside others."""
+    tree = history_use.chat_environment().parse(source)
+    words = {
+        str(node.value)
+        for node in tree.find_all(nodes.Const)
+        if isinstance(node.value, str) and 0 < len(node.value) < 40 and node.value.strip()
+    }
+    return sorted(words)
+
+
+def make_text(rng: random.Random, words: list[str]) -> str:
+    word = rng.choice(words) if words else "x"
+    return rng.choice((word, f"{word} go on", f"well {word}", f"a {word} b {rng.choice(words or ['y'])}", "plain", ""))
+
+
+def make_message(rng: random.Random, words: list[str], index: int) -> list[dict[str, Any]]:
+    text = make_text(rng, words)
+    kind = rng.randrange(6)
+    if kind < 2:
+        return [user(text), says(make_text(rng, words))]
+    if kind == 2:
+        more = {"reasoning_content": make_text(rng, words)} if rng.random() < 0.5 else {}
+        return [user(text), says(make_text(rng, words), **more)]
+    if kind == 3:
+        return [{"role": "system", "content": text}, user(text), says("well")]
+    many = calls(*("Paris", "Oslo")[: rng.choice((1, 1, 2))], text=rng.choice((None, text)), first=index * 10)
+    results = [result(make_text(rng, words), index * 10 + n) for n in range(len(many["tool_calls"]))]
+    return [user(text), many, *results, says(text)] if kind == 4 else [many, *results]
+
+
+def make_request(rng: random.Random, renderer: Renderer, words: list[str]) -> tuple[Any, ...]:
+    head = [{"role": "system", "content": make_text(rng, words)}] if rng.random() < 0.5 else []
+    history: list[dict[str, Any]] = [*head, user(make_text(rng, words))]
+    for index in range(rng.choice((0, 0, 1, 2, 3, 6))):
+        history += make_message(rng, words, index + 1)
+    if rng.random() < 0.5:
+        last = calls("Paris", text=rng.choice((None, make_text(rng, words))))
+        new = [result(make_text(rng, words))]
+    else:
+        last, new = says(make_text(rng, words) or "yes"), [user(make_text(rng, words))]
+        if history[-1]["role"] == "assistant":
+            history.append(user("and"))
+    if rng.random() < 0.2:
+        new += [says(make_text(rng, words)), user(make_text(rng, words))]
+    tools = TOOLS if last.get("tool_calls") or rng.random() < 0.3 else None
+    return (7, stop_id(renderer, call=bool(last.get("tool_calls")))), [*history, last], new, tools
+
+
+def find_outcome(renderer: Renderer, request: tuple[Any, ...]) -> Any:
+    try:
+        found = renderer.extend(*request)
+    except TokenTrueError as error:
+        return type(error), str(error)
+    return found.why if isinstance(found, tt.Refusal) else found.added_ids
+
+
+def count_differences(tokenizer: Any, source: str | None, folder: Path | None, cases: int) -> tuple[int, int]:
+    """How many requests get another prompt after others than in a renderer that plans each on its history, and how many
+    got a prompt."""
+    with_plans, without = (
+        renderer_of(tokenizer, chat_template=source, directory=folder, extend_plans=most) for most in (4096, 0)
+    )
+    rng = random.Random(with_plans.template_hash)
+    words = list_words(with_plans.template.source)
+    wrong = done = 0
+    for _ in range(cases):
+        request = make_request(rng, with_plans, words)
+        found = find_outcome(with_plans, request)
+        wrong += found != find_outcome(without, request)
+        done += not isinstance(found, (str, tuple))
+    return wrong, done
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_small_templates(name: str) -> None:
+    wrong, done = count_differences(standin(SMALL[name]), SMALL[name], None, 120)
+    assert wrong == 0 and done > 60
+    assert (not history_use.analyse(SMALL[name]).why) == (name in UNDERSTOOD)
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_templates_of_our_own(name: str) -> None:
+    wrong, done = count_differences(judge(name), None, folder_of(name), 60)
+    assert wrong == 0 and done > 20
+
+
+def list_shared() -> list[Path]:
+    return sorted((parts.shared() or Path("/nonexistent")).glob("templates/*.jinja"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("path", [pytest.param(path, id=path.stem) for path in list_shared()])
+def test_every_real_template(path: Path) -> None:
+    source = path.read_text(encoding="utf-8")
+    try:
+        wrong, _ = count_differences(standin(source), source, None, 80)
+    except TokenTrueError as error:
+        pytest.skip(f"does not load: {error}")
+    assert wrong == 0
+
+
+def test_nemotron_after_another_conversation() -> None:
+    """Its prompt ends otherwise where any user message holds /no_think."""
+    path = (parts.shared() or Path("/nonexistent")) / "templates" / "NVIDIA-Nemotron-Nano-v2.jinja"
+    if not path.exists():
+        pytest.skip("NVIDIA-Nemotron-Nano-v2.jinja is in ../shared/templates, which is not here")
+    source = path.read_text(encoding="utf-8")
+    tokenizer = standin(source)
+    tokenizer.chat_template = source
+    renderer = renderer_of(tokenizer, chat_template=source)
+    prefix = (7, stop_id(renderer))
+    for first in ("hello", "/no_think hi", "hello again", "/think hi"):
+        history = [user(first), says("yes"), user("so"), says("well")]
+        found = renderer.extend(prefix, history, [user("go on")])
+        assert isinstance(found, tt.Extension) and found.context == "dummy"
+        whole = tokenizer.apply_chat_template([*history, user("go on")], tokenize=False, add_generation_prompt=True)
+        end = "<think></think>" if "/no_think" in first else "<think>\n"
+        assert whole.endswith(end) and renderer.decode(found.added_ids).endswith(end), first
+
+
+def test_a_question_that_is_dropped_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the last writers among the kept messages, prompts depend on what other conversations held."""
+    monkeypatch.setattr(kept.MessageKeeper, "_find_last_writers", lambda *_: [])
+    assert count_differences(standin(SMALL["last word"]), SMALL["last word"], None, 120)[0]
