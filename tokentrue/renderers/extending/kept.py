@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 from tokentrue.errors import TokenTrueError
 from tokentrue.renderers.codec.codec import Codec
@@ -19,6 +19,9 @@ from tokentrue.renderers.template import InputFormat
 from tokentrue.types import Messages
 
 MAX_CACHED_CHARS = 32 << 20
+Effect: TypeAlias = tuple[str, frozenset[str]]
+"""What a message writes, as `HistoryUse.effects` prints it, and the variables among that."""
+NO_EFFECT: Effect = ("", frozenset())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +38,7 @@ class MessageKeeper:
 
     def __init__(self, source: str, codec: Codec, inputs: InputFormat, *, safe: bool, fill_in: bool) -> None:
         self._source, self._codec, self._inputs, self._safe, self._fill_in = source, codec, inputs, safe, fill_in
-        self._effects: dict[tuple[Any, ...], str] = {}
+        self._effects: dict[tuple[Any, ...], Effect] = {}
         self._cached_chars = 0
 
     @cached_property
@@ -57,11 +60,11 @@ class MessageKeeper:
                 asked |= {index + 1 for index in (*writers, *asked) if index + 1 < end}
             chosen = asked.union(writers)
             needs_dummy = chosen <= set(range(start))  # some message must precede the turn
-            if needs_dummy and self._find_effect(dummy, kwargs):
+            if needs_dummy and self._find_effect(dummy, kwargs)[0]:
                 chosen.add(start)  # the dummy would write what no message of the history does
                 needs_dummy = False
             kept = [self._normalise(messages, index) for index in sorted(chosen)] + ([dummy] if needs_dummy else [])
-            signature = tuple((describe_shape(message), self._find_effect(message, kwargs)) for message in kept)
+            signature = tuple((describe_shape(message), self._find_effect(message, kwargs)[0]) for message in kept)
             return KeptMessages(messages=kept, signature=signature)
         except TokenTrueError:
             raise
@@ -70,41 +73,46 @@ class MessageKeeper:
 
     def _find_last_writers(self, history: Messages, kwargs: Mapping[str, Any]) -> list[int]:
         """Indices of the last message that writes each variable, and of the last one of each role that is asked for."""
-        use = self.use
-        missing = {*use.variables, *(f"role={role}" for role in use.roles)}
+        missing, roles = set(self.use.variables), set(self.use.roles)
         found: list[int] = []
         for index in range(len(history) - 1, -1, -1):
-            if not missing:
+            if not missing and not roles:
                 break
             message = history[index]
-            written = {f"role={message.get('role')}"}
-            if use.variables:
-                written |= {part.partition("=")[0] for part in self._find_effect(message, kwargs).split("\0")[1:]}
-            if not missing.isdisjoint(written):
+            written = self._find_effect(message, kwargs)[1] if missing else frozenset[str]()
+            if (roles and message.get("role") in roles) or not missing.isdisjoint(written):
                 missing -= written
+                roles.discard(message["role"])
                 found.append(index)
         return found
 
-    def _find_effect(self, message: Mapping[str, Any], kwargs: Mapping[str, Any]) -> str:
-        """What the message writes, as `HistoryUse.effects` prints it."""
+    def _find_effect(self, message: Mapping[str, Any], kwargs: Mapping[str, Any]) -> Effect:
         if self.use.effects is None:
-            return ""
-        key = tuple(
-            value if type(value := message.get(name)) is str or value is None else spell(value) for name in self._fields
-        )
-        key = (*key, repr(sorted(kwargs.items()))) if kwargs else key
-        known = self._effects.get(key)
-        if known is None:
-            normal = normalise_messages([message], self._inputs)
-            if self._safe and needs_shield(self._codec, normal):
-                normal = [ContentShield(self._codec, normal).shield(normal[0])]
-            known = self.use.effects.render({**kwargs, "history": normal, "add_generation_prompt": True})
-            self._cached_chars += sum(len(part) for part in key if part)
-            if self._cached_chars > MAX_CACHED_CHARS:
-                self._effects.clear()
-                self._cached_chars = 0
-            self._effects[key] = known
-        return known
+            return NO_EFFECT
+        given = [message.get(name) for name in self._fields]
+        if kwargs:
+            given.append(repr(sorted(kwargs.items())))
+        try:
+            known = self._effects.get(tuple(given))
+        except TypeError:  # a list
+            known = None
+        return known or self._render_effect(message, kwargs, given)
+
+    def _render_effect(self, message: Mapping[str, Any], kwargs: Mapping[str, Any], given: list[Any]) -> Effect:
+        key = tuple(value if type(value) is str or value is None else spell(value) for value in given)
+        if known := self._effects.get(key):
+            return known
+        normal = normalise_messages([message], self._inputs)
+        if self._safe and needs_shield(self._codec, normal):
+            normal = [ContentShield(self._codec, normal).shield(normal[0])]
+        text: str = self.use.effects.render({**kwargs, "history": normal, "add_generation_prompt": True})
+        effect = text, frozenset(part.partition("=")[0] for part in text.split("\0")[1:])
+        self._cached_chars += sum(len(part) for part in key if part)
+        if self._cached_chars > MAX_CACHED_CHARS:
+            self._effects.clear()
+            self._cached_chars = 0
+        self._effects[key] = effect
+        return effect
 
     @cached_property
     def _fields(self) -> tuple[str, ...]:
