@@ -116,7 +116,9 @@ def make_request(rng: random.Random, renderer: Renderer, words: list[str]) -> tu
     if rng.random() < 0.2:
         new += [says(make_text(rng, words)), user(make_text(rng, words))]
     tools = TOOLS if last.get("tool_calls") or rng.random() < 0.3 else None
-    return (7, stop_id(renderer, call=bool(last.get("tool_calls")))), [*history, last], new, tools
+    stops = renderer.stops.call if last.get("tool_calls") else renderer.stops.text
+    stop = renderer.codec.literals[stops[0]] if stops else renderer.stop_token_ids[0]
+    return (7, stop), [*history, last], new, tools
 
 
 def find_outcome(renderer: Renderer, request: tuple[Any, ...]) -> Any:

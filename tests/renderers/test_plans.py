@@ -113,9 +113,9 @@ def test_a_remembered_plan_gives_what_planning_gives(name: str) -> None:
 
 def test_a_key_that_forgets_the_calls_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_key, "answers_older_call", lambda *_: False)
-    shape_of = plan_key.shape_of
-    careless = lambda message: shape_of({**message, "tool_calls": [], "name": ""})  # noqa: E731
-    monkeypatch.setattr(extender, "shape_of", careless)
+    describe_shape = plan_key.describe_shape
+    careless = lambda message: describe_shape({**message, "tool_calls": [], "name": ""})  # noqa: E731
+    monkeypatch.setattr(extender, "describe_shape", careless)
     assert any(count_differences(name, 150)[0] for name in OWN)
 
 
