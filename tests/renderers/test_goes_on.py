@@ -143,8 +143,8 @@ def test_state_carried_over_turns_is_found_out() -> None:
         renderer, [7, stop], [user("a"), calls("Rome"), result("x"), calls("Paris")], [result("NEW")], TOOLS
     )
     assert renderer.decode(first.added_ids) == "<|im_start|>results<|im_start|>NEW<|im_start|>assistant"
-    assert renderer.decode(again.added_ids) == "<|im_start|>NEW<|im_start|>assistant" and again.context == "history"
-    assert renderer.proof.roles["tool"] == "history"
+    assert renderer.decode(again.added_ids) == "<|im_start|>NEW<|im_start|>assistant"
+    assert again.context == "dummy" and renderer.proof.roles["tool"] == "proven"  # the last result is kept
 
 
 def test_tools_that_change_between_turns() -> None:
