@@ -63,8 +63,9 @@ class ServerProcess:
         return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
     def resident_mb(self) -> float:
-        files = [Path(f"/proc/{pid}/status").read_text().splitlines() for pid in self._pids()]
-        return sum(int(line.split()[1]) for lines in files for line in lines if line.startswith("VmRSS:")) / 1024
+        """Resident memory; pages that processes share count once."""
+        files = [Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines() for pid in self._pids()]
+        return sum(int(line.split()[1]) for lines in files for line in lines if line.startswith("Pss:")) / 1024
 
     def _pids(self) -> list[str]:
         me = str(self.process.pid)

@@ -144,6 +144,7 @@ OWNERS = {
 }
 
 
+@pytest.mark.slow
 def test_every_kind_of_weight() -> None:
     """576 shapes with their bounds, signals and normalisations, under REINFORCE, which may be weighed by any ratio."""
     means: list[dict[str, Any] | None] = [None, {"scope": "step"}]
@@ -163,6 +164,7 @@ def test_every_kind_of_weight() -> None:
     assert len(done) == 1152 and 300 < sum(done) < 900
 
 
+@pytest.mark.slow
 def test_every_kind_of_rejection() -> None:
     bounds = (*BOUNDS, {"upper": 0.3}, {"lower": -0.3, "upper": 0.3})
     kinds = itertools.product(

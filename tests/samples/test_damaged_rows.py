@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 import tokentrue as tt
+from tests.marks import slow_except
 from tests.turn.letters import Letters, sampled
 from tests.turn.world import Engine
 from tokentrue.cli.main import run
@@ -177,7 +178,7 @@ def passes(path: Path) -> bool:
     return bool(rows) and audit_exported(rows).ok
 
 
-@pytest.mark.parametrize("name", EXPORTERS)
+@pytest.mark.parametrize("name", slow_except({"jsonl", "parquet", "safetensors"}, EXPORTERS))
 async def test_no_change_to_a_row_passes(sample: Sample, name: str, tmp_path: Path) -> None:
     path = tmp_path / f"s{EXPORTERS[name].suffix}"
     write_samples([sample], path, format=name)

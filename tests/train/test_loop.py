@@ -94,7 +94,7 @@ def run(directory: Path | None, *, steps: int, lag: int, every: int = 2) -> tupl
     return trainer, engine, reports
 
 
-@pytest.mark.parametrize("lag", [0, 1, 2])
+@pytest.mark.parametrize("lag", [0, pytest.param(1, marks=pytest.mark.slow), 2])
 def test_round_j_is_played_by_version_j_minus_lag(lag: int) -> None:
     _, engine, reports = run(None, steps=6, lag=lag)
     assert sorted(engine.played) == [(j, max(0, j - lag)) for j in range(6)]
@@ -102,7 +102,7 @@ def test_round_j_is_played_by_version_j_minus_lag(lag: int) -> None:
     assert [r.agreement.compared > 0 for r in reports] == [j == 0 or lag == 0 for j in range(6)]
 
 
-@pytest.mark.parametrize("lag", [0, 2])
+@pytest.mark.parametrize("lag", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_resumed_run_has_the_same_bits(tmp_path: Path, lag: int) -> None:
     whole, _, reports = run(tmp_path / "whole", steps=6, lag=lag)
     run(tmp_path / "broken", steps=4, lag=lag)  # dies in step 5, after the checkpoint of step 4

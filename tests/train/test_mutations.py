@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.marks import slow_except
 from tests.train import test_batch, test_loop, test_trainer
 from tests.train.rows import small_model
 from tokentrue.errors import ExactnessError
@@ -86,7 +87,7 @@ def test_a_mean_over_each_micro_batch(base: torch.nn.Module, monkeypatch: pytest
     caught(lambda: test_trainer.test_packing_and_dropping_idle_rows_change_nothing_but_rounding(base))
 
 
-@pytest.mark.parametrize("part", ["exp_avg", "exp_avg_sq", "step"])
+@pytest.mark.parametrize("part", slow_except({"exp_avg"}, ["exp_avg", "exp_avg_sq", "step"]))
 def test_moments_that_are_not_resumed(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def forgetful(target: Trainer, moments: dict[str, Tensor]) -> None:
         plain(
