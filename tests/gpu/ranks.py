@@ -149,7 +149,7 @@ def work(options: argparse.Namespace) -> None:
     asyncio.run(train(trainer, rounds, Publisher(engine), on_step=note))
     engine.close()
     peak = torch.cuda.max_memory_allocated() / 2**30 if device.startswith("cuda") else 0.0
-    found = ranks.everyone((rounds.digests.get(0, []), peak, rounds.seconds))
+    found = ranks.all_gather_object((rounds.digests.get(0, []), peak, rounds.seconds))
     if ranks.first:
         first = hashlib.sha256("".join(digest for digests, _, _ in found for digest in digests).encode()).hexdigest()
         seen = {

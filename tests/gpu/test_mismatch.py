@@ -187,8 +187,8 @@ def test_merging_parts_is_the_whole() -> None:
             )
 
         whole = part(slice(None))
-        assert part(slice(0, 1)).merge(part(slice(1, None))) == whole
-        assert part(slice(1, None)).merge(part(slice(0, 1))) == whole
+        for first, second in ((slice(0, 1), slice(1, None)), (slice(1, None), slice(0, 1))):
+            close(part(first).merge(part(second)).metrics, whole.metrics)
         assert Metrics.from_json(whole.metrics.to_json()) == whole.metrics
 
 

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tokentrue import mismatch
-from tokentrue.errors import ConfigError
+from tokentrue.errors import ConfigError, InputError
 from tokentrue.mismatch import (
     PRESETS,
     AdaptiveMix,
@@ -30,6 +31,7 @@ from tokentrue.mismatch import (
     VespoKernel,
     Veto,
     Weights,
+    correct,
     loss_named,
 )
 
@@ -152,6 +154,32 @@ def test_the_paper_s_first_configuration_keeps_signal_and_denominator_apart() ->
     assert config.denominator == "rollout" and config.reject[0].signal == "corr" and config.weights is None
     assert "one extra forward pass" in config.explain()
     assert "no extra forward pass" in PRESETS["srs-k3-ppo"].explain()
+
+
+@pytest.mark.parametrize(
+    ("rules", "needs", "cost"),
+    [
+        ({"veto": Veto(of="trainer")}, {"old"}, "one extra"),
+        ({"veto": Veto(of="rollout")}, set(), "no extra"),
+        ({"veto": Veto(of="current")}, {"current"}, "no extra"),
+        ({"outlier": Outlier(signal="ppo_train")}, {"old", "current"}, "one extra"),
+        ({"second_moment": SecondMoment()}, {"current", "advantages"}, "no extra"),
+        ({"second_moment": SecondMoment(tokens="all")}, {"current"}, "no extra"),
+        ({"off_policy_mask": OffPolicyMask(threshold=0.1)}, {"current", "advantages"}, "no extra"),
+        ({"staleness": Staleness(limit=1)}, {"versions"}, "no extra"),
+    ],
+)
+def test_a_correction_needs_what_its_rules_need(rules: Any, needs: set[str], cost: str) -> None:
+    config = Correction(denominator="rollout", **rules)
+    assert config.needs == needs and config.needs_current == ("current" in needs) and config.is_active
+    assert f"cost: {cost} forward pass" in config.explain()
+    assert Correction(**rules).explain().endswith("one extra forward pass per step for π_old")
+    x = torch.zeros(1, 2)
+    for missing in needs - {"old"}:
+        given = {"logprobs": x, "advantages": x, "versions": x, "version": 0}
+        given.pop({"current": "logprobs"}.get(missing, missing))
+        with pytest.raises(InputError, match=r"(logprobs|advantages|versions, version): .*missing; \w+ needs them"):
+            correct(x, x, None, config, **given)
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))

@@ -119,7 +119,7 @@ def probe(m: Any) -> None:
     assert found["tail/raw/above_2"] == 2 / 7 and found["tail/raw/below_1/2"] == 1 / 7
     assert found.worst[0].row == "row 0" and found.worst[0].position == 3
     near(m.diagnose(torch.tensor([[1e-5]], dtype=D), torch.zeros(1, 1, dtype=D))["corr/k3"] / 0.5e-10, 1.0, 1e-5)
-    long = m.diagnose(torch.full((2, 256), 0.5, dtype=D), torch.zeros(2, 256, dtype=D))  # rows of whole chunks
+    long = m.diagnose(torch.full((2, 256), 0.5, dtype=D), torch.zeros(2, 256, dtype=D))  # long rows
     assert long["tokens"] == 512 and long.worst[0].tokens == 256
     rule = m.Reject(estimator="k3", aggregate="seq_mean", upper=1.0)
     fractions = m.correct(delta, zeros, mask, m.Correction(reject=(rule,))).metrics
@@ -128,16 +128,12 @@ def probe(m: Any) -> None:
     )
     parts = ((slice(0, 1), ["row 0"]), (slice(1, 3), ["row 1", "row 2"]))
     halves = [m.diagnose(delta[s], zeros[s], mask[s], row_names=n) for s, n in parts]
-    assert halves[0].merge(halves[1]).metrics == m.diagnose(delta, zeros, mask).metrics
+    assert dict(halves[0].merge(halves[1]).metrics) == pytest.approx(dict(m.diagnose(delta, zeros, mask).metrics))
 
     _probe_losses(m)
     _probe_newer(m)
     near(m.grpo_advantages(torch.tensor([3.0, 1.0]), [0, 0], eps=0.0), [math.sqrt(0.5), -math.sqrt(0.5)], 1e-6)
     near(m.rloo_advantages(torch.tensor([3.0, 1.0, 2.0]), [0, 0, 0]), [1.5, -1.5, 0.0], 1e-6)
-    gae, _ = m.gae_advantages(
-        torch.tensor([[0.0, 1.0]], dtype=D), torch.tensor([[0.5, 0.25]], dtype=D), gamma=0.5, lam=0.5
-    )
-    near(gae, [[0.5 * 0.25 - 0.5 + 0.25 * 0.75, 0.75]])
 
 
 def _probe_losses(m: Any) -> None:
@@ -214,53 +210,30 @@ MUTANTS = [
     ("estimators.py", "return 0.5 * log_ratio * log_ratio", "return log_ratio * log_ratio"),
     ("estimators.py", "far.sub_(z).add_(s)", "far.add_(z).add_(s)"),
     ("estimators.py", "for n in (2, 6, 24))", "for n in (3, 6, 24))"),
-    ("estimators.py", "ratio.sub(1).sub_(x)", "ratio.sub(1).add_(x)"),
-    ("batch/reduce.py", "& 0xFF", "& 0x7F"),
     ("estimators.py", "h.addcmul_(h, g)", "h"),
     ("estimators.py", "grads[0] * ctx.saved_tensors[0]", "grads[0]"),
     ("estimators.py", "return -torch.expm1(log_ratio) * advantages", "return torch.expm1(log_ratio) * advantages"),
-    ("correction/signals.py", "corr = trainer - rollout", "corr = rollout - trainer"),
+    ("correction/signals.py", "return self.trainer - self.rollout", "return self.rollout - self.trainer"),
+    ("layout.py", "self.sum(values) / self.lengths.clamp(min=1)", "self.sum(values) / (self.lengths + 1)"),
+    ("layout.py", "flatten(values).index_select(0, self.source)", "flatten(values)[: self.tokens]"),
+    ("layout.py", "return per_row.index_select(0, self.row)", "return per_row[:1].expand(self.tokens)"),
+    ("correction/rules.py", 'total / count if self.level == "geometric" else total', "total"),
+    ("correction/rules.py", "unmasked.clamp(min=self.lower, max=self.upper)", "unmasked.clamp(min=self.lower)"),
     (
-        "batch/chunks.py",
-        "        return self.sum(slots) / self.lengths.clamp(min=1)",
-        "        return self.sum(slots) / (self.lengths + 1)",
+        "correction/rules.py",
+        "masked_fill(~inside(log_weight, low, high), 0)",
+        "masked_fill(inside(log_weight, low, high), 0)",
     ),
-    (
-        "batch/chunks.py",
-        "return self.clear_padding(_to_chunks(grid).index_select(0, self.picked).to(dtype))",
-        "return _chunked(grid).index_select(0, self.picked).to(dtype)",
-    ),
-    (
-        "batch/chunks.py",
-        "return self.valid & per_row.index_select",
-        "return torch.ones_like(self.valid) & per_row.index_select",
-    ),
-    ("correction/judge.py", 'total / count if how.level == "geometric" else total', "total"),
-    ("correction/judge.py", "raw.clamp(min=how.lower, max=how.upper)", "raw.clamp(min=how.lower, max=2 * how.upper)"),
-    (
-        "correction/judge.py",
-        "raw.masked_fill(~inside(log_weight, low, high), 0), raw",
-        "raw.masked_fill(inside(log_weight, low, high), 0), raw",
-    ),
-    ("correction/judge.py", "good & (values <= upper)", "good & (values >= upper)"),
-    ("correction/judge.py", "values >= lower", "values > lower - 9"),
-    (
-        "correction/judge.py",
-        "        elif by_token:\n            self.drop_tokens(failing)\n",
-        "        elif by_token:\n            pass\n",
-    ),
-    ("correction/judge.py", "left if self.tokens_dropped is None else left & ~self.tokens_dropped", "left"),
-    ("correction/judge.py", "left = rows.spread_flags(~self.rows_dropped)", "pass"),
-    ("correction/judge.py", "        if rule.inverse:\n            log_ratio = -log_ratio\n", ""),
-    ("correction/judge.py", 'return total if rule.aggregate == "seq_sum" else total / count', "return total"),
-    ("correction/judge.py", ">= limits.drop_from", "> limits.drop_from"),
-    (
-        "correction/judge.py",
-        "return bounded * self.mix + (1 - self.mix), unmasked",
-        "return bounded * self.mix, unmasked",
-    ),
-    ("correction/whole_batch.py", "means = ordered.cumsum(0)", "means = ordered.cumsum(0) * 0"),
-    ("correction/whole_batch.py", "(advantages < 0) & (log_ratio < 0)", "(advantages < 0) & (log_ratio > 0)"),
+    ("correction/rules.py", "good & (values <= upper)", "good & (values >= upper)"),
+    ("correction/rules.py", "values >= lower", "values > lower - 9"),
+    ("correction/rules.py", "            judge.dropped |= failing\n", "            pass\n"),
+    ("correction/rules.py", "        if self.inverse:\n            log_ratio = -log_ratio\n", ""),
+    ("correction/rules.py", 'values = total if self.aggregate == "seq_sum" else total / count', "values = total"),
+    ("correction/rules.py", "squares >= self._first_dropped", "squares > self._first_dropped"),
+    ("correction/rules.py", "bounded * mix + (1 - mix), unmasked", "bounded * mix, unmasked"),
+    ("correction/rules.py", "means = ordered.cumsum(0)", "means = ordered.cumsum(0) * 0"),
+    ("correction/rules.py", "(advantages < 0) & (log_ratio < 0)", "(advantages < 0) & (log_ratio > 0)"),
+    ("correction/correct.py", "mask=layout.scatter(rows, ~judge.dropped, torch.bool)", "mask=layout.mask"),
     (
         "loss/surrogates.py",
         "torch.sigmoid(temperature * torch.expm1(t.log_ratio)) * 4",
@@ -268,23 +241,17 @@ MUTANTS = [
     ),
     ("loss/surrogates.py", "k * log_w - steepness * torch.expm1(log_w)", "k * log_w - steepness * log_w"),
     ("updates.py", "rate * self.factor", "rate"),
-    ("updates.py", "gain -= float", "gain += float"),
-    ("diagnosis/sums.py", "total=second - exact_total([float(tokens)])", "total=second"),
-    ("diagnosis/sums.py", "unit + 2 * one + two", "unit + one + two"),
-    ("diagnosis/sums.py", 'unit + one + self.totals.get("small1", 0)', "unit + one"),
-    (
-        "diagnosis/sums.py",
-        'gap = per_row["rollout"] - per_row["trainer"]',
-        'gap = per_row["trainer"] - per_row["rollout"]',
-    ),
-    ("diagnosis/sums.py", "(advantages > 0, advantages < 0)", "(advantages < 0, advantages > 0)"),
-    ("diagnosis/sums.py", "delta > edge if most > edge else 0", "delta > 2 * edge if most > edge else 0"),
-    ("diagnosis/sums.py", "third / 6 + fourth / 24", "third / 5 + fourth / 24"),
-    ("diagnosis/sums.py", "gap = first - total", "gap = first + total"),
-    ("diagnosis/sums.py", "peak <= NEAR", "peak <= 1000 * NEAR"),
-    ("diagnosis/sums.py", "total.index_select(0, near) + series", "series"),
+    ("updates.py", "gain = -float", "gain = float"),
+    ("diagnosis/measure.py", '"chi2/token": Mean.of(torch.expm1(2 * x))', '"chi2/token": Mean.of((2 * x).exp())'),
+    ("diagnosis/measure.py", "Mean.of(x * x / 2)", "Mean.of(x * x)"),
+    ("diagnosis/measure.py", "gap = rollout - trainer", "gap = trainer - rollout"),
+    ("diagnosis/measure.py", "(advantages > 0, advantages < 0)", "(advantages < 0, advantages > 0)"),
+    ("diagnosis/measure.py", "Mean.of(ratio > bound)", "Mean.of(ratio > 2 * bound)"),
+    ("diagnosis/measure.py", "product = rows.sum(delta)[full]", "product = rows.mean(delta)[full]"),
+    ("metrics.py", "self.mean**2 / raw if raw else 0.0", "self.mean / raw if raw else 0.0"),
+    ("metrics.py", "gap**2 * a * b / n", "gap**2 * a * b"),
     ("metrics.py", "merged[name] = stat if mine is None else mine.merge(stat)", "merged[name] = stat"),
-    ("diagnosis/diagnose.py", "valid[: int(gap", "valid[1 : int(gap"),
+    ("diagnosis/diagnose.py", "position=int(mine.abs().argmax())", "position=int(mine.argmin())"),
     ("loss/surrogates.py", "loss = torch.maximum(plain, bounded)", "loss = torch.minimum(plain, bounded)"),
     ("loss/surrogates.py", "torch.where(t.advantages < 0, torch.minimum(loss, cap), loss)", "torch.minimum(loss, cap)"),
     ("loss/surrogates.py", "return -t.advantages * t.current, {}", "return -t.advantages * t.log_ratio.exp(), {}"),
@@ -301,8 +268,8 @@ MUTANTS = [
     ),
     (
         "loss/policy_loss.py",
-        'counted = rows.valid if config.correction.loss_counts == "original" else keep',
-        "counted = rows.valid",
+        'counted = everything if config.correction.loss_counts == "original" else keep',
+        "counted = everything",
     ),
     ("loss/policy_loss.py", "sums / float(self.config.fixed_length or 1)", "sums"),
     ("loss/policy_loss.py", "return config.penalty.coefficient * reduce(value, paid)", "return reduce(value, paid)"),
@@ -312,7 +279,6 @@ MUTANTS = [
         "_centre(values, index, counts) * (counts / (counts - 1).clamp(min=1))[index]",
         "_centre(values, index, counts)",
     ),
-    ("advantages.py", "carried = errors[t] + gamma * lam * carried", "carried = errors[t] + gamma * carried"),
 ]
 
 
@@ -324,14 +290,14 @@ def test_the_probe_holds_for_the_code_as_it_is() -> None:
 GUARDS = [  # any one of them keeps gradient out of weights; the mutant lacks all three
     (
         "correction/correct.py",
-        "    with torch.no_grad():\n        for rows in batch",
-        "    if True:\n        for rows in batch",
+        "    with torch.no_grad():\n        signals",
+        "    if True:\n        signals",
     ),
-    ("correction/signals.py", "rows.read(_detach(batch.current))", "rows.read(batch.current)"),
+    ("correction/signals.py", "rows.read(detach(batch.current))", "rows.read(batch.current)"),
     (
         "loss/policy_loss.py",
-        "current.detach() if isinstance(current, Tensor) else [row.detach() for row in current]",
-        "current",
+        "detached = detach(inputs.current)",
+        "detached = inputs.current",
     ),
 ]
 

@@ -23,7 +23,6 @@ from tokentrue.mismatch import (
     Weights,
     check_update,
     correct,
-    diagnose,
     loss_from_trl,
     loss_from_verl,
     loss_named,
@@ -69,15 +68,6 @@ def test_m2po_masks_what_algorithm_one_masks(tokens: Any, threshold: float) -> N
             float((batch.mask & ~want).sum() / batch.mask.sum())
         )
     assert dropped > 0
-
-
-def test_m2po_sorts_the_tokens_of_all_blocks_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = make(5, empty_rows=False)
-    config = Correction(second_moment=SecondMoment(threshold=0.1, signal="corr", tokens="all"))
-    whole = correct(batch.trainer, batch.rollout, batch.mask, config)
-    monkeypatch.setattr("tokentrue.mismatch.batch.layout.BLOCK_TOKENS", 1)  # a block per row
-    assert torch.equal(correct(batch.trainer, batch.rollout, batch.mask, config).mask, whole.mask)
-    assert torch.equal(diagnose(batch.trainer, batch.rollout, batch.mask, correction=config).corrected.mask, whole.mask)  # type: ignore[union-attr]
 
 
 def test_m2po_drops_equal_values_together() -> None:

@@ -95,6 +95,19 @@ def test_exact_rollouts_are_found_exact(
     assert found["metrics"]["corr/k3"] == 0.0 and found["metrics"]["tokens"] == 100 and found["worst"] == []
 
 
+@pytest.mark.parametrize("correction", ["m2po", "deepseek_v3_2"])
+def test_a_correction_that_needs_rewards_is_left_out_without_them(
+    model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], correction: str
+) -> None:
+    samples = make_samples(model_dir, 0.0)
+    for rewards, shown in ((False, f"none: {correction} needs a reward for every sample"), (True, correction)):
+        found = samples if rewards else [replace(sample, reward=None) for sample in samples]
+        write_samples(found, tmp_path / "s.jsonl")
+        options = ["--trainer", str(model_dir), "--correction", correction, "--json"]
+        assert run("diagnose", [str(tmp_path / "s.jsonl"), *options]) == 0
+        assert json.loads(capsys.readouterr().out)["facts"]["correction shown"] == shown
+
+
 def test_noise_is_measured_and_shown(model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_samples(make_samples(model_dir, 0.05), tmp_path / "s.jsonl")
     page = tmp_path / "out" / "report.html"

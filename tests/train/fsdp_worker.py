@@ -14,7 +14,7 @@ from tests.train.rows import groups_for, small_model
 from tokentrue.mismatch import loss_named
 from tokentrue.train import OptimConfig, Ranks, TrainConfig, Trainer, join, leave, shard
 from tokentrue.train.checkpoint import load, save
-from tokentrue.train.staged import HostStagedGroup
+from tokentrue.train.host_collectives import HostStagedGroup
 
 
 def main(out: str, *, is_staged: bool = False) -> None:

@@ -105,7 +105,7 @@ def published(ranks: Ranks) -> dict[str, Any]:
         asyncio.run(Publisher(failing)(trainer))
     except EngineError as error:
         said = str(error)
-    found = ranks.everyone((len(sink.names), sink.peak, said))
+    found = ranks.all_gather_object((len(sink.names), sink.peak, said))
     return {"tensors": len(dict(trainer.model.named_parameters())), "ranks": found}
 
 
@@ -138,7 +138,7 @@ def main(out: str) -> None:
     seen: dict[str, Any] = {"loss": loss, "differing": differing, "checkpointed": again, "same_bits": same}
     if ranks.world > 1:
         seen |= {"published": published(ranks), "slow": asyncio.run(gather(ranks, fails=False))}
-        seen["failed"] = ranks.everyone(asyncio.run(gather(ranks, fails=True))[2])
+        seen["failed"] = ranks.all_gather_object(asyncio.run(gather(ranks, fails=True))[2])
     if ranks.first:
         with open(out, "w") as file:
             json.dump(seen, file)

@@ -22,7 +22,7 @@ from tokentrue.mismatch import loss_named
 from tokentrue.providers.exact import ExactProvider
 from tokentrue.train import OptimConfig, Publisher, Ranks, Store, TrainConfig, Trainer, config_hash, train
 from tokentrue.train.checkpoint import find_checkpoints
-from tokentrue.train.checks.acceptance import IN_FLIGHT, UpdateJudge
+from tokentrue.train.checks.acceptance import IN_FLIGHT, UpdateGate
 from tokentrue.train.checks.probing import Probe
 from tokentrue.train.config import AcceptanceConfig
 
@@ -65,7 +65,7 @@ def played(
     trainer = Trainer(small_model().to(dtype), config=config, optim=OptimConfig(lr=1e-4), loss=loss_named("dapo"))
     engine = JudgingEngine(trainer)
     engine.harmed_from = harmed_from
-    judge = UpdateJudge(config.acceptance, lambda: [engine])  # type: ignore[list-item]
+    judge = UpdateGate(config.acceptance, lambda: [engine])  # type: ignore[list-item]
     try:
         reports = asyncio.run(train(trainer, engine, Publisher(engine, judge=judge)))
     finally:
@@ -138,7 +138,7 @@ def test_too_many_refusals_in_a_row_stop_the_run() -> None:
 def test_an_engine_that_cannot_judge_is_refused_before_anything_is_sampled() -> None:
     trainer = Trainer(small_model(), config=TrainConfig(steps=1), optim=OptimConfig(), loss=loss_named("dapo"))
     engine = SilentEngine(trainer)
-    judge = UpdateJudge(AcceptanceConfig(enabled=True), lambda: [engine])  # type: ignore[list-item]
+    judge = UpdateGate(AcceptanceConfig(enabled=True), lambda: [engine])  # type: ignore[list-item]
     with pytest.raises(ConfigError, match="'silent' does not score given tokens"):
         asyncio.run(train(trainer, engine, Publisher(engine, judge=judge)))
     assert engine.played == [] and trainer.version == 0
@@ -193,7 +193,7 @@ def test_an_update_that_nobody_judged_is_in_no_checkpoint(
         trainer = InterruptedTrainer(small_model(), config=config, optim=OptimConfig(lr=1e-4), loss=loss_named("dapo"))
         engine = DyingEngine(trainer)
         engine.dies_at, trainer.stops_at = dies_at, stops_at
-        judge = UpdateJudge(config.acceptance, lambda: [engine])  # type: ignore[list-item]
+        judge = UpdateGate(config.acceptance, lambda: [engine])  # type: ignore[list-item]
         store = Store(directory=directory, run_hash="h", model=None, to_json=to_json, from_json=from_json)
         try:
             asyncio.run(train(trainer, engine, Publisher(engine, judge=judge), store=store))
@@ -233,14 +233,14 @@ def test_rows_of_an_engine_that_is_gone_are_scored_by_another() -> None:
     rows = trainer.rows(groups_for(small_model(), groups=1, size=3))
     engines: Any = [gone, alive]
     try:
-        found = asyncio.run(UpdateJudge(AcceptanceConfig(), lambda: engines)(rows, [1.0] * 3, trainer.ranks))
+        found = asyncio.run(UpdateGate(AcceptanceConfig(), lambda: engines)(rows, [1.0] * 3, trainer.ranks))
         probed = asyncio.run(Probe(lambda: engines, vocabulary=300)(trainer))
     finally:
         alive.engine.close()
     assert (found.gain, found.divergence) == (0.0, 0.0), "the weights that sampled the rows"
     assert (probed.engines, probed.delta) == (1, 0.0)
     with pytest.raises(EngineUnreachable):
-        asyncio.run(UpdateJudge(AcceptanceConfig(), lambda: [gone])(rows, [1.0] * 3, trainer.ranks))  # type: ignore[list-item]
+        asyncio.run(UpdateGate(AcceptanceConfig(), lambda: [gone])(rows, [1.0] * 3, trainer.ranks))  # type: ignore[list-item]
 
 
 def test_a_row_that_fills_the_context_is_scored_without_its_last_token() -> None:
@@ -250,7 +250,7 @@ def test_a_row_that_fills_the_context_is_scored_without_its_last_token() -> None
     full, roomy = ExactProvider(small_model(), max_len=longest), ExactProvider(small_model())
     try:
         counts = [
-            asyncio.run(UpdateJudge(AcceptanceConfig(), lambda e=e: [e])(rows, [1.0] * 3, trainer.ranks))
+            asyncio.run(UpdateGate(AcceptanceConfig(), lambda e=e: [e])(rows, [1.0] * 3, trainer.ranks))
             for e in (full, roomy)
         ]
     finally:
@@ -265,7 +265,7 @@ class OneOfTwo(Ranks):
 
     board: ClassVar[list[Any]] = []
 
-    def everyone(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         return [self.from_first(value), "" if self.first else value]
 
     def from_first(self, value: Any) -> Any:
@@ -277,7 +277,7 @@ class OneOfTwo(Ranks):
 def test_all_ranks_stop_where_the_first_ones_engines_are_gone() -> None:
     trainer = Trainer(small_model(), config=TrainConfig(), optim=OptimConfig(), loss=loss_named("dapo"))
     rows = trainer.rows(groups_for(small_model(), groups=1, size=2))
-    judge = UpdateJudge(AcceptanceConfig(), lambda: [GoneEngine(trainer)])  # type: ignore[list-item]
+    judge = UpdateGate(AcceptanceConfig(), lambda: [GoneEngine(trainer)])  # type: ignore[list-item]
     with pytest.raises(EngineUnreachable):
         asyncio.run(judge(rows, [1.0, 1.0], OneOfTwo(rank=0, world=2)))
     with pytest.raises(EngineError, match="rank 0 could not judge the update: EngineUnreachable: killed"):
@@ -300,17 +300,17 @@ def test_every_engine_scores_its_share_of_many_rows() -> None:
     trainer = Trainer(small_model(), config=TrainConfig(), optim=OptimConfig(), loss=loss_named("dapo"))
     rows = trainer.rows(groups_for(small_model(), groups=1, size=3)) * IN_FLIGHT * 2
     engines: Any = [CountingEngine(trainer), CountingEngine(trainer)]
-    asyncio.run(UpdateJudge(AcceptanceConfig(), lambda: engines)(rows, [1.0] * len(rows), trainer.ranks))
+    asyncio.run(UpdateGate(AcceptanceConfig(), lambda: engines)(rows, [1.0] * len(rows), trainer.ranks))
     assert [engine.rows for engine in engines] == [len(rows) // 2] * 2
 
 
 def test_what_an_engine_cannot_judge_is_refused() -> None:
     trainer = Trainer(small_model(), config=TrainConfig(), optim=OptimConfig(), loss=loss_named("dapo"))
     groups = groups_for(small_model(), groups=1, size=2)
-    silent = UpdateJudge(AcceptanceConfig(), lambda: [SilentEngine(trainer)])  # type: ignore[list-item]
+    silent = UpdateGate(AcceptanceConfig(), lambda: [SilentEngine(trainer)])  # type: ignore[list-item]
     with pytest.raises(ConfigError, match="'silent' does not score given tokens"):
         asyncio.run(silent(trainer.rows(groups), [1.0, 1.0], trainer.ranks))
     warm = Trainer(small_model(), config=TrainConfig(temperature=0.7), optim=OptimConfig(), loss=loss_named("dapo"))
-    judge = UpdateJudge(AcceptanceConfig(), lambda: [GoneEngine(trainer)])  # type: ignore[list-item]
+    judge = UpdateGate(AcceptanceConfig(), lambda: [GoneEngine(trainer)])  # type: ignore[list-item]
     with pytest.raises(ConfigError, match="another temperature than 1"):
         asyncio.run(judge(warm.rows(groups), [1.0, 1.0], warm.ranks))

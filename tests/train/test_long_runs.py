@@ -30,7 +30,7 @@ from tokentrue.errors import (
 from tokentrue.mismatch import loss_named
 from tokentrue.train import MetricsWriter, OptimConfig, Publisher, Store, TrainConfig, Trainer, train
 from tokentrue.train.checkpoint import find_checkpoints, load, save
-from tokentrue.train.checks.acceptance import UpdateJudge
+from tokentrue.train.checks.acceptance import UpdateGate
 from tokentrue.train.checks.evaluating import Evaluator, pass_at_k
 from tokentrue.train.checks.probing import Probe
 from tokentrue.train.config import AcceptanceConfig, EvaluationConfig
@@ -284,7 +284,7 @@ def test_nothing_is_trained_on_an_engine_that_came_back_with_old_weights(
     engine = RestartedEngine(trainer)
     engine.moment, engine.hides = moment, hides
     engines: Any = lambda: [engine]  # noqa: E731
-    judge = UpdateJudge(acceptance, engines) if acceptance.enabled else None
+    judge = UpdateGate(acceptance, engines) if acceptance.enabled else None
     publisher = Publisher(engine, probe=Probe(engines, vocabulary=300), judge=judge)
     rows: list[int] = []
     with pytest.raises(EngineContractError, match=error):

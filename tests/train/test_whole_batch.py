@@ -129,7 +129,7 @@ class ThreadRanks(Ranks):
         super().__init__(rank=rank, world=len(meeting.values))
         object.__setattr__(self, "meeting", meeting)
 
-    def everyone(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         meeting: Meeting = self.meeting  # type: ignore[attr-defined]
         meeting.values[self.rank] = value
         meeting.barrier.wait()

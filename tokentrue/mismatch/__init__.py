@@ -1,6 +1,6 @@
 """Diagnostics, corrections and policy losses for training-inference mismatch: pure functions over tensors."""
 
-from tokentrue.mismatch.advantages import gae_advantages, grpo_advantages, rloo_advantages, whitened_advantages
+from tokentrue.mismatch.advantages import grpo_advantages, rloo_advantages, whitened_advantages
 from tokentrue.mismatch.correction.config import Correction
 from tokentrue.mismatch.correction.correct import Corrected, correct
 from tokentrue.mismatch.correction.presets import PRESETS
@@ -50,7 +50,6 @@ __all__ = [
     "check_update",
     "correct",
     "diagnose",
-    "gae_advantages",
     "grpo_advantages",
     "loss_from_trl",
     "loss_from_verl",

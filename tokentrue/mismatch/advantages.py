@@ -1,5 +1,5 @@
-"""Advantages from rewards: group-relative (GRPO, Dr. GRPO), leave-one-out (RLOO), batch-whitened REINFORCE and GAE.
-float64 inside."""
+"""Advantages from rewards: group-relative (GRPO, Dr. GRPO), leave-one-out (RLOO) and batch-whitened REINFORCE, in
+float64."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from tokentrue.errors import ConfigError, InputError
-from tokentrue.mismatch.batch.chunks import Values
-from tokentrue.mismatch.batch.layout import Layout
+from tokentrue.errors import InputError
 
 AdvantageScale: TypeAlias = Literal["group", "batch"]
 LoneGroup: TypeAlias = Literal["zero", "reward"]
@@ -89,57 +87,6 @@ def whitened_advantages(
     centred = values - (counts * values).sum() / counts.sum()
     variance = (counts * centred * centred).sum() / (counts.sum() - 1)
     return (centred / (variance + eps).sqrt()).to(_kind(rewards))
-
-
-def gae_advantages(
-    rewards: Values,
-    values: Values,
-    mask: Values | None = None,
-    *,
-    gamma: float = 1.0,
-    lam: float = 1.0,
-    cu_seqlens: Tensor | Sequence[int] | None = None,
-    last_values: Tensor | None = None,
-) -> tuple[Values, Values]:
-    """Generalised advantage estimates and returns. Time runs over valid tokens only: given tokens in between are no
-    steps.
-
-    `last_values[i]` is the value after row i's last token where it was cut off; 0 (the end of the episode) if left out.
-    """
-    if not (0 <= gamma <= 1 and 0 <= lam <= 1):
-        raise ConfigError(f"gae: gamma {gamma} and lam {lam} must be in [0, 1]")
-    layout = Layout.of(rewards, mask, cu_seqlens)
-    layout.check("values", values)
-    if not isinstance(rewards, Tensor) and not rewards:
-        return [], []
-    first = rewards if isinstance(rewards, Tensor) else rewards[0]
-    advantages = torch.zeros(
-        layout.offsets[-1], dtype=torch.promote_types(first.dtype, torch.float32), device=first.device
-    )
-    returns = torch.zeros_like(advantages)
-    with torch.no_grad():
-        for rows in layout.blocks():
-            reward, value = rows.read(rewards), rows.read(values)
-            gained = torch.zeros_like(reward)
-            start = 0
-            for row, (length, chunks) in enumerate(zip(rows.lengths.tolist(), rows.chunks.tolist(), strict=True)):
-                last = 0.0 if last_values is None else float(last_values[rows.place.start + row])
-                span = slice(start, start + length)
-                gained.view(-1)[span] = _scan(reward.view(-1)[span], value.view(-1)[span], gamma, lam, last)
-                start += chunks * reward.shape[1]
-            rows.write(gained, advantages)
-            rows.write(gained + value, returns)
-    return layout.shaped(advantages), layout.shaped(returns)
-
-
-def _scan(reward: Tensor, value: Tensor, gamma: float, lam: float, last: float) -> Tensor:
-    following = torch.cat([value[1:], torch.tensor([last], dtype=value.dtype, device=value.device)])[: value.shape[0]]
-    errors = (reward + gamma * following - value).tolist()
-    carried, out = 0.0, [0.0] * len(errors)
-    for t in range(len(errors) - 1, -1, -1):
-        carried = errors[t] + gamma * lam * carried
-        out[t] = carried
-    return torch.tensor(out, dtype=reward.dtype, device=reward.device)
 
 
 def _group_rows(rewards: Tensor, groups: Sequence[Hashable] | Tensor) -> tuple[Tensor, Tensor, Tensor]:

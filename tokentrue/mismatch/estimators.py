@@ -66,12 +66,6 @@ def excess_and_k3(x: Tensor) -> tuple[Tensor, Tensor]:
     return g.add_(far), far.sub_(z).add_(s)
 
 
-def k3_to_compare(x: Tensor, ratio: Tensor) -> Tensor:
-    """`e^x - 1 - x` of float64 to within 1e-15·max(1, e^x), where e^x is at hand: for a bound, not for a sum of tiny
-    ones."""
-    return ratio.sub(1).sub_(x)
-
-
 def contribution(log_ratio: Tensor, advantages: Tensor) -> Tensor:
     """`C(r) = -(r - 1)·A`: what a token adds to the surrogate loss beyond its on-policy value -A; zero-centred when on
     policy."""

@@ -1,8 +1,8 @@
-"""Mergeable metrics: what data-parallel ranks and micro-batches combine exactly. Nothing here calls a collective.
+"""Mergeable metrics: what data-parallel ranks and micro-batches combine. Nothing here calls a collective.
 
-A `Metrics` is a read-only mapping of finished numbers over a set of statistics that keep what merging needs: sums
-(exact, as integers), counts, extremes and histograms. `a.merge(b)` equals the metrics of the whole batch, bit for bit,
-in any order. Every key is present on every rank, also where nothing was counted: then means and extremes read 0 and the
+A `Metrics` is a read-only mapping of finished numbers over a set of statistics that keep what merging needs: sums in
+float64, counts, extremes and histograms. `a.merge(b)` equals the metrics of the whole batch but for the rounding of
+float64 sums. Every key is present on every rank, also where nothing was counted: then means and extremes read 0 and the
 counts say so.
 """
 
@@ -18,12 +18,12 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from tokentrue.mismatch.exact_sums import UNIT_BITS, as_float, exact_total, exact_totals
+from tokentrue.errors import InputError
 
 _SHIFT = 17  # a histogram bin is a float32 without its low 17 bits: 64 bins an octave
 _OFFSET = 1 << 14  # makes bins of negative values count from 0
 _MAGNITUDE = _OFFSET - 1  # a bin without its sign
-BINS = 2 * _OFFSET
+NOT_FINITE = "metrics: a sum is not finite in float64; check the size of the advantages and log-probabilities"
 QUANTILES = (0.01, 0.5, 0.9, 0.99, 0.999)
 
 
@@ -42,22 +42,20 @@ class Count:
 class Mean:
     """A sum over a count; also a fraction, when the sum counts too."""
 
-    total: int = 0
+    total: float = 0.0
     count: int = 0
 
     @staticmethod
-    def of(row_sums: Tensor, count: int) -> Mean:
-        few = row_sums.numel() < 64  # Python is quicker up to there
-        total = exact_total(row_sums.tolist()) if few else exact_totals(row_sums.view(1, -1))[0]
-        return Mean(total=total, count=count)
-
-    @staticmethod
-    def fraction(hits: int, count: int) -> Mean:
-        return Mean(total=hits << UNIT_BITS, count=count)
+    def of(values: Tensor, count: int | None = None) -> Mean:
+        """Of a value per token, or of sums over `count` tokens."""
+        total = float(values.sum(dtype=torch.float64))
+        if not math.isfinite(total):
+            raise InputError(NOT_FINITE)
+        return Mean(total=total, count=values.numel() if count is None else count)
 
     @property
     def value(self) -> float:
-        return as_float(self.total) / self.count if self.count else 0.0
+        return self.total / self.count if self.count else 0.0
 
     def merge(self, other: Mean) -> Mean:
         return Mean(total=self.total + other.total, count=self.count + other.count)
@@ -72,9 +70,8 @@ class Extremes:
     high: float = -math.inf
 
     @staticmethod
-    def of(low: Tensor, high: Tensor) -> Extremes:
-        """From the minima and maxima of rows; infinities mark empty rows."""
-        return Extremes(low=float(low.min()), high=float(high.max())) if low.numel() else Extremes()
+    def of(values: Tensor) -> Extremes:
+        return Extremes(low=float(values.min()), high=float(values.max())) if values.numel() else Extremes()
 
     def merge(self, other: Extremes) -> Extremes:
         return Extremes(low=min(self.low, other.low), high=max(self.high, other.high))
@@ -87,54 +84,49 @@ class Extremes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moments:
-    """Count and exact sums of x, x² and maybe x³: mean, standard deviation, skew, and the effective sample share
-    (Σx)²/(nΣx²)."""
+    """Count, mean, and the sums of squared and maybe cubed deviations from it: standard deviation, skew, and the
+    effective sample share (Σx)²/(nΣx²)."""
 
     count: int = 0
-    first: int = 0
-    second: int = 0
-    third: int | None = None
+    mean: float = 0.0
+    square: float = 0.0
+    cube: float | None = None
+
+    @staticmethod
+    def of(values: Tensor, *, third: bool = False) -> Moments:
+        """Of float64 values."""
+        if not values.numel():
+            return Moments(cube=0.0 if third else None)
+        mean = float(values.mean())
+        deviations = values - mean
+        square, cube = float((deviations**2).sum()), float((deviations**3).sum()) if third else None
+        if not math.isfinite(float((values * values).sum()) + (cube or 0.0)):
+            raise InputError(NOT_FINITE)
+        return Moments(count=values.numel(), mean=mean, square=square, cube=cube)
 
     def merge(self, other: Moments) -> Moments:
-        return Moments(
-            count=self.count + other.count,
-            first=self.first + other.first,
-            second=self.second + other.second,
-            third=None if self.third is None or other.third is None else self.third + other.third,
-        )
-
-    @property
-    def mean(self) -> float:
-        return as_float(self.first) / self.count if self.count else 0.0
-
-    @property
-    def effective(self) -> float:
-        first, second = as_float(self.first), as_float(self.second)
-        return first * first / (self.count * second) if second else 0.0
+        """The formulas of Chan, Golub and LeVeque, which do not cancel."""
+        a, b, n = self.count, other.count, self.count + other.count
+        if not a or not b:
+            return self if a else other
+        gap = other.mean - self.mean
+        cube = None
+        if self.cube is not None and other.cube is not None:
+            cube = self.cube + other.cube + gap**3 * a * b * (a - b) / n**2
+            cube += 3 * gap * (a * other.square - b * self.square) / n
+        square = self.square + other.square + gap**2 * a * b / n
+        return Moments(count=n, mean=self.mean + gap * b / n, square=square, cube=cube)
 
     def entries(self, name: str) -> Iterator[tuple[str, float]]:
-        if not self.count:
-            yield from (
-                (f"{name}/{key}", 0.0)
-                for key in ("count", "mean", "std", "ess", *(("skew",) if self.third is not None else ()))
-            )
-            return
-        mean = self.mean
-        # Central sums from exact raw sums: the differences are taken between exact integers, so that they do not cancel
-        # in floats.
-        square = as_float(self.second * self.count - (self.first * self.first >> UNIT_BITS)) / self.count / self.count
-        std = math.sqrt(max(square, 0.0))
+        n = max(self.count, 1)
+        std, raw = math.sqrt(self.square / n), self.square / n + self.mean**2
         yield f"{name}/count", float(self.count)
-        yield f"{name}/mean", mean
+        yield f"{name}/mean", self.mean
         yield f"{name}/std", std
-        yield f"{name}/ess", self.effective
-        if self.third is not None:
-            yield f"{name}/skew", self._skew(mean, std)
-
-    def _skew(self, mean: float, std: float) -> float:
-        """E(x - mean)³ / std³."""
-        third = as_float(self.third or 0) / self.count - 3 * mean * as_float(self.second) / self.count + 2 * mean**3
-        return third / std**3 if std > 1e-12 * abs(mean) and std**3 > 0 else 0.0
+        yield f"{name}/ess", self.mean**2 / raw if raw else 0.0
+        if self.cube is not None:
+            is_spread = std > 1e-12 * abs(self.mean) and std**3 > 0
+            yield f"{name}/skew", self.cube / n / std**3 if is_spread else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,15 +137,8 @@ class Histogram:
     counts: Mapping[int, int]
 
     @staticmethod
-    def bins_of(values: Tensor) -> Tensor:
-        """The bin of each value, from 0 to `BINS` - 1; rising with the value among positives and falling among
-        negatives."""
-        bits = values.to(torch.float32, copy=True).view(torch.int32)
-        return bits.bitwise_right_shift_(_SHIFT).add_(_OFFSET)
-
-    @staticmethod
-    def of(dense: Tensor) -> Histogram:
-        """From counts per bin."""
+    def of(values: Tensor) -> Histogram:
+        dense = torch.bincount((values.float().view(torch.int32) >> _SHIFT) + _OFFSET, minlength=2 * _OFFSET)
         found = dense.nonzero().squeeze(1)
         counts = dense[found].tolist()
         return Histogram(counts={key - _OFFSET: count for key, count in zip(found.tolist(), counts, strict=True)})
@@ -243,7 +228,9 @@ class Metrics(Mapping[str, float]):
         """Everything that merging needs, as text: for a file or a gather of objects between ranks."""
         shaped: dict[str, dict[str, Any]] = {}
         for name, stat in self.statistics.items():
-            fields = {field: _plain(getattr(stat, field)) for field in stat.__slots__}
+            fields = {field: getattr(stat, field) for field in stat.__slots__}
+            if isinstance(stat, Histogram):
+                fields = {"counts": sorted(stat.counts.items())}
             shaped[name] = {"kind": type(stat).__name__.lower(), **fields}
         return json.dumps(shaped)
 
@@ -252,17 +239,7 @@ class Metrics(Mapping[str, float]):
         statistics: dict[str, Statistic] = {}
         for name, fields in json.loads(text).items():
             kind = fields.pop("kind")
-            statistics[name] = _KINDS[kind](**{field: _restore(field, value) for field, value in fields.items()})
+            if kind == "histogram":
+                fields = {"counts": dict(fields["counts"])}
+            statistics[name] = _KINDS[kind](**fields)
         return Metrics(statistics)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return [[key, count] for key, count in sorted(value.items())]
-    return value if not isinstance(value, int) or abs(value) < 1 << 53 else hex(value)
-
-
-def _restore(field: str, value: Any) -> Any:
-    if field == "counts":
-        return {int(key): int(count) for key, count in value}
-    return int(value, 16) if isinstance(value, str) else value

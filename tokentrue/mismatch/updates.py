@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from tokentrue.errors import InputError
-from tokentrue.mismatch.batch.chunks import Values
-from tokentrue.mismatch.correction.config import Correction
-from tokentrue.mismatch.correction.signals import Batch, BatchOptions, read_per_token, read_signals
+from tokentrue.mismatch.correction.signals import Batch, BatchOptions, read_signals
 from tokentrue.mismatch.estimators import LOG_CLAMP, contribution, k3
+from tokentrue.mismatch.layout import Values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,22 +48,16 @@ def check_update(
     """
     options: BatchOptions = {"cu_seqlens": cu_seqlens, "advantages": advantages}
     batch = Batch.of(updated_logprobs, rollout_logprobs, mask, options)
-    gain = divergence = 0.0
-    tokens, has_advantage = 0, False
     with torch.no_grad():
-        for rows in batch.layout.blocks():
-            signals = read_signals(batch, rows, Correction())
-            x = signals.clamped(LOG_CLAMP)
-            per_token = read_per_token(batch.layout, rows, "advantages", advantages)
-            has_advantage |= bool(rows.sum((per_token != 0).to(x.dtype)).sum() > 0)
-            gain -= float(rows.sum(contribution(x, per_token)).sum())
-            divergence += float(rows.sum(k3(x)).sum())
-            tokens += rows.tokens
-    if not tokens:
-        raise InputError("check_update: no valid token; an update cannot be judged on an empty batch")
-    gain, divergence = gain / tokens, divergence / tokens
+        signals = read_signals(batch)
+        if not signals.rows.tokens:
+            raise InputError("check_update: no valid token; an update cannot be judged on an empty batch")
+        x, per_token = signals.corr.clamp(-LOG_CLAMP, LOG_CLAMP), signals.per_token("advantages")
+        has_advantage = bool((per_token != 0).any())
+        gain = -float(contribution(x, per_token).mean())
+        divergence = float(k3(x).mean())
     accepted = (gain >= min_gain or not has_advantage) and (max_divergence is None or divergence <= max_divergence)
-    return UpdateCheck(accepted=accepted, gain=gain, divergence=divergence, tokens=tokens)
+    return UpdateCheck(accepted=accepted, gain=gain, divergence=divergence, tokens=signals.rows.tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

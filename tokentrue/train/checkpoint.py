@@ -75,7 +75,7 @@ def save(
         if trainer.ranks.first:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-        trainer.ranks.everyone(None)  # the directory is there
+        trainer.ranks.all_gather_object(None)  # the directory is there
         write_tensors(trainer, partial)
         if trainer.ranks.first:
             write_model_files(trainer.model, model, partial)

@@ -202,7 +202,9 @@ class Run:
             trouble = error
         await ranks.meet()
         counts = dict(self.rounds.counts(number)) if isinstance(self.rounds, CountingRounds) else {}
-        parts = ranks.everyone((mine, counts, None if trouble is None else f"{type(trouble).__name__}: {trouble}"))
+        parts = ranks.all_gather_object(
+            (mine, counts, None if trouble is None else f"{type(trouble).__name__}: {trouble}")
+        )
         if trouble is not None:
             raise trouble
         require_no_trouble([said for _, _, said in parts], number)

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from tokentrue.protocols import WeightSink
-from tokentrue.train.checks.acceptance import UpdateJudge
+from tokentrue.train.checks.acceptance import UpdateGate
 from tokentrue.train.checks.probing import Probe
 from tokentrue.train.data.rounds import Groups
 from tokentrue.train.reporting import StepReport
@@ -28,7 +28,7 @@ from tokentrue.train.update.rollback import Snapshot
 class Publisher:
     """`sinks` are this rank's; other ranks have their own, or none. Every rank calls it."""
 
-    def __init__(self, *sinks: WeightSink, probe: Probe | None = None, judge: UpdateJudge | None = None) -> None:
+    def __init__(self, *sinks: WeightSink, probe: Probe | None = None, judge: UpdateGate | None = None) -> None:
         self.sinks = sinks
         self.probe = probe
         self.judge = judge

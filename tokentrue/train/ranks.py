@@ -32,7 +32,7 @@ class Ranks:
     def first(self) -> bool:
         return self.rank == 0
 
-    def everyone(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         """This value of every rank, in rank order."""
         if self.world == 1:
             return [value]
@@ -42,7 +42,7 @@ class Ranks:
 
     def raise_together(self, trouble: Exception | None, doing: str) -> None:
         """Where a rank is in trouble, it raises that, and all others an error that names it."""
-        said = self.everyone("" if trouble is None else f"{type(trouble).__name__}: {trouble}")
+        said = self.all_gather_object("" if trouble is None else f"{type(trouble).__name__}: {trouble}")
         if trouble is not None:
             raise trouble
         for rank, words in enumerate(said):
@@ -89,9 +89,9 @@ def join(device: str = "cpu") -> Ranks:
         torch.cuda.set_device(own)
         is_shared = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > gpus
         if is_shared:
-            from tokentrue.train import staged
+            from tokentrue.train import host_collectives
 
-            staged.register()
+            host_collectives.register()
         backend = "staged" if is_shared else "cpu:gloo,cuda:nccl"
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group(backend)

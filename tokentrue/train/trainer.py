@@ -30,7 +30,7 @@ from tokentrue.train.config import OptimConfig, TrainConfig, default_learning_ra
 from tokentrue.train.data.advantages import SessionRewards, mask_truncated, overlong_cost, session_advantages
 from tokentrue.train.data.batch import Row, rows_of
 from tokentrue.train.data.planning import Minibatch, Packing, plan_minibatches
-from tokentrue.train.data.replay import replay_experts
+from tokentrue.train.data.routing_replay import replay_experts
 from tokentrue.train.flops import flops_of
 from tokentrue.train.ranks import Ranks, whole, whole_weights
 from tokentrue.train.reporting import MEASURED, Clock, StepReport, batch_metrics
@@ -129,7 +129,7 @@ class Trainer:
             found = self.compare(rows, values.recomputed)
             self.response_lengths.append(sum(int(row.sampled.sum()) for row in rows) / len(rows))
             with clock("measure"):
-                measured = self.measured(rows, values)
+                measured = self.measure(rows, values)
             with clock("update"):
                 done = [
                     self.update(rows, values, part, is_first=not n)
@@ -186,8 +186,8 @@ class Trainer:
             self.scorer.active(self.model),
             evaluation_mode(self.model),
         ):
-            heat = torch.full((len(ids),), self.config.temperature)
-            return self.scorer(self.model, [torch.tensor(ids, dtype=torch.int64)], [heat]).logprobs[0]
+            temperatures = torch.full((len(ids),), self.config.temperature)
+            return self.scorer(self.model, [torch.tensor(ids, dtype=torch.int64)], [temperatures]).logprobs[0]
 
     def gradient(self, groups: Sequence[Sequence[Sample]]) -> tuple[Tensor, dict[str, float]]:
         """What a step would add up, without a step: the flat gradient of the whole batch, and the mismatch it was
@@ -196,7 +196,7 @@ class Trainer:
         with self.scorer.active(self.model):
             values, ((part,), *_) = self.recompute(rows)
             merged, loss = self.accumulate(rows, values, part, is_first=True)
-            found = {**self.measured(rows, values), **dict(merged), "loss": loss}
+            found = {**self.measure(rows, values), **dict(merged), "loss": loss}
         flat = torch.cat([whole(each).flatten() for each in self.masters.gradient()])
         self.optimizer.zero_grad(set_to_none=True)
         return flat, found
@@ -211,7 +211,7 @@ class Trainer:
         )  # advantages are known only after the rows are scored
         return bool(row.mask.any()) and (has_gradient or not self.config.drop_idle_rows)
 
-    def planned(self, rows: Sequence[Row], advantages: Sequence[float]) -> list[list[Minibatch]]:
+    def plan(self, rows: Sequence[Row], advantages: Sequence[float]) -> list[list[Minibatch]]:
         """The minibatches of every epoch. All epochs split the rows in the same way, so that a row stays on its
         rank."""
         trained = [self.is_trained(row, advantage) for row, advantage in zip(rows, advantages, strict=True)]
@@ -231,13 +231,13 @@ class Trainer:
         if self.config.overlong.max_tokens:
             sessions = sessions.less(overlong_cost(sessions.sampled, self.config.overlong))
         advantages = self.advantages(sessions)
-        epochs = self.planned(rows, advantages)
+        epochs = self.plan(rows, advantages)
         mine, reference = dict[int, Tensor](), dict[int, Tensor]()
         with evaluation_mode(self.model):
             for bin_ in (bin_ for part in epochs[0] for bin_ in part.bins):
                 mine |= self.score_bin(rows, bin_)
                 if self.reference is not None:
-                    reference |= zip(bin_, self.scored(self.reference, rows, bin_).logprobs, strict=False)
+                    reference |= zip(bin_, self.score_rows(self.reference, rows, bin_).logprobs, strict=False)
         kl = 0.0
         if self.config.kl.reward_coefficient:
             sums = divergence_sums(rows, mine, reference, self.config.kl, self.ranks)
@@ -252,14 +252,16 @@ class Trainer:
     def advantages(self, sessions: SessionRewards) -> list[float]:
         return session_advantages(sessions, self.config.baseline, self.config.advantages)
 
-    def scored(self, model: nn.Module, rows: Sequence[Row], numbers: Sequence[int], *, entropy: bool = False) -> Scores:
+    def score_rows(
+        self, model: nn.Module, rows: Sequence[Row], numbers: Sequence[int], *, entropy: bool = False
+    ) -> Scores:
         ids = [rows[i].ids for i in numbers] or [NO_ROW]
-        heats = [rows[i].temperatures for i in numbers] or [torch.ones(2)]
-        return self.scorer(model, ids, heats, entropy=entropy, kept=[rows[i].kept for i in numbers] or None)
+        temperatures = [rows[i].temperatures for i in numbers] or [torch.ones(2)]
+        return self.scorer(model, ids, temperatures, entropy=entropy, kept=[rows[i].kept for i in numbers] or None)
 
     def score_bin(self, rows: Sequence[Row], bin_: Sequence[int]) -> dict[int, Tensor]:
         with self.replaying(rows, bin_):
-            return dict(zip(bin_, self.scored(self.model, rows, bin_).logprobs, strict=False))
+            return dict(zip(bin_, self.score_rows(self.model, rows, bin_).logprobs, strict=False))
 
     @torch.no_grad()
     def score_parts(self, rows: Sequence[Row], parts: Sequence[Minibatch]) -> dict[int, Tensor]:
@@ -274,7 +276,7 @@ class Trainer:
         if self.delta_limit is None:
             return
         with on_device(next(self.model.parameters()).device), self.scorer.active(self.model):
-            mine = self.score_parts(rows, self.planned(rows, advantages)[0])
+            mine = self.score_parts(rows, self.plan(rows, advantages)[0])
         compared = [
             (rows[i], values[: len(scores[i])], scores[i], rows[i].mask[: len(scores[i])]) for i, values in mine.items()
         ]
@@ -305,7 +307,7 @@ class Trainer:
                 require_exact(*mine, version=self.version, step=self.version)
             except ExactnessError as error:
                 trouble = str(error)
-        everyone = self.ranks.everyone((found, trouble))  # all ranks stop together, or none
+        everyone = self.ranks.all_gather_object((found, trouble))  # all ranks stop together, or none
         for _, said in everyone:
             if said:
                 raise ExactnessError(said)
@@ -318,7 +320,7 @@ class Trainer:
         )
         return reduce(Agreement.merge, (part for part, _ in everyone))
 
-    def measured(self, rows: Sequence[Row], values: RowValues) -> dict[str, float]:
+    def measure(self, rows: Sequence[Row], values: RowValues) -> dict[str, float]:
         """How far the trainer's log-probabilities are from the rollout's, over all trained tokens, stale ones too."""
         numbers = sorted(values.recomputed)
         chosen = [rows[i] for i in numbers]
@@ -334,7 +336,7 @@ class Trainer:
                 ],
                 worst=0,
             ).metrics
-        everyone = [found for found in self.ranks.everyone(mine) if found is not None]
+        everyone = [found for found in self.ranks.all_gather_object(mine) if found is not None]
         merged = everyone[0].merge(*everyone[1:])
         return {f"mismatch/{name}": merged[key] for name, key in MEASURED.items()}
 
@@ -386,7 +388,7 @@ class Trainer:
             self.masters.collect(unscale=self.scale.value)
             total += float(loss.detach())
             statistics = statistics.merge(found)
-        everyone = self.ranks.everyone((statistics, total))
+        everyone = self.ranks.all_gather_object((statistics, total))
         return correction.metrics.merge(*(found for found, _ in everyone)), sum(share for _, share in everyone)
 
     def correction(
@@ -406,7 +408,7 @@ class Trainer:
     ) -> tuple[Tensor, Metrics]:
         """The share of one forward pass in the minibatch's loss."""
         wants_entropy = self.loss.entropy_coefficient != 0
-        scores = self.scored(self.model, rows, numbers, entropy=wants_entropy)
+        scores = self.score_rows(self.model, rows, numbers, entropy=wants_entropy)
         if not numbers:
             return scores.logprobs[0].sum() * 0.0, Metrics({})
         chosen = [rows[i] for i in numbers]

@@ -18,7 +18,7 @@ from tokentrue.hub import load_causal_model
 
 if TYPE_CHECKING:
     from tokentrue.train import OptimConfig, Store, TrainConfig
-    from tokentrue.train.checks.acceptance import UpdateJudge
+    from tokentrue.train.checks.acceptance import UpdateGate
     from tokentrue.train.checks.evaluating import Evaluator
     from tokentrue.train.checks.probing import Probe
 
@@ -199,9 +199,9 @@ def probe_for(settings: TrainRun, pool: Any) -> Probe | None:
     return Probe(lambda: pool.in_use, vocabulary=vocabulary_of(settings.model_path))
 
 
-def judge_for(settings: TrainRun, pool: Any) -> UpdateJudge | None:
+def judge_for(settings: TrainRun, pool: Any) -> UpdateGate | None:
     """Update acceptance by the engines that this rank publishes to; the first rank's are asked."""
-    from tokentrue.train.checks.acceptance import UpdateJudge
+    from tokentrue.train.checks.acceptance import UpdateGate
 
     wanted = settings.train.acceptance
-    return UpdateJudge(wanted, lambda: pool.in_use) if wanted.enabled else None
+    return UpdateGate(wanted, lambda: pool.in_use) if wanted.enabled else None

@@ -22,7 +22,7 @@ from tokentrue.errors import ConfigError, InputError, TokenContractError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tokentrue.mismatch import Diagnosis
+    from tokentrue.mismatch import Correction, Diagnosis
     from tokentrue.samples.trainer_logprobs import TrainerLogprobs
     from tokentrue.types import Sample
 
@@ -121,13 +121,15 @@ def command(
     compared = _compare(found, trainer, trainer_logprobs, plain=plain, dtype=dtype, device=device, quiet=as_json)
     if not compared.rows:
         raise InputError(_why_nothing(samples, compared))
-    whole, steps = _diagnose(compared, correction)
+    advantages = _advantages(compared)
+    is_shown = advantages is not None or "advantages" not in PRESETS[correction].needs
+    whole, steps = _diagnose(compared, PRESETS[correction] if is_shown else None, advantages)
     verdict, alarm = _verdict(whole, compared, max_k3)
     facts = {
         "samples": f"{len(compared.rows):,} of {len(compared.samples):,} in {samples.name}",
         "trained tokens": f"{compared.tokens:,} of {compared.trained_tokens:,}",
         "trainer": trainer or str(trainer_logprobs),
-        "correction shown": correction,
+        "correction shown": correction if is_shown else f"none: {correction} needs a reward for every sample",
     }
     if trainer is not None:
         facts["scored"] = f"{'the model’s own forward pass' if plain else 'exact operators'}, {dtype}, {device}"
@@ -286,7 +288,7 @@ def _scorer(
         model.register_forward_hook(record_tops)
 
     from tokentrue.samples.recorded_turns import scoring_temperatures
-    from tokentrue.train.data.replay import kept_rows
+    from tokentrue.train.data.routing_replay import kept_rows
     from tokentrue.train.update.scoring import ExactScorer, PlainScorer
 
     score = PlainScorer() if plain else ExactScorer()
@@ -302,12 +304,19 @@ def _scorer(
     return score_sample
 
 
-def _diagnose(compared: Comparison, correction: str) -> tuple[Diagnosis, list[tuple[str, Diagnosis]]]:
-    """The whole, and its steps in order; with the advantages that the viewer shows, where every row has one."""
+def _advantages(compared: Comparison) -> list[float] | None:
+    """Those that the viewer shows; None where a row has none."""
     from tokentrue.viewer.advantages import advantages_of
 
-    rows, known = compared.rows, advantages_of(compared.samples)
-    advantages = [known[row.name] for row in rows] if all(row.name in known for row in rows) else None
+    known = advantages_of(compared.samples)
+    return [known[row.name] for row in compared.rows] if all(row.name in known for row in compared.rows) else None
+
+
+def _diagnose(
+    compared: Comparison, correction: Correction | None, advantages: list[float] | None
+) -> tuple[Diagnosis, list[tuple[str, Diagnosis]]]:
+    """The whole, and its steps in order."""
+    rows = compared.rows
     names = sorted({kind for row in rows for kind in row.kinds})
     labels = list(dict.fromkeys(sorted((row.step for row in rows), key=_natural)))
     parts: dict[str, list[Diagnosis]] = {label: [] for label in labels}
@@ -321,22 +330,25 @@ def _diagnose(compared: Comparison, correction: str) -> tuple[Diagnosis, list[tu
     return steps[0][1].merge(*(diagnosis for _, diagnosis in steps[1:])), steps
 
 
-def _diagnose_rows(rows: Sequence[Row], advantages: list[float] | None, names: list[str], correction: str) -> Diagnosis:
+def _diagnose_rows(
+    rows: Sequence[Row], advantages: list[float] | None, names: list[str], correction: Correction | None
+) -> Diagnosis:
     import torch
 
-    from tokentrue.mismatch import PRESETS, diagnose
+    from tokentrue.mismatch import diagnose
 
     def tensors(values: Sequence[Sequence[float]], dtype: torch.dtype = torch.float64) -> list[Tensor]:
         return [torch.tensor(value, dtype=dtype) for value in values]
 
     flips = None if any(row.flips is None for row in rows) else tensors([row.flips or () for row in rows], torch.long)
-    chosen = PRESETS[correction]
     return diagnose(
         tensors([row.trainer for row in rows]),
         tensors([row.rollout for row in rows]),
-        logprobs=tensors([row.trainer for row in rows]) if chosen.needs_current else None,
+        logprobs=tensors([row.trainer for row in rows])
+        if correction is not None and correction.needs_current
+        else None,
         advantages=None if advantages is None else torch.tensor(advantages, dtype=torch.float64),
-        correction=chosen if advantages is not None or chosen.off_policy_mask is None else None,
+        correction=correction,
         kinds=tensors([[names.index(kind) for kind in row.kinds] for row in rows], torch.long),
         kind_names=names,
         trainer_top_ids=flips,

@@ -3,19 +3,19 @@ at construction."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from tokentrue.errors import ConfigError
+from tokentrue.errors import ConfigError, InputError
 from tokentrue.mismatch.correction import importers
-from tokentrue.mismatch.correction.explain import RATIO, describe_interval, rule_text, weights_text
 from tokentrue.mismatch.correction.rules import (
+    Need,
     OffPolicyMask,
     Outlier,
     Reject,
+    Rule,
     SecondMoment,
-    Signal,
     Staleness,
     Surrogate,
     Veto,
@@ -24,6 +24,13 @@ from tokentrue.mismatch.correction.rules import (
     is_finite,
 )
 from tokentrue.mismatch.estimators import LOG_CLAMP
+
+MISSING: Mapping[Need, str] = {
+    "old": "trainer_logprobs: missing",
+    "current": "logprobs: the current policy's log-probabilities are missing",
+    "advantages": "advantages: missing",
+    "versions": "versions, version: the policy version of each token (or row) and the current one are missing",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,52 +92,42 @@ class Correction:
             )
 
     @property
-    def signals(self) -> frozenset[Signal]:
-        """The ratios that this correction needs."""
-        used: set[Signal] = {rule.signal for rule in self.reject}
-        rules = (self.weights, self.outlier, self.off_policy_mask, self.second_moment)
-        used |= {rule.signal for rule in rules if rule is not None}
-        return frozenset(used)
+    def rules(self) -> tuple[Rule, ...]:
+        """Every rule that is set, in the order of the fields."""
+        values = [getattr(self, field.name) for field in fields(self)]
+        found = [rule for value in values for rule in (value if isinstance(value, tuple) else (value,))]
+        return tuple(rule for rule in found if isinstance(rule, Rule))
 
     @property
     def is_active(self) -> bool:
         """Whether anything is weighted or rejected."""
-        rules = (self.weights, self.veto, self.outlier, self.off_policy_mask, self.staleness, self.second_moment)
-        return bool(self.reject) or any(rule is not None for rule in rules)
+        return bool(self.rules)
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """What `correct` must be given."""
+        return frozenset(need for rule in self.rules for need in rule.needs)
 
     @property
     def needs_current(self) -> bool:
         """Whether `correct` must be given the current policy's log-probabilities."""
-        return bool(self.signals - {"corr"}) or (self.veto is not None and self.veto.of == "current")
+        return "current" in self.needs
+
+    def require(self, has: Callable[[Need], bool]) -> None:
+        """Raises InputError, which names the keyword, where a batch lacks what a rule needs."""
+        for rule in self.rules:
+            for need in sorted(rule.needs):
+                if not has(need):
+                    raise InputError(f"{MISSING[need]}; {type(rule).__name__} needs them")
 
     def explain(self) -> str:
         """The formula in words, and what it costs."""
         base = "π_rollout (bypass)" if self.denominator == "rollout" else "π_old, recomputed by the trainer"
         lines = [f"surrogate: {self.surrogate}, ratio over {base}"]
-        lines.append("weights: none" if self.weights is None else "weights: " + weights_text(self.weights))
-        lines += [
-            f"keep {rule_text(rule)}" + (" (else weight 0, still counted)" if rule.action == "mask" else "")
-            for rule in self.reject
-        ]
-        if self.veto is not None:
-            lines.append(
-                f"drop rows with a token below probability {self.veto.below:g} under the {self.veto.of} policy"
-            )
-        if self.outlier is not None:
-            bounds = describe_interval("r", self.outlier.lower, self.outlier.upper)
-            lines.append(f"drop rows unless every token has {bounds}, r = {RATIO[self.outlier.signal]}")
-        if self.off_policy_mask is not None:
-            mask = self.off_policy_mask
-            lines.append(f"drop negative advantages in rows with mean -log {RATIO[mask.signal]} > {mask.threshold:g}")
-        if self.staleness is not None:
-            lines.append(f"drop {self.staleness.level}s sampled more than {self.staleness.limit} versions ago")
-        if self.second_moment is not None:
-            moment = self.second_moment
-            lines.append(
-                f"drop the largest (log {RATIO[moment.signal]})² of {moment.tokens} tokens until their mean <= {moment.threshold:g}"
-            )
+        lines += ["weights: none"] if self.weights is None else []
+        lines += [rule.explain() for rule in self.rules]
         lines.append(f"the loss divides by the {self.loss_counts} counts")
-        needs_old = self.denominator == "trainer" or "corr" in self.signals or "ppo_train" in self.signals
+        needs_old = self.denominator == "trainer" or "old" in self.needs
         lines.append("cost: one extra forward pass per step for π_old" if needs_old else "cost: no extra forward pass")
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 

@@ -1,25 +1,66 @@
-"""What a correction is made of: small frozen records, with nonsense refused at construction. `config.Correction` joins
-them.
+"""What a correction is made of. Each rule says all that is known of it in one place: its settings, with nonsense refused
+at construction, what it `needs`, its text, and what it does to a batch. `config.Correction` joins rules and iterates
+over them: docs/new-correction.md says how to add one.
 
-r is always trainer ÷ rollout probability. `corr` is r_corr = e^(old - rollout), the mismatch itself; `ppo_train` is
-e^(current - old) and `ppo_rollout` is e^(current - rollout), which contain the policy's own drift.
 Bounds are two numbers, never a string, and a value that equals a bound is inside it.
 """
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, TypeGuard, get_args
 
-from tokentrue.errors import ConfigError
+import torch
+from torch import Tensor
 
-Signal: TypeAlias = Literal["corr", "ppo_train", "ppo_rollout"]
+from tokentrue.errors import ConfigError
+from tokentrue.mismatch.correction.judge import Judge
+from tokentrue.mismatch.correction.signals import Need, Signal
+from tokentrue.mismatch.estimators import ESTIMATORS, k3
+
 Level: TypeAlias = Literal["token", "sequence", "geometric"]
 Mode: TypeAlias = Literal["truncate", "clip", "mask", "raw"]
 Estimator: TypeAlias = Literal["ratio", "k1", "k2", "k3"]
 Aggregate: TypeAlias = Literal["token", "seq_sum", "seq_mean", "seq_max", "geometric"]
 Surrogate: TypeAlias = Literal["ppo", "ratio", "reinforce", "gspo", "cispo", "dppo_tv", "sapo", "vespo"]
+
+RATIO: dict[Signal, str] = {
+    "corr": "π_old/π_rollout",
+    "ppo_train": "π_current/π_old",
+    "ppo_rollout": "π_current/π_rollout",
+}
+POLICIES: dict[Signal, frozenset[Need]] = {
+    "corr": frozenset({"old"}),
+    "ppo_train": frozenset({"old", "current"}),
+    "ppo_rollout": frozenset({"current"}),
+}
+
+
+class Rule(ABC):
+    """One rule of a correction; a frozen record."""
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def needs(self) -> frozenset[Need]:
+        """What `correct` must be given beside the rollout's log-probabilities."""
+
+    @abstractmethod
+    def explain(self) -> str:
+        """One line for `Correction.explain`."""
+
+    @abstractmethod
+    def apply(self, judge: Judge) -> None:
+        """Drops tokens or rows; weights set the judge's."""
+
+    @property
+    def order(self) -> int:
+        """Rules apply in this order: tokens and rows are dropped (0), weights made (1), and rows judged (2) by the
+        tokens that are left where the correction is staged."""
+        return 0
 
 
 def choose(owner: str, field: str, value: object, kind: Any) -> None:
@@ -46,6 +87,22 @@ def bounds_of(owner: str, lower: object, upper: object, *, positive: bool) -> No
             raise ConfigError(f"{owner}.{field}: {value!r} bounds a ratio and must be > 0; leave it out for no bound")
     if isinstance(lower, int | float) and isinstance(upper, int | float) and lower > upper:
         raise ConfigError(f"{owner}: lower {lower} is above upper {upper}")
+
+
+def inside(values: Tensor, lower: float | None, upper: float | None) -> Tensor:
+    """Within bounds, the bounds included."""
+    good = torch.ones_like(values, dtype=torch.bool) if lower is None else values >= lower
+    return good if upper is None else good & (values <= upper)
+
+
+def log_or_none(bound: float | None) -> float | None:
+    return None if bound is None else math.log(bound)
+
+
+def describe_interval(name: str, lower: float | None, upper: float | None) -> str:
+    left = "" if lower is None else f"{lower:g} <= "
+    right = "" if upper is None else f" <= {upper:g}"
+    return f"{left}{name}{right}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,9 +144,20 @@ class AdaptiveMix:
         if not (is_finite(self.divergence) and self.divergence > 0):
             raise ConfigError(f"AdaptiveMix.divergence: {self.divergence!r} must be finite and > 0")
 
+    def measure(self, log_ratios: Tensor, limit: float) -> float:
+        """0 for an empty batch."""
+        if not log_ratios.numel():
+            return 0.0
+        x = log_ratios.clamp(-limit, limit)
+        weights = x.exp()
+        second = float((weights * weights).mean())
+        share = float(weights.mean()) ** 2 / second
+        severity = -math.expm1(-float(k3(x).mean()) / self.divergence)
+        return share * severity / max(1.0, second)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Weights:
+class Weights(Rule):
     """Importance weights, always detached. Level "sequence" is the product of the row's ratios, "geometric" their
     geometric mean.
 
@@ -137,9 +205,52 @@ class Weights:
         if self.normalise is not None and self.normalise.over == "raw" and self.mode != "mask":
             raise ConfigError("Weights.normalise: over='raw' only means something with mode 'mask'")
 
+    @property
+    def needs(self) -> frozenset[Need]:
+        return POLICIES[self.signal]
+
+    @property
+    def order(self) -> int:
+        return 1
+
+    def explain(self) -> str:
+        r = RATIO[self.signal]
+        what = {"token": r, "sequence": f"Π_t {r}", "geometric": f"(Π_t {r})^(1/T)"}[self.level]
+        how = {
+            "truncate": f"min({what}, {self.upper})",
+            "clip": f"clip({what}, {self.lower}, {self.upper})",
+            "mask": f"{what} where {describe_interval('it', self.lower, self.upper)}, else 0",
+            "raw": what,
+        }[self.mode]
+        if self.mix is not None:
+            how = f"1 - α + α·{how}, α = {self.mix if isinstance(self.mix, int | float) else 'measured on the batch'}"
+        mean = self.normalise
+        how = how if mean is None else f"{how}, over the mean of {mean.over} {mean.level}s of the {mean.scope}"
+        return f"weights: {how}"
+
+    def apply(self, judge: Judge) -> None:
+        rows, limit, given = judge.rows, judge.log_clamp, judge.signals.log_ratio(self.signal)
+        log_weight = given
+        if self.level != "token":
+            total, count = judge.row_totals(given)
+            log_weight = rows.spread(total / count if self.level == "geometric" else total)
+        low, high = log_or_none(self.lower), log_or_none(self.upper)
+        judge.hits["weights_below"] = 0 if low is None else int((log_weight < low).sum())
+        judge.hits["weights_above"] = 0 if high is None else int((log_weight > high).sum())
+        judge.hits["clamped"] = int((log_weight.abs() > limit).sum())
+        bounded = unmasked = log_weight.clamp(-limit, limit).exp()
+        if self.mode == "mask":
+            bounded = unmasked.masked_fill(~inside(log_weight, low, high), 0)
+        elif self.mode != "raw":
+            bounded = unmasked = unmasked.clamp(min=self.lower, max=self.upper)
+        if self.mix is not None:
+            mix = self.mix.measure(given, limit) if isinstance(self.mix, AdaptiveMix) else self.mix
+            bounded, unmasked = bounded * mix + (1 - mix), unmasked * mix + (1 - mix)
+        judge.weights, judge.unmasked = bounded, unmasked
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reject:
+class Reject(Rule):
     """One rule: a token or a row stays only if lower <= statistic <= upper.
 
     The statistic is `estimator` of `signal`'s ratio (of its inverse, with `inverse`), aggregated over the row's valid
@@ -190,9 +301,60 @@ class Reject:
         agree = 1.0 if self.estimator == "ratio" else 0.0
         return (self.lower is not None and agree < self.lower) or (self.upper is not None and agree > self.upper)
 
+    @property
+    def needs(self) -> frozenset[Need]:
+        return POLICIES[self.signal]
+
+    @property
+    def order(self) -> int:
+        return 0 if self.aggregate == "token" else 2
+
+    @property
+    def name(self) -> str:
+        return f"{self.signal}_{self.aggregate}_{self.estimator}" + ("_inverse" if self.inverse else "")
+
+    def explain(self) -> str:
+        ratio = RATIO[self.signal] if not self.inverse else f"1/({RATIO[self.signal]})"
+        name = ratio if self.estimator == "ratio" else f"{self.estimator}({ratio})"
+        what, shown = {
+            "token": ("tokens", name),
+            "seq_sum": ("rows", f"Π_t {name}" if self.estimator == "ratio" else f"Σ_t {name}"),
+            "seq_mean": ("rows", f"mean_t {name}"),
+            "seq_max": ("rows", f"max_t {name}"),
+            "geometric": ("rows", f"(Π_t {name})^(1/T)"),
+        }[self.aggregate]
+        said = f"keep {what} with {describe_interval(shown, self.lower, self.upper)}"
+        return said + (" (else weight 0, still counted)" if self.action == "mask" else "")
+
+    def apply(self, judge: Judge) -> None:
+        rows, values = judge.rows, self._estimate(judge)
+        if self.aggregate == "seq_max":
+            values = rows.max(torch.where(judge.active, values, -torch.inf), empty=0.0)
+        elif self.aggregate != "token":
+            total, count = judge.row_totals(values)
+            values = total if self.aggregate == "seq_sum" else total / count
+        bounds = (self.lower, self.upper)
+        if self.estimator == "ratio":  # compared in log space
+            bounds = (log_or_none(self.lower), log_or_none(self.upper))
+        failing = ~inside(values, *bounds)
+        failing = failing if self.aggregate == "token" else rows.spread(failing)
+        judge.count(self.name, failing)
+        if self.action == "mask":
+            judge.zeroed |= failing
+        else:
+            judge.dropped |= failing
+
+    def _estimate(self, judge: Judge) -> Tensor:
+        log_ratio, limit = judge.signals.log_ratio(self.signal), judge.log_clamp
+        if self.inverse:
+            log_ratio = -log_ratio
+        if self.estimator in ("k2", "k3") or judge.clamp_tokens:
+            log_ratio = log_ratio.clamp(-limit, limit)
+        return log_ratio if self.estimator == "ratio" else ESTIMATORS[self.estimator](log_ratio)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Veto:
+class Veto(Rule):
     """Drops a whole row if any of its valid tokens is less likely than `below` under the `of` policy."""
 
     below: float = 1e-6
@@ -203,9 +365,20 @@ class Veto:
         if not (is_finite(self.below) and 0 < self.below < 1):
             raise ConfigError(f"Veto.below: {self.below!r} is a probability and must be in (0, 1)")
 
+    @property
+    def needs(self) -> frozenset[Need]:
+        needed: dict[str, frozenset[Need]] = {"trainer": frozenset({"old"}), "current": frozenset({"current"})}
+        return needed.get(self.of, frozenset())
+
+    def explain(self) -> str:
+        return f"drop rows with a token below probability {self.below:g} under the {self.of} policy"
+
+    def apply(self, judge: Judge) -> None:
+        judge.drop("vetoed", getattr(judge.signals, self.of) < math.log(self.below), whole_rows=True)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outlier:
+class Outlier(Rule):
     """Drops a whole row if any of its valid tokens has a ratio outside [lower, upper]."""
 
     lower: float | None = 1e-4
@@ -222,9 +395,22 @@ class Outlier:
                 f"Outlier: the bounds [{self.lower}, {self.upper}] reject tokens on which both sides agree exactly"
             )
 
+    @property
+    def needs(self) -> frozenset[Need]:
+        return POLICIES[self.signal]
+
+    def explain(self) -> str:
+        bounds = describe_interval("r", self.lower, self.upper)
+        return f"drop rows unless every token has {bounds}, r = {RATIO[self.signal]}"
+
+    def apply(self, judge: Judge) -> None:
+        log_ratio = judge.signals.log_ratio(self.signal)
+        outside = ~inside(log_ratio, log_or_none(self.lower), log_or_none(self.upper))
+        judge.drop("outlier", outside, whole_rows=True)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OffPolicyMask:
+class OffPolicyMask(Rule):
     """DeepSeek-V3.2's off-policy sequence mask: tokens with a negative advantage go, in rows whose mean -log r exceeds
     `threshold`.
 
@@ -243,9 +429,21 @@ class OffPolicyMask:
                 f"OffPolicyMask.threshold: {self.threshold!r} must be finite and >= 0: it bounds a divergence"
             )
 
+    @property
+    def needs(self) -> frozenset[Need]:
+        return POLICIES[self.signal] | {"advantages"}
+
+    def explain(self) -> str:
+        return f"drop negative advantages in rows with mean -log {RATIO[self.signal]} > {self.threshold:g}"
+
+    def apply(self, judge: Judge) -> None:
+        drift = judge.rows.mean(-judge.signals.log_ratio(self.signal))
+        negative = judge.signals.per_token("advantages") < 0
+        judge.drop("off_policy", negative & judge.rows.spread(drift > self.threshold), whole_rows=self.whole_row)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SecondMoment:
+class SecondMoment(Rule):
     """M2PO (arXiv 2510.01161): the tokens with the largest (log r)² go until the mean of the rest is at most
     `threshold`.
 
@@ -264,9 +462,33 @@ class SecondMoment:
         if not (is_finite(self.threshold) and self.threshold >= 0):
             raise ConfigError(f"SecondMoment.threshold: {self.threshold!r} must be finite and >= 0")
 
+    @property
+    def needs(self) -> frozenset[Need]:
+        return POLICIES[self.signal] | ({"advantages"} if self.tokens == "harmful" else frozenset())
+
+    def explain(self) -> str:
+        squares = f"(log {RATIO[self.signal]})²"
+        return f"drop the largest {squares} of {self.tokens} tokens until their mean <= {self.threshold:g}"
+
+    def apply(self, judge: Judge) -> None:
+        log_ratio = judge.signals.log_ratio(self.signal)
+        squares, judged = log_ratio * log_ratio, judge.rows.flags(True)
+        if self.tokens == "harmful":
+            advantages = judge.signals.per_token("advantages")
+            judged = ((advantages > 0) & (log_ratio > 0)) | ((advantages < 0) & (log_ratio < 0))
+        judge.drop("second_moment", judged & (squares >= self._first_dropped(squares[judged])))
+
+    def _first_dropped(self, squares: Tensor) -> float:
+        """The smallest value that must go, so that the mean of those below it is at most `threshold`; inf where all
+        may stay."""
+        ordered = squares.sort().values
+        means = ordered.cumsum(0) / torch.arange(1, ordered.shape[0] + 1, device=ordered.device, dtype=ordered.dtype)
+        kept = int((means <= self.threshold).sum())
+        return float(ordered[kept]) if kept < ordered.shape[0] else math.inf
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Staleness:
+class Staleness(Rule):
     """Drops tokens (or rows holding one) that were sampled more than `limit` policy versions ago."""
 
     limit: int
@@ -276,3 +498,17 @@ class Staleness:
         choose("Staleness", "level", self.level, Literal["token", "sequence"])
         if not (is_finite(self.limit) and self.limit >= 0):
             raise ConfigError(f"Staleness.limit: {self.limit!r} versions; must be finite and >= 0")
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        return frozenset({"versions"})
+
+    def explain(self) -> str:
+        return f"drop {self.level}s sampled more than {self.limit} versions ago"
+
+    def apply(self, judge: Judge) -> None:
+        version = judge.signals.batch.version
+        assert version is not None
+        judge.drop(
+            "stale", version - judge.signals.per_token("versions") > self.limit, whole_rows=self.level == "sequence"
+        )

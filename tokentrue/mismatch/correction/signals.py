@@ -1,21 +1,24 @@
-"""Reads the policies' log-probabilities of some rows and forms their log-ratios: zero outside valid tokens, finite or
-refused."""
+"""Reads the policies' log-probabilities of a batch and forms their log-ratios: finite, or refused.
+
+r is always trainer ÷ rollout probability. `corr` is r_corr = e^(old - rollout), the mismatch itself; `ppo_train` is
+e^(current - old) and `ppo_rollout` is e^(current - rollout), which contain the policy's own drift.
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TypedDict
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias, TypedDict
 
 import torch
 from torch import Tensor
 
 from tokentrue.errors import InputError
-from tokentrue.mismatch.batch.chunks import ChunkedRows, Values
-from tokentrue.mismatch.batch.layout import Layout
-from tokentrue.mismatch.correction.config import Correction
-from tokentrue.mismatch.correction.rules import Signal
+from tokentrue.mismatch.layout import Layout, Rows, Values
+
+Signal: TypeAlias = Literal["corr", "ppo_train", "ppo_rollout"]
+Need: TypeAlias = Literal["old", "current", "advantages", "versions"]
+"""Policies (the trainer's recomputed one, the one being trained) and values per token that a rule may need."""
 
 
 class BatchOptions(TypedDict, total=False):
@@ -64,44 +67,51 @@ class Batch:
             version=options.get("version"),
         )
 
+    def has(self, need: Need) -> bool:
+        if need == "versions":
+            return self.versions is not None and self.version is not None
+        return need == "old" or getattr(self, need) is not None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Signals:
-    """Some rows' log-ratios. `bad` marks valid tokens whose numbers were not finite; their ratios are set to
-    agreement."""
+    """The log-ratios of a batch's valid tokens. `bad` marks those whose numbers were not finite; their ratios are set
+    to agreement."""
 
-    rows: ChunkedRows
+    batch: Batch
+    rows: Rows
     trainer: Tensor
     rollout: Tensor
     current: Tensor | None
-    corr: Tensor
-    bad: Tensor | None
-    span: tuple[float, float]  # smallest and largest δ
-    cache: dict[float, Tensor] = field(default_factory=dict[float, Tensor])
+    num_bad: int = 0
+    bad: Tensor | None = None
 
-    def clamped(self, limit: float) -> Tensor:
-        """The mismatch's log-ratio inside ±limit."""
-        least, most = self.span
-        return self.corr if max(most, -least) <= limit else self.corr.clamp(-limit, limit)
-
-    def ratio(self, limit: float) -> Tensor:
-        """r of the mismatch; 1 outside valid tokens. Kept until the weights are made of it."""
-        if limit not in self.cache:
-            self.cache[limit] = self.clamped(limit).exp()
-        return self.cache[limit]
+    @property
+    def corr(self) -> Tensor:
+        return self.trainer - self.rollout
 
     def log_ratio(self, signal: Signal) -> Tensor:
         if signal == "corr":
             return self.corr
-        if self.current is None:
-            raise InputError(f"logprobs: the current policy's log-probabilities are needed for the {signal} ratio")
+        assert self.current is not None, "`Correction.require` refuses a batch without it"
         return self.current - (self.trainer if signal == "ppo_train" else self.rollout)
 
+    def per_token(self, name: Literal["advantages", "versions"]) -> Tensor:
+        values = getattr(self.batch, name)
+        return self.batch.layout.read_per_token(self.rows, name, values)
 
-def read_signals(batch: Batch, rows: ChunkedRows, config: Correction) -> Signals:
+
+def read_signals(
+    batch: Batch,
+    *,
+    non_finite: Literal["raise", "unit", "token", "sequence"] = "raise",
+    align_support: bool = False,
+) -> Signals:
+    """`non_finite` and `align_support` as in `Correction`."""
+    rows = batch.layout.rows()
     trainer, rollout = rows.read(batch.trainer), rows.read(batch.rollout)
-    current = None if batch.current is None else rows.read(_detach(batch.current))
-    if config.align_support:
+    current = None if batch.current is None else rows.read(detach(batch.current))
+    if align_support:
         if batch.support is None:
             raise InputError(
                 "support_log_mass: align_support needs the log of the trainer's mass on the sampler's support, per token"
@@ -109,55 +119,32 @@ def read_signals(batch: Batch, rows: ChunkedRows, config: Correction) -> Signals
         mass = rows.read(batch.support)
         trainer = trainer - mass
         current = None if current is None else current - mass
-    corr = trainer - rollout
-    span = rows.extremes(corr)
-    fine = not rows.tokens or (
-        all(map(math.isfinite, span)) and (current is None or math.isfinite(float(current.sum())))
-    )
-    if fine:
-        return Signals(rows=rows, trainer=trainer, rollout=rollout, current=current, corr=corr, bad=None, span=span)
-    bad = ~torch.isfinite(corr if current is None else corr + current)
-    if config.non_finite == "raise":
-        raise InputError(_where(rows, bad))
-    calm, corr = torch.where(bad, 0.0, rollout), torch.where(bad, 0.0, corr)
-    rows = (
-        rows.without(bad) if config.non_finite == "token" else rows
-    )  # then bad tokens are padding: they count nowhere
-    return Signals(
-        rows=rows,
+    found = Signals(batch=batch, rows=rows, trainer=trainer, rollout=rollout, current=current)
+    bad = ~torch.isfinite(found.corr if current is None else found.corr + current)
+    num_bad = int(bad.sum())
+    if not num_bad:
+        return found
+    if non_finite == "raise":
+        raise InputError(
+            f"log-probabilities: {num_bad} valid tokens are not finite, the first in row {int(rows.row[bad][0])}; the engine or the "
+            "trainer could not score them. Correct the mask, or choose Correction(non_finite='unit' | 'token' | 'sequence')"
+        )
+    if non_finite == "token":
+        left = [None if values is None else values[~bad] for values in (trainer, rollout, current)]
+        assert left[0] is not None and left[1] is not None
+        return replace(
+            found, rows=rows.without(bad), trainer=left[0], rollout=left[1], current=left[2], num_bad=num_bad
+        )
+    calm = torch.where(bad, 0.0, rollout)
+    return replace(
+        found,
         trainer=torch.where(bad, calm, trainer),
         rollout=calm,
         current=None if current is None else torch.where(bad, calm, current),
-        corr=corr,
+        num_bad=num_bad,
         bad=bad,
-        span=rows.extremes(corr),
     )
 
 
-def _where(rows: ChunkedRows, bad: Tensor) -> str:
-    row = int(rows.sum(bad.double()).nonzero()[0]) + rows.place.start
-    return (
-        f"log-probabilities: {int(bad.sum())} valid tokens are not finite, the first in row {row}; the engine or the trainer could not "
-        "score them. Correct the mask, or choose Correction(non_finite='unit' | 'token' | 'sequence')"
-    )
-
-
-def _detach(values: Values) -> Values:
+def detach(values: Values) -> Values:
     return values.detach() if isinstance(values, Tensor) else [row.detach() for row in values]
-
-
-def read_per_token(layout: Layout, rows: ChunkedRows, name: str, values: Values) -> Tensor:
-    """Values per token, or one per row spread over it."""
-    if (
-        isinstance(values, Tensor)
-        and values.dim() <= 1
-        and values.numel() == layout.num_rows
-        and not _lies_like(layout, values)
-    ):
-        return rows.read_rows(values.reshape(-1))
-    layout.check(name, values)
-    return rows.read(values)
-
-
-def _lies_like(layout: Layout, values: Tensor) -> bool:
-    return layout.kind == "packed" and values.shape[0] == layout.offsets[-1]

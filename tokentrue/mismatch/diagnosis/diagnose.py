@@ -12,21 +12,27 @@ did.
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Literal, Unpack, cast
 
 import torch
+from torch import Tensor
 
 from tokentrue.errors import InputError
-from tokentrue.mismatch.batch.chunks import Values
-from tokentrue.mismatch.batch.layout import Layout
 from tokentrue.mismatch.correction.config import Correction
-from tokentrue.mismatch.correction.correct import Collector, Corrected
-from tokentrue.mismatch.correction.signals import Batch, BatchOptions, Signals, read_per_token, read_signals
-from tokentrue.mismatch.diagnosis.sums import Sums
-from tokentrue.mismatch.metrics import Metrics
+from tokentrue.mismatch.correction.correct import Corrected, correct_signals, finish
+from tokentrue.mismatch.correction.signals import Batch, BatchOptions, Signals, read_signals
+from tokentrue.mismatch.diagnosis.measure import (
+    by_bucket,
+    measure_applied,
+    measure_contribution,
+    measure_mismatch,
+    measure_ppo,
+)
+from tokentrue.mismatch.estimators import LOG_CLAMP, k3
+from tokentrue.mismatch.layout import Values
+from tokentrue.mismatch.metrics import Mean, Metrics, Statistic
 
 VERL_NAMES = {
     "kl": "corr/k1",
@@ -113,13 +119,26 @@ class Labels:
     trainer_top_logprobs: Values | None = None
     rollout_top_logprobs: Values | None = None
 
-    def add(self, sums: Sums, layout: Layout, signals: Signals) -> None:
-        if self.kinds is not None:
-            sums.add_kinds(layout, signals, self.kinds)
+    def measure(self, signals: Signals) -> dict[str, Statistic]:
+        rows, layout = signals.rows, signals.batch.layout
+        found: dict[str, Statistic] = {"flips": Mean()}
+        for name in ("kinds", "trainer_top_ids", "rollout_top_ids", "trainer_top_logprobs", "rollout_top_logprobs"):
+            if (values := getattr(self, name)) is not None:
+                layout.check(name, values)
+        codes = rows.row[:0] if self.kinds is None else rows.read(self.kinds, torch.long)
+        if codes.numel() and (int(codes.min()) < 0 or int(codes.max()) >= len(self.kind_names)):
+            raise InputError(
+                f"kinds: {int(codes.min())} to {int(codes.max())} do not index the {len(self.kind_names)} kind_names"
+            )
+        found |= by_bucket("kind", codes, self.kind_names, signals.corr.abs()[: len(codes)])
         if self.trainer_top_ids is not None and self.rollout_top_ids is not None:
-            sums.add_flips(layout, signals.rows, self.trainer_top_ids, self.rollout_top_ids)
+            trainer, rollout = (rows.read(ids, torch.long) for ids in (self.trainer_top_ids, self.rollout_top_ids))
+            found["flips"] = Mean.of(trainer != rollout)
         elif self.trainer_top_logprobs is not None and self.rollout_top_logprobs is not None:
-            sums.add_flips_by_logprob(layout, signals, self.trainer_top_logprobs, self.rollout_top_logprobs)
+            best_there = signals.trainer >= rows.read(self.trainer_top_logprobs)
+            best_here = signals.rollout >= rows.read(self.rollout_top_logprobs)
+            found["flips"] = Mean.of((best_there != best_here)[best_there | best_here])
+        return found
 
 
 def diagnose(
@@ -143,16 +162,22 @@ def diagnose(
     batch = Batch.of(trainer_logprobs, rollout_logprobs, mask, cast("BatchOptions", options))
     if row_names is not None and len(row_names) != batch.layout.num_rows:
         raise InputError(f"row_names: {len(row_names)} names for {batch.layout.num_rows} rows")
-    collector = None if correction is None else Collector.of(batch, correction)
-    sums = Sums(kind_names=tuple(labels.kind_names))
     with torch.no_grad():
-        for rows in batch.layout.blocks():
-            signals = read_signals(batch, rows, correction or Correction(non_finite=non_finite))
-            _add_block(sums, batch, signals, collector, corrected)
-            labels.add(sums, batch.layout, signals)
-        metrics = sums.finish()
-        found = worst_rows(batch, sums.by_row(), worst, row_names)
-    corrected = corrected if collector is None else collector.finish()
+        config = correction or Correction(non_finite=non_finite)
+        signals = read_signals(batch, non_finite=config.non_finite, align_support=config.align_support)
+        applied = None if corrected is None else _read_applied(signals, corrected)
+        if correction is not None:
+            judge = correct_signals(signals, correction)
+            applied, corrected = judge.applied, finish(judge, correction)
+        advantages = None if batch.advantages is None else signals.per_token("advantages")
+        metrics = Metrics(
+            measure_mismatch(signals)
+            | measure_ppo(signals)
+            | measure_contribution(signals, advantages)
+            | measure_applied(applied)
+            | labels.measure(signals)
+        )
+        found = worst_rows(signals, worst, row_names)
     if corrected is not None:
         own = {
             name: stat
@@ -163,53 +188,34 @@ def diagnose(
     return Diagnosis(metrics=metrics, worst=found, keep_worst=worst, corrected=corrected)
 
 
-def _add_block(
-    sums: Sums, batch: Batch, signals: Signals, collector: Collector | None, corrected: Corrected | None
-) -> None:
-    rows = signals.rows
-    sums.add_mismatch(signals)
-    sums.add_ppo(signals)
-    if batch.advantages is not None:
-        sums.add_contribution(signals, read_per_token(batch.layout, rows, "advantages", batch.advantages))
-    if collector is not None:
-        sums.add_applied(rows, collector.add(signals).applied())
-    elif corrected is not None:
-        keep = rows.read(corrected.mask, torch.bool)
-        sums.add_applied(rows, torch.where(keep, rows.read(corrected.weights), 0.0))
+def _read_applied(signals: Signals, corrected: Corrected) -> Tensor:
+    kept = signals.rows.read(corrected.mask, torch.bool)
+    return torch.where(kept, signals.rows.read(corrected.weights), 0.0)
 
 
-def worst_rows(
-    batch: Batch, by_row: Sequence[tuple[int, float, float, float]], keep: int, names: Sequence[str] | None
-) -> tuple[WorstRow, ...]:
+def worst_rows(signals: Signals, keep: int, names: Sequence[str] | None) -> tuple[WorstRow, ...]:
     """The rows with the largest mean K3."""
-    scored = ((-k3 / tokens, row) for row, (tokens, k3, _, _) in enumerate(by_row) if tokens and k3 > 0)
+    rows, delta = signals.rows, signals.corr
+    sums = rows.sum(k3(delta.clamp(-LOG_CLAMP, LOG_CLAMP)))
+    scores = (sums / rows.lengths.clamp(min=1)).tolist()
+    ends = rows.lengths.cumsum(0).tolist()
     found: list[WorstRow] = []
-    for score, row in heapq.nsmallest(keep, scored):
-        tokens, k3, delta, peak = by_row[row]
+    for score, row in heapq.nsmallest(keep, ((-score, row) for row, score in enumerate(scores) if score > 0)):
+        tokens = int(rows.lengths[row])
+        mine = delta[ends[row] - tokens : ends[row]]
         found.append(
             WorstRow(
                 row=f"row {row}" if names is None else names[row],
                 score=-score,
                 tokens=tokens,
-                sum_k3=k3,
-                mean_delta=delta / tokens,
-                max_abs_delta=peak,
-                position=_position(batch, row),
-                log_product=delta,
+                sum_k3=float(sums[row]),
+                mean_delta=float(mine.mean()),
+                max_abs_delta=float(mine.abs().max()),
+                position=int(mine.abs().argmax()),
+                log_product=float(mine.sum()),
             )
         )
     return _worst(found, keep)
-
-
-def _position(batch: Batch, row: int) -> int:
-    """How many valid tokens of a row stand before its largest |δ|."""
-    place = batch.layout.place(row, row + 1)
-    valid = place.flat(batch.layout.mask) != 0
-    trainer, rollout = (place.flat(values).double() for values in (batch.trainer, batch.rollout))
-    gap = (trainer - rollout).abs_().masked_fill_(~valid, -1.0)
-    if not math.isfinite(float(gap.sum())):  # tokens that could not be scored are nobody's largest
-        gap = gap.nan_to_num(nan=-1.0, posinf=-1.0)
-    return int(torch.count_nonzero(valid[: int(gap.argmax())]))
 
 
 def _worst(rows: list[WorstRow], keep: int) -> tuple[WorstRow, ...]:

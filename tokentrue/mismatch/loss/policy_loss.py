@@ -7,7 +7,6 @@ and zero gradient.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypedDict, Unpack
@@ -16,12 +15,11 @@ import torch
 from torch import Tensor
 
 from tokentrue.errors import InputError
-from tokentrue.mismatch.batch.chunks import ChunkedRows, Values
-from tokentrue.mismatch.batch.layout import Layout
 from tokentrue.mismatch.correction.config import Correction
 from tokentrue.mismatch.correction.correct import Corrected, correct
-from tokentrue.mismatch.correction.signals import read_per_token
-from tokentrue.mismatch.estimators import k1, k2, k3
+from tokentrue.mismatch.correction.signals import detach
+from tokentrue.mismatch.estimators import ESTIMATORS, k1, k3
+from tokentrue.mismatch.layout import Layout, Rows, Values
 from tokentrue.mismatch.loss.config import LossConfig
 from tokentrue.mismatch.loss.surrogates import SURROGATES, Tokens
 from tokentrue.mismatch.metrics import Extremes, Mean, Metrics, Statistic
@@ -51,7 +49,7 @@ class LossInputs:
     """The batch of one call, checked to have one layout; `rows` holds all of it."""
 
     layout: Layout
-    rows: ChunkedRows
+    rows: Rows
     current: Values
     old: Values | None
     rollout: Values | None
@@ -84,17 +82,18 @@ def policy_loss(
     config = LossConfig(correction=config) if isinstance(config, Correction) else config or LossConfig()
     layout = Layout.of(logprobs, mask, options.get("cu_seqlens"))
     inputs = LossInputs(
-        layout=layout, rows=layout.whole(), current=logprobs, old=old_logprobs, rollout=rollout_logprobs,
+        layout=layout, rows=layout.rows(), current=logprobs, old=old_logprobs, rollout=rollout_logprobs,
         advantages=advantages, mask=mask, options=options,
     )  # fmt: skip
     corrected = _correct(inputs, config)
     tokens = _read_tokens(inputs, config)
-    rows, keep = inputs.rows, inputs.rows.valid
+    rows = inputs.rows
+    keep = everything = rows.flags(True)
     per_token, metrics = SURROGATES[config.correction.surrogate](tokens, config)
     if corrected is not None:
         keep = rows.read(corrected.mask, torch.bool)
         per_token = per_token * rows.read(corrected.weights)
-    counted = rows.valid if config.correction.loss_counts == "original" else keep
+    counted = everything if config.correction.loss_counts == "original" else keep
     num_tokens, num_rows = options.get("num_tokens"), options.get("num_rows")
     row_tokens = _read_row_tokens(inputs)
     reduce = Reduction(
@@ -125,8 +124,7 @@ def _correct(inputs: LossInputs, config: LossConfig) -> Corrected | None:
         return None
     if inputs.rollout is None:
         raise InputError("rollout_logprobs: needed, the correction compares the trainer with the rollout")
-    current = inputs.current
-    detached = current.detach() if isinstance(current, Tensor) else [row.detach() for row in current]
+    detached = detach(inputs.current)
     out = correct(
         detached if inputs.old is None else inputs.old, inputs.rollout, inputs.mask, wanted,
         cu_seqlens=options.get("cu_seqlens"), logprobs=detached, advantages=inputs.advantages, versions=options.get("versions"),
@@ -147,7 +145,7 @@ def _read_row_tokens(inputs: LossInputs) -> Tensor | None:
         raise InputError(
             f"row_tokens: {len(given)} numbers for {inputs.layout.num_rows} rows; one for each, and num_rows with them"
         )
-    return torch.tensor(list(given), dtype=torch.float64, device=inputs.rows.valid.device)
+    return torch.tensor(list(given), dtype=torch.float64, device=inputs.rows.row.device)
 
 
 def _read_tokens(inputs: LossInputs, config: LossConfig) -> Tokens:
@@ -167,7 +165,7 @@ def _read_tokens(inputs: LossInputs, config: LossConfig) -> Tokens:
         bad = ~(torch.isfinite(current.detach()) & torch.isfinite(base))
         base = torch.where(~bad, base, torch.where(torch.isfinite(current.detach()), current.detach(), 0.0))
         current = torch.where(torch.isfinite(current.detach()), current, 0.0)
-    advantages = read_per_token(inputs.layout, rows, "advantages", inputs.advantages).detach()
+    advantages = inputs.layout.read_per_token(rows, "advantages", inputs.advantages).detach()
     log_ratio = (current - base).clamp(-limit, limit)
     return Tokens(rows=rows, current=current, base=base, log_ratio=log_ratio, advantages=advantages, bad=bad)
 
@@ -192,7 +190,7 @@ class Reduction:
     sequence's mean.
     """
 
-    rows: ChunkedRows
+    rows: Rows
     counted: Tensor
     config: LossConfig
     num_tokens: float | None
@@ -204,7 +202,7 @@ class Reduction:
         mode = self.config.aggregate
         if mode == "token_sum":
             return sums.sum()
-        counts = self.rows.sum(self.counted.double())
+        counts = self.rows.count(self.counted)
         if mode == "token_mean":
             return sums.sum() / max(float(counts.sum()) if self.num_tokens is None else self.num_tokens, 1.0)
         if mode == "seq_mean_token_mean":
@@ -220,8 +218,8 @@ def _add_penalty(
     if config.penalty is None:
         return None
     value = _penalty(inputs, t, config)
-    paid = keep if config.penalty.tokens == "kept" else inputs.rows.valid
-    metrics["loss/kl"] = Mean.of(inputs.rows.sum(value.detach().masked_fill(~paid, 0)), int(paid.sum()))
+    paid = keep if config.penalty.tokens == "kept" else inputs.rows.flags(True)
+    metrics["loss/kl"] = Mean.of(value.detach()[paid])
     return config.penalty.coefficient * reduce(value, paid)
 
 
@@ -234,7 +232,7 @@ def _add_entropy(
             raise InputError("entropy: the entropy coefficient is not 0, so pass each token's entropy")
         return None
     values = inputs.read("entropy", entropy)
-    metrics["entropy"] = Mean.of(inputs.rows.sum(values.detach().masked_fill(~keep, 0)), int(keep.sum()))
+    metrics["entropy"] = Mean.of(values.detach()[keep])
     return -config.entropy_coefficient * reduce(values, keep)
 
 
@@ -254,7 +252,7 @@ def _penalty(inputs: LossInputs, t: Tokens, config: LossConfig) -> Tensor:
     x = _bound(torch.where(bad, 0.0, base - t.current), penalty.clamp)  # what could not be scored costs nothing
     if penalty.estimator == "unbiased":
         return t.log_ratio.exp() * _bound(k3(x), penalty.ceiling)
-    return _bound({"k1": k1, "k2": k2, "k3": k3}[penalty.estimator](x), penalty.ceiling)
+    return _bound(ESTIMATORS[penalty.estimator](x), penalty.ceiling)
 
 
 def _bound(values: Tensor, limit: float | None) -> Tensor:
@@ -262,16 +260,14 @@ def _bound(values: Tensor, limit: float | None) -> Tensor:
 
 
 def _common(t: Tokens, keep: Tensor) -> dict[str, Statistic]:
-    rows, x = t.rows, t.log_ratio.detach()
-    ratio = x.exp()
-    low, high = -rows.max(-ratio, empty=-math.inf), rows.max(ratio, empty=-math.inf)
+    x = t.log_ratio.detach()
     return {
-        "kept": Mean.fraction(int(keep.sum()), rows.tokens),
-        "ppo_ratio": Extremes.of(low, high),
-        "ppo_kl": Mean.of(rows.sum(k1(x)), rows.tokens),
-        "ppo_k3": Mean.of(rows.sum(k3(x)), rows.tokens),
-        "advantage": Mean.of(rows.sum(t.advantages), rows.tokens),
-        "all_rejected": Mean.fraction(int(rows.tokens > 0 and not bool(keep.any())), 1),
+        "kept": Mean.of(keep),
+        "ppo_ratio": Extremes.of(x.exp()),
+        "ppo_kl": Mean.of(k1(x)),
+        "ppo_k3": Mean.of(k3(x)),
+        "advantage": Mean.of(t.advantages),
+        "all_rejected": Mean(total=float(t.rows.tokens > 0 and not bool(keep.any())), count=1),
     }
 
 

@@ -12,18 +12,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tokentrue.mismatch.batch.chunks import ChunkedRows
 from tokentrue.mismatch.correction.rules import Surrogate
 from tokentrue.mismatch.estimators import LOG_CLAMP
+from tokentrue.mismatch.layout import Rows
 from tokentrue.mismatch.loss.config import LossConfig
 from tokentrue.mismatch.metrics import Mean, Statistic
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Tokens:
-    """What a surrogate sees, in slots."""
+    """What a surrogate sees: a value per valid token."""
 
-    rows: ChunkedRows
+    rows: Rows
     current: Tensor
     base: Tensor  # log-probabilities of the denominator
     log_ratio: Tensor  # current - base, clamped; carries gradient
@@ -49,14 +49,14 @@ def _clip(t: Tokens, ratio: Tensor, config: LossConfig) -> tuple[Tensor, dict[st
     plain = -t.advantages * ratio
     bounded = -t.advantages * ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
     loss = torch.maximum(plain, bounded)
-    hits = t.rows.valid & (bounded > plain)
+    hits = bounded > plain
     metrics: dict[str, Statistic] = {
-        "clip/high": _share(t.rows, hits & (t.advantages > 0)),
-        "clip/low": _share(t.rows, hits & (t.advantages < 0)),
+        "clip/high": Mean.of(hits & (t.advantages > 0)),
+        "clip/low": Mean.of(hits & (t.advantages < 0)),
     }
     if config.dual_clip is not None:
         cap = -t.advantages * config.dual_clip
-        metrics["clip/dual"] = _share(t.rows, t.rows.valid & (t.advantages < 0) & (loss > cap))
+        metrics["clip/dual"] = Mean.of((t.advantages < 0) & (loss > cap))
         loss = torch.where(t.advantages < 0, torch.minimum(loss, cap), loss)
     return loss, metrics
 
@@ -71,8 +71,8 @@ def _cispo(t: Tokens, config: LossConfig) -> tuple[Tensor, dict[str, Statistic]]
     high = None if config.clip_high is None else 1 + config.clip_high
     clipped = ratio if low is None and high is None else ratio.clamp(low, high)
     metrics: dict[str, Statistic] = {
-        "clip/high": _share(t.rows, t.rows.valid & (clipped < ratio)),
-        "clip/low": _share(t.rows, t.rows.valid & (clipped > ratio)),
+        "clip/high": Mean.of(clipped < ratio),
+        "clip/low": Mean.of(clipped > ratio),
     }
     return -clipped * t.advantages * t.current, metrics
 
@@ -85,10 +85,9 @@ def _dppo_tv(t: Tokens, config: LossConfig) -> tuple[Tensor, dict[str, Statistic
         loss = -t.advantages * t.log_ratio.exp()
     else:
         loss = -t.advantages * t.log_ratio.detach().exp().clamp(max=config.ratio_cap) * t.current
-    hits = t.rows.valid & drop
     metrics: dict[str, Statistic] = {
-        "clip/high": _share(t.rows, hits & (t.advantages > 0)),
-        "clip/low": _share(t.rows, hits & (t.advantages <= 0)),
+        "clip/high": Mean.of(drop & (t.advantages > 0)),
+        "clip/low": Mean.of(drop & (t.advantages <= 0)),
     }
     return loss.masked_fill(drop, 0), metrics
 
@@ -109,9 +108,7 @@ def _vespo(t: Tokens, config: LossConfig) -> tuple[Tensor, dict[str, Statistic]]
     k = torch.where(positive, kernel.k_positive, kernel.k_negative)
     steepness = torch.where(positive, kernel.lambda_positive, kernel.lambda_negative)
     weight = (k * log_w - steepness * torch.expm1(log_w)).exp()
-    metrics: dict[str, Statistic] = {
-        "vespo/weight": Mean.of(t.rows.sum(weight.masked_fill(~t.rows.valid, 0)), t.rows.tokens)
-    }
+    metrics: dict[str, Statistic] = {"vespo/weight": Mean.of(weight)}
     return -weight * t.advantages * t.current, metrics
 
 
@@ -125,7 +122,3 @@ SURROGATES: Mapping[Surrogate, Callable[[Tokens, LossConfig], tuple[Tensor, dict
     "sapo": _sapo,
     "vespo": _vespo,
 }
-
-
-def _share(rows: ChunkedRows, hits: Tensor) -> Mean:
-    return Mean.fraction(int(hits.sum()), rows.tokens)

@@ -35,7 +35,7 @@ from tokentrue.train.update.correcting import per_token
 IN_FLIGHT = 32  # rows that an engine is asked to score at once
 
 
-class UpdateJudge:
+class UpdateGate:
     """`engines` gives the engines that are in use; the first rank's score the rows, and every rank calls it."""
 
     def __init__(self, config: AcceptanceConfig, engines: Callable[[], Sequence[Provider]]) -> None:

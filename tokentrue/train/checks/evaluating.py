@@ -30,7 +30,7 @@ class Evaluator:
             return {}
         mine = await self._run()
         await self._ranks.meet()
-        rewards = [attempts for part in self._ranks.everyone(mine) for attempts in part]
+        rewards = [attempts for part in self._ranks.all_gather_object(mine) for attempts in part]
         means = [sum(attempts) / len(attempts) for attempts in rewards]
         mean = sum(means) / len(means)
         self._without_gain = 0 if mean > self.best else self._without_gain + 1

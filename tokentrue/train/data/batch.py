@@ -14,7 +14,7 @@ from torch import Tensor
 from tokentrue.errors import TokenContractError
 from tokentrue.numerics import KeptRows
 from tokentrue.samples.recorded_turns import read_turns, scoring_temperatures
-from tokentrue.train.data.replay import experts_and_weights, kept_rows
+from tokentrue.train.data.routing_replay import experts_and_weights, kept_rows
 from tokentrue.types import Sample
 
 UNSAMPLED = -1

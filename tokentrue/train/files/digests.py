@@ -23,7 +23,7 @@ def digests_under(directory: Path, ranks: Ranks) -> dict[str, str]:
         sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file())
     )
     mine = {name: digest_of(directory / name) for name in names[ranks.rank :: ranks.world]}
-    return {name: digest for found in ranks.everyone(mine) for name, digest in found.items()}
+    return {name: digest for found in ranks.all_gather_object(mine) for name, digest in found.items()}
 
 
 def require_digests(directory: Path, digests: Mapping[str, str], ranks: Ranks) -> None:
@@ -33,7 +33,7 @@ def require_digests(directory: Path, digests: Mapping[str, str], ranks: Ranks) -
         for name in sorted(digests)[ranks.rank :: ranks.world]
         if not (directory / name).is_file() or digest_of(directory / name) != digests[name]
     ]
-    changed = sorted(name for found in ranks.everyone(mine) for name in found)
+    changed = sorted(name for found in ranks.all_gather_object(mine) for name in found)
     if changed:
         raise FileFormatError(
             f"{directory}: not a whole checkpoint ({changed[0]} is missing or changed); remove it to resume from an earlier one"

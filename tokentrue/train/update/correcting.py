@@ -100,7 +100,7 @@ def correct_minibatch(
 def gather_rows(values: Mapping[int, Tensor], part: Minibatch, ranks: Ranks) -> dict[int, Tensor]:
     """The minibatch's rows of all ranks, on the CPU."""
     mine = {i: values[i].detach().cpu() for i in part.mine}
-    return {i: value for found in ranks.everyone(mine) for i, value in found.items()}
+    return {i: value for found in ranks.all_gather_object(mine) for i, value in found.items()}
 
 
 def per_token(row: Row, value: float, device: torch.device) -> Tensor:

@@ -54,4 +54,4 @@ def divergence_sums(
     for i, values in policy.items():
         x = reference[i].double() - values.double()
         mine[i] = float(estimate(x)[rows[i].mask.to(x.device)].sum())
-    return {i: value for found in ranks.everyone(mine) for i, value in found.items()}
+    return {i: value for found in ranks.all_gather_object(mine) for i, value in found.items()}

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tokentrue.numerics import KeptRows
-from tokentrue.train.data.replay import join_kept
+from tokentrue.train.data.routing_replay import join_kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -71,13 +71,13 @@ class ExactScorer:
         lengths = [int(row.shape[0]) for row in ids]
         bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         device = next(model.parameters()).device
-        heat = one_temperature(temperatures) or torch.cat(list(temperatures))[1:].to(device)
+        temperature = one_temperature(temperatures) or torch.cat(list(temperatures))[1:].to(device)
         packed, bounds = torch.cat(list(ids)).to(device), bounds.to(device)
         joined = join_kept(kept or [None] * len(ids), lengths)
         rows = None if joined is None else joined.of(slice(1, len(packed))).to(device)
         if not entropy:
-            return Scores(logprobs=split_rows(score(model, packed, heat, bounds, kept=rows), lengths))
-        flat, spread = score_with_entropy(model, packed, heat, bounds, kept=rows)
+            return Scores(logprobs=split_rows(score(model, packed, temperature, bounds, kept=rows), lengths))
+        flat, spread = score_with_entropy(model, packed, temperature, bounds, kept=rows)
         return Scores(logprobs=split_rows(flat, lengths), entropy=split_rows(spread, lengths))
 
     @contextmanager

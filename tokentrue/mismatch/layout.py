@@ -1,23 +1,112 @@
-"""Padded, packed and ragged batches: checked to lie alike, and brought into one working form (see `rows`) for the
-formulas and back."""
+"""Padded, packed and ragged batches: checked to lie alike, and read as their valid tokens, end to end, and back.
+
+What is at masked positions of a batch is never read, so NaN there cannot leak. A row's sum is taken in an order that
+depends on the row alone, so that its bits do not depend on the other rows, on padding or on the layout.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
 from tokentrue.errors import InputError
-from tokentrue.mismatch.batch.chunks import ChunkedRows, PrefixRows, RowRange, Values
 
-BLOCK_TOKENS = (
-    1 << 16
-)  # rows are worked on in blocks of about this many tokens, so that temporaries stay in the processor's cache;
-GPU_BLOCK_TOKENS = 1 << 21  # on a GPU launches cost more than memory
+Values: TypeAlias = Tensor | Sequence[Tensor]
+"""A batch in one of three layouts: `[B, T]`, packed `[N]` with `cu_seqlens`, or one tensor per row."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Rows:
+    """The valid tokens of a batch: a tensor `[n]` holds one value for each, row after row."""
+
+    lengths: Tensor  # valid tokens of each row
+    source: Tensor  # the position of each token in the flat batch
+    row: Tensor  # the row of each token
+
+    @property
+    def tokens(self) -> int:
+        return self.source.shape[0]
+
+    @property
+    def num_rows(self) -> int:
+        return self.lengths.shape[0]
+
+    @property
+    def num_full_rows(self) -> int:
+        """Rows with at least one token."""
+        return int((self.lengths > 0).sum())
+
+    def read(self, values: Values, dtype: torch.dtype = torch.float64) -> Tensor:
+        """The valid tokens' values; differentiable."""
+        return flatten(values).index_select(0, self.source).to(dtype)
+
+    def without(self, tokens: Tensor) -> Rows:
+        """The same rows with fewer tokens."""
+        left = ~tokens
+        return Rows(lengths=self.count(left).long(), source=self.source[left], row=self.row[left])
+
+    def flags(self, value: bool) -> Tensor:
+        return torch.full((self.tokens,), value, device=self.row.device)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Row sums in float64."""
+        if values.device.type == "cpu":
+            return torch.segment_reduce(values.double(), "sum", lengths=self.lengths, unsafe=True, initial=0)
+        return sum_padded_rows(values.double(), self.lengths)
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Row means; 0 for empty rows."""
+        return self.sum(values) / self.lengths.clamp(min=1)
+
+    def max(self, values: Tensor, empty: float) -> Tensor:
+        """Row maxima; `empty` for rows without a token."""
+        found = torch.segment_reduce(values, "max", lengths=self.lengths, unsafe=True, initial=-torch.inf)
+        return torch.where(self.lengths > 0, found, empty)
+
+    def count(self, flags: Tensor) -> Tensor:
+        """How many True each row holds, as doubles."""
+        return self.sum(flags.double())
+
+    def any(self, flags: Tensor) -> Tensor:
+        """Which rows hold a True."""
+        return self.count(flags) > 0
+
+    def spread(self, per_row: Tensor) -> Tensor:
+        """A value per row at each of its tokens."""
+        return per_row.index_select(0, self.row)
+
+    def positions(self) -> Tensor:
+        """The place of each token among the valid ones of its row."""
+        before = self.lengths.cumsum(0) - self.lengths
+        return torch.arange(self.tokens, device=self.row.device) - self.spread(before)
+
+
+def flatten(values: Values) -> Tensor:
+    """All positions of a batch, masked ones included, end to end."""
+    if isinstance(values, Tensor):
+        return values.reshape(-1)
+    return torch.cat(list(values)) if len(values) else torch.zeros(0)
+
+
+def sum_padded_rows(values: Tensor, lengths: Tensor) -> Tensor:
+    """Row sums by pairs of neighbours: torch's own sums on a GPU order their terms by the shape of the whole batch. The
+    zeros that fill up shorter rows change no bit."""
+    width = int(lengths.max()) if lengths.numel() else 0
+    if not width:
+        return values.new_zeros(lengths.shape[0]) + values.sum()  # 0, and still part of the graph
+    row = torch.arange(lengths.shape[0], device=values.device).repeat_interleave(lengths)
+    place = torch.arange(values.shape[0], device=values.device) - (lengths.cumsum(0) - lengths)[row] + row * width
+    grid = values.new_zeros(lengths.shape[0] * width).index_copy(0, place, values).view(-1, width)
+    while grid.shape[1] > 1:
+        if grid.shape[1] % 2:
+            grid = torch.nn.functional.pad(grid, (0, 1))
+        grid = grid[:, 0::2] + grid[:, 1::2]
+    return grid[:, 0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,43 +171,26 @@ class Layout:
         first = values if isinstance(values, Tensor) else values[0] if len(values) else torch.zeros(0)
         return torch.promote_types(first.dtype, torch.float32)
 
-    def whole(self) -> ChunkedRows:
-        return self.rows(0, self.num_rows)
+    def rows(self) -> Rows:
+        mask = flatten(self.mask).to(torch.bool)
+        bounds = torch.tensor(self.offsets, device=mask.device)
+        before = torch.nn.functional.pad(mask.cumsum(0), (1, 0))[bounds]
+        lengths = before[1:] - before[:-1]
+        row = torch.arange(self.num_rows, device=mask.device).repeat_interleave(lengths)
+        return Rows(lengths=lengths, source=mask.nonzero().squeeze(1), row=row)
 
-    def blocks(self) -> Iterator[ChunkedRows]:
-        """All rows, a few at a time."""
-        first = self.mask if isinstance(self.mask, Tensor) else next(iter(self.mask), torch.zeros(0))
-        most = BLOCK_TOKENS if first.device.type == "cpu" else GPU_BLOCK_TOKENS
-        prefixes = self._prefixes(0, self.num_rows)
-        start = 0
-        while start < self.num_rows:
-            stop = start + 1
-            while stop < self.num_rows and self.offsets[stop + 1] - self.offsets[start] <= most:
-                stop += 1
-            yield self.rows(start, stop) if prefixes is None else prefixes.rows(self.place(start, stop))
-            start = stop
+    def read_per_token(self, rows: Rows, name: str, values: Values) -> Tensor:
+        """Values per token, or one per row at each of its tokens."""
+        is_packed = self.kind == "packed" and isinstance(values, Tensor) and values.shape[:1] == (self.offsets[-1],)
+        if isinstance(values, Tensor) and values.dim() <= 1 and values.numel() == self.num_rows and not is_packed:
+            return rows.spread(values.reshape(-1).to(device=rows.row.device, dtype=torch.float64))
+        self.check(name, values)
+        return rows.read(values)
 
-    def rows(self, start: int, stop: int) -> ChunkedRows:
-        place, prefixes = self.place(start, stop), self._prefixes(start, stop)
-        if prefixes is not None:
-            return prefixes.rows(place, start)
-        offsets = [offset - place.begin for offset in self.offsets[start : stop + 1]]
-        return ChunkedRows.from_holes(place, offsets, place.flat(self.mask).to(torch.bool))
-
-    def place(self, start: int, stop: int) -> RowRange:
-        return RowRange(
-            start=start,
-            stop=stop,
-            begin=self.offsets[start],
-            end=self.offsets[stop],
-            width=self.width,
-            padded=self.kind == "padded",
-        )
-
-    def _prefixes(self, start: int, stop: int) -> PrefixRows | None:
-        if self.kind != "padded" or not self.width or start == stop:
-            return None
-        return PrefixRows.of(self.place(start, stop).flat(self.mask).view(-1, self.width).to(torch.bool))
+    def scatter(self, rows: Rows, values: Tensor, dtype: torch.dtype) -> Values:
+        """A value per valid token in the layout of the inputs, 0 elsewhere."""
+        flat = torch.zeros(self.offsets[-1], dtype=dtype, device=values.device)
+        return self.shaped(flat.index_copy(0, rows.source, values.to(dtype)))
 
     def shaped(self, flat: Tensor) -> Values:
         """A flat result over all positions, in the layout of the inputs."""

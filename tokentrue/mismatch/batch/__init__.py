@@ -1,1 +1,0 @@
-"""Padded, packed and ragged batches in one working form."""
