@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.mismatch.peer_configs import from_areal, from_skyrl
 from tokentrue import mismatch
 from tokentrue.errors import ConfigError, InputError
 from tokentrue.mismatch import (
@@ -91,9 +92,9 @@ TOKEN = Weights(upper=2.0)
         (lambda: Correction.from_verl({"rollout_is": "token", "rollout_is_threshold": True}), "not a number"),
         (lambda: Correction.from_verl({"rolout_is": "token"}), "unknown keys rolout_is"),
         (lambda: Correction.from_miles({"use_rollout_logprobs": True, "use_tis": True}), "exclude each other"),
-        (lambda: Correction.from_skyrl({"token_mask_is_threshold_low": 0.5}), "go together"),
+        (lambda: from_skyrl({"token_mask_is_threshold_low": 0.5}), "go together"),
         (
-            lambda: Correction.from_areal({"use_decoupled_loss": True, "rejection_sampling": {"metric": "kl_k9"}}),
+            lambda: from_areal({"use_decoupled_loss": True, "rejection_sampling": {"metric": "kl_k9"}}),
             "unknown metric",
         ),
     ],

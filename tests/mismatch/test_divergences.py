@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tests.mismatch import formulas
 from tests.mismatch.batches import make
+from tests.mismatch.peer_configs import from_areal, from_skyrl
 from tests.mismatch.test_losses import HELPER, SKYRL
 from tokentrue.errors import ConfigError
 from tokentrue.mismatch import (
@@ -77,12 +78,9 @@ def test_row_02_k3_of_areal_is_of_the_inverse_ratio_and_its_k1_has_the_other_sig
     _, _, metrics = verl_correction(verl, delta, zeros, mask, rollout_rs="token_k3", rollout_rs_threshold=2.0)
     assert metrics["rollout_corr/rollout_rs_token_k3_max"] == pytest.approx(4.389, abs=1e-3)
     given = {"use_decoupled_loss": True, "rejection_sampling": rule}
-    assert (
-        kept_by(delta, Correction.from_areal(given, faithful=True)).all()
-        and not kept_by(delta, Correction.from_areal(given)).any()
-    )
+    assert kept_by(delta, from_areal(given, faithful=True)).all() and not kept_by(delta, from_areal(given)).any()
     k1 = {"use_decoupled_loss": True, "rejection_sampling": rule | {"metric": "kl_k1", "upper": 1.0}}
-    assert not kept_by(delta, Correction.from_areal(k1)).any()  # log r = 2 is above 1 in AReaL's words and code
+    assert not kept_by(delta, from_areal(k1)).any()  # log r = 2 is above 1 in AReaL's words and code
     assert kept_by(
         delta, Correction(reject=(Reject(estimator="k1", aggregate="token", upper=1.0),))
     ).all()  # ours is -log r, as verl's
@@ -297,7 +295,7 @@ def test_row_18_the_stages_of_skyrl_rescue_a_row_that_one_look_rejects() -> None
     }
     given |= {"geo_mask_low": 0.99, "geo_mask_high": 1.01}
     _, peer = formulas.skyrl(delta, torch.zeros_like(delta), torch.ones_like(delta), **given)
-    staged = Correction.from_skyrl(given)
+    staged = from_skyrl(given)
     assert peer.tolist() == [[1.0, 1.0, 0.0, 1.0]] and torch.equal(kept_by(delta, staged), peer.bool())
     assert not kept_by(delta, Correction(reject=staged.reject)).any()
 
@@ -344,7 +342,7 @@ def test_row_21_a_range_in_a_string_is_read_as_a_number_by_yaml() -> None:
 
 
 def test_row_22_decoupled_areal_without_rejection_corrects_nothing() -> None:
-    config = Correction.from_areal({"use_decoupled_loss": True})
+    config = from_areal({"use_decoupled_loss": True})
     assert config.weights is None and config.denominator == "trainer" and "no behaviour weight" in config.notes[0]
     batch = make(3)
     losses = [
@@ -354,7 +352,7 @@ def test_row_22_decoupled_areal_without_rejection_corrects_nothing() -> None:
         for rollout in (batch.rollout, batch.rollout - 5)
     ]
     assert torch.equal(*losses)  # whatever the rollout said
-    assert Correction.from_areal({}).denominator == "rollout"
+    assert from_areal({}).denominator == "rollout"
 
 
 def test_the_page_lists_every_row() -> None:

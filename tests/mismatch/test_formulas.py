@@ -12,6 +12,7 @@ import torch
 from tests.marks import examples
 from tests.mismatch import formulas
 from tests.mismatch.batches import make
+from tests.mismatch.peer_configs import from_areal, from_skyrl
 from tokentrue.errors import ConfigError
 from tokentrue.mismatch import Correction, LossConfig, OffPolicyMask, Penalty, correct, policy_loss
 
@@ -59,7 +60,7 @@ def test_areal_on_many_batches() -> None:
         lower = None if agg == "max" else lower
         rule = {"level": level, "action": "mask", "metric": metric, "agg": agg, "upper": upper, "lower": lower}
         want, mask = formulas.areal(batch.trainer, batch.rollout, batch.float_mask, **rule)
-        config = Correction.from_areal({"use_decoupled_loss": True, "rejection_sampling": rule}, faithful=True)
+        config = from_areal({"use_decoupled_loss": True, "rejection_sampling": rule}, faithful=True)
         mine = correct(batch.trainer, batch.rollout, batch.mask, config)
         assert torch.equal(mine.mask, mask.bool()), (seed, rule)
         torch.testing.assert_close(mine.weights[batch.mask], want[batch.mask], **CLOSE)
@@ -72,7 +73,7 @@ def test_areal_clamp_is_truncated_importance_sampling() -> None:
         batch = make(seed)
         rule = {"level": "token", "action": "clamp", "metric": "ratio", "agg": "sum", "upper": 5.0, "lower": 0.2}
         want, _ = formulas.areal(batch.trainer, batch.rollout, batch.float_mask, **rule)
-        config = Correction.from_areal({"use_decoupled_loss": True, "rejection_sampling": rule})
+        config = from_areal({"use_decoupled_loss": True, "rejection_sampling": rule})
         mine = correct(batch.trainer, batch.rollout, batch.mask, config)
         torch.testing.assert_close(mine.weights[batch.mask], want[batch.mask], **CLOSE)
 
@@ -81,16 +82,14 @@ def test_areal_defaults_and_keys_are_those_of_its_dataclass() -> None:
     """Sequence level aggregates by the mean unless told otherwise; the rest of the actor's section may be there, typos
     may not."""
     rule = {"level": "sequence"}
-    config = Correction.from_areal(
-        {"use_decoupled_loss": True, "eps_clip": 0.2, "c_clip": None, "rejection_sampling": rule}
-    )
+    config = from_areal({"use_decoupled_loss": True, "eps_clip": 0.2, "c_clip": None, "rejection_sampling": rule})
     assert config.reject[0].aggregate == "geometric" and config.reject[0].upper == 5.0
     assert config.weights is not None and config.weights.level == "geometric" and config.weights.mode == "raw"
     with pytest.raises(ConfigError, match="did you mean use_decoupled_loss"):
-        Correction.from_areal({"use_decoupled_los": True})
+        from_areal({"use_decoupled_los": True})
     with pytest.raises(ConfigError, match="no longer a key of AReaL"):
-        Correction.from_areal({"behave_imp_weight_cap": 5.0})
-    assert "ignores it" in Correction.from_areal({"rejection_sampling": {"upper": 2.0}}).notes[0]
+        from_areal({"behave_imp_weight_cap": 5.0})
+    assert "ignores it" in from_areal({"rejection_sampling": {"upper": 2.0}}).notes[0]
 
 
 def test_areal_k1_is_the_log_ratio_in_words_and_in_code() -> None:
@@ -98,7 +97,7 @@ def test_areal_k1_is_the_log_ratio_in_words_and_in_code() -> None:
     delta = torch.tensor([[1.0], [-1.0]], dtype=torch.float64)
     config = {"use_decoupled_loss": True, "rejection_sampling": {"metric": "kl_k1", "upper": 0.5}}
     for faithful in (False, True):
-        out = correct(delta, torch.zeros_like(delta), None, Correction.from_areal(config, faithful=faithful))
+        out = correct(delta, torch.zeros_like(delta), None, from_areal(config, faithful=faithful))
         assert out.mask.tolist() == [[False], [True]]
 
 
@@ -134,7 +133,7 @@ def test_skyrl_on_many_batches() -> None:
         if token:
             config |= {"token_mask_is_threshold_low": token[0], "token_mask_is_threshold_high": token[1]}
         want, mask = formulas.skyrl(batch.trainer, batch.rollout, batch.float_mask, **config)
-        mine = correct(batch.trainer, batch.rollout, batch.mask, Correction.from_skyrl(config))
+        mine = correct(batch.trainer, batch.rollout, batch.mask, from_skyrl(config))
         assert torch.equal(mine.mask, mask.bool()), (seed, config)
         torch.testing.assert_close(mine.weights[mine.mask], want[mine.mask], **CLOSE)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from tests.marks import examples
 from tests.mismatch import loss_formulas
 from tests.mismatch.batches import Batch, make
+from tests.mismatch.peer_configs import from_areal, from_skyrl
 from tokentrue.mismatch import Correction, LossConfig, Penalty, Weights, policy_loss
 
 BATCHES = examples(1000)
@@ -135,9 +136,7 @@ def test_areal_losses_on_many_batches() -> None:
     for seed, (rule, dual) in zip(range(BATCHES), itertools.cycle(itertools.product(rules, (None, 3.0))), strict=False):
         batch = make(seed)
         given = {"use_decoupled_loss": True, "rejection_sampling": rule}
-        config = LossConfig(
-            correction=Correction.from_areal(given, faithful=True), clip_low=0.2, clip_high=0.3, dual_clip=dual
-        )
+        config = LossConfig(correction=from_areal(given, faithful=True), clip_low=0.2, clip_high=0.3, dual_clip=dual)
         moved += _areal(batch, config, rule=rule, dual=dual, low=0.2, high=0.3)
     assert moved > 0.3 * BATCHES
 
@@ -151,8 +150,8 @@ def test_areal_bypass_and_sequence_ratios() -> None:
         near = Batch(
             **{n: getattr(batch, n) for n in ("trainer", "current", "advantages", "mask")}, rollout=_near(batch)
         )
-        _areal(near, LossConfig(correction=Correction.from_areal({})), low=0.2, high=0.2, decoupled=False)
-        correction = Correction.from_areal({"use_decoupled_loss": True, "rejection_sampling": rule}, faithful=True)
+        _areal(near, LossConfig(correction=from_areal({})), low=0.2, high=0.2, decoupled=False)
+        correction = from_areal({"use_decoupled_loss": True, "rejection_sampling": rule}, faithful=True)
         config = LossConfig(correction=correction, surrogate="gspo", gspo_gradient="sequence")
         _areal(batch, config, rule=rule, gspo=True, low=0.2, high=0.2)
 
@@ -191,7 +190,7 @@ def test_skyrl_losses_on_many_batches() -> None:
             given |= {"outlier_token_is_threshold_low": outlier[0], "outlier_token_is_threshold_high": outlier[1]}
         if token:
             given |= {"token_mask_is_threshold_low": token[0], "token_mask_is_threshold_high": token[1]}
-        moved += _skyrl(make(seed), given, Correction.from_skyrl(given), reduction, low=0.2, high=0.3, **kind)
+        moved += _skyrl(make(seed), given, from_skyrl(given), reduction, low=0.2, high=0.3, **kind)
     assert moved > 0.3 * BATCHES
 
 

@@ -3,6 +3,7 @@ peers' own code."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.mismatch.batches import Batch, make
+from tests.mismatch.peer_configs import from_areal, from_skyrl
 from tokentrue.errors import ConfigError, InputError
 from tokentrue.mismatch import (
     PRESETS,
@@ -99,10 +101,13 @@ def test_m2po_needs_advantages() -> None:
         correct(x, x, None, Correction(second_moment=SecondMoment()), logprobs=x)
 
 
-def test_areal_m2_threshold_is_imported() -> None:
-    imported = Correction.from_areal({"use_decoupled_loss": True, "m2_threshold": 0.04})
+def test_presets_of_areal_and_skyrl_are_their_settings() -> None:
+    imported = from_areal({"use_decoupled_loss": True, "m2_threshold": 0.04})
     assert imported.second_moment == SecondMoment(threshold=0.04, signal="corr", tokens="all")
-    assert PRESETS["areal_m2po"] == imported
+    assert PRESETS["areal_m2po"] == dataclasses.replace(imported, notes=())
+    assert PRESETS["areal_token_mask"] == from_areal({"use_decoupled_loss": True, "rejection_sampling": {}})
+    recommended = from_skyrl({"tis_ratio_type": "token", "sequence_mask_metric": "geometric"})
+    assert PRESETS["skyrl_recommended"] == recommended
 
 
 def trl_inputs(batch: Batch, old: Tensor) -> dict[str, Any]:

@@ -145,13 +145,3 @@ class Correction:
     def from_trl(cls, config: Mapping[str, Any], *, faithful: bool = False) -> Correction:
         """TRL's GRPOConfig."""
         return cls(**importers.from_trl(config, faithful=faithful))
-
-    @classmethod
-    def from_areal(cls, config: Mapping[str, Any], *, faithful: bool = False) -> Correction:
-        """AReaL's PPO actor."""
-        return cls(**importers.from_areal(config, faithful=faithful))
-
-    @classmethod
-    def from_skyrl(cls, config: Mapping[str, Any], *, faithful: bool = False) -> Correction:
-        """SkyRL's `off_policy_correction`."""
-        return cls(**importers.from_skyrl(config, faithful=faithful))

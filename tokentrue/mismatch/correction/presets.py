@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 from tokentrue.mismatch.correction.config import Correction
 from tokentrue.mismatch.correction.rules import AdaptiveMix, Normalise, OffPolicyMask, Reject, SecondMoment, Weights
@@ -90,13 +91,18 @@ def _vexact(aggregate: str) -> dict[str, Correction]:
     }
 
 
+_AREAL: Any = {"non_finite": "unit", "log_clamp": 80.0}
 _OTHERS = {
     "trl_default": Correction.from_trl({}),
     "prime_rl_default": Correction(denominator="rollout", surrogate="dppo_tv"),
-    "areal_token_mask": Correction.from_areal({"use_decoupled_loss": True, "rejection_sampling": {}}),
-    "skyrl_recommended": Correction.from_skyrl({"tis_ratio_type": "token", "sequence_mask_metric": "geometric"}),
+    "areal_token_mask": Correction(
+        weights=Weights(mode="raw"), reject=(Reject(estimator="ratio", aggregate="token", upper=5.0),), **_AREAL
+    ),
+    "skyrl_recommended": Correction(
+        weights=_TOKEN, reject=(Reject(estimator="ratio", aggregate="geometric", lower=0.99, upper=1.01),), staged=True
+    ),
     "m2po": Correction(denominator="rollout", surrogate="ratio", second_moment=SecondMoment(threshold=0.04)),
-    "areal_m2po": Correction.from_areal({"use_decoupled_loss": True, "m2_threshold": 0.04}),
+    "areal_m2po": Correction(second_moment=SecondMoment(threshold=0.04, signal="corr", tokens="all"), **_AREAL),
     "vespo": Correction(denominator="rollout", surrogate="vespo"),
     "adaptive_mix": Correction(weights=Weights(level="token", mode="raw", mix=AdaptiveMix())),
     "deepseek_v3_2": Correction(off_policy_mask=OffPolicyMask(threshold=1e-4, signal="ppo_rollout")),
