@@ -188,18 +188,19 @@ async def play_turns(
     servers: Mapping[str, ServerProcess], marks: Sequence[int], figures: Mapping[str, ByTurn], *, streamed: bool
 ) -> None:
     """One conversation. Servers that keep no sessions are asked near the marks alone, with the gateway's own body."""
-    talks: dict[str, tuple[HttpClient, str]] = {
-        name: await open_session(server.port, server.admin_key) for name, server in servers.items()
+    talks: dict[str, tuple[HttpClient, str, str]] = {
+        name: (*await open_session(server.port, server.admin_key), server.new_path())
+        for name, server in servers.items()
     }
     agent = Agent(read_pages())
     for turn in range(1, max(marks) + WINDOW + 1):
         mark = next((each for each in marks if abs(turn - each) <= WINDOW), None)
         body, said = agent.body(streamed=streamed), b""
-        for name, (client, key) in talks.items():
+        for name, (client, key, path) in talks.items():
             if mark is None and name != GATEWAY and name not in PEERS:
                 continue
             before = servers[name].cpu_s()
-            answer = await client.post(PATH, body, key)
+            answer = await client.post(path, body, key)
             if mark is not None:
                 figures[name].cpu[mark].append(servers[name].cpu_s() - before)
                 figures[name].whole[mark].append(answer.whole_s)
@@ -207,7 +208,7 @@ async def play_turns(
             if name == GATEWAY:
                 said = answer.body
         agent.append(message_from_stream(said) if streamed else message_from_answer(said))
-    for client, _ in talks.values():
+    for client, *_ in talks.values():
         client.close()
 
 
@@ -297,7 +298,8 @@ def main() -> None:
     low, high = options.opening
     load, counts, marks = Workload(turns=options.turns, opening=(low, high)), options.agents, MARKS
     if options.quick:
-        load, counts, marks = Workload(turns=3, opening=(1_000, 2_000), token_delay_s=0.002, pause_s=0.1), [4], (8,)
+        load = Workload(turns=3, opening=(1_000, 2_000), token_delay_s=0.002, pause_s=0.1)
+        counts, marks = [4] if counts else [], MARKS[:1]
     reports: list[Report] = []
     with tempfile.TemporaryDirectory(prefix="tokentrue-bench-") as folder:
         if counts:

@@ -11,6 +11,7 @@ environment that has it installed.
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import subprocess
 import time
@@ -19,6 +20,7 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from benchmarks.conversations import PATH
 from benchmarks.servers import ServerProcess
 from tokentrue.errors import ConfigError
 
@@ -62,7 +64,7 @@ class PeerProcess(ServerProcess):
     def __init__(self, name: str, python: str, engine: str, folder: Path) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = int(free.getsockname()[1])
-        self.admin_key = ""
+        self._name, self.admin_key = name, ""
         log = folder / f"{name}.log"
         with log.open("wb") as out:
             command = [python, "-m", *PEERS[name](engine, str(self.port), folder)]
@@ -74,6 +76,10 @@ class PeerProcess(ServerProcess):
                 self.process.kill()
                 raise ConfigError(f"{name} did not start: {log.read_text()[-400:]}")
             time.sleep(0.2)
+
+    def new_path(self) -> str:
+        """rllm records where the address names a session, the others in any case."""
+        return f"/sessions/{secrets.token_hex(8)}{PATH}" if self._name == "rllm" else PATH
 
     def _answers(self) -> bool:
         try:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import ROOT
-from benchmarks.conversations import ANSWER, ANSWER_END
+from benchmarks.conversations import ANSWER, ANSWER_END, PATH
 from tokentrue.errors import ConfigError
 
 ADMIN_KEY = "TOKENTRUE_ADMIN_KEY"
@@ -56,6 +56,10 @@ class ServerProcess:
         if not first:
             raise ConfigError(f"{command[0]} did not start; run `python -m {' '.join(command)}` to see why")
         self.port = int(first) if first.strip().isdigit() else int(first.split()[3].rpartition(":")[2])
+
+    def new_path(self) -> str:
+        """Where a new conversation is sent."""
+        return PATH
 
     def cpu_s(self) -> float:
         """On-CPU time of all its threads and, of a gateway, of its child that serves."""
