@@ -46,6 +46,7 @@ def test_the_command_finds_nothing_wrong_with_the_model_itself(capsys: pytest.Ca
     assert prompt["verdict"] == "ok"
 
 
+@pytest.mark.slow
 def test_the_command_names_other_weights_and_where_they_begin(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -259,9 +260,9 @@ async def judged(samples: list[Sample]) -> list[Finding]:
     [
         (Sampling(), lambda m: m, ""),
         (Sampling(temperature=0.7), lambda m: m, "sampled_temperature"),
-        (Sampling(top_k=3), lambda m: m, "sampled_filters"),
-        (Sampling(), lambda m: m.bfloat16(), "dtype_bfloat16"),
-        (Sampling(), lambda m: e.with_rope(m, 100_000.0), "rope"),
+        pytest.param(Sampling(top_k=3), lambda m: m, "sampled_filters", marks=pytest.mark.slow),
+        pytest.param(Sampling(), lambda m: m.bfloat16(), "dtype_bfloat16", marks=pytest.mark.slow),
+        pytest.param(Sampling(), lambda m: e.with_rope(m, 100_000.0), "rope", marks=pytest.mark.slow),
     ],
 )
 async def test_samples_alone_tell_the_cause(sampling: Sampling, change: Any, expected: str) -> None:
@@ -273,11 +274,16 @@ async def test_samples_alone_tell_the_cause(sampling: Sampling, change: Any, exp
 @pytest.mark.parametrize(
     "sampling",
     [
-        Sampling(temperature=1.3),
-        Sampling(temperature=1.3, top_k=4),
         Sampling(temperature=1.3, top_p=0.8),
-        Sampling(temperature=0.7, min_p=0.05),
-        Sampling(temperature=0.0),
+        *(
+            pytest.param(each, marks=pytest.mark.slow)
+            for each in (
+                Sampling(temperature=1.3),
+                Sampling(temperature=1.3, top_k=4),
+                Sampling(temperature=0.7, min_p=0.05),
+                Sampling(temperature=0.0),
+            )
+        ),
     ],
 )
 async def test_recorded_settings_are_applied_to_the_reference(sampling: Sampling) -> None:

@@ -24,6 +24,16 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
+FAST = {  # of each kind of probe one; `make test-slow` tries the others
+    "other chat template",
+    "raw log-probabilities",
+    "three decimals on the wire",
+    "log-probabilities off by one",
+    "stale prefix cache",
+    "int8 weights",
+}
+
+
 async def examined(case: Case, **options: Any) -> Report:
     renderer = load_renderer(str(case.model))
     settings = {**case.options, **options}
@@ -47,7 +57,15 @@ def shown(report: Report) -> str:
     return "\n".join(f"{f.verdict} | {f.probe} | {f.figure} | {f.fault} | {f.detail}" for f in report.findings)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS if name == "bfloat16" else []) for name in FAULTS])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            name, marks=[*(MARKS if name == "bfloat16" else []), *([] if name in FAST else [pytest.mark.slow])]
+        )
+        for name in FAULTS
+    ],
+)
 async def test_the_fault_is_named(name: str, tmp_path: Path) -> None:
     expected, build = FAULTS[name]
     report = await examined(build(tmp_path))

@@ -84,7 +84,7 @@ async def test_the_stages_of_a_turn_are_spans_and_off_is_off() -> None:
     assert len(exporter.get_finished_spans()) == len(STAGES)
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_gateway_sends_its_spans_to_the_collector(tmp_path: Path, collector: Collector, stream: bool) -> None:
     server = scripted_server(tmp_path, ["It is 4."] * 2, "--set", f"server.trace_url={collector.url}")
     session = server.session(session_id="s1")

@@ -41,6 +41,7 @@ def changed_share(before: torch.nn.Module, after: Trainer) -> float:
     return moved / sum(a.numel() for a, _ in pairs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [BFLOAT16, torch.float16])
 def test_small_updates_are_not_lost(dtype: torch.dtype) -> None:
     """Ten steps at lr 1e-6 move as many weights, in nearly the same direction, as in float32."""

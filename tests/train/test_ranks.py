@@ -61,6 +61,7 @@ def test_shares_in_rank_order_are_the_list(count: int, world: int) -> None:
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
+@pytest.mark.slow
 def test_ranks_wait_for_each_other_publish_one_by_one_and_stop_together(tmp_path: Path) -> None:
     one, two = work(1, tmp_path / "one.json"), work(2, tmp_path / "two.json")
     assert one["differing"] == two["differing"] == 0
