@@ -81,7 +81,9 @@ class Judge:
         turn continued."""
         fits = [(turn, *fit(turn.path, sent)) for turn in turns if list(turn.tools) == list(tools)]
         best, deepest = self._best(fits)
-        allowed = best + [turn for turn, verdict, _ in fits if verdict is Fit.MAYBE and len(turn.path) >= deepest]
+        maybe = [turn for turn, verdict, _ in fits if verdict is Fit.MAYBE and len(turn.path) >= deepest]
+        # The text of an edited call may begin with all that a turn sampled before it was cut off.
+        allowed = best + [turn for turn in maybe if self._is_stopped(turn) or self._closes(turn.full, prompt)]
         continued, length = longest_prefix(prompt, allowed)
         tail = sent[deepest:]
         for turn, verdict, _ in fits:
@@ -93,7 +95,8 @@ class Judge:
                 )
         if best and continued is None and all(message.role != "assistant" for message in tail):
             raise Violation("a replay must be recognised", self._unrecognised(prompt, best))
-        if best and continued is None and self._must_rejoin(sent, deepest, turns):
+        # A turn that was cut off is closed by the template, and what follows it is opened as the template says.
+        if best and continued is None and all(map(self._is_stopped, best)) and self._must_rejoin(sent, deepest, turns):
             raise Violation("a return to recorded tools rejoins their branch", self._unrecognised(prompt, best))
         if continued is None:
             self._rendered_anew(prompt, sent, tools)
@@ -102,6 +105,9 @@ class Judge:
             prompt[length:], sent[len(continued.path) :], stopped=prompt[length - 1] == self._vocabulary.stop
         )
         return continued
+
+    def _is_stopped(self, turn: Turn) -> bool:
+        return turn.full[-1] == self._vocabulary.stop
 
     def _must_rejoin(self, sent: Sequence[Message], deepest: int, turns: Sequence[Turn]) -> bool:
         """All assistant messages after the turn that may be continued were sampled under other tools, and the client
