@@ -57,6 +57,19 @@ SMALL = {
     "neighbour": CHATML.replace(
         "{{ m.content }}", "{{ m.content }}{{ '!' if loop.previtem and 'magic' in loop.previtem.content else '' }}"
     ),
+    "collected": "{%- set found %}{% for m in messages %}{{ 'M' if 'magic' in m.content }}{% endfor %}{% endset -%}"
+    + CHATML.replace("END", "{{ found }}"),
+    "roles collected": "{%- set found %}{% for m in messages if m.role == 'tool' %}T{% endfor %}{% endset -%}"
+    + CHATML.replace("END", "{{ found }}"),
+    "word in a block": "{%- set ns = namespace(found=false) -%}{%- for m in messages -%}"
+    "{%- set text %}{{ m.content }}{% endset -%}{%- if 'magic' in text %}{% set ns.found = true %}{% endif -%}"
+    "{%- endfor -%}" + CHATML.replace("END", "{{ ns.found }}"),
+    "another name": "{%- set ns = namespace(n=0) -%}{%- set other = ns -%}{%- for m in messages -%}"
+    "{%- if 'magic' in m.content %}{% set other.n = other.n + 1 %}{% endif -%}{%- endfor -%}"
+    + CHATML.replace("END", "{{ ns.n }}"),
+    "turned over": "{%- set ns = namespace(on=false) -%}{%- for m in messages -%}"
+    "{%- if ns.on %}{% set ns.on = false %}{% else %}{% set ns.on = true %}{% endif -%}{%- endfor -%}"
+    + CHATML.replace("END", "{{ ns.on }}"),
     "tools and a word": CHATML.replace("{{ m.content }}", "{{ m.content }}{{ 'T' if tools and 'magic' in m.content }}"),
 }
 UNDERSTOOD = {

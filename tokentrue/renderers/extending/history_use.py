@@ -24,7 +24,8 @@ from jinja2 import nodes
 Flags: TypeAlias = frozenset[str]
 """What decides about a value: "msg" the current message; "last" whether it is the last one; "now" something that is
 equal in the short context, but not in every iteration; "first", "second" the first messages; "tools"; "top" a variable
-that is set outside loops; "pos:FROM:LIST" it is a position; "near:LIST" a position beside one; "state:NS.ATTR"; "msgs",
+that is set outside loops; "block" a text that a block sets, which `_build_effects` leaves out; "pos:FROM:LIST" it is
+a position; "near:LIST" a position beside one; "state:NS.ATTR"; "msgs",
 "reversed", "future", "chosen" it is a list of messages; "bad:WHY" not understood."""
 NONE: Flags = frozenset()
 LISTS = frozenset({"msgs", "reversed", "future", "chosen"})
@@ -222,7 +223,9 @@ class _Analysis:
                 was_printed, self.has_printed = self.has_printed, True
                 self._walk(node.body, place)
                 flags, self.tail, self.has_printed = frozenset(self.tail), before, was_printed
-                self._store(node.target.name, flags, place)
+                if self._has_message_loop(node.body):
+                    flags |= {"bad:texts of the messages are collected"}
+                self._store(node.target.name, flags | {"block"}, place)
             case nodes.Macro():
                 before, self.tail = self.tail, set()
                 was_printed, self.has_printed = self.has_printed, True
@@ -417,7 +420,8 @@ class _Analysis:
     def _name(self, name: str) -> Flags:
         if name in {"loop", "cycler", "joiner", "caller", "varargs", "kwargs", "lipsum"}:
             return frozenset({f"bad:{name}"})
-        if name in self.known.namespaces:
+        if name in self.known.namespaces:  # under another name, it can be written unseen
+            self.cut.add(f"bad:the namespace {name} is used as a value")
             return frozenset({f"bad:the namespace {name} is used as a value"})
         return self.known.variables.get(name, NONE)
 
@@ -603,13 +607,16 @@ class _Analysis:
         is_one_value = all(isinstance(value, nodes.Const) for value in values) and (
             len({repr(cast("nodes.Const", value).value) for value in values}) == 1
         )
+        asked: dict[int, bool] = {}  # conditions on the variable itself, and whether they hold
         for write in writes:
             if any(not flag.startswith(("msg", "pos:")) for flag in write.flags):
                 return f"{full} is made of other values"
             is_latched = False
             for expression, holds, guard in _literals(write.guards):
                 if _name_attribute(expression) == full:
-                    if not self._overwrites(full, write.node.node, holds, values):
+                    # Both branches of one condition: the value is turned over, not overwritten.
+                    is_other_branch = asked.setdefault(id(guard.test), holds) is not holds
+                    if is_other_branch or not self._overwrites(full, write.node.node, holds, values):
                         return f"{full} depends on itself"
                 elif self._is_latch(expression, holds, guard.body, write, writes):
                     is_latched = True
