@@ -16,6 +16,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "tokentrue"
 # Every package may import these.
 SHARED = {"ids", "replay", "types", "protocols", "errors", "nesting", "plain_json", "json_lines", "hub", "tracing"}
+SHARED |= {"conversation"}
 SERVED = {"renderers", "comparison", "sessions", "samples", "turn", "providers", "gateway"}
 TENSORS = {"mismatch", "numerics", "engine", "train"}
 # Who may import whom, besides SHARED and itself. Imports inside functions and under TYPE_CHECKING count.
@@ -30,6 +31,7 @@ ALLOWED: Mapping[str, set[str]] = {
     "replay": {"errors", "ids"},
     "types": {"errors", "ids", "replay"},
     "protocols": {"types", "ids", "errors"},
+    "conversation": {"types", "errors", "nesting", "plain_json"},
     "__init__": {"types"},  # `import tokentrue` loads the rest by name, when it is first used
     "renderers": set(),
     "comparison": set(),

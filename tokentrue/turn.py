@@ -31,6 +31,7 @@ from dataclasses import replace
 from secrets import token_hex
 from typing import Any, Literal
 
+from tokentrue.conversation import Conversation, Conversations
 from tokentrue.errors import ConfigError, KeyConflict, SessionConflict
 from tokentrue.plain_json import freeze
 from tokentrue.protocols import Provider, Renderer
@@ -38,8 +39,7 @@ from tokentrue.samples import Assembly, assemble, coverage_of
 from tokentrue.sessions.client import InProcessClient
 from tokentrue.sessions.journal import Journal, Rewards, SessionRecord, copy_metadata, read_reward
 from tokentrue.sessions.limits import SessionLimits
-from tokentrue.sessions.matching.conversations import ConversationReader
-from tokentrue.sessions.matching.matcher import Conversation, Matcher
+from tokentrue.sessions.matching.matcher import Matcher
 from tokentrue.sessions.singleflight import InFlightTurn, SingleFlight, mark_replayed, run_to_completion
 from tokentrue.sessions.stages.commits import (
     PreparedTurn,
@@ -134,7 +134,8 @@ class Session:
         self.revision = 0  # grows with every change of the record: what was computed at another revision is stale
         self.counters: Counter[str] = Counter(f"edge:{node.why}" for node in self.tree.nodes.values() if node.why)
         self._recorded_tokens = sum(len(node.given_ids) + len(node.sampled_ids) for node in self.tree.nodes.values())
-        self._matcher = Matcher(self.tree, renderer, reader=ConversationReader(self.limits.conversation_bytes))
+        self.conversations = Conversations(self.limits.conversation_bytes)  # of the last requests
+        self._matcher = Matcher(self.tree, renderer)
         self._pinned_prompts = PinnedPrompts(self.record.pin, self.tree)
         self._single_flight = SingleFlight()
         self._turns_in_flight: Counter[TurnKey] = Counter()
@@ -183,11 +184,6 @@ class Session:
     def recorded_tokens(self) -> int:
         """Given and sampled, each once."""
         return self._recorded_tokens
-
-    @property
-    def cached_bytes(self) -> int:
-        """What is kept of earlier requests, an estimate."""
-        return self._matcher.cached_bytes
 
     async def ready(self) -> None:
         """Returns when the session itself is in the journal."""
@@ -252,8 +248,9 @@ class Session:
         request key was answered before."""
         self.check_open()
         request = replace(request, template_kwargs=freeze(request.template_kwargs, "template_kwargs"))
-        pinned = self._pinned_prompts.apply(request.messages, request.tools, retried=self._find_prompt(request))
-        conversation = self._matcher.read(pinned.messages, request.tools, are_final=request.messages_are_final)
+        conversation = self.conversations.read(request.messages, request.tools)
+        pinned = self._pinned_prompts.apply(conversation, retried=self._find_prompt(request))
+        conversation = pinned.conversation
         sampling = resolve_sampling(
             request.sampling, self._pinned_sampling, renderer=self.renderer, training=self.record.training
         )

@@ -425,8 +425,7 @@ class TurnRequest:
     `request_key` names the request for retries: the same key, or the same content while the first is in flight, is the
     same turn. Over HTTP it is the `Idempotency-Key`, or the body's digest where the client counts its retries.
     `continues` is the node whose answer the caller says it continues: where several answers have the same text, that
-    one is meant. `messages_are_final`: the caller never changes these message objects, so those of an earlier request
-    are not compared again.
+    one is meant. `messages` may be a `Conversation`, which was read already, with its tools.
     """
 
     messages: Messages
@@ -437,7 +436,6 @@ class TurnRequest:
     dialect: str = "openai_chat"
     request_key: str | None = None
     continues: str | None = None
-    messages_are_final: bool = False
 
     def __post_init__(self) -> None:
         if type(self.n) is not int:

@@ -88,7 +88,7 @@ MUTANTS = (
         name="a loose key names a request in flight",
         changes=[
             (
-                "sessions/matching/conversations.py",
+                "conversation/reading.py",
                 "        return digest(self.message_digests, self.tools_digest)\n",
                 "        return digest(self.keys[-1], self.tools_digest)\n",
             )

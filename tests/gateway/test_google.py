@@ -11,9 +11,10 @@ import pytest
 from tests.gateway.inside import Parrot, ask, gateway, new_session
 from tests.gateway.test_wire import CASES, parsed, strict, text_of
 from tests.gateway.world import TOOLS, call
+from tokentrue.conversation import Conversations
 from tokentrue.errors import InputError, MessageError
 from tokentrue.gateway.dialects import Google, Problem, ReasoningSigner, RequestHead
-from tokentrue.gateway.message_cache import CacheBudget, MessageCache
+from tokentrue.gateway.dialects.reading import read_conversation
 from tokentrue.types import Reply, TurnEvent
 
 GOOGLE = Google(ReasoningSigner(b"x"))
@@ -30,7 +31,7 @@ THOUGHTS = {"thinkingConfig": {"includeThoughts": True}}
 
 def asked(head: dict[str, Any], contents: list[Any]) -> tuple[RequestHead, list[Any]]:
     decoded = GOOGLE.decode(json.dumps({**head, "contents": contents}).encode())
-    return decoded.head, MessageCache(0, CacheBudget(0)).parse_items(GOOGLE, decoded.items)
+    return decoded.head, list(read_conversation(GOOGLE, decoded, Conversations(0)))
 
 
 def part(**fields: Any) -> dict[str, Any]:

@@ -18,9 +18,10 @@ from google.genai import types
 import tokentrue as tt
 from tests.gateway.inside import Parrot, new_session
 from tests.parts import own_dir, tokenizer_dir
+from tokentrue.conversation import Conversations
 from tokentrue.gateway import Gateway, GatewayConfig
 from tokentrue.gateway.dialects import Google, ReasoningSigner
-from tokentrue.gateway.message_cache import CacheBudget, MessageCache
+from tokentrue.gateway.dialects.reading import read_conversation
 from tokentrue.sessions.journal import Journal
 from tokentrue.types import Completion, Finish, Ids, Sampling
 
@@ -182,12 +183,10 @@ async def test_a_result_without_an_id_answers_the_served_call(name: str, how: st
     await app.close()
 
 
-def parse(*contents: types.Content, cache: MessageCache | None = None) -> list[Any]:
+def parse(*contents: types.Content, earlier: Conversations | None = None) -> list[Any]:
     body = {"contents": [content.model_dump(mode="json", exclude_none=True) for content in contents]}
     dialect = Google(ReasoningSigner(b"x"))
-    return (cache or MessageCache(0, CacheBudget(0))).parse_items(
-        dialect, dialect.decode(json.dumps(body).encode()).items
-    )
+    return list(read_conversation(dialect, dialect.decode(json.dumps(body).encode()), earlier or Conversations(0)))
 
 
 def calls_of(*calls: tuple[str, str | None]) -> types.Content:
@@ -209,8 +208,8 @@ def test_a_result_is_paired_within_its_own_turn() -> None:
     assert [m["tool_call_id"] for m in twice[2:]] == ["r", "r"]
 
 
-def test_what_is_cached_changes_no_pairing() -> None:
-    cache = MessageCache(1 << 20, CacheBudget(1 << 20))
+def test_what_is_kept_changes_no_pairing() -> None:
+    earlier = Conversations(1 << 20)
     contents = [user(types.Part(text="go"))]
     for turn in range(4):
         contents += [
@@ -218,5 +217,5 @@ def test_what_is_cached_changes_no_pairing() -> None:
             user(answer("read", "1")),
             user(answer("read", "2")),
         ]
-        assert parse(*contents[:-1], cache=cache) == parse(*contents[:-1])
-        assert parse(*contents, cache=cache) == parse(*contents)
+        assert parse(*contents[:-1], earlier=earlier) == parse(*contents[:-1])
+        assert parse(*contents, earlier=earlier) == parse(*contents)

@@ -359,7 +359,7 @@ def test_settings_have_positive_limits() -> None:
 
     with pytest.raises(ConfigError, match=r"limits.write_s"):
         GatewayLimits(write_s=0)
-    assert replace(GatewayLimits(), message_cache_bytes=0).message_cache_bytes == 0
+    assert replace(GatewayLimits(), queue=0).queue == 0
 
 
 async def test_totals_count_a_session_once_however_often_it_leaves_the_memory() -> None:
@@ -390,6 +390,6 @@ async def test_memory_counts_a_recorded_answer_once() -> None:
     used: list[int] = []
     for _ in range(3):  # the same key: the recorded answer again
         assert (await ask(app, "POST", "/v1/chat/completions", body, key=key, idempotency_key="a"))[0] == 200
-        used.append(handle.memory_bytes - handle.cache.used)
+        used.append(handle.memory_bytes - handle.session.conversations.used)
     assert used[0] == used[1] == used[2] > 0
     await app.close()

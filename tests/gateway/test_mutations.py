@@ -483,14 +483,14 @@ def versions_are_forgotten(patch: Patch) -> None:
 
 
 def messages_are_cached_by_length(patch: Patch) -> None:
-    from tokentrue.gateway import message_cache
+    from tokentrue.conversation import reading
 
-    count = message_cache.count_equal
-    patch.setattr(
-        message_cache,
-        "count_equal",
-        lambda one, other: count([len(item) for item in one], [len(item) for item in other]),
-    )
+    count: Any = reading.count_equal
+
+    def by_length(one: Any, other: Any) -> int:
+        return count([len(bytes(item)) for item in one], [len(bytes(item)) for item in other])
+
+    patch.setattr(reading, "count_equal", by_length)
 
 
 def the_last_brace_is_shown_at_once(patch: Patch) -> None:

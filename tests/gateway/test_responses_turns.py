@@ -10,9 +10,10 @@ import pytest
 
 from tests.gateway.inside import ask, gateway, new_session
 from tests.gateway.world import call, renderer
+from tokentrue.conversation import Conversations
 from tokentrue.gateway import Gateway
 from tokentrue.gateway.dialects import OpenAIResponses, ReasoningSigner
-from tokentrue.gateway.message_cache import CacheBudget, MessageCache
+from tokentrue.gateway.dialects.reading import read_conversation
 from tokentrue.providers.scripted import ScriptedProvider
 
 USER = {"role": "user", "content": "Go on."}
@@ -117,27 +118,26 @@ CASES: list[tuple[str, list[Any], list[str]]] = [
 @pytest.mark.parametrize(("items", "texts"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
 def test_only_ids_of_this_session_part_turns(items: list[Any], texts: list[str]) -> None:
     dialect = OpenAIResponses(ReasoningSigner(b"x"), is_node=SERVED.__contains__)
-    for cached in (0, 1 << 20):
-        cache = MessageCache(cached, CacheBudget(cached))
+    for kept in (0, 1 << 20):
+        earlier = Conversations(kept)
         for _ in range(2):
-            messages = cache.parse_items(
-                dialect, dialect.decode(json.dumps({"input": [USER, *items, USER]}).encode()).items
-            )
+            decoded = dialect.decode(json.dumps({"input": [USER, *items, USER]}).encode())
+            messages = list(read_conversation(dialect, decoded, earlier))
             assert [message["content"] or "" for message in messages[1:-1]] == texts
             assert all(set(message) <= {"role", "content", "reasoning_content", "tool_calls"} for message in messages)
 
 
-@pytest.mark.parametrize("cached", [0, 1 << 20])
-def test_an_item_of_a_turn_in_flight_is_parsed_again_once_it_is_committed(cached: int) -> None:
+@pytest.mark.parametrize("kept", [0, 1 << 20])
+def test_an_item_of_a_turn_in_flight_is_parsed_again_once_it_is_committed(kept: int) -> None:
     """A client may send back what it has seen of a stream."""
     nodes, arguments = set[str](), dict[str, list[str]]()
     dialect = OpenAIResponses(ReasoningSigner(b"x"), lambda call_id: arguments.get(call_id, ()), nodes.__contains__)
-    cache = MessageCache(cached, CacheBudget(cached))
+    earlier = Conversations(kept)
     call = {"type": "custom_tool_call", "name": "run", "call_id": "c", "input": "ls"}
     items = [USER, text(f"msg_{A}", "1"), text(f"msg_{B}", "2"), USER, call, USER]
 
     def parse() -> list[Any]:
-        return cache.parse_items(dialect, dialect.decode(json.dumps({"input": items}).encode()).items)
+        return list(read_conversation(dialect, dialect.decode(json.dumps({"input": items}).encode()), earlier))
 
     assert [message["content"] for message in parse()] == [
         USER["content"],
@@ -158,7 +158,7 @@ def test_an_item_of_a_turn_in_flight_is_parsed_again_once_it_is_committed(cached
     arguments["c"] = ['{"input": "ls", "x": 1}']
     first, again = parse(), parse()
     assert first[4]["tool_calls"][0]["function"]["arguments"] == arguments["c"][0]
-    assert [one is other for one, other in zip(first, again, strict=True)] == [bool(cached)] * 6  # now it is settled
+    assert [one is other for one, other in zip(first, again, strict=True)] == [bool(kept)] * 6  # now it is settled
 
 
 @pytest.mark.parametrize("item_id", [7, None, ["msg"], {}])

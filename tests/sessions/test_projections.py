@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tokentrue.sessions.matching.match_keys import message_key
+from tokentrue.conversation.match_keys import message_key
 from tokentrue.sessions.matching.projections import find_changes, format_changes
 
 CALL = {

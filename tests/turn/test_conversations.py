@@ -1,4 +1,4 @@
-"""What the matcher keeps of earlier requests changes no answer: random conversations, resolved with it and without,
+"""What a session keeps of earlier requests changes no answer: random conversations, resolved with it and without,
 against the same trees.
 
 Also: a session that is closed and opened again after every turn answers as one that stays open.
@@ -20,10 +20,10 @@ import tokentrue as tt
 from tests.marks import examples
 from tests.turn.letters import Letters, sampled
 from tests.turn.world import Engine
+from tokentrue.conversation import Conversations
+from tokentrue.conversation.match_keys import message_key
 from tokentrue.nesting import MAX_DEPTH
 from tokentrue.sessions import Journal, Matcher, load_tree
-from tokentrue.sessions.matching.conversations import ConversationReader
-from tokentrue.sessions.matching.match_keys import message_key
 from tokentrue.types import Attempt, Completion, Finish, RoutedExperts, TurnRequest, VersionSpan
 
 TOOL_SETS: list[Any] = [None, [{"name": "f"}], [{"name": "f", "default": True}], [{"name": "f", "default": 1}]]
@@ -51,7 +51,7 @@ HOW = st.sampled_from(["same object", "copy", "dropped", "inlined", "parts", "ed
 
 
 class ReaderOnAndOff(RuleBasedStateMachine):
-    """Each request is resolved by three matchers: one that keeps conversations, one that does not, and one made for it
+    """Each request is read and resolved thrice: with what the session keeps, without, and by a matcher made for it
     alone."""
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class ReaderOnAndOff(RuleBasedStateMachine):
         self.loop = asyncio.new_event_loop()
         self.renderer, self.engine, self.journal = Letters(), Engine([]), Journal("memory")
         self.session = tt.Session(renderer=self.renderer, provider=self.engine, journal=self.journal)
-        self.plain = Matcher(self.session.tree, self.renderer, reader=ConversationReader(0))
+        self.plain = Matcher(self.session.tree, self.renderer)
         self.histories: list[list[Any]] = []
 
     @initialize()
@@ -110,10 +110,12 @@ class ReaderOnAndOff(RuleBasedStateMachine):
     def compare(self, messages: list[Any], tools: Any) -> None:
         session, fresh = self.session, Matcher(self.session.tree, self.renderer)
         matchers = session._matcher, self.plain, fresh
+        read = [known.read(messages, tools) for known in (session.conversations, Conversations(0), Conversations())]
         plans = [
-            self.loop.run_until_complete(matcher.resolve(matcher.read(messages, tools), {})) for matcher in matchers
+            self.loop.run_until_complete(matcher.resolve(conversation, {}))
+            for matcher, conversation in zip(matchers, read, strict=True)
         ]
-        names = [matcher.read(messages, tools).digest for matcher in matchers]
+        names = [conversation.digest for conversation in read]
         assert plans[0] == plans[1] == plans[2] and names[0] == names[1] == names[2]
 
     def teardown(self) -> None:
@@ -147,7 +149,7 @@ POOL: list[Any] = [
 @settings(max_examples=examples(300), deadline=None, database=None)
 @given(st.lists(st.lists(st.sampled_from(range(len(POOL))), min_size=1, max_size=7), min_size=2, max_size=5))
 def test_a_conversation_is_read_the_same_after_any_other(requests: list[list[int]]) -> None:
-    kept, plain = ConversationReader(), ConversationReader(0)
+    kept, plain = Conversations(), Conversations(0)
     for request in requests:
         messages = [POOL[at] for at in request]
         one, other = kept.read(messages, None), plain.read(messages, None)
@@ -162,7 +164,7 @@ def test_a_conversation_is_read_the_same_after_any_other(requests: list[list[int
 @pytest.mark.parametrize("limit", [0, 32 << 20])
 @pytest.mark.parametrize("changed", [{"a": True, "b": 0}, {"a": 1.0, "b": 0}, {"a": 1, "b": -0.0}, {"b": 0, "a": 1}])
 def test_a_message_that_is_changed_in_place_to_an_equal_one_is_read_again(changed: dict[str, Any], limit: int) -> None:
-    reader = ConversationReader(limit)
+    reader = Conversations(limit)
     function: dict[str, Any] = {"name": "f", "arguments": {"a": 1, "b": 0}}
     messages: Any = [
         POOL[0],
@@ -172,14 +174,14 @@ def test_a_message_that_is_changed_in_place_to_an_equal_one_is_read_again(change
     assert reader.read(messages, None).digest == before.digest
     function["arguments"].clear()
     function["arguments"].update(changed)
-    assert reader.read(messages, None).digest == ConversationReader(0).read(messages, None).digest != before.digest
+    assert reader.read(messages, None).digest == Conversations(0).read(messages, None).digest != before.digest
 
 
 def test_any_sequence_of_messages_is_read() -> None:
     messages = [POOL[at] for at in range(3)]
     tool = {"type": "function", "function": {"name": "f"}}
-    wanted = ConversationReader().read(messages, [tool]).digest
-    assert all(ConversationReader().read(kind(messages), kind([tool])).digest == wanted for kind in (tuple, deque))
+    wanted = Conversations().read(messages, [tool]).digest
+    assert all(Conversations().read(kind(messages), kind([tool])).digest == wanted for kind in (tuple, deque))
 
 
 async def test_a_fit_is_not_carried_over_to_another_replay() -> None:

@@ -13,10 +13,10 @@ import pytest
 import tokentrue as tt
 from tests.turn.letters import Letters, sampled
 from tests.turn.world import Engine
+from tokentrue.conversation import Conversations, own_source
 from tokentrue.errors import EngineContractError, MessageError, TokenContractError
 from tokentrue.sessions import Journal
 from tokentrue.sessions.journal.rows import node_from_row
-from tokentrue.sessions.matching.conversations import ConversationReader
 from tokentrue.sessions.stages.commits import rows_from_nodes
 from tokentrue.sessions.tree import Node, Tree
 from tokentrue.types import TurnRequest
@@ -69,13 +69,22 @@ async def test_a_node_that_was_not_reserved_is_checked_when_it_is_added() -> Non
 
 
 def test_conversations_are_kept_up_to_their_bytes() -> None:
-    reader = ConversationReader(10_000)
-    histories = [[{"role": "user", "content": letter * 4_000}] for letter in "abc"]
+    kept = Conversations(20_000)
+    histories: list[list[Any]] = [[{"role": "user", "content": letter * 4_000}] for letter in "abc"]
     for history in histories:
-        reader.read(history, None)
-    assert [reader.find_base(history)[1] for history in histories] == [0, 0, 1]
-    reader.read([*histories[2], *histories[0]], None)
-    assert reader.find_base(histories[2])[1] == 0
+        kept.read(history, None)
+
+    def count_shared(history: list[Any]) -> int:
+        return len(kept.find("", list(map(own_source, history))))
+
+    assert [count_shared(history) for history in histories] == [0, 0, 1] and kept.used <= 20_000
+    kept.read([*histories[2], {"role": "user", "content": "d"}], None)
+    assert count_shared(histories[2]) == 1 and kept.used <= 20_000  # in place of the one that it continues
+    kept.read([*histories[0], *histories[1]], None)
+    assert count_shared(histories[0]) == 0 and kept.used <= 20_000
+    kept.close()
+    kept.read(histories[1], None)
+    assert kept.used == kept.budget.used == 0
 
 
 async def test_equal_requests_to_a_new_session_are_one_turn(tmp_path: Path) -> None:

@@ -15,13 +15,14 @@ from _pytest.outcomes import Failed
 from tests.samples import test_audit
 from tests.sessions import test_bit_rot
 from tests.turn import test_matching, test_promise, test_turn
+from tokentrue.conversation import reading
 from tokentrue.errors import TokenTrueError
 from tokentrue.ids import TokenIds
 from tokentrue.sessions import singleflight
 from tokentrue.sessions import tree as trees
 from tokentrue.sessions.journal import Journal, records
 from tokentrue.sessions.journal import journal as claims
-from tokentrue.sessions.matching import candidates, conversations, matcher
+from tokentrue.sessions.matching import candidates, matcher
 from tokentrue.sessions.stages import commits, generation, prompts
 
 assembling, auditing = (
@@ -35,8 +36,8 @@ def any_replay_fits(patch: pytest.MonkeyPatch) -> None:
 
 
 def results_without_their_call(patch: pytest.MonkeyPatch) -> None:
-    real = conversations.chain_key
-    for module in (conversations, candidates):
+    real = reading.chain_key
+    for module in (reading, candidates):
         patch.setattr(module, "chain_key", lambda previous, key, reference: real(previous, key, None))
     patch.setattr(matcher, "_restore", lambda *known: {**known[-2], "tool_call_id": "x"})
 
@@ -95,13 +96,8 @@ def joins_nobody(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(singleflight.SingleFlight, "find", lambda self, identity: None)
 
 
-def identity_alone_is_trusted(patch: pytest.MonkeyPatch) -> None:
-    count = conversations.Conversation.count_shared
-    patch.setattr(
-        conversations.Conversation,
-        "count_shared",
-        lambda self, messages, are_final: count(self, messages, are_final=True),
-    )
+def sources_are_not_compared(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(reading, "count_equal", lambda one, other: min(len(one), len(other)))
 
 
 def what_was_sent_is_not_compared(patch: pytest.MonkeyPatch) -> None:
@@ -130,7 +126,7 @@ def any_version_is_taken(patch: pytest.MonkeyPatch) -> None:
 
 
 def given_messages_are_compared_loosely(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(conversations.MessageFacts, "repeats", lambda self, recorded: True)
+    patch.setattr(reading.ConversationMessage, "repeats", lambda self, recorded: True)
 
 
 def tools_are_compared_loosely(patch: pytest.MonkeyPatch) -> None:
@@ -161,7 +157,7 @@ MUTATIONS: list[tuple[Patch, Callable[[Path], Any]]] = [
     (prefix_decoded_and_encoded, lambda _: test_turn.test_prompts_are_the_recorded_ids_and_nothing_else()),
     (ids_not_restored, lambda _: test_matching.test_the_model_sees_the_ids_that_were_served()),
     (
-        identity_alone_is_trusted,
+        sources_are_not_compared,
         lambda _: test_promise.test_what_a_caller_does_to_its_objects_changes_nothing_recorded(),
     ),
     (what_was_sent_is_not_compared, lambda _: test_promise.test_a_provider_that_sent_other_ids_is_found_out(False)),

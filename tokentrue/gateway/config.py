@@ -15,8 +15,8 @@ class GatewayLimits:
     """Past a size: 413; past a number or a sum in flight: 429 with Retry-After; past a time: the connection is closed,
     or 504.
 
-    Byte limits of one process: `bodies_bytes` for request bodies being read, `message_caches_bytes` for parsed messages
-    that are kept, `live_sessions_bytes` for the records of sessions in memory. A session that leaves the memory is in
+    Byte limits of one process: `bodies_bytes` for request bodies being read, `message_caches_bytes` for conversations
+    that are kept (`session_limits.conversation_bytes` for those of one session), `live_sessions_bytes` for the records of sessions in memory. A session that leaves the memory is in
     the journal.
     """
 
@@ -29,7 +29,6 @@ class GatewayLimits:
     queue: int = 1024
     queue_s: float = 10.0
     connections: int = 4096
-    message_cache_bytes: int = 32 << 20  # of one session; 0 switches the cache off
     message_caches_bytes: int = 512 << 20
     live_sessions: int = 4096
     live_sessions_bytes: int = 2 << 30
@@ -45,7 +44,7 @@ class GatewayLimits:
     def __post_init__(self) -> None:
         for field_ in fields(self):
             value = getattr(self, field_.name)
-            if value < 0 or (value == 0 and field_.name not in ("message_cache_bytes", "queue")):
+            if value < 0 or (value == 0 and field_.name != "queue"):
                 raise ConfigError(f"limits.{field_.name} must be positive, got {value}")
 
 

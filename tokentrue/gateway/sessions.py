@@ -2,7 +2,7 @@
 large.
 
 A `SessionHandle` adds to the `Session` what only HTTP needs: its key, its dialects (whose signer is this session's
-own), the parsed messages of its last requests, and the names of retried requests. While a request uses a handle
+own) and the names of retried requests. While a request uses a handle
 (`hold`), it is not evicted: there is one live object for a session.
 """
 
@@ -19,6 +19,8 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, cast
 
+from tokentrue.conversation import ByteBudget, Conversation
+from tokentrue.conversation.match_keys import count_system, read_role
 from tokentrue.errors import (
     JournalError,
     LimitExceeded,
@@ -42,15 +44,13 @@ from tokentrue.gateway.dialects import (
     RequestHead,
 )
 from tokentrue.gateway.dialects.base import Json
-from tokentrue.gateway.message_cache import CacheBudget, MessageCache
+from tokentrue.gateway.dialects.reading import read_conversation
 from tokentrue.gateway.problems import HttpError
-from tokentrue.plain_json import dumps
 from tokentrue.protocols import Renderer
 from tokentrue.sessions.journal import SessionRecord, StoreSecret
 from tokentrue.sessions.limits import SessionLimits
-from tokentrue.sessions.stages.pinning import count_system
 from tokentrue.turn import Session
-from tokentrue.types import Coverage, Message, Refusal, Tool
+from tokentrue.types import Coverage, Message, Refusal
 
 OpenSession = Callable[[str], Awaitable[Session]]
 NewSession = Callable[[str], Session]
@@ -69,7 +69,7 @@ def fit_in_memory(session_limits: SessionLimits, limits: GatewayLimits) -> Sessi
 class SessionHandle:
     """One session in memory."""
 
-    def __init__(self, session: Session, limits: GatewayLimits, budget: CacheBudget, secret: StoreSecret) -> None:
+    def __init__(self, session: Session, limits: GatewayLimits, budget: ByteBudget, secret: StoreSecret) -> None:
         self.session = session
         self.users = 0  # requests that hold it
         self.lease_number = 0  # of the journal, when the session was opened
@@ -80,45 +80,33 @@ class SessionHandle:
         responses = OpenAIResponses(signer, session.tree.find_arguments, session.tree.nodes.__contains__)
         every: tuple[Dialect, ...] = (OpenAIChat(), responses, Anthropic(signer), Google(signer))
         self.dialects: Mapping[str, Dialect] = {dialect.name: dialect for dialect in every}
-        self.cache = MessageCache(limits.message_cache_bytes, budget)
+        session.conversations.budget = budget  # nothing is kept before it is in use
         self._limits = limits
-        self._leading_messages: tuple[Message, ...] = ()  # of the last request: an equal one is the same object
-        self._tools: tuple[bytes, tuple[Tool, ...] | None] = (b"", None)  # of the last request, as JSON and as parsed
         self._request_numbers: OrderedDict[str, int] = (
             OrderedDict()
         )  # digest of a body -> the number of the last request that had it
         self._coverage: tuple[int, Coverage] | None = None  # at a revision of the session
 
     # Requests.
-    def parse(self, dialect: Dialect, body: bytes) -> tuple[RequestHead, list[Message]]:
+    def parse(self, dialect: Dialect, body: bytes) -> tuple[RequestHead, Conversation]:
         """The request's head and its whole conversation."""
         decoded = dialect.decode(body)
-        messages = self.parse_messages(dialect, decoded)
+        conversation = self.read_conversation(dialect, decoded)
         head = self._enforce_choice(decoded.head)
         if head.tools and ignores_tools(self.session.renderer):
             raise TemplateError(
                 "this model's chat template ignores tools: the model would not see them; leave them out, or use "
                 "another template"
             )
-        if head.leading_messages != self._leading_messages:
-            self._leading_messages = head.leading_messages
-        if head.continues is not None:
-            return head, [*self._leading_messages, *self._continued_history(head), *messages]
-        return head, [*self._leading_messages, *messages]
+        return head, conversation
 
-    def share_tools(self, tools: tuple[Tool, ...] | None) -> tuple[Tool, ...] | None:
-        """The last request's tools object where the JSON is equal, so that later comparisons are by identity."""
-        spelled = dumps(tools)
-        if spelled != self._tools[0]:
-            self._tools = (spelled, tools)
-        return self._tools[1]
-
-    def parse_messages(self, dialect: Dialect, decoded: DecodedBody) -> list[Message]:
+    def read_conversation(self, dialect: Dialect, decoded: DecodedBody) -> Conversation:
         if len(decoded.items) > self._limits.messages:
             raise LimitExceeded(
                 f"{len(decoded.items)} messages; at most {self._limits.messages} are taken (limits.messages)"
             )
-        return self.cache.parse_items(dialect, decoded.items)
+        history = [*decoded.head.leading_messages, *self._continued_history(decoded.head)]
+        return read_conversation(dialect, decoded, self.session.conversations, history=history)
 
     def _enforce_choice(self, head: RequestHead) -> RequestHead:
         """A call that must be made (`tool_choice`), in the call format of this session's model."""
@@ -136,13 +124,14 @@ class SessionHandle:
     def _continued_history(self, head: RequestHead) -> Sequence[Message]:
         """The conversation that led to an earlier answer, and the answer, without its `instructions`: those are never
         carried over."""
-        assert head.continues is not None
+        if head.continues is None:
+            return ()
         node = self.session.tree.nodes.get(head.continues.node)
         if node is None:
             raise MessageError("no such response in this session", field="previous_response_id")
         history = self.session.tree.messages(node)
         if node.replaced:  # a pinned prompt is in its place; the instructions are in what the client sent
-            history = [*node.replaced, *history[count_system(history) :]]
+            history = [*node.replaced, *history[count_system(map(read_role, history)) :]]
         return history[1 if head.continues.instructed else 0 :]
 
     # Names of retried requests.
@@ -203,7 +192,7 @@ class SessionHandle:
     def memory_bytes(self) -> int:
         """An estimate of what it holds in memory."""
         recorded = NODE_BYTES * len(self.session.tree) + TOKEN_BYTES * self.session.recorded_tokens
-        return recorded + self.cache.used + self.session.cached_bytes
+        return recorded + self.session.conversations.used
 
     @property
     def has_coverage(self) -> bool:
@@ -274,7 +263,7 @@ class SessionRegistry:
         self._lease_number = lease_number
         self._live: OrderedDict[str, SessionHandle] = OrderedDict()
         self._opening: dict[str, asyncio.Task[SessionHandle]] = {}
-        self._cache_budget = CacheBudget(limits.message_caches_bytes)
+        self._budget = ByteBudget(limits.message_caches_bytes)
         self.memory_bytes = 0  # of all sessions in memory, an estimate
         # Of evicted sessions, minus what reloaded ones had already: with that of live sessions it is the total since
         # start.
@@ -346,7 +335,7 @@ class SessionRegistry:
         return session
 
     def add(self, session: Session, lease_number: int | None = None) -> SessionHandle:
-        handle = self._live[session.id] = SessionHandle(session, self._limits, self._cache_budget, self._secret)
+        handle = self._live[session.id] = SessionHandle(session, self._limits, self._budget, self._secret)
         handle.lease_number = self._lease_number() if lease_number is None else lease_number
         return handle
 
@@ -362,7 +351,7 @@ class SessionRegistry:
         if handle is not None:
             self._evicted_coverage.add(handle.coverage())
             self.memory_bytes -= handle.counted_bytes
-            handle.cache.clear()
+            handle.session.conversations.close()
 
     def evict_idle(self) -> None:
         """Sessions that nobody has used for `limits.idle_session_s`; the journal has them."""

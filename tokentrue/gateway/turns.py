@@ -120,18 +120,17 @@ class TurnHandler:
     ) -> tuple[RequestHead, TurnRequest]:
         with self._services.bodies.reserve() as take:
             body = await read_body(scope, receive, self._services.config.limits.body_bytes, take)
-            head, messages = handle.parse(dialect, body)
+            head, conversation = handle.parse(dialect, body)
             request_key = handle.find_request_key(scope, dialect, body)
         request = TurnRequest(
-            messages=messages,
-            tools=handle.share_tools(head.tools),
+            messages=conversation,
+            tools=conversation.tools,
             sampling=head.sampling,
             template_kwargs=head.template_kwargs,
             n=head.n,
             dialect=dialect.name,
             request_key=request_key,
             continues=head.last_node,
-            messages_are_final=True,  # they are the message cache's
         )
         return head, request
 
@@ -182,10 +181,10 @@ class TurnHandler:
                 decoded = dialect.decode_count(
                     await read_body(scope, receive, self._services.config.limits.body_bytes, take)
                 )
-                messages = [*decoded.head.leading_messages, *handle.parse_messages(dialect, decoded)]
-            chars = count_chars(messages) + count_chars(decoded.head.tools or ())
+                conversation = handle.read_conversation(dialect, decoded)
+            chars = count_chars(conversation) + count_chars(conversation.tools or ())
             handle.session.limits.check_text(chars)
-            rendered = await run_by_size(handle.session.renderer.render, chars, messages, decoded.head.tools)
+            rendered = await run_by_size(handle.session.renderer.render, chars, conversation, conversation.tools)
             await send_json(send, 200, dialect.build_count(len(rendered.token_ids)))
 
     def _note(

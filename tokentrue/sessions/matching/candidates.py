@@ -4,24 +4,24 @@ there."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 
-from tokentrue.plain_json import digest
-from tokentrue.sessions.matching.match_keys import (
+from tokentrue.conversation.match_keys import (
     START_KEY,
     CallRef,
     call_ids_of,
     calls_of,
     candidate_key,
     chain_key,
+    count_system,
     note_calls,
     read_role,
     reasoning_of,
     text_of,
     tools_key,
 )
+from tokentrue.plain_json import digest
 from tokentrue.sessions.tree import Node, Tree
 from tokentrue.types import Message
 
@@ -48,9 +48,8 @@ class CandidateIndex:
         self._places: dict[str, Place] = {}
         self.ends: dict[bytes, list[Node]] = defaultdict(list)  # key after the served message -> nodes
         self.turns: dict[bytes, list[Node]] = defaultdict(list)  # the same without the system prompt
-        self.passed: dict[
-            bytes, Node
-        ] = {}  # key after any message -> the first node whose conversation leads through it
+        # key after any message -> the first node whose conversation leads through it
+        self.passed: dict[bytes, Node] = {}
         for node in tree.in_order():
             self.add(node)
 
@@ -111,11 +110,6 @@ class CandidateIndex:
                 index -= 1
             node = self._tree.parent(node)
         return None
-
-
-def count_system(roles: Iterable[str]) -> int:
-    """How many messages the system prompt at the beginning has."""
-    return sum(takewhile(bool, (role == "system" for role in roles)))
 
 
 def chain_turns(previous: bytes, key: bytes, reference: CallRef | str | None, index: int, num_system: int) -> bytes:

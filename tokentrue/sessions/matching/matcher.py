@@ -11,27 +11,29 @@ The whole list of messages is matched against the tree as it is now, in four ste
 An agent may alternate between tool sets or system prompts (plan and act, a sub-agent with fewer tools). A request then
 rejoins the deepest turn under its own tools and system prompt; the turns after that were sampled elsewhere, are found
 by steps 1 to 4 under any tools (or, word for word, under any system prompt) and become references to their nodes.
-Nothing is remembered from one request to the next but pure facts about its messages and the paths they replay
-(`conversations`).
+Nothing is remembered from one request to the next but how exactly these messages fit a path (`KnownFits`).
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from tokentrue.conversation import Conversation
+from tokentrue.conversation.match_keys import START_KEY, CallRef, calls_of, count_system, tools_key
 from tokentrue.errors import RenderError
 from tokentrue.plain_json import digest
 from tokentrue.protocols import Renderer
-from tokentrue.sessions.matching.candidates import CandidateIndex, chain_turns, count_system
-from tokentrue.sessions.matching.conversations import Conversation, ConversationReader, PathFit
-from tokentrue.sessions.matching.match_keys import START_KEY, CallRef, calls_of, tools_key
+from tokentrue.sessions.matching.candidates import CandidateIndex, chain_turns
 from tokentrue.sessions.matching.projections import find_changes, format_changes
 from tokentrue.sessions.offload import count_chars, run_by_size
 from tokentrue.sessions.tree import Given, Node, ServedRef, Tree, TurnKey, turn_key
 from tokentrue.tracing import traced
 from tokentrue.types import Message, Messages, Tools
+
+_MAX_KNOWN_FITS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,25 +66,43 @@ class Root:
 Resolution = Continue | Root
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PathFit:
+    """How the first `depth` messages of a request fit the path to a node: what changed in the served messages that it
+    sends back, and how many given messages are spelled otherwise."""
+
+    depth: int = 0
+    num_changes: int = 0
+    changes: frozenset[str] = frozenset()
+    num_respelled: int = 0
+
+
+class KnownFits:
+    """The last fits of one session, by node and by the exact messages that they were found for: the next request of a
+    conversation walks only what it adds to the path."""
+
+    def __init__(self) -> None:
+        self._fits: OrderedDict[tuple[str, bytes], PathFit] = OrderedDict()
+
+    def get(self, node: Node, depth: int, conversation: Conversation) -> PathFit | None:
+        return self._fits.get((node.id, conversation.name_first(depth)))
+
+    def put(self, node: Node, fit: PathFit, conversation: Conversation) -> None:
+        self._fits[node.id, conversation.name_first(fit.depth)] = fit
+        while len(self._fits) > _MAX_KNOWN_FITS:
+            self._fits.popitem(last=False)
+
+
 class Matcher:
-    """Resolves requests of one session. `reader` caches what it read of earlier requests; no result depends on that."""
+    """Resolves requests of one session."""
 
-    def __init__(self, tree: Tree, renderer: Renderer, *, reader: ConversationReader | None = None) -> None:
+    def __init__(self, tree: Tree, renderer: Renderer) -> None:
         self._tree, self._renderer = tree, renderer
-        self._reader = reader or ConversationReader()
-        self._index = CandidateIndex(tree)
-
-    @property
-    def cached_bytes(self) -> int:
-        return self._reader.cached_bytes
+        self._index, self._fits = CandidateIndex(tree), KnownFits()
 
     def add(self, node: Node) -> None:
         """`node` was added to the tree."""
         self._index.add(node)
-
-    def read(self, messages: Messages, tools: Tools | None, *, are_final: bool = False) -> Conversation:
-        """Copies, checks and keys a request; malformed messages are refused by field."""
-        return self._reader.read(messages, tools, are_final=are_final)
 
     @traced("resolve")
     async def resolve(
@@ -91,7 +111,8 @@ class Matcher:
         """`in_flight` counts the turns that are being generated; `named` is the node that the request says it
         continues. Waits only where long histories must be rendered to be compared; turns that are committed meanwhile
         are not candidates."""
-        found = await _Search(self._tree, self._index, self._renderer, conversation, in_flight, named).find_deepest()
+        search = _Search(self._tree, self._index, self._renderer, self._fits, conversation, in_flight, named)
+        found = await search.find_deepest()
         if found is None:
             return self._start_root(conversation, in_flight)
         tail = build_tail(self._tree, self._index, found, conversation)
@@ -133,7 +154,7 @@ class Matcher:
         return None, ""
 
     def _start_root(self, conversation: Conversation, in_flight: Mapping[TurnKey, int]) -> Root:
-        messages = tuple(conversation.messages)
+        messages = tuple(conversation)
         root = Root(
             messages=messages, given=messages, turn_key=turn_key(None, messages, conversation.tools), why="first"
         )
@@ -182,11 +203,13 @@ class _Search:
         tree: Tree,
         index: CandidateIndex,
         renderer: Renderer,
+        known: KnownFits,
         conversation: Conversation,
         in_flight: Mapping[TurnKey, int],
         named: str | None,
     ) -> None:
         self._tree, self._index, self._renderer = tree, index, renderer
+        self._known, self._fits = known, dict[str, PathFit | None]()  # of this request, by node
         self._conversation, self._in_flight, self._named = conversation, in_flight, named
 
     async def find_deepest(self) -> Match | None:
@@ -289,12 +312,17 @@ class _Search:
     def _fit(self, node: Node) -> PathFit | None:
         """None where a turn on the path was edited. Siblings share the walk to their parent, as does the next
         request."""
-        fits, parent = self._conversation.fits, self._tree.parent(node)
+        fits, parent = self._fits, self._tree.parent(node)
         if node.id not in fits:
             if parent is not None and parent.id not in fits:
-                fits[parent.id] = self._fit_items(PathFit(), self._tree.conversation(parent))
+                depth = self._index.place(parent).depth
+                known = self._known.get(parent, depth, self._conversation)
+                fits[parent.id] = known or self._fit_items(PathFit(), self._tree.conversation(parent))
             before = PathFit() if parent is None else fits[parent.id]
-            fits[node.id] = None if before is None else self._fit_items(before, (*node.given, ServedRef(node.id)))
+            fit = None if before is None else self._fit_items(before, (*node.given, ServedRef(node.id)))
+            if fit is not None:
+                self._known.put(node, fit, self._conversation)
+            fits[node.id] = fit
         return fits[node.id]
 
     def _fit_items(self, before: PathFit, items: Sequence[Given]) -> PathFit | None:
@@ -367,7 +395,7 @@ def build_tail(tree: Tree, index: CandidateIndex, match: Match, conversation: Co
     if match.elsewhere is not None:
         path = tree.conversation(match.elsewhere.node)
         recorded = path[len(path) - match.elsewhere.fit.depth + depth :]  # system prompts may differ in length
-    sent = [facts.message for facts in conversation.facts[depth + len(recorded) :]]
+    sent = conversation[depth + len(recorded) :]
     answered = tree.resolve(recorded)
     return tuple(
         _restore(tree, match.node, depth, answered, item, reference)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from tokentrue.sessions.matching.match_keys import (
+from tokentrue.conversation.match_keys import (
     calls_of,
     name_and_arguments,
     reasoning_of,

@@ -14,29 +14,27 @@ the same prompts.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any, TypeGuard, cast
 
-from tokentrue.errors import ConfigError, MessageError
-from tokentrue.plain_json import digest, freeze
-from tokentrue.sessions.matching.conversations import check_list
-from tokentrue.sessions.matching.match_keys import message_key, read_role
+from tokentrue.conversation import Conversation, ConversationMessage
+from tokentrue.conversation.match_keys import count_system, message_key, read_role
+from tokentrue.errors import ConfigError
+from tokentrue.plain_json import digest
 from tokentrue.sessions.matching.projections import find_changes
 from tokentrue.sessions.tree import Node, Tree
-from tokentrue.types import Message, Messages, Tools
+from tokentrue.types import Message, Messages
 
 PINNABLE = ("system",)
-SYSTEM_ROLES = ("system", "developer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PinnedRequest:
-    """`messages` is what the model is given, `prompt` the system prompt that it begins with; `replaced` is the one that
-    the client sent, where it is another."""
+    """`conversation` is what the model is given, `prompt` the system prompt that it begins with; `replaced` is the one
+    that the client sent, where it is another."""
 
-    messages: Messages
+    conversation: Conversation
     prompt: tuple[Message, ...] = ()
     replaced: tuple[Message, ...] = ()
 
@@ -56,48 +54,41 @@ class PinnedPrompts:
         if not self._is_on or node.parent is not None:
             return
         messages = self._tree.given_messages(node)
-        length = count_system(messages)
+        length = _count_prompt(messages)
         if 0 < length < len(messages):
-            self._roots[conversation_key(messages[length], node.tools)].append(node)
+            self._roots[_root_key(messages[length], digest(node.tools))].append(node)
 
-    def apply(self, messages: Messages, tools: Tools | None, *, retried: tuple[Message, ...] = ()) -> PinnedRequest:
+    def apply(self, conversation: Conversation, *, retried: tuple[Message, ...] = ()) -> PinnedRequest:
         """`retried` is the prompt of the earlier request that has the key of this one."""
-        if not self._is_on:
-            return PinnedRequest(messages=messages)
-        check_list(messages, "messages")
-        check_list(tools or (), "tools")
-        messages = list(messages)
-        length = count_system(messages)
-        if not 0 < length < len(messages):
-            return PinnedRequest(messages=messages)
-        sent = tuple(cast("Message", freeze(message, f"messages[{i}]")) for i, message in enumerate(messages[:length]))
-        prompt = retried or self._find_prompt(sent, messages[length:], tools)
-        replaced = () if sent == prompt else sent
-        return PinnedRequest(messages=[*prompt, *messages[length:]], prompt=prompt, replaced=replaced)
+        length = count_system(read.role for read in conversation.facts) if self._is_on else 0
+        if not 0 < length < len(conversation):
+            return PinnedRequest(conversation=conversation)
+        sent = tuple(conversation[:length])
+        prompt = retried or self._find_prompt(sent, conversation)
+        pinned = conversation.replace_first(length, prompt)
+        return PinnedRequest(conversation=pinned, prompt=prompt, replaced=() if pinned is conversation else sent)
 
     def prompt(self, node: Node) -> tuple[Message, ...]:
         """The prompt that the conversation of `node` began with."""
         messages = self._tree.given_messages(self._tree.path(node)[0])
-        return tuple(messages[: count_system(messages)])
+        return tuple(messages[: _count_prompt(messages)])
 
-    def _find_prompt(self, sent: tuple[Message, ...], rest: Messages, tools: Tools | None) -> tuple[Message, ...]:
-        """The prompt of the conversation that `rest` continues; `sent` where it continues none. Of several that it
-        continues equally far, the one counts that was sent this very prompt; otherwise nothing tells which is meant,
-        and a new conversation is better than the wrong one."""
-        try:
-            roots = self._roots.get(conversation_key(rest[0], tools), ())
-            found = {root.id: self.prompt(root) for root in roots if self._end_of_replay(root, rest, 0)}
-            if _has_several(found.values()):
-                ends = {name: self._find_deepest(self._tree.nodes[name], rest) for name in found}
-                furthest = max(end for _, end in ends.values())
-                found = {name: prompt for name, prompt in found.items() if ends[name][1] == furthest}
-                known = {name: found[name] for name in found if sent in (found[name], ends[name][0].replaced)}
-                found = known or found
-        except MessageError:  # malformed: the matcher names the field
-            return sent
+    def _find_prompt(self, sent: tuple[Message, ...], conversation: Conversation) -> tuple[Message, ...]:
+        """The prompt of the conversation that the messages after `sent` continue; `sent` where they continue none. Of
+        several that they continue equally far, the one counts that was sent this very prompt; otherwise nothing tells
+        which is meant, and a new conversation is better than the wrong one."""
+        rest = conversation.facts[len(sent) :]
+        roots = self._roots.get(_root_key(rest[0].message, conversation.tools_digest), ())
+        found = {root.id: self.prompt(root) for root in roots if self._end_of_replay(root, rest, 0)}
+        if _has_several(found.values()):
+            ends = {name: self._find_deepest(self._tree.nodes[name], rest) for name in found}
+            furthest = max(end for _, end in ends.values())
+            found = {name: prompt for name, prompt in found.items() if ends[name][1] == furthest}
+            known = {name: found[name] for name in found if sent in (found[name], ends[name][0].replaced)}
+            found = known or found
         return sent if not found or _has_several(found.values()) else next(iter(found.values()))
 
-    def _find_deepest(self, root: Node, rest: Messages) -> tuple[Node, int]:
+    def _find_deepest(self, root: Node, rest: Sequence[ConversationMessage]) -> tuple[Node, int]:
         """The last turn after `root` that `rest` replays, and how many of its messages lead through it."""
         best, waiting = (root, 0), [(root, 0)]
         while waiting:
@@ -107,10 +98,10 @@ class PinnedPrompts:
             waiting += [(child, end) for child in self._tree.children.get(node.id, ()) if end]
         return best
 
-    def _end_of_replay(self, node: Node, rest: Messages, start: int) -> int:
+    def _end_of_replay(self, node: Node, rest: Sequence[ConversationMessage], start: int) -> int:
         """Where the messages of `node` end if `rest` has them from `start` on; 0 where it does not."""
         recorded = [*self._tree.given_messages(node), node.served]
-        recorded = recorded if start else recorded[count_system(recorded) :]
+        recorded = recorded if start else recorded[_count_prompt(recorded) :]
         now = rest[start : start + len(recorded)]
         if len(now) < len(recorded) or not all(map(_is_replay, recorded, now)):
             return 0
@@ -121,28 +112,19 @@ def _has_several(prompts: Iterable[tuple[Message, ...]]) -> bool:
     return len({digest(*prompt) for prompt in prompts}) > 1
 
 
-def _is_replay(recorded: Message, now: Message) -> bool:
-    if message_key(recorded) != message_key(now):
+def _is_replay(recorded: Message, now: ConversationMessage) -> bool:
+    if message_key(recorded) != message_key(now.message):
         return False
-    return read_role(recorded) != "assistant" or find_changes(recorded, now) is not None
+    return read_role(recorded) != "assistant" or find_changes(recorded, now.message) is not None
 
 
-def conversation_key(first: Message, tools: Tools | None) -> bytes:
+def _root_key(first: Message, tools_digest: bytes) -> bytes:
     """`first` is the first message after the system prompt."""
-    return digest(message_key(first), list(tools or ()))
+    return digest(message_key(first), tools_digest)
 
 
-def count_system(messages: Messages) -> int:
-    """How many messages the system prompt at the beginning has."""
-    for index, message in enumerate(cast("Sequence[Any]", messages)):
-        if not is_mapping(message) or message.get("role") not in SYSTEM_ROLES:
-            return index
-    return len(messages)
-
-
-def is_mapping(message: Any) -> TypeGuard[Message]:
-    """A client may send anything; `Matcher.read` refuses what is no message."""
-    return isinstance(message, Mapping)
+def _count_prompt(messages: Messages) -> int:
+    return count_system(map(read_role, messages))
 
 
 def check_pin(pin: Iterable[str]) -> tuple[str, ...]:

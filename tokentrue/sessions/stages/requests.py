@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from tokentrue.conversation import Conversation
 from tokentrue.errors import SamplingError
 from tokentrue.plain_json import digest, dumps, freeze
 from tokentrue.protocols import Provider, Renderer
 from tokentrue.sessions.journal.rows import sampling_from_json, sampling_to_json
-from tokentrue.sessions.matching.matcher import Conversation
 from tokentrue.types import PENALTIES, Sampling, TurnRequest
 
 _FIELDS = frozenset(f.name for f in fields(Sampling))

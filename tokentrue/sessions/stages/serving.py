@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tokentrue.sessions.matching.match_keys import calls_of
+from tokentrue.conversation.match_keys import calls_of
 from tokentrue.types import Delta, Finish, Message, Parsed, Reply
 
 _MADE_UP = re.compile(r"call_[0-9a-f]{24}")  # by a parser, for a format that carries no ids

@@ -12,8 +12,9 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from hashlib import blake2b
+from itertools import takewhile
 from typing import Any, TypeAlias, cast
 
 from tokentrue.errors import MessageError
@@ -211,6 +212,11 @@ def read_role(message: Message, field: str = "messages[]") -> str:
     if not isinstance(role, str) or not role:
         raise MessageError("a message needs a role", field=field)
     return "system" if role == "developer" else role
+
+
+def count_system(roles: Iterable[str]) -> int:
+    """How many messages the system prompt at the beginning has."""
+    return sum(takewhile(bool, (role == "system" for role in roles)))
 
 
 def message_key(message: Message) -> bytes:

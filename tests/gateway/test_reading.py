@@ -1,5 +1,5 @@
-"""The message cache changes nothing but the time: with it and without it the same bodies give the same messages, within
-its byte limits."""
+"""What a session keeps of its last requests changes nothing but the time: with it and without it the same bodies give
+the same conversations, within its byte limits."""
 
 from __future__ import annotations
 
@@ -16,9 +16,19 @@ from msgspec import Raw
 from tests.gateway.inside import ask, gateway, new_session
 from tests.gateway.world import call, renderer
 from tests.marks import examples
+from tokentrue.conversation import ByteBudget, Conversations
 from tokentrue.errors import InputError
-from tokentrue.gateway.dialects import Anthropic, Dialect, Google, OpenAIChat, OpenAIResponses, ReasoningSigner
-from tokentrue.gateway.message_cache import CacheBudget, MessageCache
+from tokentrue.gateway.dialects import (
+    Anthropic,
+    DecodedBody,
+    Dialect,
+    Google,
+    OpenAIChat,
+    OpenAIResponses,
+    ReasoningSigner,
+    RequestHead,
+)
+from tokentrue.gateway.dialects.reading import read_conversation
 from tokentrue.providers.scripted import ScriptedProvider
 from tokentrue.turn import Session
 from tokentrue.types import TurnRequest
@@ -92,9 +102,10 @@ ITEMS: dict[str, tuple[Dialect, st.SearchStrategy[Any]]] = {
 }
 
 
-def parse(cache: MessageCache, dialect: Dialect, items: list[bytes]) -> Any:
+def parse(earlier: Conversations, dialect: Dialect, items: list[bytes]) -> Any:
     try:
-        return cache.parse_items(dialect, list(map(Raw, items)))
+        decoded = DecodedBody(head=RequestHead(model="m"), items=list(map(Raw, items)))
+        return list(read_conversation(dialect, decoded, earlier))
     except InputError as error:
         return str(error)
 
@@ -102,11 +113,11 @@ def parse(cache: MessageCache, dialect: Dialect, items: list[bytes]) -> Any:
 @pytest.mark.parametrize("name", ITEMS)
 @settings(max_examples=examples(60), deadline=None)
 @given(data=st.data())
-def test_messages_are_the_same_with_and_without_the_cache(name: str, data: st.DataObject) -> None:
+def test_messages_are_the_same_whatever_is_kept(name: str, data: st.DataObject) -> None:
     dialect, item = ITEMS[name]
     limit = data.draw(st.sampled_from([1500, 4000, 100_000]))
-    budget = CacheBudget(data.draw(st.sampled_from([3000, 1_000_000])))
-    caches = [MessageCache(limit, budget) for _ in range(2)]  # two sessions of one process
+    budget = ByteBudget(data.draw(st.sampled_from([3000, 1_000_000])))
+    caches = [Conversations(limit, budget) for _ in range(2)]  # two sessions of one process
     conversation: list[Any] = []
     for _ in range(data.draw(st.integers(1, 8))):
         kept = data.draw(st.integers(0, len(conversation)))  # go on, go back, or begin again
@@ -114,20 +125,20 @@ def test_messages_are_the_same_with_and_without_the_cache(name: str, data: st.Da
         spacing = data.draw(st.sampled_from([(",", ":"), (", ", ": ")]))
         items = [json.dumps(one, separators=spacing).encode() for one in conversation]
         cache = data.draw(st.sampled_from(caches))
-        wanted = parse(MessageCache(0, CacheBudget(0)), dialect, items)
+        wanted = parse(Conversations(0), dialect, items)
         assert parse(cache, dialect, items) == wanted
         assert (
             all(one.used <= limit for one in caches) and sum(one.used for one in caches) == budget.used <= budget.limit
         )
     for cache in caches:
-        cache.clear()
+        cache.close()
     assert budget.used == 0
 
 
 @pytest.mark.parametrize("name", ITEMS)
 def test_the_same_bytes_are_the_same_object(name: str) -> None:
     dialect, _ = ITEMS[name]
-    cache = MessageCache(100_000, CacheBudget(1_000_000))
+    cache = Conversations(100_000)
     first = [
         b'{"role": "user", "content": "hi"}',
         b'{"role": "assistant", "content": "ho"}',
@@ -149,8 +160,8 @@ def test_the_same_bytes_are_the_same_object(name: str) -> None:
 
 def test_one_large_session_does_not_pin_the_process() -> None:
     """26 requests of 2 MB under a limit of 5 MB: what is kept is bounded by bytes, not by number."""
-    budget = CacheBudget(8_000_000)
-    caches = [MessageCache(5_000_000, budget) for _ in range(3)]
+    budget = ByteBudget(8_000_000)
+    caches = [Conversations(5_000_000, budget) for _ in range(3)]
     for number in range(26):
         for cache in caches:
             parse(
@@ -160,8 +171,7 @@ def test_one_large_session_does_not_pin_the_process() -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
-async def test_nothing_changes_a_cached_message(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests say so (`messages_are_final`), and the session relies on it."""
+async def test_nothing_changes_a_message_that_is_kept(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     r = renderer()
     texts = [call("f", '{"a": 1}'), "B", "C"]
     app = gateway(
@@ -172,7 +182,6 @@ async def test_nothing_changes_a_cached_message(path: str, monkeypatch: pytest.M
     start = Session._start_or_join  # pyright: ignore[reportPrivateUsage]
 
     def watch(self: Session, request: TurnRequest, *, streamed: bool) -> Any:
-        assert request.messages_are_final
         seen.extend((message, orjson.dumps(message)) for message in request.messages)
         return start(self, request, streamed=streamed)
 

@@ -1,0 +1,297 @@
+"""A request's conversation, read once: `Conversation` is what pinning, identity, matching and rendering work on.
+
+An agent sends its whole conversation with every turn. `Conversations` keeps the last eight of a session. The first
+messages of a request whose bytes (`sources`) equal those of a kept one are shared with it; only the rest is parsed,
+checked and keyed. Everything kept is a pure function of those bytes, so no result changes
+(tests/turn/test_conversations.py compares it on and off). `session_limits.conversation_bytes = 0` switches it off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
+from operator import attrgetter, eq
+from typing import Any, cast, overload
+
+from msgspec import Raw
+
+from tokentrue.conversation.match_keys import (
+    START_KEY,
+    CallRef,
+    call_ids_of,
+    candidate_key,
+    chain_key,
+    note_calls,
+    read_role,
+)
+from tokentrue.errors import MessageError
+from tokentrue.plain_json import digest, dumps, freeze
+from tokentrue.types import Message, Messages, Tools
+
+_KEPT = 8  # conversations of one session: parallel branches, other dialects
+_DIGEST_BYTES = 16
+_MESSAGE_BYTES = 1000  # of one message's own objects, roughly, beside its text
+_OWN = b"\0"  # before the source of a message that no dialect parses; no JSON begins so
+
+
+class ConversationMessage:
+    """One message, never changed. `digest` names it exactly, `key` loosely (`match_keys`)."""
+
+    __slots__ = ("call_id", "call_ids", "digest", "key", "message", "role", "size")
+
+    def __init__(self, message: Message, field: str) -> None:
+        self.message, self.role = message, read_role(message, field)
+        text, call_id = dumps(message), message.get("tool_call_id")
+        self.key, self.digest = candidate_key(message, field), digest(text)
+        self.call_ids = call_ids_of(message)
+        self.call_id = call_id if isinstance(call_id, str) and self.role != "assistant" else None
+        self.size = _MESSAGE_BYTES + 2 * len(text)
+
+    def repeats(self, recorded: Message) -> bool:
+        """Is this the given message `recorded`, to the letter? Call ids aside: where a result points is part of the
+        key."""
+        return dumps(_comparable(recorded)) == dumps(_comparable(self.message))
+
+
+def _comparable(message: Message) -> dict[str, Any]:
+    """Without what no template prints: cache marks, and the call id that is restored to the served one."""
+    fields = {name: value for name, value in message.items() if name not in ("tool_call_id", "cache_control")}
+    if isinstance(fields.get("content"), list):
+        fields["content"] = [_without_cache_mark(part) for part in cast("list[Any]", fields["content"])]
+    return fields
+
+
+def _without_cache_mark(part: Any) -> Any:
+    if not isinstance(part, dict):
+        return part
+    return {name: value for name, value in cast("dict[str, Any]", part).items() if name != "cache_control"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Conversation(Sequence[Message]):
+    """A request's messages and tools, with the chained loose key after each message.
+
+    `sources` are the bytes that the messages were read from, in the items of dialect `format`; `ends[i]` counts the
+    messages of the first i + 1 of them. It is None while the turn of item i continues, and from the first item on that
+    is not settled: what follows is not shared with later requests.
+    """
+
+    facts: Sequence[ConversationMessage] = ()
+    keys: Sequence[bytes] = ()
+    references: Sequence[CallRef | str | None] = ()  # of tool results: the call each one answers
+    calls: Mapping[str, CallRef] = field(default_factory=dict[str, CallRef])  # the last call of each id
+    message_digests: bytes = b""  # end to end
+    tools: Tools | None = None
+    tools_source: bytes = b"null"
+    tools_digest: bytes = digest(None)
+    format: str = ""
+    sources: Sequence[Raw] = ()
+    ends: Sequence[int | None] = ()
+    messages_size: int = 0
+
+    @property
+    def size(self) -> int:
+        """Bytes in memory, an estimate."""
+        return self.messages_size + 3 * len(self.tools_source)
+
+    def __len__(self) -> int:
+        return len(self.facts)
+
+    @overload
+    def __getitem__(self, index: int) -> Message: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Message]: ...
+    def __getitem__(self, index: int | slice) -> Message | list[Message]:
+        return [read.message for read in self.facts[index]] if isinstance(index, slice) else self.facts[index].message
+
+    def __iter__(self) -> Iterator[Message]:
+        return map(attrgetter("message"), self.facts)
+
+    @property
+    def digest(self) -> bytes:
+        """Names messages and tools exactly."""
+        return digest(self.message_digests, self.tools_digest)
+
+    def name_first(self, depth: int) -> bytes:
+        """Names the first `depth` messages exactly."""
+        return digest(self.message_digests[: depth * _DIGEST_BYTES])
+
+    def append(
+        self, facts: Sequence[ConversationMessage], *, sources: Sequence[Raw] = (), ends: Sequence[int | None] = ()
+    ) -> Conversation:
+        """This conversation and after it the messages `facts`, read from `sources`."""
+        keys, references, calls = list(self.keys), list(self.references), dict(self.calls)
+        key = keys[-1] if keys else START_KEY
+        for index, read in enumerate(facts, len(keys)):
+            reference = None if read.call_id is None else calls.get(read.call_id, read.call_id)
+            key = chain_key(key, read.key, reference)
+            note_calls(calls, index, read.call_ids)
+            keys.append(key)
+            references.append(reference)
+        return replace(
+            self,
+            facts=[*self.facts, *facts],
+            keys=keys,
+            references=references,
+            calls=calls,
+            message_digests=self.message_digests + b"".join(read.digest for read in facts),
+            sources=[*self.sources, *sources],
+            ends=[*self.ends, *ends],
+            messages_size=self.messages_size
+            + sum(read.size for read in facts)
+            + sum(map(len, map(memoryview, sources))),
+        )
+
+    def replace_first(self, length: int, messages: Messages) -> Conversation:
+        """Begins with `messages` in place of the first `length`. It has no sources: it was not sent so."""
+        first = [ConversationMessage(message, f"messages[{index}]") for index, message in enumerate(messages)]
+        if [read.digest for read in first] == [read.digest for read in self.facts[:length]]:
+            return self
+        tools = Conversation(tools=self.tools, tools_source=self.tools_source, tools_digest=self.tools_digest)
+        return tools.append([*first, *self.facts[length:]])
+
+    def count_shared(self, sources: Sequence[Raw]) -> int:
+        """How many first sources are the same, up to the end of a turn."""
+        shared = count_equal(self.sources, sources)
+        while shared and self.ends[shared - 1] is None:
+            shared -= 1
+        return shared
+
+    def cut(self, num_sources: int) -> Conversation:
+        """What was read from the first `num_sources`."""
+        if num_sources == len(self.sources):
+            return self
+        depth = (self.ends[num_sources - 1] or 0) if num_sources else 0
+        calls: dict[str, CallRef] = {}
+        for index, read in enumerate(self.facts[:depth]):
+            note_calls(calls, index, read.call_ids)
+        sources = self.sources[:num_sources]
+        return replace(
+            self,
+            facts=self.facts[:depth],
+            keys=self.keys[:depth],
+            references=self.references[:depth],
+            calls=calls,
+            message_digests=self.message_digests[: depth * _DIGEST_BYTES],
+            sources=sources,
+            ends=self.ends[:num_sources],
+            messages_size=sum(read.size for read in self.facts[:depth]) + sum(map(len, map(memoryview, sources))),
+        )
+
+
+def count_equal(one: Sequence[Raw], other: Sequence[Raw]) -> int:
+    """How many first sources have the same bytes."""
+    return sum(takewhile(bool, map(eq, one, other)))
+
+
+def own_source(message: Message) -> Raw:
+    """The source of a message that is in our own shape already."""
+    return Raw(_OWN + dumps(message))
+
+
+class ByteBudget:
+    """Bytes that the conversations of all sessions of this process take together."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.used = 0
+
+
+class Conversations:
+    """The last conversations of one session, newest first. Bounded in bytes, per session and with all others of the
+    process."""
+
+    def __init__(self, limit_bytes: int = 32 << 20, budget: ByteBudget | None = None) -> None:
+        self._limit, self.budget = limit_bytes, budget or ByteBudget(limit_bytes)
+        self._kept: list[Conversation] = []
+        self.used = 0
+
+    def read(self, messages: Messages, tools: Tools | None) -> Conversation:
+        """From a caller in this process; malformed messages are refused by field. A message that was changed in place
+        has other bytes, and is read again."""
+        if isinstance(messages, Conversation):
+            return messages
+        own = _freeze_objects(messages, "messages")
+        if not own:
+            raise MessageError("at least one message is needed", field="messages")
+        sources = list(map(own_source, own))
+        base = self.find("", sources)
+        ends = range(len(base) + 1, len(own) + 1)
+        return self.add(base, own[len(base) :], sources=sources[len(base) :], ends=ends, tools=tools)
+
+    def find(self, format: str, sources: Sequence[Raw]) -> Conversation:
+        """What a kept conversation of dialect `format` shares with one that is read from `sources`: its longest
+        beginning."""
+        best, most = Conversation(format=format), 0
+        for kept in self._kept:
+            shared = kept.count_shared(sources) if kept.format == format else 0
+            if shared > most:
+                best, most = kept, shared
+        return best.cut(most)
+
+    def add(
+        self,
+        base: Conversation,
+        messages: Messages,
+        *,
+        sources: Sequence[Raw],
+        ends: Sequence[int | None],
+        tools: Tools | None,
+    ) -> Conversation:
+        """`base` and after it `messages`, which nobody changes any more; kept for the next request."""
+        facts = [ConversationMessage(message, f"messages[{at}]") for at, message in enumerate(messages, len(base))]
+        conversation = self._add_tools(base.append(facts, sources=sources, ends=ends), tools)
+        self._keep(conversation)
+        return conversation
+
+    def _add_tools(self, conversation: Conversation, tools: Tools | None) -> Conversation:
+        own = (_freeze_objects(tools, "tools") or None) if tools else None
+        source = dumps(own)
+        for known in (conversation, *self._kept):
+            if known.tools_source == source:
+                return replace(
+                    conversation, tools=known.tools, tools_source=known.tools_source, tools_digest=known.tools_digest
+                )
+        return replace(conversation, tools=own, tools_source=source, tools_digest=digest(source))
+
+    def _keep(self, conversation: Conversation) -> None:
+        """In place of those that it continues."""
+        size = conversation.size
+        if size > self._limit:
+            return
+        for kept in list(self._kept):
+            if kept.format == conversation.format and kept.sources == conversation.sources[: len(kept.sources)]:
+                self._drop(kept)
+        while self._kept and (self.used + size > self._limit or len(self._kept) >= _KEPT):
+            self._drop(self._kept[-1])
+        while self._kept and self.budget.used + size > self.budget.limit:
+            self._drop(self._kept[-1])
+        if self.budget.used + size > self.budget.limit:
+            return
+        self._kept.insert(0, conversation)
+        self.used += size
+        self.budget.used += size
+
+    def _drop(self, conversation: Conversation) -> None:
+        self._kept.remove(conversation)
+        self.used -= conversation.size
+        self.budget.used -= conversation.size
+
+    def close(self) -> None:
+        """Drops all of them, and keeps none any more: a request may still be using the session."""
+        self._limit = 0
+        while self._kept:
+            self._drop(self._kept[-1])
+
+
+def _freeze_objects(values: Any, field: str) -> list[Any]:
+    """A copy of a list of objects; anything else is refused."""
+    if not isinstance(values, Sequence) or isinstance(values, (str, bytes)):
+        raise MessageError(f"must be a list of objects, got {type(values).__name__}", field=field)
+    own: list[Any] = []
+    for index, value in enumerate(cast("Sequence[Any]", values)):
+        if not isinstance(value, (dict, Mapping)):
+            raise MessageError(f"must be an object, got {type(value).__name__}", field=f"{field}[{index}]")
+        own.append(freeze(value, f"{field}[{index}]"))
+    return own
