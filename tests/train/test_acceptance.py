@@ -67,7 +67,7 @@ def played(
     engine.harmed_from = harmed_from
     judge = UpdateGate(config.acceptance, lambda: [engine])  # type: ignore[list-item]
     try:
-        reports = asyncio.run(train(trainer, engine, Publisher(engine, judge=judge)))
+        reports = asyncio.run(train(trainer, engine, Publisher(engine, gate=judge)))
     finally:
         engine.exact.engine.close()
     return trainer, engine, reports
@@ -140,7 +140,7 @@ def test_an_engine_that_cannot_judge_is_refused_before_anything_is_sampled() -> 
     engine = SilentEngine(trainer)
     judge = UpdateGate(AcceptanceConfig(enabled=True), lambda: [engine])  # type: ignore[list-item]
     with pytest.raises(ConfigError, match="'silent' does not score given tokens"):
-        asyncio.run(train(trainer, engine, Publisher(engine, judge=judge)))
+        asyncio.run(train(trainer, engine, Publisher(engine, gate=judge)))
     assert engine.played == [] and trainer.version == 0
 
 
@@ -196,7 +196,7 @@ def test_an_update_that_nobody_judged_is_in_no_checkpoint(
         judge = UpdateGate(config.acceptance, lambda: [engine])  # type: ignore[list-item]
         store = Store(directory=directory, run_hash="h", model=None, to_json=to_json, from_json=from_json)
         try:
-            asyncio.run(train(trainer, engine, Publisher(engine, judge=judge), store=store))
+            asyncio.run(train(trainer, engine, Publisher(engine, gate=judge), store=store))
         finally:
             engine.exact.engine.close()
         return trainer

@@ -9,6 +9,7 @@ import shutil
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -285,7 +286,7 @@ def test_nothing_is_trained_on_an_engine_that_came_back_with_old_weights(
     engine.moment, engine.hides = moment, hides
     engines: Any = lambda: [engine]  # noqa: E731
     judge = UpdateGate(acceptance, engines) if acceptance.enabled else None
-    publisher = Publisher(engine, probe=Probe(engines, vocabulary=300), judge=judge)
+    publisher = Publisher(engine, probe=Probe(engines, vocabulary=300), gate=judge)
     rows: list[int] = []
     with pytest.raises(EngineContractError, match=error):
         asyncio.run(
@@ -346,8 +347,21 @@ def test_versions_of_another_run_are_refused_live_and_train_from_a_file() -> Non
     assert offline.step(groups).agreement.compared == 0
 
 
+class HangingClient:
+    """An OpenAI client whose requests are never answered."""
+
+    @property
+    def chat(self) -> HangingClient:
+        return self
+
+    completions = chat
+
+    async def create(self, **_: Any) -> None:
+        await asyncio.sleep(60)
+
+
 class Half:
-    """Sessions of which every second one fails, and the others hang."""
+    """Sessions of which every second one fails, and the agents of the others hang."""
 
     def __init__(self) -> None:
         self.opened = 0
@@ -357,8 +371,7 @@ class Half:
         self.opened += 1
         if self.opened % 2:
             raise RuntimeError("the environment broke")
-        await asyncio.sleep(60)
-        yield None
+        yield SimpleNamespace(session_id=f"s{self.opened}", client=HangingClient())
 
 
 async def test_too_many_failed_rollouts_stop_the_run_and_are_counted() -> None:

@@ -2,7 +2,7 @@
 
 A `GatewayActor` serves a gateway with its own engine; started again after a crash it finds its sessions in its journal.
 Where all gateways share a record (PostgreSQL), any of them continues the sessions of one that died with its node. A
-`RolloutActor` runs rollouts; started again, it begins a lost rollout anew in the same session, gets the recorded
+`RolloutActor` runs rollouts; started again, it begins a lost rollout again in the same session, gets the recorded
 answers, and samples only what was never answered. So a death costs the current turn of the rollouts that it touched.
 """
 

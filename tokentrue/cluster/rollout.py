@@ -1,6 +1,6 @@
 """tokentrue rollout --ray: gateways and rollout workers as actors, sessions pinned to their gateway.
 
-A rollout belongs to the gateway that its key hashes to. Ray starts dead actors again; a lost rollout is begun anew in
+A rollout belongs to the gateway that its key hashes to. Ray starts dead actors again; a lost rollout begins again in
 its session. With `nodes` the actors are placed on that many nodes and share one record, so that the sessions of a node
 that died continue on the others. Nothing here knows about tokens.
 """

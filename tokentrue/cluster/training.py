@@ -4,7 +4,7 @@ process.
 A version of the weights goes once into Ray's object store, and every gateway loads it from there and confirms it before
 anything is sampled. A `NewestWeights` actor on the trainer's node remembers the newest: a gateway that Ray starts again
 has them before it says where it listens. Where that actor dies, Ray starts it again and the trainer, which owns the
-weights, tells it again. Lag and rounds are those of `tokentrue.train.loop`: a round is sampled by one version, whatever
+weights, puts them again. Lag and rounds are those of `tokentrue.train.loop`: a round is sampled by one version, whatever
 node plays it.
 """
 
@@ -50,7 +50,7 @@ class NewestWeights:
         self._is_known.set()
 
     async def get(self) -> tuple[list[Any], int] | None:
-        """None before the first publication. An actor that was started again waits until it is told."""
+        """None before the first publication. An actor that was restarted waits for `put`."""
         await self._is_known.wait()
         return self._held
 
@@ -106,7 +106,7 @@ class FleetSink:
 
     @contextlib.asynccontextmanager
     async def keep_newest(self) -> AsyncGenerator[None, None]:
-        """Inside the block `NewestWeights` is told again whenever Ray had to start it again."""
+        """Inside the block, puts the weights again whenever Ray had to restart `NewestWeights`."""
         keeping = asyncio.create_task(self._keep())
         try:
             yield

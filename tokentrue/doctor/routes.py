@@ -1,6 +1,6 @@
 """An engine's own routes that no provider has: how it renders a conversation, and how it is paused and preempted.
 
-Engines in this process take ids only; `NoRoutes` stands for them, and a probe that needs a route then cannot tell.
+Engines in this process take ids only; `NoRoutes` represents them, and a probe that needs a route then cannot tell.
 """
 
 from __future__ import annotations

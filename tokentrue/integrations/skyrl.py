@@ -67,7 +67,7 @@ def generator(agent: Agent, *, url: str, admin_key: str | None = None, step_wise
 
 
 def output_of(rollouts: Sequence[Sequence[Sample]], trajectories: Sequence[Any], *, step_wise: bool) -> dict[str, Any]:
-    """SkyRL's columns. The reward stands on the last response token, as SkyRL does with scalar rewards."""
+    """SkyRL's columns. The reward is at the last response token, as SkyRL does with scalar rewards."""
     chosen = rollouts if step_wise else [[largest(samples)] for samples in rollouts]
     rows = [
         (sample, identity, sample is samples[-1])

@@ -49,7 +49,7 @@ class VerifiersEnvironment:
         self._env: Any = loaders.load_environment(loaders.resolve_env_config(settings))
 
     def tasks(self, count: int, *, seed: int = 0, split: Split = "train") -> Sequence[Task]:
-        """verifiers' tasks have no split: it is told by their content. All that are asked for in their order, fewer by
+        """verifiers' tasks have no split: their content decides. All that are asked for in their order, fewer by
         a draw."""
         taskset = self._env.taskset
         if not taskset.bounded:

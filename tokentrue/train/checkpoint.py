@@ -1,4 +1,4 @@
-"""Checkpoints: everything from which a run goes on with the same bits, and a model directory that any tool can load.
+"""Checkpoints: everything that a run resumes from with the same bits, and a model directory that any tool can load.
 
     step-000010/
       model.safetensors, config.json, tokenizer …   a Hugging Face directory: parameters and persistent buffers

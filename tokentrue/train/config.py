@@ -1,4 +1,4 @@
-"""What a training run is told. Every field has one default, here; nonsense is refused when the record is made."""
+"""Training configuration, validated on construction. Every field has its default here."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 it is named.
 
 wandb and trackio take their own variables: WANDB_MODE=offline writes to the run's directory and sends nothing;
-TRACKIO_DIR is where trackio's files are, which never leave the machine unless it is told to.
+TRACKIO_DIR is where trackio's files are, which leave the machine only where you configure that.
 """
 
 from __future__ import annotations

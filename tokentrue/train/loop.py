@@ -132,7 +132,7 @@ class Run:
             await self.gather_round(number)
         groups = self.finished.pop(number)
         waited = time.perf_counter() - began
-        before = None if self.publish.judge is None else await asyncio.to_thread(trainer.snapshot)
+        before = None if self.publish.gate is None else await asyncio.to_thread(trainer.snapshot)
         self.publish.metrics, self.publish.seconds = {}, 0.0  # those of the step before
         stepping = asyncio.ensure_future(asyncio.to_thread(trainer.step, groups))
         try:

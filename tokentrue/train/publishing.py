@@ -28,10 +28,10 @@ from tokentrue.train.update.rollback import Snapshot
 class Publisher:
     """`sinks` are this rank's; other ranks have their own, or none. Every rank calls it."""
 
-    def __init__(self, *sinks: WeightSink, probe: Probe | None = None, judge: UpdateGate | None = None) -> None:
+    def __init__(self, *sinks: WeightSink, probe: Probe | None = None, gate: UpdateGate | None = None) -> None:
         self.sinks = sinks
         self.probe = probe
-        self.judge = judge
+        self.gate = gate
         self.version: int | None = None  # of the last publication
         self.seconds = 0.0
         self.metrics: dict[str, float] = {}
@@ -44,11 +44,11 @@ class Publisher:
         self.seconds = time.perf_counter() - began
 
     async def publish_step(self, trainer: Trainer, report: StepReport, groups: Groups, before: Snapshot | None) -> None:
-        """Publishes what a step made. With a judge an update that it refuses is undone, and the weights `before` it
+        """Publishes what a step made. With a gate an update that it refuses is undone, and the weights `before` it
         published instead."""
         began = time.perf_counter()
         await self(trainer)
-        if self.judge is None or before is None:
+        if self.gate is None or before is None:
             return
         rows = trainer.rows(groups)
 
@@ -57,7 +57,7 @@ class Publisher:
             await asyncio.to_thread(trainer.require_scores, rows, report.advantages, scores)
 
         await self.require_versions_on_all(trainer, "before it scored the update")
-        found = await self.judge(rows, report.advantages, trainer.ranks, require=require)
+        found = await self.gate(rows, report.advantages, trainer.ranks, require=require)
         if not found.accepted:
             trainer.restore(before)
             await self(trainer)
@@ -67,7 +67,7 @@ class Publisher:
             "update/refused": float(not found.accepted),
         }
         self.seconds = time.perf_counter() - began
-        self.judge.require_progress(found, step=report.step)
+        self.gate.require_progress(found, step=report.step)
 
     async def hand_over(self, trainer: Trainer) -> None:
         if trainer.ranks.world == 1:
@@ -93,10 +93,10 @@ class Publisher:
         trainer.ranks.raise_together(trouble, f"publish version {trainer.version}")
 
     async def begin(self, trainer: Trainer) -> None:
-        """Before the first round: engines that are to judge must be able to; remote engines prove that they take
+        """Before the first round: engines that are to score updates must be able to; remote engines prove that they take
         weights, and get the trainer's; so do engines of a resumed run."""
-        if self.judge is not None and trainer.ranks.first:
-            self.judge.require_scoring()
+        if self.gate is not None and trainer.ranks.first:
+            self.gate.require_scoring()
         if self.probe is not None:
             await self.probe.prove(trainer, self.hand_over)
         if self.probe is not None or trainer.version:

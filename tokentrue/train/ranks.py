@@ -73,7 +73,7 @@ class Ranks:
 
 
 def join(device: str = "cpu") -> Ranks:
-    """Joins the group that torchrun describes in the environment. Each rank gets a GPU of its own where there are
+    """Joins the group that torchrun describes in the environment. Each rank gets its own GPU where there are
     enough of them.
 
     gloo for training on CPU, nccl on GPUs; gloo on copies in host memory where ranks share a GPU, which nccl refuses.

@@ -5,9 +5,8 @@ timings.
 log-probabilities of tokens that the current weights sampled must equal the rollout's in every bit, or the step raises
 before any weight moves.
 
-Whatever `policy_loss` says of a minibatch as a whole, `update` gives for every cut of it into forward passes and ranks:
-what a loss needs to know of the whole minibatch (its correction, its counts) is known on every rank before the first
-backward pass.
+Micro-batching and sharding do not change the loss, and gradients only by rounding: what a loss needs to know of the
+whole minibatch (its correction, its counts) is known on every rank before the first backward pass.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from tokentrue.types import Sample
 
 NO_ROW = torch.zeros(
     2, dtype=torch.int64
-)  # stands in where a rank has no row for a forward pass that all ranks must join
+)  # what a rank without a row scores in a forward pass that all ranks must join
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -394,7 +393,7 @@ class Trainer:
     def correction(
         self, rows: Sequence[Row], values: RowValues, part: Minibatch, *, is_first: bool
     ) -> MinibatchCorrection:
-        """The minibatch's correction; from a forward pass of its own where it looks at weights that have moved."""
+        """The minibatch's correction; from another forward pass where it looks at weights that have moved."""
         current = values.recomputed
         if not is_first and self.loss.correction.needs_current:
             current = self.score_parts(rows, [part])

@@ -51,7 +51,7 @@ class MetricsWriter:
             ) from error
 
     def _move_repeated_rows(self, first_step: int) -> None:
-        """Leaves the rows of earlier steps in `metrics.jsonl`; all other lines go to a file of their own first."""
+        """Leaves the rows of earlier steps in `metrics.jsonl`; all other lines go to another file first."""
         text = self.path.read_text() if self.path.exists() else ""
         lines = text.removesuffix("\n").split("\n") if text else []
         is_kept = [is_before(line, first_step) for line in lines]
@@ -85,7 +85,7 @@ class MetricsWriter:
 
 
 def json_line(row: Mapping[str, Any]) -> str:
-    """The row as JSON, which has no NaN and no infinity: null stands for both."""
+    """The row as JSON, which has no NaN and no infinity: both are null."""
     return json.dumps(finite_or_null(row), allow_nan=False)
 
 
@@ -107,7 +107,7 @@ def replace_text(path: Path, text: str) -> None:
         os.replace(beside, path)
     except OSError as error:
         beside.unlink(missing_ok=True)
-        raise OSError(error.errno, error.strerror, str(path)) from error  # a failed write names no file of its own
+        raise OSError(error.errno, error.strerror, str(path)) from error  # a failed write names no file
 
 
 def is_before(line: str, first_step: int) -> bool:

@@ -130,7 +130,7 @@ async def source_for(
     if not ranks.first and settings.engine.name in REMOTE:
         yield (
             NoRounds(),
-            Publisher(probe=probe_for(settings, None), judge=judge_for(settings, None)),
+            Publisher(probe=probe_for(settings, None), gate=gate_for(settings, None)),
             evaluator_for(settings, None, ranks),
         )
         return
@@ -142,7 +142,7 @@ async def source_for(
         open_run_sessions(here, settings.rollout) as sessions,
     ):
         publisher = Publisher(
-            here.provider, probe=probe_for(settings, here.provider), judge=judge_for(settings, here.provider)
+            here.provider, probe=probe_for(settings, here.provider), gate=gate_for(settings, here.provider)
         )
         rounds = RolloutRounds(settings.rollout, sessions, share=share_of(settings, ranks))
         yield rounds, publisher, evaluator_for(settings, here, ranks)
@@ -199,7 +199,7 @@ def probe_for(settings: TrainRun, pool: Any) -> Probe | None:
     return Probe(lambda: pool.in_use, vocabulary=vocabulary_of(settings.model_path))
 
 
-def judge_for(settings: TrainRun, pool: Any) -> UpdateGate | None:
+def gate_for(settings: TrainRun, pool: Any) -> UpdateGate | None:
     """Update acceptance by the engines that this rank publishes to; the first rank's are asked."""
     from tokentrue.train.checks.acceptance import UpdateGate
 

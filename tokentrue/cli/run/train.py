@@ -1,4 +1,4 @@
-"""tokentrue train: the reference trainer, live against a gateway of its own or offline from a file of samples.
+"""tokentrue train: the reference trainer, live against its own gateway or offline from a file of samples.
 
 One process, or `torchrun --nproc-per-node=N -m tokentrue train --config F.toml`: every rank then runs a gateway, an
 engine and its part of the rollouts, and all ranks train. The output directory holds checkpoints, `metrics.jsonl`, the

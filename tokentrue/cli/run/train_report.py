@@ -65,7 +65,7 @@ def write_training_report(settings: TrainRun) -> Path | None:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The whole rows of a file. None stands for numbers that are not finite: null, or NaN and Infinity in files of
+    """The whole rows of a file. Numbers that are not finite are None: null, or NaN and Infinity in files of
     older runs."""
     from tokentrue.json_lines import read_numbered_lines
     from tokentrue.train.writer import finite_or_null

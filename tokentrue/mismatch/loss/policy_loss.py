@@ -73,7 +73,7 @@ def policy_loss(
 ) -> tuple[Tensor, Metrics]:
     """The loss to call `.backward()` on, and its metrics.
 
-    `old_logprobs` is the trainer's recomputed policy; None stands for the current one (one update per batch, its ratio
+    `old_logprobs` is the trainer's recomputed policy; None means the current one (one update per batch, its ratio
     is 1 in value).
     """
     unknown = sorted(set(options) - LossOptions.__annotations__.keys())

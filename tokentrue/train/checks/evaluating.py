@@ -45,7 +45,7 @@ class Evaluator:
         return found
 
     def state(self) -> dict[str, float | int]:
-        """What a resumed run must know: without it the best checkpoint would be forgotten, and patience start anew."""
+        """What a resumed run must know: without it the best checkpoint would be forgotten, and patience start from 0."""
         if self.best_version is None:
             return {}
         return {"best": self.best, "best_version": self.best_version, "without_gain": self._without_gain}

@@ -17,7 +17,7 @@ Groups = list[list[Sample]]
 class Rounds(Protocol):
     """`play(j)` returns the groups of round j, in a fixed order. With a lag, several rounds are in progress at once.
 
-    With several ranks each has rounds of its own: `play` returns this rank's part, and the parts in rank order are the
+    With several ranks `play` returns this rank's part, and the parts in rank order are the
     round.
     """
 

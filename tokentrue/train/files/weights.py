@@ -78,7 +78,7 @@ def read_weights(directory: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def write_model_files(model: Any, source: str | None, target: Path) -> None:
-    """Configuration, generation settings, tokenizer and template: copied from a directory, saved anew for a hub id."""
+    """Configuration, generation settings, tokenizer and template: copied from a directory, saved for a hub id."""
     if source is not None and Path(source).is_dir():
         for name in MODEL_FILES:
             if (Path(source) / name).exists():
