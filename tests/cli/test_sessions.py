@@ -12,6 +12,7 @@ import pytest
 
 import tokentrue as tt
 from tests.gateway.world import Server, model_dir, scripted_server, write_script
+from tests.marks import slow_except
 from tokentrue.cli.inspect.sessions import show_list
 from tokentrue.cli.main import run
 from tokentrue.errors import SessionNotFound
@@ -66,7 +67,10 @@ def test_list_show_and_delete(server: Server, tmp_path: Path, capsys: pytest.Cap
     assert run("sessions", [store, "--json"]) == 0 and json.loads(capsys.readouterr().out) == {"sessions": []}
 
 
-@pytest.mark.parametrize("reader", ["sessions", "samples", "samples of a gateway", "view", "view of a group"])
+@pytest.mark.parametrize(
+    "reader",
+    slow_except({"samples"}, ["sessions", "samples", "samples of a gateway", "view", "view of a group"]),
+)
 def test_what_is_purged_while_others_are_read_is_left_out(
     reader: str, server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -291,6 +291,7 @@ async def test_recorded_settings_are_applied_to_the_reference(sampling: Sampling
     assert found[0].verdict is Verdict.OK, found[0]
 
 
+@pytest.mark.slow
 async def test_a_fault_is_seen_under_a_filter_too() -> None:
     samples = await sampled(e.with_rope(e.calculator(), 100_000.0), Sampling(temperature=1.3, top_k=4), recorded=True)
     assert (await judged(samples))[0].fault == "rope"
@@ -355,6 +356,7 @@ async def test_samples_of_one_version_that_differ_are_stale() -> None:
     assert found[0].fault == "stale_weights" and "version 7" in found[0].figure
 
 
+@pytest.mark.slow
 async def test_experts_of_a_mixture_are_compared_layer_by_layer(tmp_path: Path) -> None:
     from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 

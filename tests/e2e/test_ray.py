@@ -68,6 +68,7 @@ def test_killed_actors_cost_no_rollout_and_no_token(cluster: object, tmp_path: P
     assert found == expected, "a rollout that lived through a crash sampled other tokens than an undisturbed one"
 
 
+@pytest.mark.slow
 def test_the_log_has_the_tracebacks_of_actors(
     cluster: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

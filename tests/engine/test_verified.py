@@ -36,7 +36,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("sampling", CASES)
+@pytest.mark.parametrize("sampling", [CASES[0], *(pytest.param(each, marks=pytest.mark.slow) for each in CASES[1:])])
 async def test_tokens_and_bits_are_the_exact_engines(sampling: Sampling) -> None:
     model = build("qwen3", initializer_range=0.05)
     with ExactEngine(copy.deepcopy(model)) as engine:

@@ -71,6 +71,7 @@ def test_any_gateway_takes_any_request_and_a_dead_ones_sessions_go_on(pair: tupl
     assert status == 200, answer
 
 
+@pytest.mark.slow
 def test_a_new_name_at_two_gateways_at_once_is_one_session(pair: tuple[Server, Server]) -> None:
     def ask(server: Server, name: str) -> tuple[int, bytes]:
         body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "go"}]})

@@ -199,6 +199,7 @@ def test_a_worker_that_starts_takes_what_was_set_before(tmp_path: Path) -> None:
     assert (apps[1].provider.version, apps[1].services.admission.paused) == (7, False)
 
 
+@pytest.mark.slow
 def test_workers_of_a_killed_supervisor_keep_the_next_server_waiting(tmp_path: Path) -> None:
     """They end what they are generating and record it; whoever serves the store next reads it before it writes."""
     engine = Engine(tmp_path, delay_s=6.0)

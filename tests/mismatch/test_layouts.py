@@ -45,7 +45,7 @@ def layouts(batch: Batch, seed: int) -> dict[str, dict[str, object]]:
 
 
 @pytest.mark.filterwarnings("ignore:weights normalised over a single row")
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float64, marks=pytest.mark.slow), torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("preset", WANTED)
 def test_three_layouts_give_the_same_bits(preset: str, dtype: torch.dtype) -> None:
     for seed in range(12):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.marks import examples
+from tests.marks import examples, slow_except
 from tests.mismatch.batches import Batch, make
 from tokentrue.mismatch import PRESETS, Correction, LossConfig, Reject, correct, diagnose, policy_loss
 
@@ -187,7 +187,11 @@ def test_global_counts_and_fixed_length(verl: SimpleNamespace) -> None:
 
 
 @pytest.mark.parametrize(
-    "preset", [name for name in PRESETS if name.startswith(("decoupled_", "bypass_")) or name == "disabled"]
+    "preset",
+    slow_except(
+        {"bypass_ppo_clip", "decoupled_token_is", "decoupled_k3_rs_token_tis", "disabled"},
+        [name for name in PRESETS if name.startswith(("decoupled_", "bypass_")) or name == "disabled"],
+    ),
 )
 def test_every_preset_equals_its_namesake(verl: SimpleNamespace, preset: str) -> None:
     """The 19 presets, read from verl's own factory and run in its own mode: bypass inside the loss, decoupled before

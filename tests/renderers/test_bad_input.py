@@ -185,6 +185,7 @@ def test_unknown_settings(setting: Any) -> None:
         tt.load_renderer(parts.own_dir("qwen3-like"), **setting)
 
 
+@pytest.mark.slow
 def test_ten_megabytes() -> None:
     """Rendered, shielded and spliced, in time that grows with the text and no faster (processor time: other jobs do not
     count)."""

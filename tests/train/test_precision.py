@@ -60,6 +60,7 @@ def test_small_updates_are_not_lost(dtype: torch.dtype) -> None:
     assert float(a.norm() / b.norm()) == pytest.approx(1.0, abs=0.1)
 
 
+@pytest.mark.slow
 def test_what_is_published_is_what_is_scored_with() -> None:
     """bfloat16 parameters: the rounded master, bit for bit."""
     trainer = trainer_in(torch.bfloat16, lr=1e-3)
