@@ -1,4 +1,4 @@
-"""What all tests of a process share: one PostgreSQL server, and one thread for arithmetic.
+"""What all tests of a process share: one PostgreSQL server, one thread for arithmetic, the number of examples.
 
 `make test` runs three processes on two cores. Where each of them, and each program that it starts, takes a thread per
 core for every small product, the threads wait for one another: a random schedule of the engine took 35 s instead of 4.6
@@ -15,8 +15,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
+
+# `make test-slow` sets `thorough`. No deadline: a busy machine is no defect.
+settings.register_profile("fast", max_examples=30, deadline=None)
+settings.register_profile("thorough", max_examples=100, deadline=None)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fast"))
 
 
 def pytest_collection_finish() -> None:
