@@ -91,3 +91,16 @@ async def test_clients_that_leave_at_any_moment_lose_no_slot(seed: int) -> None:
         assert queue.in_flight <= 3 and queue.queued <= 50
     await asyncio.gather(*tasks, return_exceptions=True)
     assert (queue.in_flight, queue.queued) == (0, 0) and await queue.drain(1)
+
+
+async def test_closing_at_the_moment_when_a_client_leaves() -> None:
+    queue = gate(in_flight=1)
+    async with queue.admit("a"):
+        leaving, staying = (asyncio.create_task(generate(queue, "b", [])) for _ in range(2))
+        await asyncio.sleep(0)
+        leaving.cancel()
+        queue.close()
+        left, refused = await asyncio.gather(leaving, staying, return_exceptions=True)
+    assert isinstance(left, asyncio.CancelledError)
+    assert isinstance(refused, HttpError) and refused.problem.status == 503
+    assert (queue.in_flight, queue.queued) == (0, 0)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -115,6 +116,31 @@ async def test_an_abort_for_a_weight_update_keeps_each_span_its_version() -> Non
     assert got == list(final.token_ids) == [4, 5, 6, 7, 8, 9, 10, 11]
     assert [(s.start, s.end, s.version) for s in final.versions] == [(0, 2, 7), (2, 5, 8), (5, 8, 9)]
     assert engine.prompts == [[1, 2, 3], [1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6, 7, 8]]
+
+
+async def test_broken_right_after_its_stop_token_is_over() -> None:
+    """The connection breaks between the stop token and the engine's last word: nothing is sampled after the stop."""
+    engine = Counting(break_after=[3])
+    completion = await Pool([engine]).generate([10], Sampling(max_tokens=8, stop_token_ids=(13,)))
+    assert list(completion.token_ids) == [11, 12, 13] and engine.prompts == [[10]]
+    assert (completion.finish, completion.stopped_by) == (Finish.STOP, 13)
+
+
+class Unversioned(Counting):
+    """Says nothing of versions in its last word."""
+
+    async def stream(
+        self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None, whole: bool = False
+    ) -> AsyncIterator[Chunk]:
+        async for chunk in super().stream(prompt_ids, sampling, session=session, whole=whole):
+            yield chunk if chunk.final is None else Chunk(final=replace(chunk.final, versions=()))
+
+
+@pytest.mark.parametrize("engine", [Unversioned(break_after=[3], version=0), Unversioned(abort_after=[3], version=0)])
+async def test_an_engine_without_versions_is_resumed(engine: Unversioned) -> None:
+    completion = await Pool([engine]).generate([10], Sampling(max_tokens=6))
+    assert list(completion.token_ids) == [11, 12, 13, 14, 15, 16] and engine.prompts == [[10], [10, 11, 12, 13]]
+    assert completion.policy_version == 0 and completion.finish is Finish.LENGTH
 
 
 async def test_broken_right_at_the_limit_needs_no_more_tokens() -> None:

@@ -119,6 +119,25 @@ async def test_of_twins_the_one_is_rejoined_whose_conversation_went_on_elsewhere
         check(session, engine, given_up=len(session.tree.get(twins[1 - chosen].node).sampled_ids))
 
 
+@pytest.mark.parametrize("switch", ["tools", "system"])
+async def test_twins_elsewhere_that_nothing_tells_apart_are_ambiguous(switch: str) -> None:
+    """Two answers with equal text under the other tools or system prompt; the harness drops the reasoning."""
+    tools = OTHER_TOOLS if switch == "tools" else TOOLS
+    for named in (None, 0, 1):
+        session, engine = session_of(said("a", "r"), said("Four.", "first way"), said("Four.", "second way"), said("b"))
+        first = await session.chat(OPENING, TOOLS)
+        opening = OPENING if switch == "tools" else [OTHER_SYSTEM, *OPENING[1:]]
+        twins = await session.turn(TurnRequest(messages=[*opening, first.message, USER], tools=tools, n=2))
+        messages = [*OPENING, first.message, USER, bare(twins[0].message), USER]
+        continues = None if named is None else twins[named].node
+        (back,) = await session.turn(TurnRequest(messages=messages, tools=TOOLS, continues=continues))
+        (copied,) = copies(session, back)
+        assert ("ambiguous" in back.projection) == (named is None)
+        assert named is None or copied == continues
+        (left_out,) = session.coverage().untrained
+        check(session, engine, given_up=left_out.tokens)
+
+
 async def test_a_retry_of_a_rejoined_turn_is_a_retry() -> None:
     session, engine = session_of(*[said(f"a{i}", "r") for i in range(5)])
     first = await session.chat(OPENING, TOOLS)

@@ -45,7 +45,8 @@ class AdmissionGate:
         self._open.set()
         for waiting in self._queue.values():
             for admitted in waiting:
-                admitted.set_exception(stopping())
+                if not admitted.done():  # its client has left, and its task has not run yet
+                    admitted.set_exception(stopping())
         self._queue.clear()
         self.queued = 0
 
@@ -83,7 +84,7 @@ class AdmissionGate:
             waiting = self._queue[session_id]
             admitted = waiting.popleft()
             self._leave(session_id, then_last=True)
-            if not admitted.done():  # its client has left, and its task has not run yet
+            if not admitted.done():
                 self._begin()
                 admitted.set_result(None)
         if not self.in_flight:

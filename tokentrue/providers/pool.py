@@ -21,7 +21,7 @@ from tokentrue.ids import TokenIds
 from tokentrue.protocols import Adapting, Interruptible, Measured, Provider, Rejoining, Streaming, WeightSink
 from tokentrue.providers.transport.building import CompletionBuilder
 from tokentrue.replay import join_masks_if_whole, join_routing
-from tokentrue.types import Chunk, Completion, Finish, Ids, RoutedExperts, Sampling, spans_from_runs
+from tokentrue.types import UNVERSIONED, Chunk, Completion, Finish, Ids, RoutedExperts, Sampling, spans_from_runs
 
 RESUMABLE = (EngineUnreachable, EngineTimeout)
 
@@ -116,7 +116,7 @@ class Pool(Streaming):
                             final = chunk.final
             except RESUMABLE:
                 generation.add(_pieces(got, generation.ids))
-                if not self._note_failure(index, generation):
+                if not self._note_failure(index, generation) and generation.rest is not None:
                     raise
             else:
                 self._note_answer(index, generation, final)
@@ -238,26 +238,36 @@ class Pool(Streaming):
 
 class _Generation:
     """One generation across aborts and failures. `done`: the pieces sampled so far. `ids`, `rest`: the prompt and the
-    settings for what is left; `rest` is None when the generation is over. `is_full`: it broke off right at its token
-    limit."""
+    settings for what is left; `rest` is None when the generation is over. `end`: why nothing is left of one that broke
+    off right at a stop token or at its token limit."""
 
     def __init__(self, prompt_ids: TokenIds, sampling: Sampling) -> None:
         self._prompt_ids, self._sampling = prompt_ids, sampling
         self.ids, self.rest = prompt_ids, cast("Sampling | None", sampling)
         self.done: list[Completion] = []
-        self.failures, self.started, self.is_full = 0, time.monotonic(), False
+        self.failures, self.started, self.end = 0, time.monotonic(), cast("Finish | None", None)
 
     def add(self, pieces: Sequence[Completion], *, is_over: bool = False) -> None:
         self.done += pieces
         if is_over:
             self.rest = None
-        else:
-            self.ids, self.rest = _remaining(self._prompt_ids, self._sampling, self.done)
-            self.is_full = self.rest is None
+            return
+        self.ids, self.rest = _remaining(self._prompt_ids, self._sampling, self.done)
+        if self._has_stopped():
+            self.rest, self.end = None, Finish.STOP
+        elif self.rest is None:
+            self.end = Finish.LENGTH
+
+    def _has_stopped(self) -> bool:
+        """The engine sampled a stop token, and its last word was lost: what it would sample next is no part of this."""
+        is_new = len(self.ids) > len(self._prompt_ids)
+        return is_new and self.ids[-1] in self._sampling.stop_token_ids and not self._sampling.extra.get("ignore_eos")
 
     def join(self) -> Completion:
         whole = join_pieces(self.done, self._prompt_ids)
-        return replace(whole, finish=Finish.LENGTH) if self.is_full else whole
+        if self.end is None:
+            return whole
+        return replace(whole, finish=self.end, stopped_by=self.ids[-1] if self.end is Finish.STOP else None)
 
 
 def copy_to_cpu(weights: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
@@ -294,7 +304,7 @@ def join_pieces(pieces: Sequence[Completion], prompt_ids: TokenIds) -> Completio
     """Pieces of one generation, end to end; what not every piece has (top log-probabilities, say) is left out."""
     if len(pieces) == 1:
         return pieces[0]
-    runs = [(span.end - span.start, span.version) for piece in pieces for span in piece.versions]
+    runs = [run for piece in pieces for run in _version_runs(piece)] if any(piece.versions for piece in pieces) else []
     tops = [piece.top_logprobs for piece in pieces]
     raws = [piece.raw_logprobs for piece in pieces]
     return replace(
@@ -309,6 +319,12 @@ def join_pieces(pieces: Sequence[Completion], prompt_ids: TokenIds) -> Completio
         sampling_mask=join_masks_if_whole([piece.sampling_mask for piece in pieces]),
         prompt_digest=prompt_ids.sha256(),
     )
+
+
+def _version_runs(piece: Completion) -> list[tuple[int, int]]:
+    """(tokens, version); an engine without versions reports none."""
+    runs = [(span.end - span.start, span.version) for span in piece.versions]
+    return runs or [(len(piece.token_ids), UNVERSIONED)]
 
 
 def join_piece_routing(pieces: Sequence[Completion], prompt_ids: TokenIds) -> RoutedExperts | None:

@@ -124,11 +124,12 @@ class Matcher:
         key = turn_key(found.node, tail, conversation.tools)
         why, detail = self._classify_edge(found.node.id, key, tail, in_flight)
         elsewhere = found.elsewhere
-        changes = found.fit.changes if elsewhere is None else found.fit.changes | elsewhere.fit.changes
+        parts = [found] if elsewhere is None else [found, elsewhere]
+        changes = frozenset[str]().union(*(part.fit.changes for part in parts))
         return Continue(
             node=found.node,
             tail=tail,
-            projection=format_changes(tuple(sorted(changes)), ambiguous=found.ambiguous),
+            projection=format_changes(tuple(sorted(changes)), ambiguous=any(part.ambiguous for part in parts)),
             turn_key=key,
             why=why,
             detail=detail,
@@ -262,8 +263,12 @@ class _Search:
                 if (fit := self._fit_turns(node, num_system, found.node)) is not None
             ]
             if fits:
-                node, fit = min(fits, key=lambda item: self._rank_elsewhere(item, found.node))
-                return replace(found, elsewhere=Match(node=node, fit=fit, ambiguous=False, same_tools=False))
+                ranks = [self._rank_elsewhere(item, found.node) for item in fits]
+                best = min(ranks)
+                node, fit = fits[ranks.index(best)]
+                ambiguous = node.id != self._named and sum(rank[:3] == best[:3] for rank in ranks) > 1
+                elsewhere = Match(node=node, fit=fit, ambiguous=ambiguous, same_tools=False)
+                return replace(found, elsewhere=elsewhere)
         return found
 
     def _fit_turns(self, node: Node, num_system: int, joined: Node) -> PathFit | None:
