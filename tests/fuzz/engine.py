@@ -25,9 +25,10 @@ from tests.fuzz.vocabulary import Vocabulary
 
 STREAM_FAULTS = (
     "error_event", "garbage", "drop", "cut_event", "no_finish", "rewrite_final", "shrink_final", "disagree",
-    *(f"malformed:{name}" for name in SHAPELESS),
+    "excess", "after_finish", *(f"malformed:{name}" for name in SHAPELESS),
 )  # fmt: skip
-WHOLE_FAULTS = ("status_400", "status_500", "garbage", "drop", *(f"malformed:{name}" for name in MALFORMED))
+WHOLE_FAULTS = ("status_400", "status_500", "garbage", "drop", "excess", *(f"malformed:{name}" for name in MALFORMED))
+LARGEST_EXCESS = 4096  # tokens that a request may ask for where the engine sends more
 VERSIONS = ("default", "1", "7", "step-8", "20261115212000123456")
 
 
@@ -153,7 +154,12 @@ class Engine:
                     ids, finish = ids[:count], {"type": "stop", "matched": stop}
                     break
         limit = params.get("max_new_tokens")
-        if limit is not None and len(ids) > limit:
+        if generation.plan.fault == "excess":
+            if limit is None or limit > LARGEST_EXCESS or not ids:
+                generation.plan.fault = ""
+            else:
+                ids = (ids * limit)[:limit]
+        elif limit is not None and len(ids) > limit:
             ids, finish = ids[:limit], {"type": "length", "length": limit}
         generation.sampled = ids
         generation.logprobs = [-self._random.random() * 5 - 1e-9 for _ in ids]
@@ -188,8 +194,20 @@ class Engine:
             return web.Response()
         if plan.fault.startswith("malformed:"):
             return web.json_response(self._malformed(generation, plan.fault[10:]))
+        if plan.fault == "excess":
+            generation.delivered, generation.ended = count, "failed"
+            return web.json_response(self._with_more(generation, finish))
         generation.delivered, generation.ended = count, "finished"
         return web.json_response(self._answer(generation, count, finish, new=count))
+
+    def _with_more(self, generation: Generation, finish: dict[str, Any]) -> dict[str, Any]:
+        """The whole answer and three tokens that nobody asked for."""
+        answer = self._answer(generation, len(generation.sampled), finish, new=1)
+        more = [generation.sampled[0]] * 3
+        answer["output_ids"] += more
+        answer["meta_info"]["output_token_logprobs"] += [[-0.5, token, None] for token in more]
+        answer["meta_info"]["completion_tokens"] += len(more)
+        return answer
 
     def _malformed(self, generation: Generation, name: str) -> Any:
         """One token, where the answer can be taken to say one: the record may keep it or not."""
@@ -249,7 +267,9 @@ class Engine:
         while at < end:
             new = min(generation.plan.per_event, end - at)
             at += new
-            await response.write(event(self._answer(generation, at, finish if at == total else None, new=new)))
+            await response.write(
+                event(self._answer(generation, at, (finish or None) if at == total else None, new=new))
+            )
             generation.delivered = at
             if at % 4 == 0:
                 await asyncio.sleep(0)
@@ -272,6 +292,10 @@ class Engine:
             await asyncio.sleep(0)
             if request.transport is not None:
                 request.transport.close()
+        elif fault in {"excess", "after_finish"}:
+            await self._send(response, generation, sent, total, {} if fault == "excess" else finish)
+            generation.ended = "failed" if fault == "excess" else "finished"
+            await response.write(event(self._with_more(generation, finish)))
         elif fault == "error_event":
             await response.write(event({"error": {"message": "the worker died"}}))
         elif fault.startswith("malformed:"):

@@ -76,7 +76,7 @@ async def break_the_engine(case: Case) -> None:
     start = len(case.log)
     heard = await case.send(asked)
     case.world.engine.plans[case.session].clear()
-    if fault.startswith(MUST_FAIL):
+    if fault.startswith(MUST_FAIL) or (fault == "excess" and case.log[start:] and case.log[start].plan.fault):
         expect_failure(case, asked, heard)
     elif heard.status == 200 and (heard.whole is not None or not broke(asked, heard)):
         case.judged(asked, heard, [one for one in join_parts(case.log[start:]) if one.parts[-1].ended == "finished"])
