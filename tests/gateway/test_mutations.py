@@ -402,17 +402,20 @@ def retry_counts_are_ignored(patch: Patch) -> None:
 
 
 def a_path_around_the_record(patch: Patch) -> None:
+    from starlette.responses import JSONResponse
+    from starlette.routing import Route
+
     from tokentrue.gateway import app
 
-    async def generates(self: Any, operation: str, claim: Any, scope: Any, receive: Any, send: Any) -> None:
-        if operation == "completions":
-            done = await self._services.provider.generate([1], Sampling())
-            await app.send_json(send, 200, {"ids": list(done.token_ids)})
-            return
-        await dispatch(self, operation, claim, scope, receive, send)
+    def with_another(services: Any) -> list[Any]:
+        async def generate(request: Any) -> JSONResponse:
+            done = await services.provider.generate([1], Sampling())
+            return JSONResponse({"ids": list(done.token_ids)})
 
-    dispatch = app.ModelRequests._dispatch
-    patch.setattr(app.ModelRequests, "_dispatch", generates)
+        return [Route("/v1/completions", generate, methods=["POST"]), *model_routes(services)]
+
+    model_routes = app.model_routes
+    patch.setattr(app, "model_routes", with_another)
 
 
 def streams_are_generated_twice(patch: Patch) -> None:

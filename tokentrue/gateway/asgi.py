@@ -1,19 +1,24 @@
-"""The bare ASGI that model requests use: read a body within its limits, send JSON."""
+"""The bare ASGI that model requests use: read a body within its limits, send JSON, answer errors."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Generator, Iterable, MutableMapping
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
+from tokentrue.errors import JournalError
 from tokentrue.gateway.dialects.base import Problem, encode
-from tokentrue.gateway.problems import HttpError
+from tokentrue.gateway.problems import HttpError, problem_from
 
 Scope: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 RawHeaders: TypeAlias = list[tuple[bytes, bytes]]
 
+LOG = logging.getLogger("tokentrue.gateway")
+STREAM = "tokentrue.stream"  # in the scope: the event stream of this request, once there is one
 JSON = (b"content-type", b"application/json")
 EVENTS: RawHeaders = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -56,7 +61,7 @@ class BodyBudget:
 
     @contextmanager
     def reserve(self) -> Generator[Callable[[int], None], None, None]:
-        """Gives a function that takes bytes for one body; they are given back at the end of the block."""
+        """Yields `take(n)`, which reserves bytes of one body; releases them on exit."""
         taken = 0
 
         def take(size: int) -> None:
@@ -119,3 +124,51 @@ def problem_headers(problem: Problem) -> RawHeaders:
     if problem.retry_after_s is not None:
         return [(b"retry-after", b"%d" % max(1, round(problem.retry_after_s)))]
     return [(b"x-should-retry", b"false")] if problem.status == 409 else []
+
+
+class BuildsErrors(Protocol):
+    """A dialect, as far as errors need it."""
+
+    @property
+    def name(self) -> str: ...
+
+    @staticmethod
+    def build_error(problem: Problem) -> dict[str, Any]: ...
+
+
+async def answer_errors(
+    app: Callable[[Scope, Receive, Send], Awaitable[None]],
+    scope: Scope,
+    receive: Receive,
+    send: Send,
+    *,
+    dialect: BuildsErrors,
+    errors: Any,
+) -> None:
+    """Runs `app`; what it raises becomes the answer in the dialect, or the last event of a stream that has begun. An
+    answer that is sent already stays as it is. `errors` counts them."""
+    watched = WatchedSend(send)
+    try:
+        await app(scope, receive, watched)
+        return
+    except ClientGone:
+        errors.labels(dialect.name, "client_gone").inc()
+        return
+    except asyncio.CancelledError:  # the server stops and has waited long enough for this request
+        if watched.started:
+            return
+        problem = Problem(
+            status=503, code="shutting_down", message="the gateway is stopping; send this again", retry_after_s=1.0
+        )
+    except Exception as error:
+        problem = problem_from(error)
+        if problem.status == 500:
+            LOG.error("a request failed", exc_info=error)
+        elif isinstance(error, JournalError):  # the client is not told where the record is
+            LOG.error("%s", error)
+    errors.labels(dialect.name, problem.code).inc()
+    stream = scope.get(STREAM)
+    if not watched.started:
+        await send_json(send, problem.status, dialect.build_error(problem), *problem_headers(problem))
+    elif stream is not None and not stream.ended:
+        await stream.fail(problem)

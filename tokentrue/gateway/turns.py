@@ -17,7 +17,7 @@ from typing import TypeVar, cast
 import orjson
 
 from tokentrue.errors import EngineTimeout, MessageError, SessionElsewhere, SessionNotFound
-from tokentrue.gateway.asgi import ClientGone, RawHeaders, Receive, Scope, Send, read_body, send_json
+from tokentrue.gateway.asgi import STREAM, ClientGone, RawHeaders, Receive, Scope, Send, read_body, send_json
 from tokentrue.gateway.auth import SessionAccess, invalid_key
 from tokentrue.gateway.dialects import CountingDialect, Dialect, PathFields, RequestHead
 from tokentrue.gateway.metrics.meter import CLOCK, EngineClock
@@ -31,7 +31,6 @@ from tokentrue.types import Reply, TurnRequest
 
 T = TypeVar("T")
 LOG = logging.getLogger("tokentrue.gateway")
-STREAM = "tokentrue.stream"  # in the scope: the event stream of this request, once there is one
 
 
 class TurnClock(EngineClock):

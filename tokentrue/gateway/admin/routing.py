@@ -1,10 +1,12 @@
-"""What the handlers of administration share: bodies, JSON answers, and forwarding to the worker that owns a session."""
+"""What the handlers of administration share: the record of an operation, bodies, JSON answers, and forwarding to the worker that owns a session."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -16,6 +18,19 @@ from tokentrue.gateway.workers.forwarding import FROM_WORKER, WorkerLinks
 from tokentrue.gateway.workers.peers import PeerLinks
 
 Handler = Callable[[Request], Awaitable[Response]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdminOperation:
+    """What one path and method does. `query`: the schema of each query parameter."""
+
+    handler: Handler
+    summary: str
+    needs_admin: bool = True
+    body: type[msgspec.Struct] | None = None
+    query: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Any])
+    status: str = "200"
+    media_type: str = "application/json"
 
 
 def json_response(status: int, value: Any) -> Response:

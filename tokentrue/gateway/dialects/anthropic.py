@@ -8,7 +8,7 @@ of the system prompt.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import msgspec
 
@@ -17,11 +17,11 @@ from tokentrue.gateway.dialects.anthropic_answers import AnthropicEncoder, build
 from tokentrue.gateway.dialects.base import (
     DecodedBody,
     Json,
-    Problem,
     RequestHead,
     TextOf,
     arguments_text,
     decode_body,
+    describe_item,
     echo,
     join_text,
     object_of,
@@ -33,6 +33,7 @@ from tokentrue.gateway.dialects.tools import check_function
 from tokentrue.sessions.constraints import constraints_from
 from tokentrue.types import Message, Reply, Sampling
 
+ROLES = ("user", "assistant", "system")
 TEXT_BLOCKS = ("text",)
 BILLING = "x-anthropic-billing-header:"
 
@@ -75,11 +76,11 @@ class CountHead(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class MessagesBody(MessagesHead, kw_only=True, forbid_unknown_fields=True):
-    messages: list[msgspec.Raw]
+    messages: list[Annotated[msgspec.Raw, describe_item(*ROLES)]]
 
 
 class CountBody(CountHead, kw_only=True, forbid_unknown_fields=True):
-    messages: list[msgspec.Raw]
+    messages: list[Annotated[msgspec.Raw, describe_item(*ROLES)]]
 
 
 class Anthropic:
@@ -171,8 +172,7 @@ class Anthropic:
     def new_encoder(self, head: RequestHead, text_of: TextOf) -> AnthropicEncoder:
         return AnthropicEncoder(head, self._signer)
 
-    def build_error(self, problem: Problem) -> Json:
-        return build_error(problem)
+    build_error = staticmethod(build_error)
 
 
 def head_from_anthropic(head: MessagesHead) -> RequestHead:

@@ -140,7 +140,8 @@ class Dialect(Protocol):
 
     def new_encoder(self, head: RequestHead, text_of: TextOf) -> Encoder: ...
 
-    def build_error(self, problem: Problem) -> Json: ...
+    @staticmethod
+    def build_error(problem: Problem) -> Json: ...
 
 
 class CountingDialect(Dialect, Protocol):
@@ -188,6 +189,12 @@ def parse_json(raw: bytes, path: str, *, most_levels: int = MAX_DEPTH) -> Any:
         raise MessageError(f"is not JSON: {str(error)[:100]}", field=path) from None
     check_depth(value, path, most=most_levels)
     return value
+
+
+def describe_item(*roles: str) -> msgspec.Meta:
+    """What the OpenAPI document says of a conversation's item, which is decoded by itself."""
+    item: Json = {"type": "object", "required": ["role"], "properties": {"role": {"enum": list(roles)}}}
+    return msgspec.Meta(extra_json_schema=item)
 
 
 def raw_items(items: Sequence[msgspec.Raw], key: str) -> Sequence[msgspec.Raw]:

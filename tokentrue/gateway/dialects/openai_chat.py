@@ -6,7 +6,7 @@ Reasoning travels as `reasoning_content`, on the way out and on the way back. De
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 import msgspec
 
@@ -14,10 +14,10 @@ from tokentrue.errors import MessageError, SamplingError
 from tokentrue.gateway.dialects.base import (
     DecodedBody,
     Json,
-    Problem,
     RequestHead,
     TextOf,
     decode_body,
+    describe_item,
     echo,
     join_text,
     object_of,
@@ -76,7 +76,7 @@ class ChatHead(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ChatBody(ChatHead, kw_only=True, forbid_unknown_fields=True):
-    messages: list[msgspec.Raw]
+    messages: list[Annotated[msgspec.Raw, describe_item(*ROLES)]]
 
 
 class OpenAIChat:
@@ -109,8 +109,7 @@ class OpenAIChat:
     def new_encoder(self, head: RequestHead, text_of: TextOf) -> ChatEncoder:
         return ChatEncoder(head, text_of)
 
-    def build_error(self, problem: Problem) -> Json:
-        return build_error(problem)
+    build_error = staticmethod(build_error)
 
 
 def head_from_chat(head: ChatHead) -> RequestHead:

@@ -20,7 +20,6 @@ from tokentrue.gateway.dialects.base import (
     ContinuedResponse,
     DecodedBody,
     Json,
-    Problem,
     RequestHead,
     TextOf,
     decode_body,
@@ -142,7 +141,7 @@ class OpenAIResponses:
         for raw in reversed(items):
             try:
                 item = msgspec.json.decode(raw, type=ItemName)
-            except msgspec.DecodeError:  # what is wrong with it is said where it is parsed
+            except (msgspec.DecodeError, UnicodeDecodeError):  # what is wrong with it is said where it is parsed
                 return None
             if not item.is_given:
                 node = node_from_item_id(item.id)
@@ -202,8 +201,7 @@ class OpenAIResponses:
             build_error=self.build_error,
         )
 
-    def build_error(self, problem: Problem) -> Json:
-        return build_error(problem)
+    build_error = staticmethod(build_error)
 
 
 def head_from_responses(head: ResponsesHead) -> RequestHead:

@@ -1,5 +1,5 @@
 """Google GenerateContent: `generateContent`, `streamGenerateContent` and `countTokens`."""
 
-from tokentrue.gateway.dialects.google.requests import Google
+from tokentrue.gateway.dialects.google.requests import CountTokensBody, GenerateBody, Google
 
-__all__ = ["Google"]
+__all__ = ["CountTokensBody", "GenerateBody", "Google"]

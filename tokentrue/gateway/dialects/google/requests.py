@@ -15,7 +15,6 @@ from tokentrue.errors import MessageError, SamplingError
 from tokentrue.gateway.dialects.base import (
     DecodedBody,
     Json,
-    Problem,
     RequestHead,
     TextOf,
     complaint,
@@ -78,6 +77,18 @@ class GenerateHead(msgspec.Struct, forbid_unknown_fields=True, rename="camel"):
     store: Any = None
 
 
+class GenerateBody(GenerateHead, kw_only=True, forbid_unknown_fields=True, rename="camel"):
+    """The whole body, as the OpenAPI document shows it; `decode_contents` also takes keys in snake_case."""
+
+    contents: list[msgspec.Raw]
+    generation_config: GenerationConfig | None = None
+
+
+class CountTokensBody(msgspec.Struct, forbid_unknown_fields=True, rename="camel"):
+    contents: list[msgspec.Raw] | None = None
+    generate_content_request: GenerateBody | None = None
+
+
 class Google:
     name = "google"
     items_key = ITEMS
@@ -129,8 +140,7 @@ class Google:
     def new_encoder(self, head: RequestHead, text_of: TextOf) -> GoogleEncoder:
         return GoogleEncoder(head, text_of, self._signer)
 
-    def build_error(self, problem: Problem) -> Json:
-        return build_error(problem)
+    build_error = staticmethod(build_error)
 
 
 def decode_fields(body: bytes) -> Mapping[str, msgspec.Raw]:
