@@ -21,11 +21,11 @@ from tokentrue.app.training.settings import TrainRun
 from tokentrue.app.wiring import ServeConfig
 from tokentrue.cli.main import COMMANDS, load_command
 from tokentrue.mismatch import LOSSES, Correction, LossConfig
-from tokentrue.providers.registry import PROVIDERS
+from tokentrue.providers import registry
 
 PAGE = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
 NOT_SET = "*not set*"
-ENGINES = ("exact", "hf", "sglang", "vllm", "scripted")
+ENGINES = registry.SERVED
 WIRED = {"self", "url", "script", "encode", "stop_id", "decode", "limits"}  # parameters of providers that no file sets
 
 
@@ -66,7 +66,7 @@ def test_every_key_is_there_with_its_default() -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_every_option_of_an_engine_is_there(engine: str) -> None:
-    module, _, name = PROVIDERS[engine].partition(":")
+    module, _, name = registry.ENGINES[engine].address.partition(":")
     parameters = inspect.signature(getattr(import_module(module), name).__init__).parameters
     known = {
         key: None if each.default is inspect.Parameter.empty else each.default

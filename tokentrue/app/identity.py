@@ -14,11 +14,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tokentrue.app.wiring import REMOTE, EngineConfig, ModelConfig, ServeConfig, connect_engine, renderer_for
+from tokentrue.app.wiring import EngineConfig, ModelConfig, ServeConfig, connect_engine, renderer_for
 from tokentrue.environments import SMALL_MODEL
 from tokentrue.errors import ConfigError, EngineError, EngineUnreachable
 from tokentrue.ids import TokenIds
 from tokentrue.protocols import Provider, Renderer, Tokenizing
+from tokentrue.providers.registry import REMOTE
 
 PROBE = "Hello, wörld! 12345 + 678 = ?\n\n\tdef f(x): return x**2  # 你好 🙂"
 

@@ -14,14 +14,15 @@ import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 
-NEEDS_NO_TORCH = frozenset({"sglang", "vllm", "scripted"})
+from tokentrue.providers.registry import ENGINES
 
 
 @contextmanager
 def without_torch(engine: str) -> Generator[None, None, None]:
     """Within the block transformers is loaded without torch, where `engine` runs elsewhere and torch is not loaded
     already."""
-    if engine not in NEEDS_NO_TORCH or "torch" in sys.modules or "transformers" in sys.modules:
+    kind = ENGINES.get(engine)
+    if kind is None or kind.needs_torch or "torch" in sys.modules or "transformers" in sys.modules:
         yield
         return
     sys.modules["torch"] = None  # type: ignore[assignment]  # Python's own way to say: not importable

@@ -20,6 +20,7 @@ from tokentrue.app.devices import require_device, require_dtype
 from tokentrue.environments import SMALL_MODEL
 from tokentrue.errors import ConfigError
 from tokentrue.gateway.config import GatewayConfig, GatewayLimits
+from tokentrue.providers.registry import IN_PROCESS, REMOTE, list_names
 from tokentrue.sessions.limits import SessionLimits as SessionLimits
 from tokentrue.sessions.stages.pinning import check_pin
 from tokentrue.tracing import start_tracing
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
 
 ADMIN_KEY = "TOKENTRUE_ADMIN_KEY"
 ENGINE_KEY = "TOKENTRUE_ENGINE_KEY"
-REMOTE = frozenset({"sglang", "vllm"})
-IN_PROCESS = frozenset({"exact", "hf"})
 DEFAULT_STORE = "sqlite:tokentrue.sqlite"
 
 
@@ -146,7 +145,7 @@ def provider_for(config: EngineConfig, model: ModelConfig, renderer: Callable[[s
         require_dtype(str(options.get("dtype", "float32")))
     elif here := sorted({"device", "dtype"} & options.keys()):
         raise ConfigError(
-            f"engine {config.name!r} does not run in this process: --{here[0]} is for {' and '.join(sorted(IN_PROCESS))}"
+            f"engine {config.name!r} loads no model in this process: --{here[0]} is for {list_names(IN_PROCESS, 'and')}"
         )
     if config.name in REMOTE:
         if not config.urls:

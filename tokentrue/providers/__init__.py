@@ -1,6 +1,6 @@
 """Adapters from the engines people run to the one seam `Provider`; each is imported only when it is named."""
 
 from tokentrue.providers.closeness import Closeness, check_logprobs_close
-from tokentrue.providers.registry import PROVIDERS, load
+from tokentrue.providers.registry import ENGINES, EngineKind, load
 
-__all__ = ["PROVIDERS", "Closeness", "check_logprobs_close", "load"]
+__all__ = ["ENGINES", "Closeness", "EngineKind", "check_logprobs_close", "load"]

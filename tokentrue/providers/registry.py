@@ -1,30 +1,62 @@
-"""A table of addresses, not imports: naming an engine imports its adapter and nothing else."""
+"""The one table of engines. Naming an engine imports its adapter and nothing else; commands, help texts and pages take
+their lists from here."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib import import_module
+from importlib.metadata import entry_points
 from typing import Any
 
 from tokentrue.errors import ConfigError
 from tokentrue.protocols import Provider
 
-PROVIDERS: Mapping[str, str] = {
-    "sglang": "tokentrue.providers.sglang:SGLangProvider",
-    "vllm": "tokentrue.providers.vllm:VLLMProvider",
-    "hf": "tokentrue.providers.hf:HFProvider",
-    "exact": "tokentrue.providers.exact:ExactProvider",
-    "verified": "tokentrue.providers.verified:VerifiedProvider",
-    "scripted": "tokentrue.providers.scripted:ScriptedProvider",
+PLUGINS = "tokentrue.providers"  # the group of entry points: NAME = "module:ProviderClass"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineKind:
+    """`remote`: a server, reached by `--url`, which may have replicas. `needs_torch`: the model is loaded into this
+    process. `is_served`: `--engine` takes it; the others are built in Python, from other providers."""
+
+    address: str
+    remote: bool = False
+    needs_torch: bool = False
+    is_served: bool = True
+
+
+ENGINES: Mapping[str, EngineKind] = {
+    "exact": EngineKind(address="tokentrue.providers.exact:ExactProvider", needs_torch=True),
+    "hf": EngineKind(address="tokentrue.providers.hf:HFProvider", needs_torch=True),
+    "sglang": EngineKind(address="tokentrue.providers.sglang:SGLangProvider", remote=True),
+    "vllm": EngineKind(address="tokentrue.providers.vllm:VLLMProvider", remote=True),
+    "scripted": EngineKind(address="tokentrue.providers.scripted:ScriptedProvider"),
+    "verified": EngineKind(address="tokentrue.providers.verified:VerifiedProvider", needs_torch=True, is_served=False),
 }
+SERVED = tuple(name for name, kind in ENGINES.items() if kind.is_served)
+REMOTE = tuple(name for name in SERVED if ENGINES[name].remote)
+IN_PROCESS = tuple(name for name in SERVED if ENGINES[name].needs_torch)
+
+
+def list_names(names: tuple[str, ...], last: str = "or") -> str:
+    """`exact, hf or vllm`."""
+    return f" {last} ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
+def find_address(name: str) -> str:
+    if name in ENGINES:
+        return ENGINES[name].address
+    plugins = {plugin.name: plugin.value for plugin in entry_points(group=PLUGINS)}
+    if name not in plugins:
+        raise ConfigError(f"no engine {name!r}; choose one of {', '.join([*ENGINES, *sorted(plugins)])}")
+    return plugins[name]
 
 
 def load(name: str, **settings: Any) -> Provider:
     """The provider called `name`, built with its own settings (`url=` for servers, `model=` for embedded engines,
-    `script=`)."""
-    if name not in PROVIDERS:
-        raise ConfigError(f"no engine {name!r}; choose one of {', '.join(PROVIDERS)}")
-    module, _, attribute = PROVIDERS[name].partition(":")
+    `script=`). Other packages add theirs as entry points."""
+    module, _, attribute = find_address(name).partition(":")
     try:
         kind = getattr(import_module(module), attribute)
     except ModuleNotFoundError as error:

@@ -11,10 +11,11 @@ from tokentrue.app.embedded import Embedded, embedded_gateway
 from tokentrue.app.rollout.rollouts import RolloutRounds, Share, evaluate
 from tokentrue.app.training.sample_files import SampleFile, vocabulary_of
 from tokentrue.app.training.settings import TrainRun, loss_for
-from tokentrue.app.wiring import REMOTE, EngineConfig, ServeConfig, ServerConfig
+from tokentrue.app.wiring import EngineConfig, ServeConfig, ServerConfig
 from tokentrue.environments import RolloutConfig
 from tokentrue.environments.http import GatewaySessions
 from tokentrue.hub import load_causal_model
+from tokentrue.providers.registry import REMOTE
 
 if TYPE_CHECKING:
     from tokentrue.train import OptimConfig, Store, TrainConfig

@@ -14,9 +14,10 @@ import typer
 
 from tokentrue.app.devices import require_dtype
 from tokentrue.app.libraries import quiet_libraries
-from tokentrue.app.wiring import ENGINE_KEY, IN_PROCESS, REMOTE, EngineConfig, connect_engine
+from tokentrue.app.wiring import ENGINE_KEY, EngineConfig, connect_engine
 from tokentrue.cli.options import name_option
 from tokentrue.errors import ConfigError
+from tokentrue.providers.registry import IN_PROCESS, REMOTE, list_names
 
 if TYPE_CHECKING:
     from tokentrue.doctor import Report
@@ -26,11 +27,11 @@ COLOURS = {"ok": "green", "fault": "bold red", "cannot_tell": "yellow"}
 
 
 def command(
-    engine: Annotated[str, typer.Option("--engine", help="vllm, sglang, hf or exact")],
+    engine: Annotated[str, typer.Option("--engine", help=list_names(REMOTE + IN_PROCESS))],
     model: Annotated[
         str, typer.Option("--model", help="the reference: the directory or the hub id that the trainer loads")
     ],
-    url: Annotated[str | None, typer.Option("--url", help="the engine's base URL (vllm, sglang)")] = None,
+    url: Annotated[str | None, typer.Option("--url", help=f"the engine's base URL ({list_names(REMOTE)})")] = None,
     samples: Annotated[Path | None, typer.Option("--samples", help="exported samples, to be judged too")] = None,
     dtype: Annotated[
         str | None, typer.Option("--dtype", help="what the engine should compute in; default: the model's own")
@@ -73,8 +74,8 @@ def command(
 
 
 def _check(engine: str, url: str | None, dtype: str | None) -> None:
-    if engine not in REMOTE | IN_PROCESS:
-        raise ConfigError(f"--engine: no engine {engine!r}; choose one of {', '.join(sorted(REMOTE | IN_PROCESS))}")
+    if engine not in REMOTE + IN_PROCESS:
+        raise ConfigError(f"--engine: no engine {engine!r}; choose one of {', '.join(REMOTE + IN_PROCESS)}")
     if (engine in REMOTE) != (url is not None):
         raise ConfigError(
             f"--url: engine {engine!r} {'needs one' if engine in REMOTE else 'runs in this process and takes none'}"

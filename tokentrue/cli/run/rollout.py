@@ -24,6 +24,7 @@ from tokentrue.cli.progress import loading, rollout_log
 from tokentrue.cli.words import count_of
 from tokentrue.environments import Plan, Rollout, load_environment, run_plans
 from tokentrue.errors import ConfigError
+from tokentrue.providers.registry import IN_PROCESS, REMOTE, list_names
 from tokentrue.types import Coverage
 
 OnRollout = Callable[[Rollout], None]
@@ -37,7 +38,7 @@ def command(
         str | None, typer.Option(help="model directory or hub id (default: the small model that ships)")
     ] = None,
     engine: Annotated[
-        str | None, typer.Option(help="exact, hf, sglang or vllm, where no --url names a gateway")
+        str | None, typer.Option(help=f"{list_names(IN_PROCESS + REMOTE)}, where no --url names a gateway")
     ] = None,
     device: Annotated[str | None, typer.Option(help="exact, hf: cpu, cuda or cuda:N")] = None,
     dtype: Annotated[str | None, typer.Option(help="exact, hf: float32, bfloat16 or float16")] = None,

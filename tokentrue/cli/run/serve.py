@@ -15,9 +15,10 @@ import typer
 from tokentrue.app.configuration import read
 from tokentrue.app.identity import identify_model
 from tokentrue.app.torchless import without_torch
-from tokentrue.app.wiring import ADMIN_KEY, IN_PROCESS, REMOTE, ServeConfig, gateway_for
+from tokentrue.app.wiring import ADMIN_KEY, ServeConfig, gateway_for
 from tokentrue.cli.progress import loading
 from tokentrue.errors import ConfigError, TokenTrueError
+from tokentrue.providers.registry import IN_PROCESS, REMOTE, SERVED, list_names
 
 
 def command(
@@ -26,7 +27,7 @@ def command(
         str | None,
         typer.Option(help="model directory or hub id (default: the small model that ships with the package)"),
     ] = None,
-    engine: Annotated[str | None, typer.Option(help="exact, hf, sglang, vllm or scripted (default: exact)")] = None,
+    engine: Annotated[str | None, typer.Option(help=f"{list_names(SERVED)} (default: exact)")] = None,
     url: Annotated[list[str] | None, typer.Option(help="an engine's address; repeat it for replicas")] = None,
     device: Annotated[str | None, typer.Option(help="exact, hf: cpu, cuda or cuda:N (default: cpu)")] = None,
     dtype: Annotated[
@@ -136,9 +137,7 @@ def check(settings: ServeConfig) -> None:
     """What can be known wrong before anything is started."""
     if settings.server.workers > 1:
         if settings.engine.name not in REMOTE:
-            raise ConfigError(
-                f"--workers needs an engine of its own process (sglang or vllm), not {settings.engine.name!r}"
-            )
+            raise ConfigError(f"--workers needs a remote engine ({list_names(REMOTE)}), not {settings.engine.name!r}")
         if settings.server.store == "memory":
             raise ConfigError("--workers needs --store sqlite:PATH: workers share the journal")
 

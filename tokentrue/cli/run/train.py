@@ -22,6 +22,7 @@ from tokentrue.app.configuration import as_mapping, read
 from tokentrue.app.training.settings import TrainRun
 from tokentrue.cli.words import count_of
 from tokentrue.errors import ConfigError
+from tokentrue.providers.registry import IN_PROCESS, REMOTE, list_names
 
 if TYPE_CHECKING:
     from tokentrue.cli.progress import Costs
@@ -37,7 +38,7 @@ def command(
     model: Annotated[
         str | None, typer.Option(help="model directory or hub id (default: the small model that ships)")
     ] = None,
-    engine: Annotated[str | None, typer.Option(help="exact, hf, sglang or vllm")] = None,
+    engine: Annotated[str | None, typer.Option(help=list_names(IN_PROCESS + REMOTE))] = None,
     device: Annotated[
         str | None, typer.Option(help="of the trainer and of the exact engine: cpu, cuda or cuda:N")
     ] = None,
