@@ -178,7 +178,7 @@ async def test_huge_texts_are_rendered_one_at_a_time_and_others_meanwhile() -> N
 FREED = """
 import resource, threading
 from tests.gateway.world import renderer
-from tokentrue.gateway.memory import release_freed_memory
+from tokentrue.gateway.app import release_freed_memory
 
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * 4096 / 1e6
