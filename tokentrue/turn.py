@@ -27,7 +27,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from secrets import token_hex
 from typing import Any, Literal
 
@@ -59,7 +59,7 @@ from tokentrue.sessions.stages.requests import (
     is_same_request,
     resolve_sampling,
 )
-from tokentrue.sessions.stages.serving import split_message
+from tokentrue.sessions.stages.serving import deltas_from_message
 from tokentrue.sessions.store import tree_from_rows
 from tokentrue.sessions.tree import Node, Outcome, Tree, TurnKey
 from tokentrue.tracing import traced
@@ -79,6 +79,27 @@ from tokentrue.types import (
 History = Literal["keep", "template"]
 """keep: recorded tokens stay as they are. template: a new root is begun where the template would rewrite earlier
 turns."""
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A request that is the first to ask for its turn."""
+
+    turn: InFlightTurn
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A request that is equal to one in flight: it waits for the same turn."""
+
+    turn: InFlightTurn
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """A request whose key was answered before, by `nodes`."""
+
+    nodes: Sequence[Node]
 
 
 class Session:
@@ -185,7 +206,7 @@ class Session:
         """Given and sampled, each once."""
         return self._recorded_tokens
 
-    async def ready(self) -> None:
+    async def wait_created(self) -> None:
         """Returns when the session itself is in the journal."""
         created = self._created
         if created is not None:
@@ -215,37 +236,36 @@ class Session:
         """The n replies to one request. Equal requests in flight share one turn; use `n` or different seeds for several
         samples. Where the request key was answered before, the recorded replies are returned. A turn that failed or was
         cancelled is generated again."""
-        turn, is_first = self._start_or_join(request, streamed=False)
-        if not isinstance(turn, InFlightTurn):
-            return await replies_from_record(turn, tree=self.tree, renderer=self.renderer)
-        return await turn.wait() if is_first else mark_replayed(await turn.wait())
+        found = self._start_or_join(request, streamed=False)
+        return await found.turn.wait() if isinstance(found, Started) else await self._wait_or_read(found)
 
     async def stream(self, request: TurnRequest) -> AsyncGenerator[TurnEvent, None]:
         """Events as tokens are sampled. A request that joins a turn in flight, or repeats a recorded one, gets the
         whole message once it is committed. Closing the iterator cancels the turn if no other caller waits; its tokens
         are recorded as "disconnected"."""
-        turn, is_first = self._start_or_join(request, streamed=True)
-        if isinstance(turn, InFlightTurn) and is_first:
-            events = turn.events()
+        found = self._start_or_join(request, streamed=True)
+        if isinstance(found, Started):
+            events = found.turn.events()
             try:
                 async for event in events:
                     yield event
             finally:
                 await events.aclose()
             return
-        if isinstance(turn, InFlightTurn):
-            replies = mark_replayed(await turn.wait())
-        else:
-            replies = await replies_from_record(turn, tree=self.tree, renderer=self.renderer)
-        for index, reply in enumerate(replies):
+        for index, reply in enumerate(await self._wait_or_read(found)):
             yield TurnEvent(index=index, node=reply.node)
-            for delta in split_message(reply.message):
+            for delta in deltas_from_message(reply.message):
                 yield TurnEvent(index=index, node=reply.node, delta=delta)
             yield TurnEvent(index=index, node=reply.node, reply=reply)
 
-    def _start_or_join(self, request: TurnRequest, *, streamed: bool) -> tuple[InFlightTurn | Sequence[Node], bool]:
-        """(turn, True) where one was started, (turn, False) where one in flight was joined, (nodes, False) where the
-        request key was answered before."""
+    async def _wait_or_read(self, found: Joined | Recorded) -> tuple[Reply, ...]:
+        """The replies to a request that starts no turn."""
+        if isinstance(found, Joined):
+            return mark_replayed(await found.turn.wait())
+        return await replies_from_record(found.nodes, tree=self.tree, renderer=self.renderer)
+
+    def _start_or_join(self, request: TurnRequest, *, streamed: bool) -> Started | Joined | Recorded:
+        """Reads the request, names it, and starts its turn unless there is one already."""
         self.check_open()
         request = replace(request, template_kwargs=freeze(request.template_kwargs, "template_kwargs"))
         conversation = self.conversations.read(request.messages, request.tools)
@@ -256,19 +276,18 @@ class Session:
         )
         identity = identify_request(request, conversation, sampling)
         if request.request_key is not None and (recorded := self._find_recorded(request.request_key, identity)):
-            return recorded, False
-        turn = self._single_flight.find(identity)
-        is_first = turn is None
-        if turn is None:
-            self.limits.check_turn(
-                n=request.n, nodes=len(self.tree), tokens=self._recorded_tokens, in_flight=len(self._single_flight)
-            )
-            turn = InFlightTurn(identity, streamed=streamed, pinned=pinned)
-            self._single_flight.start(turn, self._run_turn(turn, request, conversation, sampling))
-        else:
+            return Recorded(recorded)
+        if (turn := self._single_flight.find(identity)) is not None:
             self.counters["joined"] += 1
+            turn.add_caller(request.request_key)
+            return Joined(turn)
+        self.limits.check_turn(
+            n=request.n, nodes=len(self.tree), tokens=self._recorded_tokens, in_flight=len(self._single_flight)
+        )
+        turn = InFlightTurn(identity, streamed=streamed, pinned=pinned)
+        self._single_flight.start(turn, self._run_turn(turn, request, conversation, sampling))
         turn.add_caller(request.request_key)
-        return turn, is_first
+        return Started(turn)
 
     def _find_prompt(self, request: TurnRequest) -> tuple[Message, ...]:
         """The pinned prompt of an earlier request with this key; empty where there is none."""
@@ -303,7 +322,7 @@ class Session:
         self, turn: InFlightTurn, request: TurnRequest, conversation: Conversation, sampling: Sampling
     ) -> tuple[Reply, ...]:
         """Resolve, prompt, generate, parse, commit."""
-        await self.ready()
+        await self.wait_created()
         if self.record.training:
             await check_truthful(sampling, self.provider)
         resolution = await self._matcher.resolve(conversation, self._turns_in_flight, named=request.continues)
@@ -380,7 +399,7 @@ class Session:
     @traced("commit")
     async def _commit(self, drafts: Sequence[Draft], prepared: PreparedTurn) -> tuple[Reply, ...]:
         """All or nothing: the journal first, then the tree. A turn that is complete is not cancelled any more. Where
-        the journal fails, the tree is unchanged and the callers get the error; `SessionRegistry.hold` then drops the
+        the journal fails, the tree is unchanged and the callers get the error; `SessionRegistry.pin` then drops the
         session, and the next request reads it from the journal, since the write may have happened."""
         nodes = reserve_nodes(drafts, prepared, self.tree)
         try:
@@ -484,7 +503,7 @@ class Session:
             self._is_ending = False
 
     async def _update_record(self, change: Callable[[SessionRecord], SessionRecord]) -> None:
-        await self.ready()
+        await self.wait_created()
         if self._claim is not None:
             self._claim.check()
         self.record = (

@@ -326,7 +326,7 @@ async def test_a_turn_goes_on_from_another_dialect() -> None:
     result = part(functionResponse={"name": "look", "response": {"output": "a shelf"}})
     body = {"contents": [SAID, CALL, result], "tools": tools}
     assert (await ask(app, "POST", PATH, json.dumps(body).encode(), key=session["api_key"]))[0] == 200
-    known = app.services.sessions.known(session["session_id"])
+    known = app.services.sessions.get_loaded(session["session_id"])
     assert known is not None
     nodes = known.session.tree.in_order()
     assert nodes[1].parent == nodes[0].id and known.coverage().ratio == 1.0

@@ -35,12 +35,12 @@ def open_late(app: Gateway, found: Session | Exception) -> SessionRegistry:
 async def test_a_session_that_was_created_meanwhile_is_opened() -> None:
     app = gateway()
     made = app.services.new_default_session("new")
-    await made.ready()
-    handle = await open_late(app, made).find("new", app.services.new_default_session)
+    await made.wait_created()
+    handle = await open_late(app, made).open("new", app.services.new_default_session)
     assert handle.session is made
     elsewhere = SessionElsewhere("session 'new' is owned by gateway 'b'", url="http://b:8000")
     with pytest.raises(SessionElsewhere):  # so that the request is forwarded
-        await open_late(app, elsewhere).find("new", app.services.new_default_session)
+        await open_late(app, elsewhere).open("new", app.services.new_default_session)
     await app.close()
 
 
@@ -50,13 +50,13 @@ async def test_a_session_that_was_added_meanwhile_is_not_opened_a_second_time() 
     made = app.services.new_default_session("new")
 
     async def open_session(session_id: str) -> Session:
-        await made.ready()
+        await made.wait_created()
         registry.add(made)
         raise SessionNotFound(f"no session {session_id!r}")
 
     registry = SessionRegistry(open_session, app.config.limits, app.services.journal.read_secret("reasoning"))
-    handle = await registry.find("new", app.services.new_default_session)
-    assert handle.session is made and registry.known("new") is handle
+    handle = await registry.open("new", app.services.new_default_session)
+    assert handle.session is made and registry.get_loaded("new") is handle
     await app.close()
 
 

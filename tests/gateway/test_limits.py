@@ -143,7 +143,7 @@ async def test_one_session_takes_at_most_half_of_the_memory_and_drives_no_other_
         statuses.append(status)
     assert statuses == [200] * 4 + [413] * 2, statuses
     assert "max_tokens=10416" in json.loads(answer)["error"]["message"]
-    assert app.services.sessions.known(small["session_id"]) is not None
+    assert app.services.sessions.get_loaded(small["session_id"]) is not None
     await app.close()
 
 
@@ -212,7 +212,7 @@ async def test_a_session_in_use_is_not_evicted() -> None:
     async with app.services.sessions.checkout(first["session_id"]) as handle:
         async with app.services.sessions.checkout(other["session_id"]):
             pass
-        assert app.services.sessions.known(first["session_id"]) is handle
+        assert app.services.sessions.get_loaded(first["session_id"]) is handle
         async with app.services.sessions.checkout(first["session_id"]) as again:
             assert again is handle
     await app.close()
@@ -385,7 +385,7 @@ async def test_memory_counts_a_recorded_answer_once() -> None:
     app = gateway()
     session = await new_session(app)
     body, key = json.dumps(HELLO).encode(), session["api_key"]
-    handle = app.services.sessions.known(session["session_id"])
+    handle = app.services.sessions.get_loaded(session["session_id"])
     assert handle is not None
     used: list[int] = []
     for _ in range(3):  # the same key: the recorded answer again

@@ -120,7 +120,7 @@ async def chat(app: Gateway, key: str, body: dict[str, Any] | None = None, **hea
 
 
 def nodes(app: Gateway, session: dict[str, str]) -> list[Any]:
-    known = app.services.sessions.known(session["session_id"])
+    known = app.services.sessions.get_loaded(session["session_id"])
     assert known is not None
     return known.session.tree.in_order()
 
@@ -209,7 +209,7 @@ async def nothing_generates_untracked() -> None:
     await chat(app, session["api_key"])
     await Exchange(app, session["api_key"], {**HELLO, "stream": True}).task
     assert engine.asked == len(nodes(app, session)) == 2, "a generation is not in the record"
-    known = app.services.sessions.known(session["session_id"])
+    known = app.services.sessions.get_loaded(session["session_id"])
     assert known is not None and known.coverage().sampled == 2 * len(engine.ids)
 
 

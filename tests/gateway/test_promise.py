@@ -229,7 +229,7 @@ async def test_the_status_of_a_call_does_not_depend_on_how_the_turn_is_sent(text
 
 
 def app_prompt(app: Gateway, session: dict[str, str], node: Any) -> Any:
-    handle = app.services.sessions.known(session["session_id"])
+    handle = app.services.sessions.get_loaded(session["session_id"])
     assert handle is not None
     return handle.session.tree.prompt_ids(node)
 

@@ -195,7 +195,7 @@ DEVELOPER = {"role": "developer", "content": "Be brief."}
 
 def given_to(app: Gateway, session: dict[str, str]) -> list[list[str]]:
     """The system prompt that each turn of the session was sampled under."""
-    known = app.services.sessions.known(session["session_id"])
+    known = app.services.sessions.get_loaded(session["session_id"])
     assert known is not None
     tree = known.session.tree
     return [

@@ -172,7 +172,7 @@ async def test_integers_keep_all_their_digits(route: str, digits: str) -> None:
     for history in histories:
         status, answer = await post(app, session, *build(history))
         assert status == 200, answer
-    known = app.services.sessions.known(session["session_id"])
+    known = app.services.sessions.get_loaded(session["session_id"])
     assert known is not None
     first, second, third, fourth = known.session.tree.in_order()
     assert (third.parent, fourth.parent) == (first.id, second.id)

@@ -63,7 +63,7 @@ async def turn(app: Gateway, session: dict[str, str], name: str, history: list[A
 
 
 def served(app: Gateway, session: dict[str, str]) -> Any:
-    known = app.services.sessions.known(session["session_id"])
+    known = app.services.sessions.get_loaded(session["session_id"])
     assert known is not None
     return known.session.tree.in_order()[-1]
 
@@ -172,7 +172,7 @@ async def test_a_call_that_breaks_off(name: str, kind: str) -> None:
     else:
         history = [*opening(name), {"role": "assistant", "content": answer["content"]}, result(name, node), new]
     await turn(app, session, name, history)
-    known = app.services.sessions.known(session["session_id"])
+    known = app.services.sessions.get_loaded(session["session_id"])
     assert known is not None and known.coverage().ratio == 1.0
     later = served(app, session)
     assert later.parent == node.id, (later.why, later.detail)

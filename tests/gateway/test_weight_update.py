@@ -126,10 +126,10 @@ async def test_one_answer_two_policy_versions(engine: str, stream: bool, tmp_pat
 async def begun(at: World, made: dict[str, str]) -> None:
     """Some tokens have been sampled."""
     await asyncio.sleep(0.05)
-    known = at.app.services.sessions.known(made["session_id"])
+    known = at.app.services.sessions.get_loaded(made["session_id"])
     while known is None or not known.in_flight:
         await asyncio.sleep(0.01)
-        known = at.app.services.sessions.known(made["session_id"])
+        known = at.app.services.sessions.get_loaded(made["session_id"])
     await asyncio.sleep(0.1)
 
 
@@ -147,7 +147,7 @@ async def whole(client: AsyncOpenAI, asked: Any) -> tuple[str, Any]:
 
 
 def check(at: World, made: dict[str, str], text: str, finish: Any) -> None:
-    known = at.app.services.sessions.known(made["session_id"])
+    known = at.app.services.sessions.get_loaded(made["session_id"])
     assert known is not None
     (node,) = known.session.tree.in_order()
     tokens = len(node.sampled_ids)

@@ -82,7 +82,7 @@ async def main(path: str, seed: int) -> None:
             sessions.append(await tt.Session.open(journal, known[index], renderer=renderer, provider=engine))
         else:
             sessions.append(tt.Session(renderer=renderer, provider=engine, journal=journal))
-            await sessions[-1].ready()
+            await sessions[-1].wait_created()
             acknowledge(f"session {sessions[-1].id}")
     await asyncio.gather(
         *(live(session, engine, random.Random(rng.random())) for session, engine in zip(sessions, engines, strict=True))

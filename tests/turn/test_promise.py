@@ -207,7 +207,7 @@ async def test_a_session_deleted_at_any_moment_of_a_turn_is_a_conflict_and_no_ca
 ) -> None:
     journal = Journal(tmp_path / "j.db")
     session, _ = session_of(said("a", "1"), journal=journal)
-    await session.ready()
+    await session.wait_created()
     reached = asyncio.Event()
     if moment == "while it is committed":
         append = journal.append_nodes
@@ -598,10 +598,10 @@ async def test_each_choice_records_the_seed_it_was_sampled_with() -> None:
 async def test_a_taken_id_does_not_revoke_the_session_that_has_it(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "j.db")
     session, engine = session_of(said("a", "1"), journal=journal, session_id="one")
-    await session.ready()
+    await session.wait_created()
     other = tt.Session(renderer=renderer("own"), provider=engine, journal=journal, session_id="one")
     with pytest.raises(SessionConflict, match="exists already"):
-        await other.ready()
+        await other.wait_created()
     await session.chat(OPENING)
     await session.end()
     journal.close()

@@ -297,7 +297,7 @@ async def test_a_reopened_session_rejoins_as_before(tmp_path: Path) -> None:
         history: list[Any] = list(OPENING)
         for turn in range(6):
             if reopen:
-                await session.ready()
+                await session.wait_created()
                 journal.close()
                 journal = Journal(store)
                 session = await tt.Session.open(journal, session.id, renderer=renderer("own"), provider=engine)

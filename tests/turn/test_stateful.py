@@ -249,7 +249,7 @@ class Conversations(RuleBasedStateMachine):
     def crash(self, file_too: int) -> None:
         """Everything in memory is gone; the record goes on from the file, which now and then is opened anew as well."""
         before = self.session.samples(), self.session.coverage()
-        self.run_async(self.session.ready())
+        self.run_async(self.session.wait_created())
         if file_too == 0:
             store.reopen()
         self.session = self.run_async(

@@ -388,7 +388,9 @@ async def test_an_ended_session_admits_nothing(tmp_path: Path) -> None:
     with pytest.raises(SessionNotFound):
         await tt.Session.open(journal, "nobody", renderer=renderer("own"), provider=engine)
     with pytest.raises(SessionConflict, match="exists already"):
-        await tt.Session(renderer=renderer("own"), provider=engine, journal=journal, session_id=session.id).ready()
+        await tt.Session(
+            renderer=renderer("own"), provider=engine, journal=journal, session_id=session.id
+        ).wait_created()
     journal.close()
 
 

@@ -207,7 +207,7 @@ def test_a_live_source_grows_on_the_page(browser: Browser, tmp_path: Path) -> No
 
     async def run(name: str, turns: int) -> None:
         session = tt.Session(renderer=renderer(), provider=engine, journal=journal, session_id=name)
-        await session.ready()
+        await session.wait_created()
         await play(session, engine, TASKS[0], seed=1, turns=turns)
 
     run_apart(run("early", 1))

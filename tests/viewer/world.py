@@ -120,7 +120,7 @@ async def fill(path: Path) -> None:
                 renderer=renderer(), provider=engine, journal=journal, session_id=f"task{group}-rollout{number}", group=f"task-{group}",
                 metadata={"task": task},
             )  # fmt: skip
-            await session.ready()
+            await session.wait_created()
             await play(
                 session, engine, task, seed=group * 10 + number, turns=2 + (number + group) % 3, retry=number == 1
             )

@@ -3,7 +3,7 @@ large.
 
 A `SessionHandle` adds to the `Session` what only HTTP needs: its key, its dialects (whose signer is this session's
 own) and the names of retried requests. While a request uses a handle
-(`hold`), it is not evicted: there is one live object for a session.
+(`pin`), it is not evicted: there is one live object for a session.
 """
 
 from __future__ import annotations
@@ -272,18 +272,18 @@ class SessionRegistry:
     def __len__(self) -> int:
         return len(self._live)
 
-    def known(self, session_id: str) -> SessionHandle | None:
+    def get_loaded(self, session_id: str) -> SessionHandle | None:
         return self._live.get(session_id)
 
     @asynccontextmanager
     async def checkout(self, session_id: str) -> AsyncGenerator[SessionHandle, None]:
         """The session's one live object; it stays in memory while the block runs."""
-        with self.hold(await self.find(session_id)) as handle:
+        with self.pin(await self.open(session_id)) as handle:
             yield handle
 
     @contextmanager
-    def hold(self, handle: SessionHandle) -> Generator[SessionHandle, None, None]:
-        """Keeps a session in memory while the block runs. To be called right after `find`, with no await in between."""
+    def pin(self, handle: SessionHandle) -> Generator[SessionHandle, None, None]:
+        """Keeps a session in memory while the block runs. To be called right after `open`, with no await in between."""
         handle.users += 1
         try:
             yield handle
@@ -297,7 +297,7 @@ class SessionRegistry:
             self._count_bytes(handle)
             self._make_room()
 
-    async def find(self, session_id: str, create: NewSession | None = None) -> SessionHandle:
+    async def open(self, session_id: str, create: NewSession | None = None) -> SessionHandle:
         """`create` makes one where the journal has none."""
         while True:
             handle = self._live.get(session_id)
@@ -322,7 +322,7 @@ class SessionRegistry:
                 raise
             session = create(session_id)
             try:
-                await session.ready()
+                await session.wait_created()
             except SessionConflict:  # created since, by another gateway or by POST /sessions
                 if (live := self._live.get(session_id)) is not None:
                     return live

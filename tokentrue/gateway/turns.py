@@ -58,7 +58,7 @@ class TurnHandler:
         """The session of an access; a key that fits nothing does not learn whether the session exists."""
         create = self._services.new_default_session if access.may_create else None
         try:
-            handle = await self._services.sessions.find(access.session_id, create)
+            handle = await self._services.sessions.open(access.session_id, create)
         except SessionElsewhere as error:
             raise NotOpened(error) from error
         except SessionNotFound:
@@ -97,7 +97,7 @@ class TurnHandler:
         in_path: PathFields | None,
         clock: TurnClock,
     ) -> None:
-        with self._services.sessions.hold(await self.find(access)) as handle:
+        with self._services.sessions.pin(await self.find(access)) as handle:
             dialect = handle.dialects[name]
             handle.check_open()
             head, request = await self._read(dialect, handle, scope, receive)
@@ -112,7 +112,7 @@ class TurnHandler:
                     else:
                         work = self._answer(handle, dialect, head, request, send)
                     replies = await self._run_in_time(work)
-        self._note(dialect, handle.session.id, head, replies, clock)
+        self._record_turn(dialect, handle.session.id, head, replies, clock)
 
     async def _read(
         self, dialect: Dialect, handle: SessionHandle, scope: Scope, receive: Receive
@@ -174,7 +174,7 @@ class TurnHandler:
         return replies
 
     async def count_tokens(self, name: str, access: SessionAccess, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._services.sessions.hold(await self.find(access)) as handle:
+        with self._services.sessions.pin(await self.find(access)) as handle:
             dialect = cast("CountingDialect", handle.dialects[name])
             with self._services.bodies.reserve() as take:
                 decoded = dialect.decode_count(
@@ -186,7 +186,7 @@ class TurnHandler:
             rendered = await run_by_size(handle.session.renderer.render, chars, conversation, conversation.tools)
             await send_json(send, 200, dialect.build_count(len(rendered.token_ids)))
 
-    def _note(
+    def _record_turn(
         self, dialect: Dialect, session_id: str, head: RequestHead, replies: Sequence[Reply], clock: TurnClock
     ) -> None:
         """The metrics and the log line of a committed turn."""

@@ -47,7 +47,7 @@ class SessionHandlers:
             pin=config.pin if body.pin is None else body.pin,
             key_hash=hash_key(key),
         )
-        await session.ready()
+        await session.wait_created()
         self._services.sessions.add(session)
         return json_response(201, self._address(request, session_id, key))
 

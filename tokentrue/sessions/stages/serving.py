@@ -151,6 +151,6 @@ class StreamedMessage:
             deltas.append(Delta(call=index, arguments=arguments[len(shown["arguments"]) :]))
 
 
-def split_message(message: Message) -> Iterator[Delta]:
+def deltas_from_message(message: Message) -> Iterator[Delta]:
     """A whole message as deltas: for a recorded answer that is streamed again."""
     yield from StreamedMessage("", ()).finish(message)[0]
