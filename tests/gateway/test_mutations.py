@@ -497,9 +497,15 @@ def messages_are_cached_by_length(patch: Patch) -> None:
 
 
 def the_last_brace_is_shown_at_once(patch: Patch) -> None:
-    from tokentrue.renderers.parsing.partial_calls import JsonArguments
+    from tokentrue.renderers.parsing.calls import JsonCallReader
 
-    patch.setattr(JsonArguments, "read", lambda self, text, place: self._value.feed(text, place))
+    feed = JsonCallReader.feed
+
+    def feed_and_show(self: JsonCallReader, text: str) -> str:
+        shown = feed(self, text)
+        return shown + "}" if shown and self._arguments else shown
+
+    patch.setattr(JsonCallReader, "feed", feed_and_show)
 
 
 def seals_are_not_read(patch: Patch) -> None:

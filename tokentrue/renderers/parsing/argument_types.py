@@ -31,16 +31,10 @@ def list_parameter_schemas(tools: Tools | None) -> dict[str, Mapping[str, Any]]:
 def type_match(match: Any, schema: Any) -> Any:
     """The value of one matched parameter: as it says itself (DeepSeek's `string="true"`), else as the schema types
     it."""
-    declared = match.groupdict().get("string")
-    return (
-        type_value(match["value"], schema)
-        if declared is None
-        else read_declared(match["value"], is_string=declared == "true")
-    )
-
-
-def read_declared(value: Any, *, is_string: bool) -> Any:
-    if is_string:
+    declared, value = match.groupdict().get("string"), match["value"]
+    if declared is None:
+        return type_value(value, schema)
+    if declared == "true":
         return value
     try:
         return json.loads(value)

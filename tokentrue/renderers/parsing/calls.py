@@ -1,67 +1,258 @@
-"""Reads the body of a tool-call region: a list of calls, or the reason why it is none.
+"""Reads a tool call while it is written, and says when it has ended what it is: a call, or the reason why it is none.
 
-A call keeps the model's own spelling of its arguments where the format is JSON (spacing, key order, escapes), so that
-nothing is re-serialised. Where the format is untyped (XML-like), each value is typed by the tool's own JSON schema and
-stays a string otherwise.
+One reader per format takes the body in pieces, or at once; `feed` returns what of the arguments may be shown by then,
+`end` the call. A call is shown from its arguments' first brace on, once its name is known. In JSON formats the model's
+own text goes through (spacing, key order, escapes); in untyped formats each parameter goes out when it is whole,
+because its value needs its type. The last brace is kept back until the whole call has been read: what a client holds
+of a call that breaks off is never valid JSON, and cannot be taken for a call. What a reader does not know (`end` is
+None), and formats without a reader, `read_whole` reads by transformers' own content parsers.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, cast
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeAlias, cast
 
 import regex
 from transformers.utils.chat_parsing import content_parsers
 
 from tokentrue.renderers.json_types import is_object
-from tokentrue.renderers.parsing.argument_types import Schemas, read_declared, type_value
-from tokentrue.renderers.parsing.json_call import CallFailure, ParsedCall, read_json_call
-from tokentrue.renderers.parsing.partial_calls import CallFormat, ForeignField, JsonCallFormat
+from tokentrue.renderers.parsing.argument_types import Schemas, type_match, type_value
+from tokentrue.renderers.parsing.partial_json import JsonValueReader
 from tokentrue.types import Status
+
+ForeignField: TypeAlias = Any
+"""A field of a response template, as `transformers` compiles it: its attributes have no types."""
 
 _process_field: Callable[[str, ForeignField, dict[str, str]], Any] = cast("Any", content_parsers).process_field
 _NAMES, _ARGUMENTS = ("name", "function_name", "tool_name"), ("arguments", "parameters", "args", "input")
+_PLACEHOLDER = regex.compile(r"\{(\w+)(?:\.(\w+))?\}")
+_LITERAL_END = regex.compile(r"[\w<>/:｜]+\Z")
 _TRAILERS = regex.compile(r"\s*(?:</function>|</invoke>|</tool>)?\s*")
+_SPACE = " \t\r\n"
 
 
-def read_calls(
-    field: ForeignField,
-    body: str,
-    captures: Mapping[str, str],
-    schemas: Schemas,
-    *,
-    call_format: CallFormat | None = None,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParsedCall:
+    """`arguments` is JSON text, `values` what it says; `call_id` is empty unless the model wrote one."""
+
+    name: str
+    arguments: str
+    values: Mapping[str, Any]
+    call_id: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallFailure:
+    """Why a region is no call."""
+
+    status: Status
+    detail: str
+    name: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JsonCallFormat:
+    """Where a call in JSON has its name and its arguments: under a key of the body, or (None) captured and the whole
+    body."""
+
+    name: str | None
+    arguments: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TagCallFormat:
+    """A call whose body is one tag per parameter; `closing` is the text that every tag ends with."""
+
+    pattern: Any
+    closing: str
+
+
+CallFormat: TypeAlias = JsonCallFormat | TagCallFormat
+
+
+def find_call_format(field: ForeignField | None) -> CallFormat | None:
+    """None where a call can only be read whole: several in one list, or a dialect of JSON that must be translated
+    first."""
+    if field is None or field.transform_each or not is_object(field.transform):
+        return None
+    function: Mapping[str, Any] = field.transform.get("function", field.transform)
+    name, arguments = (_read_placeholder(function.get(key)) for key in ("name", "arguments"))
+    if field.content == "json" and not field.content_args:
+        if name == ("name", None) and arguments == ("content", None):
+            return JsonCallFormat(name=None, arguments=None)
+        if name[0] == arguments[0] == "content" and name[1] and arguments[1]:
+            return JsonCallFormat(name=name[1], arguments=arguments[1])
+    if field.content == "xml-inline" and field.content_args.keys() == {"tag_pattern"} and name == ("name", None):
+        pattern: str = field.content_args["tag_pattern"]
+        closing = _LITERAL_END.search(pattern)
+        if arguments == ("content", None) and closing is not None:
+            return TagCallFormat(pattern=regex.compile(pattern, regex.DOTALL), closing=closing[0])
+    return None
+
+
+def _read_placeholder(text: object) -> tuple[str | None, str | None]:
+    found = _PLACEHOLDER.fullmatch(text) if isinstance(text, str) else None
+    return (found[1], found[2]) if found else (None, None)
+
+
+class CallReader(Protocol):
+    """`feed` returns the arguments' text that may be shown now; `name` and `call_id` are known by then. `end` returns
+    None where the body is not written in this format."""
+
+    name: str
+    call_id: str
+
+    def feed(self, text: str) -> str: ...
+
+    def end(self) -> ParsedCall | CallFailure | None: ...
+
+
+def start_call(call_format: CallFormat, captures: Mapping[str, str], schemas: Schemas) -> CallReader:
+    name, call_id = captures.get("name", "").strip(), _captured_id(captures)
+    if isinstance(call_format, TagCallFormat):
+        return TagCallReader(call_format, name, call_id, schemas.get(name, {}))
+    return JsonCallReader(call_format, name, call_id)
+
+
+def _captured_id(captures: Mapping[str, str]) -> str:
+    return captures.get("id") or captures.get("call_id") or ""
+
+
+class JsonCallReader:
+    """The body is the arguments, or an object that has the name and the arguments under keys of its own."""
+
+    def __init__(self, call_format: JsonCallFormat, name: str, call_id: str) -> None:
+        self.name, self.call_id = name if call_format.name is None else "", call_id
+        self._format = call_format
+        self._expected = "value" if call_format.arguments is None else "{"  # or "key", ":", ",", "end"
+        self._key = call_format.arguments  # of the value that is being read, or comes next
+        self._value: JsonValueReader | None = None  # of the key or value that is being read
+        self._text: list[str] = []  # of it
+        self._shows = False  # it is the arguments, and may be shown
+        self._keys: list[str | None] = []  # of the members so far
+        self._arguments = ""
+        self._is_lost = False
+
+    def feed(self, text: str) -> str:
+        place, shown = 0, ""
+        while place < len(text) and not self._is_lost:
+            if self._value is not None:
+                start, place = place, self._value.feed(text, place)
+                self._text.append(text[start:place])
+                if self._shows:
+                    shown = text[start : place - self._value.is_done]
+                self._is_lost = self._value.is_broken
+                if self._value.is_done:
+                    self._end_value()
+            elif text[place] in _SPACE:
+                place += 1
+            else:
+                place += self._read_structure(text[place])
+        return shown
+
+    def _read_structure(self, char: str) -> int:
+        """The number of characters that are read: a value's first one is left to its reader."""
+        if self._expected == "value" or (self._expected == "key" and char == '"'):
+            self._value, self._text = JsonValueReader(), []
+            is_first = self._expected == "value" and self._key == self._format.arguments not in self._keys
+            self._shows = is_first and char == "{" and bool(self.name)
+            return 0
+        if char == "}" and (self._expected == "," or (self._expected == "key" and not self._keys)):
+            self._expected = "end"
+        else:
+            self._is_lost = char != self._expected
+            self._expected = "value" if char == ":" else "key"
+        return 1
+
+    def _end_value(self) -> None:
+        text, self._value, self._shows = "".join(self._text), None, False
+        if self._expected == "key":
+            self._key, self._expected = json.loads(text), ":"
+            return
+        has_arguments = self._format.arguments in self._keys
+        self._keys.append(self._key)
+        self._expected = "end" if self._format.arguments is None else ","
+        if self._key == self._format.arguments:
+            self._arguments = self._arguments or text
+        elif text[0] == '"' and self._key == self._format.name:
+            self.name = self.name or json.loads(text).strip()
+        elif text[0] == '"' and self._key == "id" and not has_arguments:  # by then a stream has shown the call
+            self.call_id = self.call_id or json.loads(text)
+
+    def end(self) -> ParsedCall | CallFailure | None:
+        if self._is_lost or self._expected != "end" or self._format.arguments not in self._keys:
+            return None
+        if self._keys.count(self._format.arguments) > 1 or self._keys.count(self._format.name or "") > 1:
+            return CallFailure(status=Status.MALFORMED, detail="the call says its name or its arguments twice")
+        try:
+            values = json.loads(self._arguments)
+        except (ValueError, RecursionError):
+            return None
+        if not self.name or not is_object(values):
+            return None
+        return ParsedCall(name=self.name, arguments=self._arguments, values=values, call_id=self.call_id)
+
+
+class TagCallReader:
+    """One tag per parameter; each becomes a member of the arguments when it is whole."""
+
+    def __init__(self, call_format: TagCallFormat, name: str, call_id: str, schemas: Mapping[str, Any]) -> None:
+        self.name, self.call_id = name, call_id
+        self._format, self._schemas = call_format, schemas
+        self._text = ""  # after the last whole tag
+        self._outside: list[str] = []  # of all tags
+        self._values: dict[str, Any] = {}
+        self._twice: str | None = None
+        self._is_odd = False  # not as this format is written: nothing more is shown
+
+    def feed(self, text: str) -> str:
+        tail = len(self._text)
+        self._text += text
+        if self._text.find(self._format.closing, max(tail - len(self._format.closing) + 1, 0)) < 0:
+            return ""
+        shown, place = "", 0
+        for match in self._format.pattern.finditer(self._text):
+            self._outside.append(self._text[place : match.start()])
+            key, place = match["key"], match.end()
+            if key in self._values and self._twice is None:
+                self._twice = key
+            self._is_odd = self._is_odd or key in self._values or bool(self._outside[-1].strip(_SPACE))
+            value = type_match(match, self._schemas.get(key))
+            if self.name and not self._is_odd:
+                shown += _write_member(key, value, first=not self._values)
+            self._values[key] = value
+        self._text = self._text[place:]
+        return shown
+
+    def end(self) -> ParsedCall | CallFailure | None:
+        if not self.name:
+            return CallFailure(status=Status.MISSING_NAME, detail="call 0 has no name")
+        outside = "".join((*self._outside, self._text))
+        wrong = f"parameter {self._twice!r} is written twice" if self._twice is not None else ""
+        if not _TRAILERS.fullmatch(outside):
+            wrong = f"text outside the parameters: {outside.strip()[:60]!r}"
+        if wrong:
+            return CallFailure(status=Status.MALFORMED, detail=wrong, name=self.name)
+        text = json.dumps(self._values, ensure_ascii=False)
+        return ParsedCall(name=self.name, arguments=text, values=self._values, call_id=self.call_id)
+
+
+def _write_member(key: str, value: Any, *, first: bool) -> str:
+    """The next piece of the text that `json.dumps` gives for the whole object."""
+    return f"{'{' if first else ', '}{json.dumps(key, ensure_ascii=False)}: {json.dumps(value, ensure_ascii=False)}"
+
+
+def read_whole(
+    field: ForeignField, body: str, captures: Mapping[str, str], schemas: Schemas
 ) -> list[ParsedCall] | CallFailure:
-    """`call_format`: of this field, where it has one."""
-    if isinstance(call_format, JsonCallFormat) and (found := read_json_call(call_format, body, captures)) is not None:
-        return found if isinstance(found, CallFailure) else [found]
     try:
         value = _process_field(body, field, dict(captures))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return _diagnose(field, body, captures, schemas, error)
-    calls = _read_items(field, value, body, captures, schemas)
-    if isinstance(calls, CallFailure):
-        return calls
-    if field.content == "xml-inline" and (wrong := _find_left_over(field, body) or _find_duplicate(field, body)):
-        return CallFailure(status=Status.MALFORMED, detail=wrong, name=calls[0].name)
-    return calls
-
-
-def _find_duplicate(field: ForeignField, body: str) -> str:
-    if field.content_args.get("merge_duplicates"):
-        return ""
-    keys: list[str] = [
-        match["key"] for match in regex.finditer(field.content_args["tag_pattern"], body, flags=regex.DOTALL)
-    ]
-    twice = next((key for key in keys if keys.count(key) > 1), None)
-    return f"parameter {twice!r} is written twice" if twice is not None else ""
-
-
-def _find_left_over(field: ForeignField, body: str) -> str:
-    rest = regex.sub(field.content_args["tag_pattern"], "", body, flags=regex.DOTALL)
-    return "" if _TRAILERS.fullmatch(rest) else f"text outside the parameters: {rest.strip()[:60]!r}"
+    return _read_items(field, value, body, captures, schemas)
 
 
 def _read_items(
@@ -80,12 +271,10 @@ def _read_items(
 
 def _list_written_ids(field: ForeignField, body: str, captures: Mapping[str, str], count: int) -> list[str]:
     """Ids that the model wrote itself: captured by the opening pattern, or an `id` in the JSON."""
-    captured = captures.get("id") or captures.get("call_id") or ""
-    if (
-        captured or field.content != "json" or not _is_json(body) or "name" in captures
-    ):  # else the body is the arguments
+    captured = _captured_id(captures)
+    value = _load_json(body) if field.content == "json" and "name" not in captures else None
+    if captured or value is None:  # with a captured name the body is the arguments
         return [captured] * count
-    value = json.loads(body)
     items = cast("list[Any]", value) if isinstance(value, list) else [value]
     found = [item.get("id") if is_object(item) else None for item in items]
     return [id_ if isinstance(id_, str) else "" for id_ in found] if len(found) == count else [""] * count
@@ -115,29 +304,10 @@ def _read_item(field: ForeignField, item: Any, body: str, schemas: Schemas, plac
     if field.content == "json":
         spelled = spelled or _find_spelling(body, given)
     else:
-        given = _type_arguments(field, body, given, schemas.get(name, {}))
+        given = {key: type_value(value, schemas.get(name, {}).get(key)) for key, value in given.items()}
     written: Any = item.get("id") if is_object(item) else None
     text = spelled or json.dumps(given, ensure_ascii=False)
     return ParsedCall(name=name, arguments=text, values=dict(given), call_id=str(written) if written else "")
-
-
-def _type_arguments(
-    field: ForeignField, body: str, values: Mapping[str, Any], schemas: Mapping[str, Any]
-) -> dict[str, Any]:
-    declared = _read_declared_types(field, body)
-    return {
-        key: read_declared(value, is_string=declared[key]) if key in declared else type_value(value, schemas.get(key))
-        for key, value in values.items()
-    }
-
-
-def _read_declared_types(field: ForeignField, body: str) -> dict[str, bool]:
-    """Where each parameter says for itself whether it is a string (DeepSeek's `string="true"`)."""
-    pattern: str = field.content_args.get("tag_pattern", "")
-    if "(?P<string>" not in pattern:
-        return {}
-    found = regex.finditer(pattern, body, flags=regex.DOTALL)
-    return {match["key"]: match["string"] == "true" for match in found if match["string"] is not None}
 
 
 def _get_first(mapping: Mapping[str, Any], keys: Sequence[str]) -> Any:
@@ -146,28 +316,24 @@ def _get_first(mapping: Mapping[str, Any], keys: Sequence[str]) -> Any:
 
 def _find_spelling(body: str, values: Mapping[str, Any]) -> str:
     """The model's own text of the arguments inside `body`, or "" where they cannot be told apart."""
-    start = body.find("{")
-    if start < 0:
-        return ""
-    for begin in (
-        start,
-        *(match.end() for match in regex.finditer(r'"(?:arguments|parameters|args|input)"\s*:\s*', body)),
-    ):
+    places = [match.end() for match in regex.finditer(r'"(?:arguments|parameters|args|input)"\s*:\s*', body)]
+    for begin in (max(body.find("{"), 0), *places):
         try:
-            found, end = json.JSONDecoder(strict=False).raw_decode(body, begin)
+            found, end = json.JSONDecoder().raw_decode(body, begin)
+            is_equal = is_object(found) and json.dumps(found) == json.dumps(values)  # as text, NaN equals itself
         except (ValueError, RecursionError):
             continue
-        if found == values and isinstance(found, dict) and _is_json(body[begin:end]):
+        if is_equal:
             return body[begin:end]
     return ""
 
 
-def _is_json(text: str) -> bool:
+def _load_json(text: str) -> Any:
+    """None where it is no JSON."""
     try:
-        json.loads(text)
-    except ValueError:
-        return False
-    return True
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
 
 
 def _diagnose(

@@ -14,8 +14,8 @@ from tokentrue.errors import TemplateError
 from tokentrue.renderers.codec.token_bytes import TokenBytes, TokenTexts
 from tokentrue.renderers.families import PLAIN, Family
 from tokentrue.renderers.json_types import is_object
+from tokentrue.renderers.parsing.calls import CallFormat, ForeignField, find_call_format
 from tokentrue.renderers.parsing.markers import MarkerSet, compile_markers
-from tokentrue.renderers.parsing.partial_calls import CallFormat, ForeignField, find_call_format
 from tokentrue.types import Ids
 
 CALLS, BROKEN = "tool_calls", "broken_calls"
@@ -62,7 +62,7 @@ class Grammar:
     anchor: Pattern  # where the assistant's turn begins in a prompt
     delimiters: Mapping[str | None, tuple[Delimiter, ...]]
     layouts: Mapping[str, TextLayout]
-    call_format: CallFormat | None  # of a call that can be shown while it is written
+    call_format: CallFormat | None  # of a call that is read while it is written
     pieces: TokenBytes
     texts: TokenTexts
     markers: MarkerSet

@@ -9,11 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tokentrue.renderers.parsing.argument_types import list_parameter_schemas, type_match
-from tokentrue.renderers.parsing.calls import read_calls
+from tokentrue.renderers.parsing.argument_types import list_parameter_schemas
+from tokentrue.renderers.parsing.calls import CallFailure, CallReader, ParsedCall, read_whole, start_call
 from tokentrue.renderers.parsing.grammar import BROKEN, CALLS, Grammar, TextLayout
-from tokentrue.renderers.parsing.json_call import CallFailure, ParsedCall
-from tokentrue.renderers.parsing.partial_calls import PartialCall, start_call
 from tokentrue.types import Attempt, Delta, Ids, Status, Tools
 
 _SPACE = " \t\r\n"
@@ -58,9 +56,10 @@ class TextField:
 
 
 class MessageBuilder:
-    """The message that the client sees, and every call that the model tried to write."""
+    """The message that the client sees, and every call that the model tried to write. `early`: calls are shown while
+    they are written."""
 
-    def __init__(self, grammar: Grammar, tools: Tools | None, *, prompt_ids: Ids) -> None:
+    def __init__(self, grammar: Grammar, tools: Tools | None, *, prompt_ids: Ids, early: bool) -> None:
         self._grammar = grammar
         self._has_tools = tools is not None
         self._schemas = list_parameter_schemas(tools)
@@ -69,7 +68,10 @@ class MessageBuilder:
         self._texts: dict[str, TextField] = {}
         self._calls: list[dict[str, Any]] = []
         self._extra: dict[str, Any] = {}
-        self._partial: PartialCall | None = None  # the call that is being written, where it can be shown meanwhile
+        self._early = early
+        self._captures: Mapping[str, str] = {}  # of the open region
+        self._body: list[str] = []
+        self._reader: CallReader | None = None  # of the call that is being written
         self._shown_call: int | None = None  # its index, once it has been shown
         self._shown: list[str] = []  # of its arguments
         self.attempts: list[Attempt] = []
@@ -102,41 +104,36 @@ class MessageBuilder:
 
     # calls
 
-    def open_call(self, captures: Mapping[str, str]) -> None:
-        assert self._grammar.call_format is not None
-        self._partial = start_call(self._grammar.call_format, captures, self._type_match)
-        self._shown_call = None
+    def open_region(self, field: str, captures: Mapping[str, str]) -> None:
+        call_format = self._grammar.call_format if field == CALLS else None
+        self._reader = start_call(call_format, captures, self._schemas) if call_format is not None else None
+        self._captures, self._body, self._shown_call = captures, [], None
 
-    def add_call_text(self, text: str) -> list[Delta]:
-        """More of the body of the open call."""
-        if self._partial is None:
-            return []
-        arguments = self._partial.feed(_replace_surrogates(text))
-        if not arguments:
+    def add_body(self, text: str) -> list[Delta]:
+        """More of the body of the open region."""
+        text = _replace_surrogates(text)
+        self._body.append(text)
+        arguments = self._reader.feed(text) if self._reader is not None else ""
+        if self._reader is None or not arguments or not self._early:
             return []
         deltas: list[Delta] = []
         if self._shown_call is None:
             self._shown_call, self._shown = len(self._calls), []
-            deltas += self._append_call(self._partial.name, self._partial.call_id, "")
+            deltas += self._append_call(self._reader.name, self._reader.call_id, "")
         self._shown.append(arguments)
         return [*deltas, Delta(call=self._shown_call, arguments=arguments)]
 
-    def _type_match(self, name: str, match: Any) -> Any:
-        return type_match(match, self._schemas.get(name, {}).get(match["key"]))
-
-    def add_region(
-        self, field: str, body: str, *, captures: Mapping[str, str], closed: bool, raw: str, span: tuple[int, int]
-    ) -> list[Delta]:
-        """A region that has ended, `closed` by its own marker or not; `raw` is its text with its markers, `span` the
+    def close_region(self, field: str, *, closed: bool, raw: str, span: tuple[int, int]) -> list[Delta]:
+        """The open region has ended, `closed` by its own marker or not; `raw` is its text with its markers, `span` the
         tokens of that.
 
         A region that is no call becomes text; one that was already shown as a call stays the call that was shown.
         """
         if field not in (CALLS, BROKEN):
-            self._extra[field] = _replace_surrogates(body)
+            self._extra[field] = "".join(self._body)
             return []
-        calls = self._read(field, _replace_surrogates(body), captures, closed=closed)
-        shown, self._shown_call, self._partial = self._shown_call, None, None
+        calls = self._read(field, closed=closed)
+        shown, self._shown_call = self._shown_call, None
         if shown is not None:
             self._calls[shown]["function"]["arguments"] = "".join(self._shown)
             calls = self._check_shown(shown, calls)
@@ -158,20 +155,20 @@ class MessageBuilder:
             deltas += self._add_call(call, shown)
         return deltas
 
-    def _read(
-        self, field: str, body: str, captures: Mapping[str, str], *, closed: bool
-    ) -> list[ParsedCall] | CallFailure:
-        declared = self._grammar.fields[field]
-        unclosed = CallFailure(
-            status=Status.UNCLOSED, detail="the turn ended inside the call", name=captures.get("name")
-        )
+    def _read(self, field: str, *, closed: bool) -> list[ParsedCall] | CallFailure:
+        declared, name = self._grammar.fields[field], self._captures.get("name")
+        unclosed = CallFailure(status=Status.UNCLOSED, detail="the turn ended inside the call", name=name)
         if not closed and (field == BROKEN or declared.close_re is not None):
             return unclosed
+        body = "".join(self._body)
         if field == BROKEN:
             status = Status.MALFORMED if body.strip() else Status.MISSING_NAME
             return CallFailure(status=status, detail="not written as this model writes a call")
-        calls = read_calls(declared, body, captures, self._schemas, call_format=self._grammar.call_format)
-        return unclosed if isinstance(calls, CallFailure) and not closed else calls
+        call = self._reader.end() if self._reader is not None else None
+        calls = read_whole(declared, body, self._captures, self._schemas) if call is None else call
+        if isinstance(calls, CallFailure):
+            return calls if closed else unclosed
+        return [calls] if isinstance(calls, ParsedCall) else calls
 
     def _check_shown(self, shown: int, calls: list[ParsedCall] | CallFailure) -> list[ParsedCall] | CallFailure:
         """What has been read must be what has been shown."""

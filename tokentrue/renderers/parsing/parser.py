@@ -13,12 +13,12 @@ Wherever no call breaks off, `early` changes nothing but the deltas. Bytes that 
 
 from __future__ import annotations
 
-from tokentrue.renderers.parsing.grammar import CALLS, TEXT_FIELDS, Grammar
+from tokentrue.renderers.parsing.grammar import TEXT_FIELDS, Grammar
 from tokentrue.renderers.parsing.markers import ShieldedOffsets, unshield
 from tokentrue.renderers.parsing.message import MessageBuilder
 from tokentrue.renderers.parsing.scanner import (
-    CallOpened,
     RegionClosed,
+    RegionOpened,
     RegionScanner,
     RegionText,
     ScanEvent,
@@ -48,11 +48,8 @@ class Parser:
     ) -> None:
         self._grammar = grammar
         prompt_ids = prompt_ids if len(prompt_ids) else grammar.generation_ids
-        streamed = frozenset(name for name in grammar.fields if name in TEXT_FIELDS)
-        if early and grammar.call_format is not None:
-            streamed |= {CALLS}
-        self._message = MessageBuilder(grammar, tools, prompt_ids=prompt_ids)
-        self._scanner = RegionScanner(grammar, prefix=_find_opening(grammar, prompt_ids), streamed=streamed)
+        self._message = MessageBuilder(grammar, tools, prompt_ids=prompt_ids, early=early)
+        self._scanner = RegionScanner(grammar, prefix=_find_opening(grammar, prompt_ids))
         self._source = TokenSource(grammar)
         self._offsets = ShieldedOffsets()
         self._held_stop: int | None = (
@@ -96,14 +93,11 @@ class Parser:
         for event in events:
             if isinstance(event, RegionText):
                 text = unshield(event.text)
-                is_call = event.field == CALLS
-                deltas += (
-                    self._message.add_call_text(text)
-                    if is_call
-                    else self._message.add_text(TEXT_FIELDS[event.field], text)
-                )
-            elif isinstance(event, CallOpened):
-                self._message.open_call({name: unshield(value) for name, value in event.captures.items()})
+                name = TEXT_FIELDS.get(event.field)
+                deltas += self._message.add_body(text) if name is None else self._message.add_text(name, text)
+            elif isinstance(event, RegionOpened):
+                captures = {name: unshield(value) for name, value in event.captures.items()}
+                self._message.open_region(event.field, captures)
             elif isinstance(event, TextEnded):
                 self._end_text(event)
             else:
@@ -120,10 +114,8 @@ class Parser:
 
     def _close(self, event: RegionClosed) -> list[Delta]:
         start, end = self._offsets.true_offset(event.start), self._offsets.true_offset(event.end)
-        return self._message.add_region(
+        return self._message.close_region(
             event.field,
-            unshield(event.body),
-            captures={name: unshield(value) for name, value in event.captures.items()},
             closed=event.closed,
             raw=self._source.slice(start, end),
             span=self._source.find_tokens(start, end),

@@ -1,7 +1,7 @@
 """Splits a sampled text into the regions of a response template, while it is being sampled.
 
 A partial match of a delimiter is held back until more text decides it. A region that cannot be read as a call is not an
-error here: its body is handed on as it is. Memory does not grow with the text, except for the body of the open region.
+error here: its body is handed on as it is. Memory does not grow with the text.
 """
 
 from __future__ import annotations
@@ -9,23 +9,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeAlias
 
-from tokentrue.renderers.parsing.grammar import CALLS, TEXT_FIELDS, Delimiter, Grammar
+from tokentrue.renderers.parsing.grammar import TEXT_FIELDS, Delimiter, Grammar
 
 _LOOKBEHIND = 128  # characters kept before the scanned place, for patterns that look behind
 _TRIM_AT = 1024
 
 
+class RegionOpened(NamedTuple):
+    """A region that is no text begins."""
+
+    field: str
+    captures: Mapping[str, str]
+
+
 class RegionText(NamedTuple):
-    """More text of a region whose field is streamed."""
+    """More text of a region."""
 
     field: str
     text: str
-
-
-class CallOpened(NamedTuple):
-    """A call begins. Its body follows as `RegionText`, and again whole in `RegionClosed`."""
-
-    captures: Mapping[str, str]
 
 
 class TextEnded(NamedTuple):
@@ -44,40 +45,31 @@ class RegionClosed(NamedTuple):
     """
 
     field: str
-    body: str
-    captures: Mapping[str, str]
     start: int
     end: int
     closed: bool
 
 
-ScanEvent: TypeAlias = RegionText | CallOpened | TextEnded | RegionClosed
+ScanEvent: TypeAlias = RegionOpened | RegionText | TextEnded | RegionClosed
 Match: TypeAlias = Any
 
 
 class RegionScanner:
-    """`prefix` is what the prompt already wrote of this turn (an opened `<think>`); it sets the state and gives no
-    events.
+    """`prefix` is what the prompt already wrote of this turn (an opened `<think>`). It gives no events, except those of
+    a call that it leaves open. Offsets in events count characters of the text that was fed."""
 
-    Offsets in events count characters of the text that was fed. `streamed`: the fields whose text is wanted as it
-    comes.
-    """
-
-    def __init__(self, grammar: Grammar, *, prefix: str, streamed: frozenset[str]) -> None:
+    def __init__(self, grammar: Grammar, *, prefix: str) -> None:
         self._grammar = grammar
-        self._streamed: frozenset[str] = frozenset()
         self._events: list[ScanEvent] = []
         self._buffer, self._pos = prefix, 0
         self._base = -len(prefix)  # the offset of the buffer's first character
         self._field: str | None = grammar.implicit
         self._has_begun = False  # the open region has a marker or text of its own
-        self._captures: Mapping[str, str] = {}
-        self._body: list[str] = []
         self._opened_at = self._body_at = self._base
         if prefix:
             self._advance(at_end=False)
-            self._events.clear()
-        self._streamed = streamed
+            places = [place for place, event in enumerate(self._events) if isinstance(event, RegionOpened)]
+            self._events = self._events[places[-1] :] if self._field not in {None, *TEXT_FIELDS} and places else []
 
     @property
     def is_inside(self) -> bool:
@@ -137,7 +129,7 @@ class RegionScanner:
             if match is None:
                 continue
             start, end = match.span()
-            if not at_end and (match.partial or (end == edge and (start == end or not delimiter.is_final))):
+            if not at_end and (match.partial or (end == edge and start == end) or self._can_grow(delimiter, start)):
                 hold = min(hold, start)
                 continue
             key = (start, start - end, not delimiter.opens, delimiter.field)
@@ -147,21 +139,25 @@ class RegionScanner:
             best = None
         return best, hold
 
+    def _can_grow(self, delimiter: Delimiter, start: int) -> bool:
+        """Whether more text may make the match at `start` longer: all that follows it may belong to an optional end
+        (`</invoke>`, a line break, and perhaps the block's `</tool_calls>`)."""
+        if delimiter.is_final:
+            return False
+        return delimiter.pattern.fullmatch(self._buffer, start, partial=True) is not None
+
     def _append(self, text: str) -> None:
         if not text or self._field is None:
             return
         self._has_begun = True
-        if self._field in self._streamed:
-            self._events.append(RegionText(field=self._field, text=text))
-        if self._field not in TEXT_FIELDS:
-            self._body.append(text)
+        self._events.append(RegionText(field=self._field, text=text))
 
     def _open(self, field: str, match: Match) -> None:
-        self._field, self._has_begun, self._body = field, True, []
-        self._captures = {name: value for name, value in match.groupdict().items() if value is not None}
+        self._field, self._has_begun = field, True
         self._opened_at, self._body_at = self._base + match.start(), self._base + match.end()
-        if field == CALLS and CALLS in self._streamed:
-            self._events.append(CallOpened(captures=self._captures))
+        if field not in TEXT_FIELDS:
+            captures = {name: value for name, value in match.groupdict().items() if value is not None}
+            self._events.append(RegionOpened(field=field, captures=captures))
 
     def _close(self, body_end: int, *, closed: bool) -> None:
         """Ends the open region and goes back to the implicit one."""
@@ -171,12 +167,10 @@ class RegionScanner:
             self._events.append(
                 RegionClosed(
                     field=self._field,
-                    body="".join(self._body),
-                    captures=self._captures,
                     start=max(self._opened_at, 0),
                     end=max(self._base + self._pos, 0),
                     closed=closed,
                 )
             )
-        self._field, self._has_begun, self._captures, self._body = self._grammar.implicit, False, {}, []
+        self._field, self._has_begun = self._grammar.implicit, False
         self._opened_at = self._body_at = self._base + self._pos
