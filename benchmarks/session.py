@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Mapping
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 from tokentrue.ids import TokenIds
 from tokentrue.protocols import Streaming
@@ -19,6 +19,7 @@ from tokentrue.types import (
     Ids,
     Messages,
     Parsed,
+    Refusal,
     Rendered,
     Sampling,
     Tools,
@@ -33,8 +34,11 @@ class FreeRenderer:
 
     stop_token_ids = (STOP,)
     template_hash = tokenizer_hash = "sha256:free"
-    history = "keep"
+    history: Literal["keep", "template"] = "keep"
     _given = tuple(range(10, 10 + GIVEN))
+
+    def call_tag(self, tools: Tools, *, name: str | None = None) -> Refusal:
+        return Refusal(why="no_call_form", detail="calls are fixed")
 
     def render(self, messages: Messages, tools: Tools | None = None, *, template_kwargs: Any = None) -> Rendered:
         return Rendered(token_ids=TokenIds(self._given * len(messages)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from tokentrue.errors import EngineContractError
 from tokentrue.ids import TokenIds
@@ -48,6 +48,11 @@ class Renderer(Protocol):
     @property
     def tokenizer_hash(self) -> str: ...
 
+    @property
+    def history(self) -> Literal["keep", "template"]:
+        """Whether recorded turns stay as they are, or follow a template that rewrites them."""
+        ...
+
     def render(
         self, messages: Messages, tools: Tools | None = None, *, template_kwargs: TemplateKwargs | None = None
     ) -> Rendered: ...
@@ -75,6 +80,11 @@ class Renderer(Protocol):
 
     def encode_sampled(self, text: str) -> Sequence[int]:
         """Text as a model would write it, special tokens included; for scripts and probes."""
+        ...
+
+    def call_tag(self, tools: Tools, *, name: str | None = None) -> Mapping[str, Any] | Refusal:
+        """The structural tag that makes an engine sample at least one call of these tools (of tool `name`, and only
+        it)."""
         ...
 
 

@@ -133,7 +133,7 @@ class Session:
         self._pinned_sampling = (
             PinnedSampling.of(sampling) if _record is None else PinnedSampling(values=_record.sampling)
         )
-        follows: History = getattr(renderer, "history", "keep")
+        follows = renderer.history
         if history not in (None, follows):
             raise ConfigError(
                 f"history={history!r}, but the renderer was loaded with history={follows!r}: load it with the same one"

@@ -18,7 +18,7 @@ import pytest
 from outside_reasons import reason
 
 from tokentrue.errors import TokenTrueError
-from tokentrue.renderers.families.token_calls.harmony import correct_template
+from tokentrue.renderers.families.harmony import correct_template
 from tokentrue.renderers.load import renderer_of
 from tokentrue.renderers.messages import normalise_messages, normalise_tools
 from tokentrue.types import Extension

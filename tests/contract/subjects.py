@@ -19,7 +19,7 @@ import tokentrue as tt
 from tests import carriers, parts
 from tests.contract import dialects as d
 from tests.contract.dialects import Dialect, Harmony, Inkling
-from tokentrue.renderers.families.token_calls.harmony import correct_template
+from tokentrue.renderers.families.harmony import correct_template
 from tokentrue.renderers.load import renderer_of
 
 CHATML = "<|im_end|>"

@@ -15,6 +15,8 @@ from tokentrue.errors import SamplingError
 from tokentrue.providers import sglang, vllm
 from tokentrue.providers.hf import HFProvider
 from tokentrue.providers.transport.constraints import dump_settings
+from tokentrue.renderers.call_tag import make_call_tag
+from tokentrue.renderers.families import CallForm, Family
 from tokentrue.types import Sampling
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -100,3 +102,13 @@ def test_schemas_that_json_cannot_hold_are_the_clients_mistake(params: Callable[
 async def test_engines_that_cannot_constrain_refuse_by_name(tiny_model: Any, name: str) -> None:
     with pytest.raises(SamplingError, match=name):
         await HFProvider(tiny_model).generate([1, 2], Sampling(max_tokens=1, extra={name: ASKED}))
+
+
+def test_a_format_with_bare_names_can_be_enforced() -> None:
+    """A name is written as the family writes it: as a JSON string, or bare."""
+    form = CallForm(opening="<call ", begin="name=NAME>", end="</call>")
+    family = Family(name="bare", call_form=form)
+    tag = make_call_tag(family, qwen().codec, [TOOL], name=None)
+    assert not isinstance(tag, tt.Refusal)
+    (made,) = tag["format"]["elements"][1]["tags"]
+    assert (made["begin"], made["end"]) == ("<call name=look>", "</call>")

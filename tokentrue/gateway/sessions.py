@@ -114,9 +114,7 @@ class SessionHandle:
         if choice is None:
             return head
         name = cast("Mapping[str, Any]", choice)["function"]["name"] if isinstance(choice, Mapping) else None
-        call_tag = getattr(self.session.renderer, "call_tag", None)
-        unknown = Refusal(why="no_call_form", detail="this renderer knows no call format")
-        tag = call_tag(head.tools, name=name) if call_tag is not None else unknown
+        tag = self.session.renderer.call_tag(head.tools or (), name=name)
         if isinstance(tag, Refusal):
             raise MessageError(f"cannot be enforced: {tag.detail}", field="tool_choice")
         return replace(head, sampling=replace(head.sampling, extra={**head.sampling.extra, "tool_choice": tag}))

@@ -38,5 +38,12 @@ def make_call_tag(family: Family, codec: Codec, tools: Tools, *, name: str | Non
 
 def _make_tag(form: CallForm, function: Mapping[str, Any]) -> dict[str, Any]:
     schema = function.get("parameters") or function.get("input_schema") or {"type": "object"}
-    begin = form.opening + form.begin.replace("NAME", json.dumps(function["name"], ensure_ascii=False))
-    return {"type": "tag", "begin": begin, "content": {"type": "json_schema", "json_schema": schema}, "end": form.end}
+    name: str = function["name"]
+    quoted = json.dumps(name, ensure_ascii=False)
+    begin = form.begin.replace('"NAME"', quoted) if '"NAME"' in form.begin else form.begin.replace("NAME", name)
+    return {
+        "type": "tag",
+        "begin": form.opening + begin,
+        "content": {"type": "json_schema", "json_schema": schema},
+        "end": form.end,
+    }

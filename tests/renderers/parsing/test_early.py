@@ -12,10 +12,9 @@ import pytest
 import tokentrue as tt
 from tests import parts
 from tests.renderers.parsing.test_parsing import TOOLS, add_up, as_streamed
-from tokentrue.renderers.families import Clues, Family
-from tokentrue.renderers.families.json_calls import llama as llama_family
-from tokentrue.renderers.families.json_calls import mistral as mistral_family
-from tokentrue.renderers.families.xml_calls import qwen3_coder as coder_family
+from tokentrue.renderers.families import Clues, Family, chatml
+from tokentrue.renderers.families import llama as llama_family
+from tokentrue.renderers.families import mistral as mistral_family
 from tokentrue.renderers.parsing.grammar import compile_grammar
 from tokentrue.renderers.parsing.parser import Parser
 from tokentrue.types import Delta, Status
@@ -218,7 +217,7 @@ def test_other_families(name: str) -> None:
 
 def test_qwen3_coder() -> None:
     template = "<|im_start|><tool_call><function=<parameter="
-    r, grammar = of_family(coder_family.recognise(Clues(template=template, tokens=frozenset())))
+    r, grammar = of_family(chatml.recognise_coder(Clues(template=template, tokens=frozenset())))
     text = (
         "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis <b>\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
         "</function>\n</tool_call><|im_end|>"

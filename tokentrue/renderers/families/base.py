@@ -12,8 +12,8 @@ PLAIN: Mapping[str, Any] = {"start_anchor_pattern": r"\A(?!)", "fields": {"conte
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallForm:
-    """How the model writes a call, where that can be enforced: `opening`, then `name` in `begin`, the arguments in
-    JSON, `end`.
+    """How the model writes a call, where that can be enforced: `opening`, `begin` with the tool's name in place of
+    NAME (`"NAME"`: as a JSON string), the arguments in JSON, `end`.
 
     Only text that ordinary tokens can spell, or added tokens that are not special: engines keep special tokens out of
     their grammars.

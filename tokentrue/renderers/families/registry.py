@@ -7,11 +7,20 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from tokentrue.renderers.families import gemma, generic
+from tokentrue.renderers.families import (
+    chatml,
+    deepseek,
+    gemma,
+    generic,
+    glm,
+    harmony,
+    inkling,
+    kimi,
+    llama,
+    minimax,
+    mistral,
+)
 from tokentrue.renderers.families.base import Clues, Family, Recognise
-from tokentrue.renderers.families.json_calls import hermes, inkling, k2v3, llama, mistral, qwen3
-from tokentrue.renderers.families.token_calls import deepseek, harmony, kimi
-from tokentrue.renderers.families.xml_calls import glm, minimax, qwen3_coder
 
 FAMILIES: tuple[Recognise, ...] = (
     harmony.recognise,
@@ -20,10 +29,10 @@ FAMILIES: tuple[Recognise, ...] = (
     minimax.recognise,
     deepseek.recognise,
     glm.recognise,
-    qwen3_coder.recognise,
-    k2v3.recognise,
-    hermes.recognise,
-    qwen3.recognise,
+    chatml.recognise_coder,
+    chatml.recognise_k2v3,
+    chatml.recognise_hermes,
+    chatml.recognise_qwen3,
     mistral.recognise,
     llama.recognise,
     gemma.recognise,

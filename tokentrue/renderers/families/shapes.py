@@ -33,7 +33,7 @@ HERMES: Fields = {
 }
 """`<tool_call>⏎{"name": …, "arguments": {…}}⏎</tool_call>`"""
 
-HERMES_FORM = CallForm(opening="<tool_call>", begin='\n{"name": NAME, "arguments": ', end="}\n</tool_call>")
+HERMES_FORM = CallForm(opening="<tool_call>", begin='\n{"name": "NAME", "arguments": ', end="}\n</tool_call>")
 
 _BLOCK: Field = {"open": "<tool_call>", "close": "</tool_call>", "repeats": True}
 

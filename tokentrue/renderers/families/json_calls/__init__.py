@@ -1,1 +1,0 @@
-"""Families whose calls are JSON in the text."""

@@ -1,1 +1,0 @@
-"""Families whose calls stand between special tokens."""

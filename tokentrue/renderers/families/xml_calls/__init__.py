@@ -1,1 +1,0 @@
-"""Families whose calls are tags with one tag per argument."""
