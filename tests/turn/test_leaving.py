@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ import tokentrue as tt
 from tests.turn.letters import Letters, letters
 from tests.turn.test_matching import said, session_of
 from tests.turn.world import OPENING, Engine, renderer
-from tokentrue.errors import EngineUnreachable
+from tokentrue.errors import EngineContractError, EngineUnreachable
+from tokentrue.providers.scripted import invent_logprob
 from tokentrue.sessions import Journal
 from tokentrue.sessions.offload import INLINE_IDS
 from tokentrue.types import Chunk, TurnRequest
@@ -124,3 +126,29 @@ async def test_what_a_failed_engine_sampled_is_kept_when_the_caller_leaves_while
     await asyncio.wait([caller])
     (node,) = session.tree.in_order()
     assert (node.outcome, len(node.sampled_ids)) == ("engine_failed", INLINE_IDS)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_an_engine_whose_last_word_has_other_logprobs_is_refused(streamed: bool) -> None:
+    """The client was shown, and the record keeps, what came with the tokens."""
+
+    class Unsure(Engine):
+        async def stream(self, *args: Any, **kwargs: Any) -> AsyncIterator[Chunk]:
+            async for chunk in super().stream(*args, **kwargs):
+                if chunk.final is not None:
+                    chunk = Chunk(final=replace(chunk.final, logprobs=chunk.final.logprobs[::-1]))
+                yield chunk
+
+    answer = said("It is done.", "one step")
+    engine = Unsure([answer])
+    session = tt.Session(renderer=renderer("own"), provider=engine)
+    with pytest.raises(EngineContractError, match="differ"):
+        if streamed:
+            async for _ in session.stream(TurnRequest(messages=OPENING)):
+                pass
+        else:
+            await session.chat(OPENING)
+    (node,) = session.tree.nodes.values()
+    (prompt,) = engine.prompts
+    assert tuple(node.sampled_ids) == answer and node.outcome == "engine_failed"
+    assert list(node.logprobs) == [invent_logprob(i + len(prompt), token) for i, token in enumerate(answer)]

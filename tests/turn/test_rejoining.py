@@ -358,9 +358,14 @@ def name_no_node(rows: list[dict[str, Any]]) -> None:
     node["copies"][0][2] = "0" * 32
 
 
+def forget_copy(rows: list[dict[str, Any]]) -> None:
+    """The tokens may then be any."""
+    del next(node for node in rows[0]["metadata"]["tokentrue"]["nodes"] if "copies" in node)["copies"]
+
+
 @pytest.mark.parametrize("sealed", [False, True])
 @pytest.mark.parametrize(
-    "forge", [mark_copy, mark_copy_and_span, train_copy_as_sampled, name_another_node, name_no_node]
+    "forge", [mark_copy, mark_copy_and_span, train_copy_as_sampled, name_another_node, name_no_node, forget_copy]
 )
 async def test_a_forged_copy_is_found(forge: Any, sealed: bool) -> None:
     rows = await two_samples()

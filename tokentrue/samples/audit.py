@@ -256,7 +256,7 @@ def _check_session(sample: Sample, own: SealedRecord, session: _SessionAudit) ->
     if session.claimed is not None and session.claimed != own.coverage:
         yield _finding(sample, "samples of one session disagree about its coverage")
     session.claimed = session.claimed or own.coverage
-    at = 0
+    at, unnamed = 0, {(span.start, span.end) for span in sample.spans if span.why == "sampled_elsewhere"}
     for turn, node in enumerate(own.nodes):
         start, given_end, end = at, at + node.given, at + node.given + node.sampled
         at = end
@@ -270,6 +270,7 @@ def _check_session(sample: Sample, own: SealedRecord, session: _SessionAudit) ->
         for begin, stop, copied in node.copies:
             ids = TokenIds(sample.token_ids[start + begin : start + min(stop, node.given)])
             session.copies.append(_Copy(sample.sample_id, start + begin, start + stop, copied, ids.sha256()))
+            unnamed.discard((start + begin, start + stop))
         trained = sum(sample.loss_mask[given_end:end])
         if not trained:
             continue
@@ -278,6 +279,8 @@ def _check_session(sample: Sample, own: SealedRecord, session: _SessionAudit) ->
         if first != sample.sample_id:
             what = f"turn {turn}: trained here and in sample {first}"
             yield _finding(sample, what, given_end, end)
+    for start, end in sorted(unnamed):
+        yield _finding(sample, "given as sampled elsewhere, and no node is named that sampled it", start, end)
 
 
 def _check_copies(session: _SessionAudit) -> Iterator[AuditFinding]:

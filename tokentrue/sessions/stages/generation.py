@@ -122,7 +122,7 @@ class Choice:
                 if chunk.token_ids:
                     self._received.add(chunk)
                     yield chunk
-        if final is None or final.token_ids != self._received.token_ids:
+        if final is None or not self._received.is_all_of(final):
             raise EngineContractError("the engine's stream and its final answer differ")
         check_completion(final, self._prompt)
         self._completion = final
@@ -242,6 +242,10 @@ class _Received:
         self._logprobs.extend(chunk.logprobs)
         self._runs.append((len(chunk.token_ids), chunk.policy_version))
         self._masks.append(chunk.sampling_mask)
+
+    def is_all_of(self, final: Completion) -> bool:
+        """What was streamed, and what is recorded, are the same tokens with the same log-probabilities."""
+        return final.token_ids == self.token_ids and array("d", final.logprobs) == self._logprobs
 
     def completion(self, prompt_tokens: int) -> Completion | None:
         """An aborted one; None where nothing was reported."""
