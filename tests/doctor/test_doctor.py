@@ -15,7 +15,7 @@ from tests.doctor import engines as e
 from tests.doctor.faults import tiny_model
 from tokentrue.cli.inspect.doctor import write_page
 from tokentrue.cli.main import run
-from tokentrue.doctor import CAUSES, Finding, Reference, Report, Verdict, examine
+from tokentrue.doctor import CAUSES, DoctorReport, Finding, Reference, Verdict, examine
 from tokentrue.doctor.context import Examination
 from tokentrue.doctor.examine import FOLLOWS, settle
 from tokentrue.doctor.findings import cannot_tell, fault, ok
@@ -124,7 +124,7 @@ def test_the_page_escapes_what_an_engine_says(tmp_path: Path) -> None:
         probe="p", verdict=Verdict.FAULT, figure="<b>", fault="template", detail="<script>alert(1)</script>"
     )
     write_page(
-        Report(engine="vllm", model="m", facts={"id": "<i>"}, findings=(finding, cannot_tell("q", "&"))),
+        DoctorReport(engine="vllm", model="m", facts={"id": "<i>"}, findings=(finding, cannot_tell("q", "&"))),
         tmp_path / "page.html",
     )
     page = (tmp_path / "page.html").read_text()

@@ -12,7 +12,7 @@ from aiohttp.test_utils import TestServer
 from tests.doctor import engines as e
 from tests.doctor.faults import FAULTS, Case, tiny_model
 from tests.processor import MARKS
-from tokentrue.doctor import Report, examine, routes_for
+from tokentrue.doctor import DoctorReport, examine, routes_for
 from tokentrue.doctor.reference import load_model
 from tokentrue.providers import load
 from tokentrue.providers.hf import HFProvider
@@ -34,7 +34,7 @@ FAST = {  # of each kind of probe one; `make test-slow` tries the others
 }
 
 
-async def examined(case: Case, **options: Any) -> Report:
+async def examined(case: Case, **options: Any) -> DoctorReport:
     renderer = load_renderer(str(case.model))
     settings = {**case.options, **options}
     if case.provider is not None:
@@ -53,7 +53,7 @@ async def examined(case: Case, **options: Any) -> Report:
         await server.close()
 
 
-def shown(report: Report) -> str:
+def shown(report: DoctorReport) -> str:
     return "\n".join(f"{f.verdict} | {f.probe} | {f.figure} | {f.fault} | {f.detail}" for f in report.findings)
 
 

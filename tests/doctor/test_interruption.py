@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.doctor import engines as e
-from tokentrue.doctor import Reference, Report, examine
+from tokentrue.doctor import DoctorReport, Reference, examine
 from tokentrue.doctor.findings import Verdict
 from tokentrue.doctor.routes import NoRoutes
 from tokentrue.providers.exact import ExactProvider
@@ -70,7 +70,7 @@ class RawUnderPenalties(ExactProvider):
         )
 
 
-async def verdicts(provider: Any, **options: Any) -> tuple[Report, dict[str, Verdict]]:
+async def verdicts(provider: Any, **options: Any) -> tuple[DoctorReport, dict[str, Verdict]]:
     torch.set_num_threads(1)
     report = await examine(
         provider, load_renderer(str(e.CALCULATOR)), Reference.load(e.CALCULATOR), dtype="float32", **options

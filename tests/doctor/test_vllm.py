@@ -18,7 +18,7 @@ import pytest
 
 from tests.doctor import engines as e
 from tests.providers.test_vllm_real import serve
-from tokentrue.doctor import Reference, Report, examine, routes_for
+from tokentrue.doctor import DoctorReport, Reference, examine, routes_for
 from tokentrue.doctor.reference import load_model
 from tokentrue.providers import load
 from tokentrue.renderers import load_renderer
@@ -45,7 +45,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     process.wait(30)
 
 
-async def examined(url: str, model: Path, **options: Any) -> Report:
+async def examined(url: str, model: Path, **options: Any) -> DoctorReport:
     provider = load("vllm", url=url)
     routes = routes_for(provider, url)
     try:
@@ -56,7 +56,7 @@ async def examined(url: str, model: Path, **options: Any) -> Report:
         await provider.close()
 
 
-def shown(report: Report) -> str:
+def shown(report: DoctorReport) -> str:
     return "\n".join(f"{f.verdict} | {f.probe} | {f.figure} | {f.fault} | {f.detail}" for f in report.findings)
 
 

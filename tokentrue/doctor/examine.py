@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from tokentrue.doctor.context import Examination
-from tokentrue.doctor.findings import Finding, Report, Verdict, cannot_tell
+from tokentrue.doctor.findings import DoctorReport, Finding, Verdict, cannot_tell
 from tokentrue.doctor.fit import Spread, spread_of
 from tokentrue.doctor.layers import locate_difference
 from tokentrue.doctor.observations import Observation
@@ -48,7 +48,7 @@ async def examine(
     samples: Sequence[Sample] = (),
     interrupt: bool = False,
     on_progress: Progress = lambda _: None,
-) -> Report:
+) -> DoctorReport:
     """Runs every probe. `dtype` is what the engine should compute in (the dtype that the model was saved in by
     default).
 
@@ -85,7 +85,7 @@ async def examine(
     if samples:
         on_progress("samples")
         findings += probe_samples(exam, samples)
-    return Report(
+    return DoctorReport(
         engine=provider.name, model=str(reference.source or ""), facts=facts, findings=tuple(settle(findings))
     )
 

@@ -55,7 +55,7 @@ def cannot_tell(probe: str, why: str) -> Finding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class DoctorReport:
     """All findings of one run, in the order of the probes."""
 
     engine: str

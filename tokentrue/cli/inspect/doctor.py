@@ -20,7 +20,7 @@ from tokentrue.errors import ConfigError
 from tokentrue.providers.registry import IN_PROCESS, REMOTE, list_names
 
 if TYPE_CHECKING:
-    from tokentrue.doctor import Report
+    from tokentrue.doctor import DoctorReport
     from tokentrue.types import Sample
 
 COLOURS = {"ok": "green", "fault": "bold red", "cannot_tell": "yellow"}
@@ -106,7 +106,7 @@ async def _run(
     *,
     interrupt: bool,
     quiet: bool,
-) -> Report:
+) -> DoctorReport:
     from rich.console import Console
 
     from tokentrue.doctor import Reference, examine, routes_for
@@ -166,7 +166,7 @@ def _read_samples(path: Path | None, model: str) -> list[Sample]:
     return samples
 
 
-def write_page(report: Report, path: Path) -> None:
+def write_page(report: DoctorReport, path: Path) -> None:
     from tokentrue import viewer
 
     tables = {
@@ -187,7 +187,7 @@ def write_page(report: Report, path: Path) -> None:
     viewer.write_report(path, page)
 
 
-def _show(report: Report, output: Path | None) -> None:
+def _show(report: DoctorReport, output: Path | None) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
