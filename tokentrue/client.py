@@ -12,13 +12,14 @@ environment.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import time
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 from urllib.parse import quote
 
 import httpx
@@ -52,13 +53,7 @@ class SessionSamples:
     coverage: Coverage
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Request:
-    """One administrative call: what both clients send."""
-
-    method: str
-    path: str
-    body: Mapping[str, Any] | None = None
+Request: TypeAlias = tuple[str, str, Mapping[str, Any] | None]  # method, path and body
 
 
 class _Connection:
@@ -77,20 +72,22 @@ class _Connection:
             "headers": {"authorization": f"Bearer {key}"} if key else {},
         }
 
-    def unreachable(self, error: httpx.TransportError) -> GatewayUnreachable:
+    def unreachable(self, error: Exception) -> GatewayUnreachable:
+        if isinstance(error, GatewayUnreachable):  # it answered, with a failure of its own
+            return error
         return GatewayUnreachable(
             f"no gateway is reachable at {self.url}: {error or type(error).__name__}; is `tokentrue serve` running?"
         )
 
 
-def _encode_body(request: _Request) -> dict[str, Any]:
-    if request.body is None:
+def _encode_body(body: Mapping[str, Any] | None) -> dict[str, Any]:
+    if body is None:
         return {}
-    body = {name: freeze(value, name) for name, value in request.body.items()}
-    return {"content": dumps(body), "headers": {"content-type": "application/json"}}
+    content = dumps({name: freeze(value, name) for name, value in body.items()})
+    return {"content": content, "headers": {"content-type": "application/json"}}
 
 
-def _decode_answer(request: _Request, response: httpx.Response) -> Any:
+def _decode_answer(method: str, path: str, response: httpx.Response) -> Any:
     """The JSON of a successful answer; any other becomes a typed error with the gateway's message."""
     if response.is_success:
         return orjson.loads(response.content) if response.content else None
@@ -98,42 +95,37 @@ def _decode_answer(request: _Request, response: httpx.Response) -> Any:
         message = orjson.loads(response.content)["error"]["message"]
     except (orjson.JSONDecodeError, KeyError, TypeError):
         message = response.text[:300]
-    problem = f"{request.method} {request.path}: the gateway answered {response.status_code}: {message}"
+    problem = f"{method} {path}: the gateway answered {response.status_code}: {message}"
     if response.status_code in (401, 403):
         raise ConfigError(f"{problem}; give admin_key=, or set {ADMIN_KEY}")
+    if response.status_code >= 500:
+        raise GatewayUnreachable(problem)
     raise BY_STATUS.get(response.status_code, GatewayError)(problem)
 
 
-def _open_request(**fields: Any) -> _Request:
-    return _Request(method="POST", path="/sessions", body=_without_none(fields))
-
-
-def _list_request(limit: int, offset: int, group: str | None, after: Mapping[str, Any] | None) -> _Request:
+def _list_request(limit: int, offset: int, group: str | None, after: Mapping[str, Any] | None) -> Request:
     path = f"/sessions?limit={limit}&offset={offset}"
     if group:
         path += f"&group={_quote(group, 'group')}"
     if after is not None:
         path += f"&after={after['created']!r},{_quote(after['session_id'], 'after')}"
-    return _Request(method="GET", path=path)
+    return "GET", path, None
 
 
-def _state_request(session_id: str) -> _Request:
-    return _Request(method="GET", path=_path_of(session_id))
+def _samples_request(session_id: str) -> Request:
+    return "GET", f"{session_path(session_id)}/samples", None
 
 
-def _samples_request(session_id: str) -> _Request:
-    return _Request(method="GET", path=f"{_path_of(session_id)}/samples")
+def _reward_request(session_id: str, **fields: Any) -> Request:
+    return "POST", f"{session_path(session_id)}/reward", _without_none(fields)
 
 
-def _reward_request(session_id: str, **fields: Any) -> _Request:
-    return _Request(method="POST", path=f"{_path_of(session_id)}/reward", body=_without_none(fields))
+def _end_request(session_id: str, *, purge: bool) -> Request:
+    return "DELETE", session_path(session_id) + ("?purge=true" if purge else ""), None
 
 
-def _end_request(session_id: str, *, purge: bool) -> _Request:
-    return _Request(method="DELETE", path=_path_of(session_id) + ("?purge=true" if purge else ""))
-
-
-def _path_of(session_id: str) -> str:
+def session_path(session_id: str) -> str:
+    """Where a session is, as part of a URL."""
     return f"/sessions/{_quote(session_id, 'session_id')}"
 
 
@@ -141,9 +133,6 @@ def _quote(text: str, field: str) -> str:
     if not is_utf8(text):
         raise MessageError(f"must be Unicode text without lone surrogates, got {text!r}", field=field)
     return quote(text, safe="")
-
-
-_READY = _Request(method="GET", path="/ready")
 
 
 def _without_none(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -191,7 +180,7 @@ class ClientSession(_SessionAddress):
         return self._sdk("anthropic", "Anthropic", options)
 
     def reward(self, reward: float, *, leaf: str | None = None, metadata: Mapping[str, Any] | None = None) -> None:
-        self._client.call(_reward_request(self.id, reward=reward, leaf=leaf, metadata=metadata))
+        self._client.call(*_reward_request(self.id, reward=reward, leaf=leaf, metadata=metadata))
 
     def samples(self) -> list[Sample]:
         return self.result().samples
@@ -200,16 +189,16 @@ class ClientSession(_SessionAddress):
         return self.result().coverage
 
     def result(self) -> SessionSamples:
-        return _samples_from(self._client.call(_samples_request(self.id)))
+        return _samples_from(self._client.call(*_samples_request(self.id)))
 
     def state(self) -> dict[str, Any]:
         """The session's tree of nodes, coverage and state, as GET /sessions/{id} gives it."""
-        return self._client.call(_state_request(self.id))
+        return self._client.call("GET", session_path(self.id))
 
     def end(self, *, purge: bool = False) -> None:
         """No further turn is admitted; samples stay readable unless `purge`."""
         self.close()
-        self._client.call(_end_request(self.id, purge=purge))
+        self._client.call(*_end_request(self.id, purge=purge))
 
     def close(self) -> None:
         """Closes the SDK clients of this session, and leaves the session open."""
@@ -255,7 +244,7 @@ class Client:
             "training": training,
             "pin": pin,
         }
-        return ClientSession(self, self.call(_open_request(**settings)))
+        return ClientSession(self, self.call("POST", "/sessions", _without_none(settings)))
 
     @contextmanager
     def session(self, **settings: Any) -> Generator[ClientSession, None, None]:
@@ -273,43 +262,44 @@ class Client:
     ) -> list[dict[str, Any]]:
         """Newest first. `after`, an item of an earlier list: those behind it. Unlike `offset` it leaves none out and
         gives none twice while sessions are opened and purged."""
-        answer = self.call(_list_request(limit, offset, group, after))
+        answer = self.call(*_list_request(limit, offset, group, after))
         return cast("list[dict[str, Any]]", answer["sessions"])
 
     def session_state(self, session_id: str) -> dict[str, Any]:
         """What GET /sessions/{id} gives."""
-        return self.call(_state_request(session_id))
+        return self.call("GET", session_path(session_id))
 
     def session_samples(self, session_id: str) -> SessionSamples:
-        return _samples_from(self.call(_samples_request(session_id)))
+        return _samples_from(self.call(*_samples_request(session_id)))
 
     def reward_session(self, session_id: str, reward: float, *, group: str | None = None) -> None:
         """Of a session that another program opened. `group` names its group where it has none."""
-        self.call(_reward_request(session_id, reward=reward, group=group))
+        self.call(*_reward_request(session_id, reward=reward, group=group))
 
     def end_session(self, session_id: str) -> None:
         """No further turn is admitted; samples stay readable."""
-        self.call(_end_request(session_id, purge=False))
+        self.call(*_end_request(session_id, purge=False))
 
     def delete_session(self, session_id: str) -> None:
         """Ends the session and deletes everything sampled in it."""
-        self.call(_end_request(session_id, purge=True))
+        self.call(*_end_request(session_id, purge=True))
 
     def wait_until_ready(self, *, timeout_s: float = 60.0) -> None:
         """Returns when the gateway and its engine are ready; raises GatewayUnreachable after `timeout_s`."""
         end = time.monotonic() + timeout_s
         while True:
             try:
-                self.call(_READY)
+                self.call("GET", "/ready")
                 return
-            except (GatewayError, GatewayUnreachable) as error:
+            except GatewayError as error:
                 if time.monotonic() > end:
                     raise GatewayUnreachable(f"not ready after {timeout_s:g} s: {error}") from error
             time.sleep(0.2)
 
-    def call(self, request: _Request) -> Any:
+    def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """The JSON that any administrative route answers."""
         try:
-            return _decode_answer(request, self._http.request(request.method, request.path, **_encode_body(request)))
+            return _decode_answer(method, path, self._http.request(method, path, **_encode_body(body)))
         except httpx.TransportError as error:
             raise self._connection.unreachable(error) from error
 
@@ -330,7 +320,7 @@ class AsyncClientSession(_SessionAddress):
     async def reward(
         self, reward: float, *, leaf: str | None = None, metadata: Mapping[str, Any] | None = None
     ) -> None:
-        await self._client.call(_reward_request(self.id, reward=reward, leaf=leaf, metadata=metadata))
+        await self._client.call(*_reward_request(self.id, reward=reward, leaf=leaf, metadata=metadata))
 
     async def samples(self) -> list[Sample]:
         return (await self.result()).samples
@@ -339,16 +329,16 @@ class AsyncClientSession(_SessionAddress):
         return (await self.result()).coverage
 
     async def result(self) -> SessionSamples:
-        return _samples_from(await self._client.call(_samples_request(self.id)))
+        return _samples_from(await self._client.call(*_samples_request(self.id)))
 
     async def state(self) -> dict[str, Any]:
         """The session's tree of nodes, coverage and state, as GET /sessions/{id} gives it."""
-        return await self._client.call(_state_request(self.id))
+        return await self._client.call("GET", session_path(self.id))
 
     async def end(self, *, purge: bool = False) -> None:
         """No further turn is admitted; samples stay readable unless `purge`."""
         await self.close()
-        await self._client.call(_end_request(self.id, purge=purge))
+        await self._client.call(*_end_request(self.id, purge=purge))
 
     async def close(self) -> None:
         """Closes the SDK clients of this session, and leaves the session open."""
@@ -357,10 +347,11 @@ class AsyncClientSession(_SessionAddress):
 
 
 class AsyncClient:
-    """`Client` with `await`."""
+    """`Client` with `await`. `retries` is how often a call is repeated while the gateway is away."""
 
-    def __init__(self, url: str, admin_key: str | None = None, *, timeout_s: float = 600.0) -> None:
+    def __init__(self, url: str, admin_key: str | None = None, *, timeout_s: float = 600.0, retries: int = 0) -> None:
         self._connection = _Connection(url, admin_key, timeout_s)
+        self._retries = retries
         self._http = httpx.AsyncClient(**self._connection.options, limits=httpx.Limits(max_connections=None))
 
     async def __aenter__(self) -> AsyncClient:
@@ -383,8 +374,7 @@ class AsyncClient:
         training: bool | None = None,
         pin: Sequence[str] | None = None,
     ) -> AsyncClientSession:
-        """A new session, which stays open until `end`. `training=False` admits sampling that no trainer can score;
-        `pin=["system"]` keeps the first system prompt of each conversation."""
+        """See `Client.open`."""
         settings = {
             "session_id": session_id,
             "group": group,
@@ -394,7 +384,7 @@ class AsyncClient:
             "training": training,
             "pin": pin,
         }
-        return AsyncClientSession(self, await self.call(_open_request(**settings)))
+        return AsyncClientSession(self, await self.call("POST", "/sessions", _without_none(settings)))
 
     @asynccontextmanager
     async def session(self, **settings: Any) -> AsyncGenerator[AsyncClientSession, None]:
@@ -411,44 +401,47 @@ class AsyncClient:
         self, *, limit: int = 100, offset: int = 0, group: str | None = None, after: Mapping[str, Any] | None = None
     ) -> list[dict[str, Any]]:
         """See `Client.sessions`."""
-        answer = await self.call(_list_request(limit, offset, group, after))
+        answer = await self.call(*_list_request(limit, offset, group, after))
         return cast("list[dict[str, Any]]", answer["sessions"])
 
     async def session_state(self, session_id: str) -> dict[str, Any]:
         """What GET /sessions/{id} gives."""
-        return await self.call(_state_request(session_id))
+        return await self.call("GET", session_path(session_id))
 
     async def session_samples(self, session_id: str) -> SessionSamples:
-        return _samples_from(await self.call(_samples_request(session_id)))
+        return _samples_from(await self.call(*_samples_request(session_id)))
 
     async def reward_session(self, session_id: str, reward: float, *, group: str | None = None) -> None:
         """Of a session that another program opened. `group` names its group where it has none."""
-        await self.call(_reward_request(session_id, reward=reward, group=group))
+        await self.call(*_reward_request(session_id, reward=reward, group=group))
 
     async def end_session(self, session_id: str) -> None:
         """No further turn is admitted; samples stay readable."""
-        await self.call(_end_request(session_id, purge=False))
+        await self.call(*_end_request(session_id, purge=False))
 
     async def delete_session(self, session_id: str) -> None:
         """Ends the session and deletes everything sampled in it."""
-        await self.call(_end_request(session_id, purge=True))
+        await self.call(*_end_request(session_id, purge=True))
 
     async def wait_until_ready(self, *, timeout_s: float = 60.0) -> None:
         """Returns when the gateway and its engine are ready; raises GatewayUnreachable after `timeout_s`."""
         end = time.monotonic() + timeout_s
         while True:
             try:
-                await self.call(_READY)
+                await self.call("GET", "/ready")
                 return
-            except (GatewayError, GatewayUnreachable) as error:
+            except GatewayError as error:
                 if time.monotonic() > end:
                     raise GatewayUnreachable(f"not ready after {timeout_s:g} s: {error}") from error
             await asyncio.sleep(0.2)
 
-    async def call(self, request: _Request) -> Any:
-        try:
-            return _decode_answer(
-                request, await self._http.request(request.method, request.path, **_encode_body(request))
-            )
-        except httpx.TransportError as error:
-            raise self._connection.unreachable(error) from error
+    async def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """The JSON that any administrative route answers."""
+        for attempt in itertools.count():
+            try:
+                return _decode_answer(method, path, await self._http.request(method, path, **_encode_body(body)))
+            except (httpx.TransportError, GatewayUnreachable) as error:
+                if attempt == self._retries:
+                    raise self._connection.unreachable(error) from error
+            await asyncio.sleep(min(4.0, 0.25 * 2**attempt))
+        raise AssertionError("unreachable: the last attempt returns or raises")

@@ -14,7 +14,7 @@ import pytest
 import tokentrue as tt
 from tests.gateway.world import Server, sampled_by, scripted_server
 from tokentrue.cli.inspect.samples import _session_names
-from tokentrue.client import AsyncClientSession, ClientSession, _Request
+from tokentrue.client import AsyncClientSession, ClientSession
 from tokentrue.errors import (
     ConfigError,
     GatewayError,
@@ -195,7 +195,7 @@ def test_a_list_that_is_read_page_by_page_gives_each_session_once_while_others_c
             listed += page
         assert [item["session_id"] for item in listed] == opened[::-1]
         with pytest.raises(GatewayError, match="after: must be"):
-            client.call(_Request(method="GET", path="/sessions?after=x"))
+            client.call("GET", "/sessions?after=x")
 
 
 def test_an_export_leaves_out_what_is_purged_meanwhile_and_nothing_else(server: Server) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
@@ -13,8 +14,7 @@ import pytest
 from tokentrue.app.wiring import ModelConfig, ServeConfig, ServerConfig
 from tokentrue.cluster import actors
 from tokentrue.cluster.rollout import Fleet, require_listener
-from tokentrue.cluster.training import FleetPlayer
-from tokentrue.environments import Plan, Rollout, RolloutConfig, Task, failed_rollout, plan_groups
+from tokentrue.environments import Plan, Rollout, RolloutConfig, Task, failed_rollout, plan_groups, run_groups
 from tokentrue.environments.http import GatewaySessions
 from tokentrue.errors import ConfigError, EngineUnreachable, SessionConflict
 
@@ -133,8 +133,8 @@ async def test_a_training_run_logs_the_tracebacks_of_its_actors(caplog: pytest.L
         return failed_rollout(plan, ValueError("the agent broke"), 0.0, session_id="s")
 
     worker = SimpleNamespace(play=SimpleNamespace(remote=play))
-    fleet: Any = SimpleNamespace(workers=[worker], gateways_of=lambda plan: [])
-    groups = await FleetPlayer(fleet).play_groups(PLANS[:4], lambda rollout: None)
+    fleet: Any = SimpleNamespace(_next_worker=itertools.cycle([worker]), gateways_of=lambda plan: [])
+    groups = await run_groups(lambda plan: Fleet.play(fleet, plan), PLANS[:4])
     assert [rollout.error for rollout in groups[0]] == ["ValueError: the agent broke"] * 4
     assert caplog.text.count("failed\nValueError: the agent broke") == 4
 

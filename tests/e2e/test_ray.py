@@ -3,6 +3,7 @@ lost."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import threading
@@ -29,7 +30,7 @@ def cluster() -> object:
 
 @pytest.mark.timeout(900)
 def test_killed_actors_cost_no_rollout_and_no_token(cluster: object, tmp_path: Path) -> None:
-    from tokentrue.cluster.rollout import Fleet
+    from tokentrue.cluster.rollout import Fleet, play_all
 
     config = RolloutConfig(
         environment="tests.e2e.slow:SlowCalculator", tasks=4, group_size=3, concurrency=4, timeout_s=600
@@ -51,7 +52,7 @@ def test_killed_actors_cost_no_rollout_and_no_token(cluster: object, tmp_path: P
 
     killer = threading.Thread(target=kill)
     killer.start()
-    fleet.play(plans, ended.append)
+    asyncio.run(play_all(fleet, plans, ended.append))
     killer.join()
     assert killed[0] < len(plans), "everything had ended before anything was killed"
     assert ray.get([fleet.workers[0].pid.remote(), fleet.gateways[1].pid.remote()]) != victims
@@ -100,8 +101,6 @@ def tokens(rollout: Rollout) -> list[list[int]]:
 
 def undisturbed(config: RolloutConfig, out: Path) -> dict[str, list[list[int]]]:
     """The same rollouts in one process, without Ray."""
-    import asyncio
-
     from tokentrue.cli.run.rollout import play
 
     ended: list[Rollout] = []

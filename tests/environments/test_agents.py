@@ -403,7 +403,7 @@ async def test_harbor_tasks_as_they_are(harbor: Path, tmp_path: Path, command: s
 
 
 def test_presets_say_how_to_start_and_what_changes() -> None:
-    from tokentrue.environments.agents.preset import SessionAddress
+    from tokentrue.environments.agents.presets import SessionAddress
 
     address = SessionAddress(openai="http://g/sessions/s/v1", root="http://g/sessions/s", api_key="the-key")
     for name in PRESETS:

@@ -12,7 +12,18 @@ import pytest
 
 from tests.gateway.world import scripted_server
 from tokentrue.app.rollout.rollouts import round_counts
-from tokentrue.environments import Plan, Split, Task, plan_groups, run_groups, run_one, run_plans, seed_of
+from tokentrue.client import AsyncClient
+from tokentrue.environments import (
+    Plan,
+    Split,
+    Task,
+    derive_seed,
+    plan_groups,
+    player_in,
+    run_groups,
+    run_one,
+    run_plans,
+)
 from tokentrue.environments.http import GatewaySessions
 from tokentrue.errors import ConfigError
 
@@ -61,7 +72,7 @@ class Moody:
 async def test_failures_and_time_outs_cost_their_own_rollout(caplog: pytest.LogCaptureFixture) -> None:
     sessions = Sessions()
     plans = plan_groups(Moody().tasks(3), n=4, seed=0)
-    groups = await run_groups(Moody(), plans, sessions, concurrency=5, timeout_s=0.3)
+    groups = await run_groups(player_in(Moody(), sessions, timeout_s=0.3), plans, concurrency=5)
     assert [[rollout.plan.index for rollout in group] for group in groups] == [[0, 1, 2, 3]] * 3
     for group in groups:
         assert [rollout.reward for rollout in group] == [0.0, None, None, 3.0]
@@ -112,7 +123,7 @@ def plan_tasks(*names: str) -> list[Plan]:
     ],
 )
 async def test_whatever_an_agent_raises_of_its_own_costs_its_own_rollout(name: str, error: str) -> None:
-    groups = await run_groups(Raising(), plan_tasks(name, "hangs", "is fine"), Sessions(), timeout_s=0.5)
+    groups = await run_groups(player_in(Raising(), Sessions(), timeout_s=0.5), plan_tasks(name, "hangs", "is fine"))
     own, hung, fine = [group[0] for group in groups]
     assert (own.error, hung.error, fine.error) == (error, "timed out after 0.5 s", None)
     assert own.trace.encode("utf-8").startswith(b"Traceback") and not hung.trace
@@ -142,7 +153,9 @@ async def test_no_session_of_a_failed_rollout_stays_open(tmp_path: Path) -> None
         for resume in (False, True):
             sessions = GatewaySessions(server.url, sampling={}, admin_key=server.admin_key, resume=resume)
             async with sessions:
-                groups = await run_groups(Raising(), plan_tasks("hangs", "names a file"), sessions, timeout_s=0.5)
+                groups = await run_groups(
+                    player_in(Raising(), sessions, timeout_s=0.5), plan_tasks("hangs", "names a file")
+                )
                 assert all(group[0].error for group in groups)
                 if not resume:
                     playing = asyncio.create_task(run_one(Raising(), plan_tasks("h")[0], sessions, timeout_s=60))
@@ -168,7 +181,7 @@ def test_an_id_that_no_file_can_hold_is_refused() -> None:
 async def test_closing_early_cancels_what_still_runs() -> None:
     sessions = Sessions()
     plans = plan_groups(Moody().tasks(2), n=4, seed=0)
-    stream = run_plans(Moody(), plans, sessions, concurrency=8, timeout_s=60)
+    stream = run_plans(player_in(Moody(), sessions, timeout_s=60), plans, concurrency=8)
     await anext(stream)
     await stream.aclose()
     assert sessions.open_now == 0
@@ -188,11 +201,11 @@ async def test_a_pin_that_is_set_reaches_the_gateway_and_an_empty_one_too(
 ) -> None:
     sent: list[Any] = []
 
-    async def call(self: GatewaySessions, method: str, path: str, body: Any = None) -> Any:
+    async def call(self: AsyncClient, method: str, path: str, body: Any = None) -> Any:
         sent.append(body)
         return {"session_id": "s", "base_url": "http://127.0.0.1:1", "api_key": "k"}
 
-    monkeypatch.setattr(GatewaySessions, "call", call)
+    monkeypatch.setattr(AsyncClient, "call", call)
     plan = plan_groups([Task(task_id="a", prompt="", data=asked)], n=1, seed=0)[0]
     async with (
         GatewaySessions("http://127.0.0.1:1", sampling={"temperature": 0.5}, pin=pin) as sessions,
@@ -208,4 +221,4 @@ def test_seeds_depend_on_the_rollout_and_nothing_else() -> None:
     assert [plan.seed for plan in one] == [plan.seed for plan in two[2:]]
     assert len({plan.seed for plan in two}) == 4
     assert plan_groups([Task(task_id="a", prompt="")], n=1, seed=3, tag="r1")[0].seed != one[0].seed
-    assert seed_of(1, "x") == seed_of(1, "x") < 2**31
+    assert derive_seed(1, "x") == derive_seed(1, "x") < 2**31

@@ -167,19 +167,18 @@ def is_conflict_or_absence(error: Exception) -> bool:
 
 def is_absence(trouble: BaseException) -> bool:
     """Whether a gateway or its actor was not there, as against refusing or the agent failing."""
-    import aiohttp
     import httpx
     import openai
     import ray.exceptions
 
-    from tokentrue.errors import EngineUnreachable
+    from tokentrue.errors import EngineUnreachable, GatewayUnreachable
 
     kinds = (
         openai.APIConnectionError,
         openai.InternalServerError,
         httpx.TransportError,
-        aiohttp.ClientConnectionError,
         EngineUnreachable,
+        GatewayUnreachable,
         ray.exceptions.RayActorError,
         ConnectionError,
     )

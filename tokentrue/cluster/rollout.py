@@ -7,8 +7,10 @@ that died continue on the others. Nothing here knows about tokens.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
+import itertools
 import re
 import secrets
 import socket
@@ -18,7 +20,7 @@ from typing import Any
 
 from tokentrue.app.rollout.settings import RolloutRun
 from tokentrue.app.wiring import ServeConfig, ServerConfig
-from tokentrue.environments import Plan, Rollout, log_failure
+from tokentrue.environments import Plan, Rollout, run_plans
 from tokentrue.errors import ConfigError, EngineError
 
 JOIN_S = 30.0
@@ -50,31 +52,17 @@ class Fleet:
         self.workers = [
             placed(worker_class, places, number).remote(settings.rollout, admin_key) for number in range(workers)
         ]
+        self._next_worker = itertools.cycle(self.workers)
 
     def gateways_of(self, plan: Plan) -> list[Any]:
         """The one that the rollout is pinned to, by its key alone; then those that could take it over."""
         first = int(hashlib.sha256(plan.key.encode()).hexdigest()[:8], 16) % len(self.gateways)
         return [*self.gateways[first:], *self.gateways[:first]] if self._is_shared else [self.gateways[first]]
 
-    def play(self, plans: Sequence[Plan], on_rollout: Callable[[Rollout], None]) -> None:
-        """Hands out every rollout, and reports each as it ends."""
-        running = [
-            self.workers[number % len(self.workers)].play.remote(plan, self.gateways_of(plan))
-            for number, plan in enumerate(plans)
-        ]
-        while running:
-            ended, running = self._ray.wait(running, num_returns=1)
-            for reference in ended:
-                rollout = self._result(reference)
-                log_failure(rollout)
-                on_rollout(rollout)
-
-    def _result(self, reference: Any) -> Rollout:
-        """A rollout's own failure is in its result; what raises here is an actor that cannot even start."""
-        try:
-            return self._ray.get(reference)
-        except self._ray.exceptions.RayError as error:
-            raise EngineError(f"Ray could not run the rollouts: {str(error).strip().splitlines()[-1]}") from error
+    async def play(self, plan: Plan) -> Rollout:
+        """On the next worker. A rollout's own failure is in its result."""
+        worker = next(self._next_worker)
+        return await await_actor(worker.play.remote(plan, self.gateways_of(plan)), "run the rollouts")
 
     def stop(self) -> None:
         for actor in (*self.workers, *self.gateways):
@@ -108,9 +96,22 @@ def play_on_ray(
     with attach(address):
         fleet = Fleet(settings, gateways=settings.gateways, workers=settings.workers)
         try:
-            fleet.play(plans, on_rollout)
+            asyncio.run(play_all(fleet, plans, on_rollout))
         finally:
             fleet.stop()
+
+
+async def play_all(fleet: Fleet, plans: Sequence[Plan], on_rollout: Callable[[Rollout], None]) -> None:
+    async for rollout in run_plans(fleet.play, plans):
+        on_rollout(rollout)
+
+
+async def await_actor(reference: Any, task: str) -> Any:
+    """What an actor answers; raises EngineError where it cannot even start."""
+    try:
+        return await reference
+    except import_ray().exceptions.RayError as error:
+        raise EngineError(f"Ray could not {task}: {str(error).strip().splitlines()[-1]}") from error
 
 
 @contextlib.contextmanager

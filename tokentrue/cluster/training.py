@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import os
 import secrets
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -23,8 +23,7 @@ from tokentrue.app.rollout.settings import RolloutRun
 from tokentrue.app.training.settings import TrainRun
 from tokentrue.app.training.setup import engine_for
 from tokentrue.app.wiring import REMOTE
-from tokentrue.cluster.rollout import Fleet, attach, import_ray
-from tokentrue.environments import Plan, Rollout, group_rollouts, log_failure
+from tokentrue.cluster.rollout import Fleet, attach, await_actor, import_ray
 from tokentrue.errors import ConfigError, EngineError
 
 REPEATED = {
@@ -70,25 +69,6 @@ def start_newest(ray: Any, name: str) -> Any:
     return ray.remote(num_cpus=0, max_concurrency=64, name=name, **alive)(NewestWeights).remote()
 
 
-class FleetPlayer:
-    """Plays a round's rollouts on the fleet's workers, each through its own gateway."""
-
-    def __init__(self, fleet: Fleet) -> None:
-        self._fleet = fleet
-
-    async def play_groups(self, plans: Sequence[Plan], on_rollout: Callable[[Rollout], None]) -> list[list[Rollout]]:
-        workers = self._fleet.workers
-
-        async def play(number: int, plan: Plan) -> Rollout:
-            worker = workers[number % len(workers)]
-            rollout = await answer_of(worker.play.remote(plan, self._fleet.gateways_of(plan)), "run the rollouts")
-            log_failure(rollout)
-            on_rollout(rollout)
-            return rollout
-
-        return group_rollouts(plans, await asyncio.gather(*(play(number, plan) for number, plan in enumerate(plans))))
-
-
 class FleetSink:
     """A WeightSink: every gateway's engine."""
 
@@ -101,7 +81,7 @@ class FleetSink:
         held = await asyncio.to_thread(lambda: {name: tensor.detach().cpu().contiguous() for name, tensor in weights})
         reference = await asyncio.to_thread(self._ray.put, held)
         self._held = ([reference], version)
-        await answer_of(self._newest.put.remote(*self._held), "keep the weights")
+        await await_actor(self._newest.put.remote(*self._held), "keep the weights")
         await asyncio.gather(*(self._publish(gateway, reference, version) for gateway in self._fleet.gateways))
 
     @contextlib.asynccontextmanager
@@ -117,23 +97,16 @@ class FleetSink:
         while True:
             await asyncio.sleep(KEEP_S)
             with contextlib.suppress(EngineError):  # publishing says so, too
-                if self._held is not None and not await answer_of(self._newest.is_known.remote(), "keep the weights"):
-                    await answer_of(self._newest.put.remote(*self._held), "keep the weights")
+                if self._held is not None and not await await_actor(self._newest.is_known.remote(), "keep the weights"):
+                    await await_actor(self._newest.put.remote(*self._held), "keep the weights")
 
     async def _publish(self, gateway: Any, reference: Any, version: int) -> None:
         """A gateway that dies meanwhile is waited for: Ray starts it again with the newest weights, and repeats the
         calls."""
-        await answer_of(gateway.publish.options(**REPEATED).remote(reference, version), "publish the weights")
-        found = await answer_of(gateway.version.options(**REPEATED).remote(), "publish the weights")
+        await await_actor(gateway.publish.options(**REPEATED).remote(reference, version), "publish the weights")
+        found = await await_actor(gateway.version.options(**REPEATED).remote(), "publish the weights")
         if found != version:
             raise EngineError(f"a gateway's engine has the weights of version {found}, not of {version}")
-
-
-async def answer_of(reference: Any, task: str) -> Any:
-    try:
-        return await reference
-    except import_ray().exceptions.RayError as error:
-        raise EngineError(f"Ray could not {task}: {str(error).strip().splitlines()[-1]}") from error
 
 
 @contextlib.asynccontextmanager
@@ -153,7 +126,7 @@ async def source_on_ray(settings: TrainRun, ranks: Any, *, address: str) -> Asyn
         sink = FleetSink(fleet, newest)
         try:
             async with sink.keep_newest():
-                yield RolloutRounds(settings.rollout, FleetPlayer(fleet)), Publisher(sink), None
+                yield RolloutRounds(settings.rollout, play=fleet.play), Publisher(sink), None
         finally:
             fleet.stop()
 

@@ -54,6 +54,6 @@ def digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def split_of(text: str) -> Split:
+def choose_split(text: str) -> Split:
     """Which split a task's text belongs to, from the text alone: no list to keep, no overlap possible."""
     return "heldout" if int(digest(text)[:8], 16) < HELDOUT_SHARE * 16**8 else "train"

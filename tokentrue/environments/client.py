@@ -22,11 +22,11 @@ async def ask(
         request["tools"] = list(tools)
     if not stream:
         answer = await client.chat.completions.create(**request)
-        return message_of(answer.choices[0].message)
+        return message_from_answer(answer.choices[0].message)
     return await message_from_stream(await client.chat.completions.create(**request, stream=True))
 
 
-def message_of(message: Any) -> dict[str, Any]:
+def message_from_answer(message: Any) -> dict[str, Any]:
     calls = message.tool_calls or ()
     plain = [
         {"id": c.id, "type": "function", "function": {"name": c.function.name, "arguments": c.function.arguments}}

@@ -15,8 +15,9 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
 
+from tokentrue.client import AsyncClient, session_path
 from tokentrue.environments.runner import Plan, session_settings
-from tokentrue.errors import ConfigError, EngineRejected, EngineUnreachable, SessionConflict, SessionNotFound
+from tokentrue.errors import ConfigError, SessionConflict
 
 END_S = 10.0  # to end the session of a rollout that failed
 SESSION_IN_PATH = re.compile(r"/sessions/([^/]+)/v1/")
@@ -36,8 +37,8 @@ class GatewaySession:
         self._owner = owner
 
     async def finish(self, reward: float) -> tuple[Sequence[Any], Mapping[str, Any]]:
-        await self._owner.call("POST", f"/sessions/{self.session_id}/reward", {"reward": reward})
-        answer = await self._owner.call("GET", f"/sessions/{self.session_id}/samples")
+        await self._owner.admin.reward_session(self.session_id, reward)
+        answer = await self._owner.admin.call("GET", f"{session_path(self.session_id)}/samples")
         return answer["samples"], answer["coverage"]
 
 
@@ -65,19 +66,16 @@ class GatewaySessions:
         self.base_url = base_url.rstrip("/")
         self._sampling = dict(sampling)
         self._pin = pin
-        self._admin_key = admin_key
-        self._headers = {"Authorization": f"Bearer {admin_key}"} if admin_key else {}
+        self.admin = AsyncClient(base_url, admin_key, timeout_s=timeout_s, retries=retries)
         self._purge = purge
         self._resume = resume and admin_key is not None
         self._is_retried = is_retried
         self._retries = retries
         self._timeout_s = timeout_s
         self._sent: Counter[tuple[str, str]] = Counter()
-        self._http: Any = None
         self._openai: Any = None
 
     async def __aenter__(self) -> GatewaySessions:
-        import aiohttp
         import httpx
 
         try:
@@ -91,14 +89,11 @@ class GatewaySessions:
         self._openai = openai.AsyncOpenAI(
             base_url=self.base_url, api_key="unset", http_client=http, max_retries=self._retries
         )
-        self._http = aiohttp.ClientSession(
-            timeout=aiohttp.ClientTimeout(total=self._timeout_s), connector=aiohttp.TCPConnector(limit=0)
-        )
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self._openai.close()
-        await self._http.close()
+        await self.admin.close()
 
     async def _name(self, request: Any) -> None:
         """Puts the Idempotency-Key on a model call. The client says which requests are its own retries."""
@@ -133,49 +128,28 @@ class GatewaySessions:
         return self._resume and (not isinstance(error, Exception) or self._is_retried(error))
 
     async def _end(self, session_id: str, *, purge: bool) -> None:
-        await self.call("DELETE", f"/sessions/{session_id}" + ("?purge=true" if purge else ""))
+        await (self.admin.delete_session if purge else self.admin.end_session)(session_id)
         self.forget(session_id)
 
     async def _create(self, plan: Plan) -> tuple[str, str, str]:
         settings = session_settings(plan, self._sampling, self._pin)
-        if self._resume and self._admin_key is not None:
-            session_id = resumed_id(plan)
-            try:
-                made = await self.call("POST", "/sessions", {**settings, "session_id": session_id})
-            except SessionConflict:  # it was begun before: an agent is given a key of this session, never the admin key
-                self.forget(session_id)
-                made = await self.call("POST", f"/sessions/{session_id}/key")
-            return session_id, f"{self.base_url}/sessions/{session_id}/v1", made["api_key"]
-        made = await self.call("POST", "/sessions", settings)
-        return made["session_id"], made["base_url"], made["api_key"]
+        if not self._resume:
+            made = await self.admin.open(**settings)
+            return made.id, made.base_url, made.api_key
+        session_id = resumed_id(plan)
+        try:
+            key = (await self.admin.open(**settings, session_id=session_id)).api_key
+        except SessionConflict:  # it was begun before: an agent is given a key of this session, never the admin key
+            self.forget(session_id)
+            key = (await self.admin.call("POST", f"{session_path(session_id)}/key"))["api_key"]
+        return session_id, f"{self.base_url}{session_path(session_id)}/v1", key
 
     async def read_ended(self, plan: Plan) -> tuple[str, float, Sequence[Any], Mapping[str, Any]]:
         """Session, reward, samples and coverage of a rollout that has ended before. Raises SessionConflict where it has
         not."""
         session_id = resumed_id(plan)
-        state = await self.call("GET", f"/sessions/{session_id}")
+        state = await self.admin.session_state(session_id)
         if state["state"] != "ended" or state["reward"] is None:
             raise SessionConflict(f"session {session_id!r} is in use")
-        answer = await self.call("GET", f"/sessions/{session_id}/samples")
+        answer = await self.admin.call("GET", f"{session_path(session_id)}/samples")
         return session_id, float(state["reward"]), answer["samples"], answer["coverage"]
-
-    async def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        import aiohttp
-
-        for attempt in range(self._retries + 1):
-            try:
-                return await self._call(method, path, body)
-            except (aiohttp.ClientConnectionError, EngineUnreachable) as error:
-                if attempt == self._retries:
-                    raise EngineUnreachable(f"no gateway at {self.base_url}: {error}") from error
-            await asyncio.sleep(min(4.0, 0.25 * 2**attempt))
-        raise AssertionError("unreachable: the last attempt returns or raises")
-
-    async def _call(self, method: str, path: str, body: Mapping[str, Any] | None) -> Any:
-        async with self._http.request(method, self.base_url + path, json=body, headers=self._headers) as answer:
-            if answer.status < 400:
-                return await answer.json() if answer.content_type == "application/json" else None
-            said = f"{method} {path}: the gateway answered {answer.status}: {(await answer.text())[:300]}"
-            if answer.status >= 500:
-                raise EngineUnreachable(said)
-            raise {404: SessionNotFound, 409: SessionConflict}.get(answer.status, EngineRejected)(said)

@@ -2,7 +2,7 @@
 training data.
 
 Invariants: the same `random.Random` state gives the same problem; every intermediate value of a right solution lies in
-0..99; a problem's split follows from its text (`base.split_of`), so held-out texts never reach a training generator.
+0..99; a problem's split follows from its text (`base.choose_split`), so held-out texts never reach a training generator.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from tokentrue.environments.base import Split, split_of
+from tokentrue.environments.base import Split, choose_split
 
 NAMES = ("Tom", "Ana", "Ben", "Eva", "Max", "Lea", "Sam", "Ida")
 THINGS = ("apples", "pens", "coins", "books", "cards", "eggs", "keys", "shells")
@@ -87,7 +87,7 @@ def problems(rng: random.Random, *, split: Split, steps: int | None = None) -> I
     """An endless stream of problems of one split."""
     while True:
         problem = draw_problem(rng, steps=steps)
-        if split_of(problem.text) == split:
+        if choose_split(problem.text) == split:
             yield problem
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-from tokentrue.environments.base import Split, Task, digest, split_of
+from tokentrue.environments.base import Split, Task, choose_split, digest
 from tokentrue.environments.tools import last_number
 from tokentrue.errors import ConfigError
 from tokentrue.json_lines import read_numbered_lines
@@ -58,7 +58,7 @@ def read_questions(path: str, split: Split) -> tuple[tuple[str, str], ...]:
         found = {(str(row["question"]), str(row["answer"])) for row in rows}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"questions: {path} is not a JSON-lines file of questions and answers: {error!r}") from error
-    kept = sorted(pair for pair in found if split_of(pair[0]) == split)
+    kept = sorted(pair for pair in found if choose_split(pair[0]) == split)
     if not kept:
         raise ConfigError(f"questions: {path} holds no question of the {split} split; write more than a few dozen")
     return tuple(kept)

@@ -10,10 +10,10 @@ import asyncio
 import hashlib
 import time
 import traceback
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from tokentrue.environments.base import Environment, Outcome, Task
 from tokentrue.environments.registry import LOG
@@ -69,7 +69,16 @@ class Sessions(Protocol):
     def open(self, plan: Plan) -> AbstractAsyncContextManager[OpenSession]: ...
 
 
-def seed_of(*parts: object) -> int:
+Player: TypeAlias = Callable[[Plan], Awaitable[Rollout]]
+"""Plays one rollout: here (`player_in`), or on another machine."""
+
+
+def player_in(environment: Environment, sessions: Sessions, *, timeout_s: float) -> Player:
+    """Plays rollouts of `environment` in this process."""
+    return lambda plan: run_one(environment, plan, sessions, timeout_s=timeout_s)
+
+
+def derive_seed(*parts: object) -> int:
     """A 31-bit seed that depends on nothing but its parts: rollouts repeat whatever else runs beside them."""
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:4]) >> 1
 
@@ -84,7 +93,8 @@ def plan_groups(tasks: Sequence[Task], *, n: int, seed: int, tag: str = "") -> l
             )
         group = f"{tag}/{task.task_id}" if tag else task.task_id
         plans += [
-            Plan(key=f"{group}/{i}", group=group, index=i, task=task, seed=seed_of(seed, group, i)) for i in range(n)
+            Plan(key=f"{group}/{i}", group=group, index=i, task=task, seed=derive_seed(seed, group, i))
+            for i in range(n)
         ]
     return plans
 
@@ -167,34 +177,23 @@ def escape_surrogates(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def log_failure(rollout: Rollout) -> None:
-    """Writes the traceback of a failed rollout to the log of this process, whatever process played it."""
-    if rollout.trace:
-        LOG.error("rollout %s failed\n%s", rollout.plan.key, rollout.trace)
-
-
-async def run_plans(
-    environment: Environment,
-    plans: Sequence[Plan],
-    sessions: Sessions,
-    *,
-    concurrency: int = 64,
-    timeout_s: float = 300.0,
-) -> AsyncIterator[Rollout]:
-    """Yields rollouts as they end. Closing the iterator cancels what still runs."""
-    gate = asyncio.Semaphore(concurrency)
+async def run_plans(play: Player, plans: Sequence[Plan], *, concurrency: int | None = None) -> AsyncIterator[Rollout]:
+    """Yields rollouts as they end, all at once where no `concurrency` is given. Closing the iterator cancels what still
+    runs."""
+    gate = asyncio.Semaphore(concurrency or max(1, len(plans)))
 
     async def guarded(plan: Plan) -> Rollout:
         async with gate:
-            return await run_one(environment, plan, sessions, timeout_s=timeout_s)
+            return await play(plan)
 
-    pending = {asyncio.create_task(guarded(plan)) for plan in plans}
+    pending = {asyncio.ensure_future(guarded(plan)) for plan in plans}
     try:
         while pending:
             done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 rollout = task.result()
-                log_failure(rollout)
+                if rollout.trace:  # in the log of this process, whatever process played it
+                    LOG.error("rollout %s failed\n%s", rollout.plan.key, rollout.trace)
                 yield rollout
     finally:
         for task in pending:
@@ -203,27 +202,18 @@ async def run_plans(
 
 
 async def run_groups(
-    environment: Environment,
+    play: Player,
     plans: Sequence[Plan],
-    sessions: Sessions,
     *,
-    concurrency: int = 64,
-    timeout_s: float = 300.0,
-    on_rollout: Callable[[Rollout], None] | None = None,
+    concurrency: int | None = None,
+    on_rollout: Callable[[Rollout], None] = lambda _: None,
 ) -> list[list[Rollout]]:
     """All rollouts, by group in the order of `plans` and by index within a group, whatever order they ended in."""
     ended: dict[str, Rollout] = {}
-    async for rollout in run_plans(environment, plans, sessions, concurrency=concurrency, timeout_s=timeout_s):
+    async for rollout in run_plans(play, plans, concurrency=concurrency):
         ended[rollout.plan.key] = rollout
-        if on_rollout is not None:
-            on_rollout(rollout)
-    return group_rollouts(plans, ended.values())
-
-
-def group_rollouts(plans: Sequence[Plan], ended: Iterable[Rollout]) -> list[list[Rollout]]:
-    """By group in the order of `plans`."""
-    by_key = {rollout.plan.key: rollout for rollout in ended}
+        on_rollout(rollout)
     groups: dict[str, list[Rollout]] = {}
     for plan in plans:
-        groups.setdefault(plan.group, []).append(by_key[plan.key])
+        groups.setdefault(plan.group, []).append(ended[plan.key])
     return list(groups.values())

@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from tokentrue.environments.base import Split, Task, digest, split_of
+from tokentrue.environments.base import Split, Task, choose_split, digest
 from tokentrue.environments.client import work
 from tokentrue.environments.problems import draw_price_list
 from tokentrue.environments.tools import CALCULATOR, PRICES, calculate, last_number
@@ -28,7 +28,7 @@ class Shop:
         while len(found) < count:
             prices = draw_price_list(rng)
             key = f"{prices.text}\n{prices.listing}"
-            if split_of(key) == split:
+            if choose_split(key) == split:
                 data = {"listing": prices.listing}
                 found.append(
                     Task(task_id=f"{self.name}/{digest(key)[:12]}", prompt=prices.text, answer=prices.answer, data=data)

@@ -8,19 +8,21 @@ import os
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 from tokentrue.environments import (
     Environment,
     Plan,
+    Player,
     Rollout,
     RolloutConfig,
     Sessions,
     Task,
+    derive_seed,
     load_environment,
     plan_groups,
+    player_in,
     run_groups,
-    seed_of,
     session_settings,
 )
 from tokentrue.environments.http import GatewaySessions
@@ -115,15 +117,6 @@ class Share:
         return tasks[len(tasks) * self.rank // self.world : len(tasks) * (self.rank + 1) // self.world]
 
 
-@runtime_checkable
-class GroupPlayer(Protocol):
-    """Plays rollouts elsewhere, with environments and gateways of its own."""
-
-    async def play_groups(self, plans: Sequence[Plan], on_rollout: Callable[[Rollout], None]) -> list[list[Rollout]]:
-        """All rollouts, by group in the order of `plans`."""
-        ...
-
-
 class RolloutRounds:
     """Round j draws its own tasks and seeds from the run's seed and j alone, so that a resumed run samples the same
     rounds.
@@ -134,16 +127,22 @@ class RolloutRounds:
     def __init__(
         self,
         config: RolloutConfig,
-        sessions: Sessions | GroupPlayer,
+        sessions: Sessions | None = None,
         *,
+        play: Player | None = None,
         on_rollout: Callable[[Rollout], None] | None = None,
         keep: Path | None = None,
         share: Share | None = None,
     ) -> None:
-        """`keep` names a JSON-lines file that every sample is added to."""
+        """Rollouts are played in `sessions`, or by `play`. `keep` names a JSON-lines file that every sample is added
+        to."""
         self.config = config
         self.environment: Environment = load_environment(config.environment, config.options)
-        self.sessions = sessions
+        self._concurrency = config.concurrency if play is None else None  # a fleet's workers bound their own
+        if play is None:
+            assert sessions is not None
+            play = player_in(self.environment, sessions, timeout_s=config.timeout_s)
+        self._play = play
         self.tally = Tally()
         self._on_rollout = on_rollout
         self._keep = keep
@@ -171,26 +170,15 @@ class RolloutRounds:
         these are on."""
         again = (attempt,) if attempt else ()
         tasks = self.environment.tasks(
-            self.config.tasks, seed=seed_of(self.config.seed, number, *again), split=self.config.split
+            self.config.tasks, seed=derive_seed(self.config.seed, number, *again), split=self.config.split
         )
         drawn = [task for place, task in enumerate(self._share.of(tasks)) if place in places]
         tag = "-".join([f"round-{number:05d}", *map(str, again)])
-        groups = await self._play(plan_groups(drawn, n=self.config.group_size, seed=self.config.seed, tag=tag))
+        plans = plan_groups(drawn, n=self.config.group_size, seed=self.config.seed, tag=tag)
+        groups = await run_groups(self._play, plans, concurrency=self._concurrency, on_rollout=self._add)
         if self._keep is not None:
             append_jsonl(self._keep, (sample for group in groups for rollout in group for sample in rollout.samples))
         return groups
-
-    async def _play(self, plans: Sequence[Plan]) -> list[list[Rollout]]:
-        if isinstance(self.sessions, GroupPlayer):
-            return await self.sessions.play_groups(plans, self._add)
-        return await run_groups(
-            self.environment,
-            plans,
-            self.sessions,
-            concurrency=self.config.concurrency,
-            timeout_s=self.config.timeout_s,
-            on_rollout=self._add,
-        )
 
     def _require_enough(self, number: int, played: Sequence[Sequence[Rollout]]) -> None:
         """Raises EngineError where too many rollouts failed, or none made a sample."""
@@ -247,13 +235,12 @@ async def evaluate(
     tasks: int,
     attempts: int = 1,
     share: Share | None = None,
-    on_rollout: Callable[[Rollout], None] | None = None,
+    on_rollout: Callable[[Rollout], None] = lambda _: None,
 ) -> list[list[float]]:
     """Rewards of each of the fixed held-out tasks; a rollout that failed has 0."""
     environment = load_environment(config.environment, config.options)
     drawn = (share or Share()).of(environment.tasks(tasks, seed=0, split="heldout"))
     plans = plan_groups(drawn, n=attempts, seed=0, tag="evaluation")
-    groups = await run_groups(
-        environment, plans, sessions, concurrency=config.concurrency, timeout_s=config.timeout_s, on_rollout=on_rollout
-    )
+    play = player_in(environment, sessions, timeout_s=config.timeout_s)
+    groups = await run_groups(play, plans, concurrency=config.concurrency, on_rollout=on_rollout)
     return [[rollout.reward or 0.0 for rollout in group] for group in groups]

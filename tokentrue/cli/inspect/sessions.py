@@ -15,6 +15,7 @@ from tokentrue.cli.words import count_of
 from tokentrue.errors import ConfigError, SessionNotFound
 
 if TYPE_CHECKING:
+    from tokentrue.client import Client
     from tokentrue.sessions.journal import SessionRecord
     from tokentrue.sessions.tree import Tree
 
@@ -39,12 +40,12 @@ def command(
     if limit < 0:
         raise ConfigError(f"--limit: {limit} must be at least 0")
     require_utf8("the session id", session_id or "")
-    opened = GatewaySessions(source) if source.startswith(("http://", "https://")) else JournalSource(source)
+    opened = open_source(source)
     try:
         if action == "list":
-            show_list(opened.list_sessions(limit), as_json=as_json)
+            show_list(opened.sessions(limit=limit), as_json=as_json)
         elif action == "show":
-            show_one(opened.read_session(str(session_id)), as_json=as_json)
+            show_one(opened.session_state(str(session_id)), as_json=as_json)
         else:
             opened.delete_session(str(session_id))
             print(
@@ -55,29 +56,16 @@ def command(
     return 0
 
 
-class GatewaySessions:
-    """A running gateway; the admin key comes from TOKENTRUE_ADMIN_KEY."""
+def open_source(source: str) -> Client | JournalSource:
+    """A running gateway (its admin key comes from TOKENTRUE_ADMIN_KEY), or a store."""
+    from tokentrue.client import Client
 
-    def __init__(self, url: str) -> None:
-        from tokentrue.client import Client
-
-        self._client = Client(url.rstrip("/").removesuffix("/v1"))
-
-    def list_sessions(self, limit: int) -> list[dict[str, Any]]:
-        return self._client.sessions(limit=limit)
-
-    def read_session(self, session_id: str) -> dict[str, Any]:
-        return self._client.session_state(session_id)
-
-    def delete_session(self, session_id: str) -> None:
-        self._client.delete_session(session_id)
-
-    def close(self) -> None:
-        self._client.close()
+    is_url = source.startswith(("http://", "https://"))
+    return Client(source.rstrip("/").removesuffix("/v1")) if is_url else JournalSource(source)
 
 
 class JournalSource:
-    """A store. Reading needs no lock; deleting is refused while a server uses the file, or a gateway on PostgreSQL owns
+    """A store, with the methods of `Client`. Reading needs no lock; deleting is refused while a server uses the file, or a gateway on PostgreSQL owns
     the session."""
 
     def __init__(self, store: str) -> None:
@@ -86,7 +74,7 @@ class JournalSource:
         self._store = require_store(store)
         self._journal = open_journal(self._store, read_only=True)
 
-    def list_sessions(self, limit: int) -> list[dict[str, Any]]:
+    def sessions(self, *, limit: int) -> list[dict[str, Any]]:
         from tokentrue.sessions.description import summarise_session
 
         found: list[dict[str, Any]] = []
@@ -95,7 +83,7 @@ class JournalSource:
                 found.append(summarise_session(*self._load(record.id)))
         return found
 
-    def read_session(self, session_id: str) -> dict[str, Any]:
+    def session_state(self, session_id: str) -> dict[str, Any]:
         from tokentrue.sessions.description import describe_session
 
         return describe_session(*self._load(session_id))

@@ -22,7 +22,7 @@ from tokentrue.app.rollout.files import Recorder, lines_of, trim_to_whole_groups
 from tokentrue.app.rollout.settings import RolloutRun, agent_settings, describe_environment, plan_rollouts, remember
 from tokentrue.cli.progress import loading, rollout_log
 from tokentrue.cli.words import count_of
-from tokentrue.environments import Plan, Rollout, load_environment, run_plans
+from tokentrue.environments import Plan, Rollout, load_environment, player_in, run_plans
 from tokentrue.errors import ConfigError
 from tokentrue.providers.registry import IN_PROCESS, REMOTE, list_names
 from tokentrue.types import Coverage
@@ -118,9 +118,8 @@ async def play(settings: RolloutRun, plans: list[Plan], on_rollout: OnRollout, *
     async with AsyncExitStack() as stack:
         with loading(f"{settings.model.shown}, engine {settings.engine.name}", quiet=quiet or settings.url is not None):
             sessions = await stack.enter_async_context(open_sessions(settings))
-        async for rollout in run_plans(
-            environment, plans, sessions, concurrency=config.concurrency, timeout_s=config.timeout_s
-        ):
+        player = player_in(environment, sessions, timeout_s=config.timeout_s)
+        async for rollout in run_plans(player, plans, concurrency=config.concurrency):
             on_rollout(rollout)
 
 

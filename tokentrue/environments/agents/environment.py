@@ -24,8 +24,7 @@ from urllib.parse import urlsplit
 
 from tokentrue.environments.agents.bridge import ENTER, PORT, open_bridge
 from tokentrue.environments.agents.bridge import INSIDE as BRIDGE
-from tokentrue.environments.agents.preset import SessionAddress
-from tokentrue.environments.agents.presets import load_preset
+from tokentrue.environments.agents.presets import SessionAddress, load_preset
 from tokentrue.environments.agents.process import CANNOT_RUN, GRACE_S, CommandResult, remove_container, run_command
 from tokentrue.environments.agents.sandbox import (
     DESCRIPTIONS,
@@ -43,7 +42,7 @@ from tokentrue.environments.agents.sandbox import (
     visible_programs,
 )
 from tokentrue.environments.agents.score import reward_from_command, reward_from_harbor
-from tokentrue.environments.agents.tasks import AgentTask, needs_image, of_split, read_tasks
+from tokentrue.environments.agents.tasks import AgentTask, needs_image, read_tasks, select_split
 from tokentrue.environments.agents.workspace import (
     Room,
     Workspace,
@@ -149,7 +148,7 @@ class CommandLineAgent:
 
     def tasks(self, count: int, *, seed: int = 0, split: Split = "train") -> Sequence[Task]:
         """The file's order where all are asked for, else a draw without repeats that depends on the seed alone."""
-        chosen = of_split(self.all_tasks, split)
+        chosen = select_split(self.all_tasks, split)
         if count < len(chosen):
             chosen = random.Random(f"{self.name}/{split}/{seed}").sample(chosen, count)
         made = [task.as_task for task in chosen]

@@ -155,6 +155,6 @@ def needs_image(task: AgentTask) -> bool:
     return task.tests is not None and task.source is not None and (task.source / "Dockerfile").exists()
 
 
-def of_split(tasks: Sequence[AgentTask], split: Split) -> list[AgentTask]:
+def select_split(tasks: Sequence[AgentTask], split: Split) -> list[AgentTask]:
     """Tasks without a held-out part serve for both."""
     return [task for task in tasks if task.split == split] or list(tasks)

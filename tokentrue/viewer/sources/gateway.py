@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import time
-import urllib.error
-import urllib.parse
-import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import orjson
-
-from tokentrue.errors import ConfigError, SessionNotFound
-from tokentrue.samples import sample_from_json
+from tokentrue.errors import ConfigError, GatewayError
 from tokentrue.samples.assemble import reward_of_path
 from tokentrue.samples.shape import decode
 from tokentrue.types import Coverage
@@ -32,28 +26,19 @@ class GatewaySource:
     live = True
 
     def __init__(self, url: str, *, key: str | None) -> None:
-        self._base = url.rstrip("/").removesuffix("/v1").removesuffix("/view")
-        self.name = self._base.partition("://")[2]
-        self._key = key
-        self._summaries: dict[str, tuple[Any, SessionSummary]] = {}
-        self._get("/sessions?limit=1")  # a wrong address or key is a start-up error
+        from tokentrue.client import Client
 
-    def _get(self, path: str) -> Any:
-        url = self._base + path
-        request = urllib.request.Request(url, headers={"Authorization": f"Bearer {self._key}"} if self._key else {})
+        address = url.rstrip("/").removesuffix("/v1").removesuffix("/view")
+        self.name = address.partition("://")[2]
+        self._client = Client(address, key, timeout_s=TIMEOUT_S)
+        self._summaries: dict[str, tuple[Any, SessionSummary]] = {}
         try:
-            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
-                return orjson.loads(answer.read())
-        except urllib.error.HTTPError as error:
-            if error.code == 404:
-                raise SessionNotFound(f"{url}: no such session") from error
-            cure = "; set TOKENTRUE_ADMIN_KEY" if error.code in {401, 403} else ""
-            raise ConfigError(f"{url}: HTTP {error.code}{cure}") from error
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{url}: {error}; is the gateway running?") from error
+            self._client.sessions(limit=1)
+        except GatewayError as error:  # a wrong address is a start-up error
+            raise ConfigError(str(error)) from error
 
     def list_sessions(self, *, offset: int, limit: int) -> tuple[list[SessionSummary], int]:
-        page = self._get(f"/sessions?offset={offset}&limit={limit}")
+        page = self._client.call("GET", f"/sessions?offset={offset}&limit={limit}")
         deadline = time.monotonic() + BUDGET_S
         return [self._summary(item, time.monotonic() < deadline) for item in page["sessions"]], page["total"]
 
@@ -64,31 +49,24 @@ class GatewaySource:
             return known[1]
         if not in_time:
             return _view_from_json({**listed, "nodes": [], "coverage": {"sampled": 0, "trained": 0}}).summary
-        summary = _view_from_json(self._get(f"/sessions/{urllib.parse.quote(name)}")).summary
+        summary = _view_from_json(self._client.session_state(name)).summary
         self._summaries[name] = (listed, summary)
         return summary
 
     def load_session(self, session_id: str) -> SessionView:
-        name = urllib.parse.quote(session_id)
-        view = _view_from_json(self._get(f"/sessions/{name}"))
-        samples = [
-            sample_from_json(item, f"session {session_id}")
-            for item in self._get(f"/sessions/{name}/samples")["samples"]
-        ]
+        view = _view_from_json(self._client.session_state(session_id))
+        samples = self._client.session_samples(session_id).samples
         return replace(view, branches=view_from_samples(samples).branches) if samples else view
 
     def load_group(self, group: str) -> list[SessionView]:
         found: list[SessionView] = []
-        offset = 0
-        while page := self._get(f"/sessions?offset={offset}&limit={PAGE}&group={urllib.parse.quote(group)}")[
-            "sessions"
-        ]:
-            offset += len(page)
+        page: list[dict[str, Any]] = []
+        while page := self._client.sessions(limit=PAGE, group=group, after=page[-1] if page else None):
             found += [self.load_session(item["session_id"]) for item in page if item["group"] == group]
         return found
 
     def close(self) -> None:
-        pass
+        self._client.close()
 
 
 def _view_from_json(shown: Mapping[str, Any]) -> SessionView:

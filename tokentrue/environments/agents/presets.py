@@ -1,0 +1,242 @@
+"""Presets of command-line agents: how each is started against a session, and what it changes from turn to turn.
+Anything else is a command of the user's with `{task}` in it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from tokentrue.errors import ConfigError
+
+MODEL = "policy"  # the name that agents ask for; the gateway serves its one model under any name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionAddress:
+    """Where one session is: `openai` ends in /v1, `root` is the base URL of Anthropic and Google clients."""
+
+    openai: str
+    root: str
+    api_key: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentLaunch:
+    """One start of an agent. Files are texts by their path in the agent's home and in its working directory."""
+
+    arguments: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict[str, str])
+    home_files: Mapping[str, str] = field(default_factory=dict[str, str])
+    work_files: Mapping[str, str] = field(default_factory=dict[str, str])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentPreset:
+    """`program` is the executable's name and `install` the command that brings it. `changes` says what the agent alters
+    in what it has sent before: whatever no projection covers starts a new sample. `pin` is ("system",) for an agent that
+    rewrites its system prompt from turn to turn."""
+
+    name: str
+    program: str
+    install: str
+    changes: str
+    launch: Callable[[SessionAddress, str], AgentLaunch]
+    pin: tuple[str, ...] = ()
+
+
+def launch_claude_code(address: SessionAddress, task: str) -> AgentLaunch:
+    """Claude Code: Anthropic Messages, streamed."""
+    env = {
+        "ANTHROPIC_BASE_URL": address.root,
+        "ANTHROPIC_AUTH_TOKEN": address.api_key,
+        "ANTHROPIC_MODEL": MODEL,
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        "DISABLE_TELEMETRY": "1",
+        "DISABLE_AUTOUPDATER": "1",
+    }
+    return AgentLaunch(
+        arguments=("-p", task, "--allowedTools", "Bash", "Read", "Write", "Edit", "Glob", "Grep"), env=env
+    )
+
+
+CODEX_CONFIG = """model = "{model}"
+model_provider = "gateway"
+web_search = "disabled"
+
+[model_providers.gateway]
+name = "gateway"
+base_url = "{url}"
+wire_api = "responses"
+env_key = "GATEWAY_KEY"
+"""
+
+
+def launch_codex(address: SessionAddress, task: str) -> AgentLaunch:
+    """Codex: OpenAI Responses, streamed, reasoning sealed."""
+    config = CODEX_CONFIG.format(model=MODEL, url=address.openai)
+    return AgentLaunch(
+        arguments=("exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", task),
+        env={"GATEWAY_KEY": address.api_key},
+        home_files={".codex/config.toml": config},
+    )
+
+
+GEMINI_SETTINGS = {
+    "security": {"auth": {"selectedType": "gemini-api-key"}},
+    "privacy": {"usageStatisticsEnabled": False},
+}
+
+
+def launch_gemini(address: SessionAddress, task: str) -> AgentLaunch:
+    """gemini-cli: Google GenerateContent, streamed."""
+    env = {
+        "GEMINI_API_KEY": address.api_key,
+        "GOOGLE_GEMINI_BASE_URL": address.root,
+        "GEMINI_CLI_TRUST_WORKSPACE": "true",
+    }
+    files = {".gemini/settings.json": json.dumps(GEMINI_SETTINGS)}
+    return AgentLaunch(arguments=("-m", MODEL, "--yolo", "-p", task), env=env, home_files=files)
+
+
+def launch_mini_swe_agent(address: SessionAddress, task: str) -> AgentLaunch:
+    """mini-swe-agent: Chat Completions through litellm, not streamed, one bash call per turn."""
+    env = {
+        "OPENAI_API_KEY": address.api_key,
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+        "MSWEA_COST_TRACKING": "ignore_errors",
+        "MSWEA_CONFIGURED": "true",
+    }
+    where = f"model.model_kwargs.api_base={address.openai}"
+    arguments = (
+        "-m",
+        f"openai/{MODEL}",
+        "-t",
+        task,
+        "-y",
+        "--exit-immediately",
+        "-l",
+        "0",
+        "-c",
+        "mini.yaml",
+        "-c",
+        where,
+    )
+    return AgentLaunch(arguments=arguments, env=env)
+
+
+def launch_opencode(address: SessionAddress, task: str) -> AgentLaunch:
+    """opencode: Chat Completions, streamed."""
+    options = {"baseURL": address.openai, "apiKey": address.api_key}
+    provider = {
+        "npm": "@ai-sdk/openai-compatible",
+        "options": options,
+        "models": {MODEL: {"name": MODEL, "tool_call": True}},
+    }
+    config = json.dumps({"provider": {"gateway": provider}, "model": f"gateway/{MODEL}"})
+    env = {"OPENCODE_DISABLE_MODELS_FETCH": "1", "OPENCODE_DISABLE_AUTOUPDATE": "1"}
+    return AgentLaunch(arguments=("run", task), env=env, home_files={".config/opencode/opencode.json": config})
+
+
+def launch_pi(address: SessionAddress, task: str) -> AgentLaunch:
+    """pi: Chat Completions, streamed."""
+    model = {"id": MODEL, "reasoning": True, "contextWindow": 200000, "maxTokens": 8192}
+    provider = {"baseUrl": address.openai, "api": "openai-completions", "apiKey": address.api_key, "models": [model]}
+    files = {".pi/agent/models.json": json.dumps({"providers": {"gateway": provider}})}
+    arguments = ("--provider", "gateway", "--model", MODEL, "-p", task)
+    return AgentLaunch(arguments=arguments, env={"PI_OFFLINE": "1"}, home_files=files)
+
+
+def launch_qwen_code(address: SessionAddress, task: str) -> AgentLaunch:
+    """Qwen Code: Chat Completions, streamed."""
+    env = {"OPENAI_BASE_URL": address.openai, "OPENAI_API_KEY": address.api_key, "OPENAI_MODEL": MODEL}
+    return AgentLaunch(arguments=("--auth-type", "openai", "--yolo", "-p", task), env=env)
+
+
+PRESETS: Mapping[str, AgentPreset] = {
+    preset.name: preset
+    for preset in (
+        AgentPreset(
+            name="claude-code",
+            program="claude",
+            install="npm install -g @anthropic-ai/claude-code",
+            changes="moves cache marks and a billing block, which the gateway ignores; compaction and sub-agents start "
+            "conversations",
+            launch=launch_claude_code,
+        ),
+        AgentPreset(
+            name="codex",
+            program="codex",
+            install="npm install -g @openai/codex",
+            changes="nothing in ten turns; compaction starts a conversation",
+            launch=launch_codex,
+        ),
+        AgentPreset(
+            name="gemini",
+            program="gemini",
+            install="npm install -g @google/gemini-cli",
+            changes="drops thoughts and keeps their signatures, rewrites call ids; asks for top_p and top_k, which rollouts "
+            "pin off",
+            launch=launch_gemini,
+        ),
+        AgentPreset(
+            name="mini-swe-agent",
+            program="mini",
+            install="pip install mini-swe-agent",
+            changes="nothing: every turn adds to the conversation",
+            launch=launch_mini_swe_agent,
+        ),
+        AgentPreset(
+            name="opencode",
+            program="opencode",
+            install="npm install -g opencode-ai",
+            changes="asks for a title beside the conversation: one small further sample per rollout",
+            launch=launch_opencode,
+        ),
+        AgentPreset(
+            name="pi",
+            program="pi",
+            install="npm install -g @mariozechner/pi-coding-agent",
+            changes="nothing in ten turns",
+            launch=launch_pi,
+        ),
+        AgentPreset(
+            name="qwen-code",
+            program="qwen",
+            install="npm install -g @qwen-code/qwen-code",
+            changes="asks beside the conversation: small further samples",
+            launch=launch_qwen_code,
+        ),
+    )
+}
+TASK = "{task}"
+
+
+def load_preset(agent: str) -> AgentPreset:
+    if agent in PRESETS:
+        return PRESETS[agent]
+    if TASK not in agent:
+        raise ConfigError(f"agent: no preset {agent!r}; one of {', '.join(PRESETS)}, or a command with {TASK} in it")
+    return custom_preset(agent)
+
+
+def custom_preset(command: str) -> AgentPreset:
+    """The task is one argument, whatever it contains; the addresses are in the variables that SDKs read."""
+    try:
+        program, *arguments = shlex.split(command)
+    except ValueError as error:
+        raise ConfigError(f"agent: {command!r} is no command line: {error}") from error
+
+    def launch(address: SessionAddress, task: str) -> AgentLaunch:
+        env = {
+            "OPENAI_BASE_URL": address.openai,
+            "OPENAI_API_KEY": address.api_key,
+            "ANTHROPIC_BASE_URL": address.root,
+            "ANTHROPIC_API_KEY": address.api_key,
+            "GOOGLE_GEMINI_BASE_URL": address.root,
+            "GEMINI_API_KEY": address.api_key,
+        }
+        return AgentLaunch(arguments=tuple(argument.replace(TASK, task) for argument in arguments), env=env)
+
+    return AgentPreset(name="command", program=program, install="install it", changes="not known", launch=launch)
