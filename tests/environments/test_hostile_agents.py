@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -448,7 +449,7 @@ while True:
 
 
 def test_memory_processes_and_files_have_limits(arena: Arena) -> None:
-    cases = {
+    cases: dict[str, tuple[str, dict[str, Any]]] = {
         "bytearray(b'x') * (1 << 30)": (
             "was killed, perhaps for want of memory (memory_mib = 256)" if IS_CONTAINER else "met memory_mib = 256",
             {"memory_mib": 256},

@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import time
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
@@ -177,7 +177,7 @@ def escape_surrogates(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-async def run_plans(play: Player, plans: Sequence[Plan], *, concurrency: int | None = None) -> AsyncIterator[Rollout]:
+async def run_plans(play: Player, plans: Sequence[Plan], *, concurrency: int | None = None) -> AsyncGenerator[Rollout]:
     """Yields rollouts as they end, all at once where no `concurrency` is given. Closing the iterator cancels what still
     runs."""
     gate = asyncio.Semaphore(concurrency or max(1, len(plans)))

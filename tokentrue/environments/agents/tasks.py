@@ -6,23 +6,50 @@ A line: `{"id": "fix-1", "prompt": "…", "dir": "repo", "ref": "main", "score":
 
 from __future__ import annotations
 
-import json
-import math
-import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Annotated, TypeAlias
 
+import msgspec
+
+from tokentrue.environments.agents.sandbox import Network
 from tokentrue.environments.base import Split, Task, digest
 from tokentrue.errors import ConfigError
 from tokentrue.json_lines import read_numbered_lines
 
-FIELDS = ("id", "prompt", "dir", "ref", "score", "split", "env", "timeout_s", "network")
-TEXTS = ("id", "prompt", "dir", "ref", "score")
-NO_ARGUMENT = re.compile(r"[\x00\ud800-\udfff]")  # NUL ends an argument, and UTF-8 has no lone surrogates
+Text: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"\A[^\x00]*\Z")]  # NUL ends an argument of a command
+Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1e9)]  # 0 leaves it to the environment's own limit
 HARBOR_SCORE = "sh /tests/test.sh"
+
+
+class TaskLine(msgspec.Struct, forbid_unknown_fields=True):
+    prompt: Text
+    id: Text | int | float | None = None
+    dir: Text | None = None
+    ref: Text | None = None
+    score: Text | None = None
+    split: Split = "train"
+    env: dict[Text, Text | int | float | bool] | None = None
+    timeout_s: Seconds | None = None
+    network: Network | None = None
+
+
+class HarborCommand(msgspec.Struct, frozen=True):
+    timeout_sec: Seconds | None = None
+
+
+class HarborEnvironment(msgspec.Struct, frozen=True):
+    env: dict[Text, Text | int | float | bool] = {}
+
+
+class HarborSettings(msgspec.Struct):
+    """The part of task.toml that is used here."""
+
+    agent: HarborCommand = HarborCommand()
+    verifier: HarborCommand = HarborCommand()
+    environment: HarborEnvironment = HarborEnvironment()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +66,7 @@ class AgentTask:
     timeout_s: float | None = None
     score_timeout_s: float | None = None
     tests: Path | None = None
-    network: Literal["gateway", "host"] | None = None
+    network: Network | None = None
 
     @property
     def as_task(self) -> Task:
@@ -48,87 +75,49 @@ class AgentTask:
 
 def read_tasks(path: Path) -> list[AgentTask]:
     if path.is_dir():
-        found = read_harbor(path)
+        folders = [path] if (path / "task.toml").exists() else sorted(p.parent for p in path.glob("*/task.toml"))
+        found = [harbor_task(folder.resolve()) for folder in folders]
     else:
         try:
-            lines = [(number, line.decode("utf-8")) for number, line in read_numbered_lines(path)]
-        except (OSError, UnicodeDecodeError) as error:
+            found = [task_from_line(line, f"{path}:{n}", path.parent) for n, line in read_numbered_lines(path)]
+        except OSError as error:
             raise ConfigError(f"tasks: cannot read {path}: {error}") from error
-        found = [task_from_line(line, f"{path}:{number}", path.parent) for number, line in lines]
     if not found:
         raise ConfigError(f"tasks: {path} holds no task")
     seen: set[str] = set()
     for task in found:
         if task.task_id in seen:
-            raise ConfigError(f"tasks: {path} holds {task.task_id!r} twice; give each task an id of its own")
+            raise ConfigError(f"tasks: {path} holds {task.task_id!r} twice; give each task another id")
         seen.add(task.task_id)
     return found
 
 
-def task_from_line(line: str, where: str, folder: Path) -> AgentTask:
+def task_from_line(line: bytes, where: str, folder: Path) -> AgentTask:
     try:
-        read: Any = json.loads(line)
-    except ValueError as error:
-        raise ConfigError(f"tasks: {where} is not JSON: {error}") from error
-    fields = cast("dict[str, Any]", read) if isinstance(read, dict) else dict[str, Any]()
-    if not isinstance(fields.get("prompt"), str):
-        raise ConfigError(f"tasks: {where} needs a prompt")
-    unknown = sorted(set(fields) - set(FIELDS))
-    if unknown:
-        raise ConfigError(f"tasks: {where}: unknown field {unknown[0]!r}; known: {', '.join(FIELDS)}")
-    for name in TEXTS:
-        check_text(fields.get(name), name, where)
-    env = {str(name): str(value) for name, value in section(fields, "env").items()}
-    check_text(" ".join([*env, *env.values()]), "env", where)
-    source = (folder / fields["dir"]).resolve() if fields.get("dir") else None
+        read = msgspec.json.decode(line, type=TaskLine)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ConfigError(f"tasks: {where}: {error}") from error
+    source = (folder / read.dir).resolve() if read.dir else None
     if source is not None and not source.is_dir():
         raise ConfigError(f"tasks: {where}: no directory {source}")
-    if fields.get("split", "train") not in ("train", "heldout"):
-        raise ConfigError(f"tasks: {where}: split must be train or heldout")
-    if fields.get("network") not in (None, "gateway", "host"):
-        raise ConfigError(f"tasks: {where}: network must be gateway or host")
     return AgentTask(
-        task_id=str(fields.get("id") or digest(line)[:12]),
-        prompt=fields["prompt"],
+        task_id=str(read.id or digest(line.decode())[:12]),
+        prompt=read.prompt,
         source=source,
-        ref=fields.get("ref"),
-        score=fields.get("score"),
-        split=fields.get("split", "train"),
-        env=env,
-        timeout_s=read_limit(fields, "timeout_s", where),
-        network=fields.get("network"),
+        ref=read.ref,
+        score=read.score,
+        split=read.split,
+        env={name: str(value) for name, value in (read.env or {}).items()},
+        timeout_s=read.timeout_s,
+        network=read.network,
     )
-
-
-def check_text(value: Any, name: str, where: str) -> None:
-    """A task's text becomes an argument of a command, or a path: neither can hold what is refused here."""
-    if value is None or (name == "id" and isinstance(value, int | float)):
-        return
-    if not isinstance(value, str):
-        raise ConfigError(f"tasks: {where}: {name} must be text, got {value!r}")
-    if found := NO_ARGUMENT.search(value):
-        raise ConfigError(f"tasks: {where}: {name} holds {found[0]!r}, which no command line can hold")
-
-
-def read_limit(fields: Mapping[str, Any], name: str, where: str) -> float | None:
-    """A number of seconds above 0; None, and 0, leave it to the environment's own limit."""
-    value = fields.get(name)
-    if value is None or (isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf):
-        return value
-    raise ConfigError(f"tasks: {where}: {name} must be a number of seconds, got {value!r}")
-
-
-def read_harbor(path: Path) -> list[AgentTask]:
-    """One task directory, or a directory of them."""
-    folders = [path] if (path / "task.toml").exists() else sorted(found.parent for found in path.glob("*/task.toml"))
-    return [harbor_task(folder.resolve()) for folder in folders]
 
 
 def harbor_task(folder: Path) -> AgentTask:
     try:
-        settings = tomllib.loads((folder / "task.toml").read_text(encoding="utf-8"))
+        settings = msgspec.convert(tomllib.loads((folder / "task.toml").read_text(encoding="utf-8")), HarborSettings)
         prompt = (folder / "instruction.md").read_text(encoding="utf-8")
-    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError, msgspec.MsgspecError) as error:
         raise ConfigError(f"tasks: {folder} is no Harbor task: {error}") from error
     if not (folder / "tests" / "test.sh").exists():
         raise ConfigError(f"tasks: {folder} has no tests/test.sh")
@@ -138,16 +127,11 @@ def harbor_task(folder: Path) -> AgentTask:
         prompt=prompt,
         source=environment if environment.is_dir() else None,
         score=HARBOR_SCORE,
-        env={str(name): str(value) for name, value in section(settings, "environment").get("env", {}).items()},
-        timeout_s=read_limit(section(settings, "agent"), "timeout_sec", f"{folder / 'task.toml'}: agent"),
-        score_timeout_s=read_limit(section(settings, "verifier"), "timeout_sec", f"{folder / 'task.toml'}: verifier"),
+        env={name: str(value) for name, value in settings.environment.env.items()},
+        timeout_s=settings.agent.timeout_sec,
+        score_timeout_s=settings.verifier.timeout_sec,
         tests=folder / "tests",
     )
-
-
-def section(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found = settings.get(name)
-    return cast("Mapping[str, Any]", found) if isinstance(found, Mapping) else {}
 
 
 def needs_image(task: AgentTask) -> bool:
