@@ -1,7 +1,7 @@
 """Environments: tasks, and agents that do them with an OpenAI client in hand."""
 
 from tokentrue.environments.base import SMALL_MODEL, Environment, Outcome, Split, Task
-from tokentrue.environments.client import ask, work
+from tokentrue.environments.chat import ask, work
 from tokentrue.environments.config import RolloutConfig
 from tokentrue.environments.registry import ENVIRONMENTS, load_environment
 from tokentrue.environments.runner import (

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any
 
 from tokentrue.environments.base import Split, Task, digest
-from tokentrue.environments.client import work
+from tokentrue.environments.chat import work
 from tokentrue.environments.problems import problems
 from tokentrue.environments.tools import CALCULATOR, calculate, last_number
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tokentrue.environments.base import Split, Task, choose_split, digest
-from tokentrue.environments.client import work
+from tokentrue.environments.chat import work
 from tokentrue.environments.problems import draw_price_list
 from tokentrue.environments.tools import CALCULATOR, PRICES, calculate, last_number
 
