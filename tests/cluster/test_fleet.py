@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tokentrue.app.wiring import ModelConfig, ServeConfig, ServerConfig
+from tokentrue.client import AsyncClient
 from tokentrue.cluster import actors
 from tokentrue.cluster.rollout import Fleet, require_listener
 from tokentrue.environments import Plan, Rollout, RolloutConfig, Task, failed_rollout, plan_groups, run_groups
@@ -154,13 +155,13 @@ def test_a_gateway_that_cannot_start_says_why_and_is_not_waited_for(monkeypatch:
 async def test_an_agent_is_given_a_key_of_its_session_and_never_the_admin_key(
     begun: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def call(self: GatewaySessions, method: str, path: str, body: Any = None) -> Any:
+    async def call(self: AsyncClient, method: str, path: str, body: Any = None) -> Any:
         if path == "/sessions" and begun:
             raise SessionConflict("this session exists")
         assert method == "POST" and (path == "/sessions" or path.endswith("/key"))
         return {"api_key": "of the session"}
 
-    monkeypatch.setattr(GatewaySessions, "call", call)
+    monkeypatch.setattr(AsyncClient, "call", call)
     async with GatewaySessions("http://127.0.0.1:1", sampling={}, admin_key="of the admin", resume=True) as sessions:
         opened = sessions.open(PLANS[0])
         session = await opened.__aenter__()

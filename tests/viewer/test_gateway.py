@@ -122,6 +122,7 @@ def test_a_gateway_is_read_over_its_public_http(server: Server) -> None:
     assert [block["role"] for block in branch["blocks"] if block["kind"] == "sampled"] == ["assistant", "assistant"]
     assert branch["token_ids"] == server.samples("read")["samples"][0]["token_ids"]
     assert len(data.group("over-http")["rollouts"]) == 1
+    data.source.close()
     with pytest.raises(ConfigError, match="TOKENTRUE_ADMIN_KEY"):
         GatewaySource(server.url, key="wrong")
 
@@ -145,6 +146,7 @@ def test_every_source_and_view_shows_one_reward(server: Server) -> None:
     answers = [(own_page("index?offset=0"), own_page("session?session=leaves"))]
     for data in (ViewerData(over_http), ViewerData(SampleList(samples, name="file"))):
         answers.append((data.index(), data.session("leaves")))
+        data.source.close()
     rows = [
         one
         for index, shown in answers

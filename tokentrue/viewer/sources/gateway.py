@@ -34,7 +34,8 @@ class GatewaySource:
         self._summaries: dict[str, tuple[Any, SessionSummary]] = {}
         try:
             self._client.sessions(limit=1)
-        except GatewayError as error:  # a wrong address is a start-up error
+        except (ConfigError, GatewayError) as error:  # a wrong address or key is a start-up error
+            self._client.close()
             raise ConfigError(str(error)) from error
 
     def list_sessions(self, *, offset: int, limit: int) -> tuple[list[SessionSummary], int]:
