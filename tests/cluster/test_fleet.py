@@ -159,7 +159,7 @@ async def test_an_agent_is_given_a_key_of_its_session_and_never_the_admin_key(
         if path == "/sessions" and begun:
             raise SessionConflict("this session exists")
         assert method == "POST" and (path == "/sessions" or path.endswith("/key"))
-        return {"api_key": "of the session"}
+        return {"session_id": "s", "base_url": "http://g/v1", "api_key": "of the session"}
 
     monkeypatch.setattr(AsyncClient, "call", call)
     async with GatewaySessions("http://127.0.0.1:1", sampling={}, admin_key="of the admin", resume=True) as sessions:
