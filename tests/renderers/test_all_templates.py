@@ -44,9 +44,10 @@ def test_a_sample_of_templates() -> None:
         row.name.partition("/")[2].removesuffix(".jinja"): row.proof.roles if row.proof else {} for row in found
     }
     assert verdicts["Qwen3-Coder"]["tool"] == "proven"
+    assert verdicts["Kimi-K3"]["tool"] == "history"  # it counts calls
     assert (
-        verdicts["deepseek-ai-DeepSeek-R1-Distill-Llama-8B"]["tool"] == "history"
-    )  # its opener of results comes once in a conversation
+        verdicts["deepseek-ai-DeepSeek-R1-Distill-Llama-8B"]["tool"] == "proven"
+    )  # results open otherwise after others
     assert verdicts["deepseek-ai-DeepSeek-V3.1"]["system"] == "refused"  # hoisted to the top
     assert verdicts["MiniMax-M2"]["system"] == "refused"  # dropped in silence
     assert verdicts["Qwen3.5-4B"]["system"] == "refused"  # raises

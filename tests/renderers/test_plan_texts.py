@@ -12,17 +12,14 @@ from jinja2 import nodes
 
 import tokentrue as tt
 from tests import parts
+from tests.renderers.hostile_templates import CHATML, HOSTILE
 from tests.renderers.standins import standin
 from tests.renderers.talk import OWN, TOOLS, calls, folder_of, judge, result, says, stop_id, user
 from tokentrue.errors import TokenTrueError
 from tokentrue.renderers import Renderer, renderer_of
 from tokentrue.renderers.extending import history_use, kept
+from tokentrue.renderers.families.token_calls import harmony
 
-CHATML = """{%- for m in messages -%}
-<|im_start|>{{ m.role }}
-{{ m.content }}<|im_end|>
-{% endfor -%}{%- if add_generation_prompt %}<|im_start|>assistant
-END{% endif %}"""
 SMALL = {
     "position": CHATML.replace("{{ m.content }}", "{{ loop.index }}: {{ m.content }}"),
     "parity": CHATML.replace("END", "{{ 'even' if messages | length % 2 == 0 else 'odd' }}"),
@@ -166,6 +163,11 @@ def test_small_templates(name: str) -> None:
     assert (not history_use.analyse(SMALL[name]).why) == (name in UNDERSTOOD)
 
 
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_templates(name: str) -> None:
+    assert count_differences(standin(HOSTILE[name]), HOSTILE[name], None, 40)[0] == 0
+
+
 @pytest.mark.parametrize("name", OWN)
 def test_templates_of_our_own(name: str) -> None:
     wrong, done = count_differences(judge(name), None, folder_of(name), 60)
@@ -174,6 +176,26 @@ def test_templates_of_our_own(name: str) -> None:
 
 def list_shared() -> list[Path]:
     return sorted((parts.shared() or Path("/nonexistent")).glob("templates/*.jinja"))
+
+
+NEED_ALL_MESSAGES = {
+    "Apertus-8B-Instruct", "Bielik-11B-v3.0-Instruct", "Cohere2MoE", "CohereForAI-c4ai-command-r7b-12-2024-tool_use",
+    "Kimi-K2-Instruct", "Kimi-K2-Thinking", "Kimi-K3", "MiniMax-M3", "Reka-Edge", "deepseek-ai-DeepSeek-V3.2",
+    "fireworks-ai-llama-3-firefunction-v2", "google-gemma-4-31B-it-interleaved", "google-gemma-4-31B-it",
+    "llama-cpp-deepseek-r1", "muse-glimmer", "upstage-Solar-Open-100B",
+}  # fmt: skip
+
+
+def test_which_real_templates_are_understood() -> None:
+    """The others render the real history, which is right and slower."""
+    reasons = {path.stem: history_use.analyse(path.read_text(encoding="utf-8")).why for path in list_shared()}
+    if not reasons:
+        pytest.skip("the templates are in ../shared/templates, which is not here")
+    assert {name for name, why in reasons.items() if why} == NEED_ALL_MESSAGES
+    assert not [why for why in reasons.values() if "its form is not known" in why]
+    gpt_oss = parts.shared() / "templates" / "openai-gpt-oss-120b.jinja"  # pyright: ignore[reportOptionalOperand]
+    corrected = harmony.correct_template(gpt_oss.read_text(encoding="utf-8"))
+    assert corrected and not history_use.analyse(corrected).why
 
 
 @pytest.mark.slow
@@ -209,5 +231,5 @@ def test_nemotron_after_another_conversation() -> None:
 
 def test_a_question_that_is_dropped_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the last writers among the kept messages, prompts depend on what other conversations held."""
-    monkeypatch.setattr(kept.MessageKeeper, "_find_last_writers", lambda *_: [])
+    monkeypatch.setattr(kept.MessageKeeper, "_find_last_writers", lambda *_: ([], {}))
     assert count_differences(standin(SMALL["last word"]), SMALL["last word"], None, 120)[0]

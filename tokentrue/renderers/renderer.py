@@ -66,7 +66,7 @@ class Renderer:
         self._splicer = Splicer(template, codec, inputs, stops, safe=injection == "safe")
         self._extender = Extender(
             self._splicer,
-            MessageKeeper(template.source, codec, inputs, safe=injection == "safe", fill_in=self._fill_in),
+            MessageKeeper(template, codec, inputs, safe=injection == "safe", fill_in=self._fill_in),
             codec,
             inputs,
             stop_ids=self.stop_token_ids,

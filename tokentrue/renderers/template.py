@@ -77,12 +77,14 @@ class Template:
         """`generate`: with the generation prompt at the end."""
         if not tools:
             tools = [] if inputs is not None and inputs.no_tools == "empty" else None
-        variables = {**self._variables, "documents": None, **kwargs}
+        return self.render_other(self._compiled, kwargs, messages=messages, tools=tools, add_generation_prompt=generate)
+
+    def render_other(self, compiled: Any, kwargs: Mapping[str, Any], **given: Any) -> str:
+        """A template that was compiled in the same sandbox, with this one's variables."""
+        variables = {**self._variables, "documents": None, "add_generation_prompt": True, **kwargs, **given}
         try:
             with self._deadline:
-                return self._compiled.render(
-                    {**variables, "messages": messages, "tools": tools, "add_generation_prompt": generate}
-                )
+                return compiled.render(variables)
         except TemplateError:
             raise
         except MemoryError as error:

@@ -125,7 +125,9 @@ class Extender:
         given, tools_number = self._tools.get(tools, lambda: normalise_tools(tools, self._inputs))
         first = messages[0] if len(messages) > 1 and messages[0].get("role") in ("system", "developer") else None
         system, system_number = self._systems.get(first, lambda: normalise_messages([first or {}], self._inputs)[0])
-        kept = self._keeper.choose(messages, kwargs, self._splicer.dummy_user)
+        spelled = repr(sorted(kwargs.items())) if kwargs else ""
+        turn = self._splicer.build_turn(last)
+        kept = self._keeper.choose(messages, turn, kwargs, spelled, self._splicer.dummy_user)
         use = self._keeper.use
         last_id = int(prefix_ids[-1])
         is_stop = last_id in self._stop_ids
@@ -136,7 +138,7 @@ class Extender:
             kwargs=kwargs,
             system=system,
             kept=kept and kept.messages,
-            needs_tools=use.tools or use.first or use.second,
+            needs_tools=use.tools or use.first or use.second or use.gaps,
             stop=self._codec.texts.get(last_id),
             is_stop=is_stop,
             in_reasoning=not is_stop and self._is_in_reasoning(prefix_ids, last, kwargs),
@@ -147,7 +149,7 @@ class Extender:
             kept=kept and kept.signature,
             tools=tools_number,
             system=system_number,
-            kwargs=repr(sorted(kwargs.items())),
+            kwargs=spelled,
             stop=request.stop,
             in_reasoning=request.in_reasoning,
         )

@@ -3,9 +3,9 @@ request's history. Their number does not grow with the history."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeAlias
 
 from tokentrue.errors import TokenTrueError
@@ -15,7 +15,7 @@ from tokentrue.renderers.extending.history_use import HistoryUse, analyse
 from tokentrue.renderers.extending.plan_key import MessageShape, describe_shape, spell
 from tokentrue.renderers.json_types import JsonObject
 from tokentrue.renderers.messages import REASONING, fill_in_tool_names, normalise_messages
-from tokentrue.renderers.template import InputFormat
+from tokentrue.renderers.template import InputFormat, Template
 from tokentrue.types import Messages
 
 MAX_CACHED_CHARS = 32 << 20
@@ -36,62 +36,98 @@ class KeptMessages:
 class MessageKeeper:
     """Chooses the messages; what a message writes is worked out once for each text."""
 
-    def __init__(self, source: str, codec: Codec, inputs: InputFormat, *, safe: bool, fill_in: bool) -> None:
-        self._source, self._codec, self._inputs, self._safe, self._fill_in = source, codec, inputs, safe, fill_in
+    def __init__(self, template: Template, codec: Codec, inputs: InputFormat, *, safe: bool, fill_in: bool) -> None:
+        self._template, self._codec, self._inputs, self._safe, self._fill_in = template, codec, inputs, safe, fill_in
         self._effects: dict[tuple[Any, ...], Effect] = {}
         self._cached_chars = 0
 
     @cached_property
     def use(self) -> HistoryUse:
-        return analyse(self._source)
+        return analyse(self._template.source)
 
-    def choose(self, messages: Messages, kwargs: Mapping[str, Any], dummy: JsonObject) -> KeptMessages | None:
-        """From the messages before the recorded turn, which is the last one; None where the template needs them all."""
+    def choose(
+        self, messages: Messages, turn: JsonObject, kwargs: Mapping[str, Any], spelled: str, dummy: JsonObject
+    ) -> KeptMessages | None:
+        """From the messages before the recorded turn, which is the last one; None where the template needs them all.
+        `turn` is that turn as it will be rendered; `spelled` tells `kwargs` apart."""
         use, end = self.use, len(messages) - 1
         start = 1 if end and messages[0].get("role") in ("system", "developer") else 0
         if use.why or end == start:
             return None
         try:
-            writers = self._find_last_writers(messages[:end], kwargs)
+            find_effect = partial(self._find_effect, kwargs=kwargs, spelled=spelled)
+            writers, roles = self._find_last_writers(messages, end, turn, find_effect)
             asked = {start} if use.second or (use.first and not start) else set[int]()
             if use.neighbour:
                 asked.add(end - 1)
             if use.gaps:
-                asked |= {index + 1 for index in (*writers, *asked) if index + 1 < end}
+                asked |= {index + 1 for index in (*writers, *asked, *roles.values()) if index + 1 < end}
+            asked.update(roles.values())
             chosen = asked.union(writers)
-            needs_dummy = chosen <= set(range(start))  # some message must precede the turn
-            if needs_dummy and self._find_effect(dummy, kwargs)[0]:
+            dummy_effect = find_effect(dummy)
+            if chosen <= set(range(start)):  # some message must precede the turn
+                if not dummy_effect[0] and (roles.get("user") is not None or "user" not in use.roles):
+                    return self._keep([dummy], [dummy_effect])
                 chosen.add(start)  # the dummy would write what no message of the history does
-                needs_dummy = False
-            kept = [self._normalise(messages, index) for index in sorted(chosen)] + ([dummy] if needs_dummy else [])
-            signature = tuple((describe_shape(message), self._find_effect(message, kwargs)[0]) for message in kept)
-            return KeptMessages(messages=kept, signature=signature)
+            kept: list[JsonObject] = []
+            effects: list[Effect] = []
+            for index in sorted(chosen):
+                effect = find_effect(messages[index])
+                if kept and kept[-1]["role"] == messages[index]["role"] == "user" and not use.gaps:
+                    answer = {
+                        "role": "assistant",
+                        "content": dummy["content"],
+                    }  # some templates want turns to alternate
+                    if not (answer_effect := find_effect(answer))[0] and not (use.neighbour and index == end - 1):
+                        kept.append(answer)
+                        effects.append(answer_effect)
+                is_like_dummy = index not in asked and effect == dummy_effect and messages[index]["role"] == "user"
+                kept.append(dummy if is_like_dummy else self._normalise(messages, index))
+                effects.append(effect)
+            return self._keep(kept, effects)
         except TokenTrueError:
             raise
         except Exception:  # a template may fail on a message for any reason; the real history shows whether it does
             return None
 
-    def _find_last_writers(self, history: Messages, kwargs: Mapping[str, Any]) -> list[int]:
-        """Indices of the last message that writes each variable, and of the last one of each role that is asked for."""
-        missing, roles = set(self.use.variables), set(self.use.roles)
-        found: list[int] = []
-        for index in range(len(history) - 1, -1, -1):
-            if not missing and not roles:
-                break
-            message = history[index]
-            written = self._find_effect(message, kwargs)[1] if missing else frozenset[str]()
-            if (roles and message.get("role") in roles) or not missing.isdisjoint(written):
-                missing -= written
-                roles.discard(message["role"])
-                found.append(index)
-        return found
+    def _keep(self, messages: list[JsonObject], effects: list[Effect]) -> KeptMessages:
+        signature = tuple(
+            (describe_shape(message), effect[0]) for message, effect in zip(messages, effects, strict=True)
+        )
+        return KeptMessages(messages=messages, signature=signature)
 
-    def _find_effect(self, message: Mapping[str, Any], kwargs: Mapping[str, Any]) -> Effect:
+    def _find_last_writers(
+        self, history: Messages, end: int, turn: JsonObject, find_effect: Callable[[Mapping[str, Any]], Effect]
+    ) -> tuple[list[int], dict[str, int]]:
+        """Indices of the last message before `end` that writes each variable that the turn itself does not write, and
+        of the last one of each role that is asked for."""
+        writers: list[int] = []
+        last: dict[str, int] = {}
+        missing = {**self.use.variables}
+        if missing and {"role", "tool_calls"}.issuperset(self.use.fields):  # its texts are not the ones rendered
+            for name in find_effect(turn)[1] & find_effect(history[end])[1]:
+                missing.pop(name, None)
+        wanted = _list_roles(missing, self.use.roles)
+        for index in range(end - 1, -1, -1):
+            if not missing and len(last) == len(self.use.roles):
+                break
+            role = history[index]["role"]
+            if wanted is not None and role not in wanted:
+                continue
+            if role in self.use.roles:
+                last.setdefault(role, index)
+            written = find_effect(history[index])[1] if missing else frozenset[str]()
+            if not written.isdisjoint(missing):
+                writers.append(index)
+                missing = {name: roles for name, roles in missing.items() if name not in written}
+                wanted = _list_roles(missing, self.use.roles)
+        return writers, last
+
+    def _find_effect(self, message: Mapping[str, Any], *, kwargs: Mapping[str, Any], spelled: str) -> Effect:
         if self.use.effects is None:
             return NO_EFFECT
         given = [message.get(name) for name in self._fields]
-        if kwargs:
-            given.append(repr(sorted(kwargs.items())))
+        given.append(spelled)
         try:
             known = self._effects.get(tuple(given))
         except TypeError:  # a list
@@ -105,7 +141,7 @@ class MessageKeeper:
         normal = normalise_messages([message], self._inputs)
         if self._safe and needs_shield(self._codec, normal):
             normal = [ContentShield(self._codec, normal).shield(normal[0])]
-        text: str = self.use.effects.render({**kwargs, "history": normal, "add_generation_prompt": True})
+        text = self._template.render_other(self.use.effects, kwargs, history=normal)
         effect = text, frozenset(part.partition("=")[0] for part in text.split("\0")[1:])
         self._cached_chars += sum(len(part) for part in key if part)
         if self._cached_chars > MAX_CACHED_CHARS:
@@ -129,3 +165,13 @@ class MessageKeeper:
         ids = {call.get("id") for call in calls}
         first = first if messages[index].get("tool_call_id") in ids else 0
         return fill_in_tool_names(normalise_messages(messages[first : index + 1], self._inputs, first=first))[-1]
+
+
+def _list_roles(missing: Mapping[str, frozenset[str] | None], asked: frozenset[str]) -> set[str] | None:
+    """The roles of messages that can write these variables; None for any. A developer may become a system message."""
+    found = {"developer", *asked}
+    for roles in missing.values():
+        if roles is None:
+            return None
+        found |= roles
+    return found

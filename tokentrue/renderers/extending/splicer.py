@@ -65,6 +65,10 @@ class Splicer:
     def dummy_user(self) -> JsonObject:
         return self._contexts.dummy_user
 
+    def build_turn(self, last: JsonObject) -> JsonObject:
+        """The recorded turn as every plan renders it, up to the place of the sentinel."""
+        return self._contexts.build_turn({**last, "content": ""}, "content", real=False)
+
     def _try_context(
         self, context: ContextKind, request: ExtendRequest, history: Sequence[JsonObject]
     ) -> tuple[ExtendPlan | None, ExtendError]:
