@@ -186,6 +186,8 @@ class _Analysis:
                 was_printed, self.has_printed = self.has_printed, True
                 self._walk(node.body, place)
                 flags, self.tail, self.has_printed = frozenset(self.tail), before, was_printed
+                if self._has_message_loop(node.body, place):
+                    flags |= {"bad:texts of the messages are collected"}
                 self._store(node.target.name, flags, place)
             case nodes.Macro():
                 before, self.tail = self.tail, set()
@@ -334,7 +336,7 @@ class _Analysis:
             flags = frozenset({"start"})  # the new messages are never the first
         if "neighbour" in flags and _excludes_assistant(place.guards):
             flags -= {"neighbour"}  # the recorded turn is an assistant's: its neighbour before it is not asked
-        self.tail |= flags - {"msg", "top", "now", "last"}
+        self.tail |= flags
 
     # expressions
 
@@ -438,7 +440,8 @@ class _Analysis:
     def _name(self, name: str, place: Place) -> Flags:
         if name in {"loop", "cycler", "joiner", "caller", "varargs", "kwargs", "lipsum"}:
             return frozenset({f"bad:{name}"})
-        if name in self.known.namespaces:
+        if name in self.known.namespaces:  # under another name, it can be written unseen
+            self.cut.add(f"bad:the namespace {name} is used as a value")
             return frozenset({f"bad:the namespace {name} is used as a value"})
         if name in self.macros and name not in place.bound:
             return frozenset({"bad:a macro is used as a value"})
@@ -629,13 +632,16 @@ class _Analysis:
         is_one_value = all(isinstance(value, nodes.Const) for value in values) and (
             len({repr(cast("nodes.Const", value).value) for value in values}) == 1
         )
+        asked: dict[int, bool] = {}  # conditions on the variable itself, and whether they hold
         for write in writes:
             if any(not flag.startswith(("msg", "pos:")) for flag in write.flags):
                 return f"{full} is made of other values"
             is_latched = False
             for expression, holds, guard in literals(write.guards):
                 if name_attribute(expression) == full:
-                    if not self._overwrites(full, write.node.node, holds, values):
+                    # Both branches of one condition: the value is turned over, not overwritten.
+                    is_other_branch = asked.setdefault(id(guard.test), holds) is not holds
+                    if is_other_branch or not self._overwrites(full, write.node.node, holds, values):
                         return f"{full} depends on itself"
                 elif self._is_latch(expression, holds, write, writes):
                     is_latched = True
