@@ -18,7 +18,7 @@ from tests.renderers.talk import OWN, TOOLS, calls, folder_of, judge, result, sa
 from tokentrue.errors import TokenTrueError
 from tokentrue.renderers import Renderer, renderer_of
 from tokentrue.renderers.extending import history_use, kept
-from tokentrue.renderers.families.token_calls import harmony
+from tokentrue.renderers.families import harmony
 
 SMALL = {
     "position": CHATML.replace("{{ m.content }}", "{{ loop.index }}: {{ m.content }}"),
@@ -70,6 +70,7 @@ SMALL = {
     "tools and a word": CHATML.replace("{{ m.content }}", "{{ m.content }}{{ 'T' if tools and 'magic' in m.content }}"),
 }
 UNDERSTOOD = {
+    "word in a block",
     "word in the first",
     "word in any",
     "last word",
