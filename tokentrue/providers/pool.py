@@ -119,7 +119,7 @@ class Pool(Streaming):
                 if not self._note_failure(index, generation) and generation.rest is not None:
                     raise
             else:
-                self._note_answer(index, generation, final)
+                self._accept_piece(index, generation, final)
         yield Chunk(final=generation.join())
 
     async def health(self) -> Mapping[str, Any]:
@@ -225,8 +225,8 @@ class Pool(Streaming):
         most = len(self._replicas) + (self._resumptions if generation.done else 0)
         return generation.failures < most and time.monotonic() <= generation.started + self._give_up_s
 
-    def _note_answer(self, index: int, generation: _Generation, final: Completion | None) -> None:
-        """The replica answered: the generation goes on only where it was aborted."""
+    def _accept_piece(self, index: int, generation: _Generation, final: Completion | None) -> None:
+        """The replica answered: the generation is resumed only where it was aborted."""
         if final is None:
             raise EngineContractError(f"{self.name} ended a stream without its final answer")
         if final.prompt_digest not in (None, generation.ids.sha256()):
