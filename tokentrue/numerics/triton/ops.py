@@ -21,12 +21,12 @@ import tokentrue.numerics.triton.kernels.attention_grad as attention_grad
 import tokentrue.numerics.triton.kernels.delta as delta
 import tokentrue.numerics.triton.kernels.experts as expert_kernels
 import tokentrue.numerics.triton.kernels.logsoftmax as logsoftmax
-import tokentrue.numerics.triton.kernels.low_rank as low_rank
 import tokentrue.numerics.triton.kernels.matmul as matmul
 import tokentrue.numerics.triton.kernels.norm as norm
 import tokentrue.numerics.triton.kernels.norm_matmul as norm_matmul
 import tokentrue.numerics.triton.kernels.rope as rope
 import tokentrue.numerics.triton.kernels.routing as routing
+import tokentrue.numerics.triton.low_rank as low_rank
 import tokentrue.numerics.triton.selftest as selftest
 from tokentrue.numerics.ops import (
     AttentionSpec,
