@@ -15,6 +15,7 @@ from tokentrue.errors import TokenTrueError
 from tokentrue.ids import TokenIds
 from tokentrue.renderers import Renderer, renderer_of
 from tokentrue.renderers.extending import extender, plan_key
+from tokentrue.renderers.extending.plan_key import name_value
 
 NAMES = [*OWN, "real:qwen3", "real:glm-4.6", "real:kimi-k2", "real:mistral-nemo"]
 TEXTS = [
@@ -181,3 +182,10 @@ def test_a_plan_of_a_history_without_tools_is_not_used_long_after_a_tool() -> No
     for messages in (plain, [user("a"), calls("Oslo"), result("one"), says("b"), *plain]):
         found, expected = (extended(renderer, prefix, messages, [user("c")]) for renderer in (remembering, planning))
         assert found.added_ids == expected.added_ids
+
+
+def test_tools_that_are_printed_otherwise_have_another_name() -> None:
+    """NaN and None are one in orjson's JSON, 1 and True are equal to Python, and the order of keys is printed."""
+    values: list[Any] = [None, float("nan"), 1, True, 1.0, "1", {"a": 1, "b": 2}, {"b": 2, "a": 1}]
+    tools: list[Any] = [[{"type": "function", "function": {"name": "f", "x": value}}] for value in values]
+    assert len({name_value(given) for given in (None, [], *tools)}) == len(values) + 2

@@ -16,16 +16,16 @@ from tokentrue.ids import TokenIds
 from tokentrue.renderers.codec.codec import Codec
 from tokentrue.renderers.extending.kept import MessageKeeper
 from tokentrue.renderers.extending.plan_key import (
-    NormalisedValues,
     PlanKey,
     answers_older_call,
     describe_shape,
+    name_value,
 )
 from tokentrue.renderers.extending.request import ExtendError, ExtendPlan, ExtendRequest
 from tokentrue.renderers.extending.spans import compute_spans
 from tokentrue.renderers.extending.splicer import Splicer
 from tokentrue.renderers.json_types import JsonObject
-from tokentrue.renderers.messages import check_messages, fill_in_tool_names, normalise_messages, normalise_tools
+from tokentrue.renderers.messages import check_messages, fill_in_tool_names, normalise_messages
 from tokentrue.renderers.template import InputFormat
 from tokentrue.types import Extension, Ids, Messages, Refusal, Tools
 
@@ -54,8 +54,6 @@ class Extender:
         self._splicer, self._keeper, self._codec, self._inputs = splicer, keeper, codec, inputs
         self._stop_ids, self._history, self._fill_in, self._max_plans = stop_ids, history, fill_in, max_plans
         self._plans: OrderedDict[PlanKey, ExtendPlan] = OrderedDict()
-        self._tools: NormalisedValues[list[JsonObject]] = NormalisedValues()
-        self._systems: NormalisedValues[JsonObject] = NormalisedValues()
 
     def extend(
         self, prefix_ids: TokenIds, messages: Messages, new: Messages, tools: Tools | None, kwargs: Mapping[str, Any]
@@ -122,9 +120,7 @@ class Extender:
         fresh = normalise_messages(new, self._inputs, field="new")
         if self._fill_in:
             fresh = fill_in_tool_names(fresh, last.get("tool_calls") or [])
-        given, tools_number = self._tools.get(tools, lambda: normalise_tools(tools, self._inputs))
         first = messages[0] if len(messages) > 1 and messages[0].get("role") in ("system", "developer") else None
-        system, system_number = self._systems.get(first, lambda: normalise_messages([first or {}], self._inputs)[0])
         spelled = repr(sorted(kwargs.items())) if kwargs else ""
         turn = self._splicer.build_turn(last)
         kept = self._keeper.choose(messages, turn, kwargs, spelled, self._splicer.dummy_user)
@@ -134,9 +130,10 @@ class Extender:
         request = ExtendRequest(
             last=last,
             new=fresh,
-            tools=given,
+            given_tools=tools,
             kwargs=kwargs,
-            system=system,
+            given_system=first,
+            inputs=self._inputs,
             kept=kept and kept.messages,
             needs_tools=use.tools or use.first or use.second or use.gaps,
             stop=self._codec.texts.get(last_id),
@@ -147,8 +144,8 @@ class Extender:
             shapes=tuple(map(describe_shape, (last, *fresh))),
             answers_older_call=answers_older_call(last, fresh),
             kept=kept and kept.signature,
-            tools=tools_number,
-            system=system_number,
+            tools=name_value(tools),
+            system=name_value(first),
             kwargs=spelled,
             stop=request.stop,
             in_reasoning=request.in_reasoning,

@@ -1,19 +1,16 @@
-"""What a plan is cached by: the shapes of the new messages, what the kept earlier ones write, and small numbers for
-tools and system message."""
+"""What a plan is cached by: the shapes of the new messages, what the kept earlier ones write, and the names of tools and
+system message."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
-from copy import deepcopy
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import orjson
 
+from tokentrue.plain_json import digest
 from tokentrue.renderers.json_types import JsonObject
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +35,8 @@ class PlanKey:
     shapes: tuple[MessageShape, ...]
     answers_older_call: bool
     kept: tuple[tuple[MessageShape, str], ...] | None
-    tools: int
-    system: int
+    tools: bytes
+    system: bytes
     kwargs: str
     stop: str | None
     in_reasoning: bool
@@ -64,37 +61,12 @@ def answers_older_call(last: JsonObject, new: Sequence[JsonObject]) -> bool:
 def spell(value: Any) -> bytes:
     """Tells apart what compares equal and is printed otherwise: `True` and `1`, other orders of keys."""
     try:
-        return orjson.dumps(value)
+        data = orjson.dumps(value)
     except TypeError:  # no plain JSON
         return repr(value).encode()
+    return data + repr(value).encode() if b"null" in data else data  # orjson writes NaN as null
 
 
-class NormalisedValues(Generic[T]):
-    """Normalises large values (a request's tools, its system message) once, and numbers them for `PlanKey`.
-
-    Found again by equality with a copy that is spelled alike: what the caller changes in place afterwards is a new
-    value. Holds the last
-    64. Large requests are extended in threads, and no two values may have one number.
-    """
-
-    def __init__(self) -> None:
-        self._entries: list[tuple[bytes, Any, T | None, int]] = []
-        self._next = 1
-        self._lock = threading.Lock()
-
-    def get(self, value: Any, normalise: Callable[[], T | None]) -> tuple[T | None, int]:
-        """The normalised value and its number; 0 is "none"."""
-        if not value:
-            return (None if value is None else normalise()), 0
-        spelled = spell(value)
-        with self._lock:
-            for index, (spelling, seen, result, number) in enumerate(self._entries):
-                if spelling == spelled and seen == value:
-                    if index:
-                        self._entries.insert(0, self._entries.pop(index))
-                    return result, number
-            result, number = normalise(), self._next
-            self._next += 1
-            self._entries.insert(0, (spelled, deepcopy(value), result, number))
-            del self._entries[64:]
-            return result, number
+def name_value(value: Any) -> bytes:
+    """Names a request's tools or its system message exactly, in few bytes; empty where there is none."""
+    return b"" if value is None else digest(spell(value))

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
 from tokentrue.renderers.json_types import JsonObject
+from tokentrue.renderers.messages import normalise_messages, normalise_tools
+from tokentrue.renderers.template import InputFormat
+from tokentrue.types import Message, Tools
 
 ContextKind: TypeAlias = Literal["light", "dummy", "history"]
 """What precedes the assistant's turn in a render: the kept messages; the real system message and tools as well; the
@@ -28,21 +32,31 @@ class ExtendError(Exception):
         self.why, self.detail = why, detail
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ExtendRequest:
-    """One call of `extend`, normalised for the template. `system` is the real leading system message; `kept` are the
-    earlier messages that the new text depends on, None where that is the whole history."""
+    """One call of `extend`, normalised for the template; tools and `system`, the real leading system message, only
+    where a render asks for them. `kept` are the earlier messages that the new text depends on, None where that is the
+    whole history."""
 
     last: JsonObject  # the recorded assistant turn
     new: Sequence[JsonObject]
-    tools: Sequence[JsonObject] | None
+    given_tools: Tools | None
     kwargs: Mapping[str, Any]
-    system: JsonObject | None
+    given_system: Message | None
+    inputs: InputFormat
     kept: Sequence[JsonObject] | None
     needs_tools: bool  # the new text depends on the tools or the system message
     stop: str | None  # the literal of the last recorded id, where it is an added token
     is_stop: bool
     in_reasoning: bool = False  # the turn was cut off while reasoning
+
+    @cached_property
+    def tools(self) -> list[JsonObject] | None:
+        return normalise_tools(self.given_tools, self.inputs)
+
+    @cached_property
+    def system(self) -> JsonObject | None:
+        return None if self.given_system is None else normalise_messages([self.given_system], self.inputs)[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
