@@ -10,6 +10,7 @@ from typing import Any
 from tests.gateway.world import renderer
 from tests.parts import whole_chunks
 from tokentrue.gateway import Gateway, GatewayConfig, GatewayLimits
+from tokentrue.gateway.workers.admin_state import AdminState
 from tokentrue.gateway.workers.forwarding import WorkerLinks
 from tokentrue.providers.scripted import invent_logprob
 from tokentrue.sessions.journal import Journal
@@ -74,11 +75,16 @@ class Parrot:
 
 
 def gateway(
-    provider: Any = None, *, store: str = "memory", workers: WorkerLinks | None = None, **limits: Any
+    provider: Any = None,
+    *,
+    store: str = "memory",
+    workers: WorkerLinks | None = None,
+    admin_state: AdminState | None = None,
+    **limits: Any,
 ) -> Gateway:
     config = GatewayConfig(model="m", admin_key="boss", limits=GatewayLimits(**limits))
     parts = {"provider": provider or Parrot(), "journal": Journal(store), "workers": workers}
-    return Gateway(config=config, renderer_for=lambda _: renderer(), **parts)
+    return Gateway(config=config, renderer_for=lambda _: renderer(), admin_state=admin_state, **parts)
 
 
 async def ask(

@@ -55,6 +55,7 @@ def test_the_gateway_comes_back(tmp_path: Path, body: str) -> None:
         session = server.session(session_id="kept")
         messages: list[dict[str, Any]] = [{"role": "user", "content": "hello"}]
         assert say(server, session.api_key, messages) == "one"
+        assert server.ask("POST", "/admin/version", {"version": 7}, key="a-key-for-this-test")[0] == 200
         began = time.monotonic()
         with pytest.raises(OSError):
             bad = [*messages, {"role": "user", "content": WORD}]
@@ -67,6 +68,9 @@ def test_the_gateway_comes_back(tmp_path: Path, body: str) -> None:
         messages.append({"role": "user", "content": "and now?"})
         assert say(server, session.api_key, messages) == "one"  # the script begins again; the session goes on
         check_recorded(server, "kept", [TEXTS[0], TEXTS[0]])
+        _, sent = server.ask("GET", "/sessions/kept/samples", key="a-key-for-this-test")
+        versions = {span["policy_version"] for span in sent["samples"][0]["spans"] if span["kind"] == "sampled"}
+        assert 7 in versions, "what /admin/version set holds after the restart"
         assert server.stop() == 0
     finally:
         server.kill()

@@ -189,7 +189,7 @@ def test_workers_that_die_come_back_paused_and_with_the_version(pair: Server) ->
 
 def test_a_worker_that_starts_takes_what_was_set_before(tmp_path: Path) -> None:
     state = AdminState()
-    apps = [gateway(workers=WorkerLinks(me=me, workers=2, folder=str(tmp_path), state=state)) for me in (0, 1)]
+    apps = [gateway(workers=WorkerLinks(me=me, workers=2, folder=str(tmp_path)), admin_state=state) for me in (0, 1)]
     apps[0].services.set_version(7)
     apps[0].services.set_paused(True)
     apps[1].services.restore_admin_state()

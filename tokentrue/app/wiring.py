@@ -27,6 +27,7 @@ from tokentrue.tracing import start_tracing
 
 if TYPE_CHECKING:
     from tokentrue.gateway.app import Gateway
+    from tokentrue.gateway.workers.admin_state import AdminState
     from tokentrue.gateway.workers.forwarding import WorkerLinks
     from tokentrue.protocols import EngineControl, Provider, Renderer
     from tokentrue.sessions.journal import Journal
@@ -203,9 +204,10 @@ def gateway_for(
     *,
     admin_key: str,
     workers: WorkerLinks | None = None,
+    admin_state: AdminState | None = None,
     render_deadline: AbstractContextManager[Any] | None = None,
 ) -> Gateway:
-    """Every rendering of the chat template runs within `render_deadline`."""
+    """Every rendering of the chat template runs within `render_deadline`. `admin_state` outlives this process."""
     from tokentrue.gateway.app import Gateway
     from tokentrue.sessions.journal import open_journal
 
@@ -250,5 +252,6 @@ def gateway_for(
         provider=provider,
         journal=journal,
         workers=workers,
+        admin_state=admin_state,
         view=view_for(config, journal, renderer),
     )

@@ -20,6 +20,7 @@ from tokentrue.gateway.problems import HttpError
 from tokentrue.gateway.services import RendererFor, build_services
 from tokentrue.gateway.sessions import ignores_tools
 from tokentrue.gateway.view import LoadPage, view_routes
+from tokentrue.gateway.workers.admin_state import AdminState
 from tokentrue.gateway.workers.forwarding import WorkerLinks
 from tokentrue.protocols import EngineControl
 from tokentrue.sessions.journal import Journal
@@ -42,10 +43,16 @@ class Gateway:
         provider: EngineControl,
         journal: Journal,
         workers: WorkerLinks | None = None,
+        admin_state: AdminState | None = None,
         view: LoadPage | None = None,
     ) -> None:
         self.services = build_services(
-            config=config, renderer_for=renderer_for, provider=provider, journal=journal, workers=workers
+            config=config,
+            renderer_for=renderer_for,
+            provider=provider,
+            journal=journal,
+            workers=workers,
+            admin_state=admin_state,
         )
         pages = view_routes(self.services.keys, view) if view is not None else []
         self._router = Router(

@@ -14,11 +14,13 @@ from tokentrue.gateway.config import GatewayConfig
 from tokentrue.gateway.metrics.meter import MeteredProvider
 from tokentrue.gateway.metrics.registry import Metrics
 from tokentrue.gateway.sessions import SessionRegistry, fit_in_memory
+from tokentrue.gateway.workers.admin_state import AdminState
 from tokentrue.gateway.workers.forwarding import WorkerLinks
 from tokentrue.gateway.workers.peers import PeerLinks
 from tokentrue.protocols import EngineControl, Renderer
 from tokentrue.sessions.journal import Journal
 from tokentrue.turn import Session
+from tokentrue.types import UNVERSIONED
 
 RendererFor = Callable[[str], Renderer]
 
@@ -38,6 +40,7 @@ class Services:
     metrics: Metrics
     sessions: SessionRegistry
     workers: WorkerLinks | None
+    admin_state: AdminState
     peers: PeerLinks
 
     def new_default_session(self, session_id: str) -> Session:
@@ -52,23 +55,21 @@ class Services:
 
     # What the administrator sets.
     def set_paused(self, paused: bool) -> None:
-        """On this worker, and on workers that start later."""
-        if self.workers is not None:
-            self.workers.state.paused = paused
+        """On this worker, and on processes that start later."""
+        self.admin_state.paused = paused
         self._apply_pause(paused)
 
     def set_version(self, version: int) -> None:
-        """On this worker, and on workers that start later."""
-        if self.workers is not None:
-            self.workers.state.version = version
+        """On this worker, and on processes that start later."""
+        self.admin_state.version = version
         self._apply_version(version)
 
-    def restore_admin_state(self) -> None:
-        """A worker that starts takes what is set. It writes nothing: an administrator may set something else
-        meanwhile."""
-        if self.workers is not None:
-            self._apply_pause(self.workers.state.paused)
-            self._apply_version(self.workers.state.version)
+    def restore_admin_state(self, *, has_weights: bool = True) -> None:
+        """A process that starts takes what is set. It writes nothing: an administrator may set something else
+        meanwhile. `has_weights`: the engine has kept its weights, so that their version holds."""
+        self._apply_pause(self.admin_state.paused)
+        if has_weights and self.admin_state.version != UNVERSIONED:
+            self._apply_version(self.admin_state.version)
 
     def _apply_pause(self, paused: bool) -> None:
         for gate in (self.admission, self.provider.inner):
@@ -90,6 +91,7 @@ def build_services(
     provider: EngineControl,
     journal: Journal,
     workers: WorkerLinks | None,
+    admin_state: AdminState | None,
 ) -> Services:
     metered = MeteredProvider(provider)
     config = replace(config, session_limits=fit_in_memory(config.session_limits, config.limits))
@@ -114,5 +116,6 @@ def build_services(
             open_session, config.limits, journal.read_secret("reasoning"), lambda: journal.lease_number
         ),
         workers=workers,
+        admin_state=admin_state or AdminState(),
         peers=PeerLinks(),
     )

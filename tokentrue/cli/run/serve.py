@@ -79,6 +79,7 @@ def command(
         settings = identify_model(settings)
     from tokentrue.gateway.auth import new_admin_key
     from tokentrue.gateway.watchdog import RenderDeadline, serve_and_restart
+    from tokentrue.gateway.workers.admin_state import AdminState
     from tokentrue.gateway.workers.server import listen, log_to_stderr, run_worker, url_of
     from tokentrue.gateway.workers.supervisor import supervise
     from tokentrue.sessions import StoreLock
@@ -105,12 +106,16 @@ def command(
                 if lock is not None:
                     lock.release()
 
+        state = AdminState()  # in memory that the processes share: what the administrator sets survives a restart
+
         def serve(say_up: Callable[[], None]) -> None:
             log_to_stderr(enabled=settings.server.log == "json")
             hide_library_bars(settings.engine.name)
             with without_torch(settings.engine.name), loading(f"{settings.model.shown}, engine {settings.engine.name}"):
                 deadline = RenderDeadline(settings.limits.render_s)
-                gateway = gateway_for(settings, admin_key=admin_key, render_deadline=deadline)
+                gateway = gateway_for(settings, admin_key=admin_key, admin_state=state, render_deadline=deadline)
+                # An engine in this process has begun again with the weights of its directory.
+                gateway.services.restore_admin_state(has_weights=settings.engine.name not in IN_PROCESS)
             run_worker(gateway, public, ready=say_up)
 
         return serve_and_restart(serve, public, ready=say_hello)
@@ -154,10 +159,11 @@ def start_worker(
     end_with_supervisor(settings.server.drain_s)
     log_to_stderr(enabled=settings.server.log == "json")
     try:
-        links = WorkerLinks(me=me, workers=workers, folder=folder, state=state)
+        links = WorkerLinks(me=me, workers=workers, folder=folder)
         with without_torch(settings.engine.name):
             deadline = RenderDeadline(settings.limits.render_s)
-            gateway = gateway_for(settings, admin_key=os.environ[ADMIN_KEY], workers=links, render_deadline=deadline)
+            key = os.environ[ADMIN_KEY]
+            gateway = gateway_for(settings, admin_key=key, workers=links, admin_state=state, render_deadline=deadline)
     except TokenTrueError as error:
         print(f"tokentrue serve: {error}", file=sys.stderr)
         raise SystemExit(2) from None

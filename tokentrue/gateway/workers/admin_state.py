@@ -1,9 +1,8 @@
-"""What the administrator has set for all workers: the pause and the policy version, in memory that the supervisor
-shares with them.
+"""What the administrator has set, the pause and the policy version, in memory that a parent process shares with the
+gateways it starts: it survives their restarts.
 
 A worker writes an operation here, and then asks the others to apply it. A worker that starts reads this when it listens
-to the others and
-before it serves a request: each operation is either read here, or asked for on its socket.
+to the others and before it serves a request: each operation is either read here, or asked for on its socket.
 """
 
 from __future__ import annotations

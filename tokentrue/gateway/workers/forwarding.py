@@ -19,7 +19,6 @@ from yarl import URL
 
 from tokentrue.gateway.asgi import ClientGone, Receive, Scope, Send
 from tokentrue.gateway.problems import HttpError
-from tokentrue.gateway.workers.admin_state import AdminState
 
 FROM_WORKER = "tokentrue.from_worker"
 HOP_BY_HOP = {
@@ -49,8 +48,8 @@ def socket_path(folder: str | Path, worker: int) -> Path:
 class WorkerLinks:
     """The other workers, as worker `me` sees them."""
 
-    def __init__(self, *, me: int, workers: int, folder: str, state: AdminState) -> None:
-        self.me, self.workers, self.state, self._folder = me, workers, state, folder
+    def __init__(self, *, me: int, workers: int, folder: str) -> None:
+        self.me, self.workers, self._folder = me, workers, folder
         self._clients: dict[int, aiohttp.ClientSession] = {}
 
     def owner(self, session_id: str) -> int:
