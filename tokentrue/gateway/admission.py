@@ -112,7 +112,7 @@ class AdmissionGate:
         except BaseException as error:
             if admitted.done() and not admitted.cancelled() and admitted.exception() is None:
                 self._end()  # admitted at the moment when its client left or its time was over
-            elif admitted in (waiting := self._queue.get(session_id, ())):
+            elif (waiting := self._queue.get(session_id)) and admitted in waiting:
                 waiting.remove(admitted)
                 self._leave(session_id)
             if isinstance(error, TimeoutError):

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Generator, Iterable, MutableMapping
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeAlias
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 from tokentrue.errors import JournalError
 from tokentrue.gateway.dialects.base import Problem, encode
@@ -129,8 +129,7 @@ def problem_headers(problem: Problem) -> RawHeaders:
 class BuildsErrors(Protocol):
     """A dialect, as far as errors need it."""
 
-    @property
-    def name(self) -> str: ...
+    name: ClassVar[str]
 
     @staticmethod
     def build_error(problem: Problem) -> dict[str, Any]: ...
@@ -142,7 +141,7 @@ async def answer_errors(
     receive: Receive,
     send: Send,
     *,
-    dialect: BuildsErrors,
+    dialect: type[BuildsErrors],
     errors: Any,
 ) -> None:
     """Runs `app`; what it raises becomes the answer in the dialect, or the last event of a stream that has begun. An

@@ -116,7 +116,7 @@ class Pool(Streaming):
                             final = chunk.final
             except RESUMABLE:
                 generation.add(_pieces(got, generation.ids))
-                if not self._note_failure(index, generation) and generation.rest is not None:
+                if not self._note_failure(index, generation) and not generation.is_over:
                     raise
             else:
                 self._accept_piece(index, generation, final)
@@ -246,6 +246,10 @@ class _Generation:
         self.ids, self.rest = prompt_ids, cast("Sampling | None", sampling)
         self.done: list[Completion] = []
         self.failures, self.started, self.end = 0, time.monotonic(), cast("Finish | None", None)
+
+    @property
+    def is_over(self) -> bool:
+        return self.rest is None
 
     def add(self, pieces: Sequence[Completion], *, is_over: bool = False) -> None:
         self.done += pieces

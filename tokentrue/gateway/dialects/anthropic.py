@@ -8,7 +8,7 @@ of the system prompt.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, ClassVar, cast
 
 import msgspec
 
@@ -84,7 +84,7 @@ class CountBody(CountHead, kw_only=True, forbid_unknown_fields=True):
 
 
 class Anthropic:
-    name = "anthropic"
+    name: ClassVar[str] = "anthropic"
     items_key = "messages"
     splits_turns = False
 

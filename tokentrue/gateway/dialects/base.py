@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, ClassVar, Protocol, TypeVar, cast
 
 import msgspec
 import orjson
@@ -102,8 +102,7 @@ class TextOf(Protocol):
 
 
 class Dialect(Protocol):
-    @property
-    def name(self) -> str: ...
+    name: ClassVar[str]
 
     @property
     def items_key(self) -> str:

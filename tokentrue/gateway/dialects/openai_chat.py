@@ -6,7 +6,7 @@ Reasoning travels as `reasoning_content`, on the way out and on the way back. De
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 import msgspec
 
@@ -80,7 +80,7 @@ class ChatBody(ChatHead, kw_only=True, forbid_unknown_fields=True):
 
 
 class OpenAIChat:
-    name = "openai_chat"
+    name: ClassVar[str] = "openai_chat"
     items_key = "messages"
     splits_turns = False
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
@@ -113,7 +113,7 @@ class ResponsesOptions(msgspec.Struct, frozen=True):
 
 
 class OpenAIResponses:
-    name = "openai_responses"
+    name: ClassVar[str] = "openai_responses"
     items_key = "input"
     splits_turns = True
 

@@ -7,7 +7,7 @@ The path names the model and whether the answer is streamed: `TurnHandler` puts 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import msgspec
 
@@ -81,7 +81,7 @@ class GenerateBody(GenerateHead, kw_only=True, forbid_unknown_fields=True, renam
     """The whole body, as the OpenAPI document shows it; `decode_contents` also takes keys in snake_case."""
 
     contents: list[msgspec.Raw]
-    generation_config: GenerationConfig | None = None
+    generation_config: GenerationConfig | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
 class CountTokensBody(msgspec.Struct, forbid_unknown_fields=True, rename="camel"):
@@ -90,7 +90,7 @@ class CountTokensBody(msgspec.Struct, forbid_unknown_fields=True, rename="camel"
 
 
 class Google:
-    name = "google"
+    name: ClassVar[str] = "google"
     items_key = ITEMS
     splits_turns = True
 
