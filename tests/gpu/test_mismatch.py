@@ -150,9 +150,17 @@ def test_three_layouts_give_the_same_bits() -> None:
             ]
             lists = correct(*rows, None, PRESETS[preset])
             assert torch.equal(torch.cat(list(lists.weights)), flat.weights) and lists.metrics == flat.metrics
-            assert (
-                diagnose(*given, cu_seqlens=bounds).metrics == diagnose(wide.trainer, wide.rollout, wide.mask).metrics
+            # The device sums a whole batch in an order of its own, which depends on the layout: float64 rounding.
+            one, other = (
+                diagnose(*given, cu_seqlens=bounds).metrics,
+                diagnose(wide.trainer, wide.rollout, wide.mask).metrics,
             )
+            apart = {
+                name: (one[name], other[name])
+                for name in one
+                if not math.isclose(one[name], other[name], rel_tol=1e-12)
+            }
+            assert one.keys() == other.keys() and not apart, apart
             assert found["tokens"] == float(wide.mask.sum())
 
 
