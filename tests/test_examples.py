@@ -22,7 +22,7 @@ AGAINST_A_GATEWAY = {
 }
 ALONE = {
     "verify_model": "nothing rendered again",
-    "custom_family": "{'name': 'calculator', 'arguments': '{\"expression\": \"2+2\"}'} {'user': 'proven', 'tool': 'proven'}",
+    "custom_family": "{'name': 'calculator', 'arguments': '{\"expression\": \"2+2\"}'} {'user': 'history', 'tool': 'history'}",
     "own_trainer": "step 1: ",
 }
 ELSEWHERE = {"trl_grpo": "tests/integrations"}

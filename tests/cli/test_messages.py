@@ -51,7 +51,7 @@ WRONG = [
     ("serve --port 0 --store memory --engine warp", "no engine 'warp'", "choose one of"),
     (
         "serve --port 0 --engine scripted --script f --device cpu --store memory",
-        "not run in this process",
+        "loads no model in this process",
         "--device is for exact and hf",
     ),
     ("verify empty", "has no tokenizer", "is it a model's?"),

@@ -469,10 +469,10 @@ def logprobs_with_four_decimals(patch: Patch) -> None:
 
     async def rounded(self: Any, *args: Any, **options: Any) -> AsyncIterator[Chunk]:
         async for chunk in stream(self, *args, **options):
-            if chunk.final is not None:
-                values = tuple(round(value, 4) for value in chunk.final.logprobs)
-                chunk = replace(chunk, final=replace(chunk.final, logprobs=values))
-            yield chunk
+            final = chunk.final
+            if final is not None:
+                final = replace(final, logprobs=tuple(round(value, 4) for value in final.logprobs))
+            yield replace(chunk, logprobs=tuple(round(value, 4) for value in chunk.logprobs), final=final)
 
     patch.setattr(MeteredProvider, "stream", rounded)
 

@@ -105,7 +105,7 @@ def test_texts_need_a_tokenizer() -> None:
 
 
 def test_unknown_engine_lists_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="sglang, vllm, hf"):
+    with pytest.raises(ConfigError, match="exact, hf, sglang, vllm, scripted"):
         tt.providers.load("tgi")
 
 

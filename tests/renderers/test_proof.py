@@ -157,9 +157,11 @@ def test_mutants_are_noticed(
 
 
 def test_without_the_comparison_with_the_history_a_stateful_template_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.renderers.test_goes_on import STATEFUL
-
-    folder = parts.standin_dir(STATEFUL)
+    counting = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant {{ messages|length }}\n{% endif %}"
+    )
+    folder = parts.standin_dir(counting)
     assert "history" in {case.outcome for case in tt.load_renderer(folder).proof.cases}
     whole = Splicer.plan
     cheap = lambda self, call, history, only_history=False: (  # noqa: E731

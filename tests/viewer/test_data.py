@@ -374,7 +374,7 @@ def test_the_command_exports_and_names_what_is_wrong(samples: list[Sample], tmp_
     for arguments, words in (
         ((str(tmp_path / "none.jsonl"),), "no such file"),
         (("sqlite:" + str(tmp_path / "none.sqlite"),), "no journal at"),
-        (("http://127.0.0.1:9",), "is the gateway running?"),
+        (("http://127.0.0.1:9",), "is `tokentrue serve` running?"),
         ((str(path), "--model", str(tmp_path / "none")), "--model: there is no directory"),
         ((str(path), "--port", "99999"), "between 0 and 65535"),
         ((str(path), "--trainer-logprobs", str(tmp_path / "none")), "no such file"),

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
+import os
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
@@ -62,7 +64,7 @@ def command(
     settings = read(TrainRun, config, sets or (), {**flags, "device": device, "dtype": dtype, "ray.nodes": nodes})
     if nodes is not None and ray is None:
         raise ConfigError("--nodes belongs to --ray")
-    settings.out.mkdir(parents=True, exist_ok=True)  # before anything is loaded: a bad path is said at once
+    check_can_make(settings.out)  # before anything is loaded: a bad path is said at once
     from tokentrue.app.devices import require_device
     from tokentrue.app.libraries import quiet_libraries
     from tokentrue.cli.progress import rollout_log
@@ -213,3 +215,13 @@ def rows_line(reports: Sequence[Any]) -> str:
     return "; ".join(
         [trained, *(f"{count_of(total(key), noun)} {what}" for key, (noun, what) in parts.items() if total(key))]
     )
+
+
+def check_can_make(folder: Path) -> None:
+    """Raises what making `folder` would raise, and makes nothing: a run that is refused later leaves no files."""
+    nearest = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    kind = None if nearest.is_dir() else errno.ENOTDIR
+    if kind is None and not os.access(nearest, os.W_OK):
+        kind = errno.EACCES
+    if kind is not None:
+        raise OSError(kind, os.strerror(kind), str(folder))
