@@ -33,6 +33,7 @@ from tokentrue.errors import (
     SessionConflict,
     SessionNotFound,
 )
+from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.plain_json import dumps, freeze, is_utf8
 from tokentrue.samples.shape import decode, sample_from_json
 from tokentrue.types import Coverage, Sample
@@ -53,7 +54,7 @@ class SessionSamples:
     coverage: Coverage
 
 
-Request: TypeAlias = tuple[str, str, Mapping[str, Any] | None]  # method, path and body
+Request: TypeAlias = tuple[str, str, JsonMapping | None]  # method, path and body
 
 
 class _Connection:
@@ -66,7 +67,7 @@ class _Connection:
                 f"{url!r} is not the URL of a gateway; `tokentrue serve` prints one such as http://127.0.0.1:8000"
             )
         key = admin_key or os.environ.get(ADMIN_KEY)
-        self.options: dict[str, Any] = {
+        self.options: JsonObject = {
             "base_url": self.url,
             "timeout": timeout_s,
             "headers": {"authorization": f"Bearer {key}"} if key else {},
@@ -80,7 +81,7 @@ class _Connection:
         )
 
 
-def _encode_body(body: Mapping[str, Any] | None) -> dict[str, Any]:
+def _encode_body(body: JsonMapping | None) -> JsonObject:
     if body is None:
         return {}
     content = dumps({name: freeze(value, name) for name, value in body.items()})
@@ -103,7 +104,7 @@ def _decode_answer(method: str, path: str, response: httpx.Response) -> Any:
     raise BY_STATUS.get(response.status_code, GatewayError)(problem)
 
 
-def _list_request(limit: int, offset: int, group: str | None, after: Mapping[str, Any] | None) -> Request:
+def _list_request(limit: int, offset: int, group: str | None, after: JsonMapping | None) -> Request:
     path = f"/sessions?limit={limit}&offset={offset}"
     if group:
         path += f"&group={_quote(group, 'group')}"
@@ -135,11 +136,11 @@ def _quote(text: str, field: str) -> str:
     return quote(text, safe="")
 
 
-def _without_none(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _without_none(fields: JsonMapping) -> JsonObject:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _samples_from(answer: Mapping[str, Any]) -> SessionSamples:
+def _samples_from(answer: JsonMapping) -> SessionSamples:
     coverage = decode(answer["coverage"], Coverage, "coverage")
     return SessionSamples(samples=[sample_from_json(sample) for sample in answer["samples"]], coverage=coverage)
 
@@ -147,7 +148,7 @@ def _samples_from(answer: Mapping[str, Any]) -> SessionSamples:
 class _SessionAddress:
     """The id, key and URLs of one session, and its SDK clients."""
 
-    def __init__(self, opened: Mapping[str, Any]) -> None:
+    def __init__(self, opened: JsonMapping) -> None:
         self.id: str = opened["session_id"]
         self.api_key: str = opened["api_key"]
         self.base_url: str = opened["base_url"]
@@ -155,7 +156,7 @@ class _SessionAddress:
         self.google_base_url: str = self.anthropic_base_url
         self._sdks: list[Any] = []  # closed with the session
 
-    def _sdk(self, module: str, name: str, options: Mapping[str, Any]) -> Any:
+    def _sdk(self, module: str, name: str, options: JsonMapping) -> Any:
         """A client of an SDK that knows this session's address and key."""
         try:
             kind = getattr(import_module(module), name)
@@ -169,7 +170,7 @@ class _SessionAddress:
 class ClientSession(_SessionAddress):
     """One session of a gateway."""
 
-    def __init__(self, client: Client, opened: Mapping[str, Any]) -> None:
+    def __init__(self, client: Client, opened: JsonMapping) -> None:
         super().__init__(opened)
         self._client = client
 
@@ -179,7 +180,7 @@ class ClientSession(_SessionAddress):
     def anthropic(self, **options: Any) -> Anthropic:
         return self._sdk("anthropic", "Anthropic", options)
 
-    def reward(self, reward: float, *, leaf: str | None = None, metadata: Mapping[str, Any] | None = None) -> None:
+    def reward(self, reward: float, *, leaf: str | None = None, metadata: JsonMapping | None = None) -> None:
         self._client.call(*_reward_request(self.id, reward=reward, leaf=leaf, metadata=metadata))
 
     def samples(self) -> list[Sample]:
@@ -191,7 +192,7 @@ class ClientSession(_SessionAddress):
     def result(self) -> SessionSamples:
         return _samples_from(self._client.call(*_samples_request(self.id)))
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> JsonObject:
         """The session's tree of nodes, coverage and state, as GET /sessions/{id} gives it."""
         return self._client.call("GET", session_path(self.id))
 
@@ -227,8 +228,8 @@ class Client:
         *,
         session_id: str | None = None,
         group: str | None = None,
-        metadata: Mapping[str, Any] | None = None,
-        sampling: Mapping[str, Any] | None = None,
+        metadata: JsonMapping | None = None,
+        sampling: JsonMapping | None = None,
         history: str | None = None,
         training: bool | None = None,
         pin: Sequence[str] | None = None,
@@ -258,14 +259,14 @@ class Client:
         session.end()
 
     def sessions(
-        self, *, limit: int = 100, offset: int = 0, group: str | None = None, after: Mapping[str, Any] | None = None
-    ) -> list[dict[str, Any]]:
+        self, *, limit: int = 100, offset: int = 0, group: str | None = None, after: JsonMapping | None = None
+    ) -> list[JsonObject]:
         """Newest first. `after`, an item of an earlier list: those behind it. Unlike `offset` it leaves none out and
         gives none twice while sessions are opened and purged."""
         answer = self.call(*_list_request(limit, offset, group, after))
-        return cast("list[dict[str, Any]]", answer["sessions"])
+        return cast("list[JsonObject]", answer["sessions"])
 
-    def session_state(self, session_id: str) -> dict[str, Any]:
+    def session_state(self, session_id: str) -> JsonObject:
         """What GET /sessions/{id} gives."""
         return self.call("GET", session_path(session_id))
 
@@ -296,7 +297,7 @@ class Client:
                     raise GatewayUnreachable(f"not ready after {timeout_s:g} s: {error}") from error
             time.sleep(0.2)
 
-    def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+    def call(self, method: str, path: str, body: JsonMapping | None = None) -> Any:
         """The JSON that any administrative route answers."""
         try:
             return _decode_answer(method, path, self._http.request(method, path, **_encode_body(body)))
@@ -307,7 +308,7 @@ class Client:
 class AsyncClientSession(_SessionAddress):
     """One session of a gateway, with `await`."""
 
-    def __init__(self, client: AsyncClient, opened: Mapping[str, Any]) -> None:
+    def __init__(self, client: AsyncClient, opened: JsonMapping) -> None:
         super().__init__(opened)
         self._client = client
 
@@ -317,9 +318,7 @@ class AsyncClientSession(_SessionAddress):
     def anthropic(self, **options: Any) -> AsyncAnthropic:
         return self._sdk("anthropic", "AsyncAnthropic", options)
 
-    async def reward(
-        self, reward: float, *, leaf: str | None = None, metadata: Mapping[str, Any] | None = None
-    ) -> None:
+    async def reward(self, reward: float, *, leaf: str | None = None, metadata: JsonMapping | None = None) -> None:
         await self._client.call(*_reward_request(self.id, reward=reward, leaf=leaf, metadata=metadata))
 
     async def samples(self) -> list[Sample]:
@@ -331,7 +330,7 @@ class AsyncClientSession(_SessionAddress):
     async def result(self) -> SessionSamples:
         return _samples_from(await self._client.call(*_samples_request(self.id)))
 
-    async def state(self) -> dict[str, Any]:
+    async def state(self) -> JsonObject:
         """The session's tree of nodes, coverage and state, as GET /sessions/{id} gives it."""
         return await self._client.call("GET", session_path(self.id))
 
@@ -368,8 +367,8 @@ class AsyncClient:
         *,
         session_id: str | None = None,
         group: str | None = None,
-        metadata: Mapping[str, Any] | None = None,
-        sampling: Mapping[str, Any] | None = None,
+        metadata: JsonMapping | None = None,
+        sampling: JsonMapping | None = None,
         history: str | None = None,
         training: bool | None = None,
         pin: Sequence[str] | None = None,
@@ -398,13 +397,13 @@ class AsyncClient:
         await session.end()
 
     async def sessions(
-        self, *, limit: int = 100, offset: int = 0, group: str | None = None, after: Mapping[str, Any] | None = None
-    ) -> list[dict[str, Any]]:
+        self, *, limit: int = 100, offset: int = 0, group: str | None = None, after: JsonMapping | None = None
+    ) -> list[JsonObject]:
         """See `Client.sessions`."""
         answer = await self.call(*_list_request(limit, offset, group, after))
-        return cast("list[dict[str, Any]]", answer["sessions"])
+        return cast("list[JsonObject]", answer["sessions"])
 
-    async def session_state(self, session_id: str) -> dict[str, Any]:
+    async def session_state(self, session_id: str) -> JsonObject:
         """What GET /sessions/{id} gives."""
         return await self.call("GET", session_path(session_id))
 
@@ -435,7 +434,7 @@ class AsyncClient:
                     raise GatewayUnreachable(f"not ready after {timeout_s:g} s: {error}") from error
             await asyncio.sleep(0.2)
 
-    async def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+    async def call(self, method: str, path: str, body: JsonMapping | None = None) -> Any:
         """The JSON that any administrative route answers."""
         for attempt in itertools.count():
             try:

@@ -7,6 +7,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from tokentrue.errors import EngineContractError
 from tokentrue.ids import TokenIds
+from tokentrue.json_types import JsonMapping
 from tokentrue.types import (
     Chunk,
     Completion,
@@ -82,7 +83,7 @@ class Renderer(Protocol):
         """Text as a model would write it, special tokens included; for scripts and probes."""
         ...
 
-    def call_tag(self, tools: Tools, *, name: str | None = None) -> Mapping[str, Any] | Refusal:
+    def call_tag(self, tools: Tools, *, name: str | None = None) -> JsonMapping | Refusal:
         """The structural tag that makes an engine sample at least one call of these tools (of tool `name`, and only
         it)."""
         ...
@@ -121,7 +122,7 @@ class Provider(Streaming, Protocol):
         None while the engine has not said; `health()` asks it."""
         ...
 
-    async def health(self) -> Mapping[str, Any]:
+    async def health(self) -> JsonMapping:
         """Facts about the engine (model, version …); raises EngineUnreachable when it is not there."""
         ...
 

@@ -26,13 +26,14 @@ import asyncio
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from secrets import token_hex
 from typing import Any, Literal
 
 from tokentrue.conversation import Conversation, Conversations
 from tokentrue.errors import ConfigError, KeyConflict, SessionConflict
+from tokentrue.json_types import JsonMapping
 from tokentrue.plain_json import freeze
 from tokentrue.protocols import Provider, Renderer
 from tokentrue.samples import Assembly, assemble, coverage_of
@@ -116,8 +117,8 @@ class Session:
         journal: Journal | None = None,
         session_id: str | None = None,
         group: str | None = None,
-        metadata: Mapping[str, Any] | None = None,
-        sampling: Sampling | Mapping[str, Any] | None = None,
+        metadata: JsonMapping | None = None,
+        sampling: Sampling | JsonMapping | None = None,
         history: History | None = None,
         training: bool = True,
         pin: Sequence[str] = (),
@@ -446,7 +447,7 @@ class Session:
         *,
         max_tokens: int | None = None,
         include_abandoned: bool = False,
-        metadata: Mapping[str, Any] | None = None,
+        metadata: JsonMapping | None = None,
     ) -> list[Sample]:
         """One contiguous sample per leaf that was not replaced (`samples/survivors`); every sampled token is trained
         once or accounted for in `coverage`."""
@@ -466,7 +467,7 @@ class Session:
         reward: float,
         *,
         leaf: str | None = None,
-        metadata: Mapping[str, Any] | None = None,
+        metadata: JsonMapping | None = None,
         group: str | None = None,
     ) -> None:
         """Of the whole session, or of one node (`leaf` is its id). `group` names the group of a session that was opened

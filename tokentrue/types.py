@@ -16,15 +16,16 @@ from typing import Any, Literal, TypeAlias, cast
 
 from tokentrue.errors import InputError, SamplingError, TokenContractError
 from tokentrue.ids import EMPTY, TokenIds
+from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.replay import RoutedExperts as RoutedExperts
 from tokentrue.replay import SamplingMask as SamplingMask
 
 Ids: TypeAlias = Sequence[int]
-Message: TypeAlias = Mapping[str, Any]
+Message: TypeAlias = JsonMapping
 Messages: TypeAlias = Sequence[Message]
-Tool: TypeAlias = Mapping[str, Any]
+Tool: TypeAlias = JsonMapping
 Tools: TypeAlias = Sequence[Tool]
-TemplateKwargs: TypeAlias = Mapping[str, Any]
+TemplateKwargs: TypeAlias = JsonMapping
 
 MAX_CHOICES = 128  # answers to one request
 MAX_INT32 = 2**31 - 1
@@ -115,7 +116,7 @@ class Sampling:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     top_logprobs: int = 0
-    extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    extra: JsonMapping = field(default_factory=JsonObject)
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -431,7 +432,7 @@ class TurnRequest:
     messages: Messages
     tools: Tools | None = None
     sampling: Sampling = field(default_factory=Sampling)
-    template_kwargs: TemplateKwargs = field(default_factory=dict[str, Any])
+    template_kwargs: TemplateKwargs = field(default_factory=JsonObject)
     n: int = 1
     dialect: str = "openai_chat"
     request_key: str | None = None
@@ -509,7 +510,7 @@ class Sample:
     spans: tuple[Span, ...]
     reward: float | None
     finish_reason: str
-    metadata: Mapping[str, Any]
+    metadata: JsonMapping
     certificate: Certificate
     routed_experts: RoutedExperts | None = None  # of positions 0 to the last input
     sampling_mask: SamplingMask | None = None  # a row for each token; empty where nothing was removed or sampled

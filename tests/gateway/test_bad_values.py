@@ -14,7 +14,7 @@ from tests.gateway.inside import Parrot, ask, gateway, new_session
 from tests.gateway.world import renderer
 from tests.turn.test_matching import USER, said, session_of
 from tokentrue.errors import EngineContractError, InputError, JournalError, MessageError, SamplingError
-from tokentrue.nesting import MAX_DEPTH
+from tokentrue.plain_json import MAX_DEPTH
 from tokentrue.sessions.journal import Journal
 from tokentrue.types import TurnRequest
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.gateway.inside import ask, gateway, new_session
 from tests.gateway.world import call, renderer
-from tokentrue.nesting import MAX_DEPTH
+from tokentrue.plain_json import MAX_DEPTH
 from tokentrue.providers.scripted import ScriptedProvider
 
 USER = {"role": "user", "content": "go"}

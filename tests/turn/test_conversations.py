@@ -22,7 +22,7 @@ from tests.turn.letters import Letters, sampled
 from tests.turn.world import Engine
 from tokentrue.conversation import Conversations
 from tokentrue.conversation.match_keys import message_key
-from tokentrue.nesting import MAX_DEPTH
+from tokentrue.plain_json import MAX_DEPTH
 from tokentrue.sessions import Journal, Matcher, load_tree
 from tokentrue.types import Attempt, Completion, Finish, RoutedExperts, TurnRequest, VersionSpan
 

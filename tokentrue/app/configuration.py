@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from tokentrue.errors import ConfigError, InputError
+from tokentrue.json_types import JsonMapping, JsonObject
 
 T = TypeVar("T")
 NONE = "none"
@@ -24,12 +25,12 @@ def read(
     type_: type[T],
     path: Path | None = None,
     sets: Sequence[str] = (),
-    overrides: Mapping[str, Any] | None = None,
-    defaults: Mapping[str, Any] | None = None,
+    overrides: JsonMapping | None = None,
+    defaults: JsonMapping | None = None,
 ) -> T:
     """The dataclasses' defaults, then `defaults` (dotted keys of one command), then the file, then `overrides` (dotted
     keys from flags; None means not given), then `--set`."""
-    values: dict[str, Any] = {}
+    values: JsonObject = {}
     for dotted, value in (defaults or {}).items():
         set_dotted(values, dotted, value)
     merge(values, _file(path) if path is not None else {})
@@ -44,17 +45,17 @@ def read(
     return build(type_, values)
 
 
-def merge(values: dict[str, Any], over: Mapping[str, Any]) -> None:
+def merge(values: JsonObject, over: JsonMapping) -> None:
     """Puts the keys of `over` over those of `values`, table by table."""
     for name, value in over.items():
         known = values.get(name)
         if isinstance(known, dict) and isinstance(value, Mapping):
-            merge(cast("dict[str, Any]", known), cast("Mapping[str, Any]", value))
+            merge(cast("JsonObject", known), cast("JsonMapping", value))
         else:
             values[name] = value
 
 
-def _file(path: Path) -> dict[str, Any]:
+def _file(path: Path) -> JsonObject:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -71,17 +72,17 @@ def literal(text: str) -> Any:
         return text
 
 
-def set_dotted(values: dict[str, Any], dotted: str, value: Any) -> None:
+def set_dotted(values: JsonObject, dotted: str, value: Any) -> None:
     *folders, name = dotted.split(".")
     for folder in folders:
         inner: Any = values.setdefault(folder, {})
         if not isinstance(inner, dict):
             raise ConfigError(f"{dotted}: {folder} is a value, not a table")
-        values = cast("dict[str, Any]", inner)
+        values = cast("JsonObject", inner)
     values[name] = value
 
 
-def build(type_: type[T], values: Mapping[str, Any], *, path: str = "") -> T:
+def build(type_: type[T], values: JsonMapping, *, path: str = "") -> T:
     """A dataclass from plain values."""
     hints = get_type_hints(type_)
     known = {field.name: field for field in dataclasses.fields(type_) if field.init}  # pyright: ignore[reportArgumentType]
@@ -99,19 +100,19 @@ def build(type_: type[T], values: Mapping[str, Any], *, path: str = "") -> T:
         raise ConfigError(f"{path + ': ' if path else ''}{error}") from error
 
 
-def change(base: T, values: Mapping[str, Any], *, path: str = "") -> T:
+def change(base: T, values: JsonMapping, *, path: str = "") -> T:
     """The same dataclass with other values, checked like those of `build`. A table changes the record that is there,
     field by field."""
     type_ = type(base)
     hints = get_type_hints(type_)
     known = sorted(field.name for field in dataclasses.fields(cast("Any", base)) if field.init)
-    made: dict[str, Any] = {}
+    made: JsonObject = {}
     for name, value in values.items():
         if name not in known:
             raise ConfigError(f"{_at(path, name)}: unknown key; known here: {', '.join(known)}")
         current = getattr(base, name)
         if isinstance(value, Mapping) and dataclasses.is_dataclass(current):
-            made[name] = change(current, cast("Mapping[str, Any]", value), path=_at(path, name))
+            made[name] = change(current, cast("JsonMapping", value), path=_at(path, name))
         else:
             made[name] = _value(hints[name], value, _at(path, name))
     try:
@@ -139,7 +140,7 @@ def _value(hint: Any, value: Any, path: str) -> Any:
             return value
         if not isinstance(value, Mapping):
             raise ConfigError(f"{path}: must be a table")
-        return build(cast("type[Any]", hint), cast("Mapping[str, Any]", value), path=path)
+        return build(cast("type[Any]", hint), cast("JsonMapping", value), path=path)
     if origin is tuple or origin in (list, Sequence):
         return _sequence(origin, inner, value, path)
     if origin is not None and issubclass(origin, Mapping):

@@ -9,15 +9,14 @@ can be judged: the engine's reported model must then be a directory on this mach
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from tokentrue.app.wiring import EngineConfig, ModelConfig, ServeConfig, connect_engine, renderer_for
 from tokentrue.environments import SMALL_MODEL
 from tokentrue.errors import ConfigError, EngineError, EngineUnreachable
 from tokentrue.ids import TokenIds
+from tokentrue.json_types import JsonMapping
 from tokentrue.protocols import Provider, Renderer, Tokenizing
 from tokentrue.providers.registry import REMOTE
 
@@ -40,7 +39,7 @@ def identify_model(config: ServeConfig) -> ServeConfig:
     return settled
 
 
-async def _ask(engine: EngineConfig, url: str, renderer: Renderer | None) -> Mapping[str, Any]:
+async def _ask(engine: EngineConfig, url: str, renderer: Renderer | None) -> JsonMapping:
     """Health facts of one replica, by a connection of its own; with a renderer, its tokenisation is compared, too."""
     provider = connect_engine(engine, url)
     try:
@@ -70,7 +69,7 @@ async def _compare_tokens(provider: Provider, renderer: Renderer, url: str) -> N
         )
 
 
-def _config_from_engine(model: ModelConfig, engine: EngineConfig, facts: list[Mapping[str, Any]]) -> ModelConfig:
+def _config_from_engine(model: ModelConfig, engine: EngineConfig, facts: list[JsonMapping]) -> ModelConfig:
     """Without --model: the model that the engine reports, where it is a directory here, or the shipped one under its
     own name."""
     names = {str(fact.get("path") or fact.get("model")) for fact in facts}

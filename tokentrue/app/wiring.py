@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cache
@@ -20,6 +20,7 @@ from tokentrue.app.devices import require_device, require_dtype
 from tokentrue.environments import SMALL_MODEL
 from tokentrue.errors import ConfigError
 from tokentrue.gateway.config import GatewayConfig, GatewayLimits
+from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.providers.registry import IN_PROCESS, REMOTE, list_names
 from tokentrue.sessions.limits import SessionLimits as SessionLimits
 from tokentrue.sessions.stages.pinning import check_pin
@@ -47,7 +48,7 @@ class ModelConfig:
     path: str | None = None
     name: str | None = None
     chat_template: str | None = None
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    template_kwargs: JsonMapping = field(default_factory=JsonObject)
     history: Literal["keep", "template"] = "keep"
     injection: Literal["safe", "engine"] = "safe"
     encode_cache_bytes: int = 64 << 20  # ids of texts that were encoded before; 0 switches the cache off
@@ -73,7 +74,7 @@ class EngineConfig:
     name: str = "exact"
     urls: tuple[str, ...] = ()
     script: str | None = None
-    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    options: JsonMapping = field(default_factory=JsonObject)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +126,7 @@ def renderer_for(
         from tokentrue.renderers import load_renderer
 
         kwargs = dict(config.template_kwargs) or None
-        settings: dict[str, Any] = {
+        settings: JsonObject = {
             name: getattr(config, name) for name in ("injection", "encode_cache_bytes", "extend_plans")
         }
         return load_renderer(
@@ -140,7 +141,7 @@ def provider_for(config: EngineConfig, model: ModelConfig, renderer: Callable[[s
     from tokentrue.providers import load
     from tokentrue.providers.pool import Pool
 
-    options: dict[str, Any] = dict(config.options)
+    options: JsonObject = dict(config.options)
     if config.name in IN_PROCESS:
         require_device(str(options.get("device", "cpu")))
         require_dtype(str(options.get("dtype", "float32")))

@@ -18,7 +18,8 @@ from itertools import takewhile
 from typing import Any, TypeAlias, cast
 
 from tokentrue.errors import MessageError
-from tokentrue.nesting import check_depth
+from tokentrue.json_types import JsonMapping
+from tokentrue.plain_json import check_depth
 from tokentrue.types import Message, Tools
 
 CallRef: TypeAlias = tuple[int, int]
@@ -49,7 +50,7 @@ def _part_text(part: Any, field: str) -> str:
         return part
     if not isinstance(part, Mapping):
         raise MessageError(f"must be an object, got {type(part).__name__}", field=field)
-    fields = cast("Mapping[str, Any]", part)
+    fields = cast("JsonMapping", part)
     kind = fields.get("type", "text")
     if kind in _TEXT_PARTS:
         return str(fields.get("text") or "")
@@ -89,18 +90,16 @@ def check_calls(message: Message, field: str) -> None:
     if not isinstance(calls, (list, tuple)):
         raise MessageError(f"must be a list, got {type(calls).__name__}", field=f"{field}.tool_calls")
     for index, call in enumerate(cast("Sequence[Any]", calls)):
-        if not isinstance(call, Mapping) or not isinstance(
-            cast("Mapping[str, Any]", call).get("function") or {}, Mapping
-        ):
+        if not isinstance(call, Mapping) or not isinstance(cast("JsonMapping", call).get("function") or {}, Mapping):
             raise MessageError("must be an object with a function object", field=f"{field}.tool_calls[{index}]")
 
 
-def calls_of(message: Message) -> Sequence[Mapping[str, Any]]:
-    return cast("Sequence[Mapping[str, Any]]", message.get("tool_calls") or ())
+def calls_of(message: Message) -> Sequence[JsonMapping]:
+    return cast("Sequence[JsonMapping]", message.get("tool_calls") or ())
 
 
-def name_and_arguments(call: Mapping[str, Any]) -> tuple[str, Any]:
-    function = cast("Mapping[str, Any]", call.get("function") or call)
+def name_and_arguments(call: JsonMapping) -> tuple[str, Any]:
+    function = cast("JsonMapping", call.get("function") or call)
     return str(function.get("name") or ""), function.get("arguments")
 
 

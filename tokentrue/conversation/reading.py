@@ -26,6 +26,7 @@ from tokentrue.conversation.match_keys import (
     read_role,
 )
 from tokentrue.errors import MessageError
+from tokentrue.json_types import JsonObject
 from tokentrue.plain_json import digest, dumps, freeze
 from tokentrue.types import Message, Messages, Tools
 
@@ -54,7 +55,7 @@ class ConversationMessage:
         return dumps(_comparable(recorded)) == dumps(_comparable(self.message))
 
 
-def _comparable(message: Message) -> dict[str, Any]:
+def _comparable(message: Message) -> JsonObject:
     """Without what no template prints: cache marks, and the call id that is restored to the served one."""
     fields = {name: value for name, value in message.items() if name not in ("tool_call_id", "cache_control")}
     if isinstance(fields.get("content"), list):
@@ -65,7 +66,7 @@ def _comparable(message: Message) -> dict[str, Any]:
 def _without_cache_mark(part: Any) -> Any:
     if not isinstance(part, dict):
         return part
-    return {name: value for name, value in cast("dict[str, Any]", part).items() if name != "cache_control"}
+    return {name: value for name, value in cast("JsonObject", part).items() if name != "cache_control"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

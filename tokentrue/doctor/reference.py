@@ -7,7 +7,7 @@ prediction, so that a fault is named by what it does to the log-probabilities, n
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -19,6 +19,7 @@ from tokentrue.doctor.observations import Observation
 from tokentrue.engine.model.adapters import merge_low_rank, read_directory, read_pairs
 from tokentrue.errors import ConfigError
 from tokentrue.hub import load_causal_model, load_config
+from tokentrue.json_types import JsonMapping
 from tokentrue.numerics import KeptRows, remove_filtered
 
 Change: TypeAlias = Callable[[Any], Any]
@@ -164,7 +165,7 @@ def variants_of(reference: Reference, *, previous: str | Path | None = None) -> 
         yield Variant(fault="bias_dropped", label="biases set to 0", change=drop_biases)
     if not getattr(config, "tie_word_embeddings", True):
         yield Variant(fault="tied_head", label="output layer = embedding", change=tie_head)
-    rope: Mapping[str, Any] = dict(getattr(config, "rope_parameters", None) or {})
+    rope: JsonMapping = dict(getattr(config, "rope_parameters", None) or {})
     if "rope_theta" in rope:
         theta = float(rope["rope_theta"])
         for other in sorted({*THETAS, theta * 10, theta / 10} - {theta}):

@@ -5,18 +5,19 @@ Engines in this process take ids only; `NoRoutes` represents them, and a probe t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
 from tokentrue.errors import EngineContractError, EngineRejected
 from tokentrue.ids import TokenIds
+from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.protocols import Provider
 from tokentrue.providers.transport.http import EngineHttp
 from tokentrue.providers.transport.tokens import read_tokens
 
 
 class EngineRoutes(Protocol):
-    async def tokenize_chat(self, messages: Sequence[Mapping[str, Any]]) -> TokenIds | None:
+    async def tokenize_chat(self, messages: Sequence[JsonMapping]) -> TokenIds | None:
         """None: no such route."""
         ...
 
@@ -37,7 +38,7 @@ class EngineRoutes(Protocol):
 class NoRoutes:
     """An engine in this process."""
 
-    async def tokenize_chat(self, messages: Sequence[Mapping[str, Any]]) -> TokenIds | None:
+    async def tokenize_chat(self, messages: Sequence[JsonMapping]) -> TokenIds | None:
         return None
 
     async def pause(self) -> bool:
@@ -60,7 +61,7 @@ class HttpRoutes:
         self._provider = provider
         self._http = EngineHttp(url, timeout_s=120.0, connect_s=5.0, retries=1, api_key=api_key)
 
-    async def tokenize_chat(self, messages: Sequence[Mapping[str, Any]]) -> TokenIds | None:
+    async def tokenize_chat(self, messages: Sequence[JsonMapping]) -> TokenIds | None:
         model = (await self._provider.health())["model"]
         return await read_tokens(
             self._http, "/tokenize", {"model": model, "messages": list(messages), "add_generation_prompt": True}
@@ -79,7 +80,7 @@ class HttpRoutes:
     async def close(self) -> None:
         await self._http.close()
 
-    async def _post(self, path: str, body: dict[str, Any] | None = None) -> bool:
+    async def _post(self, path: str, body: JsonObject | None = None) -> bool:
         try:
             await self._http.read("POST", path, body or {}, retry=False)
         except (EngineContractError, EngineRejected):

@@ -9,10 +9,12 @@ or a stand-in with the same call.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
+
+from tokentrue.json_types import JsonMapping, JsonObject
 
 Split: TypeAlias = Literal["train", "heldout"]
 HELDOUT_SHARE = 1 / 16
@@ -29,7 +31,7 @@ class Task:
     task_id: str
     prompt: str
     answer: int | None = None
-    data: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    data: JsonMapping = field(default_factory=JsonObject)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

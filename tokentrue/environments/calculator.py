@@ -11,6 +11,7 @@ from tokentrue.environments.base import Split, Task, digest
 from tokentrue.environments.chat import work
 from tokentrue.environments.problems import problems
 from tokentrue.environments.tools import CALCULATOR, calculate, last_number
+from tokentrue.json_types import JsonObject
 
 
 class Calculator:
@@ -29,7 +30,7 @@ class Calculator:
         return [Task(task_id=f"{self.name}/{digest(p.text)[:12]}", prompt=p.text, answer=p.answer) for p in drawn]
 
     async def run(self, client: Any, task: Task) -> float:
-        chat: list[dict[str, Any]] = [{"role": "user", "content": task.prompt}]
+        chat: list[JsonObject] = [{"role": "user", "content": task.prompt}]
         tools = {"calculator": (CALCULATOR, calculate)}
         answer = await work(client, chat, tools=tools, max_turns=self.max_turns, stream=self.stream)
         return float(answer is not None and last_number(answer) == task.answer)

@@ -10,14 +10,16 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-Chat = list[dict[str, Any]]
+from tokentrue.json_types import JsonMapping, JsonObject
+
+Chat = list[JsonObject]
 
 
 async def ask(
-    client: Any, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] = (), stream: bool = True
-) -> dict[str, Any]:
+    client: Any, messages: Sequence[JsonMapping], *, tools: Sequence[JsonMapping] = (), stream: bool = True
+) -> JsonObject:
     """The assistant's next message, in the shape in which it goes back into `messages`."""
-    request: dict[str, Any] = {"model": "tokentrue", "messages": list(messages)}
+    request: JsonObject = {"model": "tokentrue", "messages": list(messages)}
     if tools:
         request["tools"] = list(tools)
     if not stream:
@@ -26,7 +28,7 @@ async def ask(
     return await message_from_stream(await client.chat.completions.create(**request, stream=True))
 
 
-def message_from_answer(message: Any) -> dict[str, Any]:
+def message_from_answer(message: Any) -> JsonObject:
     calls = message.tool_calls or ()
     plain = [
         {"id": c.id, "type": "function", "function": {"name": c.function.name, "arguments": c.function.arguments}}
@@ -35,16 +37,16 @@ def message_from_answer(message: Any) -> dict[str, Any]:
     return make_message(message.content or "", plain)
 
 
-def make_message(content: str, calls: list[dict[str, Any]]) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": content}
+def make_message(content: str, calls: list[JsonObject]) -> JsonObject:
+    message: JsonObject = {"role": "assistant", "content": content}
     if calls:
         message["tool_calls"] = calls
     return message
 
 
-async def message_from_stream(stream: Any) -> dict[str, Any]:
+async def message_from_stream(stream: Any) -> JsonObject:
     content: list[str] = []
-    calls: dict[int, dict[str, Any]] = {}
+    calls: dict[int, JsonObject] = {}
     async for chunk in stream:
         if not chunk.choices:
             continue
@@ -63,7 +65,7 @@ async def message_from_stream(stream: Any) -> dict[str, Any]:
 
 
 async def work(
-    client: Any, chat: Chat, *, tools: Mapping[str, tuple[Mapping[str, Any], Any]], max_turns: int, stream: bool = True
+    client: Any, chat: Chat, *, tools: Mapping[str, tuple[JsonMapping, Any]], max_turns: int, stream: bool = True
 ) -> str | None:
     """Lets the model call tools until it answers; returns the answer's text, or None when the turns ran out.
 

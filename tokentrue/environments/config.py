@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from tokentrue.environments.base import Split
 from tokentrue.errors import ConfigError, SamplingError
+from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.types import Sampling
 
 
@@ -18,7 +17,7 @@ class RolloutConfig:
     asks for."""
 
     environment: str = "calculator"
-    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    options: JsonMapping = field(default_factory=JsonObject)
     split: Split = "train"
     tasks: int = 8
     group_size: int = 8
@@ -55,7 +54,7 @@ class RolloutConfig:
             raise ConfigError(f"rollout.{error}") from error
 
     @property
-    def sampling(self) -> Mapping[str, Any]:
+    def sampling(self) -> JsonMapping:
         """Filters are pinned off: agents ask for them, and log-probabilities would then be those of another
         distribution."""
         return {"temperature": self.temperature, "max_tokens": self.max_tokens, "top_p": 1.0, "top_k": 0}

@@ -12,12 +12,13 @@ import contextlib
 import hashlib
 import re
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 from tokentrue.client import AsyncClient, session_path
 from tokentrue.environments.runner import Plan, session_settings
 from tokentrue.errors import ConfigError, SessionConflict
+from tokentrue.json_types import JsonMapping
 
 END_S = 10.0  # to end the session of a rollout that failed
 SESSION_IN_PATH = re.compile(r"/sessions/([^/]+)/v1/")
@@ -36,7 +37,7 @@ class GatewaySession:
         self.client = client
         self._owner = owner
 
-    async def finish(self, reward: float) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    async def finish(self, reward: float) -> tuple[Sequence[Any], JsonMapping]:
         await self._owner.admin.reward_session(self.session_id, reward)
         answer = await self._owner.admin.call("GET", f"{session_path(self.session_id)}/samples")
         return answer["samples"], answer["coverage"]
@@ -54,7 +55,7 @@ class GatewaySessions:
         self,
         base_url: str,
         *,
-        sampling: Mapping[str, Any],
+        sampling: JsonMapping,
         pin: Sequence[str] | None = None,
         admin_key: str | None = None,
         purge: bool = False,
@@ -144,7 +145,7 @@ class GatewaySessions:
             key = (await self.admin.call("POST", f"{session_path(session_id)}/key"))["api_key"]
         return session_id, f"{self.base_url}{session_path(session_id)}/v1", key
 
-    async def read_ended(self, plan: Plan) -> tuple[str, float, Sequence[Any], Mapping[str, Any]]:
+    async def read_ended(self, plan: Plan) -> tuple[str, float, Sequence[Any], JsonMapping]:
         """Session, reward, samples and coverage of a rollout that has ended before. Raises SessionConflict where it has
         not."""
         session_id = resumed_id(plan)

@@ -8,10 +8,10 @@ import sys
 import traceback
 from collections.abc import Mapping
 from importlib import import_module
-from typing import Any
 
 from tokentrue.environments.base import Environment
 from tokentrue.errors import ConfigError
+from tokentrue.json_types import JsonMapping
 
 ENVIRONMENTS: Mapping[str, str] = {
     "calculator": "tokentrue.environments.calculator:Calculator",
@@ -36,7 +36,7 @@ def describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}{place}"
 
 
-def load_environment(name: str, options: Mapping[str, Any] | None = None) -> Environment:
+def load_environment(name: str, options: JsonMapping | None = None) -> Environment:
     address = ENVIRONMENTS.get(name, name)
     module_name, _, attribute = address.partition(":")
     if not attribute:

@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import time
 import traceback
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
@@ -18,6 +18,7 @@ from typing import Any, Protocol, TypeAlias
 from tokentrue.environments.base import Environment, Outcome, Task
 from tokentrue.environments.registry import LOG
 from tokentrue.errors import ConfigError
+from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.plain_json import is_utf8
 
 
@@ -44,7 +45,7 @@ class Rollout:
     error: str | None
     seconds: float
     samples: Sequence[Any] = ()
-    coverage: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    coverage: JsonMapping = field(default_factory=JsonObject)
     trace: str = ""
     note: str | None = None
 
@@ -58,7 +59,7 @@ class OpenSession(Protocol):
     @property
     def client(self) -> Any: ...
 
-    async def finish(self, reward: float) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    async def finish(self, reward: float) -> tuple[Sequence[Any], JsonMapping]:
         """Notes the reward; returns the samples and the coverage."""
         ...
 
@@ -99,11 +100,11 @@ def plan_groups(tasks: Sequence[Task], *, n: int, seed: int, tag: str = "") -> l
     return plans
 
 
-def session_settings(plan: Plan, sampling: Mapping[str, Any], pin: Sequence[str] | None = None) -> dict[str, Any]:
+def session_settings(plan: Plan, sampling: JsonMapping, pin: Sequence[str] | None = None) -> JsonObject:
     """What a rollout's session is opened with. `pin` None leaves it to the task (`data["pin"]`), and then to the
     gateway."""
     metadata = {"task": plan.task.task_id, "index": plan.index, "rollout": plan.key}
-    settings: dict[str, Any] = {"group": plan.group, "metadata": metadata, "sampling": {**sampling, "seed": plan.seed}}
+    settings: JsonObject = {"group": plan.group, "metadata": metadata, "sampling": {**sampling, "seed": plan.seed}}
     said = plan.task.data.get("pin") if pin is None else pin
     return settings if said is None else {**settings, "pin": list(said)}
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any
 
 from tokentrue.environments.problems import apply
+from tokentrue.json_types import JsonObject
 
-CALCULATOR: dict[str, Any] = {
+CALCULATOR: JsonObject = {
     "type": "function",
     "function": {
         "name": "calculator",
@@ -16,7 +16,7 @@ CALCULATOR: dict[str, Any] = {
         "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]},
     },
 }
-PRICES: dict[str, Any] = {
+PRICES: JsonObject = {
     "type": "function",
     "function": {"name": "prices", "description": "all prices", "parameters": {"type": "object", "properties": {}}},
 }

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Protocol, TypeAlias
 from tokentrue.errors import JournalError
 from tokentrue.gateway.dialects.base import Problem, encode
 from tokentrue.gateway.problems import HttpError, problem_from
+from tokentrue.json_types import JsonObject
 
 Scope: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -132,7 +133,7 @@ class BuildsErrors(Protocol):
     name: ClassVar[str]
 
     @staticmethod
-    def build_error(problem: Problem) -> dict[str, Any]: ...
+    def build_error(problem: Problem) -> JsonObject: ...
 
 
 async def answer_errors(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 from urllib.parse import parse_qsl
 
 import msgspec
@@ -24,6 +24,7 @@ from tokentrue.gateway.dialects.openai_responses import ResponsesBody
 from tokentrue.gateway.problems import HttpError
 from tokentrue.gateway.services import Services
 from tokentrue.gateway.turns import NotOpened, TurnHandler
+from tokentrue.json_types import JsonObject
 from tokentrue.tracing import annotate, is_traced, trace_request
 
 SESSION_ROOT = "/sessions/{session_id}"
@@ -152,7 +153,7 @@ def parse_query(scope: Scope) -> dict[str, str]:
     return dict(parse_qsl(scope.get("query_string", b"").decode("latin-1")))
 
 
-def list_models(*names: str) -> dict[str, Any]:
+def list_models(*names: str) -> JsonObject:
     """Both vendors' fields: OpenAI's list and Anthropic's page."""
     kind = {
         "object": "model",

@@ -17,7 +17,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapp
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, cast
+from typing import cast
 
 from tokentrue.conversation import ByteBudget, Conversation
 from tokentrue.conversation.match_keys import count_system, read_role
@@ -43,9 +43,9 @@ from tokentrue.gateway.dialects import (
     ReasoningSigner,
     RequestHead,
 )
-from tokentrue.gateway.dialects.base import Json
 from tokentrue.gateway.dialects.reading import read_conversation
 from tokentrue.gateway.problems import HttpError
+from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.protocols import Renderer
 from tokentrue.sessions.journal import SessionRecord, StoreSecret
 from tokentrue.sessions.limits import SessionLimits
@@ -113,7 +113,7 @@ class SessionHandle:
         choice = head.sampling.extra.get("tool_choice")
         if choice is None:
             return head
-        name = cast("Mapping[str, Any]", choice)["function"]["name"] if isinstance(choice, Mapping) else None
+        name = cast("JsonMapping", choice)["function"]["name"] if isinstance(choice, Mapping) else None
         tag = self.session.renderer.call_tag(head.tools or (), name=name)
         if isinstance(tag, Refusal):
             raise MessageError(f"cannot be enforced: {tag.detail}", field="tool_choice")
@@ -217,7 +217,7 @@ def ignores_tools(renderer: Renderer) -> bool:
     """True where the template renders the same prompt with a tool and without one. A process has a renderer per history
     policy."""
     asked: list[Message] = [{"role": "user", "content": "x"}]
-    tool: Json = {"name": "probe", "description": "", "parameters": {"type": "object", "properties": {}}}
+    tool: JsonObject = {"name": "probe", "description": "", "parameters": {"type": "object", "properties": {}}}
     try:
         return (
             renderer.render(asked, [{"type": "function", "function": tool}]).token_ids

@@ -24,6 +24,7 @@ from tokentrue.integrations.rollouts import (
     scored_settings,
     tokens_left_out,
 )
+from tokentrue.json_types import JsonObject
 from tokentrue.samples.exporters.base import fill_logprobs
 from tokentrue.types import Sample
 
@@ -44,7 +45,7 @@ def agent_executor(agent: Agent, *, url: str, admin_key: str | None = None, **se
             hf_tokenizer: Any,
             llm_engine: Any,
             images: Any = None,
-        ) -> dict[str, Any]:
+        ) -> JsonObject:
             names = ("temperature", "top_p", "top_k")
             sampling = scored_settings({name: getattr(sampling_params, name, None) for name in names})
             samples = await rollouts.run_rollout(
@@ -61,7 +62,7 @@ def agent_executor(agent: Agent, *, url: str, admin_key: str | None = None, **se
     return AgentExecutor
 
 
-def columns_of(sample: Sample) -> dict[str, Any]:
+def columns_of(sample: Sample) -> JsonObject:
     """Log-probabilities have full length, 0.0 where nothing was sampled; `action_ranges` are the trained spans."""
     reward = reward_of(sample)
     return {

@@ -6,12 +6,13 @@ import asyncio
 import hashlib
 import inspect
 import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from tokentrue.client import AsyncClient
 from tokentrue.errors import ConfigError, GatewayError
+from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.samples.groups import group_of, group_sessions
 from tokentrue.types import Sample
 
@@ -28,7 +29,7 @@ class GatewayRollouts:
     url: str
     agent: Agent
     admin_key: str | None = None
-    sampling: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    sampling: JsonMapping = field(default_factory=JsonObject)
     seed: int | None = None
     concurrency: int = 16
     timeout_s: float = 600.0
@@ -51,7 +52,7 @@ class GatewayRollouts:
             return list(await asyncio.gather(*map(run_one, range(first, first + len(tasks)), tasks, groups)))
 
     async def run_rollout(
-        self, task: Any, *, group: str, index: int | None = None, sampling: Mapping[str, Any] | None = None
+        self, task: Any, *, group: str, index: int | None = None, sampling: JsonMapping | None = None
     ) -> list[Sample]:
         """The samples of one rollout, for frameworks that ask for one at a time. `sampling` adds what the framework
         scores with, `index` is the rollout's place in its group."""
@@ -62,13 +63,13 @@ class GatewayRollouts:
         async with AsyncClient(self.url, self.admin_key, timeout_s=self.timeout_s) as client:
             return await self._run_one(client, task, group, {**(sampling or {}), **self._pinned(group, index or 0)})
 
-    def _pinned(self, group: str, index: int) -> dict[str, Any]:
+    def _pinned(self, group: str, index: int) -> JsonObject:
         if self.seed is None:
             return dict(self.sampling)
         name = f"{self.seed}/{group}/{index}"
         return {**self.sampling, "seed": int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little") >> 1}
 
-    async def _run_one(self, client: AsyncClient, task: Any, group: str, sampling: dict[str, Any]) -> list[Sample]:
+    async def _run_one(self, client: AsyncClient, task: Any, group: str, sampling: JsonObject) -> list[Sample]:
         async with client.session(group=group, sampling=sampling or None) as session:
             outcome = self.agent(session.openai(), task)
             reward = await asyncio.wait_for(outcome, self.timeout_s) if inspect.isawaitable(outcome) else outcome
@@ -97,11 +98,11 @@ def group_name(*parts: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def scored_settings(settings: Mapping[str, Any] | None) -> dict[str, Any]:
+def scored_settings(settings: JsonMapping | None) -> JsonObject:
     """Of a framework's sampling settings those that it scores with. What leaves the distribution as it is, is left
     out."""
     temperature, top_p, top_k = ((settings or {}).get(name) for name in ("temperature", "top_p", "top_k"))
-    pinned: dict[str, Any] = {} if temperature is None else {"temperature": float(temperature)}
+    pinned: JsonObject = {} if temperature is None else {"temperature": float(temperature)}
     if top_p is not None and top_p < 1:
         pinned["top_p"] = float(top_p)
     if top_k is not None and top_k > 0:

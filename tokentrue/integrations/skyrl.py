@@ -13,7 +13,7 @@ per prompt, so the sample that trains most tokens is used and `rollout_metrics["
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
@@ -27,6 +27,7 @@ from tokentrue.integrations.rollouts import (
     scored_settings,
     tokens_left_out,
 )
+from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.samples.exporters.base import split
 from tokentrue.types import Sample
 
@@ -38,7 +39,7 @@ def generator(agent: Agent, *, url: str, admin_key: str | None = None, step_wise
     rollouts = GatewayRollouts(url=url, agent=agent, admin_key=admin_key, **settings)
 
     class GatewayGenerator(base):
-        async def generate(self, input_batch: Mapping[str, Any]) -> dict[str, Any]:
+        async def generate(self, input_batch: JsonMapping) -> JsonObject:
             trajectories = input_batch["trajectory_ids"]
             if trajectories is None:
                 raise ConfigError("the batch has no trajectory_ids, so its prompts cannot be grouped")
@@ -48,7 +49,7 @@ def generator(agent: Agent, *, url: str, admin_key: str | None = None, step_wise
 
             async def run_one(index: int) -> list[Sample]:
                 extras: Sequence[Any] = input_batch["env_extras"] or [None] * len(trajectories)
-                task: dict[str, Any] = {
+                task: JsonObject = {
                     "prompt": input_batch["prompts"][index],
                     "env_class": input_batch["env_classes"][index],
                     "extras": extras[index],
@@ -66,7 +67,7 @@ def generator(agent: Agent, *, url: str, admin_key: str | None = None, step_wise
     return GatewayGenerator()
 
 
-def output_of(rollouts: Sequence[Sequence[Sample]], trajectories: Sequence[Any], *, step_wise: bool) -> dict[str, Any]:
+def output_of(rollouts: Sequence[Sequence[Sample]], trajectories: Sequence[Any], *, step_wise: bool) -> JsonObject:
     """SkyRL's columns. The reward is at the last response token, as SkyRL does with scalar rewards."""
     chosen = rollouts if step_wise else [[largest(samples)] for samples in rollouts]
     rows = [

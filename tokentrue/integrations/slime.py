@@ -17,7 +17,7 @@ where rollouts have several samples: slime itself then takes the whole batch for
 from __future__ import annotations
 
 import copy
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from statistics import fmean, stdev
 from typing import Any
 
@@ -25,6 +25,7 @@ import numpy as np
 
 from tokentrue.errors import ConfigError
 from tokentrue.integrations.rollouts import Agent, GatewayRollouts, group_name, scored_settings
+from tokentrue.json_types import JsonMapping
 from tokentrue.samples.exporters.slime import row
 
 FIELDS = ("tokens", "response_length", "loss_mask", "rollout_log_probs", "weight_versions")
@@ -36,9 +37,7 @@ def generate_function(
     """`generate(args, sample, sampling_params, evaluation=False)`. `settings` are those of `GatewayRollouts`."""
     rollouts = GatewayRollouts(url=url, agent=agent, admin_key=admin_key, **settings)
 
-    async def generate(
-        args: Any, sample: Any, sampling_params: Mapping[str, Any], evaluation: bool = False
-    ) -> list[Any]:
+    async def generate(args: Any, sample: Any, sampling_params: JsonMapping, evaluation: bool = False) -> list[Any]:
         sampling = scored_settings(sampling_params)
         if not evaluation and sampling.keys() & {"top_p", "top_k"}:
             raise ConfigError(
@@ -51,7 +50,7 @@ def generate_function(
     return generate
 
 
-def _filled(sample: Any, recorded: Mapping[str, Any]) -> Any:
+def _filled(sample: Any, recorded: JsonMapping) -> Any:
     """A copy of the framework's sample with what was recorded. Rewards that the framework computes itself stay its
     own."""
     made = copy.copy(sample)

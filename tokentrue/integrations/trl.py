@@ -13,11 +13,12 @@ tokens is used, and `tokens_left_out` counts the others; use a trainer that take
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tokentrue.errors import ConfigError
 from tokentrue.integrations.rollouts import Agent, GatewayRollouts, group_name, largest, tokens_left_out
+from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.samples.exporters.trl import row
 
 COLUMNS = ("prompt_ids", "completion_ids", "env_mask", "logprobs", "reward")
@@ -28,7 +29,7 @@ def rollout_func(
     *,
     url: str,
     admin_key: str | None = None,
-    sampling: Mapping[str, Any] | None = None,
+    sampling: JsonMapping | None = None,
     seed: int | None = None,
     concurrency: int = 16,
     timeout_s: float = 600.0,
@@ -41,7 +42,7 @@ def rollout_func(
 
     def run(prompts: Sequence[Any], trainer: Any) -> dict[str, list[Any]]:
         pinned = {"temperature": trainer.args.temperature, **(sampling or {})}
-        settings: dict[str, Any] = {"concurrency": concurrency, "timeout_s": timeout_s}
+        settings: JsonObject = {"concurrency": concurrency, "timeout_s": timeout_s}
         rollouts = GatewayRollouts(url=url, agent=agent, admin_key=admin_key, sampling=pinned, seed=seed, **settings)
         groups = [f"step-{trainer.state.global_step}/{group_name(prompt)}" for prompt in prompts]
         # TRL deals the rollouts of one prompt to all processes, each with as many prompts as the others.

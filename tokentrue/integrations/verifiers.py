@@ -14,7 +14,7 @@ import itertools
 import json
 import os
 import random
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -25,6 +25,7 @@ from tokentrue.client import Client
 from tokentrue.environments.base import Split, Task, digest, split_of
 from tokentrue.errors import AgentError, ConfigError
 from tokentrue.json_lines import read_numbered_lines
+from tokentrue.json_types import JsonMapping, JsonObject
 
 MODEL = "policy"  # the gateway serves its one model under any name
 
@@ -36,12 +37,12 @@ class VerifiersEnvironment:
 
     name = "verifiers"
 
-    def __init__(self, *, taskset: str | None = None, env: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, *, taskset: str | None = None, env: JsonMapping | None = None) -> None:
         try:
             loaders = import_module("verifiers.v1.utils.loaders")
         except ModuleNotFoundError as error:
             raise ConfigError("verifiers: pip install verifiers==0.4.0") from error
-        settings: dict[str, Any] = copy.deepcopy(dict(env or {}))
+        settings: JsonObject = copy.deepcopy(dict(env or {}))
         if taskset is not None:
             settings["taskset"] = {**settings.get("taskset", {}), "id": taskset}
         if not settings.get("taskset", {}).get("id"):

@@ -30,6 +30,7 @@ from tokentrue.integrations.rollouts import (
     scored_settings,
     tokens_left_out,
 )
+from tokentrue.json_types import JsonObject
 from tokentrue.samples.exporters import verl as exported
 from tokentrue.samples.exporters.base import versions_of
 from tokentrue.types import Sample
@@ -45,7 +46,7 @@ def agent_loop(agent: Agent, *, url: str, admin_key: str | None = None, **settin
     rollouts = GatewayRollouts(url=url, agent=agent, admin_key=admin_key, **settings)
 
     class GatewayAgentLoop(base):
-        async def run(self, sampling_params: dict[str, Any], **row: Any) -> Any:
+        async def run(self, sampling_params: JsonObject, **row: Any) -> Any:
             group = str(row["uid"]) if "uid" in row else group_name(row.get("index"), row.get("raw_prompt"))
             takes_all = "session_id" in row  # the v1 trainer numbers the rollouts of a prompt
             samples = await rollouts.run_rollout(
@@ -67,7 +68,7 @@ def output_of(sample: Sample, **extra: Any) -> Any:
 
     row = exported.row(sample)
     versions = versions_of(sample)
-    extra_fields: dict[str, Any] = {
+    extra_fields: JsonObject = {
         **extra,
         "reward_extra_info": {},
         "min_global_steps": min(versions, default=None),

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from tokentrue.errors import InputError
+from tokentrue.json_types import JsonObject
 
 _SHIFT = 17  # a histogram bin is a float32 without its low 17 bits: 64 bins an octave
 _OFFSET = 1 << 14  # makes bins of negative values count from 0
@@ -226,7 +227,7 @@ class Metrics(Mapping[str, float]):
 
     def to_json(self) -> str:
         """Everything that merging needs, as text: for a file or a gather of objects between ranks."""
-        shaped: dict[str, dict[str, Any]] = {}
+        shaped: dict[str, JsonObject] = {}
         for name, stat in self.statistics.items():
             fields = {field: getattr(stat, field) for field in stat.__slots__}
             if isinstance(stat, Histogram):

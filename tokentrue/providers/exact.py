@@ -12,6 +12,7 @@ from typing import Any
 from tokentrue.engine import ExactEngine, ScheduleLimits
 from tokentrue.errors import EngineUnreachable
 from tokentrue.ids import TokenIds
+from tokentrue.json_types import JsonMapping
 from tokentrue.protocols import Streaming
 from tokentrue.providers.transport.constraints import refuse_constraints
 from tokentrue.types import FILTERS, UNVERSIONED, Chunk, Ids, Sampling
@@ -75,7 +76,7 @@ class ExactProvider(Streaming):
     def metrics(self) -> Mapping[str, float]:
         return self.engine.metrics()
 
-    async def health(self) -> Mapping[str, Any]:
+    async def health(self) -> JsonMapping:
         if self.engine.core.broken:
             raise EngineUnreachable(self.engine.core.broken)
         config = self.engine.model.config

@@ -16,6 +16,7 @@ import torch
 from tokentrue.errors import ConfigError, SamplingError
 from tokentrue.hub import load_causal_model
 from tokentrue.ids import TokenIds
+from tokentrue.json_types import JsonMapping
 from tokentrue.protocols import Streaming
 from tokentrue.providers.transport.building import CompletionBuilder, refuse_unknown_extra
 from tokentrue.providers.transport.constraints import refuse_constraints
@@ -80,7 +81,7 @@ class HFProvider(Streaming):
             self._model.load_state_dict(dict(weights), strict=False)
             self.version = version
 
-    async def health(self) -> Mapping[str, Any]:
+    async def health(self) -> JsonMapping:
         return {"engine": self.name, "model": self._model.config.name_or_path, "version": self.version}
 
     async def close(self) -> None:

@@ -18,6 +18,7 @@ from typing import Any, cast
 
 from tokentrue.errors import ConfigError, EngineContractError, EngineError, EngineTimeout, EngineUnreachable
 from tokentrue.ids import TokenIds
+from tokentrue.json_types import JsonMapping
 from tokentrue.protocols import Adapting, Interruptible, Measured, Provider, Rejoining, Streaming, WeightSink
 from tokentrue.providers.transport.building import CompletionBuilder
 from tokentrue.replay import join_masks_if_whole, join_routing
@@ -122,7 +123,7 @@ class Pool(Streaming):
                 self._accept_piece(index, generation, final)
         yield Chunk(final=generation.join())
 
-    async def health(self) -> Mapping[str, Any]:
+    async def health(self) -> JsonMapping:
         """Asks every replica; raises when none answers."""
         answers = await asyncio.gather(*(replica.health() for replica in self._replicas), return_exceptions=True)
         failed = {i for i, answer in enumerate(answers) if isinstance(answer, BaseException)}

@@ -32,6 +32,7 @@ from tokentrue.errors import (
 )
 from tokentrue.ids import TokenIds
 from tokentrue.json_lines import read_numbered_lines
+from tokentrue.json_types import JsonMapping
 from tokentrue.protocols import Streaming
 from tokentrue.types import FILTERS, UNVERSIONED, Chunk, Completion, Finish, Ids, Sampling, VersionSpan, is_logprob
 
@@ -61,7 +62,7 @@ class ScriptedProvider(Streaming):
 
     def __init__(
         self,
-        script: str | Path | Iterable[Mapping[str, Any]],
+        script: str | Path | Iterable[JsonMapping],
         *,
         encode: Encode | None = None,
         stop_id: int | None = None,
@@ -91,7 +92,7 @@ class ScriptedProvider(Streaming):
             await asyncio.sleep(0)
         yield Chunk(final=completion)
 
-    async def health(self) -> Mapping[str, Any]:
+    async def health(self) -> JsonMapping:
         return {"engine": self.name, "model": "scripted", "version": self.version, "left": len(self._left)}
 
     async def publish(self, weights: Iterable[tuple[str, Any]], *, version: int) -> None:
@@ -152,7 +153,7 @@ def read_script(path: str | Path) -> Iterator[tuple[str, Any]]:
 def turn_from_line(line: Any, where: str, *, encode: Encode | None, stop_id: int | None) -> ScriptedTurn:
     if not isinstance(line, Mapping):
         raise FileFormatError(f"{where}: a turn is an object, not {type(line).__name__}")
-    line = cast("Mapping[str, Any]", line)
+    line = cast("JsonMapping", line)
     if unknown := set(line) - KEYS:
         raise FileFormatError(
             f"{where}: unknown key {sorted(map(str, unknown))[0]!r}; known: {', '.join(sorted(KEYS))}"

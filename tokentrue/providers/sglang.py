@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import base64
 from array import array
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import numpy as np
 
 from tokentrue.errors import EngineContractError, EngineError, EngineRejected
 from tokentrue.ids import TokenIds
+from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.protocols import Streaming
 from tokentrue.providers.transport.answers import (
     SGLangAnswer,
@@ -94,7 +95,7 @@ class SGLangProvider(Streaming):
                 raise EngineContractError("sglang ended its answer without a finish reason")
         yield Chunk(final=self._complete(builder, meta))
 
-    async def health(self) -> Mapping[str, Any]:
+    async def health(self) -> JsonMapping:
         """Facts of /model_info; a server without a weight version cannot stamp policies."""
         info = await self._info()
         if info.weight_version is None:
@@ -157,7 +158,7 @@ class SGLangProvider(Streaming):
 
     def _body(self, ids: TokenIds, sampling: Sampling, *, session: str | None, rid: str, stream: bool) -> bytes:
         refuse_unknown_extra(self.name, sampling, EXTRA)
-        fields: dict[str, Any] = {
+        fields: JsonObject = {
             "input_ids": np.frombuffer(ids.view, np.int32),
             "sampling_params": sampling_params(sampling),
             "return_logprob": True,
@@ -246,8 +247,8 @@ class SGLangProvider(Streaming):
             return  # the engine is gone: nothing is left to abort
 
 
-def sampling_params(sampling: Sampling) -> dict[str, Any]:
-    params: dict[str, Any] = {
+def sampling_params(sampling: Sampling) -> JsonObject:
+    params: JsonObject = {
         "max_new_tokens": sampling.max_tokens,  # left out it would mean 128; null means "up to the context"
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from tokentrue.engine.scheduling.request import mask_of
 from tokentrue.engine.verify import Draw, redraw
 from tokentrue.errors import SamplingError
 from tokentrue.ids import TokenIds
+from tokentrue.json_types import JsonMapping
 from tokentrue.protocols import Provider, Streaming, WeightSink
 from tokentrue.types import TRUNCATIONS, UNVERSIONED, Chunk, Completion, Finish, Ids, Sampling, spans_from_runs
 
@@ -141,7 +142,7 @@ class VerifiedProvider(Streaming):
         if isinstance(self.proposer, WeightSink):
             await self.proposer.publish(pairs, version=version)
 
-    async def health(self) -> Mapping[str, Any]:
+    async def health(self) -> JsonMapping:
         facts = await self.proposer.health()
         return {
             "engine": self.name,

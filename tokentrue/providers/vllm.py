@@ -23,6 +23,7 @@ import orjson
 
 from tokentrue.errors import EngineContractError, EngineError, EngineRejected, SamplingError
 from tokentrue.ids import TokenIds
+from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.protocols import Streaming
 from tokentrue.providers.transport.answers import (
     VLLMAnswer,
@@ -121,7 +122,7 @@ class VLLMProvider(Streaming):
                 raise EngineContractError("vllm ended its answer without a finish reason")
         yield Chunk(final=self._complete(builder, last, usage))
 
-    async def health(self) -> Mapping[str, Any]:
+    async def health(self) -> JsonMapping:
         """Always asks the server; learns its abilities the first time."""
         served = await self._served_model()
         abilities = await self._learn()
@@ -252,7 +253,7 @@ class VLLMProvider(Streaming):
     ) -> tuple[str, bytes]:
         """The route and the request."""
         prompt = np.frombuffer(ids.view, np.int32)
-        fields: dict[str, Any] = {"model": abilities.model, "request_id": request_id, "stream": stream}
+        fields: JsonObject = {"model": abilities.model, "request_id": request_id, "stream": stream}
         if stream:
             fields["stream_options"] = {"include_usage": True}
         if abilities.token_route:
@@ -307,7 +308,7 @@ class VLLMProvider(Streaming):
             routed_experts=routed_experts(choice.routed_experts, len(builder.prompt_ids) + len(builder.ids)),
         )
 
-    async def _post(self, path: str, body: Mapping[str, Any] | None = None) -> None:
+    async def _post(self, path: str, body: JsonMapping | None = None) -> None:
         await self._http.read("POST", path, body or {}, retry=False)
 
     async def _abort(self, request_id: str) -> None:
@@ -367,8 +368,8 @@ def routed_experts(encoded: str | None, tokens: int) -> RoutedExperts | None:
     )
 
 
-def sampling_params(sampling: Sampling) -> dict[str, Any]:
-    params: dict[str, Any] = {
+def sampling_params(sampling: Sampling) -> JsonObject:
+    params: JsonObject = {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,

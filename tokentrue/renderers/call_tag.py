@@ -4,15 +4,14 @@ model's own format."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import Any
 
+from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.renderers.codec.codec import Codec
 from tokentrue.renderers.families import CallForm, Family
 from tokentrue.types import Refusal, Tools
 
 
-def make_call_tag(family: Family, codec: Codec, tools: Tools, *, name: str | None) -> Mapping[str, Any] | Refusal:
+def make_call_tag(family: Family, codec: Codec, tools: Tools, *, name: str | None) -> JsonMapping | Refusal:
     form = family.call_form
     if form is None:
         return Refusal(why="no_call_form", detail=f"calls of {family.name} models cannot be enforced: no text and JSON")
@@ -21,7 +20,7 @@ def make_call_tag(family: Family, codec: Codec, tools: Tools, *, name: str | Non
         return Refusal(
             why="special_markers", detail="the call markers are special tokens here, which engines keep out of grammars"
         )
-    functions: list[Mapping[str, Any]] = [tool.get("function", tool) for tool in tools]
+    functions: list[JsonMapping] = [tool.get("function", tool) for tool in tools]
     chosen = [function for function in functions if name is None or function.get("name") == name]
     if not chosen:
         return Refusal(why="unknown_tool", detail=f"no tool is named {name!r}")
@@ -36,7 +35,7 @@ def make_call_tag(family: Family, codec: Codec, tools: Tools, *, name: str | Non
     return {"type": "structural_tag", "format": {"type": "sequence", "elements": [before, calls]}}
 
 
-def _make_tag(form: CallForm, function: Mapping[str, Any]) -> dict[str, Any]:
+def _make_tag(form: CallForm, function: JsonMapping) -> JsonObject:
     schema = function.get("parameters") or function.get("input_schema") or {"type": "object"}
     name: str = function["name"]
     quoted = json.dumps(name, ensure_ascii=False)

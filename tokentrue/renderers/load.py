@@ -3,7 +3,6 @@ files."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from hashlib import sha256
 from pathlib import Path
@@ -11,13 +10,13 @@ from typing import Any, cast
 
 from tokentrue.errors import ConfigError, TemplateError, TokenizerError
 from tokentrue.hub import locate_small_files, one_line
+from tokentrue.json_types import JsonMapping, JsonObject, is_object
 from tokentrue.renderers.codec.codec import Codec
 from tokentrue.renderers.codec.encoded_texts import LIMIT_BYTES
 from tokentrue.renderers.confined import run_confined
 from tokentrue.renderers.extending.extender import MAX_PLANS, History
 from tokentrue.renderers.extending.stops import Stops, derive_stops, read_declared_stops
 from tokentrue.renderers.families import family_for
-from tokentrue.renderers.json_types import is_object
 from tokentrue.renderers.proving import cache
 from tokentrue.renderers.proving.proof import UNPROVEN, Proof
 from tokentrue.renderers.proving.prove import prove
@@ -37,7 +36,7 @@ _TOKENIZER_FILES = (
 def load_renderer(
     model: str | Path,
     chat_template: str | None = None,
-    template_kwargs: Mapping[str, Any] | None = None,
+    template_kwargs: JsonMapping | None = None,
     history: History = "keep",
     injection: Injection = "safe",
     encode_cache_bytes: int = LIMIT_BYTES,
@@ -74,7 +73,7 @@ def renderer_of(
     *,
     directory: Path | None = None,
     chat_template: str | None = None,
-    template_kwargs: Mapping[str, Any] | None = None,
+    template_kwargs: JsonMapping | None = None,
     history: History = "keep",
     injection: Injection = "safe",
     encode_cache_bytes: int = LIMIT_BYTES,
@@ -123,7 +122,7 @@ def renderer_of(
             max_plans=extend_plans,
         )
 
-    def prove_template() -> dict[str, Any]:
+    def prove_template() -> JsonObject:
         inputs = find_input_format(template, kwargs)
         stops = derive_stops(template, codec, inputs, kwargs, declared)
         return {"stops": stops.to_json(), "proof": prove(build(inputs, stops, UNPROVEN, "keep", "safe")).to_json()}

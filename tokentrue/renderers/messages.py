@@ -16,8 +16,8 @@ from itertools import takewhile
 from typing import Any
 
 from tokentrue.errors import MessageError
-from tokentrue.nesting import check_depth
-from tokentrue.renderers.json_types import JsonObject, is_array, is_object
+from tokentrue.json_types import JsonMapping, JsonObject, is_array, is_object
+from tokentrue.plain_json import check_depth
 from tokentrue.renderers.template import InputFormat
 from tokentrue.types import Messages, Tools
 
@@ -66,7 +66,7 @@ def check_messages(messages: Any, field: str, *, first: int = 0) -> None:
             raise MessageError(f"must be an object, got {type(message).__name__}", field=f"{field}[{index}]")
 
 
-def _normalise_message(message: Mapping[str, Any], field: str, inputs: InputFormat) -> JsonObject:
+def _normalise_message(message: JsonMapping, field: str, inputs: InputFormat) -> JsonObject:
     check_depth(message, field)
     out: JsonObject = {
         key: _copy_json(value, f"{field}.{key}") for key, value in message.items() if key != "tool_calls"

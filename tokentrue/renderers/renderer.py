@@ -7,12 +7,12 @@ Refusal; its cost depends on what is new, not on the history, except where only 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cached_property
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from tokentrue.errors import MessageError, TokenTrueError
 from tokentrue.ids import EMPTY, TokenIds
+from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.protocols import TurnParser
 from tokentrue.renderers.call_tag import make_call_tag
 from tokentrue.renderers.codec.codec import Codec
@@ -22,7 +22,6 @@ from tokentrue.renderers.extending.spans import compute_spans
 from tokentrue.renderers.extending.splicer import Splicer
 from tokentrue.renderers.extending.stops import Stops
 from tokentrue.renderers.families import Family
-from tokentrue.renderers.json_types import JsonObject
 from tokentrue.renderers.messages import fill_in_tool_names, normalise_messages, normalise_tools
 from tokentrue.renderers.parsing.grammar import Grammar, compile_grammar
 from tokentrue.renderers.parsing.parser import Parser, parse_turn
@@ -46,7 +45,7 @@ class Renderer:
         inputs: InputFormat,
         stops: Stops,
         tokenizer_hash: str,
-        template_kwargs: Mapping[str, Any],
+        template_kwargs: JsonMapping,
         history: History,
         injection: Injection,
         family: Family,
@@ -121,7 +120,7 @@ class Renderer:
         given = normalise_messages(messages, self.inputs)
         return fill_in_tool_names(given) if self._fill_in else given
 
-    def _merge(self, template_kwargs: TemplateKwargs | None) -> dict[str, Any]:
+    def _merge(self, template_kwargs: TemplateKwargs | None) -> JsonObject:
         merged = {**self.template_kwargs, **(template_kwargs or {})}
         if merged.pop("add_generation_prompt", True) is not True or not merged.keys().isdisjoint(("messages", "tools")):
             raise MessageError(
@@ -152,7 +151,7 @@ class Renderer:
 
     # for other packages
 
-    def call_tag(self, tools: Tools, *, name: str | None = None) -> Mapping[str, Any] | Refusal:
+    def call_tag(self, tools: Tools, *, name: str | None = None) -> JsonMapping | Refusal:
         """The structural tag that makes an engine sample at least one call of these tools (of tool `name`, and only
         it)."""
         return make_call_tag(self.family, self.codec, tools, name=name)

@@ -6,7 +6,7 @@ Invariant: for inputs already in the shape the template takes, `Template.render`
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -14,7 +14,7 @@ from hashlib import sha256
 from typing import Any, Literal
 
 from tokentrue.errors import TemplateError, TemplateLimitError
-from tokentrue.renderers.json_types import JsonObject
+from tokentrue.json_types import JsonMapping, JsonObject
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,7 @@ class InputFormat:
     short_ids: bool = False  # call ids must be nine letters or digits
     developer: bool = False  # knows the developer role
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         return asdict(self)
 
 
@@ -38,7 +38,7 @@ class Template:
     within `deadline`."""
 
     def __init__(
-        self, source: str, *, variables: Mapping[str, Any], deadline: AbstractContextManager[Any] | None = None
+        self, source: str, *, variables: JsonMapping, deadline: AbstractContextManager[Any] | None = None
     ) -> None:
         self.source = source
         self.hash = "sha256:" + sha256(source.encode()).hexdigest()
@@ -69,7 +69,7 @@ class Template:
         self,
         messages: Sequence[JsonObject],
         tools: Sequence[JsonObject] | None,
-        kwargs: Mapping[str, Any],
+        kwargs: JsonMapping,
         *,
         generate: bool = True,
         inputs: InputFormat | None = None,
@@ -79,7 +79,7 @@ class Template:
             tools = [] if inputs is not None and inputs.no_tools == "empty" else None
         return self.render_other(self._compiled, kwargs, messages=messages, tools=tools, add_generation_prompt=generate)
 
-    def render_other(self, compiled: Any, kwargs: Mapping[str, Any], **given: Any) -> str:
+    def render_other(self, compiled: Any, kwargs: JsonMapping, **given: Any) -> str:
         """A template that was compiled in the same sandbox, with this one's variables."""
         variables = {**self._variables, "documents": None, "add_generation_prompt": True, **kwargs, **given}
         try:
@@ -95,7 +95,7 @@ class Template:
             raise TemplateError(f"chat_template: {type(error).__name__}: {str(error)[:300]}") from error
 
 
-def find_input_format(template: Template, kwargs: Mapping[str, Any]) -> InputFormat:
+def find_input_format(template: Template, kwargs: JsonMapping) -> InputFormat:
     """Each fact is decided by whether marked words survive a render, never by the template's name. Raises if it does
     not compile."""
     template.compile()
@@ -104,7 +104,7 @@ def find_input_format(template: Template, kwargs: Mapping[str, Any]) -> InputFor
     return _find_call_format(template, kwargs, inputs)
 
 
-def _find_content_format(template: Template, kwargs: Mapping[str, Any], inputs: InputFormat) -> InputFormat:
+def _find_content_format(template: Template, kwargs: JsonMapping, inputs: InputFormat) -> InputFormat:
     def shows(content: Any, *words: str, trial: InputFormat = inputs) -> bool:
         try:
             text = template.render([{"role": "user", "content": content}], None, kwargs, inputs=trial)
@@ -123,7 +123,7 @@ def _find_content_format(template: Template, kwargs: Mapping[str, Any], inputs: 
     return replace(inputs, text=text, parts=shows(parts, "qzfirstqz", "qzsecondqz", trial=inputs))
 
 
-def _find_call_format(template: Template, kwargs: Mapping[str, Any], inputs: InputFormat) -> InputFormat:
+def _find_call_format(template: Template, kwargs: JsonMapping, inputs: InputFormat) -> InputFormat:
     parameters: JsonObject = {"type": "object", "properties": {}}
     function: JsonObject = {"name": "qzlook", "description": "d", "parameters": parameters}
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.renderers.load import load_renderer
 from tokentrue.renderers.proving.proof import Case, Proof
 from tokentrue.renderers.proving.roundtrip import check_roundtrip
@@ -37,7 +37,7 @@ class Verification:
     template_hash: str
     tokenizer_hash: str
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         return {
             "model": self.model,
             "ok": self.ok,
@@ -57,7 +57,7 @@ class Verification:
 
 
 def verify(
-    model: str | Path, chat_template: str | None = None, template_kwargs: Mapping[str, Any] | None = None
+    model: str | Path, chat_template: str | None = None, template_kwargs: JsonMapping | None = None
 ) -> Verification:
     """Proves or refutes, in id space, that the model's template can be extended; works offline on a directory."""
     renderer = load_renderer(model, chat_template=chat_template, template_kwargs=template_kwargs)

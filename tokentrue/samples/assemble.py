@@ -13,6 +13,7 @@ from typing import Any
 
 from tokentrue.errors import InputError, TokenContractError
 from tokentrue.ids import TokenIds
+from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.replay import empty_rows, join_masks, join_routing
 from tokentrue.samples.seal import node_rows, seal
 from tokentrue.samples.survivors import find_left_out
@@ -36,7 +37,7 @@ def assemble(
     *,
     max_tokens: int | None = None,
     include_abandoned: bool = False,
-    metadata: Mapping[str, Any] | None = None,
+    metadata: JsonMapping | None = None,
 ) -> Assembly:
     """`max_tokens` cuts a sample behind the last sampled span that fits. `include_abandoned` trains what was given up
     as well."""
@@ -124,7 +125,7 @@ class _Builder:
         record: SessionRecord,
         abandoned: Mapping[str, str],
         coverage: Coverage,
-        metadata: dict[str, Any],
+        metadata: JsonObject,
     ) -> None:
         self.tree, self.record, self.abandoned, self.coverage, self.metadata = (
             tree,
@@ -187,8 +188,8 @@ class _Builder:
             if end > begin:
                 yield _span(at + begin, at + end, "sampled", "assistant", turn, version, mine, why)
 
-    def _metadata(self, leaf: Node, path: list[Node]) -> dict[str, Any]:
-        own: dict[str, Any] = {
+    def _metadata(self, leaf: Node, path: list[Node]) -> JsonObject:
+        own: JsonObject = {
             "version": 1,
             "leaf": leaf.id,
             "nodes": node_rows(path),
@@ -211,7 +212,7 @@ def reward_of_path(path: Sequence[str], leaves: Mapping[str, float], session: fl
     return next((leaves[node] for node in reversed(path) if node in leaves), session)
 
 
-def coverage_to_json(coverage: Coverage) -> dict[str, Any]:
+def coverage_to_json(coverage: Coverage) -> JsonObject:
     return {
         "sampled": coverage.sampled,
         "trained": coverage.trained,
@@ -222,7 +223,7 @@ def coverage_to_json(coverage: Coverage) -> dict[str, Any]:
     }
 
 
-def _attempts(path: Sequence[Node]) -> list[dict[str, Any]]:
+def _attempts(path: Sequence[Node]) -> list[JsonObject]:
     """Tool calls that did not parse, by their place in the sample."""
     return [
         {

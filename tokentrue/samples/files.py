@@ -9,9 +9,10 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from tokentrue.errors import AuditError, FileFormatError
+from tokentrue.json_types import JsonObject
 from tokentrue.samples.exporters import EXPORTERS, ExportedSample, Exporter
 from tokentrue.samples.exporters.lines import read_lines
 from tokentrue.samples.exporters.parquet import table_columns
@@ -120,7 +121,7 @@ def format_of(path: Path) -> str:
     if not is_text(start):
         raise FileFormatError(f"{path}: neither JSON lines nor parquet nor safetensors")
     first = next(read_lines(path), None)
-    return "jsonl" if first is None else _format_of_row(cast("dict[str, Any]", first[1]))
+    return "jsonl" if first is None else _format_of_row(cast("JsonObject", first[1]))
 
 
 def is_text(start: bytes) -> bool:
@@ -132,7 +133,7 @@ def is_text(start: bytes) -> bool:
     return b"\0" not in start
 
 
-def _format_of_row(row: dict[str, Any]) -> str:
+def _format_of_row(row: JsonObject) -> str:
     if "tokentrue" not in row:
         return "jsonl"
     for mark, name in (

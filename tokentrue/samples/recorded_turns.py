@@ -8,11 +8,11 @@ type, and all turns together must hold the sample's tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
 from tokentrue.errors import TokenContractError
+from tokentrue.json_types import JsonObject
 from tokentrue.samples.shape import Count, decode
 from tokentrue.types import PENALTIES, TRUNCATIONS, Coverage, Sample, is_temperature
 
@@ -25,7 +25,7 @@ class TurnRow(msgspec.Struct, kw_only=True):
     sampled: Count
     node: str | None = None
     temperature: float | None = None
-    sampling: dict[str, Any] = {}
+    sampling: JsonObject = {}
     versions: list[tuple[int, int, int]] = []
     finish: str | None = None
     why: str | None = None

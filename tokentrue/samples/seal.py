@@ -12,11 +12,12 @@ import json
 import zlib
 from collections.abc import Sequence
 from hashlib import sha256
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 
 from tokentrue.errors import FileFormatError
+from tokentrue.json_types import JsonObject
 from tokentrue.samples.shape import Count, decode
 from tokentrue.sessions.certificate import float_bytes
 from tokentrue.sessions.tree import Node
@@ -59,8 +60,8 @@ def read_sealed_record(sample: Sample) -> SealedRecord:
     return decode(sample.metadata["tokentrue"], SealedRecord, "metadata.tokentrue")
 
 
-def node_rows(path: Sequence[Node]) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
+def node_rows(path: Sequence[Node]) -> list[JsonObject]:
+    rows: list[JsonObject] = []
     for node in path:
         ids = node.given_ids.tobytes() + node.sampled_ids.tobytes()
         rows.append(
@@ -84,7 +85,7 @@ def node_rows(path: Sequence[Node]) -> list[dict[str, Any]]:
     return rows
 
 
-def describe_sampling(sampling: Sampling) -> dict[str, Any]:
+def describe_sampling(sampling: Sampling) -> JsonObject:
     """The settings that shaped the distribution and differ from the defaults: a trainer scores with them, or refuses
     the sample."""
     defaults = Sampling()

@@ -8,13 +8,13 @@ its path (`$.spans[3].start`).
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
 from tokentrue.errors import FileFormatError, TokenContractError
 from tokentrue.ids import TokenIds
+from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.types import Certificate, RoutedExperts, Sample, SamplingMask, Span
 
 T = TypeVar("T")
@@ -24,10 +24,10 @@ Utf8 = Annotated[str, msgspec.Meta(pattern=r"^[^\ud800-\udfff]*$")]
 """Text without lone surrogates, which JSON can spell and UTF-8 cannot."""
 
 
-def head_to_json(sample: Sample) -> dict[str, Any]:
+def head_to_json(sample: Sample) -> JsonObject:
     """Everything but the three per-token columns."""
     routed = sample.routed_experts
-    head: dict[str, Any] = {
+    head: JsonObject = {
         "sample_id": sample.sample_id,
         "session_id": sample.session_id,
         "group": sample.group,
@@ -61,7 +61,7 @@ def encode_bytes(data: bytes) -> str:
     return base64.b64encode(data).decode("ascii")
 
 
-def sample_to_json(sample: Sample) -> dict[str, Any]:
+def sample_to_json(sample: Sample) -> JsonObject:
     columns = {
         "token_ids": list(sample.token_ids),
         "loss_mask": list(sample.loss_mask),
@@ -111,7 +111,7 @@ class SampleHead(msgspec.Struct, kw_only=True):
     certificate: CertificateRow
     group: str | None = None
     reward: float | None = None
-    metadata: dict[str, Any] = {}
+    metadata: JsonObject = {}
     routed_experts: RoutedExpertsRow | None = None
     sampling_mask: SamplingMaskRow | None = None
 
@@ -130,7 +130,7 @@ def decode(value: Any, kind: type[T], where: str) -> T:
         raise FileFormatError(f"{where}: {error}") from error
 
 
-def sample_from_json(data: Mapping[str, Any], where: str = "sample") -> Sample:
+def sample_from_json(data: JsonMapping, where: str = "sample") -> Sample:
     return sample_from_parts(decode(data, SampleHead, where), decode(data, SampleColumns, where), where)
 
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any, Protocol, cast
 
 from tokentrue.errors import InputError, SamplingError
+from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.sessions.constraints import constraints_from
 from tokentrue.sessions.stages.serving import chat_finish_reason
 from tokentrue.types import Messages, Reply, Sampling, Tools, TurnEvent, TurnRequest
@@ -58,8 +59,8 @@ class Fields:
     def get(self, name: str, default: Any = None) -> Any:
         return self.__dict__.get(name, default)
 
-    def model_dump(self, *, exclude_none: bool = False, **_: Any) -> dict[str, Any]:
-        return cast("dict[str, Any]", _plain(self, exclude_none))
+    def model_dump(self, *, exclude_none: bool = False, **_: Any) -> JsonObject:
+        return cast("JsonObject", _plain(self, exclude_none))
 
 
 def _plain(value: Any, exclude_none: bool) -> Any:
@@ -109,8 +110,8 @@ class _Completions:
         return _completion(await self._session.turn(request), model)
 
 
-def _request(body: Mapping[str, Any]) -> TurnRequest:
-    given = {**body, **cast("Mapping[str, Any]", body.get("extra_body") or {})}
+def _request(body: JsonMapping) -> TurnRequest:
+    given = {**body, **cast("JsonMapping", body.get("extra_body") or {})}
     given.pop("extra_body", None)
     sampling = {name: given.pop(name) for name in _SAMPLING & set(given) if given[name] is not None or given.pop(name)}
     limits = [limit for name in ("max_completion_tokens", "max_tokens") if (limit := given.pop(name, None)) is not None]
@@ -125,7 +126,7 @@ def _request(body: Mapping[str, Any]) -> TurnRequest:
         whole = Sampling(**sampling, max_tokens=next(iter(limits), None), stop=stops, top_logprobs=top)
     if extra:
         whole = replace(whole, extra={**whole.extra, **extra})
-    kwargs: dict[str, Any] = given.pop("chat_template_kwargs", None) or given.pop("template_kwargs", None) or {}
+    kwargs: JsonObject = given.pop("chat_template_kwargs", None) or given.pop("template_kwargs", None) or {}
     request = TurnRequest(
         messages=[_message(message) for message in given.pop("messages")],
         tools=tools,
@@ -167,7 +168,7 @@ def _completion(replies: tuple[Reply, ...], model: str) -> Fields:
 async def _chunks(events: AsyncGenerator[TurnEvent, None], model: str) -> AsyncIterator[Fields]:
     try:
         async for event in events:
-            delta: dict[str, Any] = {"role": None, "content": None, "tool_calls": None}
+            delta: JsonObject = {"role": None, "content": None, "tool_calls": None}
             if event.delta is not None:
                 delta |= {"content": event.delta.content or None, "reasoning_content": event.delta.reasoning or None}
                 if event.delta.call is not None:

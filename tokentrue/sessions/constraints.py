@@ -3,11 +3,10 @@ every client."""
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 from tokentrue.errors import MessageError
-
-JsonObject: TypeAlias = dict[str, Any]
+from tokentrue.json_types import JsonObject
 
 
 def constraints_from(

@@ -3,23 +3,21 @@ show of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
+from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.sessions.journal import SessionRecord
 from tokentrue.sessions.tree import Node, Tree
 
 
-def describe_session(record: SessionRecord, tree: Tree, coverage: Mapping[str, Any]) -> dict[str, Any]:
+def describe_session(record: SessionRecord, tree: Tree, coverage: JsonMapping) -> JsonObject:
     return {**summarise_session(record, tree, coverage), "nodes": [describe_node(node) for node in tree.in_order()]}
 
 
-def summarise_session(record: SessionRecord, tree: Tree, coverage: Mapping[str, Any]) -> dict[str, Any]:
+def summarise_session(record: SessionRecord, tree: Tree, coverage: JsonMapping) -> JsonObject:
     """Without its nodes."""
     return {**describe_record(record), "turns": len(tree), "coverage": coverage}
 
 
-def describe_record(record: SessionRecord) -> dict[str, Any]:
+def describe_record(record: SessionRecord) -> JsonObject:
     return {
         "session_id": record.id,
         "group": record.group,
@@ -36,7 +34,7 @@ def describe_record(record: SessionRecord) -> dict[str, Any]:
     }
 
 
-def describe_node(node: Node) -> dict[str, Any]:
+def describe_node(node: Node) -> JsonObject:
     return {
         "id": node.id,
         "parent": node.parent,

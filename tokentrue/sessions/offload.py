@@ -7,10 +7,12 @@ their own.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, ParamSpec, TypeVar, cast
+
+from tokentrue.json_types import JsonMapping, JsonObject
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -31,7 +33,7 @@ async def run_by_size(work: Callable[P, T], chars: int, /, *args: P.args, **kwar
     return await asyncio.get_running_loop().run_in_executor(HUGE, partial(work, *args, **kwargs))
 
 
-def count_chars(messages: Iterable[Mapping[str, Any]]) -> int:
+def count_chars(messages: Iterable[JsonMapping]) -> int:
     """About how much text there is to render."""
     return sum(_count_in(value) for message in messages for value in message.values())
 
@@ -40,7 +42,7 @@ def _count_in(value: Any) -> int:
     if isinstance(value, str):
         return len(value)
     if isinstance(value, dict):
-        return sum(map(_count_in, cast("dict[str, Any]", value).values()))
+        return sum(map(_count_in, cast("JsonObject", value).values()))
     if isinstance(value, (list, tuple)):
         return sum(map(_count_in, cast("list[Any]", value)))
     return 8

@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeAlias
 
 from tokentrue.errors import SessionConflict, TokenContractError
 from tokentrue.ids import EMPTY, HashState, TokenIds
+from tokentrue.json_types import JsonObject
 from tokentrue.plain_json import digest
 from tokentrue.sessions.certificate import next_link, start_link
 from tokentrue.types import (
@@ -83,7 +84,7 @@ class Node:
     origin: str | None = None  # the node whose conversation it continues with other tokens: as a root, or on `parent`
     outcome: Outcome = "served"
     tools: Tools | None = None
-    template_kwargs: TemplateKwargs = field(default_factory=dict[str, Any])
+    template_kwargs: TemplateKwargs = field(default_factory=JsonObject)
     sampling: Sampling = field(default_factory=Sampling)
     request_key: str | None = None
     joined_keys: tuple[str, ...] = ()  # request keys of equal requests that joined this one in flight

@@ -28,6 +28,7 @@ from safetensors import SafetensorError
 
 from tokentrue.errors import FileFormatError, TrainingError
 from tokentrue.json_lines import read_numbered_lines
+from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.train.files.digests import digests_under, require_digests
 from tokentrue.train.files.optimizer import place, read_optimizer, write_shards, write_whole
 from tokentrue.train.files.weights import read_weights, weights_bytes, write_model_files, write_weights
@@ -44,8 +45,8 @@ class Checkpoint:
 
     path: Path
     version: int
-    rounds: Mapping[int, list[list[dict[str, Any]]]]
-    evaluation: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    rounds: Mapping[int, list[list[JsonObject]]]
+    evaluation: JsonMapping = field(default_factory=JsonObject)
     counts: Mapping[int, Mapping[str, float]] = field(default_factory=dict[int, Mapping[str, float]])
 
 
@@ -58,7 +59,7 @@ def save(
     rounds: Mapping[int, Any],
     keep: int,
     best: int | None = None,
-    evaluation: Mapping[str, Any] | None = None,
+    evaluation: JsonMapping | None = None,
     counts: Mapping[int, Mapping[str, float]] | None = None,
     samples_digest: str = "",
 ) -> Path | None:

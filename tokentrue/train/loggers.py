@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
 
 from tokentrue.errors import ConfigError
+from tokentrue.json_types import JsonMapping
 
 LoggerName: TypeAlias = Literal["tensorboard", "wandb", "trackio"]
 PROJECT = "tokentrue"  # where WANDB_PROJECT or TRACKIO_PROJECT names no other
@@ -28,7 +29,7 @@ class LoggedRun:
     at."""
 
     directory: Path
-    config: Mapping[str, Any]
+    config: JsonMapping
     first_step: int = 0
 
     @property

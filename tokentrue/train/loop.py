@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from tokentrue.errors import EngineError, TrainingError
+from tokentrue.json_types import JsonMapping
 from tokentrue.train import checkpoint
 from tokentrue.train.checks.evaluating import Evaluator
 from tokentrue.train.config import TrainConfig
@@ -34,8 +34,8 @@ class Store:
     directory: Path
     run_hash: str
     model: str | None  # whose tokenizer belongs to the weights
-    to_json: Callable[[Sample], Mapping[str, Any]]
-    from_json: Callable[[Mapping[str, Any]], Sample]
+    to_json: Callable[[Sample], JsonMapping]
+    from_json: Callable[[JsonMapping], Sample]
     samples_digest: str = ""
 
 

@@ -16,12 +16,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import reduce
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tokentrue.errors import ConfigError, EngineContractError, ExactnessError, TrainingError
+from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.mismatch import LengthDecay, LossConfig, Metrics, diagnose, policy_loss
 from tokentrue.numerics import on_device
 from tokentrue.train.checks.exactness import Agreement, agreement, require_exact, require_near, require_own_versions
@@ -161,7 +161,7 @@ class Trainer:
         self.restore(before)
         self.set_counters(before.counters)
 
-    def counters(self) -> dict[str, Any]:
+    def counters(self) -> JsonObject:
         """What a step changes beside weights and moments, as plain JSON."""
         return {
             "version": self.version,
@@ -171,7 +171,7 @@ class Trainer:
             "response_lengths": list(self.response_lengths),
         }
 
-    def set_counters(self, counters: Mapping[str, Any]) -> None:
+    def set_counters(self, counters: JsonMapping) -> None:
         self.version, self.updates = int(counters["version"]), int(counters["updates"])
         self.scale.value, self.scale.good = counters.get("loss_scale", [1.0, 0])
         self.set_kl_coefficient(counters.get("kl_coefficient", self.kl.value))

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from tokentrue.errors import TrainingError
+from tokentrue.json_types import JsonMapping
 from tokentrue.train.loggers import LOGGERS, LoggedRun, LoggerName
 
 
@@ -30,7 +31,7 @@ class MetricsWriter:
         self,
         directory: Path,
         *,
-        provenance: Mapping[str, Any],
+        provenance: JsonMapping,
         device: str = "cpu",
         first_step: int = 0,
         log: Sequence[LoggerName] = ("tensorboard",),
@@ -84,14 +85,14 @@ class MetricsWriter:
             logger.close()
 
 
-def json_line(row: Mapping[str, Any]) -> str:
+def json_line(row: JsonMapping) -> str:
     """The row as JSON, which has no NaN and no infinity: both are null."""
     return json.dumps(finite_or_null(row), allow_nan=False)
 
 
 def finite_or_null(value: Any) -> Any:
     if isinstance(value, Mapping):
-        items: Mapping[str, Any] = value
+        items: JsonMapping = value
         return {key: finite_or_null(item) for key, item in items.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 

@@ -11,13 +11,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tokentrue.errors import TokenTrueError
+from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.types import Ids, Message, Parsed, Span
 from tokentrue.viewer.records import Branch, TurnMessages, ViewRenderer
 
 
-def cut_blocks(branch: Branch, turns: Sequence[TurnMessages] | None) -> list[dict[str, Any]]:
+def cut_blocks(branch: Branch, turns: Sequence[TurnMessages] | None) -> list[JsonObject]:
     """`turns` are the messages by turn, where they are known."""
-    blocks: list[dict[str, Any]] = []
+    blocks: list[JsonObject] = []
     pending: int | None = None  # where inserted tokens before the next message begin
     inserted = set(branch.inserted or ())
     for span in branch.sample.spans:
@@ -54,11 +55,11 @@ def cut_blocks(branch: Branch, turns: Sequence[TurnMessages] | None) -> list[dic
     return blocks
 
 
-def _continues(block: Mapping[str, Any], span: Span) -> bool:
+def _continues(block: JsonMapping, span: Span) -> bool:
     return (block["turn"], block["role"], block["kind"]) == (span.turn, span.role, span.kind)
 
 
-def _attach(blocks: list[dict[str, Any]], turns: Sequence[TurnMessages] | None) -> None:
+def _attach(blocks: list[JsonObject], turns: Sequence[TurnMessages] | None) -> None:
     """Messages to blocks, by their order in the turn; left out where their numbers do not agree."""
     if turns is None:
         return
@@ -72,9 +73,9 @@ def _attach(blocks: list[dict[str, Any]], turns: Sequence[TurnMessages] | None) 
             sampled[0]["message"] = readable_message(turn.served)
 
 
-def readable_message(message: Message) -> dict[str, Any]:
+def readable_message(message: Message) -> JsonObject:
     """The parts of a message that are read: role, content as text, reasoning, calls."""
-    shown: dict[str, Any] = {"role": message.get("role", ""), "content": text_of(message.get("content"))}
+    shown: JsonObject = {"role": message.get("role", ""), "content": text_of(message.get("content"))}
     if reasoning := message.get("reasoning_content"):
         shown["reasoning"] = str(reasoning)
     if name := message.get("name"):

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from tokentrue.comparison import compare
 from tokentrue.comparison.alignment import align
 from tokentrue.errors import TokenTrueError
+from tokentrue.json_types import JsonObject
 from tokentrue.types import Ids, Sample
 from tokentrue.viewer.blocks import messages_from_tokens
 from tokentrue.viewer.records import Branch, TurnMessages, ViewRenderer
@@ -192,7 +193,7 @@ def _token_ranges(a: Ids, b: Ids, start: int, end: int, other: int, other_end: i
     return found
 
 
-def breaks_to_json(branch: Branch, renderer: ViewRenderer) -> dict[str, Any]:
+def breaks_to_json(branch: Branch, renderer: ViewRenderer) -> JsonObject:
     """What the page shows: both sequences, the differences, and the counts."""
     sample = branch.sample
     other = rerender(branch, renderer)

@@ -17,6 +17,7 @@ from itertools import pairwise
 from typing import Any
 
 from tokentrue.errors import ConfigError, SessionNotFound
+from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.samples.recorded_turns import read_record
 from tokentrue.samples.trainer_logprobs import TrainerLogprobs
 from tokentrue.types import Ids, Sample
@@ -45,12 +46,12 @@ class ViewerData:
         *,
         renderer: ViewRenderer | None = None,
         trainer: Mapping[str, TrainerLogprobs] | None = None,
-        report: Mapping[str, Any] | None = None,
+        report: JsonMapping | None = None,
     ) -> None:
         self.source, self._renderer, self._trainer, self._report = source, renderer, dict(trainer or {}), report
         self._groups: dict[str, tuple[float, dict[str, float]]] = {}  # when they were computed, advantages by sample id
 
-    def index(self, *, offset: int = 0, limit: int = PAGE) -> dict[str, Any]:
+    def index(self, *, offset: int = 0, limit: int = PAGE) -> JsonObject:
         rows, total = self.source.list_sessions(offset=offset, limit=limit)
         return {
             "format": FORMAT,
@@ -63,13 +64,13 @@ class ViewerData:
             "offset": offset,
         }
 
-    def session(self, session_id: str) -> dict[str, Any]:
+    def session(self, session_id: str) -> JsonObject:
         view = self.source.load_session(session_id)
         advantages = self._advantages(view)
         heads = [_head(branch, advantages.get(branch.sample.sample_id)) for branch in view.branches]
         return {"session": _row(view.summary), "metadata": view.metadata, "nodes": list(view.nodes), "branches": heads}
 
-    def branch(self, session_id: str, sample_id: str) -> dict[str, Any]:
+    def branch(self, session_id: str, sample_id: str) -> JsonObject:
         view, branch = self._find(session_id, sample_id)
         sample = branch.sample
         trainer = self._trainer.get(sample_id)
@@ -102,7 +103,7 @@ class ViewerData:
             | {"tokenizer": sample.certificate.tokenizer},
         }
 
-    def breaks(self, session_id: str, sample_id: str) -> dict[str, Any]:
+    def breaks(self, session_id: str, sample_id: str) -> JsonObject:
         if self._renderer is None:
             raise ConfigError(NO_MODEL)
         _, branch = self._find(session_id, sample_id)
@@ -116,7 +117,7 @@ class ViewerData:
             "pieces": self._pieces([*ids, *found["other_ids"]]),
         }
 
-    def group(self, name: str) -> dict[str, Any]:
+    def group(self, name: str) -> JsonObject:
         views = self.source.load_group(name)
         if not views:
             raise SessionNotFound(f"no session of group {name!r}")
@@ -124,7 +125,7 @@ class ViewerData:
         advantages = advantages_of([branch.sample for branch in branches])
         return {"group": name, "rollouts": [self._rollout(branch, advantages) for branch in branches]}
 
-    def mismatch(self) -> dict[str, Any]:
+    def mismatch(self) -> JsonObject:
         if not self._trainer:
             raise ConfigError(NO_TRAINER)
         rows: list[Any] = []
@@ -138,7 +139,7 @@ class ViewerData:
                     rows.append((sample.rollout_logprobs, trainer.logprobs, sample.loss_mask, advantage))
         return {"samples": len(rows), **plots_to_json(compare_tokens(rows))}
 
-    def report(self) -> Mapping[str, Any]:
+    def report(self) -> JsonMapping:
         if self._report is None:
             raise ConfigError("this page is not a report")
         return self._report
@@ -194,7 +195,7 @@ class ViewerData:
                     marks[i] = int(own or sample.token_ids[i] in special)
         return _ranges(marks)
 
-    def _rollout(self, branch: Branch, advantages: Mapping[str, float]) -> dict[str, Any]:
+    def _rollout(self, branch: Branch, advantages: Mapping[str, float]) -> JsonObject:
         sample = branch.sample
         turns = branch.turns
         if turns is None and self._renderer is not None:
@@ -215,12 +216,12 @@ def _advantages(views: Sequence[SessionView]) -> dict[str, float]:
     return advantages_of([branch.sample for view in views for branch in view.branches if branch.abandoned is None])
 
 
-def _row(summary: SessionSummary) -> dict[str, Any]:
+def _row(summary: SessionSummary) -> JsonObject:
     check_names(summary)
     return {name: getattr(summary, name) for name in summary.__slots__}
 
 
-def _head(branch: Branch, advantage: float | None) -> dict[str, Any]:
+def _head(branch: Branch, advantage: float | None) -> JsonObject:
     sample = branch.sample
     check_names(sample)
     return {

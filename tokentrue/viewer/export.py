@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tokentrue.errors import ConfigError, FileFormatError
+from tokentrue.json_types import JsonObject
 from tokentrue.viewer.app import STATIC
 from tokentrue.viewer.data import PAGE, ViewerData
 from tokentrue.viewer.page_json import encode_json
@@ -37,10 +38,10 @@ def write_export(data: ViewerData, path: str | Path, *, most_tokens: int = MOST_
     return count
 
 
-def collect_answers(data: ViewerData, *, most_tokens: int) -> tuple[dict[str, Any], int]:
+def collect_answers(data: ViewerData, *, most_tokens: int) -> tuple[JsonObject, int]:
     """What the page will ask, by `key_of`, and the number of sessions."""
     index = data.index(limit=PAGE)
-    answers: dict[str, Any] = {}
+    answers: JsonObject = {}
     kept: list[Any] = []
     tokens = 0
     for row in index["sessions"]:
@@ -64,7 +65,7 @@ def collect_answers(data: ViewerData, *, most_tokens: int) -> tuple[dict[str, An
     return answers, len(kept)
 
 
-def _add_session(data: ViewerData, session_id: str, answers: dict[str, Any], *, has_text: bool) -> Any:
+def _add_session(data: ViewerData, session_id: str, answers: JsonObject, *, has_text: bool) -> Any:
     """Its row of the list."""
     answers[key_of("session", session_id)] = session = data.session(session_id)
     for head in session["branches"]:
@@ -80,7 +81,7 @@ def key_of(view: str, *arguments: str) -> str:
     return encode_json([view, *arguments]).decode()
 
 
-def page_with(answers: dict[str, Any]) -> str:
+def page_with(answers: JsonObject) -> str:
     page = (STATIC / "index.html").read_text(encoding="utf-8")
     entry = _SCRIPT.search(page)
     if entry is None:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from tokentrue.json_types import JsonObject
 
 Floats = npt.NDArray[np.float64]
 BINS = 81
@@ -54,7 +55,7 @@ def _join(parts: Sequence[Floats]) -> Floats:
     return np.concatenate(parts) if parts else np.zeros(0)
 
 
-def plots_to_json(tokens: ComparedTokens) -> dict[str, Any]:
+def plots_to_json(tokens: ComparedTokens) -> JsonObject:
     delta = tokens.delta
     if not len(delta):
         return {"tokens": 0}
@@ -78,7 +79,7 @@ def plots_to_json(tokens: ComparedTokens) -> dict[str, Any]:
     }
 
 
-def _histogram(values: Floats) -> dict[str, Any]:
+def _histogram(values: Floats) -> JsonObject:
     """Equal bins around 0 that hold 99.8% of the values; what lies outside is in the first and last bin."""
     reach = float(np.quantile(np.abs(values), 0.998)) or float(np.abs(values).max()) or 1e-6
     edges = np.linspace(-reach, reach, BINS + 1)
@@ -88,7 +89,7 @@ def _histogram(values: Floats) -> dict[str, Any]:
     return {"x": middles.tolist(), "count": counts.tolist(), "outside": outside}
 
 
-def _tail(size: Floats) -> dict[str, Any]:
+def _tail(size: Floats) -> JsonObject:
     """Share of tokens whose |δ| is above x, for x from the smallest difference to the largest."""
     positive = np.sort(size[size > 0])
     if not len(positive):
@@ -99,7 +100,7 @@ def _tail(size: Floats) -> dict[str, Any]:
     return {"x": x.tolist(), "share": share.tolist()}
 
 
-def _by_position(tokens: ComparedTokens) -> dict[str, Any]:
+def _by_position(tokens: ComparedTokens) -> JsonObject:
     """The ratio r = exp(δ) by the number of trained tokens before it: mean, and the range that holds 98% of the
     tokens."""
     ratio = np.exp(np.minimum(tokens.delta, LOG_CLAMP))
@@ -117,12 +118,12 @@ def _by_position(tokens: ComparedTokens) -> dict[str, Any]:
     return dict(zip(("x", "mean", "low", "high", "count"), columns, strict=True))
 
 
-def _contribution(tokens: ComparedTokens) -> dict[str, Any] | None:
+def _contribution(tokens: ComparedTokens) -> JsonObject | None:
     """C(r) = -(r - 1)·A for positive and for negative advantages: 0 everywhere when on policy."""
     if not np.isfinite(tokens.advantage).any():
         return None
     value = -np.expm1(np.clip(tokens.delta, -LOG_CLAMP, LOG_CLAMP)) * tokens.advantage
-    found: dict[str, Any] = {}
+    found: JsonObject = {}
     for name, chosen in (("positive", value[tokens.advantage > 0]), ("negative", value[tokens.advantage < 0])):
         if len(chosen):
             centred = chosen - chosen.mean()

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.types import Coverage, Ids, Message, Messages, Parsed, Rendered, Sample, TemplateKwargs, Tools
 
 SourceKind = Literal["file", "store", "gateway"]
@@ -32,7 +33,7 @@ class Branch:
     leaf: str
     turns: tuple[TurnMessages, ...] | None = None
     tools: Tools | None = None
-    template_kwargs: TemplateKwargs = field(default_factory=dict[str, Any])
+    template_kwargs: TemplateKwargs = field(default_factory=JsonObject)
     inserted: tuple[tuple[int, int], ...] | None = None
     entropy: Sequence[float | None] | None = None
     projection: str = ""  # how the client's last request replayed the history: "exact", "reasoning_dropped", …
@@ -63,9 +64,9 @@ class SessionSummary:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionView:
     summary: SessionSummary
-    nodes: tuple[Mapping[str, Any], ...]
+    nodes: tuple[JsonMapping, ...]
     branches: tuple[Branch, ...]
-    metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    metadata: JsonMapping = field(default_factory=JsonObject)
 
 
 class RecordSource(Protocol):
@@ -107,7 +108,7 @@ class ViewRenderer(Protocol):
 
 
 def summarise(
-    nodes: Sequence[Mapping[str, Any]],
+    nodes: Sequence[JsonMapping],
     coverage: Coverage,
     *,
     session_id: str,
@@ -139,7 +140,7 @@ def summarise(
     )
 
 
-def view_node(described: Mapping[str, Any], reasons: Mapping[str, str]) -> dict[str, Any]:
+def view_node(described: JsonMapping, reasons: Mapping[str, str]) -> JsonObject:
     """A node of `describe_node`, as the page reads it. `reasons` says by node id why its tokens are not trained."""
     return {
         **described,

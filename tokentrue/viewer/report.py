@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
+from tokentrue.json_types import JsonObject
 from tokentrue.samples.trainer_logprobs import TrainerLogprobs
 from tokentrue.viewer.data import ViewerData
 from tokentrue.viewer.export import MOST_TOKENS, write_export
@@ -61,6 +62,6 @@ def write_report(
 ) -> None:
     """One self-contained HTML file. The first sessions of `source`, up to `most_tokens`, can be read in it token by
     token; with `trainer` it has mismatch plots over all of them."""
-    body: dict[str, Any] = asdict(report)
+    body: JsonObject = asdict(report)
     rollouts = source if source is not None else SampleList((), name=report.title)
     write_export(ViewerData(rollouts, renderer=renderer, trainer=trainer, report=body), path, most_tokens=most_tokens)

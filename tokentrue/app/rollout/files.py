@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from tokentrue.environments import Plan, Rollout
 from tokentrue.json_lines import read_numbered_lines
+from tokentrue.json_types import JsonObject
 from tokentrue.plain_json import dumps, loads
 
 
@@ -45,7 +45,7 @@ class Recorder:
         self._rollouts.close()
 
 
-def line_of(rollout: Rollout) -> dict[str, Any]:
+def line_of(rollout: Rollout) -> JsonObject:
     return {
         "rollout": rollout.plan.key,
         "group": rollout.plan.group,
@@ -61,9 +61,9 @@ def line_of(rollout: Rollout) -> dict[str, Any]:
     }
 
 
-def lines_of(path: Path) -> list[dict[str, Any]]:
+def lines_of(path: Path) -> list[JsonObject]:
     """The whole lines of a file, up to the first that is not; nothing where there is no file."""
-    found: list[dict[str, Any]] = []
+    found: list[JsonObject] = []
     for _, line in read_numbered_lines(path) if path.exists() else ():
         try:
             found.append(loads(line))
@@ -88,7 +88,7 @@ def trim_to_whole_groups(out: Path, plans: Sequence[Plan], *, again: bool = Fals
     return done
 
 
-def rewrite(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+def rewrite(path: Path, rows: Sequence[JsonObject]) -> None:
     """All or nothing: a crash in between leaves the file as it was."""
     beside = path.with_suffix(".partial")
     beside.write_bytes(b"".join(dumps(row) + b"\n" for row in rows))

@@ -27,6 +27,7 @@ from tokentrue.environments import (
 )
 from tokentrue.environments.http import GatewaySessions
 from tokentrue.errors import EngineError
+from tokentrue.json_types import JsonMapping
 from tokentrue.plain_json import dumps
 from tokentrue.protocols import Provider, Renderer
 from tokentrue.samples import coverage_to_json, sample_from_json, sample_to_json
@@ -70,7 +71,7 @@ class LocalSession:
         self.client = InProcessClient(session)
         self._session = session
 
-    async def finish(self, reward: float) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    async def finish(self, reward: float) -> tuple[Sequence[Any], JsonMapping]:
         await self._session.reward(reward)
         made = await self._session.assembly()
         return [sample_to_json(sample) for sample in made.samples], coverage_to_json(made.coverage)
@@ -79,7 +80,7 @@ class LocalSession:
 class LocalSessions:
     """Sessions in this process, in memory: a renderer and a provider instead of a gateway."""
 
-    def __init__(self, renderer: Renderer, provider: Provider, *, sampling: Mapping[str, Any]) -> None:
+    def __init__(self, renderer: Renderer, provider: Provider, *, sampling: JsonMapping) -> None:
         self._renderer = renderer
         self._provider = provider
         self._sampling = dict(sampling)
@@ -221,7 +222,7 @@ def round_counts(played: Sequence[Sequence[Rollout]], kept: Sequence[Sequence[Ro
     }
 
 
-def append_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+def append_jsonl(path: Path, rows: Iterable[JsonMapping]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as out:
         for row in rows:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from tokentrue.app.configuration import as_mapping
 from tokentrue.app.wiring import EngineConfig, ModelConfig
 from tokentrue.environments import Plan, RolloutConfig, load_environment, plan_groups
 from tokentrue.errors import ConfigError
+from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.sessions.journal.database import describe_store, is_postgres
 
 
@@ -42,7 +41,7 @@ class RolloutRun:
         return is_postgres(self.store or "")
 
 
-AGENT_DEFAULTS: Mapping[str, Any] = {
+AGENT_DEFAULTS: JsonMapping = {
     "rollout.environment": "agent",
     "rollout.tasks": 1_000_000,  # all of the file
     "rollout.max_tokens": 4096,
@@ -53,7 +52,7 @@ AGENT_DEFAULTS: Mapping[str, Any] = {
 
 def agent_settings(
     agent: str | None, tasks: Path | None, score: str | None, sandbox: str | None, out: Path | None
-) -> tuple[dict[str, Any], Mapping[str, Any]]:
+) -> tuple[JsonObject, JsonMapping]:
     """What --agent, --tasks, --score and --sandbox set, and the defaults that then hold."""
     if agent is None:
         if tasks is not None or score is not None or sandbox is not None:

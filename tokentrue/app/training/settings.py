@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tokentrue.app.configuration import NONE, change
 from tokentrue.app.devices import require_dtype
 from tokentrue.app.wiring import EngineConfig, ModelConfig
 from tokentrue.environments import SMALL_MODEL, RolloutConfig
 from tokentrue.errors import ConfigError
+from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.train.config import EvaluationConfig, OptimConfig, TrainConfig
 from tokentrue.train.loggers import LoggerName
 
@@ -28,8 +29,8 @@ class LossSpec:
     """
 
     name: str = "dapo"
-    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    correction: str | Mapping[str, Any] | None = None
+    options: JsonMapping = field(default_factory=JsonObject)
+    correction: str | JsonMapping | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +119,7 @@ def loss_for(spec: LossSpec) -> LossConfig:
     return change(base, {**options, "correction": correction_for(spec, base.correction, implied)}, path="loss.options")
 
 
-def correction_for(spec: LossSpec, own: Correction, implied: Mapping[str, Any]) -> Correction:
+def correction_for(spec: LossSpec, own: Correction, implied: JsonMapping) -> Correction:
     from tokentrue.mismatch import PRESETS
 
     table = dict(spec.correction) if isinstance(spec.correction, Mapping) else {}

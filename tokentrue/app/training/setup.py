@@ -15,6 +15,7 @@ from tokentrue.app.wiring import EngineConfig, ServeConfig, ServerConfig
 from tokentrue.environments import RolloutConfig
 from tokentrue.environments.http import GatewaySessions
 from tokentrue.hub import load_causal_model
+from tokentrue.json_types import JsonObject
 from tokentrue.providers.registry import REMOTE
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def identity(config: TrainConfig, optim: OptimConfig) -> TrainConfig:
     """The part of the configuration that results depend on: with a constant rate `steps` may grow, and checkpoints may
     come more often."""
     steps = 1 if optim.schedule == "constant" else config.steps
-    alike: dict[str, Any] = {
+    alike: JsonObject = {
         "checkpoint_every": 0, "checkpoint_minutes": 0.0, "keep_checkpoints": 1, "shard_checkpoint_gib": 0.0, "peak_tflops": 0.0,
         "max_idle_steps": 0, "max_skipped_updates": 0, "acceptance": replace(config.acceptance, max_refused=0),
     }  # fmt: skip

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from tokentrue.cli.words import count_of
+from tokentrue.json_types import JsonObject
 
 
 def command(
@@ -42,7 +43,7 @@ def command(
     return 0 if result.ok else 1
 
 
-def _report(result: Any) -> dict[str, Any]:
+def _report(result: Any) -> JsonObject:
     findings = [{"sample": f.sample, "what": f.what, "start": f.start, "end": f.end} for f in result.findings]
     counts = {name: getattr(result, name) for name in ("ok", "samples", "tokens", "sampled", "trained", "coverage")}
     return {**counts, "sessions": len(result.sessions), "findings": findings}

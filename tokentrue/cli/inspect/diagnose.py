@@ -18,6 +18,7 @@ from tokentrue.app.devices import require_device, require_dtype
 from tokentrue.cli.options import name_option
 from tokentrue.cli.words import count_of
 from tokentrue.errors import ConfigError, InputError, TokenContractError
+from tokentrue.json_types import JsonObject
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -146,7 +147,7 @@ def command(
         scores = {row.name: row.scores for row in compared.rows}
         write_diagnosis(output, report, whole, samples=compared.samples, trainer=scores, renderer=renderer)
     if as_json:
-        head: dict[str, Any] = {"verdict": verdict, "ok": not alarm, "facts": facts, "compared": compared.to_json()}
+        head: JsonObject = {"verdict": verdict, "ok": not alarm, "facts": facts, "compared": compared.to_json()}
         worst = [asdict(row) for row in whole.worst]
         metrics = {key: value if _is_measured(whole, key) else None for key, value in whole.metrics.items()}
         print(json.dumps({**head, "metrics": metrics, "worst": worst}, indent=1))

@@ -14,6 +14,7 @@ from tokentrue.cli.inspect.journal import open_recorded
 from tokentrue.cli.options import require_utf8
 from tokentrue.cli.words import count_of
 from tokentrue.errors import ConfigError, SessionNotFound
+from tokentrue.json_types import JsonObject
 
 if TYPE_CHECKING:
     from tokentrue.client import Client
@@ -128,7 +129,7 @@ def _load_each(load: Callable[[str], T], names: Iterable[str], *, must_exist: bo
 
 
 def _session_names(client: Client, group: str | None) -> Iterator[str]:
-    last: dict[str, Any] | None = None
+    last: JsonObject | None = None
     while page := client.sessions(after=last, group=group):
         yield from (item["session_id"] for item in page)
         last = page[-1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from contextlib import suppress
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -13,6 +13,7 @@ from tokentrue.cli.inspect.journal import require_store
 from tokentrue.cli.options import require_utf8
 from tokentrue.cli.words import count_of
 from tokentrue.errors import ConfigError, SessionNotFound
+from tokentrue.json_types import JsonObject
 
 if TYPE_CHECKING:
     from tokentrue.client import Client
@@ -74,21 +75,21 @@ class JournalSource:
         self._store = require_store(store)
         self._journal = open_journal(self._store, read_only=True)
 
-    def sessions(self, *, limit: int) -> list[dict[str, Any]]:
+    def sessions(self, *, limit: int) -> list[JsonObject]:
         from tokentrue.sessions.description import summarise_session
 
-        found: list[dict[str, Any]] = []
+        found: list[JsonObject] = []
         for record in self._journal.sessions(limit=min(limit, MOST_ROWS)):
             with suppress(SessionNotFound):  # it was purged since it was listed
                 found.append(summarise_session(*self._load(record.id)))
         return found
 
-    def session_state(self, session_id: str) -> dict[str, Any]:
+    def session_state(self, session_id: str) -> JsonObject:
         from tokentrue.sessions.description import describe_session
 
         return describe_session(*self._load(session_id))
 
-    def _load(self, session_id: str) -> tuple[SessionRecord, Tree, dict[str, Any]]:
+    def _load(self, session_id: str) -> tuple[SessionRecord, Tree, JsonObject]:
         """The record, its tree and its coverage."""
         from tokentrue.samples import coverage_of, coverage_to_json
         from tokentrue.sessions.store import load_tree
@@ -110,7 +111,7 @@ class JournalSource:
         self._journal.close()
 
 
-def show_list(sessions: list[dict[str, Any]], *, as_json: bool) -> None:
+def show_list(sessions: list[JsonObject], *, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"sessions": sessions}, indent=1))
         return
@@ -129,18 +130,18 @@ def show_list(sessions: list[dict[str, Any]], *, as_json: bool) -> None:
             name.removesuffix("_id"), min_width=longest if name == "session_id" else None
         )  # an id must be whole to be used
     for entry in sessions:
-        ratio = cast("dict[str, Any]", entry.get("coverage") or {}).get("ratio")
-        cells: dict[str, Any] = {**entry, "coverage": None if ratio is None else f"{ratio:.2%}"}
+        ratio = cast("JsonObject", entry.get("coverage") or {}).get("ratio")
+        cells: JsonObject = {**entry, "coverage": None if ratio is None else f"{ratio:.2%}"}
         table.add_row(*("" if cells.get(name) is None else str(cells[name]) for name in shown))
     Console().print(table)
     print(count_of(len(sessions), "session"))
 
 
-def show_one(session: dict[str, Any], *, as_json: bool) -> None:
+def show_one(session: JsonObject, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(session, indent=1))
         return
-    coverage = cast("dict[str, Any]", session.get("coverage") or {})
+    coverage = cast("JsonObject", session.get("coverage") or {})
     print(f"session {session['session_id']}, {session.get('state')}, group {session.get('group') or '-'}")
     print(f"coverage {coverage.get('ratio', 1.0):.2%} of {count_of(coverage.get('sampled', 0), 'sampled token')}")
     for node in session.get("nodes", ()):

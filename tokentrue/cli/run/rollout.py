@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Generator
 from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -24,6 +24,7 @@ from tokentrue.cli.progress import loading, rollout_log
 from tokentrue.cli.words import count_of
 from tokentrue.environments import Plan, Rollout, load_environment, player_in, run_plans
 from tokentrue.errors import ConfigError
+from tokentrue.json_types import JsonObject
 from tokentrue.providers.registry import IN_PROCESS, REMOTE, list_names
 from tokentrue.types import Coverage
 
@@ -150,7 +151,7 @@ def print_summary(out: Path, plans: list[Plan], log: Path, *, as_json: bool) -> 
     rows = lines_of(out / "rollouts.jsonl")
     rewards = [row["reward"] for row in rows if row["reward"] is not None]
     sampled, trained = sum(row["sampled"] for row in rows), sum(row["trained"] for row in rows)
-    summary: dict[str, Any] = {
+    summary: JsonObject = {
         "rollouts": len(rows),
         "planned": len(plans),
         "groups": len({row["group"] for row in rows}),

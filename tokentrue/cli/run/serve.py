@@ -18,6 +18,7 @@ from tokentrue.app.torchless import without_torch
 from tokentrue.app.wiring import ADMIN_KEY, ServeConfig, gateway_for
 from tokentrue.cli.progress import loading
 from tokentrue.errors import ConfigError, TokenTrueError
+from tokentrue.json_types import JsonObject
 from tokentrue.providers.registry import IN_PROCESS, REMOTE, SERVED, list_names
 
 
@@ -56,7 +57,7 @@ def command(
 ) -> int:
     """Serve OpenAI Chat Completions and Responses, Anthropic Messages and Google generateContent, and record every
     token."""
-    flags: dict[str, Any] = {
+    flags: JsonObject = {
         "model.path": model,
         "engine.name": engine,
         "engine.urls": url or None,

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tokentrue.json_types import JsonObject
+
 if TYPE_CHECKING:
     from tokentrue.app.training.settings import TrainRun
     from tokentrue.viewer import Chart, Report
@@ -64,13 +66,13 @@ def write_training_report(settings: TrainRun) -> Path | None:
     return path
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
+def read_metrics(path: Path) -> list[JsonObject]:
     """The whole rows of a file. Numbers that are not finite are None: null, or NaN and Infinity in files of
     older runs."""
     from tokentrue.json_lines import read_numbered_lines
     from tokentrue.train.writer import finite_or_null
 
-    rows: list[dict[str, Any]] = []
+    rows: list[JsonObject] = []
     for _, line in read_numbered_lines(path) if path.is_file() else ():
         try:
             row = json.loads(line)
@@ -94,7 +96,7 @@ def _rollouts(settings: TrainRun) -> RecordSource | None:
     return StoreSource(open_journal(f"sqlite:{store}", read_only=True), name="newest rollouts first")
 
 
-def training_report(settings: TrainRun, rows: Sequence[dict[str, Any]]) -> Report:
+def training_report(settings: TrainRun, rows: Sequence[JsonObject]) -> Report:
     from tokentrue.viewer import Report, ReportTable
 
     first, last = rows[0], rows[-1]
@@ -127,7 +129,7 @@ def known(value: float | None) -> float | str:
     return "not finite" if value is None else value
 
 
-def _charts(rows: Sequence[dict[str, Any]]) -> list[Chart]:
+def _charts(rows: Sequence[JsonObject]) -> list[Chart]:
     from tokentrue.viewer import Chart
 
     steps = [float(row["step"]) for row in rows]

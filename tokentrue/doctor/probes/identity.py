@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from tokentrue.doctor.context import QUESTIONS, Examination
 from tokentrue.doctor.findings import Finding, cannot_tell, fault, ok
 from tokentrue.errors import RenderError
 from tokentrue.ids import TokenIds
+from tokentrue.json_types import JsonObject
 from tokentrue.protocols import Tokenizing
 
 TEXTS = (
@@ -16,7 +16,7 @@ TEXTS = (
     "  two spaces, a tab\tand a line\n\nbreak; naïve café, 你好, Привет 🙂",
     "def f(x):\n    return {'a': x ** 2, \"b\": [1, 2.5e-3]}",
 )
-CHATS: tuple[tuple[str, tuple[dict[str, Any], ...]], ...] = (
+CHATS: tuple[tuple[str, tuple[JsonObject, ...]], ...] = (
     ("user", ({"role": "user", "content": QUESTIONS[0]},)),
     ("system, user", ({"role": "system", "content": "Answer briefly."}, {"role": "user", "content": QUESTIONS[1]})),
     (

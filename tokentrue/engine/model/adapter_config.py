@@ -19,8 +19,9 @@ from typing import Any, cast
 import torch
 
 from tokentrue.errors import ConfigError, EngineError, ExactnessError
+from tokentrue.json_types import JsonMapping
 
-AdapterConfig = Mapping[str, Any]
+AdapterConfig = JsonMapping
 
 READ = frozenset({"peft_type", "r", "rank_pattern", "lora_alpha", "alpha_pattern", "use_rslora", "init_lora_weights"})
 IGNORED = frozenset({
@@ -115,7 +116,7 @@ def setting_of(where: str, config: AdapterConfig, field: str, pattern_field: str
     if not isinstance(patterns, Mapping):
         raise ConfigError(f"{where}: {pattern_field} is {patterns!r}; an object of patterns and numbers expected")
     value = config.get(field)
-    for pattern, number in cast(Mapping[str, Any], patterns).items():
+    for pattern, number in cast(JsonMapping, patterns).items():
         if matches(f"{where}: {pattern_field}", pattern, module):
             field, value = f"{pattern_field}[{pattern!r}]", number
             break

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from tokentrue.engine.model.adapter_config import AdapterConfig, check_config, scale_of
 from tokentrue.engine.model.decoder import Attention, Decoder, Dense
 from tokentrue.errors import ConfigError, EngineError, ExactnessError, FileFormatError
+from tokentrue.json_types import JsonMapping
 from tokentrue.numerics import LowRank, LowRankStack, Ops, RowSlots
 from tokentrue.numerics.functions import unguard
 
@@ -42,7 +43,7 @@ PLACE = re.compile(
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 DTYPES = {torch.float32, torch.bfloat16, torch.float16, torch.float64}
 
-AdapterSource = str | Path | Mapping[str, Any]
+AdapterSource = str | Path | JsonMapping
 _loads = itertools.count(1)
 
 
@@ -66,7 +67,7 @@ def read_adapter(
     if folder is not None:
         state, config = read_directory(folder)
     else:
-        state = cast("Mapping[str, Any]", source)
+        state = cast("JsonMapping", source)
     if config is None:
         raise EngineError(
             f"adapter {name!r}: a state dict needs config= with r and lora_alpha the first time it is loaded"
@@ -95,7 +96,7 @@ def mapping_from_config(name: str, config: Any) -> AdapterConfig:
     return cast("AdapterConfig", found)
 
 
-def read_directory(path: Path) -> tuple[Mapping[str, Any], AdapterConfig]:
+def read_directory(path: Path) -> tuple[JsonMapping, AdapterConfig]:
     if not (path / CONFIG).is_file() or not (path / WEIGHTS).is_file():
         raise FileFormatError(f"{path} holds no {CONFIG} and {WEIGHTS}, as peft's save_pretrained writes them")
     config = read_config(path / CONFIG)
@@ -114,7 +115,7 @@ def read_config(path: Path) -> AdapterConfig:
     return cast("AdapterConfig", found)
 
 
-def read_tensors(path: Path) -> Mapping[str, Any]:
+def read_tensors(path: Path) -> JsonMapping:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -124,9 +125,7 @@ def read_tensors(path: Path) -> Mapping[str, Any]:
         raise FileFormatError(f"{path} is not a safetensors file, or is damaged: {error}") from error
 
 
-def read_pairs(
-    name: str, state: Mapping[str, Any], config: AdapterConfig, folder: Path | None = None
-) -> dict[str, LowRank]:
+def read_pairs(name: str, state: JsonMapping, config: AdapterConfig, folder: Path | None = None) -> dict[str, LowRank]:
     """A and B of each adapted linear layer, by the layer's name in the model without the adapter. `folder` is named in
     errors."""
     settings, tensors = (

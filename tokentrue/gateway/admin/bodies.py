@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
 from tokentrue.errors import InputError
 from tokentrue.gateway.dialects.base import S, decode_body
+from tokentrue.json_types import JsonObject
 
 
 class CreateSession(msgspec.Struct, forbid_unknown_fields=True):
     session_id: str | None = None
     group: str | None = None
-    metadata: dict[str, Any] = {}
-    sampling: dict[str, Any] = {}
+    metadata: JsonObject = {}
+    sampling: JsonObject = {}
     history: Literal["keep", "template"] | None = None
     training: bool | None = None
     pin: list[str] | None = None
@@ -23,7 +24,7 @@ class CreateSession(msgspec.Struct, forbid_unknown_fields=True):
 class GiveReward(msgspec.Struct, forbid_unknown_fields=True):
     reward: float
     leaf: str | None = None
-    metadata: dict[str, Any] = {}
+    metadata: JsonObject = {}
     group: str | None = None
 
 

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import msgspec
 
 from tokentrue.gateway.admin.routing import AdminOperation
 from tokentrue.gateway.auth import SESSION_ID
 from tokentrue.gateway.model_routes import OPERATIONS, SESSION_ROOT, Operation
+from tokentrue.json_types import JsonObject
 
-Json = dict[str, Any]
 SCHEMAS = "#/components/schemas/"
 ERRORS = ("400", "401", "403", "404", "405", "409", "413", "422", "429", "502", "503", "504")
-ERROR: Json = {"description": "refused", "content": {"application/json": {"schema": {"$ref": f"{SCHEMAS}Error"}}}}
-EVENTS: Json = {"name": "alt", "in": "query", "required": True, "schema": {"enum": ["sse"]}}
-PAGE: Json = {
+ERROR: JsonObject = {"description": "refused", "content": {"application/json": {"schema": {"$ref": f"{SCHEMAS}Error"}}}}
+EVENTS: JsonObject = {"name": "alt", "in": "query", "required": True, "schema": {"enum": ["sse"]}}
+PAGE: JsonObject = {
     "summary": "The viewer, a web page; takes the admin key as the password of HTTP Basic, too",
     "responses": {
         "200": {"description": "the page", "content": {"text/html": {"schema": {}}}},
@@ -29,7 +28,7 @@ PAGE: Json = {
 }
 
 
-def document(admin: Mapping[str, Mapping[str, AdminOperation]]) -> Json:
+def document(admin: Mapping[str, Mapping[str, AdminOperation]]) -> JsonObject:
     from tokentrue import __version__
 
     bodies = [operation.body for operation in OPERATIONS]
@@ -37,7 +36,7 @@ def document(admin: Mapping[str, Mapping[str, AdminOperation]]) -> Json:
     kinds = list(dict.fromkeys(body for body in bodies if body is not None))
     _, schemas = msgspec.json.schema_components(kinds, ref_template=SCHEMAS + "{name}")
     schemas["Error"] = {"type": "object", "required": ["error"], "properties": {"error": {"type": "object"}}}
-    paths: dict[str, Json] = {"/view": {"get": PAGE}}
+    paths: dict[str, JsonObject] = {"/view": {"get": PAGE}}
     for operation in OPERATIONS:
         for root in ("", SESSION_ROOT):
             path = f"{root}/{operation.versions[0]}/{operation.path.replace(':path}', '}')}"
@@ -59,7 +58,7 @@ def document(admin: Mapping[str, Mapping[str, AdminOperation]]) -> Json:
     }
 
 
-def _model_operation(operation: Operation, path: str) -> Json:
+def _model_operation(operation: Operation, path: str) -> JsonObject:
     who = "the URL names the session" if path.startswith(SESSION_ROOT) else "the key names the session"
     streams = operation.does == "generate" and operation.streams is not False
     kinds = ["application/json", *(["text/event-stream"] if streams else [])]
@@ -67,7 +66,7 @@ def _model_operation(operation: Operation, path: str) -> Json:
     return _describe(f"{operation.summary}; {who}", path, operation.body, "200", kinds, more)
 
 
-def _admin_operation(operation: AdminOperation, path: str) -> Json:
+def _admin_operation(operation: AdminOperation, path: str) -> JsonObject:
     query = [{"name": name, "in": "query", "schema": schema} for name, schema in operation.query.items()]
     return _describe(operation.summary, path, operation.body, operation.status, [operation.media_type], query)
 
@@ -78,10 +77,10 @@ def _describe(
     body: type[msgspec.Struct] | None,
     status: str,
     media_types: Iterable[str],
-    query: Iterable[Json],
-) -> Json:
-    good: Json = {"description": summary, "content": {kind: {"schema": {}} for kind in media_types}}
-    described: Json = {"summary": summary, "responses": {status: good, **dict.fromkeys(ERRORS, ERROR)}}
+    query: Iterable[JsonObject],
+) -> JsonObject:
+    good: JsonObject = {"description": summary, "content": {kind: {"schema": {}} for kind in media_types}}
+    described: JsonObject = {"summary": summary, "responses": {status: good, **dict.fromkeys(ERRORS, ERROR)}}
     if parameters := [*map(_path_parameter, re.findall(r"{(\w+)}", path)), *query]:
         described["parameters"] = parameters
     if body is not None:
@@ -90,6 +89,6 @@ def _describe(
     return described
 
 
-def _path_parameter(name: str) -> Json:
+def _path_parameter(name: str) -> JsonObject:
     pattern = {"session_id": f"^{SESSION_ID.pattern}$", "model": "^[A-Za-z0-9._-]+$"}[name]
     return {"name": name, "in": "path", "required": True, "schema": {"type": "string", "pattern": pattern}}

@@ -17,6 +17,7 @@ from tokentrue.gateway.admin.routing import is_forwarded, json_response, request
 from tokentrue.gateway.metrics.registry import CONTENT_TYPE, build_page, engine_families
 from tokentrue.gateway.problems import HttpError
 from tokentrue.gateway.services import Services
+from tokentrue.json_types import JsonObject
 from tokentrue.sessions.journal import is_postgres
 
 READY_S = 5.0
@@ -38,7 +39,7 @@ class OperationHandlers:
         drain_s = min(max(body.timeout_s, 0.0), LONGEST_DRAIN_S)
         drained = await admission.drain(drain_s) if body.drain else admission.in_flight == 0
         others = await self._ask_others(request)
-        answer: dict[str, Any] = {
+        answer: JsonObject = {
             "paused": True,
             "drained": drained and all(other["drained"] for other in others),
             "in_flight": admission.in_flight + sum(other["in_flight"] for other in others),
@@ -114,7 +115,7 @@ class OperationHandlers:
     async def own_metrics(self, request: Request) -> Response:
         return json_response(200, await self._measure())
 
-    async def _measure(self) -> list[dict[str, Any]]:
+    async def _measure(self) -> list[JsonObject]:
         services, metrics = self._services, self._services.metrics
         metrics.in_flight.set(services.admission.in_flight)
         metrics.sessions.set(len(services.sessions))

@@ -16,6 +16,7 @@ from tokentrue.gateway.dialects.base import encode
 from tokentrue.gateway.services import Services
 from tokentrue.gateway.workers.forwarding import FROM_WORKER, WorkerLinks
 from tokentrue.gateway.workers.peers import PeerLinks
+from tokentrue.json_types import JsonMapping, JsonObject
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -28,7 +29,7 @@ class AdminOperation:
     summary: str
     needs_admin: bool = True
     body: type[msgspec.Struct] | None = None
-    query: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Any])
+    query: Mapping[str, JsonMapping] = field(default_factory=JsonObject)
     status: str = "200"
     media_type: str = "application/json"
 

@@ -16,7 +16,6 @@ from tokentrue.errors import MessageError
 from tokentrue.gateway.dialects.anthropic_answers import AnthropicEncoder, build_error, build_message
 from tokentrue.gateway.dialects.base import (
     DecodedBody,
-    Json,
     RequestHead,
     TextOf,
     arguments_text,
@@ -30,6 +29,7 @@ from tokentrue.gateway.dialects.base import (
 )
 from tokentrue.gateway.dialects.signing import ReasoningSigner
 from tokentrue.gateway.dialects.tools import check_function
+from tokentrue.json_types import JsonObject
 from tokentrue.sessions.constraints import constraints_from
 from tokentrue.types import Message, Reply, Sampling
 
@@ -49,14 +49,14 @@ class MessagesHead(msgspec.Struct, forbid_unknown_fields=True):
     top_p: float | None = None
     top_k: int | None = None
     stop_sequences: list[str] | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: dict[str, Any] | None = None
+    tools: list[JsonObject] | None = None
+    tool_choice: JsonObject | None = None
     metadata: Any = None
     service_tier: Any = None
     cache_control: Any = None
     thinking: Any = None
-    output_config: dict[str, Any] | None = None
-    context_management: dict[str, Any] | None = None
+    output_config: JsonObject | None = None
+    context_management: JsonObject | None = None
     speed: Any = None
     inference_geo: Any = None
     diagnostics: Any = None
@@ -66,8 +66,8 @@ class MessagesHead(msgspec.Struct, forbid_unknown_fields=True):
 class CountHead(msgspec.Struct, forbid_unknown_fields=True):
     model: str = ""
     system: str | list[Any] | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: dict[str, Any] | None = None
+    tools: list[JsonObject] | None = None
+    tool_choice: JsonObject | None = None
     thinking: Any = None
     output_config: Any = None
     context_management: Any = None
@@ -104,7 +104,7 @@ class Anthropic:
         head = RequestHead(model=decoded.model, tools=tools, leading_messages=leading_from(decoded.system))
         return DecodedBody(head=head, items=raw_items(decoded.messages, self.items_key))
 
-    def build_count(self, tokens: int) -> Json:
+    def build_count(self, tokens: int) -> JsonObject:
         return {"input_tokens": tokens}
 
     def parse_item(self, item: Any, path: str) -> tuple[Message, ...]:
@@ -140,7 +140,7 @@ class Anthropic:
             return {"role": "assistant", "content": content}
         texts: list[str] = []
         thoughts: list[str] = []
-        calls: list[Json] = []
+        calls: list[JsonObject] = []
         for where, kind, block in blocks_of(content, path):
             if kind == "text":
                 texts.append(text_field(block, "text", where))
@@ -150,14 +150,14 @@ class Anthropic:
                 calls.append(call_from_block(block, where))
             else:
                 raise MessageError(f"block of type {echo(kind)} is not supported in an assistant message", field=where)
-        message: Json = {"role": "assistant", "content": "".join(texts) if texts else None}
+        message: JsonObject = {"role": "assistant", "content": "".join(texts) if texts else None}
         if thoughts:
             message["reasoning_content"] = "".join(thoughts)
         if calls:
             message["tool_calls"] = calls
         return message
 
-    def _thought(self, block: Json, where: str) -> str:
+    def _thought(self, block: JsonObject, where: str) -> str:
         text = text_field(block, "thinking", where)
         signature = block.get("signature", "")
         if not isinstance(signature, str) or not self._signer.holds(signature, text):
@@ -166,7 +166,7 @@ class Anthropic:
             )
         return text
 
-    def build_answer(self, head: RequestHead, replies: Sequence[Reply], text_of: TextOf) -> Json:
+    def build_answer(self, head: RequestHead, replies: Sequence[Reply], text_of: TextOf) -> JsonObject:
         return build_message(head, replies[0], self._signer)
 
     def new_encoder(self, head: RequestHead, text_of: TextOf) -> AnthropicEncoder:
@@ -182,7 +182,7 @@ def head_from_anthropic(head: MessagesHead) -> RequestHead:
         choice_from_anthropic(head.tool_choice), format_from_config(head.output_config), tools
     )
     given = {"temperature": head.temperature, "top_p": head.top_p, "top_k": head.top_k}
-    present: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    present: JsonObject = {name: value for name, value in given.items() if value is not None}
     return RequestHead(
         model=head.model,
         stream=bool(head.stream),
@@ -192,13 +192,13 @@ def head_from_anthropic(head: MessagesHead) -> RequestHead:
     )
 
 
-def blocks_of(content: Any, path: str) -> list[tuple[str, Any, Json]]:
+def blocks_of(content: Any, path: str) -> list[tuple[str, Any, JsonObject]]:
     """Place, type and fields of each content block."""
     if not isinstance(content, list):
         raise MessageError("must be a string or a list of blocks", field=f"{path}.content")
-    blocks: list[tuple[str, Any, Json]] = []
+    blocks: list[tuple[str, Any, JsonObject]] = []
     for index, block in enumerate(cast("list[Any]", content)):
-        fields: Json = cast("Json", block) if isinstance(block, dict) else {}
+        fields: JsonObject = cast("JsonObject", block) if isinstance(block, dict) else {}
         blocks.append((f"{path}.content[{index}]", fields.get("type"), fields))
     return blocks
 
@@ -218,7 +218,7 @@ def leading_from(system: str | list[Any] | None) -> tuple[Message, ...]:
 
 
 def is_billing(block: Any) -> bool:
-    text = cast("Json", block).get("text") if isinstance(block, dict) else None
+    text = cast("JsonObject", block).get("text") if isinstance(block, dict) else None
     return isinstance(text, str) and text.startswith(BILLING)
 
 
@@ -250,24 +250,28 @@ def user_messages(content: Any, path: str) -> list[Message]:
     return out
 
 
-def tool_message(block: Json, where: str) -> Message:
+def tool_message(block: JsonObject, where: str) -> Message:
     text = join_text(block.get("content"), TEXT_BLOCKS, f"{where}.content", glue="\n")
-    message: Json = {"role": "tool", "tool_call_id": text_field(block, "tool_use_id", where), "content": text or ""}
+    message: JsonObject = {
+        "role": "tool",
+        "tool_call_id": text_field(block, "tool_use_id", where),
+        "content": text or "",
+    }
     if block.get("is_error"):
         message["is_error"] = True
     return message
 
 
-def call_from_block(block: Json, where: str) -> Json:
+def call_from_block(block: JsonObject, where: str) -> JsonObject:
     arguments = arguments_text(object_of(block.get("input"), f"{where}.input"))
     function = {"name": text_field(block, "name", where), "arguments": arguments}
     return {"id": text_field(block, "id", where), "type": "function", "function": function}
 
 
-def tools_from_anthropic(tools: list[Json] | None) -> tuple[Json, ...] | None:
+def tools_from_anthropic(tools: list[JsonObject] | None) -> tuple[JsonObject, ...] | None:
     if not tools:
         return None
-    out: list[Json] = []
+    out: list[JsonObject] = []
     for index, tool in enumerate(tools):
         where = f"tools[{index}]"
         if tool.get("type", "custom") not in ("custom", None):
@@ -287,7 +291,7 @@ def tools_from_anthropic(tools: list[Json] | None) -> tuple[Json, ...] | None:
     return tuple(out)
 
 
-def choice_from_anthropic(choice: Json | None) -> str | Json | None:
+def choice_from_anthropic(choice: JsonObject | None) -> str | JsonObject | None:
     """In the terms of Chat Completions."""
     kind = (choice or {}).get("type", "auto")
     words = {"auto": "auto", "none": "none", "any": "required"}
@@ -298,24 +302,24 @@ def choice_from_anthropic(choice: Json | None) -> str | Json | None:
     return words[kind]
 
 
-def format_from_config(config: Json | None) -> Json | None:
+def format_from_config(config: JsonObject | None) -> JsonObject | None:
     format_ = (config or {}).get("format")
     if format_ is None:
         return None
-    schema = cast("Json", format_).get("schema") if isinstance(format_, dict) else None
+    schema = cast("JsonObject", format_).get("schema") if isinstance(format_, dict) else None
     if not isinstance(schema, dict):
         raise MessageError("must be of type json_schema, with a schema", field="output_config.format")
-    return {"type": "json_schema", "json_schema": {"schema": cast("Json", schema)}}
+    return {"type": "json_schema", "json_schema": {"schema": cast("JsonObject", schema)}}
 
 
-def check_context_management(head: Json | None) -> None:
+def check_context_management(head: JsonObject | None) -> None:
     """Keeping all thinking is what happens here anyway; any other edit would change the context that was sampled
     from."""
     edits = (head or {}).get("edits") or ()
     if not isinstance(edits, list | tuple):
         raise MessageError("must be a list", field="context_management.edits")
     for index, edit in enumerate(cast("Sequence[Any]", edits)):
-        fields: Json = cast("Json", edit) if isinstance(edit, dict) else {}
+        fields: JsonObject = cast("JsonObject", edit) if isinstance(edit, dict) else {}
         if not str(fields.get("type")).startswith("clear_thinking") or fields.get("keep") != "all":
             raise MessageError(
                 "only clear_thinking with keep 'all' is supported", field=f"context_management.edits[{index}]"

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from tokentrue.gateway.dialects.base import (
-    Json,
     Problem,
     RequestHead,
     arguments_object,
@@ -15,6 +11,7 @@ from tokentrue.gateway.dialects.base import (
     is_raw_arguments,
 )
 from tokentrue.gateway.dialects.signing import ReasoningSigner
+from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.types import Delta, Message, Reply, TurnEvent
 
 ERROR_TYPES = {
@@ -31,7 +28,7 @@ ERROR_TYPES = {
 }
 
 
-def build_message(head: RequestHead, reply: Reply, signer: ReasoningSigner) -> Json:
+def build_message(head: RequestHead, reply: Reply, signer: ReasoningSigner) -> JsonObject:
     return {
         **message_base(head, reply.node),
         "content": build_blocks(reply.message, signer),
@@ -39,23 +36,23 @@ def build_message(head: RequestHead, reply: Reply, signer: ReasoningSigner) -> J
     }
 
 
-def message_base(head: RequestHead, node: str) -> Json:
+def message_base(head: RequestHead, node: str) -> JsonObject:
     return {"id": f"msg_{node}", "type": "message", "role": "assistant", "model": head.model}
 
 
-def message_end(head: RequestHead, reply: Reply) -> Json:
+def message_end(head: RequestHead, reply: Reply) -> JsonObject:
     """The fields of a message that are known only when it is complete."""
     return {"stop_reason": stop_reason(reply), "stop_sequence": stop_sequence(head, reply), "usage": usage_of(reply)}
 
 
-def build_blocks(message: Message, signer: ReasoningSigner) -> list[Json]:
-    blocks: list[Json] = []
+def build_blocks(message: Message, signer: ReasoningSigner) -> list[JsonObject]:
+    blocks: list[JsonObject] = []
     thought = message.get("reasoning_content")
     if thought:
         blocks.append({"type": "thinking", "thinking": thought, "signature": signer.sign(thought)})
     if message.get("content"):
         blocks.append({"type": "text", "text": message["content"]})
-    calls: list[Mapping[str, Any]] = message.get("tool_calls") or []
+    calls: list[JsonMapping] = message.get("tool_calls") or []
     for call in calls:
         function = call["function"]
         blocks.append(
@@ -82,7 +79,7 @@ def stop_reason(reply: Reply) -> str:
     return "stop_sequence" if isinstance(reply.completion.stopped_by, str) else "end_turn"
 
 
-def usage_of(reply: Reply) -> Json:
+def usage_of(reply: Reply) -> JsonObject:
     return {
         "input_tokens": reply.prompt_tokens,
         "output_tokens": len(reply.completion.token_ids),
@@ -91,7 +88,7 @@ def usage_of(reply: Reply) -> Json:
     }
 
 
-def build_error(problem: Problem) -> Json:
+def build_error(problem: Problem) -> JsonObject:
     kind = ERROR_TYPES.get(problem.status, "api_error" if problem.status >= 500 else "invalid_request_error")
     error = {"type": kind, "message": problem.message, "code": problem.code, "field": problem.field}
     return {"type": "error", "error": error}
@@ -144,13 +141,13 @@ class AnthropicEncoder:
             opened, block = self._enter("text", None, {"type": "text", "text": ""})
             out += opened + block_delta(block, {"type": "text_delta", "text": delta.content})
         if delta.call is not None:
-            start: Json = {"type": "tool_use", "id": delta.call_id, "name": delta.name, "input": {}}
+            start: JsonObject = {"type": "tool_use", "id": delta.call_id, "name": delta.name, "input": {}}
             opened, block = self._enter("tool_use", delta.call, start)
             block.text += delta.arguments
             out += opened
         return out
 
-    def _enter(self, kind: str, call: int | None, start: Json) -> tuple[bytes, OpenBlock]:
+    def _enter(self, kind: str, call: int | None, start: JsonObject) -> tuple[bytes, OpenBlock]:
         """The block that this delta belongs to, and the events that open it where it is new."""
         if self._open is not None and (self._open.kind, self._open.call) == (kind, call):
             return b"", self._open
@@ -188,9 +185,9 @@ def arguments_json(text: str) -> str:
     return encode(value).decode() if is_raw_arguments(value) else text
 
 
-def block_delta(block: OpenBlock, delta: Json) -> bytes:
+def block_delta(block: OpenBlock, delta: JsonObject) -> bytes:
     return sse("content_block_delta", {"index": block.index, "delta": delta})
 
 
-def sse(kind: str, body: Json) -> bytes:
+def sse(kind: str, body: JsonObject) -> bytes:
     return b"event: " + kind.encode() + b"\ndata: " + encode({"type": kind, **body}) + b"\n\n"

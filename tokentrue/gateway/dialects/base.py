@@ -15,11 +15,11 @@ import msgspec
 import orjson
 
 from tokentrue.errors import MessageError
-from tokentrue.nesting import MAX_DEPTH, check_depth
+from tokentrue.json_types import JsonMapping, JsonObject
+from tokentrue.plain_json import MAX_DEPTH, check_depth
 from tokentrue.types import Finish, Message, Reply, Sampling, Tool, TurnEvent
 
 S = TypeVar("S", bound=msgspec.Struct)
-Json = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ class RequestHead:
     n: int = 1
     sampling: Sampling = field(default_factory=Sampling)
     tools: tuple[Tool, ...] | None = None
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    template_kwargs: JsonMapping = field(default_factory=JsonObject)
     leading_messages: tuple[Message, ...] = ()
     options: Any = None
     continues: ContinuedResponse | None = None
@@ -135,12 +135,12 @@ class Dialect(Protocol):
         """Refuses a conversation that the dialect gives a meaning this gateway cannot keep."""
         ...
 
-    def build_answer(self, head: RequestHead, replies: Sequence[Reply], text_of: TextOf) -> Json: ...
+    def build_answer(self, head: RequestHead, replies: Sequence[Reply], text_of: TextOf) -> JsonObject: ...
 
     def new_encoder(self, head: RequestHead, text_of: TextOf) -> Encoder: ...
 
     @staticmethod
-    def build_error(problem: Problem) -> Json: ...
+    def build_error(problem: Problem) -> JsonObject: ...
 
 
 class CountingDialect(Dialect, Protocol):
@@ -148,7 +148,7 @@ class CountingDialect(Dialect, Protocol):
 
     def decode_count(self, body: bytes) -> DecodedBody: ...
 
-    def build_count(self, tokens: int) -> Json: ...
+    def build_count(self, tokens: int) -> JsonObject: ...
 
 
 # Foreign JSON, checked.
@@ -192,7 +192,7 @@ def parse_json(raw: bytes, path: str, *, most_levels: int = MAX_DEPTH) -> Any:
 
 def describe_item(*roles: str) -> msgspec.Meta:
     """What the OpenAPI document says of a conversation's item, which is decoded by itself."""
-    item: Json = {"type": "object", "required": ["role"], "properties": {"role": {"enum": list(roles)}}}
+    item: JsonObject = {"type": "object", "required": ["role"], "properties": {"role": {"enum": list(roles)}}}
     return msgspec.Meta(extra_json_schema=item)
 
 
@@ -221,13 +221,13 @@ def complaint(text: str, path: str) -> MessageError:
     return MessageError(what, field=where or None)
 
 
-def object_of(value: Any, path: str) -> Json:
+def object_of(value: Any, path: str) -> JsonObject:
     if not isinstance(value, dict):
         raise MessageError("must be an object", field=path)
-    return cast("Json", value)
+    return cast("JsonObject", value)
 
 
-def text_field(block: Mapping[str, Any], name: str, where: str) -> str:
+def text_field(block: JsonMapping, name: str, where: str) -> str:
     value = block.get(name)
     if not isinstance(value, str):
         raise MessageError("must be a string", field=f"{where}.{name}")
@@ -247,7 +247,7 @@ def join_text(parts: Any, kinds: tuple[str, ...], path: str, *, glue: str) -> st
 
 
 def _part_text(part: Any, kinds: tuple[str, ...], where: str) -> str:
-    fields: Json = cast("Json", part) if isinstance(part, dict) else {}
+    fields: JsonObject = cast("JsonObject", part) if isinstance(part, dict) else {}
     kind = fields.get("type")
     if kind not in kinds:
         raise MessageError(
@@ -290,7 +290,7 @@ LEVELS_AROUND_ARGUMENTS = 4
 """Of a message that holds them, at most: Google's content, its parts, a part, the call."""
 
 
-def arguments_object(text: str) -> Json:
+def arguments_object(text: str) -> JsonObject:
     """A call's arguments as the JSON object some dialects demand; what is not an object travels whole under
     `_raw_arguments`, and so does an object that reads like such a wrapping, or is nested too deeply to be sent back."""
     try:
@@ -298,16 +298,16 @@ def arguments_object(text: str) -> Json:
         value: Any = parse_json(data, "arguments", most_levels=most) if text.strip() else {}
     except MessageError:
         value = text
-    if not isinstance(value, dict) or is_raw_arguments(cast("Json", value)):
+    if not isinstance(value, dict) or is_raw_arguments(cast("JsonObject", value)):
         return {"_raw_arguments": text}
-    return cast("Json", value)
+    return cast("JsonObject", value)
 
 
-def is_raw_arguments(value: Json) -> bool:
+def is_raw_arguments(value: JsonObject) -> bool:
     return value.keys() == {"_raw_arguments"} and isinstance(value["_raw_arguments"], str)
 
 
-def arguments_text(value: Json) -> str:
+def arguments_text(value: JsonObject) -> str:
     """The inverse of `arguments_object`."""
     if is_raw_arguments(value):
         return value["_raw_arguments"]

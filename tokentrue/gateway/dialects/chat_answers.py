@@ -8,7 +8,8 @@ from typing import Any
 
 import msgspec
 
-from tokentrue.gateway.dialects.base import Json, Problem, RequestHead, TextOf, encode
+from tokentrue.gateway.dialects.base import Problem, RequestHead, TextOf, encode
+from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.sessions.stages.serving import chat_finish_reason
 from tokentrue.types import Delta, Reply, TurnEvent
 
@@ -21,7 +22,7 @@ class ChatOptions(msgspec.Struct, frozen=True):
     return_token_ids: bool
 
 
-def build_completion(head: RequestHead, replies: Sequence[Reply], text_of: TextOf) -> Json:
+def build_completion(head: RequestHead, replies: Sequence[Reply], text_of: TextOf) -> JsonObject:
     return {
         **completion_base(head, replies[0].node, "chat.completion"),
         "choices": [build_choice(index, head, reply, text_of) for index, reply in enumerate(replies)],
@@ -29,32 +30,32 @@ def build_completion(head: RequestHead, replies: Sequence[Reply], text_of: TextO
     }
 
 
-def completion_base(head: RequestHead, node: str, kind: str) -> Json:
+def completion_base(head: RequestHead, node: str, kind: str) -> JsonObject:
     return {"id": f"chatcmpl-{node}", "object": kind, "created": int(time.time()), "model": head.model}
 
 
-def build_choice(index: int, head: RequestHead, reply: Reply, text_of: TextOf) -> Json:
-    message: Json = {"role": "assistant", "content": reply.message.get("content"), "refusal": None}
+def build_choice(index: int, head: RequestHead, reply: Reply, text_of: TextOf) -> JsonObject:
+    message: JsonObject = {"role": "assistant", "content": reply.message.get("content"), "refusal": None}
     if reply.message.get("reasoning_content"):
         message["reasoning_content"] = reply.message["reasoning_content"]
     if reply.message.get("tool_calls"):
         message["tool_calls"] = [served_call(call) for call in reply.message["tool_calls"]]
-    choice: Json = {"index": index, "message": message, "logprobs": None, **choice_end(head, reply)}
+    choice: JsonObject = {"index": index, "message": message, "logprobs": None, **choice_end(head, reply)}
     if head.options.logprobs:
         completion = reply.completion
         choice["logprobs"] = logprobs_of(completion.token_ids, completion.logprobs, completion.top_logprobs, text_of)
     return choice
 
 
-def choice_end(head: RequestHead, reply: Reply) -> Json:
+def choice_end(head: RequestHead, reply: Reply) -> JsonObject:
     """The fields of a choice that are known only when it is complete."""
-    end: Json = {"finish_reason": chat_finish_reason(reply)}
+    end: JsonObject = {"finish_reason": chat_finish_reason(reply)}
     if head.options.return_token_ids:
         end["token_ids"] = list(reply.completion.token_ids)
     return end
 
 
-def served_call(call: Mapping[str, Any]) -> Json:
+def served_call(call: JsonMapping) -> JsonObject:
     function = call["function"]
     return {
         "id": call["id"],
@@ -65,8 +66,8 @@ def served_call(call: Mapping[str, Any]) -> Json:
 
 def logprobs_of(
     token_ids: Sequence[int], logprobs: Sequence[float], top: Sequence[Mapping[int, float]] | None, text_of: TextOf
-) -> Json:
-    content: list[Json] = []
+) -> JsonObject:
+    content: list[JsonObject] = []
     for index, (token, value) in enumerate(zip(token_ids, logprobs, strict=True)):
         entry = token_entry(token, value, text_of)
         ranked = sorted(top[index].items(), key=lambda pair: -pair[1]) if top else []
@@ -75,7 +76,7 @@ def logprobs_of(
     return {"content": content, "refusal": None}
 
 
-def token_entry(token: int, logprob: float, text_of: TextOf) -> Json:
+def token_entry(token: int, logprob: float, text_of: TextOf) -> JsonObject:
     text = text_of((token,))
     whole = "\ufffd" not in text  # half a character has no bytes of its own to show
     return {"token": text, "logprob": logprob, "bytes": list(text.encode("utf-8", "replace")) if whole else None}
@@ -87,7 +88,7 @@ def usage_of(replies: Sequence[Reply]) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 
-def build_error(problem: Problem) -> Json:
+def build_error(problem: Problem) -> JsonObject:
     kind = ERROR_TYPES.get(problem.status, "invalid_request_error" if problem.status < 500 else "server_error")
     return {"error": {"message": problem.message, "type": kind, "param": problem.field, "code": problem.code}}
 
@@ -104,7 +105,7 @@ class ChatEncoder:
 
     def __init__(self, head: RequestHead, text_of: TextOf) -> None:
         self._head, self._text_of = head, text_of
-        self._base: Json = {}
+        self._base: JsonObject = {}
         self._has_content: dict[int, bool] = {}  # of every choice that has begun
         self._replies: list[Reply] = []
         self._logprobs_late = bool(head.options.logprobs and head.sampling.top_logprobs)
@@ -135,9 +136,15 @@ class ChatEncoder:
             index, {"content": ""} if empty else {}, end=choice_end(self._head, reply), logprobs=logprobs
         )
 
-    def _chunk(self, index: int, delta: Json, *, end: Json | None = None, logprobs: Any = None) -> bytes:
-        choice: Json = {"index": index, "delta": delta, "finish_reason": None, "logprobs": logprobs, **(end or {})}
-        chunk: Json = {**self._base, "choices": [choice]}
+    def _chunk(self, index: int, delta: JsonObject, *, end: JsonObject | None = None, logprobs: Any = None) -> bytes:
+        choice: JsonObject = {
+            "index": index,
+            "delta": delta,
+            "finish_reason": None,
+            "logprobs": logprobs,
+            **(end or {}),
+        }
+        chunk: JsonObject = {**self._base, "choices": [choice]}
         if self._head.options.include_usage:
             chunk["usage"] = None
         return b"data: " + encode(chunk) + b"\n\n"
@@ -152,14 +159,14 @@ class ChatEncoder:
         return b"data: " + encode(build_error(problem)) + b"\n\n"
 
 
-def delta_from(delta: Delta) -> Json:
-    out: Json = {}
+def delta_from(delta: Delta) -> JsonObject:
+    out: JsonObject = {}
     if delta.reasoning:
         out["reasoning_content"] = delta.reasoning
     if delta.content:
         out["content"] = delta.content
     if delta.call is not None:
-        call: Json = {"index": delta.call, "function": {"arguments": delta.arguments}}
+        call: JsonObject = {"index": delta.call, "function": {"arguments": delta.arguments}}
         if delta.call_id or delta.name:
             call |= {"id": delta.call_id, "type": "function"}
             call["function"]["name"] = delta.name

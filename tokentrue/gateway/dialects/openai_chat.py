@@ -5,7 +5,7 @@ Reasoning travels as `reasoning_content`, on the way out and on the way back. De
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, cast
 
 import msgspec
@@ -13,7 +13,6 @@ import msgspec
 from tokentrue.errors import MessageError, SamplingError
 from tokentrue.gateway.dialects.base import (
     DecodedBody,
-    Json,
     RequestHead,
     TextOf,
     decode_body,
@@ -25,6 +24,7 @@ from tokentrue.gateway.dialects.base import (
 )
 from tokentrue.gateway.dialects.chat_answers import ChatEncoder, ChatOptions, build_completion, build_error
 from tokentrue.gateway.dialects.tools import check_function
+from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.sessions.constraints import constraints_from
 from tokentrue.types import MAX_CHOICES, Message, Reply, Sampling
 
@@ -57,10 +57,10 @@ class ChatHead(msgspec.Struct, forbid_unknown_fields=True):
     repetition_penalty: float | None = None
     logprobs: bool | None = False
     top_logprobs: int | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    response_format: dict[str, Any] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[JsonObject] | None = None
+    tool_choice: str | JsonObject | None = None
+    response_format: JsonObject | None = None
+    chat_template_kwargs: JsonObject | None = None
     return_token_ids: bool | None = False
     parallel_tool_calls: bool | None = None
     reasoning_effort: Any = None
@@ -103,7 +103,7 @@ class OpenAIChat:
     def check_messages(self, messages: Sequence[Message]) -> None:
         """A last assistant message is history here: the model writes a new one after it."""
 
-    def build_answer(self, head: RequestHead, replies: Sequence[Reply], text_of: TextOf) -> Json:
+    def build_answer(self, head: RequestHead, replies: Sequence[Reply], text_of: TextOf) -> JsonObject:
         return build_completion(head, replies, text_of)
 
     def new_encoder(self, head: RequestHead, text_of: TextOf) -> ChatEncoder:
@@ -138,7 +138,7 @@ def check_choices(n: int | None) -> int:
     return n
 
 
-def sampling_from_chat(head: ChatHead, extra: Mapping[str, Any]) -> Sampling:
+def sampling_from_chat(head: ChatHead, extra: JsonMapping) -> Sampling:
     limits = {head.max_tokens, head.max_completion_tokens} - {None}
     if len(limits) > 1:
         raise SamplingError("max_tokens and max_completion_tokens differ; send one of them")
@@ -157,13 +157,13 @@ def sampling_from_chat(head: ChatHead, extra: Mapping[str, Any]) -> Sampling:
         "top_logprobs": head.top_logprobs,
         "max_tokens": next(iter(limits), None),
     }
-    present: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    present: JsonObject = {name: value for name, value in given.items() if value is not None}
     if present.get("top_k") == -1:  # vLLM and SGLang write "off" so
         present["top_k"] = 0
     return Sampling(**present, stop=stop, stop_token_ids=tuple(head.stop_token_ids or ()), extra=extra)
 
 
-def tools_from_chat(tools: list[dict[str, Any]] | None, path: str) -> tuple[dict[str, Any], ...] | None:
+def tools_from_chat(tools: list[JsonObject] | None, path: str) -> tuple[JsonObject, ...] | None:
     if not tools:
         return None
     for index, tool in enumerate(tools):
@@ -197,7 +197,7 @@ def message_from_chat(item: Any, path: str) -> Message:
     return message
 
 
-def check_assistant(message: Json, path: str) -> None:
+def check_assistant(message: JsonObject, path: str) -> None:
     if message.get("function_call") is not None or message.get("audio") is not None:
         raise MessageError("function_call and audio are not supported; use tool_calls", field=path)
     reasoning = message.get("reasoning_content")
@@ -216,10 +216,10 @@ def check_assistant(message: Json, path: str) -> None:
 
 
 def check_call(call: Any, where: str) -> None:
-    fields: Json = cast("Json", call) if isinstance(call, dict) else {}
+    fields: JsonObject = cast("JsonObject", call) if isinstance(call, dict) else {}
     if not fields or fields.get("type", "function") != "function":
         raise MessageError("must be a call of type 'function'", field=where)
-    function: Json = cast("Json", fields["function"]) if isinstance(fields.get("function"), dict) else {}
+    function: JsonObject = cast("JsonObject", fields["function"]) if isinstance(fields.get("function"), dict) else {}
     if not isinstance(function.get("name"), str):
         raise MessageError("must name a function", field=f"{where}.function.name")
     if not isinstance(function.get("arguments", ""), str | dict):

@@ -19,7 +19,6 @@ from tokentrue.errors import MessageError
 from tokentrue.gateway.dialects.base import (
     ContinuedResponse,
     DecodedBody,
-    Json,
     RequestHead,
     TextOf,
     decode_body,
@@ -51,6 +50,7 @@ from tokentrue.gateway.dialects.responses_requests import (
     tools_from_responses,
 )
 from tokentrue.gateway.dialects.signing import ReasoningSigner
+from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.sessions.constraints import constraints_from
 from tokentrue.types import Message, Reply, Sampling
 
@@ -66,7 +66,7 @@ class Reasoning(msgspec.Struct):
 
 
 class TextConfig(msgspec.Struct, forbid_unknown_fields=True):
-    format: dict[str, Any] | None = None
+    format: JsonObject | None = None
     verbosity: Any = None
 
 
@@ -82,8 +82,8 @@ class ResponsesHead(msgspec.Struct, forbid_unknown_fields=True):
     top_p: float | None = None
     top_logprobs: int | None = None
     max_output_tokens: int | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tools: list[JsonObject] | None = None
+    tool_choice: str | JsonObject | None = None
     text: TextConfig | None = None
     include: list[str] | None = None
     truncation: Literal["disabled"] | None = None
@@ -109,7 +109,7 @@ class ResponsesOptions(msgspec.Struct, frozen=True):
     stored: bool
     logprobs: bool
     served: Mapping[str, ServedTool]  # by the name that the model sees
-    echo: Mapping[str, Any]  # the request's own settings, which every answer repeats
+    echo: JsonMapping  # the request's own settings, which every answer repeats
 
 
 class OpenAIResponses:
@@ -172,11 +172,11 @@ class OpenAIResponses:
     def check_messages(self, messages: Sequence[Message]) -> None:
         """A last assistant message is history here: the model writes a new one after it."""
 
-    def build_answer(self, head: RequestHead, replies: Sequence[Reply], text_of: TextOf) -> Json:
+    def build_answer(self, head: RequestHead, replies: Sequence[Reply], text_of: TextOf) -> JsonObject:
         items = items_from_reply(head, replies[0], logprobs_for(head, replies[0], text_of))
         return self._build_response(head, replies[0], items, int(time.time()))
 
-    def _build_response(self, head: RequestHead, reply: Reply, items: Sequence[OutputItem], created: int) -> Json:
+    def _build_response(self, head: RequestHead, reply: Reply, items: Sequence[OutputItem], created: int) -> JsonObject:
         """The response from its items."""
         status = status_of(reply)
         response = response_base(head, reply.node, created, status=status)
@@ -186,10 +186,10 @@ class OpenAIResponses:
         return response
 
     def new_encoder(self, head: RequestHead, text_of: TextOf) -> ResponsesEncoder:
-        def build_opening(node: str) -> Json:
+        def build_opening(node: str) -> JsonObject:
             return response_base(head, node, int(time.time()), status="in_progress")
 
-        def build_response(reply: Reply, items: Sequence[OutputItem], created: int) -> Json:
+        def build_response(reply: Reply, items: Sequence[OutputItem], created: int) -> JsonObject:
             return self._build_response(head, reply, items, created)
 
         return ResponsesEncoder(
@@ -214,7 +214,7 @@ def head_from_responses(head: ResponsesHead) -> RequestHead:
     extra, tools = constraints_from(choice_from_responses(head.tool_choice), format_from_text(head.text), tools)
     given = {"temperature": head.temperature, "top_p": head.top_p, "top_logprobs": head.top_logprobs}
     given["max_tokens"] = head.max_output_tokens
-    present: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    present: JsonObject = {name: value for name, value in given.items() if value is not None}
     return RequestHead(
         model=head.model,
         stream=bool(head.stream),
@@ -231,7 +231,7 @@ def head_from_responses(head: ResponsesHead) -> RequestHead:
     )
 
 
-def format_from_text(text: TextConfig | None) -> Json | None:
+def format_from_text(text: TextConfig | None) -> JsonObject | None:
     """Responses flattens what Chat Completions nests under `json_schema`."""
     format_ = text.format if text else None
     if format_ is None or format_.get("type") != "json_schema":
@@ -252,7 +252,7 @@ def read_response_id(response_id: str | None) -> ContinuedResponse | None:
     return ContinuedResponse(node=node.removesuffix(INSTRUCTED), instructed=node.endswith(INSTRUCTED))
 
 
-def echoed_settings(head: ResponsesHead) -> Json:
+def echoed_settings(head: ResponsesHead) -> JsonObject:
     return {
         "instructions": head.instructions,
         "max_output_tokens": head.max_output_tokens,
@@ -268,7 +268,7 @@ def echoed_settings(head: ResponsesHead) -> Json:
     }
 
 
-def items_from_reply(head: RequestHead, reply: Reply, logprobs: Sequence[Json]) -> list[OutputItem]:
+def items_from_reply(head: RequestHead, reply: Reply, logprobs: Sequence[JsonObject]) -> list[OutputItem]:
     message, node = reply.message, reply.node
     items: list[OutputItem] = []
     if message.get("reasoning_content"):
@@ -284,7 +284,7 @@ def items_from_reply(head: RequestHead, reply: Reply, logprobs: Sequence[Json]) 
     return items
 
 
-def response_base(head: RequestHead, node: str, created: int, *, status: str) -> Json:
+def response_base(head: RequestHead, node: str, created: int, *, status: str) -> JsonObject:
     return {
         "id": (STORED if head.options.stored else UNSTORED) + node + (INSTRUCTED if head.leading_messages else ""),
         "object": "response",
@@ -299,7 +299,7 @@ def response_base(head: RequestHead, node: str, created: int, *, status: str) ->
     }
 
 
-def usage_of(reply: Reply) -> Json:
+def usage_of(reply: Reply) -> JsonObject:
     sampled = len(reply.completion.token_ids)
     return {
         "input_tokens": reply.prompt_tokens,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from tokentrue.gateway.dialects.base import Json, Problem, RequestHead, TextOf, encode
+from tokentrue.gateway.dialects.base import Problem, RequestHead, TextOf, encode
 from tokentrue.gateway.dialects.responses_items import (
     CustomInput,
     OutputItem,
@@ -22,11 +22,12 @@ from tokentrue.gateway.dialects.responses_items import (
     text_status,
 )
 from tokentrue.gateway.dialects.signing import ReasoningSigner
+from tokentrue.json_types import JsonObject
 from tokentrue.types import Delta, Reply, TurnEvent
 
 
 class BuildResponse(Protocol):
-    def __call__(self, reply: Reply, items: Sequence[OutputItem], created: int) -> Json: ...
+    def __call__(self, reply: Reply, items: Sequence[OutputItem], created: int) -> JsonObject: ...
 
 
 class StreamedItem:
@@ -35,14 +36,14 @@ class StreamedItem:
 
     def __init__(self, item: OutputItem, output_index: int) -> None:
         self.item, self.is_open, self.opening = item, True, item.build_opening()
-        self.place: Json = {"item_id": self.opening["id"], "output_index": output_index}
+        self.place: JsonObject = {"item_id": self.opening["id"], "output_index": output_index}
         self.custom = CustomInput() if item.tool is not None and item.tool.custom else None
         self._pieces: list[str] = []
 
     def append(self, text: str) -> None:
         self._pieces.append(text)
 
-    def close(self, logprobs: Sequence[Json]) -> None:
+    def close(self, logprobs: Sequence[JsonObject]) -> None:
         self.is_open = False
         self.item = replace(
             self.item, text="".join(self._pieces), logprobs=logprobs if self.item.kind == "message" else ()
@@ -58,13 +59,13 @@ class ResponsesEncoder:
         *,
         signer: ReasoningSigner,
         text_of: TextOf,
-        build_opening: Callable[[str], Json],
+        build_opening: Callable[[str], JsonObject],
         build_response: BuildResponse,
-        build_error: Callable[[Problem], Json],
+        build_error: Callable[[Problem], JsonObject],
     ) -> None:
         self._head, self._signer, self._text_of = head, signer, text_of
         self._build_opening, self._build_response, self._build_error = build_opening, build_response, build_error
-        self._opening: Json = {}
+        self._opening: JsonObject = {}
         self._node = ""
         self._sequence = -1
         self._items: list[StreamedItem] = []
@@ -150,7 +151,7 @@ class ResponsesEncoder:
             self._close(entry, "completed") for entry in self._items if not (waits and entry.item.kind == "message")
         )
 
-    def _close(self, entry: StreamedItem, status: str, logprobs: Sequence[Json] = ()) -> bytes:
+    def _close(self, entry: StreamedItem, status: str, logprobs: Sequence[JsonObject] = ()) -> bytes:
         """The item's own last event, then the whole item."""
         if not entry.is_open:
             return b""

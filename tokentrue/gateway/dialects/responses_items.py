@@ -11,9 +11,10 @@ from typing import Any
 import msgspec
 import orjson
 
-from tokentrue.gateway.dialects.base import Json, RequestHead, TextOf, is_cut
+from tokentrue.gateway.dialects.base import RequestHead, TextOf, is_cut
 from tokentrue.gateway.dialects.chat_answers import logprobs_of
 from tokentrue.gateway.dialects.signing import ReasoningSigner
+from tokentrue.json_types import JsonObject
 from tokentrue.types import Reply
 
 _ITEM_ID = re.compile(r"(?:rs|msg|fc|ctc)_([0-9a-f]+)(?:_\d+)?")
@@ -42,9 +43,9 @@ class OutputItem:
     text: str = ""
     call_id: str = ""
     tool: ServedTool | None = None  # of a call
-    logprobs: Sequence[Json] = ()
+    logprobs: Sequence[JsonObject] = ()
 
-    def build(self, signer: ReasoningSigner, *, status: str) -> Json:
+    def build(self, signer: ReasoningSigner, *, status: str) -> JsonObject:
         """`status` is that of reasoning or text; a call has its own."""
         if self.kind == "reasoning":
             return reasoning_item(self.suffix, self.text, signer, status=status)
@@ -53,7 +54,7 @@ class OutputItem:
         assert self.tool is not None
         return call_item(self.tool, self.call_id, self.suffix, self.text, status=call_status(self.text))
 
-    def build_opening(self) -> Json:
+    def build_opening(self) -> JsonObject:
         """The item of `output_item.added`: nothing of its text yet."""
         if self.kind == "reasoning":
             return {"type": "reasoning", "id": f"rs_{self.suffix}", "summary": [], "status": "in_progress"}
@@ -88,7 +89,7 @@ def node_from_item_id(item_id: object) -> str | None:
     return found[1] if found else None
 
 
-def reasoning_item(suffix: str, text: str, signer: ReasoningSigner, *, status: str) -> Json:
+def reasoning_item(suffix: str, text: str, signer: ReasoningSigner, *, status: str) -> JsonObject:
     return {
         "type": "reasoning",
         "id": f"rs_{suffix}",
@@ -99,15 +100,15 @@ def reasoning_item(suffix: str, text: str, signer: ReasoningSigner, *, status: s
     }
 
 
-def reasoning_part(text: str) -> Json:
+def reasoning_part(text: str) -> JsonObject:
     return {"type": "reasoning_text", "text": text}
 
 
-def text_part(text: str, logprobs: Sequence[Json] = ()) -> Json:
+def text_part(text: str, logprobs: Sequence[JsonObject] = ()) -> JsonObject:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
 
 
-def message_item(suffix: str, text: str, logprobs: Sequence[Json] = (), *, status: str) -> Json:
+def message_item(suffix: str, text: str, logprobs: Sequence[JsonObject] = (), *, status: str) -> JsonObject:
     return {
         "type": "message",
         "id": f"msg_{suffix}",
@@ -117,7 +118,7 @@ def message_item(suffix: str, text: str, logprobs: Sequence[Json] = (), *, statu
     }
 
 
-def part_of(item: OutputItem) -> Json:
+def part_of(item: OutputItem) -> JsonObject:
     return reasoning_part(item.text) if item.kind == "reasoning" else text_part(item.text, item.logprobs)
 
 
@@ -141,7 +142,7 @@ def call_status(arguments: str) -> str:
     return "completed"
 
 
-def logprobs_for(head: RequestHead, reply: Reply, text_of: TextOf) -> list[Json]:
+def logprobs_for(head: RequestHead, reply: Reply, text_of: TextOf) -> list[JsonObject]:
     """Of every sampled token of the turn, where the client asked for them."""
     if not head.options.logprobs:
         return []
@@ -158,8 +159,8 @@ def served_tool(name: str, served: Mapping[str, ServedTool]) -> ServedTool:
     return served.get(name) or ServedTool(name=name)
 
 
-def call_item(tool: ServedTool, call_id: str, suffix: str, arguments: str, *, status: str) -> Json:
-    item: Json = {"call_id": call_id, "name": tool.name}
+def call_item(tool: ServedTool, call_id: str, suffix: str, arguments: str, *, status: str) -> JsonObject:
+    item: JsonObject = {"call_id": call_id, "name": tool.name}
     if tool.namespace:
         item["namespace"] = tool.namespace
     if tool.custom:

@@ -12,10 +12,11 @@ from typing import Any, cast
 import orjson
 
 from tokentrue.errors import MessageError
-from tokentrue.gateway.dialects.base import Json, echo, join_text
+from tokentrue.gateway.dialects.base import echo, join_text
 from tokentrue.gateway.dialects.responses_items import ServedTool, custom_input, model_name
 from tokentrue.gateway.dialects.signing import ReasoningSigner
 from tokentrue.gateway.dialects.tools import check_function
+from tokentrue.json_types import JsonObject
 from tokentrue.types import Message
 
 FindArguments = Callable[[str], Sequence[str]]
@@ -29,7 +30,9 @@ TURN = "turn"  # on a part of an assistant message: the node of this session tha
 
 
 # Items.
-def message_from_item(item: Json, path: str, signer: ReasoningSigner, find_arguments: FindArguments) -> Message | None:
+def message_from_item(
+    item: JsonObject, path: str, signer: ReasoningSigner, find_arguments: FindArguments
+) -> Message | None:
     """A message, or a part of an assistant message; None for reasoning of which nothing is left."""
     kind = item.get("type") or ("message" if "role" in item else None)
     if kind == "reasoning":
@@ -47,7 +50,7 @@ def message_from_item(item: Json, path: str, signer: ReasoningSigner, find_argum
     raise MessageError(f"item of type {echo(kind)} is not supported", field=f"{path}.type")
 
 
-def text_message(item: Json, path: str) -> Message:
+def text_message(item: JsonObject, path: str) -> Message:
     role = item.get("role")
     if role not in ("user", "system", "developer", "assistant"):
         raise MessageError(f"role {echo(role)} is not supported", field=f"{path}.role")
@@ -57,7 +60,7 @@ def text_message(item: Json, path: str) -> Message:
     return {"role": "system" if role == "developer" else role, "content": text}
 
 
-def reasoning_text(item: Json, path: str, signer: ReasoningSigner) -> str:
+def reasoning_text(item: JsonObject, path: str, signer: ReasoningSigner) -> str:
     sealed = item.get("encrypted_content")
     if item.get("content"):
         return join_text(item["content"], REASONING_PARTS, f"{path}.content", glue="") or ""
@@ -66,7 +69,7 @@ def reasoning_text(item: Json, path: str, signer: ReasoningSigner) -> str:
     return join_text(item.get("summary"), REASONING_PARTS, f"{path}.summary", glue="") or ""
 
 
-def call_from_item(kind: str, item: Json, path: str, find_arguments: FindArguments) -> Json:
+def call_from_item(kind: str, item: JsonObject, path: str, find_arguments: FindArguments) -> JsonObject:
     said = item.get("arguments" if kind == "function_call" else "input")
     if not isinstance(said, str) or not isinstance(item.get("name"), str) or not isinstance(item.get("call_id"), str):
         raise MessageError("needs a name, a call_id and its arguments as text", field=path)
@@ -95,7 +98,7 @@ def join_assistant(parts: Sequence[Message]) -> Message:
     texts = [part["content"] for part in parts if part["content"] is not None]
     thoughts = [part["reasoning_content"] for part in parts if part.get("reasoning_content")]
     calls = [call for part in parts for call in part.get("tool_calls", ())]
-    message: Json = {"role": "assistant", "content": "".join(texts) if texts else None}
+    message: JsonObject = {"role": "assistant", "content": "".join(texts) if texts else None}
     if thoughts:
         message["reasoning_content"] = "".join(thoughts)
     if calls:
@@ -104,16 +107,16 @@ def join_assistant(parts: Sequence[Message]) -> Message:
 
 
 # Tools.
-def tools_from_responses(tools: list[Json] | None) -> tuple[tuple[Json, ...] | None, dict[str, ServedTool]]:
+def tools_from_responses(tools: list[JsonObject] | None) -> tuple[tuple[JsonObject, ...] | None, dict[str, ServedTool]]:
     """As functions, and how a call of each is to be served. A tool in a namespace is shown to the model as
     `namespace__name`."""
-    out: list[Json] = []
+    out: list[JsonObject] = []
     served: dict[str, ServedTool] = {}
     for where, namespace, tool in flatten_namespaces(tools or ()):
         kind = tool.get("type")
         if kind == "function":
-            parameters: Json = tool.get("parameters") or {}
-            function: Json = {
+            parameters: JsonObject = tool.get("parameters") or {}
+            function: JsonObject = {
                 "name": tool.get("name"),
                 "description": tool.get("description") or "",
                 "parameters": parameters,
@@ -135,7 +138,7 @@ def tools_from_responses(tools: list[Json] | None) -> tuple[tuple[Json, ...] | N
     return (tuple(out) or None), served
 
 
-def flatten_namespaces(tools: Sequence[Json]) -> Iterator[tuple[str, str | None, Json]]:
+def flatten_namespaces(tools: Sequence[JsonObject]) -> Iterator[tuple[str, str | None, JsonObject]]:
     for index, tool in enumerate(tools):
         where = f"tools[{index}]"
         if tool.get("type") != "namespace":
@@ -145,12 +148,12 @@ def flatten_namespaces(tools: Sequence[Json]) -> Iterator[tuple[str, str | None,
         if not isinstance(name, str) or not isinstance(inner_tools, list):
             raise MessageError("a namespace needs a name and a list of tools", field=where)
         for place, inner in enumerate(cast("list[Any]", inner_tools)):
-            yield f"{where}.tools[{place}]", name, cast("Json", inner) if isinstance(inner, dict) else {}
+            yield f"{where}.tools[{place}]", name, cast("JsonObject", inner) if isinstance(inner, dict) else {}
 
 
-def custom_function(tool: Json, where: str) -> Json:
+def custom_function(tool: JsonObject, where: str) -> JsonObject:
     declared = tool.get("format") or {"type": "text"}
-    format_: Json = cast("Json", declared) if isinstance(declared, dict) else {}
+    format_: JsonObject = cast("JsonObject", declared) if isinstance(declared, dict) else {}
     if format_.get("type") not in ("text", "grammar"):
         raise MessageError("must be text or grammar", field=f"{where}.format.type")
     described = tool.get("description") or ""
@@ -162,7 +165,7 @@ def custom_function(tool: Json, where: str) -> Json:
     return {"name": tool["name"], "description": described, "parameters": schema}
 
 
-def choice_from_responses(choice: str | Json | None) -> str | Json | None:
+def choice_from_responses(choice: str | JsonObject | None) -> str | JsonObject | None:
     if not isinstance(choice, dict):
         return choice
     if choice.get("type") not in ("function", "custom"):

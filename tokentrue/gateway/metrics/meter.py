@@ -6,12 +6,13 @@ The time that a turn spends here is the engine's; the rest of the turn is what t
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Generator, Mapping, Sequence
+from collections.abc import AsyncIterator, Generator, Sequence
 from contextlib import aclosing, contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
+from tokentrue.json_types import JsonMapping
 from tokentrue.protocols import Adapting, EngineControl, Streaming
 from tokentrue.types import UNVERSIONED, Chunk, Completion, Ids, Sampling, spans_from_runs
 
@@ -86,7 +87,7 @@ class MeteredProvider(Streaming):
             seen = [(total, self.version)]
         return replace(completion, versions=spans_from_runs(seen))
 
-    async def health(self) -> Mapping[str, Any]:
+    async def health(self) -> JsonMapping:
         with (CLOCK.get() or EngineClock()).run():
             return await self.inner.health()
 

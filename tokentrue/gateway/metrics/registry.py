@@ -11,6 +11,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 
+from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.protocols import Measured
 from tokentrue.types import Reply
 
@@ -79,7 +80,7 @@ class Metrics:
         self.given_tokens.inc(reply.given_tokens)
         self.sampled_tokens.inc(sampled)
 
-    def snapshot(self) -> list[dict[str, Any]]:
+    def snapshot(self) -> list[JsonObject]:
         """As plain values, for another worker to add up."""
         return [
             {
@@ -96,7 +97,7 @@ class Metrics:
         ]
 
 
-def engine_families(engine: Measured) -> list[dict[str, Any]]:
+def engine_families(engine: Measured) -> list[JsonObject]:
     """The figures of an embedded engine (first-token time, tokens per second, cache use, prefix hits …), as gauges."""
     return [
         {
@@ -112,9 +113,9 @@ def engine_families(engine: Measured) -> list[dict[str, Any]]:
 LARGEST = {"tokentrue_paused", "tokentrue_policy_version"}  # the rest adds up over workers
 
 
-def build_page(snapshots: Iterable[Iterable[Mapping[str, Any]]]) -> bytes:
+def build_page(snapshots: Iterable[Iterable[JsonMapping]]) -> bytes:
     """The text page of all workers together."""
-    families: dict[str, Mapping[str, Any]] = {}
+    families: dict[str, JsonMapping] = {}
     values: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
     for snapshot in snapshots:
         for family in snapshot:
@@ -126,7 +127,7 @@ def build_page(snapshots: Iterable[Iterable[Mapping[str, Any]]]) -> bytes:
     return generate_latest(_Fixed([*_metrics(families, values), _coverage(values)]))  # pyright: ignore[reportArgumentType]
 
 
-def _metrics(families: Mapping[str, Mapping[str, Any]], values: Mapping[str, Mapping[Any, float]]) -> list[Metric]:
+def _metrics(families: Mapping[str, JsonMapping], values: Mapping[str, Mapping[Any, float]]) -> list[Metric]:
     out: list[Metric] = []
     for name, family in families.items():
         metric = Metric(name, family["help"], family["type"])

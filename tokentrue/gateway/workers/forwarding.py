@@ -19,6 +19,7 @@ from yarl import URL
 
 from tokentrue.gateway.asgi import ClientGone, Receive, Scope, Send
 from tokentrue.gateway.problems import HttpError
+from tokentrue.json_types import JsonObject
 
 FROM_WORKER = "tokentrue.from_worker"
 HOP_BY_HOP = {
@@ -148,7 +149,7 @@ async def relay_request(
     declared = [v.decode("latin-1") for k, v in scope["headers"] if k == b"content-length"]
     headers += [("content-length", value) for value in declared[:1]]
     headers += more
-    settings: dict[str, Any] = {"data": parts, "headers": headers, "allow_redirects": False}
+    settings: JsonObject = {"data": parts, "headers": headers, "allow_redirects": False}
     if scope["method"] == "POST":
         settings["expect100"] = True  # the owner answers 100 when it reads the body, which is after the key was checked
     try:

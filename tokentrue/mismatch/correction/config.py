@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Literal
 
 from tokentrue.errors import ConfigError, InputError
+from tokentrue.json_types import JsonMapping
 from tokentrue.mismatch.correction import importers
 from tokentrue.mismatch.correction.rules import (
     Need,
@@ -132,16 +133,16 @@ class Correction:
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     @classmethod
-    def from_verl(cls, config: Mapping[str, Any], *, faithful: bool = False) -> Correction:
+    def from_verl(cls, config: JsonMapping, *, faithful: bool = False) -> Correction:
         """verl's `algorithm.rollout_correction`."""
         return cls(**importers.from_verl(config, faithful=faithful))
 
     @classmethod
-    def from_miles(cls, config: Mapping[str, Any], *, faithful: bool = False) -> Correction:
+    def from_miles(cls, config: JsonMapping, *, faithful: bool = False) -> Correction:
         """Miles' and slime's arguments: `mis.yaml`, `tis_clip`, `custom_tis_function_path`, OPSM and bypass flags."""
         return cls(**importers.from_miles(config, faithful=faithful))
 
     @classmethod
-    def from_trl(cls, config: Mapping[str, Any], *, faithful: bool = False) -> Correction:
+    def from_trl(cls, config: JsonMapping, *, faithful: bool = False) -> Correction:
         """TRL's GRPOConfig."""
         return cls(**importers.from_trl(config, faithful=faithful))

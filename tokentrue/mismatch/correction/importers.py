@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 from tokentrue.errors import ConfigError
+from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.mismatch.correction.rules import (
     Aggregate,
     Level,
@@ -23,13 +24,13 @@ from tokentrue.mismatch.correction.rules import (
     Weights,
 )
 
-Fields: TypeAlias = dict[str, Any]
+Fields: TypeAlias = JsonObject
 """Keyword arguments of `Correction`."""
 
 LEVEL_AGGREGATE: Mapping[Level, Aggregate] = {"token": "token", "sequence": "seq_sum", "geometric": "geometric"}
 
 
-def from_verl(config: Mapping[str, Any], *, faithful: bool = False) -> Fields:
+def from_verl(config: JsonMapping, *, faithful: bool = False) -> Fields:
     """verl's `algorithm.rollout_correction`. Its ranges in strings ("0.5_5.0") are read here and nowhere else."""
     keys = {
         "rollout_is": None, "rollout_is_threshold": 2.0, "rollout_is_batch_normalize": False, "rollout_rs": None,
@@ -60,7 +61,7 @@ def from_verl(config: Mapping[str, Any], *, faithful: bool = False) -> Fields:
     )
 
 
-def _verl_weights(given: Mapping[str, Any], signal: Signal) -> Weights | None:
+def _verl_weights(given: JsonMapping, signal: Signal) -> Weights | None:
     level, threshold = given["rollout_is"], given["rollout_is_threshold"]
     if level is None or threshold is None:
         return None
@@ -72,7 +73,7 @@ def _verl_weights(given: Mapping[str, Any], signal: Signal) -> Weights | None:
     return Weights(level=level, mode=mode, lower=lower, upper=upper, signal=signal, normalise=normalise)
 
 
-def _verl_rules(given: Mapping[str, Any], signal: Signal, faithful: bool, notes: list[str]) -> tuple[Reject, ...]:
+def _verl_rules(given: JsonMapping, signal: Signal, faithful: bool, notes: list[str]) -> tuple[Reject, ...]:
     if given["rollout_rs"] is None:
         return ()
     options = list(dict.fromkeys(part.strip() for part in str(given["rollout_rs"]).split(",") if part.strip()))
@@ -109,7 +110,7 @@ def _verl_rule(option: str, threshold: str | float, signal: Signal, faithful: bo
     return Reject(estimator="ratio", aggregate=kind, lower=lower, upper=upper, signal=signal)
 
 
-def from_miles(config: Mapping[str, Any], *, faithful: bool = False) -> Fields:
+def from_miles(config: JsonMapping, *, faithful: bool = False) -> Fields:
     """Miles' and slime's arguments. Which function corrects is `custom_tis_function_path`: the mismatch helper, with
     the keys of `mis.yaml` (also where none is named but no `tis_clip` either), `icepop_function`, or the built-in
     truncation to `tis_clip`.
@@ -144,12 +145,12 @@ def from_miles(config: Mapping[str, Any], *, faithful: bool = False) -> Fields:
     return _miles_helper(given, faithful, opsm)
 
 
-def _miles_builtin(given: Mapping[str, Any], icepop: bool) -> Weights:
+def _miles_builtin(given: JsonMapping, icepop: bool) -> Weights:
     low, high = given["tis_clip_low"] or None, 2.0 if given["tis_clip"] is None else given["tis_clip"]
     return Weights(level="token", mode="mask" if icepop else "clip" if low else "truncate", lower=low, upper=high)
 
 
-def _miles_helper(given: Mapping[str, Any], faithful: bool, opsm: OffPolicyMask | None) -> Fields:
+def _miles_helper(given: JsonMapping, faithful: bool, opsm: OffPolicyMask | None) -> Fields:
     upper = given["tis_upper_bound"]
     lower = 1.0 / upper if given["tis_lower_bound"] is None else given["tis_lower_bound"]
     level, mode, notes = given["tis_level"], given["tis_mode"], []
@@ -177,7 +178,7 @@ def _miles_helper(given: Mapping[str, Any], faithful: bool, opsm: OffPolicyMask 
     )
 
 
-def _miles_weights(given: Mapping[str, Any], lower: float, upper: float, faithful: bool, notes: list[str]) -> Weights:
+def _miles_weights(given: JsonMapping, lower: float, upper: float, faithful: bool, notes: list[str]) -> Weights:
     level, mode = given["tis_level"], given["tis_mode"]
     normalise = None
     if given["tis_batch_normalize"]:
@@ -201,7 +202,7 @@ def _miles_weights(given: Mapping[str, Any], lower: float, upper: float, faithfu
     )
 
 
-def from_trl(config: Mapping[str, Any], *, faithful: bool = False) -> Fields:
+def from_trl(config: JsonMapping, *, faithful: bool = False) -> Fields:
     """TRL's GRPOConfig: the `vllm_importance_sampling_*` keys and `off_policy_mask_threshold`; other GRPOConfig keys
     may be present."""
     keys = {
@@ -225,7 +226,7 @@ def from_trl(config: Mapping[str, Any], *, faithful: bool = False) -> Fields:
     return dict(weights=weights, off_policy_mask=opsm, non_finite="unit", log_clamp=80.0)
 
 
-def check_keys(owner: str, config: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
+def check_keys(owner: str, config: JsonMapping, keys: JsonMapping) -> JsonObject:
     unknown = sorted(set(config) - set(keys))
     if unknown:
         raise ConfigError(f"{owner}: unknown keys {', '.join(unknown)}; known are {', '.join(keys)}")

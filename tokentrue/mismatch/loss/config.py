@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 from tokentrue.errors import ConfigError
+from tokentrue.json_types import JsonMapping
 from tokentrue.mismatch.correction.config import Correction
 from tokentrue.mismatch.correction.rules import SecondMoment, Surrogate, choose, is_finite
 from tokentrue.mismatch.estimators import LOG_CLAMP
@@ -147,7 +148,7 @@ class LossConfig:
             )
 
 
-LOSSES: Mapping[str, Mapping[str, Any]] = {
+LOSSES: Mapping[str, JsonMapping] = {
     "reinforce": {"surrogate": "reinforce"},
     "ppo": {"surrogate": "ppo"},
     "grpo": {"surrogate": "ppo", "aggregate": "seq_mean_token_mean"},

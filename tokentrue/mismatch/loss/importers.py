@@ -6,10 +6,8 @@ Only losses whose formula and gradient were compared with the framework's are re
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from tokentrue.errors import ConfigError
+from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.mismatch.loss.config import LossConfig, SapoTemperatures, VespoKernel, loss_named
 
 TRL_KEYS = {
@@ -27,7 +25,7 @@ VERL_KEYS = {
 }
 
 
-def loss_from_trl(config: Mapping[str, Any]) -> LossConfig:
+def loss_from_trl(config: JsonMapping) -> LossConfig:
     """TRL's `GRPOConfig`: loss_type grpo, dapo, sapo or vespo, with its own defaults."""
     given = _given("trl", config, TRL_KEYS)
     kind = given["loss_type"]
@@ -47,7 +45,7 @@ def loss_from_trl(config: Mapping[str, Any]) -> LossConfig:
     raise ConfigError(f"trl.loss_type: {kind!r} is not one of grpo, dapo, sapo, vespo; write its LossConfig by hand")
 
 
-def loss_from_verl(config: Mapping[str, Any]) -> LossConfig:
+def loss_from_verl(config: JsonMapping) -> LossConfig:
     """verl's `actor_rollout_ref.actor.policy_loss` and clip ratios: loss_mode vanilla or sapo."""
     given = _given("verl", config, VERL_KEYS)
     if given["loss_mode"] == "sapo":
@@ -63,7 +61,7 @@ def loss_from_verl(config: Mapping[str, Any]) -> LossConfig:
     )
 
 
-def _given(framework: str, config: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
+def _given(framework: str, config: JsonMapping, keys: JsonMapping) -> JsonObject:
     unknown = sorted(set(config) - set(keys))
     if unknown:
         raise ConfigError(f"{framework}: no key {unknown[0]!r} of a policy loss; known: {', '.join(keys)}")

@@ -14,11 +14,12 @@ from typing import Any, cast
 import orjson
 
 from tokentrue.errors import SamplingError
+from tokentrue.json_types import JsonMapping, JsonObject
 
 CONSTRAINTS = frozenset({"response_format", "tool_choice"})
 
 
-def for_sglang(extra: Mapping[str, Any]) -> dict[str, Any]:
+def for_sglang(extra: JsonMapping) -> JsonObject:
     """`json_schema` and `structural_tag`, both JSON text."""
     asked = _one(extra, others=("json_schema", "regex", "ebnf", "structural_tag"))
     if asked == "tool_choice":
@@ -29,7 +30,7 @@ def for_sglang(extra: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def for_vllm(extra: Mapping[str, Any]) -> dict[str, Any]:
+def for_vllm(extra: JsonMapping) -> JsonObject:
     """`structured_outputs`, with one constraint in it."""
     asked = _one(extra, others=("structured_outputs",))
     if asked == "tool_choice":
@@ -40,38 +41,38 @@ def for_vllm(extra: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def refuse_constraints(engine: str, extra: Mapping[str, Any]) -> None:
+def refuse_constraints(engine: str, extra: JsonMapping) -> None:
     """For engines that sample without a mask."""
     for name in sorted(CONSTRAINTS & extra.keys()):
         cure = "leave it out, or serve the model with sglang or vllm"
         raise SamplingError(f"{name}: engine {engine!r} cannot force its output into a format; {cure}")
 
 
-def plain(extra: Mapping[str, Any]) -> dict[str, Any]:
+def plain(extra: JsonMapping) -> JsonObject:
     """What is the engine's own already."""
     return {name: value for name, value in extra.items() if name not in CONSTRAINTS}
 
 
-def _one(extra: Mapping[str, Any], *, others: tuple[str, ...]) -> str | None:
+def _one(extra: JsonMapping, *, others: tuple[str, ...]) -> str | None:
     given = [name for name in (*sorted(CONSTRAINTS), *others) if extra.get(name) is not None]
     if len(given) > 1:
         raise SamplingError(f"{' and '.join(given)} cannot be enforced together; send one of them")
     return given[0] if given and given[0] in CONSTRAINTS else None
 
 
-def _tag(extra: Mapping[str, Any]) -> Mapping[str, Any]:
+def _tag(extra: JsonMapping) -> JsonMapping:
     tag = _object(extra["tool_choice"])
     if tag.get("type") != "structural_tag":
         raise SamplingError("tool_choice: must be a structural tag, as the renderer's call_tag gives it")
     return tag
 
 
-def _object(value: Any) -> Mapping[str, Any]:
+def _object(value: Any) -> JsonMapping:
     """A JSON object; anything else reads as an empty one."""
-    return cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else {}
+    return cast("JsonMapping", value) if isinstance(value, Mapping) else {}
 
 
-def _schema(format_: Any) -> Mapping[str, Any] | None:
+def _schema(format_: Any) -> JsonMapping | None:
     """The schema that is asked for; None for any object."""
     format_ = _object(format_)
     kind = format_.get("type")
@@ -80,7 +81,7 @@ def _schema(format_: Any) -> Mapping[str, Any] | None:
     schema = _object(format_.get("json_schema")).get("schema")
     if kind != "json_schema" or not isinstance(schema, Mapping):
         raise SamplingError("response_format: must be of type json_object, or json_schema with a json_schema.schema")
-    return cast("Mapping[str, Any]", schema)
+    return cast("JsonMapping", schema)
 
 
 def _text(value: Any) -> str:

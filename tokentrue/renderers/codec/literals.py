@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from tokentrue.json_types import JsonObject
+
 if TYPE_CHECKING:
     from tokenizers import AddedToken, Tokenizer
 
@@ -106,7 +108,7 @@ class LiteralFinder:
 
 def _compile_any_of(words: Iterable[str]) -> re.Pattern[str]:
     """A pattern built from their trie: thousands of literals cost no more than their common beginnings."""
-    trie: dict[str, Any] = {}
+    trie: JsonObject = {}
     for word in words:
         node = trie
         for char in word:
@@ -115,7 +117,7 @@ def _compile_any_of(words: Iterable[str]) -> re.Pattern[str]:
     return re.compile("|".join(_write_branch(char, node) for char, node in sorted(trie.items())) or "(?!)")
 
 
-def _write_branch(char: str, node: dict[str, Any]) -> str:
+def _write_branch(char: str, node: JsonObject) -> str:
     """One node, longer words first."""
     inner = [_write_branch(following, child) for following, child in sorted(node.items()) if following]
     if not inner:

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 from tokentrue.errors import MessageError
+from tokentrue.json_types import is_object
 from tokentrue.renderers.codec.codec import Codec
-from tokentrue.renderers.json_types import is_object
 
 MARKS = tuple(chr(code) for code in range(0xFDD0, 0xFDEF))  # noncharacters: never assigned, valid in UTF-8
 

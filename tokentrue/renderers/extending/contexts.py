@@ -8,9 +8,9 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
+from tokentrue.json_types import JsonObject, is_object
 from tokentrue.renderers.extending.request import ContextKind, ExtendRequest, SentinelPlace
 from tokentrue.renderers.extending.stops import make_content
-from tokentrue.renderers.json_types import JsonObject, is_object
 from tokentrue.renderers.template import InputFormat
 
 

@@ -8,11 +8,11 @@ where a template needs the real history as context ("history" plans) and for the
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from tokentrue.errors import TemplateError
 from tokentrue.ids import TokenIds
+from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.renderers.codec.codec import Codec
 from tokentrue.renderers.extending.kept import MessageKeeper
 from tokentrue.renderers.extending.plan_key import (
@@ -24,7 +24,6 @@ from tokentrue.renderers.extending.plan_key import (
 from tokentrue.renderers.extending.request import ExtendError, ExtendPlan, ExtendRequest
 from tokentrue.renderers.extending.spans import compute_spans
 from tokentrue.renderers.extending.splicer import Splicer
-from tokentrue.renderers.json_types import JsonObject
 from tokentrue.renderers.messages import check_messages, fill_in_tool_names, normalise_messages
 from tokentrue.renderers.template import InputFormat
 from tokentrue.types import Extension, Ids, Messages, Refusal, Tools
@@ -56,7 +55,7 @@ class Extender:
         self._plans: OrderedDict[PlanKey, ExtendPlan] = OrderedDict()
 
     def extend(
-        self, prefix_ids: TokenIds, messages: Messages, new: Messages, tools: Tools | None, kwargs: Mapping[str, Any]
+        self, prefix_ids: TokenIds, messages: Messages, new: Messages, tools: Tools | None, kwargs: JsonMapping
     ) -> Extension | Refusal:
         if refusal := _check_inputs(prefix_ids, messages, new):
             return refusal
@@ -82,7 +81,7 @@ class Extender:
             join=plan.join,
         )
 
-    def rewrites(self, messages: Messages, new: Messages, tools: Tools | None, kwargs: Mapping[str, Any]) -> bool:
+    def rewrites(self, messages: Messages, new: Messages, tools: Tools | None, kwargs: JsonMapping) -> bool:
         """Whether the template itself would write the history otherwise once `new` follows (reasoning stripped,
         say)."""
         request, _ = self._read_request((0,), messages, new, tools, kwargs)
@@ -114,7 +113,7 @@ class Extender:
     # the request
 
     def _read_request(
-        self, prefix_ids: Ids, messages: Messages, new: Messages, tools: Tools | None, kwargs: Mapping[str, Any]
+        self, prefix_ids: Ids, messages: Messages, new: Messages, tools: Tools | None, kwargs: JsonMapping
     ) -> tuple[ExtendRequest, PlanKey]:
         last = normalise_messages(messages[-1:], self._inputs, first=len(messages) - 1)[0]
         fresh = normalise_messages(new, self._inputs, field="new")
@@ -156,7 +155,7 @@ class Extender:
         past = normalise_messages(messages[:-1], self._inputs)
         return fill_in_tool_names(past) if self._fill_in else past
 
-    def _is_in_reasoning(self, prefix_ids: Ids, last: JsonObject, kwargs: Mapping[str, Any]) -> bool:
+    def _is_in_reasoning(self, prefix_ids: Ids, last: JsonObject, kwargs: JsonMapping) -> bool:
         """Whether an open turn was cut off while reasoning: it has reasoning and nothing else, and its end of reasoning
         is not there."""
         if not last.get("reasoning_content") or last["content"] or last.get("tool_calls"):

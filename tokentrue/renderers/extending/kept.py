@@ -9,11 +9,11 @@ from functools import cached_property, partial
 from typing import Any, TypeAlias
 
 from tokentrue.errors import TokenTrueError
+from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.renderers.codec.codec import Codec
 from tokentrue.renderers.codec.shield import ContentShield, needs_shield
 from tokentrue.renderers.extending.history_use import HistoryUse, analyse
 from tokentrue.renderers.extending.plan_key import MessageShape, describe_shape, spell
-from tokentrue.renderers.json_types import JsonObject
 from tokentrue.renderers.messages import REASONING, fill_in_tool_names, normalise_messages
 from tokentrue.renderers.template import InputFormat, Template
 from tokentrue.types import Messages
@@ -46,7 +46,7 @@ class MessageKeeper:
         return analyse(self._template.source)
 
     def choose(
-        self, messages: Messages, turn: JsonObject, kwargs: Mapping[str, Any], spelled: str, dummy: JsonObject
+        self, messages: Messages, turn: JsonObject, kwargs: JsonMapping, spelled: str, dummy: JsonObject
     ) -> KeptMessages | None:
         """From the messages before the recorded turn, which is the last one; None where the template needs them all.
         `turn` is that turn as it will be rendered; `spelled` tells `kwargs` apart."""
@@ -97,7 +97,7 @@ class MessageKeeper:
         return KeptMessages(messages=messages, signature=signature)
 
     def _find_last_writers(
-        self, history: Messages, end: int, turn: JsonObject, find_effect: Callable[[Mapping[str, Any]], Effect]
+        self, history: Messages, end: int, turn: JsonObject, find_effect: Callable[[JsonMapping], Effect]
     ) -> tuple[list[int], dict[str, int]]:
         """Indices of the last message before `end` that writes each variable that the turn itself does not write, and
         of the last one of each role that is asked for."""
@@ -123,7 +123,7 @@ class MessageKeeper:
                 wanted = _list_roles(missing, self.use.roles)
         return writers, last
 
-    def _find_effect(self, message: Mapping[str, Any], *, kwargs: Mapping[str, Any], spelled: str) -> Effect:
+    def _find_effect(self, message: JsonMapping, *, kwargs: JsonMapping, spelled: str) -> Effect:
         if self.use.effects is None:
             return NO_EFFECT
         given = [message.get(name) for name in self._fields]
@@ -134,7 +134,7 @@ class MessageKeeper:
             known = None
         return known or self._render_effect(message, kwargs, given)
 
-    def _render_effect(self, message: Mapping[str, Any], kwargs: Mapping[str, Any], given: list[Any]) -> Effect:
+    def _render_effect(self, message: JsonMapping, kwargs: JsonMapping, given: list[Any]) -> Effect:
         key = tuple(value if type(value) is str or value is None else spell(value) for value in given)
         if known := self._effects.get(key):
             return known

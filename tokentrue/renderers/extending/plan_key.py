@@ -9,8 +9,8 @@ from typing import Any
 
 import orjson
 
+from tokentrue.json_types import JsonObject
 from tokentrue.plain_json import digest
-from tokentrue.renderers.json_types import JsonObject
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

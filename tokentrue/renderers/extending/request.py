@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
-from tokentrue.renderers.json_types import JsonObject
+from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.renderers.messages import normalise_messages, normalise_tools
 from tokentrue.renderers.template import InputFormat
 from tokentrue.types import Message, Tools
@@ -41,7 +41,7 @@ class ExtendRequest:
     last: JsonObject  # the recorded assistant turn
     new: Sequence[JsonObject]
     given_tools: Tools | None
-    kwargs: Mapping[str, Any]
+    kwargs: JsonMapping
     given_system: Message | None
     inputs: InputFormat
     kept: Sequence[JsonObject] | None

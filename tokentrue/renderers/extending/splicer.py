@@ -15,10 +15,10 @@ decided by a model's name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from tokentrue.errors import TemplateError
+from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.renderers.codec.codec import Codec
 from tokentrue.renderers.codec.shield import ContentShield, needs_shield
 from tokentrue.renderers.extending.boundary import MarkedRender, find_boundary
@@ -26,7 +26,6 @@ from tokentrue.renderers.extending.contexts import ContextBuilder
 from tokentrue.renderers.extending.request import ContextKind, ExtendError, ExtendPlan, ExtendRequest, SentinelPlace
 from tokentrue.renderers.extending.spans import split_at_words
 from tokentrue.renderers.extending.stops import Stops, make_content
-from tokentrue.renderers.json_types import JsonObject
 from tokentrue.renderers.template import InputFormat, Template
 
 
@@ -99,7 +98,7 @@ class Splicer:
         self,
         messages: Sequence[JsonObject],
         tools: Sequence[JsonObject] | None,
-        kwargs: Mapping[str, Any],
+        kwargs: JsonMapping,
         *,
         generate: bool = True,
     ) -> tuple[str, str]:
@@ -116,7 +115,7 @@ class Splicer:
         return text, shield.mark
 
     def mark_text(
-        self, messages: Sequence[JsonObject], tools: Sequence[JsonObject] | None, kwargs: Mapping[str, Any]
+        self, messages: Sequence[JsonObject], tools: Sequence[JsonObject] | None, kwargs: JsonMapping
     ) -> tuple[str, ...]:
         """The template's own texts around the contents of a whole conversation; empty where they cannot be told."""
         marked, words = self._contexts.mark(messages)
@@ -143,7 +142,7 @@ class Splicer:
         # Kimi-K2.5 leaves the thought out before anything follows
         return thought not in followed or render_head(past, generate=False) != followed
 
-    def render_reasoning_end(self, kwargs: Mapping[str, Any]) -> str:
+    def render_reasoning_end(self, kwargs: JsonMapping) -> str:
         """What the template writes between reasoning and content, for a turn that was cut off while reasoning."""
         thought, own = self._contexts.thought, self._contexts.own
         turn: JsonObject = {"role": "assistant", "content": make_content(own, self._inputs)}

@@ -8,14 +8,13 @@ turn is cut: that is the recorded stop id itself (see splicer.py).
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tokentrue.errors import TemplateError
+from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.renderers.codec.codec import Codec
-from tokentrue.renderers.json_types import JsonObject
 from tokentrue.renderers.template import InputFormat, Template
 
 SENTINEL = "qzSampledqz"
@@ -31,7 +30,7 @@ class Stops:
     declared: tuple[str, ...] = ()
     opener: bool = False  # the stop is the next turn's opener (GLM): the template itself closes nothing
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         return {
             "text": list(self.text),
             "call": list(self.call),
@@ -40,7 +39,7 @@ class Stops:
         }
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Stops:
+    def from_json(cls, data: JsonMapping) -> Stops:
         return cls(
             text=tuple(data["text"]), call=tuple(data["call"]), declared=tuple(data["declared"]), opener=data["opener"]
         )
@@ -64,7 +63,7 @@ def read_declared_stops(directory: Path | None, codec: Codec, eos_token: str | N
 
 
 def derive_stops(
-    template: Template, codec: Codec, inputs: InputFormat, kwargs: Mapping[str, Any], declared: tuple[str, ...]
+    template: Template, codec: Codec, inputs: InputFormat, kwargs: JsonMapping, declared: tuple[str, ...]
 ) -> Stops:
     """A text turn ends with the last token that the template closes it with, followed or not; else with the one that it
     writes while nothing follows (harmony's <|return|>); else with the next turn's opener (GLM).
@@ -101,7 +100,7 @@ def derive_stops(
 
 
 def _render_after(
-    template: Template, inputs: InputFormat, kwargs: Mapping[str, Any], turn: JsonObject, role: str
+    template: Template, inputs: InputFormat, kwargs: JsonMapping, turn: JsonObject, role: str
 ) -> tuple[str, str]:
     """What the template writes after a turn that nothing follows, and between it and a message of `role`."""
     context = [{"role": "user", "content": make_content("Hello.", inputs)}, turn]

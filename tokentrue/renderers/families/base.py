@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
-PLAIN: Mapping[str, Any] = {"start_anchor_pattern": r"\A(?!)", "fields": {"content": {}}}
+from tokentrue.json_types import JsonMapping, JsonObject
+
+PLAIN: JsonMapping = {"start_anchor_pattern": r"\A(?!)", "fields": {"content": {}}}
 """The response template of a model about which nothing is known: all text is content."""
 
 
@@ -33,8 +35,8 @@ class Family:
     """
 
     name: str
-    response_template: Mapping[str, Any] | None = None
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    response_template: JsonMapping | None = None
+    template_kwargs: JsonMapping = field(default_factory=JsonObject)
     chat_template: str | None = None
     call_ids: Literal["openai", "short"] = "openai"
     call_form: CallForm | None = None
@@ -63,7 +65,7 @@ _KEEPING = {
 }
 
 
-def keep_reasoning(clues: Clues) -> dict[str, Any]:
+def keep_reasoning(clues: Clues) -> JsonObject:
     """The switches that this template offers against dropping earlier reasoning, set to keep it.
 
     A template shows that it has such a switch, not which way a recorded history wants it.

@@ -7,11 +7,12 @@ A call format has two fields: `tool_calls`, written as the family writes it, and
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
+from tokentrue.json_types import JsonMapping
 from tokentrue.renderers.families.base import CallForm
 
-Field: TypeAlias = Mapping[str, Any]
+Field: TypeAlias = JsonMapping
 Fields: TypeAlias = Mapping[str, Field]
 
 NAMED = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
@@ -89,7 +90,7 @@ def calls_as_invocations(block: str, *, tag: str = "", attribute: str = "") -> F
 
 
 def calls_between_tokens(
-    *, section: tuple[str, str], call: tuple[str, str], head: str, tail: str = "", transform: Mapping[str, Any] = NAMED
+    *, section: tuple[str, str], call: tuple[str, str], head: str, tail: str = "", transform: JsonMapping = NAMED
 ) -> Fields:
     """Calls in JSON between two marker tokens, all of them between two section tokens that belong to the first and the
     last call.

@@ -6,19 +6,19 @@ import json
 from collections.abc import Mapping
 from typing import Any, cast
 
-from tokentrue.renderers.json_types import is_array, is_object
+from tokentrue.json_types import JsonMapping, is_array, is_object
 from tokentrue.types import Tools
 
-Schemas = Mapping[str, Mapping[str, Any]]
+Schemas = Mapping[str, JsonMapping]
 """Tool name to the schemas of its parameters."""
 
 _TRUE, _FALSE = {"true", "1"}, {"false", "0"}
 _PYTHON_TYPES = {"str": "string", "int": "integer", "float": "number", "bool": "boolean", "NoneType": "null"}
 
 
-def list_parameter_schemas(tools: Tools | None) -> dict[str, Mapping[str, Any]]:
+def list_parameter_schemas(tools: Tools | None) -> dict[str, JsonMapping]:
     """Tools may be wrapped (`{"type": "function", "function": …}`) or bare."""
-    found: dict[str, Mapping[str, Any]] = {}
+    found: dict[str, JsonMapping] = {}
     for tool in cast("tuple[Any, ...]", tuple(tools or ())):
         function = _as_object(_as_object(tool).get("function", tool))
         name = function.get("name")
@@ -96,5 +96,5 @@ def _list_types(schema: Any) -> tuple[str, ...]:
     return tuple(found + (["null"] if given.get("nullable") else []))
 
 
-def _as_object(value: Any) -> Mapping[str, Any]:
+def _as_object(value: Any) -> JsonMapping:
     return value if is_object(value) else {}

@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeAlias, cast
 import regex
 from transformers.utils.chat_parsing import content_parsers
 
-from tokentrue.renderers.json_types import is_object
+from tokentrue.json_types import JsonMapping, JsonObject, is_object
 from tokentrue.renderers.parsing.argument_types import Schemas, type_match, type_value
 from tokentrue.renderers.parsing.partial_json import JsonValueReader
 from tokentrue.types import Status
@@ -40,7 +40,7 @@ class ParsedCall:
 
     name: str
     arguments: str
-    values: Mapping[str, Any]
+    values: JsonMapping
     call_id: str = ""
 
 
@@ -78,7 +78,7 @@ def find_call_format(field: ForeignField | None) -> CallFormat | None:
     first."""
     if field is None or field.transform_each or not is_object(field.transform):
         return None
-    function: Mapping[str, Any] = field.transform.get("function", field.transform)
+    function: JsonMapping = field.transform.get("function", field.transform)
     name, arguments = (_read_placeholder(function.get(key)) for key in ("name", "arguments"))
     if field.content == "json" and not field.content_args:
         if name == ("name", None) and arguments == ("content", None):
@@ -199,12 +199,12 @@ class JsonCallReader:
 class TagCallReader:
     """One tag per parameter; each becomes a member of the arguments when it is whole."""
 
-    def __init__(self, call_format: TagCallFormat, name: str, call_id: str, schemas: Mapping[str, Any]) -> None:
+    def __init__(self, call_format: TagCallFormat, name: str, call_id: str, schemas: JsonMapping) -> None:
         self.name, self.call_id = name, call_id
         self._format, self._schemas = call_format, schemas
         self._text = ""  # after the last whole tag
         self._outside: list[str] = []  # of all tags
-        self._values: dict[str, Any] = {}
+        self._values: JsonObject = {}
         self._twice: str | None = None
         self._is_odd = False  # not as this format is written: nothing more is shown
 
@@ -295,7 +295,7 @@ def _read_item(field: ForeignField, item: Any, body: str, schemas: Schemas, plac
         except ValueError as error:
             return CallFailure(status=Status.INVALID_JSON, detail=f"arguments: {error}", name=name)
     if values is None:
-        values = dict[str, Any]()
+        values = JsonObject()
     if not is_object(values):
         return CallFailure(
             status=Status.MALFORMED, detail=f"arguments are {type(values).__name__}, not an object", name=name
@@ -310,11 +310,11 @@ def _read_item(field: ForeignField, item: Any, body: str, schemas: Schemas, plac
     return ParsedCall(name=name, arguments=text, values=dict(given), call_id=str(written) if written else "")
 
 
-def _get_first(mapping: Mapping[str, Any], keys: Sequence[str]) -> Any:
+def _get_first(mapping: JsonMapping, keys: Sequence[str]) -> Any:
     return next((mapping[key] for key in keys if key in mapping), None)
 
 
-def _find_spelling(body: str, values: Mapping[str, Any]) -> str:
+def _find_spelling(body: str, values: JsonMapping) -> str:
     """The model's own text of the arguments inside `body`, or "" where they cannot be told apart."""
     places = [match.end() for match in regex.finditer(r'"(?:arguments|parameters|args|input)"\s*:\s*', body)]
     for begin in (max(body.find("{"), 0), *places):

@@ -11,9 +11,9 @@ import regex
 from transformers.utils.chat_parsing import response_templates
 
 from tokentrue.errors import TemplateError
+from tokentrue.json_types import is_object
 from tokentrue.renderers.codec.token_bytes import TokenBytes, TokenTexts
 from tokentrue.renderers.families import PLAIN, Family
-from tokentrue.renderers.json_types import is_object
 from tokentrue.renderers.parsing.calls import CallFormat, ForeignField, find_call_format
 from tokentrue.renderers.parsing.markers import MarkerSet, compile_markers
 from tokentrue.types import Ids

@@ -7,8 +7,8 @@ import re
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
+from tokentrue.json_types import JsonObject
 from tokentrue.renderers.parsing.argument_types import list_parameter_schemas
 from tokentrue.renderers.parsing.calls import CallFailure, CallReader, ParsedCall, read_whole, start_call
 from tokentrue.renderers.parsing.grammar import BROKEN, CALLS, Grammar, TextLayout
@@ -66,8 +66,8 @@ class MessageBuilder:
         # seeds call ids: how long the prompt is, and how it ends
         self._seed = len(prompt_ids).to_bytes(8, "big") + array("q", prompt_ids[-32:]).tobytes()
         self._texts: dict[str, TextField] = {}
-        self._calls: list[dict[str, Any]] = []
-        self._extra: dict[str, Any] = {}
+        self._calls: list[JsonObject] = []
+        self._extra: JsonObject = {}
         self._early = early
         self._captures: Mapping[str, str] = {}  # of the open region
         self._body: list[str] = []
@@ -76,8 +76,8 @@ class MessageBuilder:
         self._shown: list[str] = []  # of its arguments
         self.attempts: list[Attempt] = []
 
-    def build(self) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": None if self._calls else ""}
+    def build(self) -> JsonObject:
+        message: JsonObject = {"role": "assistant", "content": None if self._calls else ""}
         for name, text in self._texts.items():
             if text.parts:
                 message[name] = "".join(text.parts)

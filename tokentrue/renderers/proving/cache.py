@@ -11,12 +11,13 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Mapping
 from functools import lru_cache
 from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
 from typing import Any, cast
+
+from tokentrue.json_types import JsonMapping, JsonObject
 
 VERSION = 2
 _LIBRARIES = ("jinja2", "tokenizers", "transformers")
@@ -38,22 +39,22 @@ def find_directory() -> Path:
     return Path(base) / "tokentrue" / f"proofs-v{VERSION}"
 
 
-def make_key(parts: Mapping[str, Any]) -> str:
+def make_key(parts: JsonMapping) -> str:
     return sha256(json.dumps(parts, sort_keys=True, ensure_ascii=True, default=str).encode()).hexdigest()
 
 
-def read(key: str) -> dict[str, Any] | None:
+def read(key: str) -> JsonObject | None:
     try:
         data: Any = json.loads((find_directory() / f"{key}.json").read_text())
     except (OSError, ValueError):
         return None
     if not isinstance(data, dict):
         return None
-    found = cast("dict[str, Any]", data)
+    found = cast("JsonObject", data)
     return found if found.get("key") == key else None
 
 
-def write(key: str, data: Mapping[str, Any]) -> None:
+def write(key: str, data: JsonMapping) -> None:
     folder = find_directory()
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tokentrue.json_types import JsonObject
 from tokentrue.types import Message, Tool
 
 ROLES = ("user", "tool", "tools", "system", "assistant")
@@ -53,7 +54,7 @@ def _result(word: str, index: int = 0) -> Message:
 
 
 SYSTEM: Message = {"role": "system", "content": "Be brief."}
-THOUGHT: dict[str, Any] = {"reasoning_content": "Think zthoughtz"}
+THOUGHT: JsonObject = {"reasoning_content": "Think zthoughtz"}
 SHAPES: dict[str, tuple[Message, ...]] = {
     "text": (_user("za"), _turn("zlastz")),
     "system, text": (SYSTEM, _user("za"), _turn("zlastz")),

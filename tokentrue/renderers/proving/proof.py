@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
+
+from tokentrue.json_types import JsonMapping, JsonObject
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +39,7 @@ class Proof:
     tokenizer_hash: str
     tools: Literal["rendered", "ignored", ""] = ""  # whether the template shows a request's tools to the model
     warnings: tuple[str, ...] = ()
-    inputs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    inputs: JsonMapping = field(default_factory=JsonObject)
 
     @property
     def ok(self) -> bool:
@@ -45,7 +47,7 @@ class Proof:
         settled = all(self.roles.get(role) in {"proven", "history"} for role in ("user", "tool"))
         return settled and not any(case.outcome == "wrong" for case in self.cases)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         return {
             "ok": self.ok,
             "roles": dict(self.roles),
@@ -62,7 +64,7 @@ class Proof:
         }
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Proof:
+    def from_json(cls, data: JsonMapping) -> Proof:
         fields = {
             key: data[key]
             for key in ("roles", "why", "boundary", "rewrites", "inputs", "tools", "template_hash", "tokenizer_hash")

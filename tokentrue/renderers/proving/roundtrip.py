@@ -4,10 +4,10 @@ its message."""
 from __future__ import annotations
 
 import json
-from typing import Any
 
 from tokentrue.errors import TokenTrueError
 from tokentrue.ids import TokenIds
+from tokentrue.json_types import JsonObject
 from tokentrue.renderers.messages import normalise_messages, normalise_tools
 from tokentrue.renderers.proving.cases import TOOLS
 from tokentrue.renderers.renderer import Renderer
@@ -16,7 +16,7 @@ from tokentrue.types import Message
 _ASK: list[Message] = [{"role": "user", "content": "How is Paris?"}]
 
 
-def _call(name: str, city: str) -> dict[str, Any]:
+def _call(name: str, city: str) -> JsonObject:
     return {
         "id": f"call{len(name)}{len(city):03d}",
         "type": "function",
@@ -86,7 +86,7 @@ def encode_turn(renderer: Renderer, turn: Message) -> tuple[TokenIds, TokenIds] 
     return renderer.codec.encode(prompt), renderer.codec.encode_after(written, literal="")
 
 
-def _summarise(message: Message) -> dict[str, Any]:
+def _summarise(message: Message) -> JsonObject:
     calls = [call["function"] for call in message.get("tool_calls") or ()]
     arguments = [
         json.loads(call["arguments"]) if isinstance(call["arguments"], str) else call["arguments"] for call in calls

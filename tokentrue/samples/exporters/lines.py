@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from tokentrue.errors import FileFormatError
 from tokentrue.json_lines import read_numbered_lines
+from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.plain_json import dumps, loads
 from tokentrue.samples.exporters.base import ExportedSample
 from tokentrue.samples.exporters.rows import TrainerColumns, read_trainer_row
@@ -39,7 +40,7 @@ class TrainerLines:
 
     name: str
     follows: str
-    row: Callable[[Sample], dict[str, Any]]
+    row: Callable[[Sample], JsonObject]
     columns: type[TrainerColumns]
     added: frozenset[str] = frozenset()  # fields that a user adds to the row
     suffix: str = ".jsonl"
@@ -52,7 +53,7 @@ class TrainerLines:
             yield read_trainer_row(row, make_row=self.row, columns=self.columns, added=self.added, where=where)
 
 
-def write_lines(rows: Iterable[Mapping[str, Any]], path: Path) -> int:
+def write_lines(rows: Iterable[JsonMapping], path: Path) -> int:
     count = 0
     with path.open("wb") as file:
         for row in rows:
@@ -61,7 +62,7 @@ def write_lines(rows: Iterable[Mapping[str, Any]], path: Path) -> int:
     return count
 
 
-def read_lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def read_lines(path: Path) -> Iterator[tuple[str, JsonMapping]]:
     for number, line in read_numbered_lines(path):
         where = f"{path.name}:{number}"
         try:
@@ -70,4 +71,4 @@ def read_lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
             raise FileFormatError(f"{where}: not JSON: {error}") from error
         if not isinstance(row, Mapping):
             raise FileFormatError(f"{where}: a line must be a JSON object")
-        yield where, cast("Mapping[str, Any]", row)
+        yield where, cast("JsonMapping", row)

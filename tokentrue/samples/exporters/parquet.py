@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from tokentrue.errors import FileFormatError
+from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.plain_json import dumps, loads
 from tokentrue.samples.exporters.base import ExportedSample
 from tokentrue.samples.exporters.rows import TrainerColumns, read_trainer_row
@@ -32,7 +33,7 @@ class Parquet:
     def write(self, samples: Iterable[Sample], path: Path) -> int:
         return write_table((self._row(sample) for sample in samples), path, native_types())
 
-    def _row(self, sample: Sample) -> dict[str, Any]:
+    def _row(self, sample: Sample) -> JsonObject:
         row = {"routed_experts": None, "sampling_mask": None, **sample_to_json(sample)}
         return {**row, **{name: None if row[name] is None else dumps(row[name]).decode() for name in _JSON}}
 
@@ -48,7 +49,7 @@ class TrainerParquet:
 
     name: str
     follows: str
-    row: Callable[[Sample], dict[str, Any]]
+    row: Callable[[Sample], JsonObject]
     columns: type[TrainerColumns]
     types: Mapping[str, str]
     suffix: str = ".parquet"
@@ -94,7 +95,7 @@ def _schema(types: Mapping[str, str]) -> Any:
     return pa.schema([(name, known[kind]) for name, kind in types.items()])
 
 
-def write_table(rows: Iterable[Mapping[str, Any]], path: Path, types: Mapping[str, str]) -> int:
+def write_table(rows: Iterable[JsonMapping], path: Path, types: Mapping[str, str]) -> int:
     pa: Any = import_module("pyarrow")
     pq: Any = import_module("pyarrow.parquet")
     schema, count, iterator = _schema(types), 0, iter(rows)
@@ -122,7 +123,7 @@ def table_columns(path: Path) -> list[str]:
         raise FileFormatError(f"{path}: not a parquet file, or a damaged one: {error}") from error
 
 
-def read_table(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def read_table(path: Path) -> Iterator[tuple[str, JsonMapping]]:
     pa: Any = import_module("pyarrow")
     pq: Any = import_module("pyarrow.parquet")
     try:
@@ -133,7 +134,7 @@ def read_table(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         number = 0
         for batch in file.iter_batches(batch_size=_GROUP):
             for row in batch.to_pylist():
-                yield f"{path.name}:row {number}", cast("Mapping[str, Any]", row)
+                yield f"{path.name}:row {number}", cast("JsonMapping", row)
                 number += 1
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise FileFormatError(f"{path}: not a parquet file, or a damaged one: {error}") from error

@@ -4,19 +4,19 @@ aligned per token."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 
 from tokentrue.errors import TokenContractError
 from tokentrue.ids import TokenIds
+from tokentrue.json_types import JsonObject
 from tokentrue.samples.exporters.base import fill_logprobs, unfill_logprobs
 from tokentrue.samples.recorded_turns import read_turns
 from tokentrue.samples.shape import MaskBit, SampleColumns, SpanRow, encode_bytes
 from tokentrue.types import Sample
 
 
-def row(sample: Sample) -> dict[str, Any]:
+def row(sample: Sample) -> JsonObject:
     return {
         "token_ids": list(sample.token_ids),
         "mask": [bool(bit) for bit in sample.loss_mask],
@@ -29,10 +29,10 @@ def row(sample: Sample) -> dict[str, Any]:
     }
 
 
-def replay_fields(sample: Sample) -> dict[str, Any]:
+def replay_fields(sample: Sample) -> JsonObject:
     """`RoutedExperts` and `SamplingMask` of prime-rl: raw bytes (base64 in JSON); one row for each token, the last
     without experts."""
-    found: dict[str, Any] = {}
+    found: JsonObject = {}
     if (routed := sample.routed_experts) is not None:
         _, layers, top_k = routed.shape
         last = b"\xff\xff" * (layers * top_k)

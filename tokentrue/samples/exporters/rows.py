@@ -9,11 +9,12 @@ compared.
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from itertools import islice
 from typing import Any, Protocol, cast
 
 from tokentrue.errors import FileFormatError, TokenContractError
+from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.samples.exporters.base import ExportedSample
 from tokentrue.samples.shape import SampleColumns, SampleHead, SpanRow, decode, sample_from_parts
 from tokentrue.types import Sample
@@ -26,9 +27,9 @@ class TrainerColumns(Protocol):
 
 
 def read_trainer_row(
-    row: Mapping[str, Any],
+    row: JsonMapping,
     *,
-    make_row: Callable[[Sample], dict[str, Any]],
+    make_row: Callable[[Sample], JsonObject],
     columns: type[TrainerColumns],
     added: Set[str],
     where: str,
@@ -47,7 +48,7 @@ def read_trainer_row(
 def find_differences(written: Any, found: Any, field: str = "", *, added: Set[str] = frozenset()) -> Iterator[str]:
     """Where a row differs from the one that the exporter writes; of a list, the first place."""
     if isinstance(written, dict) and isinstance(found, dict):
-        written, found = cast("dict[str, Any]", written), cast("dict[str, Any]", found)
+        written, found = cast("JsonObject", written), cast("JsonObject", found)
         for key in {**written, **found}:
             name = f"{field}.{key}" if field else key
             if key not in found:

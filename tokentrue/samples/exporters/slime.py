@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 
+from tokentrue.json_types import JsonObject
 from tokentrue.samples.exporters.base import experts_of, split, token_versions, unfill_logprobs, versions_of, zero_mask
 from tokentrue.samples.shape import Count, MaskBit, SampleColumns, SpanRow
 from tokentrue.types import Sample
@@ -14,9 +14,9 @@ from tokentrue.types import Sample
 _STATUS = {"stop": "completed", "length": "truncated", "abort": "aborted"}
 
 
-def row(sample: Sample) -> dict[str, Any]:
+def row(sample: Sample) -> JsonObject:
     parts = split(sample)
-    replay: dict[str, Any] = {}
+    replay: JsonObject = {}
     if sample.routed_experts is not None:
         replay["rollout_routed_experts"] = experts_of(sample)
     if sample.sampling_mask is not None:

@@ -3,7 +3,7 @@ float64, NaN where nothing was sampled; everything else is JSON in the header.""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import pairwise
@@ -13,6 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from tokentrue.errors import FileFormatError
+from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.plain_json import dumps, loads
 from tokentrue.samples.exporters.base import ExportedSample
 from tokentrue.samples.shape import decode, head_to_json, sample_from_json
@@ -40,7 +41,7 @@ class Tensors:
         held = list(samples)
         offsets = np.cumsum([0, *(len(sample.token_ids) for sample in held)], dtype=np.int64)
         nan = float("nan")
-        tensors: dict[str, Any] = {
+        tensors: JsonObject = {
             "token_ids": np.array([i for sample in held for i in sample.token_ids], dtype=np.int32),
             "loss_mask": np.array([bit for sample in held for bit in sample.loss_mask], dtype=np.uint8),
             "rollout_logprobs": np.array(
@@ -59,7 +60,7 @@ class Tensors:
         try:
             with safetensors.safe_open(path, framework="numpy") as file:
                 header = decode(file.metadata() or {}, TensorsHeader, f"{path.name}: header")
-                heads = decode(loads(header.samples.encode()), list[dict[str, Any]], f"{path.name}: header.samples")
+                heads = decode(loads(header.samples.encode()), list[JsonObject], f"{path.name}: header.samples")
                 tensors = {name: file.get_tensor(name) for name in _DTYPES}
         except (safetensors.SafetensorError, TypeError, ValueError, RecursionError, OSError) as error:
             raise FileFormatError(f"{path}: not a safetensors file of samples, or a damaged one: {error}") from error
@@ -77,7 +78,7 @@ class Tensors:
             yield ExportedSample(sample=sample_from_json(row, where), where=where)
 
 
-def require_tensors(tensors: Mapping[str, Any], samples: int, where: str) -> None:
+def require_tensors(tensors: JsonMapping, samples: int, where: str) -> None:
     """Raises FileFormatError unless every tensor has its type, and `offsets` cuts all of each column into `samples`
     parts."""
     for name, tensor in tensors.items():

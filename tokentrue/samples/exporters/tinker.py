@@ -6,16 +6,17 @@ Advantages are the algorithm's business and not in the file: add `loss_fn_inputs
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 
+from tokentrue.json_types import JsonObject
 from tokentrue.samples.exporters.base import fill_logprobs, unfill_logprobs
 from tokentrue.samples.shape import MaskBit, SampleColumns, SpanRow
 from tokentrue.types import Sample
 
 
-def row(sample: Sample) -> dict[str, Any]:
+def row(sample: Sample) -> JsonObject:
     ids = list(sample.token_ids)
     return {
         "model_input": {"chunks": [{"type": "encoded_text", "tokens": ids[:-1]}]},
@@ -28,7 +29,7 @@ def row(sample: Sample) -> dict[str, Any]:
     }
 
 
-def _tensor(data: Sequence[float], dtype: str) -> dict[str, Any]:
+def _tensor(data: Sequence[float], dtype: str) -> JsonObject:
     return {"data": list(data), "dtype": dtype, "shape": [len(data)]}
 
 

@@ -4,16 +4,16 @@ list."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 
+from tokentrue.json_types import JsonObject
 from tokentrue.samples.exporters.base import split, unfill_logprobs, zero_mask
 from tokentrue.samples.shape import MaskBit, SampleColumns, SpanRow
 from tokentrue.types import Sample
 
 
-def row(sample: Sample) -> dict[str, Any]:
+def row(sample: Sample) -> JsonObject:
     parts = split(sample)
     return {
         "prompt_ids": parts.prompt_ids,

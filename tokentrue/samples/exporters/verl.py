@@ -4,16 +4,16 @@ columns as they are."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 
+from tokentrue.json_types import JsonObject
 from tokentrue.samples.exporters.base import experts_of, split, token_versions, turns_of, unfill_logprobs, zero_mask
 from tokentrue.samples.shape import MaskBit, SampleColumns, SpanRow
 from tokentrue.types import Sample
 
 
-def row(sample: Sample) -> dict[str, Any]:
+def row(sample: Sample) -> JsonObject:
     parts = split(sample)
     return {
         "prompt_ids": parts.prompt_ids,
@@ -28,7 +28,7 @@ def row(sample: Sample) -> dict[str, Any]:
     }
 
 
-def replay_fields(sample: Sample, *, start: int) -> dict[str, Any]:
+def replay_fields(sample: Sample, *, start: int) -> JsonObject:
     """verl's own names for the versions; it has none for kept ids: compressed rows, one for each response token."""
     versions = token_versions(sample, start=start)
     sampled = [version for version in versions if version >= 0]

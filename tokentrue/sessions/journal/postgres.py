@@ -20,6 +20,7 @@ import psycopg
 from psycopg.pq import TransactionStatus
 
 from tokentrue.errors import InputError, JournalError, SessionElsewhere, SessionNotFound
+from tokentrue.json_types import JsonObject
 from tokentrue.sessions.journal.database import Database, DuplicateKey, Found, describe_store, read_address
 from tokentrue.sessions.journal.journal import FIRST_TOKEN, Journal, SessionClaim
 from tokentrue.sessions.journal.writer import Writer
@@ -52,7 +53,7 @@ CREATE INDEX IF NOT EXISTS sessions_by_creation ON sessions(created, id)
 """
 # A connection that is cut is noticed within seconds, and a transaction of a paused process does not keep its locks.
 # What the URL says counts instead (`?connect_timeout=60`).
-CONNECT: dict[str, Any] = {
+CONNECT: JsonObject = {
     "connect_timeout": 5,
     "keepalives_idle": 5,
     "keepalives_interval": 2,
@@ -79,7 +80,7 @@ class Connection:
         self._connection = self._connect()
 
     def _connect(self) -> psycopg.Connection[tuple[Any, ...]]:
-        settings: dict[str, Any] = {**CONNECT, **read_address(self._url)}
+        settings: JsonObject = {**CONNECT, **read_address(self._url)}
         connection = psycopg.connect(autocommit=True, cursor_factory=psycopg.ClientCursor, **settings)
         connection.read_only = self._read_only
         return connection

@@ -9,6 +9,7 @@ from hashlib import sha256
 from typing import Any, Literal
 
 from tokentrue.errors import InputError, JournalError, MessageError, SessionNotFound
+from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.plain_json import dumps, freeze, loads
 from tokentrue.sessions.journal.database import Database
 
@@ -22,7 +23,7 @@ class Rewards:
 
     session: float | None = None
     leaves: Mapping[str, float] = field(default_factory=dict[str, float])
-    metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    metadata: JsonMapping = field(default_factory=JsonObject)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +37,8 @@ class SessionRecord:
 
     id: str
     group: str | None = None
-    metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    sampling: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    metadata: JsonMapping = field(default_factory=JsonObject)
+    sampling: JsonMapping = field(default_factory=JsonObject)
     history: str = "keep"
     training: bool = True
     pin: tuple[str, ...] = ()
@@ -52,7 +53,7 @@ class SessionRecord:
     late_keys: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
 
 
-def copy_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
+def copy_metadata(metadata: JsonMapping | None) -> JsonObject:
     """The user's own, checked before it is stored. Samples keep their own data under `tokentrue`."""
     if "tokentrue" in (metadata or {}):
         raise MessageError("is reserved; use another name", field="metadata.tokentrue")
@@ -81,7 +82,7 @@ def row_digest(values: tuple[Any, ...]) -> bytes:
 def values_from_record(record: SessionRecord) -> tuple[Any, ...]:
     """In the order of `COLUMNS`."""
     rewards = record.rewards
-    body: dict[str, Any] = {
+    body: JsonObject = {
         "metadata": record.metadata,
         "sampling": record.sampling,
         "history": record.history,

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from hashlib import sha256
-from typing import Any, cast
+from typing import cast
 
 from tokentrue.errors import JournalError, SamplingError, TokenContractError
 from tokentrue.ids import TokenIds
+from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.plain_json import digest, dumps, loads
 from tokentrue.sessions.certificate import float_bytes
 from tokentrue.sessions.tree import Given, Node, ServedRef
@@ -29,8 +29,8 @@ from tokentrue.types import (
     VersionSpan,
 )
 
-_DEFAULTS: Mapping[str, Any] = {field.name: getattr(Sampling(), field.name) for field in fields(Sampling)}
-_OPTIONAL: Mapping[str, Any] = {
+_DEFAULTS: JsonMapping = {field.name: getattr(Sampling(), field.name) for field in fields(Sampling)}
+_OPTIONAL: JsonMapping = {
     "stopped_by": None, "why": None, "detail": "", "origin": None, "request_key": None, "request_digest": None, "choice": 0,
     "fingerprint": None,
 }  # fmt: skip
@@ -53,9 +53,9 @@ class Row:
     created: float
 
 
-def body_from_node(node: Node, parent: Node | None) -> tuple[dict[str, Any], bytes | None]:
+def body_from_node(node: Node, parent: Node | None) -> tuple[JsonObject, bytes | None]:
     """The JSON object of a row, and the blob of what a trainer replays from."""
-    body: dict[str, Any] = {
+    body: JsonObject = {
         "started": node.started,
         "given": [{"served": item.node} if isinstance(item, ServedRef) else {"message": item} for item in node.given],
         "spans": [[span.start, span.end, span.role, span.message] for span in node.given_spans],
@@ -88,7 +88,7 @@ def body_from_node(node: Node, parent: Node | None) -> tuple[dict[str, Any], byt
     return body, replay
 
 
-def row_from_body(node: Node, body: Mapping[str, Any], replay: bytes | None) -> Row:
+def row_from_body(node: Node, body: JsonMapping, replay: bytes | None) -> Row:
     return Row(
         id=node.id,
         seq=node.seq,
@@ -106,12 +106,12 @@ def row_from_body(node: Node, body: Mapping[str, Any], replay: bytes | None) -> 
 def node_from_row(row: Row, parent: Node | None, prompt_digest: bytes | None = None) -> Node:
     """`prompt_digest` stands in where the row is older than the record of it."""
     try:
-        return _node(row, cast("dict[str, Any]", loads(row.body)), parent, prompt_digest)
+        return _node(row, cast("JsonObject", loads(row.body)), parent, prompt_digest)
     except (ValueError, KeyError, TypeError, TokenContractError) as error:
         raise JournalError(f"node {row.id} cannot be read back: {error!r}") from error
 
 
-def _node(row: Row, body: dict[str, Any], parent: Node | None, prompt_digest: bytes | None) -> Node:
+def _node(row: Row, body: JsonObject, parent: Node | None, prompt_digest: bytes | None) -> Node:
     tops = body.get("top_logprobs")
     routing, mask = unpack_replay(row.routed_experts, body)
     sent = bytes.fromhex(body["prompt_sha256"]) if "prompt_sha256" in body or prompt_digest is None else prompt_digest
@@ -155,9 +155,9 @@ def _node(row: Row, body: dict[str, Any], parent: Node | None, prompt_digest: by
     )
 
 
-def pack_replay(routing: RoutedExperts | None, mask: SamplingMask | None) -> tuple[bytes | None, dict[str, Any]]:
+def pack_replay(routing: RoutedExperts | None, mask: SamplingMask | None) -> tuple[bytes | None, JsonObject]:
     """The one blob of a row that a trainer replays from (experts, their weights, kept ids, offsets), and its layout."""
-    layout: dict[str, Any] = {}
+    layout: JsonObject = {}
     parts: list[bytes] = []
     if routing is not None:
         layout["routing"] = {
@@ -175,8 +175,8 @@ def pack_replay(routing: RoutedExperts | None, mask: SamplingMask | None) -> tup
     return blob, {**layout, "sha256": sha256(blob).hexdigest()}
 
 
-def unpack_replay(blob: bytes | None, body: Mapping[str, Any]) -> tuple[RoutedExperts | None, SamplingMask | None]:
-    layout = cast("Mapping[str, Any] | None", body.get("replay"))
+def unpack_replay(blob: bytes | None, body: JsonMapping) -> tuple[RoutedExperts | None, SamplingMask | None]:
+    layout = cast("JsonMapping | None", body.get("replay"))
     if layout is None and blob is not None:  # a row of an older release: experts of the positions that sampled
         return RoutedExperts(shape=tuple(body["routed_shape"]), data=blob, start=body["prompt_length"] - 1), None
     if layout is None:
@@ -204,21 +204,21 @@ def _floats_from_bytes(data: bytes) -> array[float]:
     return values
 
 
-def _attempt(item: Mapping[str, Any]) -> Attempt:
+def _attempt(item: JsonMapping) -> Attempt:
     return replace(Attempt(**item), status=Status(item["status"]))
 
 
-def _given_from_json(item: Mapping[str, Any]) -> Given:
+def _given_from_json(item: JsonMapping) -> Given:
     return ServedRef(item["served"]) if "served" in item else cast("Message", item["message"])
 
 
-def sampling_to_json(sampling: Sampling) -> dict[str, Any]:
+def sampling_to_json(sampling: Sampling) -> JsonObject:
     """Only what differs from the defaults."""
     values = {name: value for name, default in _DEFAULTS.items() if (value := getattr(sampling, name)) != default}
     return values | {name: list(values[name]) for name in ("stop", "stop_token_ids") if name in values}
 
 
-def sampling_from_json(values: Mapping[str, Any]) -> Sampling:
+def sampling_from_json(values: JsonMapping) -> Sampling:
     return Sampling(**values)
 
 
@@ -231,7 +231,7 @@ class _OldSampling(Sampling):
         self._check_types()
 
 
-def _recorded_sampling(values: Mapping[str, Any]) -> Sampling:
+def _recorded_sampling(values: JsonMapping) -> Sampling:
     try:
         return sampling_from_json(values)
     except SamplingError:

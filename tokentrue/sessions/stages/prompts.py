@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import cast
 
 from tokentrue.errors import TokenContractError
 from tokentrue.ids import TokenIds
+from tokentrue.json_types import JsonMapping
 from tokentrue.protocols import Renderer
 from tokentrue.sessions.limits import SessionLimits
 from tokentrue.sessions.matching.matcher import Continue, Resolution, Root, root_after
@@ -183,7 +184,7 @@ async def _render(
 
 
 async def _has_same_context(
-    renderer: Renderer, tree: Tree, node: Node, tools: Tools | None, kwargs: Mapping[str, Any]
+    renderer: Renderer, tree: Tree, node: Node, tools: Tools | None, kwargs: JsonMapping
 ) -> bool:
     """Do these template settings change only how the generation prompt ends? Compared on the root's own messages."""
     root = tree.path(node)[0]

@@ -3,12 +3,11 @@ request."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
 
 from tokentrue.conversation import Conversation
 from tokentrue.errors import SamplingError
+from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.plain_json import digest, dumps, freeze
 from tokentrue.protocols import Provider, Renderer
 from tokentrue.sessions.journal.rows import sampling_from_json, sampling_to_json
@@ -23,10 +22,10 @@ class PinnedSampling:
     """Sampling values that hold whatever the client asks for. A whole `Sampling` pins every field, a mapping those it
     names."""
 
-    values: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    values: JsonMapping = field(default_factory=JsonObject)
 
     @classmethod
-    def of(cls, sampling: Sampling | Mapping[str, Any] | None) -> PinnedSampling:
+    def of(cls, sampling: Sampling | JsonMapping | None) -> PinnedSampling:
         if isinstance(sampling, Sampling):
             return cls(values={name: getattr(sampling, name) for name in _FIELDS})
         values = dict(sampling or {})

@@ -9,11 +9,11 @@ has the form of those that parsers make up; so does the short form that some tem
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 from tokentrue.conversation.match_keys import calls_of
+from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.types import Delta, Finish, Message, Parsed, Reply
 
 _MADE_UP = re.compile(r"call_[0-9a-f]{24}")  # by a parser, for a format that carries no ids
@@ -29,7 +29,7 @@ def _choose_id(written: str, node_id: str, index: int) -> str:
 
 def serve_message(parsed: Parsed, node_id: str, *, stops: Sequence[str]) -> Message:
     """The message of a whole turn. Of the visible text, the client sees what precedes the first stop string."""
-    message: dict[str, Any] = dict(parsed.message)
+    message: JsonObject = dict(parsed.message)
     calls = calls_of(message)
     if calls:
         message["tool_calls"] = [_with_id(call, node_id, index) for index, call in enumerate(calls)]
@@ -39,7 +39,7 @@ def serve_message(parsed: Parsed, node_id: str, *, stops: Sequence[str]) -> Mess
     return message
 
 
-def _with_id(call: Mapping[str, Any], node_id: str, index: int) -> dict[str, Any]:
+def _with_id(call: JsonMapping, node_id: str, index: int) -> JsonObject:
     return {**call, "id": _choose_id(str(call.get("id") or ""), node_id, index), "type": call.get("type", "function")}
 
 
@@ -128,10 +128,10 @@ class StreamedMessage:
             message["tool_calls"] = calls
         return deltas, message
 
-    def _finish_call(self, index: int, calls: list[dict[str, Any]], deltas: list[Delta]) -> None:
+    def _finish_call(self, index: int, calls: list[JsonObject], deltas: list[Delta]) -> None:
         shown = self._calls[index] if index < len(self._calls) else {"id": "", "name": "", "arguments": ""}
         wanted = calls[index] if index < len(calls) else None
-        function: Mapping[str, Any] = {} if wanted is None else wanted["function"]
+        function: JsonMapping = {} if wanted is None else wanted["function"]
         arguments = str(function.get("arguments") or "")
         if (
             wanted is None

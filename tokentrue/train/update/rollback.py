@@ -3,19 +3,17 @@ before a step."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
+from tokentrue.json_types import JsonMapping
 from tokentrue.train.update.precision import MasterWeights
 
 
 class Snapshot:
     """This rank's part of the weights and moments at the time it is made, and the trainer's counters."""
 
-    def __init__(self, masters: MasterWeights, optimizer: torch.optim.Optimizer, counters: Mapping[str, Any]) -> None:
+    def __init__(self, masters: MasterWeights, optimizer: torch.optim.Optimizer, counters: JsonMapping) -> None:
         self.counters = counters
         self._weights = [copy_to_host(parameter) for parameter in masters.parameters]
         self._moments = [

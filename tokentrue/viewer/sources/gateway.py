@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from tokentrue.errors import ConfigError, GatewayError
+from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.samples.assemble import reward_of_path
 from tokentrue.samples.shape import decode
 from tokentrue.types import Coverage
@@ -43,7 +44,7 @@ class GatewaySource:
         deadline = time.monotonic() + BUDGET_S
         return [self._summary(item, time.monotonic() < deadline) for item in page["sessions"]], page["total"]
 
-    def _summary(self, listed: Mapping[str, Any], in_time: bool) -> SessionSummary:
+    def _summary(self, listed: JsonMapping, in_time: bool) -> SessionSummary:
         name = listed["session_id"]
         known = self._summaries.get(name)
         if known is not None and (not in_time or (known[0] == listed and listed["state"] == "ended")):
@@ -61,7 +62,7 @@ class GatewaySource:
 
     def load_group(self, group: str) -> list[SessionView]:
         found: list[SessionView] = []
-        page: list[dict[str, Any]] = []
+        page: list[JsonObject] = []
         while page := self._client.sessions(limit=PAGE, group=group, after=page[-1] if page else None):
             found += [self.load_session(item["session_id"]) for item in page if item["group"] == group]
         return found
@@ -70,7 +71,7 @@ class GatewaySource:
         self._client.close()
 
 
-def _view_from_json(shown: Mapping[str, Any]) -> SessionView:
+def _view_from_json(shown: JsonMapping) -> SessionView:
     """Without its branches, which are in its samples."""
     coverage = decode(shown["coverage"], Coverage, f"session {shown['session_id']}: coverage")
     reasons = {item.node: item.why for item in coverage.untrained}
@@ -89,7 +90,7 @@ def _view_from_json(shown: Mapping[str, Any]) -> SessionView:
     return SessionView(summary=summary, nodes=nodes, branches=(), metadata=dict(shown["metadata"]))
 
 
-def _trained_paths(nodes: Sequence[Mapping[str, Any]]) -> Iterator[list[str]]:
+def _trained_paths(nodes: Sequence[JsonMapping]) -> Iterator[list[str]]:
     """The node ids of each sample, root to leaf."""
     parents = {node["id"]: node["parent"] for node in nodes}
     trained = [node["id"] for node in nodes if node["untrained"] is None]

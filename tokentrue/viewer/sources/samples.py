@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from tokentrue.errors import SessionNotFound
+from tokentrue.json_types import JsonObject
 from tokentrue.samples import read_samples
 from tokentrue.samples.recorded_turns import read_record
 from tokentrue.types import Coverage, Sample, Untrained
@@ -132,9 +132,9 @@ def _count_coverage(samples: Sequence[Sample]) -> Coverage:
     return Coverage(sampled=sampled, trained=trained, untrained=rest)
 
 
-def nodes_from_samples(samples: Sequence[Sample]) -> list[dict[str, Any]]:
+def nodes_from_samples(samples: Sequence[Sample]) -> list[JsonObject]:
     """The tree as the samples' node rows tell it: each path gives its nodes in order."""
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, JsonObject] = {}
     for sample in samples:
         parent: str | None = None
         for row in _node_rows(sample):
@@ -145,7 +145,7 @@ def nodes_from_samples(samples: Sequence[Sample]) -> list[dict[str, Any]]:
     return list(found.values())
 
 
-def _node_rows(sample: Sample) -> list[dict[str, Any]]:
+def _node_rows(sample: Sample) -> list[JsonObject]:
     rows = read_record(sample).nodes
     if rows and all(row.node is not None for row in rows):  # samples of other programs may hold less
         return [
@@ -159,9 +159,9 @@ def _node_rows(sample: Sample) -> list[dict[str, Any]]:
             }
             for row in rows
         ]
-    turns: dict[int, dict[str, Any]] = {}
+    turns: dict[int, JsonObject] = {}
     for span in sample.spans:
-        fresh: dict[str, Any] = {
+        fresh: JsonObject = {
             "id": f"{sample.sample_id}:{span.turn}",
             "given_tokens": 0,
             "sampled_tokens": 0,

@@ -12,9 +12,9 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 from tokentrue.errors import SessionNotFound
+from tokentrue.json_types import JsonMapping
 from tokentrue.samples import assemble
 from tokentrue.sessions import Journal, Node, SessionRecord, Tree
 from tokentrue.sessions.description import describe_node
@@ -82,7 +82,7 @@ class StoreSource:
 
 def _summary(
     record: SessionRecord,
-    nodes: Sequence[Mapping[str, Any]] = (),
+    nodes: Sequence[JsonMapping] = (),
     coverage: Coverage = NOTHING,
     rewards: Sequence[float | None] = (),
 ) -> SessionSummary:

@@ -6,14 +6,14 @@ that follows it carries it sealed, as `thoughtSignature`: clients drop thoughts 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import msgspec
 
-from tokentrue.gateway.dialects.base import Json, Problem, RequestHead, TextOf, arguments_object, encode, is_cut
+from tokentrue.gateway.dialects.base import Problem, RequestHead, TextOf, arguments_object, encode, is_cut
 from tokentrue.gateway.dialects.google.signatures import sign_reasoning
 from tokentrue.gateway.dialects.signing import ReasoningSigner
+from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.types import Delta, Message, Reply, TurnEvent
 
 STATUSES = {
@@ -36,8 +36,8 @@ class GoogleOptions(msgspec.Struct, frozen=True):
     thoughts: bool  # shown, and not only sealed
 
 
-def build_response(head: RequestHead, replies: Sequence[Reply], text_of: TextOf, signer: ReasoningSigner) -> Json:
-    candidates: list[Json] = []
+def build_response(head: RequestHead, replies: Sequence[Reply], text_of: TextOf, signer: ReasoningSigner) -> JsonObject:
+    candidates: list[JsonObject] = []
     for index, reply in enumerate(replies):
         end = candidate_end(head, reply, text_of)
         candidates.append(
@@ -46,20 +46,20 @@ def build_response(head: RequestHead, replies: Sequence[Reply], text_of: TextOf,
     return {"candidates": candidates, "usageMetadata": usage_of(replies), **response_base(head, replies[0].node)}
 
 
-def response_base(head: RequestHead, node: str) -> Json:
+def response_base(head: RequestHead, node: str) -> JsonObject:
     return {"modelVersion": head.model, "responseId": node}
 
 
-def build_candidate(index: int, parts: Sequence[Json], end: Mapping[str, Any]) -> Json:
+def build_candidate(index: int, parts: Sequence[JsonObject], end: JsonMapping) -> JsonObject:
     return {"content": {"role": "model", "parts": list(parts)}, "index": index, **end}
 
 
-def build_parts(message: Message, signer: ReasoningSigner, *, thoughts: bool) -> list[Json]:
+def build_parts(message: Message, signer: ReasoningSigner, *, thoughts: bool) -> list[JsonObject]:
     reasoning: str = message.get("reasoning_content") or ""
-    parts: list[Json] = []
+    parts: list[JsonObject] = []
     if message.get("content"):
         parts.append({"text": message["content"]})
-    calls: Sequence[Mapping[str, Any]] = message.get("tool_calls") or ()
+    calls: Sequence[JsonMapping] = message.get("tool_calls") or ()
     parts += [call_part(call["id"], call["function"]["name"], call["function"]["arguments"]) for call in calls]
     parts = parts or [{"text": ""}]  # SDKs take a content without parts for an error
     if reasoning:
@@ -67,26 +67,26 @@ def build_parts(message: Message, signer: ReasoningSigner, *, thoughts: bool) ->
     return [thought_part(reasoning), *parts] if reasoning and thoughts else parts
 
 
-def thought_part(text: str) -> Json:
+def thought_part(text: str) -> JsonObject:
     return {"text": text, "thought": True}
 
 
-def call_part(call_id: str, name: str, arguments: str) -> Json:
+def call_part(call_id: str, name: str, arguments: str) -> JsonObject:
     return {"functionCall": {"id": call_id, "name": name, "args": arguments_object(arguments)}}
 
 
-def candidate_end(head: RequestHead, reply: Reply, text_of: TextOf) -> Json:
+def candidate_end(head: RequestHead, reply: Reply, text_of: TextOf) -> JsonObject:
     """The fields of a candidate that are known only when it is complete."""
-    end: Json = {"finishReason": "MAX_TOKENS" if is_cut(reply.completion.finish) else "STOP"}
+    end: JsonObject = {"finishReason": "MAX_TOKENS" if is_cut(reply.completion.finish) else "STOP"}
     if head.options.logprobs:
         end |= logprobs_of(reply, text_of)
     return end
 
 
-def logprobs_of(reply: Reply, text_of: TextOf) -> Json:
+def logprobs_of(reply: Reply, text_of: TextOf) -> JsonObject:
     done = reply.completion
     chosen = [token_entry(token, value, text_of) for token, value in zip(done.token_ids, done.logprobs, strict=True)]
-    result: Json = {"chosenCandidates": chosen}
+    result: JsonObject = {"chosenCandidates": chosen}
     if done.top_logprobs is not None:
         ranked = [sorted(top.items(), key=lambda pair: -pair[1]) for top in done.top_logprobs]
         result["topCandidates"] = [
@@ -96,17 +96,17 @@ def logprobs_of(reply: Reply, text_of: TextOf) -> Json:
     return {"logprobsResult": result, **mean}
 
 
-def token_entry(token: int, logprob: float, text_of: TextOf) -> Json:
+def token_entry(token: int, logprob: float, text_of: TextOf) -> JsonObject:
     return {"token": text_of((token,)), "tokenId": token, "logProbability": logprob}
 
 
-def usage_of(replies: Sequence[Reply]) -> Json:
+def usage_of(replies: Sequence[Reply]) -> JsonObject:
     prompt = replies[0].prompt_tokens
     sampled = sum(len(reply.completion.token_ids) for reply in replies)
     return {"promptTokenCount": prompt, "candidatesTokenCount": sampled, "totalTokenCount": prompt + sampled}
 
 
-def build_error(problem: Problem) -> Json:
+def build_error(problem: Problem) -> JsonObject:
     """`code` is the HTTP status in this protocol; the gateway's own code and the field are in `details`."""
     metadata = {"field": problem.field} if problem.field else {}
     info = {
@@ -158,8 +158,8 @@ class GoogleEncoder:
             out += self._chunk(event.index, parts, candidate_end(self._head, event.reply, self._text_of))
         return out
 
-    def _feed_delta(self, candidate: OpenCandidate, delta: Delta) -> list[Json]:
-        parts: list[Json] = []
+    def _feed_delta(self, candidate: OpenCandidate, delta: Delta) -> list[JsonObject]:
+        parts: list[JsonObject] = []
         if candidate.call is not None and delta.call != candidate.call:
             parts += self._close_call(candidate)
         if delta.reasoning:
@@ -173,24 +173,27 @@ class GoogleEncoder:
             candidate.arguments += delta.arguments
         return parts
 
-    def _close_call(self, candidate: OpenCandidate) -> list[Json]:
+    def _close_call(self, candidate: OpenCandidate) -> list[JsonObject]:
         if candidate.call is None:
             return []
         part = call_part(candidate.call_id, candidate.name, candidate.arguments)
         candidate.call, candidate.arguments = None, ""
         return [self._sign(candidate, part)]
 
-    def _sign(self, candidate: OpenCandidate, part: Json) -> Json:
+    def _sign(self, candidate: OpenCandidate, part: JsonObject) -> JsonObject:
         """The part that follows reasoning carries it, sealed."""
         if candidate.reasoning:
             part["thoughtSignature"], candidate.reasoning = sign_reasoning(self._signer, candidate.reasoning), ""
         return part
 
-    def _seal_rest(self, candidate: OpenCandidate) -> list[Json]:
+    def _seal_rest(self, candidate: OpenCandidate) -> list[JsonObject]:
         return [self._sign(candidate, {"text": ""})] if candidate.reasoning else []
 
-    def _chunk(self, index: int, parts: Sequence[Json], end: Mapping[str, Any]) -> bytes:
-        chunk: Json = {"candidates": [build_candidate(index, parts, end)], **response_base(self._head, self._node)}
+    def _chunk(self, index: int, parts: Sequence[JsonObject], end: JsonMapping) -> bytes:
+        chunk: JsonObject = {
+            "candidates": [build_candidate(index, parts, end)],
+            **response_base(self._head, self._node),
+        }
         if end:
             chunk["usageMetadata"] = usage_of(self._replies)
         return b"data: " + encode(chunk) + b"\n\n"

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 from tokentrue.errors import MessageError
-from tokentrue.gateway.dialects.base import Json, arguments_text, echo, encode, object_of, text_field
+from tokentrue.gateway.dialects.base import arguments_text, echo, encode, object_of, text_field
 from tokentrue.gateway.dialects.google.signatures import read_signature
 from tokentrue.gateway.dialects.signing import ReasoningSigner
+from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.types import Message
 
 SEALED = "sealed_reasoning"  # in a part of a turn, before `join_model_turn`: the reasoning that its signatures hold
@@ -28,9 +29,9 @@ PLAIN_RESULTS = ("output", "result", "error")  # the SDKs wrap a result that is 
 _SNAKE = re.compile(r"_([a-z])")
 
 
-def camel_keys(fields: Mapping[str, Any], path: str) -> Json:
+def camel_keys(fields: JsonMapping, path: str) -> JsonObject:
     """One level of an object with its keys in camelCase."""
-    out: Json = {}
+    out: JsonObject = {}
     for name, value in fields.items():
         camel = _SNAKE.sub(lambda match: match[1].upper(), name)
         if camel in out:
@@ -52,12 +53,12 @@ def messages_from_content(item: Any, path: str, signer: ReasoningSigner) -> tupl
     raise MessageError(f"role {echo(role)} is not supported; use 'user' or 'model'", field=f"{path}.role")
 
 
-def parts_of(fields: Json, path: str) -> list[tuple[str, str, Json]]:
+def parts_of(fields: JsonObject, path: str) -> list[tuple[str, str, JsonObject]]:
     """Place, kind and fields of each part."""
     parts: Any = fields.get("parts")
     if not isinstance(parts, list) or not parts:
         raise MessageError("must be a list with at least one part", field=f"{path}.parts")
-    out: list[tuple[str, str, Json]] = []
+    out: list[tuple[str, str, JsonObject]] = []
     for index, part in enumerate(cast("list[Any]", parts)):
         where = f"{path}.parts[{index}]"
         part_fields = camel_keys(object_of(part, where), where)
@@ -86,12 +87,12 @@ def system_text(content: Any, path: str) -> str:
 
 
 # The model's own turns.
-def model_message(parts: Sequence[tuple[str, str, Json]], signer: ReasoningSigner) -> Message:
+def model_message(parts: Sequence[tuple[str, str, JsonObject]], signer: ReasoningSigner) -> Message:
     """One content of a turn; a client that keeps the chunks of a stream sends a turn as several (`join_model_turn`)."""
     texts: list[str] = []
     thoughts: list[str] = []
     sealed: list[str] = []
-    calls: list[Json] = []
+    calls: list[JsonObject] = []
     for where, kind, part in parts:
         if kind == "functionCall":
             calls.append(call_from_part(part, where))
@@ -102,7 +103,7 @@ def model_message(parts: Sequence[tuple[str, str, Json]], signer: ReasoningSigne
         held = read_signature(signer, signature_of(part, where))
         if held is not None:
             sealed.append(held)
-    message: Json = {"role": "assistant", "content": "".join(texts) if texts else None}
+    message: JsonObject = {"role": "assistant", "content": "".join(texts) if texts else None}
     if thoughts:
         message["reasoning_content"] = "".join(thoughts)
     if sealed:
@@ -112,7 +113,7 @@ def model_message(parts: Sequence[tuple[str, str, Json]], signer: ReasoningSigne
     return message
 
 
-def signature_of(part: Json, where: str) -> str:
+def signature_of(part: JsonObject, where: str) -> str:
     signature = part.get("thoughtSignature", "")
     if not isinstance(signature, str):
         raise MessageError("must be a string", field=f"{where}.thoughtSignature")
@@ -122,7 +123,7 @@ def signature_of(part: Json, where: str) -> str:
 def join_model_turn(parts: Sequence[Message]) -> Message:
     """One assistant message from the contents of a turn, with the reasoning that its signatures hold."""
     texts = [part["content"] for part in parts if part["content"] is not None]
-    message: Json = {"role": "assistant", "content": "".join(texts) if texts else None}
+    message: JsonObject = {"role": "assistant", "content": "".join(texts) if texts else None}
     shown = "".join(part.get("reasoning_content", "") for part in parts)
     sealed = "".join(part.get(SEALED, "") for part in parts)
     if shown and sealed and shown != sealed:
@@ -138,10 +139,10 @@ def join_model_turn(parts: Sequence[Message]) -> Message:
     return message
 
 
-def number_calls(calls: Sequence[Json]) -> list[Json]:
+def number_calls(calls: Sequence[JsonObject]) -> list[JsonObject]:
     """Calls without ids count over the whole turn, also where it came as several contents."""
     counts: Counter[str] = Counter()
-    out: list[Json] = []
+    out: list[JsonObject] = []
     for call in calls:
         name = call["function"]["name"]
         out.append(call if call["id"] else {**call, "id": f"{name}#{counts[name]}"})
@@ -149,7 +150,7 @@ def number_calls(calls: Sequence[Json]) -> list[Json]:
     return out
 
 
-def call_from_part(part: Json, where: str) -> Json:
+def call_from_part(part: JsonObject, where: str) -> JsonObject:
     where = f"{where}.functionCall"
     fields = known_fields(part["functionCall"], CALL_FIELDS, where)
     arguments = arguments_text(object_of(fields.get("args") or {}, f"{where}.args"))
@@ -157,12 +158,12 @@ def call_from_part(part: Json, where: str) -> Json:
     return {"id": call_id(fields, where), "type": "function", "function": function}
 
 
-def call_id(fields: Json, where: str) -> str:
+def call_id(fields: JsonObject, where: str) -> str:
     """Empty where there is none."""
     return text_field(fields, "id", where) if fields.get("id") is not None else ""
 
 
-def known_fields(value: Any, known: Sequence[str], where: str) -> Json:
+def known_fields(value: Any, known: Sequence[str], where: str) -> JsonObject:
     fields = camel_keys(object_of(value, where), where)
     for name, given in fields.items():
         if name not in known and given is not None:
@@ -171,7 +172,7 @@ def known_fields(value: Any, known: Sequence[str], where: str) -> Json:
 
 
 # What the user and the tools say.
-def user_messages(parts: Sequence[tuple[str, str, Json]]) -> list[Message]:
+def user_messages(parts: Sequence[tuple[str, str, JsonObject]]) -> list[Message]:
     """Results become tool messages, in order; the text between them becomes user messages."""
     out: list[Message] = []
     texts: list[str] = []
@@ -198,14 +199,14 @@ def result_message(value: Any, where: str) -> Message:
     fields = known_fields(value, RESULT_FIELDS, where)
     name, answered = text_field(fields, "name", where), call_id(fields, where)
     response = object_of(fields.get("response") or {}, f"{where}.response")
-    message: Json = {"role": "tool", **({"tool_call_id": answered} if answered else {"name": name})}
+    message: JsonObject = {"role": "tool", **({"tool_call_id": answered} if answered else {"name": name})}
     message["content"] = result_text(response)
     if response.keys() == {"error"}:
         message["is_error"] = True
     return message
 
 
-def result_text(response: Json) -> str:
+def result_text(response: JsonObject) -> str:
     """A result under `output`, `result` or `error` alone is that text; every other object is its JSON."""
     if len(response) == 1 and next(iter(response)) in PLAIN_RESULTS:
         value = next(iter(response.values()))

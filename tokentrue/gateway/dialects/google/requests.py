@@ -14,7 +14,6 @@ import msgspec
 from tokentrue.errors import MessageError, SamplingError
 from tokentrue.gateway.dialects.base import (
     DecodedBody,
-    Json,
     RequestHead,
     TextOf,
     complaint,
@@ -26,6 +25,7 @@ from tokentrue.gateway.dialects.google.answers import GoogleEncoder, GoogleOptio
 from tokentrue.gateway.dialects.google.contents import camel_keys, join_model_turn, messages_from_content, system_text
 from tokentrue.gateway.dialects.google.tools import choice_from_google, schema_of, tools_from_google
 from tokentrue.gateway.dialects.signing import ReasoningSigner
+from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.sessions.constraints import constraints_from
 from tokentrue.types import MAX_CHOICES, Message, Reply, Sampling
 
@@ -56,20 +56,20 @@ class GenerationConfig(msgspec.Struct, forbid_unknown_fields=True, rename="camel
     response_logprobs: bool | None = False
     logprobs: int | None = None
     response_mime_type: Literal["", "text/plain", "application/json"] | None = None
-    response_schema: dict[str, Any] | None = None
-    response_json_schema: dict[str, Any] | None = None
+    response_schema: JsonObject | None = None
+    response_json_schema: JsonObject | None = None
     response_modalities: list[Literal["TEXT"]] | None = None
-    thinking_config: dict[str, Any] | None = None
+    thinking_config: JsonObject | None = None
     media_resolution: Any = None
 
 
 class GenerateHead(msgspec.Struct, forbid_unknown_fields=True, rename="camel"):
     """Every top-level field but `contents`."""
 
-    system_instruction: str | dict[str, Any] | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_config: dict[str, Any] | None = None
-    generation_config: dict[str, Any] | None = None
+    system_instruction: str | JsonObject | None = None
+    tools: list[JsonObject] | None = None
+    tool_config: JsonObject | None = None
+    generation_config: JsonObject | None = None
     model: Any = None
     safety_settings: Any = None
     labels: Any = None
@@ -112,7 +112,7 @@ class Google:
         _, tools = constraints_from(choice_from_google(head.tool_config, tools), None, tools)
         return DecodedBody(head=RequestHead(model="", tools=tools, leading_messages=leading_from(head)), items=items)
 
-    def build_count(self, tokens: int) -> Json:
+    def build_count(self, tokens: int) -> JsonObject:
         return {"totalTokens": tokens}
 
     def parse_item(self, item: Any, path: str) -> tuple[Message, ...]:
@@ -134,7 +134,7 @@ class Google:
                 "the last content is the model's: prefilled answers are not supported; end with the user's", field=ITEMS
             )
 
-    def build_answer(self, head: RequestHead, replies: Sequence[Reply], text_of: TextOf) -> Json:
+    def build_answer(self, head: RequestHead, replies: Sequence[Reply], text_of: TextOf) -> JsonObject:
         return build_response(head, replies, text_of, self._signer)
 
     def new_encoder(self, head: RequestHead, text_of: TextOf) -> GoogleEncoder:
@@ -198,7 +198,7 @@ def check_candidates(count: int | None) -> int:
     return count or 1
 
 
-def sampling_from_config(config: GenerationConfig, extra: Mapping[str, Any]) -> Sampling:
+def sampling_from_config(config: GenerationConfig, extra: JsonMapping) -> Sampling:
     if config.logprobs is not None and not config.response_logprobs:
         raise MessageError("needs responseLogprobs: true", field="generationConfig.logprobs")
     if config.top_k is not None and not float(config.top_k).is_integer():
@@ -213,11 +213,11 @@ def sampling_from_config(config: GenerationConfig, extra: Mapping[str, Any]) -> 
         "top_logprobs": config.logprobs,
         "max_tokens": config.max_output_tokens,
     }
-    present: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    present: JsonObject = {name: value for name, value in given.items() if value is not None}
     return Sampling(**present, stop=tuple(config.stop_sequences or ()), extra=extra)
 
 
-def format_from_config(config: GenerationConfig) -> Json | None:
+def format_from_config(config: GenerationConfig) -> JsonObject | None:
     fields = {"responseSchema": config.response_schema, "responseJsonSchema": config.response_json_schema}
     schema = schema_of(fields, "responseSchema", "responseJsonSchema", "generationConfig")
     if config.response_mime_type != "application/json":

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from tokentrue.errors import MessageError
-from tokentrue.gateway.dialects.base import Json, echo, object_of
+from tokentrue.gateway.dialects.base import echo, object_of
 from tokentrue.gateway.dialects.google.contents import camel_keys, known_fields
 from tokentrue.gateway.dialects.tools import check_function
+from tokentrue.json_types import JsonObject
 
 DECLARATION_FIELDS = (
     "name",
@@ -33,8 +34,8 @@ SCHEMA_MAPS = ("properties", "defs", "$defs")
 IGNORED = ("propertyOrdering", "nullable")
 
 
-def tools_from_google(tools: Sequence[Json] | None) -> tuple[Json, ...] | None:
-    out: list[Json] = []
+def tools_from_google(tools: Sequence[JsonObject] | None) -> tuple[JsonObject, ...] | None:
+    out: list[JsonObject] = []
     for index, tool in enumerate(tools or ()):
         where = f"tools[{index}]"
         fields = camel_keys(tool, where)
@@ -49,7 +50,7 @@ def tools_from_google(tools: Sequence[Json] | None) -> tuple[Json, ...] | None:
     return tuple(out) or None
 
 
-def tool_from_declaration(value: Any, where: str) -> Json:
+def tool_from_declaration(value: Any, where: str) -> JsonObject:
     fields = known_fields(value, DECLARATION_FIELDS, where)
     schema = schema_of(fields, "parameters", "parametersJsonSchema", where)
     function = {
@@ -61,10 +62,10 @@ def tool_from_declaration(value: Any, where: str) -> Json:
     return {"type": "function", "function": function}
 
 
-EMPTY_SCHEMA: Json = {"type": "object", "properties": {}}
+EMPTY_SCHEMA: JsonObject = {"type": "object", "properties": {}}
 
 
-def schema_of(fields: Json, openapi: str, json_schema: str, where: str) -> Json | None:
+def schema_of(fields: JsonObject, openapi: str, json_schema: str, where: str) -> JsonObject | None:
     """The JSON schema under one of two names: Google's subset of OpenAPI, or JSON schema itself."""
     given = [name for name in (openapi, json_schema) if fields.get(name) is not None]
     if not given:
@@ -75,12 +76,12 @@ def schema_of(fields: Json, openapi: str, json_schema: str, where: str) -> Json 
     return schema if given[0] == json_schema else json_schema_from_openapi(schema, f"{where}.{openapi}", 0)
 
 
-def json_schema_from_openapi(value: Any, where: str, depth: int) -> Json:
+def json_schema_from_openapi(value: Any, where: str, depth: int) -> JsonObject:
     """Types in lower case, `nullable` as a second type, counts as numbers."""
     if depth > 100:
         raise MessageError("is nested more than 100 levels deep", field=where[:200])
     schema = camel_keys(object_of(value, where), where)
-    out: Json = {}
+    out: JsonObject = {}
     for name, item in schema.items():
         at = f"{where}.{name}"
         if name == "type":
@@ -100,7 +101,7 @@ def json_schema_from_openapi(value: Any, where: str, depth: int) -> Json:
     return out
 
 
-def choice_from_google(config: Json | None, tools: Sequence[Json] | None) -> str | Json | None:
+def choice_from_google(config: JsonObject | None, tools: Sequence[JsonObject] | None) -> str | JsonObject | None:
     """`toolConfig.functionCallingConfig` as a tool_choice."""
     if config is None:
         return None
