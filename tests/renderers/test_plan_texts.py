@@ -160,7 +160,7 @@ def count_differences(tokenizer: Any, source: str | None, folder: Path | None, c
 @pytest.mark.parametrize("name", SMALL)
 def test_small_templates(name: str) -> None:
     wrong, done = count_differences(standin(SMALL[name]), SMALL[name], None, 120)
-    assert wrong == 0 and done > 60
+    assert wrong == 0 and (done > 60) == (name != "length")  # that one is refused: the turn's length is in its text
     assert (not history_use.analyse(SMALL[name]).why) == (name in UNDERSTOOD)
 
 
@@ -234,3 +234,43 @@ def test_a_question_that_is_dropped_is_noticed(monkeypatch: pytest.MonkeyPatch) 
     """Without the last writers among the kept messages, prompts depend on what other conversations held."""
     monkeypatch.setattr(kept.MessageKeeper, "_find_last_writers", lambda *_: ([], {}))
     assert count_differences(standin(SMALL["last word"]), SMALL["last word"], None, 120)[0]
+
+
+READS_TURN = {
+    "word in any": (SMALL["word in any"], "magic words", ""),
+    "first letters": (
+        CHATML.replace("{{ m.content }}", "{{ m.content }}{{ loop.previtem.content[:3] if loop.previtem }}"),
+        "Hello there",
+        "",
+    ),
+    "last of the assistant": (
+        CHATML.replace("END", "{{ (messages | selectattr('role', 'equalto', 'assistant') | list)[-1].content[:4] }}"),
+        "Well said",
+        "",
+    ),
+    "its length": (
+        CHATML.replace("END", "{{ messages | map(attribute='content') | join | length }}"),
+        "Four",
+        "turn_decides",
+    ),
+    "its end": (
+        CHATML.replace("{{ m.content }}", "{{ m.content }}{{ loop.previtem.content[-3:] if loop.previtem }}"),
+        "Hello there",
+        "turn_decides",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", READS_TURN)
+def test_what_the_recorded_turn_says_is_asked_of_its_own_text(name: str) -> None:
+    source, said, why = READS_TURN[name]
+    tokenizer = standin(source)
+    tokenizer.chat_template = source
+    renderer = renderer_of(tokenizer, chat_template=source)
+    for history in ([user("a"), says("b"), user("c"), says(said)], [user("a"), says("b"), user("c"), says("done")]):
+        found = renderer.extend((7, stop_id(renderer)), history, [user("go on")])
+        if isinstance(found, tt.Refusal):
+            assert found.why == why
+            continue
+        whole = tokenizer.apply_chat_template([*history, user("go on")], tokenize=False, add_generation_prompt=True)
+        assert whole.endswith(renderer.decode(found.added_ids)), history

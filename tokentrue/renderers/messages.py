@@ -61,6 +61,8 @@ def check_messages(messages: Any, field: str, *, first: int = 0) -> None:
     """Refuses what is no list of objects."""
     if not is_array(messages):
         raise MessageError(f"must be a list of message objects, got {type(messages).__name__}", field=field)
+    if set(map(type, messages)) <= {dict}:
+        return
     for index, message in enumerate(messages, first):
         if not isinstance(message, (dict, Mapping)):
             raise MessageError(f"must be an object, got {type(message).__name__}", field=f"{field}[{index}]")

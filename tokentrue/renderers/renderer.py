@@ -17,6 +17,7 @@ from tokentrue.protocols import TurnParser
 from tokentrue.renderers.call_tag import make_call_tag
 from tokentrue.renderers.codec.codec import Codec
 from tokentrue.renderers.extending.extender import Extender, History
+from tokentrue.renderers.extending.history_use import HistoryUse
 from tokentrue.renderers.extending.kept import MessageKeeper
 from tokentrue.renderers.extending.spans import compute_spans
 from tokentrue.renderers.extending.splicer import Splicer
@@ -63,9 +64,12 @@ class Renderer:
         self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys(codec.literals[text] for text in stops.all))
         self._fill_in = injection == "safe"  # an engine's own template gets tool messages as the client sent them
         self._splicer = Splicer(template, codec, inputs, stops, safe=injection == "safe")
+        self._keeper = MessageKeeper(
+            template, codec, inputs, safe=injection == "safe", fill_in=self._fill_in, is_allowed=proof.short_plans
+        )
         self._extender = Extender(
             self._splicer,
-            MessageKeeper(template, codec, inputs, safe=injection == "safe", fill_in=self._fill_in),
+            self._keeper,
             codec,
             inputs,
             stop_ids=self.stop_token_ids,
@@ -97,8 +101,16 @@ class Renderer:
         tools: Tools | None = None,
         *,
         template_kwargs: TemplateKwargs | None = None,
+        use_plans: bool = True,
     ) -> Extension | Refusal:
-        return self._extender.extend(TokenIds(prefix_ids), messages, new, tools, self._merge(template_kwargs))
+        """`use_plans=False` renders the real history, for comparison."""
+        kwargs = self._merge(template_kwargs)
+        return self._extender.extend(TokenIds(prefix_ids), messages, new, tools, kwargs, use_plans=use_plans)
+
+    @property
+    def history_use(self) -> HistoryUse:
+        """What the template takes from earlier messages."""
+        return self._keeper.use
 
     def rewrites(
         self,

@@ -37,6 +37,12 @@ class ContextBuilder:
         """The conversation up to the assistant's turn, with the sentinel in it; `real`: the turn has its own texts
         where the sentinel is not."""
         last = self.build_turn(request.last, place, real=real)
+        if request.shows_text and place == "content":
+            content = request.last["content"]
+            if isinstance(content, str):
+                last = {**request.last, "content": content + self.sentinel}
+            else:
+                last = {**request.last, "content": [*content, *make_content(self.sentinel, self._inputs)]}
         if kind == "history" or request.kept is None:
             return [*history, last]
         has_system = request.kept[0]["role"] in ("system", "developer") and request.kept[0] == request.system

@@ -8,6 +8,7 @@ where a template needs the real history as context ("history" plans) and for the
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import replace
 from typing import Literal, TypeAlias
 
 from tokentrue.errors import TemplateError
@@ -55,8 +56,16 @@ class Extender:
         self._plans: OrderedDict[PlanKey, ExtendPlan] = OrderedDict()
 
     def extend(
-        self, prefix_ids: TokenIds, messages: Messages, new: Messages, tools: Tools | None, kwargs: JsonMapping
+        self,
+        prefix_ids: TokenIds,
+        messages: Messages,
+        new: Messages,
+        tools: Tools | None,
+        kwargs: JsonMapping,
+        *,
+        use_plans: bool = True,
     ) -> Extension | Refusal:
+        """`use_plans=False`: on the real history, whatever is cached."""
         if refusal := _check_inputs(prefix_ids, messages, new):
             return refusal
         request, key = self._read_request(prefix_ids, messages, new, tools, kwargs)
@@ -66,7 +75,9 @@ class Extender:
                     "history_rewritten",
                     "the template rewrites earlier turns when these messages follow; begin a new root",
                 )
-            plan, tail, mark = self._render_tail(request, key, messages)
+            plan, tail, mark = self._render_tail(request, key, messages, use_plans=use_plans)
+            if self._keeper.use.reads_turn:
+                plan, tail, mark = self._check_turn(request, messages, plan, tail, mark)
         except ExtendError as refused:
             return Refusal(why=refused.why, detail=refused.detail)
         except TemplateError as error:
@@ -87,8 +98,14 @@ class Extender:
         request, _ = self._read_request((0,), messages, new, tools, kwargs)
         return self._splicer.rewrites(request, self._normalise_past(messages))
 
-    def _render_tail(self, request: ExtendRequest, key: PlanKey, messages: Messages) -> tuple[ExtendPlan, str, str]:
-        """A plan on the real history is made anew each time: its gap belongs to that history."""
+    def _render_tail(
+        self, request: ExtendRequest, key: PlanKey, messages: Messages, *, use_plans: bool
+    ) -> tuple[ExtendPlan, str, str]:
+        """A plan on the real history is made again each time: its gap belongs to that history."""
+        if not use_plans:
+            past = self._normalise_past(messages)
+            plan = self._splicer.plan(request, past, only_history=True)
+            return plan, *self._splicer.render_tail(plan, request, past)
         known = self._plans.get(key)
         if known is not None:
             self._plans.move_to_end(key)
@@ -104,6 +121,23 @@ class Extender:
         if len(self._plans) > self._max_plans:
             self._plans.popitem(last=False)
         return plan, *self._splicer.render_tail(plan, request, past if plan.context == "history" else ())
+
+    def _check_turn(
+        self, request: ExtendRequest, messages: Messages, plan: ExtendPlan, tail: str, mark: str
+    ) -> tuple[ExtendPlan, str, str]:
+        """The template may ask what the recorded turn says, and the sentinel gives another answer: then the turn's own
+        text stands before the sentinel, after the real history."""
+        past = self._normalise_past(messages) if plan.context == "history" else []
+        if self._splicer.is_true_tail(plan, request, past, tail, mark):
+            return plan, tail, mark
+        request, past = replace(request, shows_text=True), self._normalise_past(messages)
+        plan = self._splicer.plan(request, past, only_history=True)
+        tail, mark = self._splicer.render_tail(plan, request, past)
+        if not self._splicer.is_true_tail(plan, request, past, tail, mark):
+            raise ExtendError(
+                "turn_decides", "what the assistant's turn says changes what the template writes after it"
+            )
+        return plan, tail, mark
 
     def _encode_tail(self, tail: str, mark: str, plan: ExtendPlan) -> TokenIds:
         if mark:

@@ -40,6 +40,7 @@ from tokentrue.renderers.extending.template_nodes import (
 
 LISTS = frozenset({"msgs", "reversed", "future", "chosen"})
 MESSAGES = frozenset({"msgs"})  # all of them, in order
+TURN_SHAPE = frozenset({"role", "tool_calls"})  # fields that the sentinel does not change
 HARMLESS_STATEMENTS = (nodes.Continue, nodes.ExprStmt)
 
 
@@ -58,6 +59,7 @@ class HistoryUse:
     tools: bool = False
     roles: frozenset[str] = frozenset()  # the last message of these roles
     neighbour: bool = False  # the message before the recorded turn
+    reads_turn: bool = False  # what the recorded turn says
     gaps: bool = False  # whether two messages are neighbours
 
 
@@ -65,7 +67,7 @@ def analyse(source: str) -> HistoryUse:
     try:
         return _Analysis(chat_environment().parse(source)).find_use()
     except (AttributeError, RecursionError) as error:  # a node of a form that is not expected here
-        return HistoryUse(why=f"its form is not known ({error})")
+        return HistoryUse(why=f"its form is not known ({error})", reads_turn=True)
 
 
 @dataclass
@@ -118,7 +120,7 @@ class _Analysis:
                 break
             self.known = self.found
         else:
-            return HistoryUse(why="its variables depend on each other")
+            return HistoryUse(why="its variables depend on each other", reads_turn=True)
         places = {"start", "first", "second", "neighbour", "gap"}
         if self.tail & places or any(flag.startswith("state:") for flag in self.tail):
             self.tail |= self.cut
@@ -132,15 +134,18 @@ class _Analysis:
         if not self.has_printed:
             bad.append("no loop writes the messages")
         if bad:
-            return HistoryUse(why="; ".join(bad[:3]))
+            return HistoryUse(why="; ".join(bad[:3]), reads_turn=True)
         state = {flag[6:] for flag in self.tail if flag.startswith("state:")}
         wanted = {name for name in state if name in self.found.writes}
         try:
             effects, variables, fields = build_effects(self.found.writes, wanted, self.macros.values())
         except NotUnderstood as error:
-            return HistoryUse(why=str(error))
+            return HistoryUse(why=str(error), reads_turn=True)
         if {"name", "tool_call_id"} & set(fields):
-            return HistoryUse(why="it carries the names of calls")  # a result's may be filled in from its call
+            return HistoryUse(
+                why="it carries the names of calls", reads_turn=True
+            )  # a result's may be filled in from its call
+        is_carried = any(not roles or "assistant" in roles for roles in variables.values())
         return HistoryUse(
             effects=effects,
             variables=variables,
@@ -150,6 +155,9 @@ class _Analysis:
             tools="tools" in self.tail,
             roles=frozenset(flag[5:] for flag in self.tail if flag.startswith("last:")),
             neighbour="neighbour" in self.tail,
+            reads_turn=bool(
+                self.tail & {"turn", "last:assistant"} or (is_carried and not TURN_SHAPE.issuperset(fields))
+            ),
             gaps="gap" in self.tail,
         )
 
@@ -364,6 +372,8 @@ class _Analysis:
                 return flags | self._test(node.test, place)
             case nodes.Name():
                 return self._name(node.name, place)
+            case nodes.Getattr() | nodes.Getitem() if (owner := _read_shape(node)) is not None:
+                return _make_value(self._flags(owner, place) - {"turn"})
             case nodes.Getattr() if isinstance(node.node, nodes.Name):
                 return self._attribute(node.node.name, node.attr, place)
             case nodes.Getitem():
@@ -376,8 +386,6 @@ class _Analysis:
                 return self._arithmetic(node, place)
             case nodes.Call() if isinstance(node.node, nodes.Name):
                 return self._call(node, node.node.name, place)
-            case nodes.Call():
-                return self._plain(node, place)
             case nodes.Test():
                 flags = self._plain(node, place, keep_positions=node.name in {"none", "defined", "undefined"})
                 if any(flag.startswith("pos:") for flag in flags):
@@ -486,7 +494,7 @@ class _Analysis:
             case "first":
                 return frozenset({"now", "start"})
             case "previtem":
-                return frozenset({"now", "start", "neighbour"})
+                return frozenset({"now", "start", "neighbour", "turn"})
             case "nextitem":
                 return frozenset({"now"})
             case _:
@@ -608,7 +616,7 @@ class _Analysis:
             ):  # length - 1 - loop.index0, length - loop.index
                 return frozenset({f"pos:index0:{place.loop.base}"})
         if isinstance(node, (nodes.Add, nodes.Sub)) and one and all(flag.startswith("pos:index0:") for flag in moved):
-            beside = {"start", "neighbour"} if isinstance(node, nodes.Sub) else set[str]()
+            beside = {"start", "neighbour", "turn"} if isinstance(node, nodes.Sub) else set[str]()
             near = {f"near:{flag.rpartition(':')[2]}" for flag in moved}
             return frozenset(flag for flag in flags if not flag.startswith("pos:")) | near | beside
         return flags | {"bad:arithmetic with positions"}
@@ -692,6 +700,12 @@ def _make_value(flags: Flags, *, keep_positions: bool = False) -> Flags:
     if not keep_positions and any(flag.startswith(("pos:", "near")) for flag in flags):
         return flags | {"bad:a position is used as a value"}
     return flags
+
+
+def _read_shape(node: nodes.Getattr | nodes.Getitem) -> nodes.Expr | None:
+    """`loop.previtem` of `loop.previtem.role`: of the turn before, this asks nothing that was sampled."""
+    owner = read_field(node, "role")
+    return owner if isinstance(owner, (nodes.Getattr, nodes.Getitem)) else None
 
 
 def _is_loop_first(node: nodes.Node) -> bool:

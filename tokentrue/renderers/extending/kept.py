@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from operator import itemgetter
 from typing import Any, TypeAlias
 
 from tokentrue.errors import TokenTrueError
@@ -36,13 +37,18 @@ class KeptMessages:
 class MessageKeeper:
     """Chooses the messages; what a message writes is worked out once for each text."""
 
-    def __init__(self, template: Template, codec: Codec, inputs: InputFormat, *, safe: bool, fill_in: bool) -> None:
+    def __init__(
+        self, template: Template, codec: Codec, inputs: InputFormat, *, safe: bool, fill_in: bool, is_allowed: bool
+    ) -> None:
+        self._is_allowed = is_allowed
         self._template, self._codec, self._inputs, self._safe, self._fill_in = template, codec, inputs, safe, fill_in
-        self._effects: dict[tuple[Any, ...], Effect] = {}
+        self._effects: dict[str, dict[Any, Effect]] = {}  # by kwargs, then by the message's `_fields`
         self._cached_chars = 0
 
     @cached_property
     def use(self) -> HistoryUse:
+        if not self._is_allowed:
+            return HistoryUse(why="short plans gave other ids than the real history", reads_turn=True)
         return analyse(self._template.source)
 
     def choose(
@@ -55,8 +61,9 @@ class MessageKeeper:
         if use.why or end == start:
             return None
         try:
-            find_effect = partial(self._find_effect, kwargs=kwargs, spelled=spelled)
-            writers, roles = self._find_last_writers(messages, end, turn, find_effect)
+            known = self._effects.setdefault(spelled, {})
+            find_effect = partial(self._find_effect, kwargs=kwargs, known=known)
+            writers, roles = self._find_last_writers(messages, end, turn, known, find_effect)
             asked = {start} if use.second or (use.first and not start) else set[int]()
             if use.neighbour:
                 asked.add(end - 1)
@@ -97,11 +104,16 @@ class MessageKeeper:
         return KeptMessages(messages=messages, signature=signature)
 
     def _find_last_writers(
-        self, history: Messages, end: int, turn: JsonObject, find_effect: Callable[[JsonMapping], Effect]
+        self,
+        history: Messages,
+        end: int,
+        turn: JsonObject,
+        known: Mapping[Any, Effect],
+        find_effect: Callable[[JsonMapping], Effect],
     ) -> tuple[list[int], dict[str, int]]:
         """Indices of the last message before `end` that writes each variable that the turn itself does not write, and
         of the last one of each role that is asked for."""
-        writers: list[int] = []
+        read_fields, writers = self._read_fields, list[int]()
         last: dict[str, int] = {}
         missing = {**self.use.variables}
         if missing and {"role", "tool_calls"}.issuperset(self.use.fields):  # its texts are not the ones rendered
@@ -116,44 +128,46 @@ class MessageKeeper:
                 continue
             if role in self.use.roles:
                 last.setdefault(role, index)
-            written = find_effect(history[index])[1] if missing else frozenset[str]()
+            if not missing:
+                continue
+            try:  # most messages were seen before: a long history is scanned at every turn
+                written = known[read_fields(history[index])][1]
+            except (KeyError, TypeError):
+                written = find_effect(history[index])[1]
             if not written.isdisjoint(missing):
                 writers.append(index)
                 missing = {name: roles for name, roles in missing.items() if name not in written}
                 wanted = _list_roles(missing, self.use.roles)
         return writers, last
 
-    def _find_effect(self, message: JsonMapping, *, kwargs: JsonMapping, spelled: str) -> Effect:
+    def _find_effect(self, message: JsonMapping, *, kwargs: JsonMapping, known: dict[Any, Effect]) -> Effect:
         if self.use.effects is None:
             return NO_EFFECT
-        given = [message.get(name) for name in self._fields]
-        given.append(spelled)
-        try:
-            known = self._effects.get(tuple(given))
-        except TypeError:  # a list
-            known = None
-        return known or self._render_effect(message, kwargs, given)
-
-    def _render_effect(self, message: JsonMapping, kwargs: JsonMapping, given: list[Any]) -> Effect:
-        key = tuple(value if type(value) is str or value is None else spell(value) for value in given)
-        if known := self._effects.get(key):
-            return known
+        given = [message.get(name, ...) for name in self._fields]
+        key = tuple(value if type(value) is str or value is None or value is ... else spell(value) for value in given)
+        if key in known:
+            return known[key]
         normal = normalise_messages([message], self._inputs)
         if self._safe and needs_shield(self._codec, normal):
             normal = [ContentShield(self._codec, normal).shield(normal[0])]
         text = self._template.render_other(self.use.effects, kwargs, history=normal)
         effect = text, frozenset(part.partition("=")[0] for part in text.split("\0")[1:])
-        self._cached_chars += sum(len(part) for part in key if part)
+        self._cached_chars += sum(len(part) for part in key if isinstance(part, (str, bytes)))
         if self._cached_chars > MAX_CACHED_CHARS:
             self._effects.clear()
             self._cached_chars = 0
-        self._effects[key] = effect
+        known[key] = effect
         return effect
 
     @cached_property
     def _fields(self) -> tuple[str, ...]:
-        fields = self.use.fields
+        """At least two, so that `_read_fields` gives a tuple."""
+        fields = ("role", *(self.use.fields or ("role",)))
         return fields if set(fields).isdisjoint(REASONING) else (*fields, *REASONING)
+
+    @cached_property
+    def _read_fields(self) -> Callable[[JsonMapping], tuple[Any, ...]]:
+        return itemgetter(*self._fields)
 
     def _normalise(self, messages: Messages, index: int) -> JsonObject:
         if messages[index].get("role") != "tool" or not self._fill_in:

@@ -49,6 +49,7 @@ class ExtendRequest:
     stop: str | None  # the literal of the last recorded id, where it is an added token
     is_stop: bool
     in_reasoning: bool = False  # the turn was cut off while reasoning
+    shows_text: bool = False  # the sentinel follows the turn's own text, which the new text depends on
 
     @cached_property
     def tools(self) -> list[JsonObject] | None:
@@ -62,7 +63,7 @@ class ExtendRequest:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExtendPlan:
     """Where to cut in a render: after `gap`, which follows the sentinel; `closing` is inserted before what the template
-    has there."""
+    has there. `gap` has the marks of `mark_ids` for the ids of the turn's calls."""
 
     context: ContextKind
     place: SentinelPlace
@@ -71,3 +72,12 @@ class ExtendPlan:
     join: Join
     closing: str = ""
     template_texts: tuple[str, ...] = ()  # what the template writes around the new contents, `closing` included
+
+
+def mark_ids(text: str, last: JsonObject, *, back: bool = False) -> str:
+    """`text` with a mark for each call id of the turn `last`; `back`: the marks are replaced by the ids."""
+    for index, call in enumerate(last.get("tool_calls") or ()):
+        pair = call["id"], f"\0{index}\0"
+        if call["id"]:
+            text = text.replace(*(reversed(pair) if back else pair))
+    return text

@@ -23,7 +23,14 @@ from tokentrue.renderers.codec.codec import Codec
 from tokentrue.renderers.codec.shield import ContentShield, needs_shield
 from tokentrue.renderers.extending.boundary import MarkedRender, find_boundary
 from tokentrue.renderers.extending.contexts import ContextBuilder
-from tokentrue.renderers.extending.request import ContextKind, ExtendError, ExtendPlan, ExtendRequest, SentinelPlace
+from tokentrue.renderers.extending.request import (
+    ContextKind,
+    ExtendError,
+    ExtendPlan,
+    ExtendRequest,
+    SentinelPlace,
+    mark_ids,
+)
 from tokentrue.renderers.extending.spans import split_at_words
 from tokentrue.renderers.extending.stops import Stops, make_content
 from tokentrue.renderers.template import InputFormat, Template
@@ -87,12 +94,26 @@ class Splicer:
         _, found, rest = text.partition(self._contexts.sentinel)
         if not found or self._contexts.sentinel in rest:
             raise ExtendError("turn_lost", "the assistant's turn does not show once when these messages follow it")
-        if not rest.startswith(plan.gap):
+        gap = mark_ids(plan.gap, request.last, back=True)
+        if not rest.startswith(gap):
             raise ExtendError(
                 "boundary_changed",
                 "the new messages change what the template writes at the end of the assistant's turn",
             )
-        return plan.closing + rest[len(plan.gap) :], mark
+        return plan.closing + rest[len(gap) :], mark
+
+    def is_true_tail(
+        self, plan: ExtendPlan, request: ExtendRequest, history: Sequence[JsonObject], tail: str, mark: str
+    ) -> bool:
+        """Whether the same text ends the conversation where the turn has its own text and no sentinel."""
+        context = self._contexts.build(plan.context, plan.place, request, history)[:-1]
+        tools = None if plan.context == "light" else request.tools
+        try:
+            text, own_mark = self.render_text([*context, request.last, *request.new], tools, request.kwargs)
+        except TemplateError:  # on what the model wrote: there is nothing to compare with
+            return True
+        tail = tail[len(plan.closing) :]
+        return _remove(own_mark, text).endswith(_remove(mark, tail))
 
     def render_text(
         self,
@@ -190,7 +211,7 @@ class Splicer:
         return ExtendPlan(
             context=context,
             place=place,
-            gap=boundary.gap,
+            gap=mark_ids(boundary.gap, request.last),
             literal=boundary.literal,
             join=boundary.join,
             closing=closing,
@@ -222,6 +243,10 @@ class Splicer:
         context = self._contexts.build(plan.context, plan.place, request, history)
         tools = None if plan.context == "light" else request.tools
         return self.render_text([*context, *marked], tools, request.kwargs)[0].partition(self._contexts.sentinel)[2]
+
+
+def _remove(mark: str, text: str) -> str:
+    return text.replace(mark, "") if mark else text
 
 
 def _find_place(request: ExtendRequest) -> SentinelPlace:

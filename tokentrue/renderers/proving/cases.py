@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tokentrue.json_types import JsonObject
@@ -109,3 +110,14 @@ ADDED: dict[str, dict[str, tuple[Message, ...]]] = {
         ),
     },
 }
+
+MAX_WORDS = 8
+
+
+def list_questions(words: Sequence[str]) -> Iterator[tuple[tuple[Message, ...], tuple[Message, ...]]]:
+    """Conversations of two shapes, without and with each word in the earlier messages, and what follows them."""
+    for text in ("za", *(text for word in words[:MAX_WORDS] for text in (word, f"za {word} zb"))):
+        ask, say, got = ({"role": role, "content": text} for role in ("user", "assistant", "tool"))
+        yield (ask, say, _user("zc"), _turn("zlastz")), (ANSWER,)
+        result = {**got, "tool_call_id": "callid000", "name": "weather"}
+        yield (ask, _calls("zb", text=text), result, _calls("zlastz")), (_result("zn0z"),)

@@ -39,6 +39,7 @@ class Proof:
     tokenizer_hash: str
     tools: Literal["rendered", "ignored", ""] = ""  # whether the template shows a request's tools to the model
     warnings: tuple[str, ...] = ()
+    short_plans: bool = True  # what the template asks of earlier messages is known, and was tried
     inputs: JsonMapping = field(default_factory=JsonObject)
 
     @property
@@ -59,6 +60,7 @@ class Proof:
             "tools": self.tools,
             "warnings": list(self.warnings),
             "inputs": dict(self.inputs),
+            "short_plans": self.short_plans,
             "template_hash": self.template_hash,
             "tokenizer_hash": self.tokenizer_hash,
         }
@@ -67,7 +69,17 @@ class Proof:
     def from_json(cls, data: JsonMapping) -> Proof:
         fields = {
             key: data[key]
-            for key in ("roles", "why", "boundary", "rewrites", "inputs", "tools", "template_hash", "tokenizer_hash")
+            for key in (
+                "roles",
+                "why",
+                "boundary",
+                "rewrites",
+                "inputs",
+                "tools",
+                "short_plans",
+                "template_hash",
+                "tokenizer_hash",
+            )
         }
         stops = {kind: tuple(texts) for kind, texts in data["stops"].items()}
         return cls(

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from jinja2 import nodes
+
 from tokentrue.errors import TokenTrueError
 from tokentrue.ids import TokenIds
+from tokentrue.renderers.extending.effects import chat_environment
 from tokentrue.renderers.messages import fill_in_tool_names, normalise_messages, normalise_tools
-from tokentrue.renderers.proving.cases import ADDED, ROLES, SHAPES, SYSTEM, TOOLS
+from tokentrue.renderers.proving.cases import ADDED, ROLES, SHAPES, SYSTEM, TOOLS, list_questions
 from tokentrue.renderers.proving.proof import Case, Proof
 from tokentrue.renderers.renderer import Renderer
 from tokentrue.types import Extension, Message, Refusal, Tool
@@ -42,7 +45,34 @@ def prove(renderer: Renderer) -> Proof:
         tools="rendered" if shows_tools else "ignored",
         warnings=tuple(_list_warnings(renderer, shows_tools=shows_tools)),
         inputs=renderer.inputs.to_json(),
+        short_plans=_check_short_plans(renderer),
     )
+
+
+def _check_short_plans(renderer: Renderer) -> bool:
+    """Whether requests get the ids of their real history where plans of other requests are cached, with and without the
+    words of the template's conditions in earlier messages."""
+    if renderer.history_use.why:
+        return True  # there are none
+    for history, new in list_questions(_list_words(renderer.template.source)):
+        stop = next(iter(_list_stops(renderer, calls=bool(history[-1].get("tool_calls")))), None)
+        if stop is None:
+            continue
+        tools = _choose_tools(history)
+        found, expected = (
+            renderer.extend([renderer.codec.literals[stop]], history, new, tools, use_plans=use_plans)
+            for use_plans in (True, False)
+        )
+        if isinstance(found, Extension) and isinstance(expected, Extension) and found.added_ids != expected.added_ids:
+            return False
+    return True
+
+
+def _list_words(source: str) -> list[str]:
+    conditions = chat_environment().parse(source).find_all((nodes.If, nodes.CondExpr))
+    constants = (constant.value for node in conditions for constant in node.test.find_all(nodes.Const))
+    found = dict.fromkeys(word for word in constants if isinstance(word, str) and word.strip())
+    return [word for word in found if not word.isidentifier()] + [word for word in found if word.isidentifier()]
 
 
 def _judge_role(cases: Sequence[Case]) -> tuple[str, str]:
