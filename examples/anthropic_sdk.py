@@ -7,7 +7,7 @@ Run: TOKENTRUE_URL=http://127.0.0.1:8000 TOKENTRUE_ADMIN_KEY=… python examples
 import os
 
 import tokentrue as tt
-from tokentrue.environments.tools import CALCULATOR, calculate
+from tokentrue.environments.word_problems import CALCULATOR, calculate
 
 function = CALCULATOR["function"]
 TOOL = {"name": function["name"], "description": function["description"], "input_schema": function["parameters"]}

@@ -7,7 +7,7 @@ import json
 import os
 
 import tokentrue as tt
-from tokentrue.environments.tools import CALCULATOR, calculate
+from tokentrue.environments.word_problems import CALCULATOR, calculate
 
 with tt.Client(os.environ["TOKENTRUE_URL"]) as client, client.session(group="example", sampling={"seed": 1}) as session:
     openai = session.openai()  # an openai.OpenAI with this session's base URL and key

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 from tokentrue.environments import OpenSession, Plan, Sessions
-from tokentrue.environments.tools import CALCULATOR
+from tokentrue.environments.word_problems import CALCULATOR
 from tokentrue.errors import ConfigError
 from tokentrue.protocols import Scoring
 from tokentrue.train import Groups, Rounds

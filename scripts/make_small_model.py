@@ -302,7 +302,7 @@ def train(model: Any, tokenizer: PreTrainedTokenizerFast, options: argparse.Name
 @torch.no_grad()
 def reward(model: Any, tokenizer: PreTrainedTokenizerFast, tasks: list[P.Problem], *, greedy: bool) -> float:
     """Share of right answers on calculator tasks, with the tool answered by the rules of the environment."""
-    from tokentrue.environments.tools import calculate, last_number
+    from tokentrue.environments.word_problems import calculate, last_number
 
     model.eval()
     rows = [tokenizer(CALC_HEAD + user(task.text)[0]).input_ids for task in tasks]

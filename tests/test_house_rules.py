@@ -229,3 +229,30 @@ def test_starts_without_torch() -> None:
 def test_import_is_light() -> None:
     code = "import sys, tokentrue; print(sorted({'torch', 'transformers', 'aiohttp', 'numpy'} & set(sys.modules)))"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+
+
+def bound_names(path: Path) -> set[str]:
+    """Names that a module's top level binds."""
+    found: set[str] = set()
+    for node in ast.walk(SYNTAX[path]):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {alias.asname or alias.name for alias in node.names}
+    return found
+
+
+def test_every_imported_name_exists() -> None:
+    """Also where an import runs only with a library that is not installed here."""
+    missing: list[str] = []
+    for path in FILES:
+        for name, line in imported_names(path):
+            dotted = name.removeprefix("tokentrue.")
+            if name.startswith("tokentrue.") and dotted not in MODULES:
+                module, _, attribute = dotted.rpartition(".")
+                owner = MODULES.get(module or "__init__")
+                if owner is None or (attribute not in bound_names(owner) and "__getattr__" not in bound_names(owner)):
+                    missing.append(f"{path}:{line}: {name}")
+    assert not missing, missing

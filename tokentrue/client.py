@@ -19,7 +19,7 @@ from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypedDict, Unpack
 from urllib.parse import quote
 
 import httpx
@@ -48,8 +48,6 @@ BY_STATUS: Mapping[int, type[Exception]] = {404: SessionNotFound, 409: SessionCo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionSamples:
-    """Everything sampled in a session, and the account of it."""
-
     samples: list[Sample]
     coverage: Coverage
 
@@ -57,28 +55,39 @@ class SessionSamples:
 Request: TypeAlias = tuple[str, str, JsonMapping | None]  # method, path and body
 
 
-class _Connection:
-    """What both clients share: address, key, and the meaning of answers."""
+class SessionSettings(TypedDict, total=False):
+    """`training=False` admits sampling that no trainer can score; `pin=["system"]` keeps the first system prompt of
+    each conversation."""
 
-    def __init__(self, url: str, admin_key: str | None, timeout_s: float) -> None:
-        self.url = url.rstrip("/")
-        if not self.url.startswith(("http://", "https://")):
-            raise ConfigError(
-                f"{url!r} is not the URL of a gateway; `tokentrue serve` prints one such as http://127.0.0.1:8000"
-            )
-        key = admin_key or os.environ.get(ADMIN_KEY)
-        self.options: JsonObject = {
-            "base_url": self.url,
-            "timeout": timeout_s,
-            "headers": {"authorization": f"Bearer {key}"} if key else {},
-        }
+    session_id: str | None
+    group: str | None
+    metadata: JsonMapping | None
+    sampling: JsonMapping | None
+    history: str | None
+    training: bool | None
+    pin: Sequence[str] | None
 
-    def unreachable(self, error: Exception) -> GatewayUnreachable:
-        if isinstance(error, GatewayUnreachable):  # it answered, with a failure of its own
-            return error
-        return GatewayUnreachable(
-            f"no gateway is reachable at {self.url}: {error or type(error).__name__}; is `tokentrue serve` running?"
+
+def _connection_options(url: str, admin_key: str | None, timeout_s: float) -> dict[str, Any]:
+    base_url, key = url.rstrip("/"), admin_key or os.environ.get(ADMIN_KEY)
+    if not base_url.startswith(("http://", "https://")):
+        raise ConfigError(
+            f"{url!r} is not the URL of a gateway; `tokentrue serve` prints one such as http://127.0.0.1:8000"
         )
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    return {"base_url": base_url, "timeout": timeout_s, "headers": headers}
+
+
+def _raise_unreachable(url: httpx.URL, error: Exception) -> NoReturn:
+    if isinstance(error, GatewayUnreachable):  # it answered, with a failure of its own
+        raise error
+    raise GatewayUnreachable(
+        f"no gateway is reachable at {str(url).rstrip('/')}: {error or type(error).__name__}; is `tokentrue serve` running?"
+    ) from error
+
+
+def _open_request(settings: SessionSettings) -> Request:
+    return "POST", "/sessions", _without_none(settings)
 
 
 def _encode_body(body: JsonMapping | None) -> JsonObject:
@@ -126,7 +135,6 @@ def _end_request(session_id: str, *, purge: bool) -> Request:
 
 
 def session_path(session_id: str) -> str:
-    """Where a session is, as part of a URL."""
     return f"/sessions/{_quote(session_id, 'session_id')}"
 
 
@@ -157,7 +165,6 @@ class _SessionAddress:
         self._sdks: list[Any] = []  # closed with the session
 
     def _sdk(self, module: str, name: str, options: JsonMapping) -> Any:
-        """A client of an SDK that knows this session's address and key."""
         try:
             kind = getattr(import_module(module), name)
         except ModuleNotFoundError as error:
@@ -193,7 +200,7 @@ class ClientSession(_SessionAddress):
         return _samples_from(self._client.call(*_samples_request(self.id)))
 
     def state(self) -> JsonObject:
-        """The session's tree of nodes, coverage and state, as GET /sessions/{id} gives it."""
+        """As GET /sessions/{id} gives it."""
         return self._client.call("GET", session_path(self.id))
 
     def end(self, *, purge: bool = False) -> None:
@@ -202,7 +209,7 @@ class ClientSession(_SessionAddress):
         self._client.call(*_end_request(self.id, purge=purge))
 
     def close(self) -> None:
-        """Closes the SDK clients of this session, and leaves the session open."""
+        """Closes the SDK clients and leaves the session open."""
         while self._sdks:
             self._sdks.pop().close()
 
@@ -211,8 +218,7 @@ class Client:
     """Administers a gateway. `admin_key` may come from TOKENTRUE_ADMIN_KEY."""
 
     def __init__(self, url: str, admin_key: str | None = None, *, timeout_s: float = 600.0) -> None:
-        self._connection = _Connection(url, admin_key, timeout_s)
-        self._http = httpx.Client(**self._connection.options)
+        self._http = httpx.Client(**_connection_options(url, admin_key, timeout_s))
 
     def __enter__(self) -> Client:
         return self
@@ -223,32 +229,12 @@ class Client:
     def close(self) -> None:
         self._http.close()
 
-    def open(
-        self,
-        *,
-        session_id: str | None = None,
-        group: str | None = None,
-        metadata: JsonMapping | None = None,
-        sampling: JsonMapping | None = None,
-        history: str | None = None,
-        training: bool | None = None,
-        pin: Sequence[str] | None = None,
-    ) -> ClientSession:
-        """A new session, which stays open until `end`. `training=False` admits sampling that no trainer can score;
-        `pin=["system"]` keeps the first system prompt of each conversation."""
-        settings = {
-            "session_id": session_id,
-            "group": group,
-            "metadata": metadata,
-            "sampling": sampling,
-            "history": history,
-            "training": training,
-            "pin": pin,
-        }
-        return ClientSession(self, self.call("POST", "/sessions", _without_none(settings)))
+    def open(self, **settings: Unpack[SessionSettings]) -> ClientSession:
+        """A new session, which stays open until `end`."""
+        return ClientSession(self, self.call(*_open_request(settings)))
 
     @contextmanager
-    def session(self, **settings: Any) -> Generator[ClientSession, None, None]:
+    def session(self, **settings: Unpack[SessionSettings]) -> Generator[ClientSession, None, None]:
         """`open`, as a context manager: the session ends with the block. After an exception it stays open, to be
         inspected or resumed."""
         session = self.open(**settings)
@@ -263,8 +249,7 @@ class Client:
     ) -> list[JsonObject]:
         """Newest first. `after`, an item of an earlier list: those behind it. Unlike `offset` it leaves none out and
         gives none twice while sessions are opened and purged."""
-        answer = self.call(*_list_request(limit, offset, group, after))
-        return cast("list[JsonObject]", answer["sessions"])
+        return self.call(*_list_request(limit, offset, group, after))["sessions"]
 
     def session_state(self, session_id: str) -> JsonObject:
         """What GET /sessions/{id} gives."""
@@ -286,7 +271,7 @@ class Client:
         self.call(*_end_request(session_id, purge=True))
 
     def wait_until_ready(self, *, timeout_s: float = 60.0) -> None:
-        """Returns when the gateway and its engine are ready; raises GatewayUnreachable after `timeout_s`."""
+        """Raises GatewayUnreachable after `timeout_s`."""
         end = time.monotonic() + timeout_s
         while True:
             try:
@@ -302,11 +287,11 @@ class Client:
         try:
             return _decode_answer(method, path, self._http.request(method, path, **_encode_body(body)))
         except httpx.TransportError as error:
-            raise self._connection.unreachable(error) from error
+            _raise_unreachable(self._http.base_url, error)
 
 
 class AsyncClientSession(_SessionAddress):
-    """One session of a gateway, with `await`."""
+    """`ClientSession` with `await`."""
 
     def __init__(self, client: AsyncClient, opened: JsonMapping) -> None:
         super().__init__(opened)
@@ -331,27 +316,25 @@ class AsyncClientSession(_SessionAddress):
         return _samples_from(await self._client.call(*_samples_request(self.id)))
 
     async def state(self) -> JsonObject:
-        """The session's tree of nodes, coverage and state, as GET /sessions/{id} gives it."""
         return await self._client.call("GET", session_path(self.id))
 
     async def end(self, *, purge: bool = False) -> None:
-        """No further turn is admitted; samples stay readable unless `purge`."""
         await self.close()
         await self._client.call(*_end_request(self.id, purge=purge))
 
     async def close(self) -> None:
-        """Closes the SDK clients of this session, and leaves the session open."""
         while self._sdks:
             await self._sdks.pop().close()
 
 
 class AsyncClient:
-    """`Client` with `await`. `retries` is how often a call is repeated while the gateway is away."""
+    """`Client` with `await`; its methods say what each does. `retries` is how often a call is repeated while the gateway
+    is away."""
 
     def __init__(self, url: str, admin_key: str | None = None, *, timeout_s: float = 600.0, retries: int = 0) -> None:
-        self._connection = _Connection(url, admin_key, timeout_s)
+        options = _connection_options(url, admin_key, timeout_s)
         self._retries = retries
-        self._http = httpx.AsyncClient(**self._connection.options, limits=httpx.Limits(max_connections=None))
+        self._http = httpx.AsyncClient(**options, limits=httpx.Limits(max_connections=None))
 
     async def __aenter__(self) -> AsyncClient:
         return self
@@ -362,33 +345,11 @@ class AsyncClient:
     async def close(self) -> None:
         await self._http.aclose()
 
-    async def open(
-        self,
-        *,
-        session_id: str | None = None,
-        group: str | None = None,
-        metadata: JsonMapping | None = None,
-        sampling: JsonMapping | None = None,
-        history: str | None = None,
-        training: bool | None = None,
-        pin: Sequence[str] | None = None,
-    ) -> AsyncClientSession:
-        """See `Client.open`."""
-        settings = {
-            "session_id": session_id,
-            "group": group,
-            "metadata": metadata,
-            "sampling": sampling,
-            "history": history,
-            "training": training,
-            "pin": pin,
-        }
-        return AsyncClientSession(self, await self.call("POST", "/sessions", _without_none(settings)))
+    async def open(self, **settings: Unpack[SessionSettings]) -> AsyncClientSession:
+        return AsyncClientSession(self, await self.call(*_open_request(settings)))
 
     @asynccontextmanager
-    async def session(self, **settings: Any) -> AsyncGenerator[AsyncClientSession, None]:
-        """`open`, as a context manager: the session ends with the block. After an exception it stays open, to be
-        inspected or resumed."""
+    async def session(self, **settings: Unpack[SessionSettings]) -> AsyncGenerator[AsyncClientSession, None]:
         session = await self.open(**settings)
         try:
             yield session
@@ -399,31 +360,24 @@ class AsyncClient:
     async def sessions(
         self, *, limit: int = 100, offset: int = 0, group: str | None = None, after: JsonMapping | None = None
     ) -> list[JsonObject]:
-        """See `Client.sessions`."""
-        answer = await self.call(*_list_request(limit, offset, group, after))
-        return cast("list[JsonObject]", answer["sessions"])
+        return (await self.call(*_list_request(limit, offset, group, after)))["sessions"]
 
     async def session_state(self, session_id: str) -> JsonObject:
-        """What GET /sessions/{id} gives."""
         return await self.call("GET", session_path(session_id))
 
     async def session_samples(self, session_id: str) -> SessionSamples:
         return _samples_from(await self.call(*_samples_request(session_id)))
 
     async def reward_session(self, session_id: str, reward: float, *, group: str | None = None) -> None:
-        """Of a session that another program opened. `group` names its group where it has none."""
         await self.call(*_reward_request(session_id, reward=reward, group=group))
 
     async def end_session(self, session_id: str) -> None:
-        """No further turn is admitted; samples stay readable."""
         await self.call(*_end_request(session_id, purge=False))
 
     async def delete_session(self, session_id: str) -> None:
-        """Ends the session and deletes everything sampled in it."""
         await self.call(*_end_request(session_id, purge=True))
 
     async def wait_until_ready(self, *, timeout_s: float = 60.0) -> None:
-        """Returns when the gateway and its engine are ready; raises GatewayUnreachable after `timeout_s`."""
         end = time.monotonic() + timeout_s
         while True:
             try:
@@ -435,12 +389,11 @@ class AsyncClient:
             await asyncio.sleep(0.2)
 
     async def call(self, method: str, path: str, body: JsonMapping | None = None) -> Any:
-        """The JSON that any administrative route answers."""
         for attempt in itertools.count():
             try:
                 return _decode_answer(method, path, await self._http.request(method, path, **_encode_body(body)))
             except (httpx.TransportError, GatewayUnreachable) as error:
                 if attempt == self._retries:
-                    raise self._connection.unreachable(error) from error
+                    _raise_unreachable(self._http.base_url, error)
             await asyncio.sleep(min(4.0, 0.25 * 2**attempt))
         raise AssertionError("unreachable: the last attempt returns or raises")

@@ -23,15 +23,14 @@ SMALL_FILES = (
 
 
 def load_causal_model(model: str | Path, *, dtype: str, **options: Any) -> Any:
-    """A Hugging Face causal model on the host; `options` are those of transformers. Raises ConfigError with the reason,
-    in one line."""
+    """On the host; `options` are those of transformers."""
     from transformers import AutoModelForCausalLM
 
     return _load(AutoModelForCausalLM, model, dtype=dtype, **options)
 
 
 def load_config(model: str | Path) -> Any:
-    """A model's configuration, without its weights. Raises ConfigError with the reason, in one line."""
+    """Without weights."""
     from transformers import AutoConfig
 
     return _load(AutoConfig, model)
@@ -46,13 +45,11 @@ def _load(kind: Any, model: str | Path, **options: Any) -> Any:
 
 
 def one_line(error: Exception) -> str:
-    """What an error says, without line breaks and not too long; its type where it says nothing."""
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 def locate_model(model: str | Path) -> str:
-    """What transformers should load: `model` itself, or the cached directory of a hub id while the hub cannot be
-    reached."""
+    """`model` itself, or the cached directory of a hub id while the hub cannot be reached."""
     if _is_directory(model):
         return str(model)
     reason = why_unreachable()
@@ -60,8 +57,7 @@ def locate_model(model: str | Path) -> str:
 
 
 def locate_small_files(model: str | Path) -> Path:
-    """The directory of a model's tokenizer, template and configurations; those of a hub id are downloaded where the hub
-    can be reached."""
+    """The directory of a model's tokenizer, template and configurations."""
     if _is_directory(model):
         return Path(model)
     return Path(_download(str(model), why_unreachable(), allow_patterns=list(SMALL_FILES)))
@@ -79,7 +75,7 @@ def _is_directory(model: str | Path) -> bool:
 
 
 def _download(model: str, reason: str | None, **options: Any) -> str:
-    """The directory in the hub's cache. `reason` is why the hub cannot be reached, None where it can."""
+    """`reason` is why the hub cannot be reached, None where it can."""
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -106,7 +102,7 @@ def is_hub_id(model: str) -> bool:
 
 
 def why_unreachable() -> str | None:
-    """None where the hub answers, whatever it says; proxies and HF_ENDPOINT count, as in transformers' own requests."""
+    """None where the hub answers, whatever it says."""
     import httpx
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session

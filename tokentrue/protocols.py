@@ -26,19 +26,17 @@ from tokentrue.types import (
 
 
 class TurnParser(Protocol):
-    """Parses one sampled turn while it is being sampled."""
-
     def feed(self, token_ids: Ids) -> list[Delta]:
-        """What these further tokens add for the client; never half a UTF-8 character, never half a marker."""
+        """Never half a UTF-8 character, never half a marker."""
         ...
 
     def finish(self) -> tuple[list[Delta], Parsed]:
-        """The held-back rest, and the whole turn: its message is what all deltas add up to."""
+        """What was held back, and the whole turn: its message is what all deltas add up to."""
         ...
 
 
 class Renderer(Protocol):
-    """Messages to tokens and back; the only kind of object that may encode or decode."""
+    """The only kind of object that may encode or decode."""
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]: ...
@@ -67,8 +65,7 @@ class Renderer(Protocol):
         *,
         template_kwargs: TemplateKwargs | None = None,
     ) -> Extension | Refusal:
-        """`prefix_ids` is the recorded prompt and sampled ids of `messages`, whose last one is the sampled assistant
-        turn."""
+        """`prefix_ids` are the recorded ids of `messages`, whose last one is the sampled assistant turn."""
         ...
 
     def parse(self, sampled_ids: Ids, *, prompt_ids: Ids = (), tools: Tools | None = None) -> Parsed: ...
@@ -84,8 +81,7 @@ class Renderer(Protocol):
         ...
 
     def call_tag(self, tools: Tools, *, name: str | None = None) -> JsonMapping | Refusal:
-        """The structural tag that makes an engine sample at least one call of these tools (of tool `name`, and only
-        it)."""
+        """The structural tag that makes an engine sample at least one call of these tools (only of `name`)."""
         ...
 
 
@@ -96,8 +92,8 @@ class Streaming(Protocol):
         self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None, whole: bool = False
     ) -> AsyncIterator[Chunk]:
         """Chunks of sampled tokens, then one with the whole completion (`final`). Closing the iterator early cancels
-        the generation in the engine. `session` is a stickiness hint for prefix caches. `whole`: the caller waits for
-        the end, so the engine may report all tokens in one chunk, which costs less."""
+        the generation. `session` is a hint for prefix caches. `whole`: the caller waits for the end, so one chunk will
+        do."""
         ...
 
     async def generate(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> Completion:
@@ -110,20 +106,20 @@ class Streaming(Protocol):
 
 
 class Provider(Streaming, Protocol):
-    """An engine: ids in, ids and log-probabilities out. Each completion carries `prompt_digest`, the digest of the ids
-    that were sent."""
+    """An engine: ids in, ids and log-probabilities out. Completions carry `prompt_digest`, the digest of the ids that
+    were sent."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def truthful_filters(self) -> frozenset[str] | None:
-        """The sampling filters under which the reported log-probabilities are those of the distribution sampled from.
-        None while the engine has not said; `health()` asks it."""
+        """Filters under which reported log-probabilities are those of the distribution sampled from; None until
+        `health()` has asked the engine."""
         ...
 
     async def health(self) -> JsonMapping:
-        """Facts about the engine (model, version …); raises EngineUnreachable when it is not there."""
+        """Facts about the engine; raises EngineUnreachable."""
         ...
 
     async def close(self) -> None: ...
@@ -131,8 +127,6 @@ class Provider(Streaming, Protocol):
 
 @runtime_checkable
 class WeightSink(Protocol):
-    """Where the trainer publishes weights."""
-
     async def publish(self, weights: Iterable[tuple[str, Any]], *, version: int) -> None:
         """Returns when every later token is sampled from these weights and stamped with `version`."""
         ...
@@ -140,8 +134,6 @@ class WeightSink(Protocol):
 
 @runtime_checkable
 class Scoring(Protocol):
-    """An engine that scores given tokens with the weights it has now."""
-
     async def score(self, token_ids: Ids) -> Sequence[float]:
         """The log-probability of each token but the first, at temperature 1 without filters."""
         ...
@@ -149,12 +141,12 @@ class Scoring(Protocol):
 
 @runtime_checkable
 class Versioned(Protocol):
-    """A remote engine that can say which weights it has: one that was restarted has those of its start again."""
+    """A remote engine that can say which weights it has."""
 
     url: str
 
     async def weight_version(self) -> int:
-        """Asks the engine; a server that nothing was published to is at version 0."""
+        """0 for a server that nothing was published to."""
         ...
 
 
@@ -170,7 +162,7 @@ class Interruptible(Protocol):
     """An engine whose running generations must end before it can take new weights."""
 
     async def interrupt(self) -> int:
-        """Aborts them all; each returns what it has. Returns how many there were."""
+        """Aborts them; each returns what it has. Returns how many there were."""
         ...
 
 
@@ -183,8 +175,7 @@ class Measured(Protocol):
 
 @runtime_checkable
 class Adapting(Protocol):
-    """An engine that serves LoRA adapters beside its base weights; a request names one in
-    `Sampling.extra["adapter"]`."""
+    """An engine with LoRA adapters; a request names one in `Sampling.extra["adapter"]`."""
 
     @property
     def adapters(self) -> Sequence[str]:
@@ -194,7 +185,7 @@ class Adapting(Protocol):
 
 @runtime_checkable
 class Tokenizing(Protocol):
-    """An engine that can say how it tokenises a text; only used to compare it with ours."""
+    """Only used to compare an engine's tokens with ours."""
 
     async def tokenize(self, text: str) -> TokenIds | None:
         """Ids without special tokens; None where this server does not offer it."""
@@ -202,8 +193,7 @@ class Tokenizing(Protocol):
 
 
 class EngineControl(Provider, Measured, Protocol):
-    """What a gateway does with its engines besides generating: hold generations back, abort them, take weights, watch
-    replicas."""
+    """What a gateway does with its engines besides generating."""
 
     def pause(self) -> None:
         """New and aborted generations wait until `resume`."""

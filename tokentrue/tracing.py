@@ -27,8 +27,7 @@ class _Tracing:
 
 
 def start_tracing(url: str, *, exporter: Any = None) -> None:
-    """Sends spans to the OTLP/HTTP collector at `url` (http://host:4318); `exporter` replaces it in tests. Once for a
-    process."""
+    """Sends spans to the OTLP/HTTP collector at `url` (http://host:4318). Once for a process."""
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
@@ -67,8 +66,6 @@ def _span(name: str, **settings: Any) -> Generator[None, None, None]:
 
 
 def traced(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """A function, or a coroutine function, whose calls are spans."""
-
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         async def run(*args: Any, **kwargs: Any) -> Any:
             with _span(name):
@@ -96,8 +93,7 @@ def is_traced() -> bool:
 
 @contextmanager
 def trace_request(name: str, headers: Iterable[tuple[bytes, bytes]]) -> Generator[None, None, None]:
-    """The span of an HTTP request; the child of the caller's where the headers carry a `traceparent`. Only while
-    `is_traced()`."""
+    """The child of the caller's span where the headers carry a `traceparent`. Only while `is_traced()`."""
     from opentelemetry.trace import SpanKind
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -112,7 +108,6 @@ def trace_request(name: str, headers: Iterable[tuple[bytes, bytes]]) -> Generato
 
 
 def annotate(**attributes: str | int | float | bool) -> None:
-    """Adds attributes to the current span."""
     if _Tracing.tracer is not None:
         from opentelemetry import trace
 

@@ -40,13 +40,12 @@ def is_temperature(value: float) -> bool:
 
 
 def is_seed(value: int) -> bool:
-    """A signed 64-bit integer: what vLLM and SGLang take. torch and the exact engine take every one."""
+    """A signed 64-bit integer: what vLLM and SGLang take."""
     return -MAX_INT64 - 1 <= value <= MAX_INT64
 
 
 def choice_seed(seed: int, index: int) -> int:
-    """The seed of choice `index`: `seed + index`, which wraps around after the largest seed. No two choices of a
-    request share one."""
+    """`seed + index`, which wraps around after the largest seed, so that no two choices share one."""
     return (seed + index + MAX_INT64 + 1) % 2**64 - MAX_INT64 - 1
 
 
@@ -97,12 +96,9 @@ _SAMPLING_TYPES: tuple[tuple[str, Any, str], ...] = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """What the sampler was asked to do. `top_k=0`, `top_p=1`, `min_p=0` and penalties at rest mean "off".
-
-    `stop_token_ids` are added to the renderer's own. `extra` holds engine-specific settings (structured output, say)
-    that a provider either understands by name or refuses. Lists become tuples. What an engine's integers and float32
-    cannot hold is refused.
-    """
+    """What the sampler was asked to do; defaults mean "off". `stop_token_ids` are added to the renderer's own. `extra`
+    holds settings that a provider either understands by name or refuses. What an engine's integers and float32 cannot
+    hold is refused."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -174,7 +170,6 @@ class Sampling:
 
     @property
     def truncates(self) -> bool:
-        """Whether top-p, top-k or min-p may remove ids."""
         return self.top_p != 1.0 or self.top_k != 0 or self.min_p != 0.0
 
     @property
@@ -210,8 +205,7 @@ class VersionSpan:
 
 
 def spans_from_runs(runs: Iterable[tuple[int, int]]) -> tuple[VersionSpan, ...]:
-    """`(number of tokens, version)` in their order, as spans; neighbours of one version are one span, empty runs are
-    left out."""
+    """Of `(number of tokens, version)` in order; neighbours of one version are one span."""
     spans: list[VersionSpan] = []
     end = 0
     for count, version in runs:
@@ -225,12 +219,8 @@ def spans_from_runs(runs: Iterable[tuple[int, int]]) -> tuple[VersionSpan, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """One generation, as the engine reported it; nothing in it is invented, padded or trimmed.
-
-    `logprobs` are those of the distribution sampled from. `stopped_by` is the id or the string that ended it, where the
-    engine says. `prompt_tokens` is the prompt's length; a provider has compared it with the engine's own count, where
-    there is one. `versions` covers the tokens without gap or overlap.
-    """
+    """One generation, as the engine reported it; nothing in it is invented, padded or trimmed. `logprobs` are those of
+    the distribution sampled from; `versions` covers the tokens without gap or overlap."""
 
     token_ids: TokenIds
     logprobs: tuple[float, ...]
@@ -301,8 +291,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptSpan:
-    """Prompt tokens `[start, end)` come from message `message` (an index) of role `role`; structure has
-    `message=None`."""
+    """Prompt tokens `[start, end)` of message number `message`; None for structure."""
 
     start: int
     end: int
@@ -323,14 +312,10 @@ class Rendered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extension:
-    """The recorded prefix, untouched, plus `added_ids`: all of them given, none sampled.
-
-    `spans` count from the start of `added_ids`. `context` says what the cut was found on: "dummy" or "history". `join`
-    says how the
-    recorded turn had ended: at the template's own stop; at an alias of it that only ends a conversation (harmony's
-    <|return|>); at a foreign stop token or at none (open), where `added_ids` begins with the template's own closing of
-    the turn.
-    """
+    """The recorded prefix, untouched, plus `added_ids`: all given, none sampled. `spans` count from the start of
+    `added_ids`. `join` says how the recorded turn had ended: at the template's own stop, at an alias of it (harmony's
+    <|return|>), at a foreign stop token or at none; then `added_ids` begins with the template's own closing of the
+    turn."""
 
     prefix_ids: TokenIds
     added_ids: TokenIds
@@ -349,8 +334,7 @@ class Extension:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """An extension that cannot be proven. `why` is a stable code, `detail` a sentence that names the place and the
-    cure."""
+    """`why` is a stable code, `detail` a sentence that names the place and the cure."""
 
     why: str
     detail: str = ""
@@ -369,8 +353,7 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """One tool call that the model tried to write: its exact text and its place `[start, end)` among the sampled
-    tokens."""
+    """One tool call that the model tried to write, at sampled tokens `[start, end)`."""
 
     status: Status
     raw: str
@@ -390,11 +373,7 @@ class Ended(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parsed:
-    """A sampled turn as an OpenAI message. `raw` is its whole text, byte for byte (`errors="surrogateescape"` where
-    UTF-8 is cut).
-
-    `reasoning_tokens` counts the sampled tokens between the markers of reasoning.
-    """
+    """A sampled turn as an OpenAI message. `raw` is its whole text (`errors="surrogateescape"` where UTF-8 is cut)."""
 
     message: Message
     attempts: tuple[Attempt, ...] = ()
@@ -406,10 +385,8 @@ class Parsed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
-    """What one streamed piece adds to the message that the client sees; empty fields add nothing.
-
-    `call` is the index of the tool call that `call_id`/`name` open or that `arguments` (JSON text) continue.
-    """
+    """What one streamed piece adds to the message. `call` is the index of the tool call that `call_id`/`name` open or
+    that `arguments` (JSON text) continue."""
 
     reasoning: str = ""
     content: str = ""
@@ -422,12 +399,9 @@ class Delta:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnRequest:
     """An agent's next model call, in any dialect, already in the OpenAI shape: the whole conversation, every time.
-
-    `request_key` names the request for retries: the same key, or the same content while the first is in flight, is the
-    same turn. Over HTTP it is the `Idempotency-Key`, or the body's digest where the client counts its retries.
-    `continues` is the node whose answer the caller says it continues: where several answers have the same text, that
-    one is meant. `messages` may be a `Conversation`, which was read already, with its tools.
-    """
+    `request_key` names the request for retries (over HTTP the `Idempotency-Key`, or the body's digest where the client
+    counts its retries): the same key, or the same content while the first is in flight, is the same turn. `continues`
+    is the node whose answer the caller says it continues."""
 
     messages: Messages
     tools: Tools | None = None
@@ -464,7 +438,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnEvent:
-    """One event of a streamed turn. The first of each choice names its node, the last carries the committed reply."""
+    """The first of each choice names its node, the last carries the committed reply."""
 
     index: int = 0  # which of n choices
     node: str = ""
@@ -537,9 +511,8 @@ class Untrained:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coverage:
-    """Trained sampled tokens over sampled tokens. `pinned_turns` were sampled under a pinned system prompt in place of
-    the client's; `rejoined_turns` after turns that were sampled elsewhere and are given, untrained, where they are
-    repeated."""
+    """`pinned_turns` were sampled under a pinned system prompt; `rejoined_turns` after turns that were sampled
+    elsewhere and are given, untrained, where they are repeated."""
 
     sampled: int
     trained: int
@@ -553,7 +526,6 @@ class Coverage:
 
     @property
     def untrained_by_reason(self) -> dict[str, int]:
-        """Sampled tokens that no sample trains."""
         found: dict[str, int] = {}
         for item in self.untrained:
             found[item.why] = found.get(item.why, 0) + item.tokens

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tokentrue.cli.extras import EXTRAS
+from tokentrue.cli.main import EXTRAS
 
 ROOT = Path(__file__).parent.parent.parent
 

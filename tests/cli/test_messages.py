@@ -14,8 +14,8 @@ import pytest
 import tokentrue as tt
 from tests.gateway.world import Server, scripted_server
 from tokentrue.cli.main import COMMANDS, main, run
+from tokentrue.cli.output import pluralise
 from tokentrue.cli.run.rollout import print_summary
-from tokentrue.cli.words import count_of
 from tokentrue.environments import SMALL_MODEL
 
 KEY = "a-long-admin-key"
@@ -279,7 +279,7 @@ def test_a_reader_that_stops_early_sees_no_traceback(arguments: list[str], unbuf
 
 
 def test_counted_nouns() -> None:
-    assert [count_of(n, "sample") for n in (0, 1, 2, 1024)] == ["0 samples", "1 sample", "2 samples", "1,024 samples"]
+    assert [pluralise(n, "sample") for n in (0, 1, 2, 1024)] == ["0 samples", "1 sample", "2 samples", "1,024 samples"]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 
 import tokentrue as tt
 from tests.gateway.world import Server, sampled_by, scripted_server
-from tokentrue.cli.inspect.samples import _session_names
+from tokentrue.cli.inspect.samples import session_names
 from tokentrue.client import AsyncClientSession, ClientSession
 from tokentrue.errors import (
     ConfigError,
@@ -201,7 +201,7 @@ def test_a_list_that_is_read_page_by_page_gives_each_session_once_while_others_c
 def test_an_export_leaves_out_what_is_purged_meanwhile_and_nothing_else(server: Server) -> None:
     with tt.Client(server.url, "a-long-admin-key") as client:
         opened = [client.open(session_id=f"s{i:03}").id for i in range(103)]
-        names = _session_names(client, None)
+        names = session_names(client, None)
         first = [next(names) for _ in range(50)]
         for session_id in opened[100:102]:
             client.delete_session(session_id)

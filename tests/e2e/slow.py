@@ -7,8 +7,7 @@ import asyncio
 from typing import Any
 
 from tokentrue.environments import Task, work
-from tokentrue.environments.calculator import Calculator
-from tokentrue.environments.tools import CALCULATOR, calculate, last_number
+from tokentrue.environments.word_problems import CALCULATOR, Calculator, calculate, last_number
 
 
 class BrokenCalculator(Calculator):

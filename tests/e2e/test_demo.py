@@ -11,15 +11,14 @@ from typing import Any
 
 import pytest
 
-from tokentrue.cli.report import pick_sessions
-from tokentrue.cli.run.demo import DemoResult, run
+from tokentrue.cli.run.demo import DemoResult, pick_sessions, run
 from tokentrue.samples import audit, read_samples
 
 pytestmark = pytest.mark.timeout(280)
 
 
 def demo(out: Path, *, steps: int) -> DemoResult:
-    return asyncio.run(run(seed=3, steps=steps, tasks=3, heldout=8, out=out, say=lambda _: None))
+    return asyncio.run(run(seed=3, steps=steps, tasks=3, heldout=8, out=out, quiet=True))
 
 
 @pytest.fixture(scope="module")
@@ -54,15 +53,15 @@ def test_the_same_seed_gives_the_same_bits_over_http_whatever_the_timing(
 ) -> None:
     """The second run is jostled: every turn of every agent waits a random while, so that other requests meet in other
     batches."""
-    from tokentrue.environments import client
+    from tokentrue.environments import chat
 
-    plain = client.ask
+    plain = chat.ask
 
     async def jostled(*args: Any, **options: Any) -> dict[str, Any]:
         await asyncio.sleep(random.random() * 0.2)
         return await plain(*args, **options)
 
-    monkeypatch.setattr(client, "ask", jostled)
+    monkeypatch.setattr(chat, "ask", jostled)
     _, out = first
     demo(tmp_path, steps=2)
 

@@ -264,8 +264,8 @@ async def test_a_checkout_of_a_commit(tmp_path: Path) -> None:
         subprocess.run(["git", "-C", str(repository), *command.split()], check=True)
     (repository / "untracked").touch()
     async with open_workspace(repository / "inner", kind="worktree", ref="first", under=tmp_path / "rollouts") as place:
-        assert (place.agent.work / "inner" / "a.txt").read_text() == "one"
-        assert not (place.agent.work / "untracked").exists() and place.objects == repository / ".git" / "objects"
+        assert (place.agent / "work" / "inner" / "a.txt").read_text() == "one"
+        assert not (place.agent / "work" / "untracked").exists() and place.objects == repository / ".git" / "objects"
     assert list((tmp_path / "rollouts").iterdir()) == [] and not (repository / ".git" / "worktrees").exists()
     with pytest.raises(ConfigError, match="git rev-parse failed"):
         async with open_workspace(tmp_path, kind="worktree", ref=None, under=tmp_path / "r"):
@@ -410,7 +410,7 @@ def test_presets_say_how_to_start_and_what_changes() -> None:
     for name in PRESETS:
         preset = load_preset(name)
         launch = preset.launch(address, "do it")
-        said = json.dumps([launch.arguments, dict(launch.env), dict(launch.home_files), dict(launch.work_files)])
+        said = json.dumps([launch.arguments, dict(launch.env), dict(launch.home_files)])
         assert preset.name == name and preset.changes and preset.install
         assert "do it" in launch.arguments and "the-key" in said and "http://g/sessions/s" in said
 

@@ -12,11 +12,7 @@ from hypothesis import strategies as st
 
 from tests.environments.fakes import FakeClient
 from tokentrue.environments import ENVIRONMENTS, Task, ask, load_environment
-from tokentrue.environments.calculator import Calculator
-from tokentrue.environments.ledger import Ledger
-from tokentrue.environments.problems import apply, draw_problem
-from tokentrue.environments.shop import Shop
-from tokentrue.environments.tools import calculate, last_number
+from tokentrue.environments.word_problems import Calculator, Ledger, Shop, apply, calculate, draw_problem, last_number
 from tokentrue.errors import ConfigError
 
 TASK = Task(task_id="t", prompt="Tom has 3 pens. Tom gets 4 more. How many now?", answer=7)

@@ -72,7 +72,7 @@ def test_every_source_keeps_norms_and_errs_within_its_step() -> None:
 
 def recorded(renderer: object) -> Sample:
     """A conversation with a split that the tokenizer would not make: "1" + "2" for "12"."""
-    from tokentrue.environments.tools import CALCULATOR
+    from tokentrue.environments.word_problems import CALCULATOR
 
     question = {"role": "user", "content": "Tom has 7 pens. Tom gets 5 more. How many now?"}
     prompt = list(renderer.render([question], tools=[CALCULATOR]).token_ids)  # type: ignore[attr-defined]

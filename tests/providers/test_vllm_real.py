@@ -277,8 +277,7 @@ async def test_a_ten_turn_tool_conversation_is_covered_whole(tmp_path: Path) -> 
     """The shipped calculator model, trained to call a tool, behind vLLM: every token that vLLM sampled is trained
     exactly once."""
     import tokentrue as tt
-    from tokentrue.environments.calculator import Calculator
-    from tokentrue.environments.tools import CALCULATOR, calculate
+    from tokentrue.environments.word_problems import CALCULATOR, Calculator, calculate
 
     model = Path(tt.__file__).parent / "assets" / "calculator"
     options = ("--logprobs-mode", "processed_logprobs", "--enable-scale-out")

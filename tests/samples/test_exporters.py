@@ -14,8 +14,8 @@ from tests.samples.test_audit import forest
 from tokentrue.cli.main import run
 from tokentrue.errors import FileFormatError
 from tokentrue.samples import audit, export_bytes, read_samples, write_samples
-from tokentrue.samples.exporters import EXPORTERS
-from tokentrue.samples.files import format_of
+from tokentrue.samples.files import recognise_format
+from tokentrue.samples.formats import FORMATS
 from tokentrue.types import RoutedExperts, Sample
 
 
@@ -24,19 +24,19 @@ async def samples() -> list[Sample]:
     return (await forest()).samples()
 
 
-@pytest.mark.parametrize("name", EXPORTERS)
+@pytest.mark.parametrize("name", FORMATS)
 async def test_a_sample_survives_any_format(samples: list[Sample], name: str, tmp_path: Path) -> None:
     samples[0] = replace(
         samples[0], routed_experts=RoutedExperts(shape=(3, 2, 1), data=bytes(range(12))), reward=None, group=None
     )
-    path = tmp_path / f"s{EXPORTERS[name].suffix}"
+    path = tmp_path / f"s{FORMATS[name].suffix}"
     assert write_samples(samples, path, format=name) == len(samples)
-    assert format_of(path) == name
+    assert recognise_format(path) == name
     assert list(read_samples(path)) == samples
     assert [file.name for file in tmp_path.iterdir()] == [path.name], "no scratch file is left behind"
 
 
-@pytest.mark.parametrize("name", EXPORTERS)
+@pytest.mark.parametrize("name", FORMATS)
 async def test_any_format_can_be_audited(samples: list[Sample], name: str, tmp_path: Path) -> None:
     write_samples(samples, tmp_path / "s", format=name)
     assert audit(read_samples(tmp_path / "s")).findings == []
@@ -149,7 +149,7 @@ async def test_the_command_exports_a_journal(tmp_path: Path, capsys: pytest.Capt
     assert "is `tokentrue serve` running?" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", EXPORTERS)
+@pytest.mark.parametrize("name", FORMATS)
 async def test_a_file_may_be_made_in_memory(samples: list[Sample], name: str, tmp_path: Path) -> None:
     content, media_type = export_bytes(samples, format=name)
     (tmp_path / "s").write_bytes(content)

@@ -16,7 +16,7 @@ import pytest
 from tests.samples.test_audit import forest
 from tokentrue.errors import FileFormatError
 from tokentrue.samples import export_bytes, read_samples, write_samples
-from tokentrue.samples.exporters import EXPORTERS
+from tokentrue.samples.formats import FORMATS
 from tokentrue.types import Sample
 
 
@@ -25,7 +25,7 @@ async def samples() -> list[Sample]:
     return (await forest()).samples()
 
 
-@pytest.mark.parametrize("name", EXPORTERS)
+@pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("exists", [True, False])
 async def test_a_link_stays_and_its_target_is_written(
     samples: list[Sample], name: str, exists: bool, tmp_path: Path
@@ -40,7 +40,7 @@ async def test_a_link_stays_and_its_target_is_written(
     assert sorted(file.name for file in target.parent.iterdir()) == ["s"], "no scratch file is left behind"
 
 
-@pytest.mark.parametrize("name", EXPORTERS)
+@pytest.mark.parametrize("name", FORMATS)
 async def test_a_pipe_is_written_into(samples: list[Sample], name: str, tmp_path: Path) -> None:
     pipe, found = tmp_path / "pipe", tmp_path / "found"
     os.mkfifo(pipe)
@@ -85,7 +85,7 @@ async def test_links_in_a_circle_are_refused(samples: list[Sample], tmp_path: Pa
         write_samples(samples, tmp_path / "a")
 
 
-@pytest.mark.parametrize("name", EXPORTERS)
+@pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("field", ["group", "session_id", "sample_id"])
 async def test_a_lone_surrogate_is_kept_or_refused(
     samples: list[Sample], name: str, field: str, tmp_path: Path

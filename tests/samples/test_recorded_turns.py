@@ -16,13 +16,13 @@ from tests.turn.letters import Letters, sampled
 from tests.turn.world import Engine
 from tokentrue.doctor.probes.samples import observe, why_not_comparable
 from tokentrue.errors import TokenContractError, TokenTrueError
-from tokentrue.samples.exporters.prime_rl import temperatures
 from tokentrue.samples.recorded_turns import read_record, read_turns, scoring_temperatures, why_not_scorable
+from tokentrue.samples.trainer_rows import sampled_temperatures
 from tokentrue.train.data.advantages import is_truncated
 from tokentrue.train.data.batch import row_of
 from tokentrue.types import Completion, Sample, SamplingMask
 from tokentrue.viewer.data import ViewerData
-from tokentrue.viewer.sources.samples import SampleList
+from tokentrue.viewer.sources import SampleList
 
 WRONG = [None, -1, 10**30, 1e39, 1e-50, "x", [], {}, True, 1.5, float("nan"), float("inf"), [[1]], [None], {"": {}}]
 
@@ -79,7 +79,7 @@ READERS: dict[str, Callable[[Sample], object]] = {
     "trainer": lambda sample: is_truncated(row_of(sample, "g")),
     "doctor": lambda sample: (why_not_comparable(sample), observe(sample)),
     "diagnose": scoring_temperatures,
-    "prime-rl": temperatures,
+    "prime-rl": sampled_temperatures,
     "viewer": view,
 }
 
@@ -114,7 +114,7 @@ def test_turns_stand_where_their_tokens_were_sampled(sample: Sample) -> None:
     assert [turn.row.temperature for turn in turns] == [0.7, 1.0, 0.3]
     covered = {i for turn in turns for i in range(turn.start, turn.end)}
     assert covered == {i for i, value in enumerate(sample.rollout_logprobs) if value is not None}
-    assert [value for value in temperatures(sample) if value != 1.0].count(0.3) == turns[2].end - turns[2].start
+    assert [value for value in sampled_temperatures(sample) if value != 1.0].count(0.3) == turns[2].end - turns[2].start
     row = row_of(sample, "g")
     for turn in turns:
         assert row.temperatures[turn.start : turn.end].tolist() == [pytest.approx(turn.row.temperature)] * (
@@ -171,4 +171,4 @@ def test_a_sample_of_another_program_needs_no_record(sample: Sample) -> None:
     assert set(row_of(foreign, "g", 0.5).temperatures.tolist()) == {0.5}
     view(foreign)
     with pytest.raises(TokenContractError, match="prime-rl needs their temperatures"):
-        temperatures(foreign)
+        sampled_temperatures(foreign)

@@ -18,7 +18,7 @@ from tokentrue.ids import TokenIds
 from tokentrue.providers.pool import join_pieces
 from tokentrue.replay import FREE, RoutedExperts, SamplingMask, empty_rows, join_masks, join_routing, own_routing
 from tokentrue.samples import read_samples, write_samples
-from tokentrue.samples.exporters import EXPORTERS
+from tokentrue.samples.formats import FORMATS
 from tokentrue.sessions.journal.rows import body_from_node, node_from_row, pack_replay, row_from_body, unpack_replay
 from tokentrue.types import Completion, Finish, Sample
 
@@ -37,7 +37,7 @@ async def sample() -> Sample:
     return replace(found, routed_experts=table(len(found.token_ids) - 1), sampling_mask=SamplingMask.from_rows(rows))
 
 
-@pytest.mark.parametrize("name", EXPORTERS)
+@pytest.mark.parametrize("name", FORMATS)
 def test_every_format_brings_the_bundle_back(sample: Sample, name: str, tmp_path: Path) -> None:
     write_samples([sample], tmp_path / "s", format=name)
     assert list(read_samples(tmp_path / "s")) == [sample]

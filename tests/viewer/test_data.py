@@ -37,10 +37,9 @@ from tokentrue.samples.trainer_logprobs import read_trainer_logprobs
 from tokentrue.sessions import Journal
 from tokentrue.types import Sample
 from tokentrue.viewer import FileSource, Report, SampleList, StoreSource, ViewerData, create_app, write_report
-from tokentrue.viewer.advantages import group_advantages
 from tokentrue.viewer.breaks import differing_ranges
-from tokentrue.viewer.export import key_of
-from tokentrue.viewer.plots import compare_tokens, plots_to_json
+from tokentrue.viewer.page import key_of
+from tokentrue.viewer.plots import compare_tokens, group_advantages, plots_to_json
 
 ROOT = Path(__file__).resolve().parents[2]
 

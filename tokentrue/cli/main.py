@@ -10,32 +10,34 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from tokentrue.cli.extras import extra_with
 from tokentrue.errors import TokenTrueError
 
-COMMANDS: dict[str, str] = {  # name -> its line in `tokentrue --help`
-    "serve": "the gateway: OpenAI Chat Completions and Responses, Anthropic Messages, Google GenerateContent; every token recorded",
+INSPECT = {  # name -> its line in `tokentrue --help`; modules of cli/inspect
     "verify": "prove or refute, by comparing token ids, that a model's chat template can be extended",
-    "samples": "export training samples of a journal or a running gateway: jsonl, parquet, safetensors, verl, trl, slime, prime-rl, tinker",
+    "samples": "export training samples of a journal or a running gateway, in its own format or a trainer's",
     "sessions": "list, show or delete the sessions of a journal or of a running gateway",
     "audit": "re-check certificates, prefix identity and coverage of exported samples, from the file alone",
-    "diagnose": "mismatch between rollout and trainer: δ, K1/K3, ratio tails, flips, contribution skew; table and HTML report",
-    "view": "the viewer in a browser: sessions, tokens, what would have broken, mismatch plots; --export writes one file",
+    "diagnose": "mismatch between rollout and trainer: δ, K1/K3, ratio tails, flips, contribution skew",
+    "view": "the viewer in a browser: sessions, tokens, what would have broken; --export writes one file",
     "doctor": "probe an engine against the trainer's model and name what is wrong with it: cause, remedy, confidence",
-    "demo": "the whole loop on one machine: agent over HTTP, exact engine, GRPO, report; under three minutes on two cores",
+}
+RUN = {  # modules of cli/run
+    "serve": "the gateway: OpenAI, Anthropic and Google APIs; every token recorded",
+    "demo": "the whole loop on one machine: agent over HTTP, exact engine, GRPO, report; under three minutes",
     "rollout": "an environment's tasks through a gateway, in groups, scored, written as samples",
     "train": "the reference trainer, one process or under torchrun (FSDP2)",
     "completion": "print a completion script for bash, zsh or fish",
 }
-INSPECT = {
-    "verify",
-    "samples",
-    "sessions",
-    "audit",
-    "diagnose",
-    "view",
-    "doctor",
-}  # in cli/inspect; the others are in cli/run
+COMMANDS = {**RUN, **INSPECT}
+EXTRAS: dict[str, set[str]] = {  # the optional extra that brings a library
+    "gateway": {"aiohttp", "httptools", "jinja2", "prometheus_client", "regex", "starlette", "tokenizers"}
+    | {"transformers", "uvicorn", "uvloop"},
+    "engine": {"torch"},
+    "train": {"matplotlib", "openai", "tensorboard"},
+    "ray": {"ray"},
+    "postgres": {"psycopg"},
+    "otel": {"opentelemetry"},
+}
 
 TRACEBACK = "TOKENTRUE_TRACEBACK"
 INTERRUPTED = {
@@ -45,7 +47,7 @@ INTERRUPTED = {
 
 
 def usage() -> str:
-    width = max(map(len, COMMANDS), default=0)
+    width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {text}" for name, text in COMMANDS.items()]
     return "\n".join(["usage: tokentrue COMMAND [options]   (tokentrue COMMAND --help tells more)", "", *lines])
 
@@ -65,8 +67,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def flush_output(code: int, text: str = "") -> int:
-    """Prints `text` and writes out whatever was printed before; returns the exit code. A full disk is one line, not a
-    traceback at exit."""
+    """Returns the exit code. A full disk is one line, not a traceback at exit."""
     try:
         print(text, end="", flush=True)
         return code
@@ -80,17 +81,15 @@ def flush_output(code: int, text: str = "") -> int:
 
 
 def run(name: str, rest: list[str]) -> int:
-    """The command's exit code. What a user can correct (a TokenTrueError, a file, a missing extra) is one line, without
-    a stack trace."""
+    """What a user can correct (a TokenTrueError, a file, a missing extra) is one line, without a stack trace."""
     import typer
 
     escape_in_output()
     try:
         app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
         app.command(name)(load_command(name))
-        code = int(
-            app(rest, prog_name=f"tokentrue {name}", standalone_mode=False) or 0
-        )  # of an interrupted command, typer returns 130
+        # Of an interrupted command, typer returns 130.
+        code = int(app(rest, prog_name=f"tokentrue {name}", standalone_mode=False) or 0)
     except KeyboardInterrupt:
         code = 130
     except Exception as error:
@@ -105,8 +104,7 @@ def run(name: str, rest: list[str]) -> int:
 
 
 def escape_in_output() -> None:
-    """What standard output cannot encode is printed as an escape: lone surrogates in damaged files, other scripts on an
-    ASCII terminal."""
+    """Lone surrogates of damaged files, and other scripts on an ASCII terminal, are printed as escapes."""
     out: Any = sys.stdout
     if isinstance(out, io.TextIOWrapper) and out.errors == "strict":
         out.reconfigure(errors="backslashreplace")
@@ -118,24 +116,22 @@ def load_command(name: str) -> Callable[..., int]:
 
 
 def report_error(name: str, error: Exception) -> int:
-    """One line on stderr, and the exit code. A defect of ours keeps its traceback in a file; TOKENTRUE_TRACEBACK=1
-    raises it instead."""
+    """A defect of ours keeps its traceback in a file; TOKENTRUE_TRACEBACK=1 raises it instead."""
     if os.environ.get(TRACEBACK):
         raise error
-    text, code = message_of(error), 2
+    text, code = explain_error(error), 2
     if text is None:
-        text, code = (
-            f"internal error: {type(error).__name__}: {error}; the traceback is in {save_traceback(error)}, please report it",
-            70,
-        )
+        text, code = f"internal error: {type(error).__name__}: {error}", 70
+        text += f"; the traceback is in {save_traceback(error)}, please report it"
     print(f"tokentrue {name}: {' '.join(text.split())}", file=sys.stderr)
     return code
 
 
-def message_of(error: Exception) -> str | None:
-    """What is wrong and what to do, where the cause is the call, a file, or the installation; None for a defect."""
+def explain_error(error: Exception) -> str | None:
+    """None for a defect of ours."""
     if isinstance(error, ModuleNotFoundError):
-        extra = extra_with(error.name)
+        top = (error.name or "").split(".")[0]
+        extra = next((extra for extra, modules in EXTRAS.items() if top in modules), None)
         return None if extra is None else f"{error.name} is not installed: pip install 'tokentrue[{extra}]'"
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"

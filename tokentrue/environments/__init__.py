@@ -1,9 +1,16 @@
 """Environments: tasks, and agents that do them with an OpenAI client in hand."""
 
-from tokentrue.environments.base import SMALL_MODEL, Environment, Outcome, Split, Task
+from tokentrue.environments.base import (
+    ENVIRONMENTS,
+    SMALL_MODEL,
+    Environment,
+    Outcome,
+    RolloutConfig,
+    Split,
+    Task,
+    load_environment,
+)
 from tokentrue.environments.chat import ask, work
-from tokentrue.environments.config import RolloutConfig
-from tokentrue.environments.registry import ENVIRONMENTS, load_environment
 from tokentrue.environments.runner import (
     OpenSession,
     Plan,

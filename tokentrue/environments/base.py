@@ -1,24 +1,42 @@
-"""The interface between a rollout and whatever runs in it: an environment lists tasks and runs one with an OpenAI
-client in hand.
+"""What an environment is, where it is found by name, and the configuration of its rollouts.
 
-An environment never sees tokens, sessions or the trainer, and sets no sampling values: the session pins them. `client`
-is anything with the OpenAI client's `chat.completions.create(...)`: the real `openai.AsyncOpenAI` pointed at a gateway,
-or a stand-in with the same call.
+An environment lists tasks and runs one with an OpenAI client in hand. It never sees tokens, sessions or the trainer,
+and sets no sampling values: the session pins them. `client` is anything with the OpenAI client's
+`chat.completions.create(...)`: the real `openai.AsyncOpenAI` pointed at a gateway, or a stand-in with the same call.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import logging
+import math
+import os
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
 
+from tokentrue.errors import ConfigError, SamplingError
 from tokentrue.json_types import JsonMapping, JsonObject
+from tokentrue.types import Sampling
 
 Split: TypeAlias = Literal["train", "heldout"]
 HELDOUT_SHARE = 1 / 16
 SMALL_MODEL = Path(__file__).parent.parent / "assets" / "calculator"  # the model that ships with the package
+ENVIRONMENTS: Mapping[str, str] = {
+    "calculator": "tokentrue.environments.word_problems:Calculator",
+    "shop": "tokentrue.environments.word_problems:Shop",
+    "ledger": "tokentrue.environments.word_problems:Ledger",
+    "questions": "tokentrue.environments.questions:Questions",
+    "agent": "tokentrue.environments.agents:CommandLineAgent",
+    "verifiers": "tokentrue.integrations.verifiers:VerifiersEnvironment",
+}
+# Tracebacks of user code; `tokentrue rollout` and `train` write them to rollouts.log.
+LOG = logging.getLogger("tokentrue.rollouts")
+LOG.addHandler(logging.NullHandler())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,5 +75,76 @@ def digest(text: str) -> str:
 
 
 def choose_split(text: str) -> Split:
-    """Which split a task's text belongs to, from the text alone: no list to keep, no overlap possible."""
+    """Which split a task belongs to, from its text alone: no list to keep, no overlap possible."""
     return "heldout" if int(digest(text)[:8], 16) < HELDOUT_SHARE * 16**8 else "train"
+
+
+def load_environment(name: str, options: JsonMapping | None = None) -> Environment:
+    """`name` is one of `ENVIRONMENTS`, or `package.module:Class`."""
+    address = ENVIRONMENTS.get(name, name)
+    module_name, _, attribute = address.partition(":")
+    if not attribute:
+        raise ConfigError(f"environment: no {name!r}; one of {', '.join(ENVIRONMENTS)}, or package.module:Class")
+    if name not in ENVIRONMENTS and os.getcwd() not in sys.path:
+        # The script `tokentrue` is in a folder of programs: a module beside the user's files is not on its path.
+        sys.path.insert(0, os.getcwd())
+    try:
+        made = getattr(import_module(module_name), attribute)(**(options or {}))
+    except ConfigError:  # an environment that names what is wrong with its options
+        raise
+    except Exception as error:  # the module is the user's: it may raise anything
+        LOG.error("environment %s cannot be loaded", address, exc_info=True)
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
+        place = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if len(frames) > 1 else ""
+        said = f"{type(error).__name__}: {error}{place}"
+        raise ConfigError(f"environment: {address} cannot be loaded: {said}") from error
+    missing = [part for part in ("name", "tasks", "run") if not hasattr(made, part)]
+    if missing:
+        raise ConfigError(f"environment: {address} has no {', '.join(missing)}; see tokentrue.environments.Environment")
+    return made
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutConfig:
+    """`tasks` groups of `group_size` rollouts each. `sampling` values are pinned on every session, whatever the agent
+    asks for."""
+
+    environment: str = "calculator"
+    options: JsonMapping = field(default_factory=JsonObject)
+    split: Split = "train"
+    tasks: int = 8
+    group_size: int = 8
+    temperature: float = 1.0
+    max_tokens: int = 64
+    # ("system",) keeps the first system prompt of each conversation; None: as the environment asks
+    pin: tuple[str, ...] | None = None
+    concurrency: int = 64
+    timeout_s: float = 120.0
+    max_failed: float = 0.5  # share of a training round's rollouts that may fail; more stop the run
+    resample: int = 0  # of a training round: how often groups whose rewards are all equal are replaced by other tasks
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        rules = {
+            **{name: (getattr(self, name) >= 1, "at least 1") for name in ("tasks", "group_size", "max_tokens")},
+            "concurrency": (self.concurrency >= 1, "at least 1"),
+            "resample": (self.resample >= 0, ">= 0"),
+            "max_failed": (0 <= self.max_failed <= 1, "in [0, 1]"),
+            "timeout_s": (self.timeout_s > 0, "> 0"),
+            "temperature": (0 <= self.temperature < math.inf, "finite and >= 0"),
+        }
+        for name, (holds, rule) in rules.items():
+            if not holds:
+                raise ConfigError(f"rollout.{name}: {getattr(self, name)!r} must be {rule}")
+        if any(name != "system" for name in self.pin or ()):
+            raise ConfigError(f'rollout.pin: {list(self.pin or ())!r} must be ["system"] or []')
+        try:
+            Sampling(**self.sampling)
+        except SamplingError as error:
+            raise ConfigError(f"rollout.{error}") from error
+
+    @property
+    def sampling(self) -> JsonMapping:
+        """Filters are pinned off: agents ask for them, and log-probabilities would then be those of another
+        distribution."""
+        return {"temperature": self.temperature, "max_tokens": self.max_tokens, "top_p": 1.0, "top_k": 0}

@@ -25,7 +25,6 @@ SESSION_IN_PATH = re.compile(r"/sessions/([^/]+)/v1/")
 
 
 def resumed_id(plan: Plan) -> str:
-    """The session of a rollout that may be begun again."""
     return hashlib.sha256(plan.key.encode()).hexdigest()[:32]
 
 
@@ -44,12 +43,9 @@ class GatewaySession:
 
 
 class GatewaySessions:
-    """A pool of connections to one gateway. Use as an async context manager.
-
-    `resume` names sessions after their rollouts, so that a rollout that is begun again resumes its session; that takes
-    the admin key. `is_retried` holds of errors after which it is begun again. `pin` names prompts that are pinned in every session (see `session_settings`).
-    `retries` is how often an administrative call or a model call is tried again while the gateway is away.
-    """
+    """A pool of connections to one gateway, as an async context manager. `resume` (which takes the admin key) names
+    sessions after their rollouts, so that a rollout that is begun again resumes its session; `is_retried` holds of
+    errors after which it is begun again. `retries` is how often a call is tried again while the gateway is away."""
 
     def __init__(
         self,

@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any
 
 from tokentrue.environments.base import Split, Task, choose_split, digest
-from tokentrue.environments.tools import last_number
+from tokentrue.environments.word_problems import last_number
 from tokentrue.errors import ConfigError
 from tokentrue.json_lines import read_numbered_lines
 

@@ -15,8 +15,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
-from tokentrue.environments.base import Environment, Outcome, Task
-from tokentrue.environments.registry import LOG
+from tokentrue.environments.base import LOG, Environment, Outcome, Task
 from tokentrue.errors import ConfigError
 from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.plain_json import is_utf8
@@ -36,8 +35,8 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """One rollout that ran. `reward` is None where it failed, and then `error` says how; `trace` is the traceback of
-    what was raised. `note` says what the environment noticed, such as an agent that its time limit ended."""
+    """`reward` is None where it failed, and then `error` says how and `trace` holds the traceback. `note` says what the
+    environment noticed."""
 
     plan: Plan
     session_id: str
@@ -51,8 +50,6 @@ class Rollout:
 
 
 class OpenSession(Protocol):
-    """A session that an agent may talk in."""
-
     @property
     def session_id(self) -> str: ...
 
@@ -65,8 +62,6 @@ class OpenSession(Protocol):
 
 
 class Sessions(Protocol):
-    """Where sessions come from: a gateway over HTTP, or one in this process."""
-
     def open(self, plan: Plan) -> AbstractAsyncContextManager[OpenSession]: ...
 
 
@@ -156,7 +151,6 @@ async def run_one(
 
 
 def count_cancellations() -> int:
-    """How often somebody asked to cancel the current task and did not take it back."""
     task = asyncio.current_task()
     return 0 if task is None else task.cancelling()
 
@@ -179,8 +173,7 @@ def escape_surrogates(text: str) -> str:
 
 
 async def run_plans(play: Player, plans: Sequence[Plan], *, concurrency: int | None = None) -> AsyncGenerator[Rollout]:
-    """Yields rollouts as they end, all at once where no `concurrency` is given. Closing the iterator cancels what still
-    runs."""
+    """Yields rollouts as they end. Closing the iterator cancels what still runs."""
     gate = asyncio.Semaphore(concurrency or max(1, len(plans)))
 
     async def guarded(plan: Plan) -> Rollout:

@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import Any
 
 from tokentrue.integrations.rollouts import Agent, GatewayRollouts, group_name, reward_of, scored_settings
-from tokentrue.samples.exporters.base import fill_logprobs, token_versions
+from tokentrue.samples.trainer_rows import fill_logprobs, token_versions
 from tokentrue.types import Sample
 
 

@@ -25,7 +25,7 @@ from tokentrue.integrations.rollouts import (
     tokens_left_out,
 )
 from tokentrue.json_types import JsonObject
-from tokentrue.samples.exporters.base import fill_logprobs
+from tokentrue.samples.trainer_rows import fill_logprobs
 from tokentrue.types import Sample
 
 

@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import Any
 
 from tokentrue.integrations.rollouts import centre_rewards
-from tokentrue.samples.exporters.prime_rl import row
+from tokentrue.samples.trainer_rows import prime_rl_row
 from tokentrue.types import Sample
 
 FIELDS = ("token_ids", "mask", "logprobs", "temperatures", "env_name")
@@ -27,7 +27,7 @@ def training_samples(samples: Sequence[Sample]) -> list[Any]:
 
     made: list[Any] = []
     for sample, advantage in zip(samples, centre_rewards(samples), strict=True):
-        recorded = row(sample)
+        recorded = prime_rl_row(sample)
         advantages = [advantage * bit for bit in sample.loss_mask]
         made.append(kind(**{name: recorded[name] for name in FIELDS}, advantages=advantages))
     return made

@@ -28,7 +28,7 @@ from tokentrue.integrations.rollouts import (
     tokens_left_out,
 )
 from tokentrue.json_types import JsonMapping, JsonObject
-from tokentrue.samples.exporters.base import split
+from tokentrue.samples.trainer_rows import split
 from tokentrue.types import Sample
 
 

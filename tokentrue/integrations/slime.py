@@ -26,7 +26,7 @@ import numpy as np
 from tokentrue.errors import ConfigError
 from tokentrue.integrations.rollouts import Agent, GatewayRollouts, group_name, scored_settings
 from tokentrue.json_types import JsonMapping
-from tokentrue.samples.exporters.slime import row
+from tokentrue.samples.trainer_rows import slime_row
 
 FIELDS = ("tokens", "response_length", "loss_mask", "rollout_log_probs", "weight_versions")
 
@@ -45,7 +45,7 @@ def generate_function(
             )
         group = group_name(sample.group_index, sample.prompt)
         found = await rollouts.run_rollout(sample, group=group, index=sample.index or 0, sampling=sampling)
-        return [_filled(sample, row(each)) for each in found]
+        return [_filled(sample, slime_row(each)) for each in found]
 
     return generate
 

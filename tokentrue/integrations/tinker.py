@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import Any
 
 from tokentrue.integrations.rollouts import centre_rewards
-from tokentrue.samples.exporters.tinker import row
+from tokentrue.samples.trainer_rows import tinker_row
 from tokentrue.types import Sample
 
 
@@ -26,7 +26,7 @@ def datums(samples: Sequence[Sample]) -> list[Any]:
 def datum(sample: Sample, advantage: float) -> Any:
     """A `tinker.Datum`."""
     tinker: Any = import_module("tinker")
-    recorded = row(sample)
+    recorded = tinker_row(sample)
     inputs: dict[str, Any] = {
         name: tinker.TensorData(**recorded["loss_fn_inputs"][name]) for name in ("target_tokens", "logprobs")
     }

@@ -19,7 +19,7 @@ from typing import Any
 from tokentrue.errors import ConfigError
 from tokentrue.integrations.rollouts import Agent, GatewayRollouts, group_name, largest, tokens_left_out
 from tokentrue.json_types import JsonMapping, JsonObject
-from tokentrue.samples.exporters.trl import row
+from tokentrue.samples.trainer_rows import trl_row
 
 COLUMNS = ("prompt_ids", "completion_ids", "env_mask", "logprobs", "reward")
 
@@ -48,7 +48,7 @@ def rollout_func(
         # TRL deals the rollouts of one prompt to all processes, each with as many prompts as the others.
         found = rollouts.run(prompts, groups, first=trainer.accelerator.process_index * len(prompts))
         chosen = [largest(samples) for samples in found]
-        rows = [row(sample) for sample in chosen]
+        rows = [trl_row(sample) for sample in chosen]
         left_out = [tokens_left_out(samples, one) for samples, one in zip(found, chosen, strict=True)]
         return {name: [one[name] for one in rows] for name in COLUMNS} | {"tokens_left_out": left_out}
 

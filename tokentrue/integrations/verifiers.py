@@ -22,7 +22,7 @@ from typing import Any
 from uuid import uuid4
 
 from tokentrue.client import Client
-from tokentrue.environments.base import Split, Task, digest, split_of
+from tokentrue.environments.base import Split, Task, choose_split, digest
 from tokentrue.errors import AgentError, ConfigError
 from tokentrue.json_lines import read_numbered_lines
 from tokentrue.json_types import JsonMapping, JsonObject
@@ -56,10 +56,10 @@ class VerifiersEnvironment:
         if not taskset.bounded:
             return [
                 as_task(task)
-                for task in itertools.islice((task for task in taskset if split_of(task.key) == split), count)
+                for task in itertools.islice((task for task in taskset if choose_split(task.key) == split), count)
             ]
         every = list(taskset)
-        chosen = [task for task in every if split_of(task.key) == split] or every
+        chosen = [task for task in every if choose_split(task.key) == split] or every
         if count < len(chosen):
             chosen = random.Random(f"{self.name}/{split}/{seed}").sample(chosen, count)
         return [as_task(task) for task in chosen]

@@ -31,8 +31,7 @@ from tokentrue.integrations.rollouts import (
     tokens_left_out,
 )
 from tokentrue.json_types import JsonObject
-from tokentrue.samples.exporters import verl as exported
-from tokentrue.samples.exporters.base import versions_of
+from tokentrue.samples.trainer_rows import verl_row, versions_of
 from tokentrue.types import Sample
 
 AGENT_LOOPS = "verl.experimental.agent_loop.agent_loop"
@@ -66,7 +65,7 @@ def output_of(sample: Sample, **extra: Any) -> Any:
     """A sample as verl's `AgentLoopOutput`. Weight versions are the steps that verl's staleness control reads."""
     verl: Any = import_module(AGENT_LOOPS)
 
-    row = exported.row(sample)
+    row = verl_row(sample)
     versions = versions_of(sample)
     extra_fields: JsonObject = {
         **extra,

@@ -1,10 +1,9 @@
 """Records become training samples, with coverage, certificates and exporters."""
 
-from tokentrue.samples.assemble import Assembly, assemble, coverage_of, coverage_to_json
+from tokentrue.samples.assemble import Assembly, assemble, coverage_of, coverage_to_json, find_left_out
 from tokentrue.samples.audit import Audit, AuditFinding, audit, audit_exported
 from tokentrue.samples.files import export_bytes, read_exported, read_samples, write_samples
 from tokentrue.samples.shape import sample_from_json, sample_to_json
-from tokentrue.samples.survivors import find_left_out
 
 __all__ = [
     "Assembly",

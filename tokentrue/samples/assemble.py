@@ -7,7 +7,7 @@ nothing was sampled.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,17 +16,24 @@ from tokentrue.ids import TokenIds
 from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.replay import empty_rows, join_masks, join_routing
 from tokentrue.samples.seal import node_rows, seal
-from tokentrue.samples.survivors import find_left_out
 from tokentrue.sessions.certificate import format_digest
 from tokentrue.sessions.journal import SessionRecord
 from tokentrue.sessions.tree import Node, ServedRef, Tree
-from tokentrue.types import UNVERSIONED, Certificate, Coverage, RoutedExperts, Sample, SamplingMask, Span, Untrained
+from tokentrue.types import (
+    UNVERSIONED,
+    Certificate,
+    Coverage,
+    Finish,
+    RoutedExperts,
+    Sample,
+    SamplingMask,
+    Span,
+    Untrained,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assembly:
-    """All samples of a session, and the account of every token that was sampled in it."""
-
     samples: list[Sample]
     coverage: Coverage
 
@@ -39,8 +46,8 @@ def assemble(
     include_abandoned: bool = False,
     metadata: JsonMapping | None = None,
 ) -> Assembly:
-    """`max_tokens` cuts a sample behind the last sampled span that fits. `include_abandoned` trains what was given up
-    as well."""
+    """`max_tokens` cuts a sample after the last sampled span that fits; `include_abandoned` trains what was given up,
+    too."""
     _check_links(tree)
     owner, drafts, abandoned = _drafts(tree, record, max_tokens, include_abandoned)
     coverage = _coverage(tree, owner, abandoned)
@@ -54,7 +61,7 @@ def assemble(
 def coverage_of(
     tree: Tree, record: SessionRecord, *, max_tokens: int | None = None, include_abandoned: bool = False
 ) -> Coverage:
-    """The account alone, in time linear in the nodes; certificates are checked where samples are built."""
+    """In time linear in the nodes; certificates are checked where samples are built."""
     owner, _, abandoned = _drafts(tree, record, max_tokens, include_abandoned)
     return _coverage(tree, owner, abandoned)
 
@@ -224,7 +231,6 @@ def coverage_to_json(coverage: Coverage) -> JsonObject:
 
 
 def _attempts(path: Sequence[Node]) -> list[JsonObject]:
-    """Tool calls that did not parse, by their place in the sample."""
     return [
         {
             "turn": turn,
@@ -246,7 +252,7 @@ def _span(
 
 
 def _given_roles(node: Node) -> Iterator[tuple[int, int, str]]:
-    """The given ids of a node as spans without gap: those of the renderer, and `structure` between them."""
+    """Spans without gap: the renderer's, and `structure` between them."""
     at, length = 0, len(node.given_ids)
     if length and not node.given_spans:
         roles = {"assistant" if isinstance(item, ServedRef) else str(item.get("role")) for item in node.given}
@@ -263,7 +269,7 @@ def _given_roles(node: Node) -> Iterator[tuple[int, int, str]]:
 
 
 def _join_routing(path: Sequence[Node]) -> RoutedExperts | None:
-    """Routing of all positions but the last; present only where every turn has it."""
+    """Of all positions but the last; None unless every turn has it."""
     parts = [node.routed_experts for node in path]
     whole = [part for part in parts if part is not None]
     if not parts or len(whole) < len(parts):
@@ -280,7 +286,7 @@ def _join_routing(path: Sequence[Node]) -> RoutedExperts | None:
 
 
 def _join_masks(path: Sequence[Node]) -> SamplingMask | None:
-    """A row for each token; None where no turn has one, or where it is not known what a turn's filters kept."""
+    """None where no turn has one, or where it is not known what a turn's filters kept."""
     if all(node.sampling_mask is None for node in path) or any(
         node.sampling_mask is None and node.sampling.truncates for node in path
     ):
@@ -289,3 +295,61 @@ def _join_masks(path: Sequence[Node]) -> SamplingMask | None:
     for node in path:
         parts += [empty_rows(len(node.given_ids)), node.sampling_mask or empty_rows(len(node.sampled_ids))]
     return join_masks(parts)
+
+
+def find_left_out(tree: Tree, rewarded: Collection[str] = ()) -> dict[str, str]:
+    """Node id -> reason, for every node that was given up and that training leaves out.
+
+    * `retried`: the same turn was asked again after this answer was complete, and this answer was never continued.
+    * `rolled_back`: it had been continued, then the agent went back and asked the same turn again.
+    * `not_chosen`: another answer to the same turn was continued (n > 1, requests in flight together, or an earlier
+      answer after all).
+    * `disconnected`, `engine_failed`, `deleted`, `aborted`: the client never got the whole of it, and nothing follows.
+
+    What follows a node that was given up is given up for the same reason, unless a reward on its leaf keeps the path.
+    """
+    rewarded_paths = {node.id for leaf in rewarded if leaf in tree.nodes for node in tree.path(tree.nodes[leaf])}
+    newest = tree.last_activity()
+    reasons: dict[str, str] = {}
+    for answers in tree.answers.values():
+        if len(answers) > 1:
+            reasons |= {
+                node_id: why for node_id, why in _losers(tree, answers, newest).items() if node_id not in rewarded_paths
+            }
+    for node in tree.in_order():  # parents come before children
+        given_up = [reasons[before] for before in tree.predecessors(node) if before in reasons]
+        if given_up and node.id not in rewarded_paths and node.id not in reasons:
+            reasons[node.id] = given_up[0]
+    for node in reversed(tree.in_order()):
+        alive = any(child.id not in reasons for child in tree.followers.get(node.id, ()))
+        if not alive and node.id not in reasons and node.id not in rewarded_paths and (why := _unserved_reason(node)):
+            reasons[node.id] = why
+    return reasons
+
+
+def _unserved_reason(node: Node) -> str | None:
+    if node.outcome != "served":
+        return node.outcome
+    return "aborted" if node.finish is Finish.ABORT else None
+
+
+def _losers(tree: Tree, answers: list[Node], newest: dict[str, int]) -> dict[str, str]:
+    """Of several answers to one turn the one with the latest activity survives, and every parallel one that was
+    continued."""
+    served = [node for node in answers if _unserved_reason(node) is None or tree.followers.get(node.id)]
+    if not served:
+        return {}
+    survivor = max(served, key=lambda node: newest[node.id])
+    any_followed = any(tree.followers.get(node.id) for node in served)
+    losers: dict[str, str] = {}
+    for node in answers:
+        followed = bool(tree.followers.get(node.id))
+        if node is survivor or (not followed and _unserved_reason(node)):
+            continue
+        if any(later.started > newest[node.id] for later in served):
+            losers[node.id] = "rolled_back" if followed else "retried"
+        elif any(later.started > node.seq for later in served) and not followed:
+            losers[node.id] = "retried"
+        elif any_followed and not followed:
+            losers[node.id] = "not_chosen"
+    return losers

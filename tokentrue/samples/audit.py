@@ -16,7 +16,7 @@ from hashlib import sha256
 
 from tokentrue.errors import FileFormatError
 from tokentrue.ids import EMPTY, TokenIds
-from tokentrue.samples.exporters import ExportedSample
+from tokentrue.samples.formats import ExportedSample
 from tokentrue.samples.seal import BLOCK, NodeRow, SealedRecord, block_checksums, read_sealed_record, seal
 from tokentrue.sessions.certificate import float_bytes, format_digest, next_link, start_link
 from tokentrue.types import Coverage, Sample, VersionSpan
@@ -24,7 +24,7 @@ from tokentrue.types import Coverage, Sample, VersionSpan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditFinding:
-    """Something that does not hold. `start`/`end` are token positions in the sample, where they are known."""
+    """Something that does not hold, at tokens `[start, end)` where they are known."""
 
     sample: str
     what: str
@@ -38,8 +38,6 @@ class AuditFinding:
 
 @dataclass(slots=True)
 class Audit:
-    """What was read, and what was found wrong."""
-
     samples: int = 0
     tokens: int = 0
     sampled: int = 0
@@ -89,7 +87,7 @@ def audit(samples: Iterable[Sample]) -> Audit:
 
 
 def audit_exported(rows: Iterable[ExportedSample]) -> Audit:
-    """Of samples as they stand in a file: the rows themselves are checked as well."""
+    """The rows themselves are checked as well."""
     result = Audit()
     for row in rows:
         sample = row.sample
@@ -118,7 +116,6 @@ def audit_exported(rows: Iterable[ExportedSample]) -> Audit:
 
 
 def _check_columns(sample: Sample) -> Iterator[AuditFinding]:
-    """Mask, log-probabilities and spans must tell one story."""
     at = 0
     for span in sample.spans:
         if span.start != at or span.end <= span.start:
@@ -144,7 +141,7 @@ def _check_columns(sample: Sample) -> Iterator[AuditFinding]:
 
 
 def _check_replay(sample: Sample) -> Iterator[AuditFinding]:
-    """Routing covers the inputs, and every sampled token is among the ids that its row of the sampling mask kept."""
+    """Routing covers the inputs, and a sampled token is among the ids that were kept for it."""
     routed, mask = sample.routed_experts, sample.sampling_mask
     inputs = max(0, len(sample.token_ids) - 1)
     if routed is not None and (routed.start, routed.end) != (0, inputs):
@@ -177,7 +174,7 @@ def _check_seal(sample: Sample, own: SealedRecord) -> Iterator[AuditFinding]:
 
 
 def _check_links(sample: Sample, nodes: list[NodeRow]) -> Iterator[AuditFinding]:
-    """Every link of the chain, computed again; a broken one is narrowed down by its block checksums."""
+    """A broken link is narrowed down by its block checksums."""
     previous = start_link(template=sample.certificate.template, tokenizer=sample.certificate.tokenizer)
     at, sent = 0, sha256()  # over the sample's own ids, up to each turn
     for turn, node in enumerate(nodes):
@@ -216,7 +213,7 @@ def _link(sample: Sample, node: NodeRow, previous: bytes, at: int, given_end: in
 
 
 def _versions(sample: Sample, node: NodeRow, given_end: int, end: int) -> list[tuple[int, int, int]]:
-    """From the spans: what the trainer reads is what is checked. A turn of an engine without versions has none."""
+    """From the spans: what the trainer reads is what is checked."""
     if not node.versions:
         return []
     return [
@@ -284,7 +281,6 @@ def _check_session(sample: Sample, own: SealedRecord, session: _SessionAudit) ->
 
 
 def _check_copies(session: _SessionAudit) -> Iterator[AuditFinding]:
-    """What a sample repeats of another turn is what that turn sampled, as far as the file has it."""
     untrained = {item.node for item in session.claimed.untrained} if session.claimed is not None else set[str]()
     for copy in session.copies:
         what = ""

@@ -1,73 +1,19 @@
-"""Samples on disk: write in a named format, read any of them back. A file is written beside its place and moved there
-whole; a link stays a link, and a device or pipe is written into."""
+"""Samples on disk: write in a named format, read any of them back, and check a file before anybody trains on it. A file
+is written beside its place and moved there whole; a link stays a link, and a device or pipe is written into."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import cast
 
 from tokentrue.errors import AuditError, FileFormatError
-from tokentrue.json_types import JsonObject
-from tokentrue.samples.exporters import EXPORTERS, ExportedSample, Exporter
-from tokentrue.samples.exporters.lines import read_lines
-from tokentrue.samples.exporters.parquet import table_columns
+from tokentrue.samples.audit import audit_exported
+from tokentrue.samples.formats import FORMATS, ExportedSample, SampleFormat, read_lines, table_columns
 from tokentrue.types import Sample
-
-
-def write_samples(samples: Iterable[Sample], path: str | Path, *, format: str = "jsonl") -> int:
-    """How many samples were written."""
-    exporter, target = find_exporter(format), Path(path)
-    if not target.name or target.is_dir():
-        raise FileFormatError(f"cannot write {str(path)!r}: it is no file name")
-    try:
-        with suppress(FileNotFoundError):
-            target.stat()  # links in a circle are an OSError here, and a RuntimeError of resolve()
-        return (
-            _write_stream(exporter, samples, target)
-            if is_stream(target)
-            else _write_file(exporter, samples, target.resolve())
-        )
-    except OSError as error:
-        raise FileFormatError(f"cannot write {target}: {error.strerror or error}") from error
-
-
-def find_exporter(format: str) -> Exporter:
-    if format not in EXPORTERS:
-        raise FileFormatError(f"no format {format!r}; choose one of {', '.join(EXPORTERS)}")
-    return EXPORTERS[format]
-
-
-def is_stream(path: Path) -> bool:
-    """Whether a path names a device, a pipe or an open descriptor (`/dev/stdout`, whatever that is): nothing that may
-    be replaced."""
-    linked = path.parent / path.readlink() if path.is_symlink() else path
-    is_descriptor = any(os.path.realpath(each.parent).startswith("/proc/") for each in (path, linked))
-    return is_descriptor or (path.exists() and not path.is_file())
-
-
-def _write_stream(exporter: Exporter, samples: Iterable[Sample], target: Path) -> int:
-    with tempfile.TemporaryDirectory() as folder:
-        scratch = Path(folder) / "samples"
-        count = exporter.write(samples, scratch)
-        with scratch.open("rb") as whole, target.open("ab") as stream:
-            shutil.copyfileobj(whole, stream)
-    return count
-
-
-def _write_file(exporter: Exporter, samples: Iterable[Sample], target: Path) -> int:
-    scratch = target.with_name(f".{target.name}.{os.getpid()}.part")
-    try:
-        count = exporter.write(samples, scratch)
-        os.replace(scratch, target)
-    finally:
-        scratch.unlink(missing_ok=True)
-    return count
-
 
 MEDIA_TYPES = {
     ".jsonl": "application/x-ndjson",
@@ -76,17 +22,63 @@ MEDIA_TYPES = {
 }
 
 
+def write_samples(samples: Iterable[Sample], path: str | Path, *, format: str = "jsonl") -> int:
+    """How many samples were written."""
+    chosen, target = find_format(format), Path(path)
+    if not target.name or target.is_dir():
+        raise FileFormatError(f"cannot write {str(path)!r}: it is no file name")
+    try:
+        with suppress(FileNotFoundError):
+            target.stat()  # links in a circle are an OSError here, and a RuntimeError of resolve()
+        if is_stream(target):
+            return _write_stream(chosen, samples, target)
+        return _write_file(chosen, samples, target.resolve())
+    except OSError as error:
+        raise FileFormatError(f"cannot write {target}: {error.strerror or error}") from error
+
+
+def find_format(name: str) -> SampleFormat:
+    if name not in FORMATS:
+        raise FileFormatError(f"no format {name!r}; choose one of {', '.join(FORMATS)}")
+    return FORMATS[name]
+
+
+def is_stream(path: Path) -> bool:
+    """A device, a pipe or an open descriptor (`/dev/stdout`, whatever that is): nothing that may be replaced."""
+    linked = path.parent / path.readlink() if path.is_symlink() else path
+    is_descriptor = any(os.path.realpath(each.parent).startswith("/proc/") for each in (path, linked))
+    return is_descriptor or (path.exists() and not path.is_file())
+
+
+def _write_stream(format: SampleFormat, samples: Iterable[Sample], target: Path) -> int:
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = Path(folder) / "samples"
+        count = format.write(samples, scratch)
+        with scratch.open("rb") as whole, target.open("ab") as stream:
+            shutil.copyfileobj(whole, stream)
+    return count
+
+
+def _write_file(format: SampleFormat, samples: Iterable[Sample], target: Path) -> int:
+    scratch = target.with_name(f".{target.name}.{os.getpid()}.part")
+    try:
+        count = format.write(samples, scratch)
+        os.replace(scratch, target)
+    finally:
+        scratch.unlink(missing_ok=True)
+    return count
+
+
 def export_bytes(samples: Iterable[Sample], *, format: str) -> tuple[bytes, str]:
-    """The bytes of such a file, and their media type: for an HTTP answer."""
+    """The bytes of such a file and their media type."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "samples"
         write_samples(samples, path, format=format)
-        return path.read_bytes(), MEDIA_TYPES[EXPORTERS[format].suffix]
+        return path.read_bytes(), MEDIA_TYPES[FORMATS[format].suffix]
 
 
 def read_samples(path: str | Path, *, format: str | None = None) -> Iterator[Sample]:
-    """The samples of a file; its format is recognised by its first row where it is not given. A trainer's row that
-    contradicts its own sample is refused."""
+    """Recognises the format by the first row. A trainer's row that contradicts its own sample is refused."""
     for row in read_exported(path, format=format):
         if row.differences:
             raise AuditError(
@@ -96,36 +88,40 @@ def read_samples(path: str | Path, *, format: str | None = None) -> Iterator[Sam
 
 
 def read_exported(path: str | Path, *, format: str | None = None) -> Iterator[ExportedSample]:
-    """The same, with the differences between a trainer's rows and their samples: what an audit reads."""
+    """The same, with those contradictions: what an audit reads."""
     source = Path(path)
     if not source.is_file():
         raise FileFormatError(f"{source}: no such file")
-    yield from find_exporter(format or format_of(source)).read(source)
+    yield from find_format(format or recognise_format(source)).read(source)
 
 
-def format_of(path: Path) -> str:
+def recognise_format(path: Path) -> str:
     with path.open("rb") as file:
         start = file.read(8)
-    named = (
-        "" if start.lstrip()[:1] in (b"{", b"") else path.suffix
-    )  # the content decides; a damaged file is called what its name says
+    is_object = start.lstrip().startswith(b"{")
+    # The content decides; a damaged file is called what its name says.
+    named = "" if is_object or not start.strip() else path.suffix
     if start[:4] == b"PAR1" or named == ".parquet":
-        return "parquet" if "token_ids" in table_columns(path) else "verl"
-    has_header = (
-        len(start) == 8
-        and int.from_bytes(start, "little") < path.stat().st_size
-        and not start.lstrip().startswith(b"{")
-    )
-    if has_header or named == ".safetensors":
+        return _find_marked(".parquet", table_columns(path)) or "verl"
+    has_header = len(start) == 8 and int.from_bytes(start, "little") < path.stat().st_size
+    if (has_header and not is_object) or named == ".safetensors":
         return "safetensors"
     if not is_text(start):
         raise FileFormatError(f"{path}: neither JSON lines nor parquet nor safetensors")
-    first = next(read_lines(path), None)
-    return "jsonl" if first is None else _format_of_row(cast("JsonObject", first[1]))
+    _, row = next(read_lines(path), ("", {}))
+    found = _find_marked(".jsonl", row)
+    if found is None and "tokentrue" in row:
+        raise FileFormatError(f"not a samples file: a row has {', '.join(sorted(row))}")
+    return found or "jsonl"
+
+
+def _find_marked(suffix: str, columns: Iterable[str]) -> str | None:
+    names = set(columns)
+    return next((each.name for each in FORMATS.values() if each.suffix == suffix and each.mark in names), None)
 
 
 def is_text(start: bytes) -> bool:
-    """Whether a file's first bytes can be UTF-8 text; the last character may be cut off."""
+    """Whether this can be UTF-8 text; the last character may be cut off."""
     try:
         start.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -133,15 +129,39 @@ def is_text(start: bytes) -> bool:
     return b"\0" not in start
 
 
-def _format_of_row(row: JsonObject) -> str:
-    if "tokentrue" not in row:
-        return "jsonl"
-    for mark, name in (
-        ("completion_ids", "trl"),
-        ("response_length", "slime"),
-        ("mask", "prime-rl"),
-        ("loss_fn_inputs", "tinker"),
-    ):
-        if mark in row:
-            return name
-    raise FileFormatError(f"not a samples file: a row has {', '.join(sorted(row))}")
+def read_sound_samples(path: str | Path, *, trust: bool = False) -> list[Sample]:
+    """All samples of a file that passes its audit. With `trust` certificates, masks and duplicates are not checked."""
+    if trust:
+        samples = list(read_samples(path))
+    else:
+        rows = list(read_exported(path))
+        if findings := audit_exported(rows).findings:
+            others = len(findings) - 1
+            more = f", and {others} more (`tokentrue audit {path}` lists them)" if others else ""
+            raise AuditError(f"{path}: {findings[0]}{more}; --trust skips these checks")
+        samples = [row.sample for row in rows]
+    if not samples:
+        raise FileFormatError(f"{path}: holds no sample")
+    return samples
+
+
+def require_model(samples: Sequence[Sample], *, model: str, tokenizer: str | None, vocabulary: int) -> None:
+    """By the hash of the model's tokenizer (None where it has none) and the number of its embeddings."""
+    cure = "use the model that it was sampled from"
+    for sample in samples:
+        recorded = sample.certificate.tokenizer
+        if tokenizer is not None and recorded != tokenizer:
+            raise FileFormatError(
+                f"sample {sample.sample_id} was recorded with another tokenizer ({_shorten(recorded)}) than {model} has "
+                f"({_shorten(tokenizer)}); {cure}"
+            )
+        kept = () if sample.sampling_mask is None else sample.sampling_mask.token_ids
+        largest = max(max(sample.token_ids, default=0), max(kept, default=0))
+        if largest >= vocabulary:
+            raise FileFormatError(
+                f"sample {sample.sample_id} holds token id {largest}, beyond the vocabulary of {model} ({vocabulary}); {cure}"
+            )
+
+
+def _shorten(digest: str) -> str:
+    return digest.removeprefix("sha256:")[:12] or "none"

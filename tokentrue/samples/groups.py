@@ -24,7 +24,7 @@ class GroupedSessions:
     of_sample: list[int]
 
     def advantages(self, formula: Callable[[list[float]], list[float]]) -> list[float]:
-        """One for each sample. `formula` makes those of a group of its sessions' rewards."""
+        """One for each sample; `formula` takes the rewards of a group's sessions."""
         members: dict[str, list[int]] = {}
         for number, group in enumerate(self.groups):
             members.setdefault(group, []).append(number)

@@ -18,8 +18,7 @@ from tokentrue.types import PENALTIES, TRUNCATIONS, Coverage, Sample, is_tempera
 
 
 class TurnRow(msgspec.Struct, kw_only=True):
-    """`given` and `sampled` count tokens; `sampling` holds the settings that differ from the defaults; `versions` are
-    start, end and policy version of stretches of the sampled tokens."""
+    """`sampling` holds the settings that differ from the defaults; `versions` are start, end and policy version."""
 
     given: Count
     sampled: Count
@@ -86,11 +85,8 @@ def read_turns(sample: Sample) -> list[RecordedTurn]:
 
 
 def why_not_scorable(sample: Sample, turn: RecordedTurn) -> str:
-    """Empty where the distribution that the turn's tokens were drawn from can be computed again.
-
-    Log-probabilities under top-p, top-k or min-p are of a smaller distribution than a whole softmax: without the ids
-    that were kept, every ratio would be off.
-    """
+    """Empty where the distribution that the tokens were drawn from can be computed again. Under top-p, top-k or min-p
+    that takes the ids that were kept."""
     if turn.penalties:
         cure = "a penalty depends on the text before the token, and no trainer scores it; sample without it"
         return f"sampled under {', '.join(turn.penalties)}: {cure}"
@@ -101,8 +97,8 @@ def why_not_scorable(sample: Sample, turn: RecordedTurn) -> str:
 
 
 def scoring_temperatures(sample: Sample, default: float = 1.0) -> list[float]:
-    """The temperature to score each token at: its turn's; `default` where none is recorded and in greedy turns, which
-    engines report at 1. Raises TokenContractError for a trained turn that cannot be scored."""
+    """Of each token: its turn's; `default` where none is recorded and in greedy turns, which engines report at 1.
+    Raises TokenContractError for a trained turn that cannot be scored."""
     found = [default] * len(sample.token_ids)
     for number, turn in enumerate(read_turns(sample)):
         if any(sample.loss_mask[turn.start : turn.end]) and (why := why_not_scorable(sample, turn)):

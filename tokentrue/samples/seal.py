@@ -31,8 +31,8 @@ BLOCK = 64
 
 
 class NodeRow(msgspec.Struct, kw_only=True):
-    """One turn on a sample's path with what its check needs. `copies` are stretches of its given tokens (start, end,
-    node) that repeat what another node sampled. Older files have no `prompt_sha256`."""
+    """One turn on a sample's path. `copies` are stretches of its given tokens (start, end, node) that repeat what
+    another node sampled. Older files have no `prompt_sha256`."""
 
     node: str
     given: Count
@@ -86,21 +86,19 @@ def node_rows(path: Sequence[Node]) -> list[JsonObject]:
 
 
 def describe_sampling(sampling: Sampling) -> JsonObject:
-    """The settings that shaped the distribution and differ from the defaults: a trainer scores with them, or refuses
-    the sample."""
+    """Settings that shaped the distribution and differ from the defaults."""
     defaults = Sampling()
     return {name: value for name in _SHAPING if (value := getattr(sampling, name)) != getattr(defaults, name)}
 
 
 def block_checksums(data: bytes, width: int) -> str:
-    """CRC-32 of each block of tokens, in hex: not proof (the chain is), but it says where to look."""
+    """CRC-32 of each block of tokens: no proof (the chain is), but it says where to look."""
     step = BLOCK * width
     return "".join(f"{zlib.crc32(data[at : at + step]):08x}" for at in range(0, len(data), step))
 
 
 def seal(sample: Sample) -> str:
-    """SHA-256 over everything in a sample that its chain does not hold. `metadata.tokentrue.seal` itself is left
-    out."""
+    """SHA-256 over everything in a sample that its chain does not hold, but the seal itself."""
     own = {key: value for key, value in sample.metadata.get("tokentrue", {}).items() if key != "seal"}
     spans = [[s.start, s.end, s.kind, s.role, s.turn, s.policy_version, s.trainable, s.why] for s in sample.spans]
     held = {

@@ -25,7 +25,6 @@ Utf8 = Annotated[str, msgspec.Meta(pattern=r"^[^\ud800-\udfff]*$")]
 
 
 def head_to_json(sample: Sample) -> JsonObject:
-    """Everything but the three per-token columns."""
     routed = sample.routed_experts
     head: JsonObject = {
         "sample_id": sample.sample_id,
@@ -102,7 +101,7 @@ class SamplingMaskRow(msgspec.Struct):
 
 
 class SampleHead(msgspec.Struct, kw_only=True):
-    """Everything but the three per-token columns, as a file holds it."""
+    """Everything but the three per-token columns."""
 
     sample_id: str
     session_id: str
@@ -123,7 +122,7 @@ class SampleColumns(msgspec.Struct):
 
 
 def decode(value: Any, kind: type[T], where: str) -> T:
-    """`value` as `kind`; raises FileFormatError with the path of what does not fit."""
+    """Raises FileFormatError with the path of what does not fit."""
     try:
         return msgspec.convert(value, kind)
     except (msgspec.ValidationError, UnicodeEncodeError) as error:

@@ -19,7 +19,7 @@ MOST_LOGPROB = 1e-3  # rounding may put the logarithm of a probability of 1 this
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerLogprobs:
-    """What the trainer computes for one sample, token by token; None where it is unknown."""
+    """Token by token; None where it is unknown."""
 
     logprobs: Sequence[float | None]
     entropy: Sequence[float | None] | None = None

@@ -2,11 +2,9 @@
 
 from tokentrue.viewer.app import create_app
 from tokentrue.viewer.data import ViewerData
-from tokentrue.viewer.export import write_export
+from tokentrue.viewer.page import write_export
 from tokentrue.viewer.report import Chart, Report, ReportTable, write_report
-from tokentrue.viewer.sources.gateway import GatewaySource
-from tokentrue.viewer.sources.samples import ChosenSessions, FileSource, SampleList
-from tokentrue.viewer.sources.store import StoreSource
+from tokentrue.viewer.sources import ChosenSessions, FileSource, GatewaySource, SampleList, StoreSource
 
 __all__ = [
     "Chart",

@@ -7,7 +7,6 @@ No request leaves the machine: the content security policy allows nothing but th
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
@@ -19,9 +18,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tokentrue.errors import InputError, SessionNotFound, TokenTrueError
 from tokentrue.viewer.data import PAGE, ViewerData
-from tokentrue.viewer.page_json import encode_json
+from tokentrue.viewer.page import STATIC, encode_json
 
-STATIC = Path(__file__).parent / "static"
 POLICY = "; ".join(
     (
         "default-src 'none'",

@@ -17,7 +17,6 @@ from tokentrue.viewer.records import Branch, TurnMessages, ViewRenderer
 
 
 def cut_blocks(branch: Branch, turns: Sequence[TurnMessages] | None) -> list[JsonObject]:
-    """`turns` are the messages by turn, where they are known."""
     blocks: list[JsonObject] = []
     pending: int | None = None  # where inserted tokens before the next message begin
     inserted = set(branch.inserted or ())
@@ -60,7 +59,7 @@ def _continues(block: JsonMapping, span: Span) -> bool:
 
 
 def _attach(blocks: list[JsonObject], turns: Sequence[TurnMessages] | None) -> None:
-    """Messages to blocks, by their order in the turn; left out where their numbers do not agree."""
+    """By their order in the turn; left out where their numbers do not agree."""
     if turns is None:
         return
     for number, turn in enumerate(turns):
@@ -74,7 +73,6 @@ def _attach(blocks: list[JsonObject], turns: Sequence[TurnMessages] | None) -> N
 
 
 def readable_message(message: Message) -> JsonObject:
-    """The parts of a message that are read: role, content as text, reasoning, calls."""
     shown: JsonObject = {"role": message.get("role", ""), "content": text_of(message.get("content"))}
     if reasoning := message.get("reasoning_content"):
         shown["reasoning"] = str(reasoning)
@@ -104,8 +102,7 @@ def text_of(content: Any) -> str:
 
 
 def messages_from_tokens(branch: Branch, renderer: ViewRenderer) -> tuple[TurnMessages, ...]:
-    """The messages of a branch whose source holds none, read back from its tokens: given text is decoded, sampled turns
-    are parsed."""
+    """Given text is decoded, sampled turns are parsed."""
     ids = branch.sample.token_ids
     blocks = cut_blocks(branch, None)
     turns: list[TurnMessages] = []

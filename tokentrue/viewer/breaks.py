@@ -88,7 +88,7 @@ def _prompt(turns: Sequence[TurnMessages], *, dropped: bool) -> list[Any]:
 
 
 def _recover_turns(branch: Branch, renderer: ViewRenderer) -> tuple[tuple[TurnMessages, ...] | None, str]:
-    """Messages read back from the tokens, if the first prompt that they render to is the recorded one."""
+    """Messages read back from the tokens, if they render to the recorded first prompt."""
     turns = messages_from_tokens(branch, renderer)
     sampled = next((span.start for span in branch.sample.spans if span.kind == "sampled"), len(branch.sample.token_ids))
     try:
@@ -104,7 +104,6 @@ def _recover_turns(branch: Branch, renderer: ViewRenderer) -> tuple[tuple[TurnMe
 def find_breaks(
     sample: Sample, other: Ids, turns: Sequence[TurnMessages] | None, renderer: ViewRenderer
 ) -> list[Break]:
-    """Every difference between the record and `other`, in order."""
     structure = renderer.structure
     kinds, numbers = _columns(sample)
     found: list[Break] = []
@@ -131,7 +130,7 @@ def find_breaks(
 
 
 def _columns(sample: Sample) -> tuple[list[bool], list[int]]:
-    """For each token: was it sampled, and of which turn it is."""
+    """For each token: was it sampled, and in which turn."""
     kinds, numbers = [False] * len(sample.token_ids), [0] * len(sample.token_ids)
     for span in sample.spans:
         size = span.end - span.start
@@ -158,7 +157,7 @@ def _name(mine: Ids, theirs: Ids, served: Any, renderer: ViewRenderer) -> str:
 
 
 def differing_ranges(recorded: Ids, other: Ids, cuts: frozenset[int]) -> list[tuple[int, int, int, int]]:
-    """Ranges `(start, end, other_start, other_end)` that differ, in order."""
+    """`(start, end, other_start, other_end)` of each difference, in order."""
     mine, theirs = _pieces(recorded, cuts), _pieces(other, cuts)
     keys = [tuple(recorded[a:b]) for a, b in mine], [tuple(other[a:b]) for a, b in theirs]
     found: list[tuple[int, int, int, int]] = []
@@ -194,7 +193,6 @@ def _token_ranges(a: Ids, b: Ids, start: int, end: int, other: int, other_end: i
 
 
 def breaks_to_json(branch: Branch, renderer: ViewRenderer) -> JsonObject:
-    """What the page shows: both sequences, the differences, and the counts."""
     sample = branch.sample
     other = rerender(branch, renderer)
     turns = branch.turns if branch.turns is not None else messages_from_tokens(branch, renderer)

@@ -21,12 +21,10 @@ from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.samples.recorded_turns import read_record
 from tokentrue.samples.trainer_logprobs import TrainerLogprobs
 from tokentrue.types import Ids, Sample
-from tokentrue.viewer.advantages import advantages_of
 from tokentrue.viewer.blocks import cut_blocks, messages_from_tokens
 from tokentrue.viewer.breaks import breaks_to_json
-from tokentrue.viewer.page_json import check_names
-from tokentrue.viewer.plots import compare_tokens, plots_to_json
-from tokentrue.viewer.records import Branch, RecordSource, SessionSummary, SessionView, ViewRenderer
+from tokentrue.viewer.plots import advantages_of, compare_tokens, plots_to_json
+from tokentrue.viewer.records import Branch, RecordSource, SessionSummary, SessionView, ViewRenderer, check_names
 
 FORMAT = 1
 PAGE = 500
@@ -38,7 +36,7 @@ NO_TRAINER = "no trainer log-probabilities: start the viewer with --trainer-logp
 
 
 class ViewerData:
-    """`trainer` are the trainer's log-probabilities by sample id; `report` is what `report()` returns."""
+    """`trainer` are the trainer's log-probabilities by sample id."""
 
     def __init__(
         self,
@@ -181,8 +179,7 @@ class ViewerData:
         return found
 
     def _inserted(self, branch: Branch) -> list[tuple[int, int]]:
-        """Given tokens that the template put there: known by the store; elsewhere generation prompts and special tokens
-        are."""
+        """Given tokens of the template: a store knows them; elsewhere generation prompts and special tokens are."""
         if branch.inserted is not None:
             return list(branch.inserted)
         sample = branch.sample

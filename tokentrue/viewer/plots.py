@@ -1,12 +1,13 @@
 """The mismatch plots as numbers: δ = trainer - rollout log-probability, the ratio r = exp(δ), and C(r) = -(r - 1)·A,
 without torch.
 
-C(r) and the clamp of δ in it are those of `tokentrue.mismatch`; a test of `tokentrue diagnose` compares them. K1, K3
-and the effective sample size are not computed here.
+C(r), the clamp of δ in it and the advantages (the trainer's default baseline) are those of `tokentrue.mismatch`; tests
+compare them. K1, K3 and the effective sample size are not computed here.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,18 +15,20 @@ import numpy as np
 import numpy.typing as npt
 
 from tokentrue.json_types import JsonObject
+from tokentrue.samples.groups import group_of, group_sessions
+from tokentrue.types import Sample
 
 Floats = npt.NDArray[np.float64]
 BINS = 81
 TAIL_POINTS = 60
 POSITION_BINS = 48
 LOG_CLAMP = 20.0
+EPS = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedTokens:
-    """The trained tokens of all samples that have both sides, end to end. `position` counts trained tokens from a
-    sample's first."""
+    """Trained tokens of all samples that have both sides. `position` counts a sample's trained tokens."""
 
     delta: Floats
     position: Floats
@@ -35,7 +38,7 @@ class ComparedTokens:
 def compare_tokens(
     rows: Sequence[tuple[Sequence[float | None], Sequence[float | None], Sequence[int], float | None]],
 ) -> ComparedTokens:
-    """Each row: rollout log-probabilities, trainer log-probabilities, loss mask, advantage."""
+    """Each row: rollout and trainer log-probabilities, loss mask, advantage."""
     deltas: list[Floats] = []
     positions: list[Floats] = []
     advantages: list[Floats] = []
@@ -80,7 +83,7 @@ def plots_to_json(tokens: ComparedTokens) -> JsonObject:
 
 
 def _histogram(values: Floats) -> JsonObject:
-    """Equal bins around 0 that hold 99.8% of the values; what lies outside is in the first and last bin."""
+    """Bins around 0 that hold 99.8% of the values; the rest is in the first and last bin."""
     reach = float(np.quantile(np.abs(values), 0.998)) or float(np.abs(values).max()) or 1e-6
     edges = np.linspace(-reach, reach, BINS + 1)
     counts, _ = np.histogram(np.clip(values, -reach, reach), bins=edges)
@@ -90,7 +93,7 @@ def _histogram(values: Floats) -> JsonObject:
 
 
 def _tail(size: Floats) -> JsonObject:
-    """Share of tokens whose |δ| is above x, for x from the smallest difference to the largest."""
+    """Share of tokens whose |δ| is above x."""
     positive = np.sort(size[size > 0])
     if not len(positive):
         return {"x": [], "share": []}
@@ -101,8 +104,7 @@ def _tail(size: Floats) -> JsonObject:
 
 
 def _by_position(tokens: ComparedTokens) -> JsonObject:
-    """The ratio r = exp(δ) by the number of trained tokens before it: mean, and the range that holds 98% of the
-    tokens."""
+    """The ratio exp(δ) by the trained tokens before it: mean, and the range of 98% of the tokens."""
     ratio = np.exp(np.minimum(tokens.delta, LOG_CLAMP))
     last = float(tokens.position.max())
     edges = np.unique(np.floor(np.linspace(0, last + 1, POSITION_BINS + 1)))
@@ -119,7 +121,7 @@ def _by_position(tokens: ComparedTokens) -> JsonObject:
 
 
 def _contribution(tokens: ComparedTokens) -> JsonObject | None:
-    """C(r) = -(r - 1)·A for positive and for negative advantages: 0 everywhere when on policy."""
+    """C(r) = -(r - 1)·A by the sign of A: 0 everywhere when on policy."""
     if not np.isfinite(tokens.advantage).any():
         return None
     value = -np.expm1(np.clip(tokens.delta, -LOG_CLAMP, LOG_CLAMP)) * tokens.advantage
@@ -136,4 +138,29 @@ def _contribution(tokens: ComparedTokens) -> JsonObject | None:
                 "skew": skew,
                 **_histogram(chosen),
             }
+    return found
+
+
+def group_advantages(rewards: Sequence[float]) -> list[float]:
+    """Reward less the mean, over the standard deviation (n - 1) plus `EPS`; 0 where there is nothing to compare."""
+    if len(rewards) < 2 or all(reward == rewards[0] for reward in rewards):
+        return [0.0] * len(rewards)
+    mean = math.fsum(rewards) / len(rewards)
+    spread = math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / (len(rewards) - 1))
+    return [(reward - mean) / (spread + EPS) for reward in rewards]
+
+
+def advantages_of(samples: Sequence[Sample]) -> dict[str, float]:
+    """By sample id, for the samples that have a reward; groups must be whole. A sample whose metadata says its
+    `advantage` keeps that one."""
+    scored = [(sample, sample.reward) for sample in samples if sample.reward is not None]
+    sessions = group_sessions((group_of(sample), sample.session_id, reward) for sample, reward in scored)
+    found = {
+        sample.sample_id: value
+        for (sample, _), value in zip(scored, sessions.advantages(group_advantages), strict=True)
+    }
+    for sample in samples:
+        given = sample.metadata.get("advantage")
+        if isinstance(given, int | float) and math.isfinite(given):
+            found[sample.sample_id] = float(given)
     return found

@@ -7,15 +7,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from tokentrue.errors import FileFormatError
 from tokentrue.json_types import JsonMapping, JsonObject
+from tokentrue.plain_json import is_utf8
 from tokentrue.types import Coverage, Ids, Message, Messages, Parsed, Rendered, Sample, TemplateKwargs, Tools
 
 SourceKind = Literal["file", "store", "gateway"]
+ADDRESSED = ("session_id", "sample_id", "group")  # names that are parts of the page's addresses
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnMessages:
-    """The messages of one turn: those given before it, and what was served (None where the record does not say)."""
+    """`served` is None where the record does not say."""
 
     given: Messages
     served: Message | None
@@ -23,11 +26,9 @@ class TurnMessages:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Branch:
-    """One path of a session's tree, root to leaf, as a sample.
-
-    `turns`, `tools` and `template_kwargs` are there where the source holds messages (a store does, a samples file does
-    not). `inserted` are token ranges that the template put between messages; None where the source cannot tell.
-    """
+    """One path of a session's tree, as a sample. `turns`, `tools` and `template_kwargs` are there where the source
+    holds messages; `inserted` are token ranges that the template put between them, None where the source cannot
+    tell."""
 
     sample: Sample
     leaf: str
@@ -42,8 +43,7 @@ class Branch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionSummary:
-    """One row of the session list. `reward` is the mean of its samples' rewards, or the session's own where no sample
-    has one; `untrained` maps a reason to its number of sampled tokens."""
+    """One row of the session list. `untrained` maps a reason to its number of sampled tokens."""
 
     session_id: str
     group: str | None
@@ -119,7 +119,7 @@ def summarise(
     session_reward: float | None = None,
     in_flight: int = 0,
 ) -> SessionSummary:
-    """`nodes` as the page reads them; `rewards` has one for each sample."""
+    """`rewards` has one for each sample; their mean, or the session's own reward, is the session's."""
     versions = [version for node in nodes for version in node["policy_versions"]]
     known = [reward for reward in rewards if reward is not None]
     return SessionSummary(
@@ -141,10 +141,18 @@ def summarise(
 
 
 def view_node(described: JsonMapping, reasons: Mapping[str, str]) -> JsonObject:
-    """A node of `describe_node`, as the page reads it. `reasons` says by node id why its tokens are not trained."""
+    """A node of `describe_node` as the page reads it; `reasons` says why a node is not trained."""
     return {
         **described,
         "policy_versions": [version for _, _, version in described["policy_versions"]],
         "malformed_calls": [attempt["status"] for attempt in described["attempts"]],
         "untrained": reasons.get(described["id"]),
     }
+
+
+def check_names(record: Any) -> None:
+    """Refuses a sample or a summary with a name that no address of the page can hold."""
+    for part in ADDRESSED:
+        name = getattr(record, part, None) or ""
+        if not is_utf8(name):
+            raise FileFormatError(f"{part} {name!r} holds a lone surrogate, which no page address can hold; rename it")

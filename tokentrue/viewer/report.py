@@ -10,9 +10,9 @@ from typing import Literal
 from tokentrue.json_types import JsonObject
 from tokentrue.samples.trainer_logprobs import TrainerLogprobs
 from tokentrue.viewer.data import ViewerData
-from tokentrue.viewer.export import MOST_TOKENS, write_export
+from tokentrue.viewer.page import MOST_TOKENS, write_export
 from tokentrue.viewer.records import RecordSource, ViewRenderer
-from tokentrue.viewer.sources.samples import SampleList
+from tokentrue.viewer.sources import SampleList
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,8 +60,8 @@ def write_report(
     trainer: Mapping[str, TrainerLogprobs] | None = None,
     most_tokens: int = MOST_TOKENS,
 ) -> None:
-    """One self-contained HTML file. The first sessions of `source`, up to `most_tokens`, can be read in it token by
-    token; with `trainer` it has mismatch plots over all of them."""
+    """One self-contained HTML file, in which the first sessions of `source`, up to `most_tokens`, can be read token by
+    token."""
     body: JsonObject = asdict(report)
     rollouts = source if source is not None else SampleList((), name=report.title)
     write_export(ViewerData(rollouts, renderer=renderer, trainer=trainer, report=body), path, most_tokens=most_tokens)

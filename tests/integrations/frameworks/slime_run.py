@@ -23,7 +23,7 @@ from slime.utils.data import get_source
 from slime.utils.types import Sample
 
 from tokentrue.integrations.slime import _filled, generate_function, group_rewards
-from tokentrue.samples.exporters.slime import row
+from tokentrue.samples.trainer_rows import slime_row
 
 
 async def agent(client: Any, sample: Any) -> float:
@@ -62,7 +62,9 @@ def convert(samples: list[Any]) -> dict[str, Any]:
 def routing_arrives() -> bool:
     """The experts of recorded samples in slime's training data, which checks their shape for replay."""
     samples = [routed(sample) for sample in list(record().values())[:2]]
-    filled = [_filled(Sample(group_index=0, index=i, prompt="p"), row(sample)) for i, sample in enumerate(samples)]
+    filled = [
+        _filled(Sample(group_index=0, index=i, prompt="p"), slime_row(sample)) for i, sample in enumerate(samples)
+    ]
     found = convert(filled)["rollout_routed_experts"]
     replayed = Namespace(num_layers=2, moe_router_topk=2, moe_layer_freq=None)
     validate_rollout_routed_experts_for_replay(found, replayed)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tokentrue.errors import FileFormatError, RenderError
 from tokentrue.hub import load_config
-from tokentrue.samples.reading import read_sound_samples, require_model
+from tokentrue.samples.files import read_sound_samples, require_model
 from tokentrue.types import Sample
 
 

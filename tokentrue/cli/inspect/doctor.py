@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +15,7 @@ import typer
 from tokentrue.app.devices import require_dtype
 from tokentrue.app.libraries import quiet_libraries
 from tokentrue.app.wiring import ENGINE_KEY, EngineConfig, connect_engine
-from tokentrue.cli.options import name_option
+from tokentrue.cli.options import AsJson, ReportPage, name_option
 from tokentrue.errors import ConfigError
 from tokentrue.providers.registry import IN_PROCESS, REMOTE, list_names
 
@@ -52,18 +52,49 @@ def command(
     interrupt: Annotated[
         bool, typer.Option("--interrupt", help="also pause and preempt a generation; others wait a moment")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="print the report as JSON")] = False,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="write the report as one HTML page")] = None,
+    as_json: AsJson = False,
+    output: ReportPage = None,
 ) -> int:
     """Exit 0: no fault found. 1: a fault, with its likely cause and cure. 2: called wrongly, or nothing could be
     probed."""
     _check(engine, url, dtype)
     quiet_libraries()
+    from rich.console import Console
+
+    from tokentrue.doctor import Reference, examine, routes_for
+    from tokentrue.renderers import load_renderer
+
     _check_models({"--model": model, "--served": served, "--previous": previous})
     recorded = _read_samples(samples, model)
-    report = asyncio.run(
-        _run(engine, url, model, recorded, dtype, served, previous, adapter, interrupt=interrupt, quiet=as_json)
-    )
+    status = Console(stderr=True, quiet=as_json or not sys.stderr.isatty()).status("loading")
+
+    async def probe() -> DoctorReport:
+        with name_option("--model"):
+            reference, renderer = Reference.load(model, adapter=adapter), load_renderer(model)
+        with name_option("--served" if served else "--model"):
+            provider, module = _provider(engine, url, served or model, dtype or reference.dtype)
+        routes = routes_for(provider, url, api_key=os.environ.get(ENGINE_KEY))
+        try:
+            await provider.health()
+            with name_option("--previous"):  # the one model that is loaded for the first time by a probe
+                return await examine(
+                    provider,
+                    renderer,
+                    reference,
+                    routes=routes,
+                    dtype=dtype,
+                    previous=previous,
+                    engine_model=module,
+                    samples=recorded,
+                    interrupt=interrupt,
+                    on_progress=lambda name: status.update(f"probing: {name}"),
+                )
+        finally:
+            await routes.close()
+            await provider.close()
+
+    with status:
+        report = asyncio.run(probe())
     if output is not None:
         write_page(report, output)
     if as_json:
@@ -85,7 +116,7 @@ def _check(engine: str, url: str | None, dtype: str | None) -> None:
 
 
 def _check_models(models: Mapping[str, str | None]) -> None:
-    """Every model is there, before the first one is loaded: `--previous` is needed only after minutes of probes."""
+    """Before the first model is loaded: `--previous` is needed only after minutes of probes."""
     from tokentrue.hub import load_config
 
     for option, model in models.items():
@@ -94,52 +125,8 @@ def _check_models(models: Mapping[str, str | None]) -> None:
                 load_config(model)
 
 
-async def _run(
-    engine: str,
-    url: str | None,
-    model: str,
-    samples: Sequence[Sample],
-    dtype: str | None,
-    served: str | None,
-    previous: str | None,
-    adapter: Path | None,
-    *,
-    interrupt: bool,
-    quiet: bool,
-) -> DoctorReport:
-    from rich.console import Console
-
-    from tokentrue.doctor import Reference, examine, routes_for
-    from tokentrue.renderers import load_renderer
-
-    with Console(stderr=True, quiet=quiet or not sys.stderr.isatty()).status("loading") as status:
-        with name_option("--model"):
-            reference, renderer = Reference.load(model, adapter=adapter), load_renderer(model)
-        with name_option("--served" if served else "--model"):
-            provider, module = _provider(engine, url, served or model, dtype or reference.dtype)
-        routes = routes_for(provider, url, api_key=os.environ.get(ENGINE_KEY))
-        try:
-            await provider.health()
-            with name_option("--previous"):  # the one model that is loaded for the first time by a probe
-                return await examine(
-                    provider,
-                    renderer,
-                    reference,
-                    routes=routes,
-                    dtype=dtype,
-                    previous=previous,
-                    engine_model=module,
-                    samples=samples,
-                    interrupt=interrupt,
-                    on_progress=lambda name: status.update(f"probing: {name}"),
-                )
-        finally:
-            await routes.close()
-            await provider.close()
-
-
 def _provider(engine: str, url: str | None, served: str, dtype: str) -> tuple[Any, Any]:
-    """The engine, and its torch module where it can be looked into."""
+    """The engine, and its torch module where it runs in this process."""
     if url is not None:
         return connect_engine(EngineConfig(name=engine), url), None
     from tokentrue.providers import load

@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from tokentrue.cli.inspect.journal import require_store
-from tokentrue.cli.options import require_utf8
-from tokentrue.cli.words import count_of
+from tokentrue.cli.options import AsJson, JournalOrUrl, connect, is_url, open_recorded, require_store, require_utf8
+from tokentrue.cli.output import pluralise
 from tokentrue.errors import ConfigError, SessionNotFound
 from tokentrue.json_types import JsonObject
 
 if TYPE_CHECKING:
-    from tokentrue.client import Client
     from tokentrue.sessions.journal import SessionRecord
     from tokentrue.sessions.tree import Tree
 
@@ -25,13 +23,11 @@ MOST_ROWS = 2**63 - 1  # of a statement, in SQLite and PostgreSQL
 
 
 def command(
-    source: Annotated[
-        str, typer.Argument(help="a journal (sqlite:PATH, PATH or postgresql://…) or the base URL of a running gateway")
-    ],
+    source: JournalOrUrl,
     action: Annotated[str, typer.Argument(help="list, show or delete")] = "list",
     session_id: Annotated[str | None, typer.Argument(help="the session to show or delete")] = None,
     limit: Annotated[int, typer.Option(help="list at most this many, newest first")] = 100,
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+    as_json: AsJson = False,
 ) -> int:
     """List, show or delete recorded sessions."""
     if action not in ACTIONS:
@@ -41,7 +37,7 @@ def command(
     if limit < 0:
         raise ConfigError(f"--limit: {limit} must be at least 0")
     require_utf8("the session id", session_id or "")
-    opened = open_source(source)
+    opened = connect(source) if is_url(source) else JournalSource(source)
     try:
         if action == "list":
             show_list(opened.sessions(limit=limit), as_json=as_json)
@@ -57,23 +53,13 @@ def command(
     return 0
 
 
-def open_source(source: str) -> Client | JournalSource:
-    """A running gateway (its admin key comes from TOKENTRUE_ADMIN_KEY), or a store."""
-    from tokentrue.client import Client
-
-    is_url = source.startswith(("http://", "https://"))
-    return Client(source.rstrip("/").removesuffix("/v1")) if is_url else JournalSource(source)
-
-
 class JournalSource:
-    """A store, with the methods of `Client`. Reading needs no lock; deleting is refused while a server uses the file, or a gateway on PostgreSQL owns
-    the session."""
+    """A store, with the methods of `Client`. Deleting is refused while a server uses the file, or a gateway on
+    PostgreSQL owns the session."""
 
     def __init__(self, store: str) -> None:
-        from tokentrue.sessions.journal import open_journal
-
         self._store = require_store(store)
-        self._journal = open_journal(self._store, read_only=True)
+        self._journal = open_recorded(store)
 
     def sessions(self, *, limit: int) -> list[JsonObject]:
         from tokentrue.sessions.description import summarise_session
@@ -90,7 +76,6 @@ class JournalSource:
         return describe_session(*self._load(session_id))
 
     def _load(self, session_id: str) -> tuple[SessionRecord, Tree, JsonObject]:
-        """The record, its tree and its coverage."""
         from tokentrue.samples import coverage_of, coverage_to_json
         from tokentrue.sessions.store import load_tree
 
@@ -119,22 +104,20 @@ def show_list(sessions: list[JsonObject], *, as_json: bool) -> None:
     from rich.table import Table
 
     table = Table()
+    columns = ("session_id", "group", "state", "turns", "coverage", "reward")
     shown = [
-        name
-        for name in ("session_id", "group", "state", "turns", "coverage", "reward")
-        if any(name in entry for entry in sessions)
-    ]
-    for name in shown:  # a gateway lists sessions without reading their trees
-        longest = max((len(str(entry.get(name) or "")) for entry in sessions), default=0)
-        table.add_column(
-            name.removesuffix("_id"), min_width=longest if name == "session_id" else None
-        )  # an id must be whole to be used
+        name for name in columns if any(name in entry for entry in sessions)
+    ]  # a gateway reads no trees for a list
+    longest = max((len(entry["session_id"]) for entry in sessions), default=0)
+    for name in shown:
+        # An id must be whole to be used.
+        table.add_column(name.removesuffix("_id"), min_width=longest if name == "session_id" else None)
     for entry in sessions:
         ratio = cast("JsonObject", entry.get("coverage") or {}).get("ratio")
         cells: JsonObject = {**entry, "coverage": None if ratio is None else f"{ratio:.2%}"}
         table.add_row(*("" if cells.get(name) is None else str(cells[name]) for name in shown))
     Console().print(table)
-    print(count_of(len(sessions), "session"))
+    print(pluralise(len(sessions), "session"))
 
 
 def show_one(session: JsonObject, *, as_json: bool) -> None:
@@ -143,9 +126,8 @@ def show_one(session: JsonObject, *, as_json: bool) -> None:
         return
     coverage = cast("JsonObject", session.get("coverage") or {})
     print(f"session {session['session_id']}, {session.get('state')}, group {session.get('group') or '-'}")
-    print(f"coverage {coverage.get('ratio', 1.0):.2%} of {count_of(coverage.get('sampled', 0), 'sampled token')}")
+    print(f"coverage {coverage.get('ratio', 1.0):.2%} of {pluralise(coverage.get('sampled', 0), 'sampled token')}")
     for node in session.get("nodes", ()):
-        told = (
-            f"{count_of(node['sampled_tokens'], 'sampled token')}  {node.get('why') or ''} {node.get('outcome') or ''}"
-        )
+        reason = f"{node.get('why') or ''} {node.get('outcome') or ''}"
+        told = f"{pluralise(node['sampled_tokens'], 'sampled token')}  {reason}"
         print(f"  {node['id']}  after {node.get('parent') or '-'}  {told}".rstrip())

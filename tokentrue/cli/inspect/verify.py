@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tokentrue.cli.options import AsJson
 from tokentrue.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ def command(
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="k=v: a variable of the template; v is JSON or text")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print the report as JSON")] = False,
+    as_json: AsJson = False,
 ) -> int:
     """Exit 0: users' and tools' messages can follow the model's turn, proven. 1: they cannot, and the table says
     why."""
@@ -36,7 +37,7 @@ def command(
     with Console(stderr=True).status("proving"):
         from tokentrue.renderers import verify
 
-        found = verify(model, chat_template=_text_of(template), template_kwargs=kwargs or None)
+        found = verify(model, chat_template=_read_template(template), template_kwargs=kwargs or None)
     if as_json:
         print(json.dumps(found.to_json(), indent=1, ensure_ascii=False))
     else:
@@ -44,7 +45,7 @@ def command(
     return 0 if found.ok else 1
 
 
-def _text_of(template: Path | None) -> str | None:
+def _read_template(template: Path | None) -> str | None:
     try:
         return None if template is None else template.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

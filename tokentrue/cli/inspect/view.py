@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tokentrue.app.wiring import ADMIN_KEY
-from tokentrue.cli.inspect.journal import open_recorded
-from tokentrue.cli.options import name_option
-from tokentrue.cli.words import count_of
+from tokentrue.cli.options import TrainerFile, is_url, open_recorded, renderer_from
+from tokentrue.cli.output import pluralise
 from tokentrue.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -32,10 +31,7 @@ def command(
         str | None,
         typer.Option("--model", help="a model's directory or hub id: shows tokens as text and what would have broken"),
     ] = None,
-    trainer_logprobs: Annotated[
-        Path | None,
-        typer.Option("--trainer-logprobs", help='JSON lines {"sample_id": …, "logprobs": […]}: colours and plots of δ'),
-    ] = None,
+    trainer_logprobs: TrainerFile = None,
     export: Annotated[
         Path | None, typer.Option("--export", help="write one self-contained HTML file instead of serving")
     ] = None,
@@ -57,21 +53,14 @@ def load_data(source: str, *, model: str | None, trainer_logprobs: Path | None) 
     from tokentrue.viewer import ViewerData
 
     trainer = None if trainer_logprobs is None else read_trainer_logprobs(trainer_logprobs)
-    return ViewerData(open_source(source), renderer=None if model is None else _renderer(model), trainer=trainer)
-
-
-def _renderer(model: str) -> Any:
-    from tokentrue.renderers import load_renderer
-
-    with name_option("--model"):
-        return load_renderer(model)
+    return ViewerData(open_source(source), renderer=renderer_from("--model", model), trainer=trainer)
 
 
 def open_source(source: str) -> RecordSource:
     from tokentrue.sessions.journal import is_postgres
     from tokentrue.viewer import FileSource, GatewaySource, StoreSource
 
-    if source.startswith(("http://", "https://")):
+    if is_url(source):
         return GatewaySource(source, key=os.environ.get(ADMIN_KEY) or None)
     if is_postgres(source) or source.startswith("sqlite:") or source.endswith(".sqlite"):
         journal = open_recorded(source)
@@ -84,7 +73,7 @@ def _export(data: ViewerData, path: Path) -> int:
 
     count = write_export(data, path)
     total = data.index(limit=1)["total"]
-    print(f"{path}: {count} of {count_of(total, 'session')}, {path.stat().st_size / 1e6:.1f} MB")
+    print(f"{path}: {count} of {pluralise(total, 'session')}, {path.stat().st_size / 1e6:.1f} MB")
     return 0
 
 

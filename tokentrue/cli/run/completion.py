@@ -32,12 +32,12 @@ def command(shell: Annotated[str, typer.Argument(help="bash, zsh or fish")]) -> 
     scripts = {"bash": bash_script, "zsh": zsh_script, "fish": fish_script}
     if shell not in scripts:
         raise ConfigError(f"no shell {shell!r}; choose one of {', '.join(scripts)}")
-    print(scripts[shell](options_of_commands()), end="")
+    print(scripts[shell](list_options()), end="")
     return 0
 
 
-def options_of_commands() -> Mapping[str, Sequence[str]]:
-    """Every command with its long options. A command whose libraries are not installed has none."""
+def list_options() -> Mapping[str, Sequence[str]]:
+    """The long options of each command; of one whose libraries are not installed, none."""
     from typer.main import get_command
 
     from tokentrue.cli.main import COMMANDS, load_command

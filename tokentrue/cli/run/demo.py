@@ -10,20 +10,59 @@ import asyncio
 import json
 import shutil
 import time
-from dataclasses import asdict, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tokentrue.cli.report import DemoResult, write_demo_report
-from tokentrue.cli.words import count_of
+from tokentrue.cli.options import AsJson
+from tokentrue.cli.output import Costs, pluralise, progress_bar
+from tokentrue.types import Coverage
 
 if TYPE_CHECKING:
     from tokentrue.environments import RolloutConfig, Sessions
 
 STEPS = 14  # how many the reward of the demo is judged by; fewer show coverage and exactness alone
+GROUPS_SHOWN = 2  # in the report, of the first step and of the last
+PROMISE = "the reward must rise, coverage must be 100% and no bit may differ"
+STORE_FILES = ("sessions.sqlite", "sessions.sqlite-wal", "sessions.sqlite-shm")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoResult:
+    """`ok` is what the demo promises: reward up (where judged), every token covered, no bit different."""
+
+    model: str
+    parameters: int
+    steps: int
+    seed: int
+    tasks: int
+    is_judged: bool  # enough steps for the reward to count
+    reward_before: float
+    reward_after: float
+    rollouts: int
+    failed: int
+    sampled: int
+    trained: int
+    compared: int
+    differing: int
+    seconds: float
+    publish_ms: float
+    shares: dict[str, float]
+    cost_line: str
+    report: str
+
+    @property
+    def coverage(self) -> float:
+        return Coverage(sampled=self.sampled, trained=self.trained).ratio
+
+    @property
+    def ok(self) -> bool:
+        rose = self.reward_after > self.reward_before or not self.is_judged
+        return rose and self.trained == self.sampled > 0 and self.differing == 0 and self.compared > 0
 
 
 def command(
@@ -33,7 +72,7 @@ def command(
     heldout: Annotated[int, typer.Option(min=1, help="held-out tasks to judge by")] = 64,
     out: Annotated[Path, typer.Option(help="directory for the report, the samples and the metrics")] = Path("out/demo"),
     threads: Annotated[int, typer.Option(min=1, help="threads for the engine and the trainer")] = 2,
-    as_json: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
+    as_json: AsJson = False,
 ) -> int:
     """A tool-calling agent over HTTP against the exact engine: rollouts, samples, GRPO, report. Under three minutes on
     two cores."""
@@ -41,9 +80,7 @@ def command(
     from tokentrue.app.libraries import quiet_libraries
 
     quiet_libraries(threads)
-    result = asyncio.run(
-        run(seed=seed, steps=steps, tasks=tasks, heldout=heldout, out=out, say=_say_nothing if as_json else print)
-    )
+    result = asyncio.run(run(seed=seed, steps=steps, tasks=tasks, heldout=heldout, out=out, quiet=as_json))
     if as_json:
         print(json.dumps({**asdict(result), "coverage": result.coverage, "ok": result.ok}, indent=1))
     else:
@@ -51,11 +88,10 @@ def command(
     return 0 if result.ok else 1
 
 
-async def run(*, seed: int, steps: int, tasks: int, heldout: int, out: Path, say: Any) -> DemoResult:
+async def run(*, seed: int, steps: int, tasks: int, heldout: int, out: Path, quiet: bool) -> DemoResult:
     from tokentrue.app.embedded import embedded_gateway
     from tokentrue.app.rollout.rollouts import RolloutRounds
     from tokentrue.app.wiring import ServeConfig, ServerConfig, renderer_for
-    from tokentrue.cli.progress import Costs, progress_bar
     from tokentrue.environments import SMALL_MODEL, RolloutConfig
     from tokentrue.environments.http import GatewaySessions
     from tokentrue.hub import load_causal_model
@@ -63,37 +99,43 @@ async def run(*, seed: int, steps: int, tasks: int, heldout: int, out: Path, say
     from tokentrue.train import MetricsWriter, OptimConfig, Publisher, TrainConfig, Trainer, config_hash, train
 
     began = time.perf_counter()
-    fresh(out)
+    say: Callable[[str], object] = (lambda _: None) if quiet else print
+    clear(out)
     rollout = RolloutConfig(tasks=tasks, group_size=8, seed=seed, timeout_s=600.0)
     config = TrainConfig(steps=steps, groups_per_step=tasks, seed=seed)
     optim, loss = OptimConfig(lr=4e-4), loss_named("dapo")
     settings = ServeConfig(server=ServerConfig(port=0, store=f"sqlite:{out / 'sessions.sqlite'}"))
+    compared = differing = 0
     async with embedded_gateway(settings) as here:
         say(f"tokentrue demo   gateway {here.base_url}, exact engine, model {SMALL_MODEL.name}")
         trainer = Trainer(load_causal_model(SMALL_MODEL, dtype="float32"), config=config, optim=optim, loss=loss)
-        greedy = {**replace(rollout, temperature=0.0).sampling}
-        async with GatewaySessions(here.base_url, sampling=greedy, admin_key=here.admin_key) as sessions:
-            before = await mean_reward(rollout, sessions, "before", heldout, quiet=say is not print)
-        say(f"  held-out reward before   {before:.2f}   ({count_of(heldout, 'task')}, greedy)")
+
+        def sessions_at(temperature: float) -> GatewaySessions:
+            sampling = replace(rollout, temperature=temperature).sampling
+            return GatewaySessions(here.base_url, sampling=sampling, admin_key=here.admin_key)
+
+        async with sessions_at(0.0) as sessions:
+            before = await mean_reward(rollout, sessions, "before", heldout, quiet=quiet)
+        say(f"  held-out reward before   {before:.2f}   ({pluralise(heldout, 'task')}, greedy)")
         provenance = {"run": config_hash(config, optim, loss, rollout), "model": "calculator", "engine": "exact"}
         writer = MetricsWriter(out, provenance=provenance)
-        rows: list[dict[str, float]] = []
         costs = Costs()
-        with progress_bar("training", steps, quiet=say is not print) as advance:
+        with progress_bar("training", steps, quiet=quiet) as advance:
 
             def on_step(report: Any, seconds: Any) -> None:
+                nonlocal compared, differing
                 writer.write(report.step, report.version, report.metrics, seconds)
                 costs.add(seconds)
-                rows.append({**report.metrics, **{f"seconds/{k}": v for k, v in seconds.items()}})
                 found = report.agreement
+                compared, differing = compared + found.compared, differing + found.differing
                 advance(f"reward {report.metrics['reward']:.2f}  {found.differing} of {found.compared:,} differ")
 
-            async with GatewaySessions(here.base_url, sampling=rollout.sampling, admin_key=here.admin_key) as sessions:
+            async with sessions_at(rollout.temperature) as sessions:
                 rounds = RolloutRounds(rollout, sessions, keep=out / "samples.jsonl")
                 await train(trainer, rounds, Publisher(here.provider), on_step=on_step)
         writer.close()
-        async with GatewaySessions(here.base_url, sampling=greedy, admin_key=here.admin_key) as sessions:
-            after = await mean_reward(rollout, sessions, "after", heldout, quiet=say is not print)
+        async with sessions_at(0.0) as sessions:
+            after = await mean_reward(rollout, sessions, "after", heldout, quiet=quiet)
     result = DemoResult(
         model="calculator",
         parameters=sum(p.numel() for p in trainer.model.parameters()),
@@ -107,68 +149,98 @@ async def run(*, seed: int, steps: int, tasks: int, heldout: int, out: Path, say
         failed=rounds.tally.failed,
         sampled=rounds.tally.sampled,
         trained=rounds.tally.trained,
-        compared=int(sum(row["exact_compared"] for row in rows)),
-        differing=int(sum(row["exact_differing"] for row in rows)),
+        compared=compared,
+        differing=differing,
         seconds=time.perf_counter() - began,
         publish_ms=costs.publish_ms,
         shares=costs.shares,
         cost_line=costs.line(),
         report=str(out / "report.html"),
     )
-    renderer = renderer_for(settings.model)(settings.model.history)
     write_demo_report(
-        out / "report.html", result, rows, store=settings.server.store, samples=out / "samples.jsonl", renderer=renderer
+        result, store=settings.server.store, renderer=renderer_for(settings.model)(settings.model.history)
     )
     return result
 
 
 async def mean_reward(rollout: RolloutConfig, sessions: Sessions, when: str, heldout: int, *, quiet: bool) -> float:
-    """Mean reward over the fixed held-out tasks, with a bar: it takes a few seconds."""
     from tokentrue.app.rollout.rollouts import evaluate
-    from tokentrue.cli.progress import progress_bar
 
     with progress_bar(f"evaluating {when}", heldout, quiet=quiet) as advance:
         groups = await evaluate(rollout, sessions, tasks=heldout, on_rollout=lambda _: advance(""))
     return fmean(reward for group in groups for reward in group)
 
 
-def fresh(out: Path) -> None:
-    """Clears what an earlier demo left there, and nothing else."""
-    out.mkdir(parents=True, exist_ok=True)
-    for name in (
-        "sessions.sqlite",
-        "sessions.sqlite-wal",
-        "sessions.sqlite-shm",
-        "metrics.jsonl",
-        "samples.jsonl",
-        "report.html",
-    ):
+def clear(out: Path) -> None:
+    """Removes what an earlier demo left there, and nothing else."""
+    for name in (*STORE_FILES, "metrics.jsonl", "samples.jsonl", "report.html"):
         (out / name).unlink(missing_ok=True)
     shutil.rmtree(out / "tensorboard", ignore_errors=True)
 
 
+def write_demo_report(result: DemoResult, *, store: str, renderer: Any) -> None:
+    from tokentrue.cli.run.train_report import metrics_parts, read_metrics
+    from tokentrue.sessions.journal import open_journal
+    from tokentrue.viewer import ChosenSessions, Report, StoreSource, write_report
+
+    path = Path(result.report)
+    verdict = "The reward rose, every sampled token was trained, and no log-probability differs in any bit between "
+    report = Report(
+        title="tokentrue demo",
+        verdict=f"{verdict}rollout and trainer." if result.ok else f"Not as promised: {PROMISE}.",
+        ok=result.ok,
+        highlights=[
+            (f"held-out reward before, {result.tasks} tasks", f"{result.reward_before:.3f}"),
+            (f"held-out reward after {result.steps} GRPO steps", f"{result.reward_after:.3f}"),
+            (f"coverage: {result.trained:,} of {result.sampled:,} sampled tokens", f"{result.coverage:.2%}"),
+            (f"of {result.compared:,} log-probabilities differ", f"{result.differing:,}"),
+        ],
+        note="A tool-calling agent over HTTP, the exact engine, GRPO. Groups and sessions of the first and the last "
+        "step are in this file.",
+        facts=[
+            ("model", f"{result.model}, {result.parameters:,} parameters"),
+            ("rollouts", f"{result.rollouts:,}, {result.failed} failed"),
+            ("seed", str(result.seed)),
+            ("a step", result.cost_line),
+            ("time", f"{result.seconds:.0f} s"),
+        ],
+        **metrics_parts(read_metrics(path.parent / "metrics.jsonl")),
+    )
+    source = StoreSource(open_journal(store, read_only=True), name="rollouts of the first and the last step")
+    try:
+        chosen = ChosenSessions(source, pick_sessions(path.parent / "samples.jsonl"))
+        write_report(path, report, source=chosen, renderer=renderer)
+    finally:
+        source.close()
+
+
+def pick_sessions(samples: Path) -> list[str]:
+    """Of the first and of the last groups in the file."""
+    from tokentrue.samples import read_samples
+
+    groups: dict[str, dict[str, None]] = {}
+    for sample in read_samples(samples):
+        groups.setdefault(sample.group or sample.session_id, {})[sample.session_id] = None
+    names = list(groups)
+    chosen = dict.fromkeys([*names[:GROUPS_SHOWN], *names[-GROUPS_SHOWN:]])
+    return [session for name in chosen for session in groups[name]]
+
+
 def show(result: DemoResult) -> None:
     folder = Path(result.report).parent
-    print(f"  held-out reward after    {result.reward_after:.2f}   ({count_of(result.tasks, 'task')}, greedy)")
-    rollouts = count_of(result.rollouts, "rollout")
+    differ = f"of {result.compared:,} log-probabilities of rollout and trainer differ in any bit"
+    print(f"  held-out reward after    {result.reward_after:.2f}   ({pluralise(result.tasks, 'task')}, greedy)")
+    rollouts = pluralise(result.rollouts, "rollout")
     print(f"  coverage   {result.coverage:.2%}   {result.trained:,} of {result.sampled:,} sampled tokens, {rollouts}")
-    print(
-        f"  mismatch   {result.differing}   of {result.compared:,} log-probabilities of rollout and trainer differ in any bit"
-    )
+    print(f"  mismatch   {result.differing}   {differ}")
     print(f"  a step     {result.cost_line}")
-    print(f"  time       {result.seconds:.0f} s for {count_of(result.steps, 'step')}")
+    print(f"  time       {result.seconds:.0f} s for {pluralise(result.steps, 'step')}")
     print(f"  report     {result.report}")
     if not result.is_judged:
-        print(f"  {count_of(result.steps, 'step')} of {STEPS}: too few to judge the reward by")
+        print(f"  {pluralise(result.steps, 'step')} of {STEPS}: too few to judge the reward by")
     if not result.ok:
-        print("  NOT AS PROMISED: the reward must rise, coverage must be 100% and no bit may differ")
+        print(f"  NOT AS PROMISED: {PROMISE}")
     print("what to try next")
     print(f"  tokentrue audit {folder / 'samples.jsonl'}            re-check the certificates from the file alone")
-    print(
-        "  tokentrue serve                                 point your own agent at it: any OpenAI or Anthropic client"
-    )
+    print("  tokentrue serve                                 point your own agent at it: an OpenAI or Anthropic client")
     print("  tokentrue diagnose SAMPLES --trainer MODEL      how far the rollout is from a trainer, and what helps")
-
-
-def _say_nothing(text: str) -> None:
-    del text

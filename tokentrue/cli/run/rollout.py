@@ -20,8 +20,19 @@ import typer
 from tokentrue.app.configuration import read
 from tokentrue.app.rollout.files import Recorder, lines_of, trim_to_whole_groups
 from tokentrue.app.rollout.settings import RolloutRun, agent_settings, describe_environment, plan_rollouts, remember
-from tokentrue.cli.progress import loading, rollout_log
-from tokentrue.cli.words import count_of
+from tokentrue.cli.options import (
+    AsJson,
+    ConfigFile,
+    Device,
+    Dtype,
+    ModelName,
+    OutFolder,
+    RayAddress,
+    RayNodes,
+    Settings,
+    connect,
+)
+from tokentrue.cli.output import loading, pluralise, progress_bar, rollout_log
 from tokentrue.environments import Plan, Rollout, load_environment, player_in, run_plans
 from tokentrue.errors import ConfigError
 from tokentrue.json_types import JsonObject
@@ -32,17 +43,15 @@ OnRollout = Callable[[Rollout], None]
 
 
 def command(
-    config: Annotated[Path | None, typer.Option("--config", help="a TOML file; flags win over it")] = None,
-    out: Annotated[Path | None, typer.Option(help="output directory; resumes an existing run")] = None,
+    config: ConfigFile = None,
+    out: OutFolder = None,
     url: Annotated[str | None, typer.Option(help="a running gateway (TOKENTRUE_ADMIN_KEY holds its admin key)")] = None,
-    model: Annotated[
-        str | None, typer.Option(help="model directory or hub id (default: the small model that ships)")
-    ] = None,
+    model: ModelName = None,
     engine: Annotated[
         str | None, typer.Option(help=f"{list_names(IN_PROCESS + REMOTE)}, where no --url names a gateway")
     ] = None,
-    device: Annotated[str | None, typer.Option(help="exact, hf: cpu, cuda or cuda:N")] = None,
-    dtype: Annotated[str | None, typer.Option(help="exact, hf: float32, bfloat16 or float16")] = None,
+    device: Device = None,
+    dtype: Dtype = None,
     agent: Annotated[
         str | None, typer.Option(help="a command-line agent: a preset's name, or a command with {task} in it")
     ] = None,
@@ -54,15 +63,11 @@ def command(
     pin: Annotated[
         list[str] | None, typer.Option(help="`system`: keep the first system prompt of each conversation")
     ] = None,
-    ray: Annotated[
-        str | None, typer.Option("--ray", help="a Ray address, or `local`: gateways and rollouts as actors")
-    ] = None,
-    nodes: Annotated[
-        int | None, typer.Option("--nodes", help="of --ray: nodes to place gateways and rollouts on")
-    ] = None,
+    ray: RayAddress = None,
+    nodes: RayNodes = None,
     again: Annotated[bool, typer.Option("--again", help="run groups with a failed rollout again")] = False,
-    sets: Annotated[list[str] | None, typer.Option("--set", help="any setting: rollout.tasks=32")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print the summary as JSON")] = False,
+    sets: Settings = None,
+    as_json: AsJson = False,
 ) -> int:
     """Play groups of rollouts through a gateway and write them as samples."""
     own = {"model.path": model, "engine.name": engine, "engine.options.device": device, "engine.options.dtype": dtype}
@@ -79,7 +84,9 @@ def command(
             raise ConfigError(
                 f"--url names a gateway that has its own model and engine; leave {' and '.join(named)} out"
             )
-        check_gateway(settings.url)
+        with connect(settings.url) as client:
+            # A gateway that is not reachable, or that refuses the key, is said once and not for every rollout.
+            client.sessions(limit=1)
     settings.out.mkdir(parents=True, exist_ok=True)
     with rollout_log(settings.out) as log:
         return run(settings, log, ray=ray, again=again, as_json=as_json)
@@ -102,15 +109,6 @@ def run(settings: RolloutRun, log: Path, *, ray: str | None, again: bool, as_jso
     return print_summary(settings.out, plans, log, as_json=as_json)
 
 
-def check_gateway(url: str) -> None:
-    """One call with the admin key: a gateway that is not reachable, or that refuses the key, is said once and not for
-    every rollout."""
-    from tokentrue.client import Client
-
-    with Client(url) as client:
-        client.sessions(limit=1)
-
-
 async def play(settings: RolloutRun, plans: list[Plan], on_rollout: OnRollout, *, quiet: bool) -> None:
     from tokentrue.app.rollout.rollouts import open_sessions
 
@@ -126,9 +124,7 @@ async def play(settings: RolloutRun, plans: list[Plan], on_rollout: OnRollout, *
 
 @contextmanager
 def record_rollouts(out: Path, plans: list[Plan], total: int, *, quiet: bool) -> Generator[OnRollout, None, None]:
-    """Writes what it is told, with a progress bar around it."""
-    from tokentrue.cli.progress import progress_bar
-
+    """Yields what writes each rollout, with a progress bar around it."""
     recorder = Recorder(out, plans)
     rewards: list[float] = []
     failed = 0
@@ -167,20 +163,18 @@ def print_summary(out: Path, plans: list[Plan], log: Path, *, as_json: bool) -> 
         print(json.dumps(summary, indent=1))
     else:
         shown = "no reward" if summary["reward"] is None else f"mean reward {summary['reward']:.3f}"
-        print(
-            f"  {count_of(len(rows), 'rollout')} in {count_of(summary['groups'], 'group')}, {summary['failed']} failed, {shown}"
-        )
-        print(
-            f"  coverage {summary['coverage']:.2%} of {count_of(sampled, 'sampled token')}; samples in {summary['samples']}"
-        )
+        counted = f"{pluralise(len(rows), 'rollout')} in {pluralise(summary['groups'], 'group')}"
+        print(f"  {counted}, {summary['failed']} failed, {shown}")
+        covered = f"coverage {summary['coverage']:.2%} of {pluralise(sampled, 'sampled token')}"
+        print(f"  {covered}; samples in {summary['samples']}")
         for row in [row for row in rows if row.get("note")][:3]:
             print(f"  {row['rollout']}: {row['note']}")
         for row in [row for row in rows if row["error"]][:3]:
             print(f"  failed: {row['rollout']}: {row['error']}")
         if summary["without_sample"]:
-            said = f"{count_of(summary['without_sample'], 'rollout')} sampled nothing: the model was not asked"
+            where = f"; agents' output in {out / 'transcripts'}" if (out / "transcripts").is_dir() else ""
             print(
-                f"  {said}" + (f"; agents' output in {out / 'transcripts'}" if (out / "transcripts").is_dir() else "")
+                f"  {pluralise(summary['without_sample'], 'rollout')} sampled nothing: the model was not asked{where}"
             )
         if summary["failed"]:
             print(f"  tracebacks in {log}; --again runs the groups with failures again")

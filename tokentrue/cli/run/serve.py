@@ -7,7 +7,6 @@ import socket
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -16,24 +15,20 @@ from tokentrue.app.configuration import read
 from tokentrue.app.identity import identify_model
 from tokentrue.app.torchless import without_torch
 from tokentrue.app.wiring import ADMIN_KEY, ServeConfig, gateway_for
-from tokentrue.cli.progress import loading
+from tokentrue.cli.options import ConfigFile, Device, Dtype, ModelName, Settings
+from tokentrue.cli.output import loading
 from tokentrue.errors import ConfigError, TokenTrueError
 from tokentrue.json_types import JsonObject
 from tokentrue.providers.registry import IN_PROCESS, REMOTE, SERVED, list_names
 
 
 def command(
-    config: Annotated[Path | None, typer.Option("--config", help="a TOML file; flags win over it")] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(help="model directory or hub id (default: the small model that ships with the package)"),
-    ] = None,
+    config: ConfigFile = None,
+    model: ModelName = None,
     engine: Annotated[str | None, typer.Option(help=f"{list_names(SERVED)} (default: exact)")] = None,
     url: Annotated[list[str] | None, typer.Option(help="an engine's address; repeat it for replicas")] = None,
-    device: Annotated[str | None, typer.Option(help="exact, hf: cpu, cuda or cuda:N (default: cpu)")] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="exact, hf: float32, bfloat16 or float16 (default: float32)")
-    ] = None,
+    device: Device = None,
+    dtype: Dtype = None,
     script: Annotated[str | None, typer.Option(help="JSON lines for the scripted engine")] = None,
     host: Annotated[str | None, typer.Option(help="address to bind (default: 127.0.0.1)")] = None,
     port: Annotated[int | None, typer.Option(help="port to bind; 0 takes a free one (default: 8000)")] = None,
@@ -53,7 +48,7 @@ def command(
     pipeline: Annotated[
         int | None, typer.Option(help="processes of the exact engine, each with some of the layers (default: 1)")
     ] = None,
-    sets: Annotated[list[str] | None, typer.Option("--set", help="any setting: key.path=value")] = None,
+    sets: Settings = None,
 ) -> int:
     """Serve OpenAI Chat Completions and Responses, Anthropic Messages and Google generateContent, and record every
     token."""
@@ -86,9 +81,8 @@ def command(
     from tokentrue.sessions import StoreLock
 
     is_new_key = not os.environ.get(ADMIN_KEY)
-    admin_key = os.environ[ADMIN_KEY] = (
-        os.environ.get(ADMIN_KEY) or new_admin_key()
-    )  # in the environment, for worker processes
+    # In the environment, for worker processes.
+    admin_key = os.environ[ADMIN_KEY] = os.environ.get(ADMIN_KEY) or new_admin_key()
     with listen(settings.server.host, settings.server.port, admin_key=admin_key) as public:
         bound = url_of(settings.server.host, public)
         base = settings.server.base_url.rstrip("/") or bound
@@ -140,7 +134,6 @@ def hide_library_bars(engine: str) -> None:
 
 
 def check(settings: ServeConfig) -> None:
-    """What can be known wrong before anything is started."""
     if settings.server.workers > 1:
         if settings.engine.name not in REMOTE:
             raise ConfigError(f"--workers needs a remote engine ({list_names(REMOTE)}), not {settings.engine.name!r}")
@@ -172,7 +165,7 @@ def start_worker(
 
 
 def greet(settings: ServeConfig, base: str, new_key: str | None) -> None:
-    """`new_key` is the admin key where this start made one: it is shown here and nowhere else."""
+    """`new_key`, an admin key that this start made, is shown here and nowhere else."""
     from tokentrue.sessions.journal.database import describe_store
 
     store = describe_store(settings.server.store)

@@ -16,48 +16,46 @@ import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from tokentrue.app.configuration import as_mapping, read
 from tokentrue.app.training.settings import TrainRun
-from tokentrue.cli.words import count_of
+from tokentrue.cli.options import (
+    AsJson,
+    ConfigFile,
+    Device,
+    Dtype,
+    ModelName,
+    OutFolder,
+    RayAddress,
+    RayNodes,
+    Settings,
+)
+from tokentrue.cli.output import Costs, loading, pluralise, progress_bar, rollout_log
 from tokentrue.errors import ConfigError
 from tokentrue.providers.registry import IN_PROCESS, REMOTE, list_names
 
-if TYPE_CHECKING:
-    from tokentrue.cli.progress import Costs
-
 
 def command(
-    config: Annotated[Path | None, typer.Option("--config", help="a TOML file; flags win over it")] = None,
-    out: Annotated[Path | None, typer.Option(help="output directory; resumes an existing run")] = None,
+    config: ConfigFile = None,
+    out: OutFolder = None,
     samples: Annotated[
         Path | None, typer.Option(help="train from this file of samples instead of live rollouts")
     ] = None,
     steps: Annotated[int | None, typer.Option(help="training steps")] = None,
-    model: Annotated[
-        str | None, typer.Option(help="model directory or hub id (default: the small model that ships)")
-    ] = None,
+    model: ModelName = None,
     engine: Annotated[str | None, typer.Option(help=list_names(IN_PROCESS + REMOTE))] = None,
-    device: Annotated[
-        str | None, typer.Option(help="of the trainer and of the exact engine: cpu, cuda or cuda:N")
-    ] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="of the trainer and of the exact engine: float32, bfloat16 or float16")
-    ] = None,
-    ray: Annotated[
-        str | None, typer.Option("--ray", help="a Ray address, or `local`: engines and rollouts as actors")
-    ] = None,
-    nodes: Annotated[
-        int | None, typer.Option("--nodes", help="of --ray: nodes to place engines and rollouts on")
-    ] = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    ray: RayAddress = None,
+    nodes: RayNodes = None,
     trust: Annotated[
         bool, typer.Option("--trust", help="with --samples: do not check certificates, masks and duplicates")
     ] = False,
-    sets: Annotated[list[str] | None, typer.Option("--set", help="any setting: optim.lr=1e-4")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print a JSON line per step")] = False,
+    sets: Settings = None,
+    as_json: AsJson = False,
 ) -> int:
     """Train with REINFORCE, GRPO, PPO or any loss of tokentrue.mismatch; exact, resumable, reproducible."""
     flags = {"out": out, "samples": samples, "train.steps": steps, "model.path": model, "engine.name": engine}
@@ -67,7 +65,6 @@ def command(
     check_can_make(settings.out)  # before anything is loaded: a bad path is said at once
     from tokentrue.app.devices import require_device
     from tokentrue.app.libraries import quiet_libraries
-    from tokentrue.cli.progress import rollout_log
     from tokentrue.train import join, leave
 
     quiet_libraries(settings.threads)
@@ -86,7 +83,6 @@ async def run(
     settings: TrainRun, ranks: Any, *, ray: str | None = None, as_json: bool = False, trust: bool = False
 ) -> list[Any]:
     from tokentrue.app.training.setup import file_for, source_for, store_for, trainer_for
-    from tokentrue.cli.progress import Costs, loading, progress_bar
     from tokentrue.cli.run.train_report import write_training_report
     from tokentrue.cluster.training import source_on_ray
     from tokentrue.train import train
@@ -115,13 +111,8 @@ async def run(
             costs.add(seconds)
             write(report, seconds)
             if as_json and ranks.first:
-                row = {
-                    "step": report.step,
-                    "policy_version": report.version,
-                    **report.metrics,
-                    **report.speeds,
-                    "seconds": dict(seconds),
-                }
+                names = {"step": report.step, "policy_version": report.version}
+                row = {**names, **report.metrics, **report.speeds, "seconds": dict(seconds)}
                 print(json_line(row), flush=True)
             shown = report.metrics
             if shown.get("update/refused") and ranks.first:
@@ -145,7 +136,7 @@ async def run(
 def open_metrics(
     settings: TrainRun, ranks: Any, run_hash: str, first: int
 ) -> Generator[Callable[[Any, Mapping[str, float]], None], None, None]:
-    """The resolved configuration, then a row of metrics per step; rank 0 alone writes."""
+    """Writes the resolved configuration, then a row of metrics per step, on rank 0."""
     if not ranks.first:
         yield lambda report, seconds: None
         return
@@ -173,14 +164,14 @@ def open_metrics(
 
 def print_summary(settings: TrainRun, reports: list[Any], costs: Costs) -> None:
     if not reports:
-        print(f"  nothing left to do: {settings.out} has {count_of(settings.train.steps, 'step')}")
+        print(f"  nothing left to do: {settings.out} has {pluralise(settings.train.steps, 'step')}")
         return
     last = reports[-1]
     compared = sum(report.agreement.compared for report in reports)
     differing = sum(report.agreement.differing for report in reports)
     first = reports[0].metrics["reward"]
     print(
-        f"  {count_of(len(reports), 'step')}, reward {first:.3f} → {last.metrics['reward']:.3f}, policy version {last.version}"
+        f"  {pluralise(len(reports), 'step')}, reward {first:.3f} → {last.metrics['reward']:.3f}, policy version {last.version}"
     )
     print(f"  exactness: {differing} of {compared:,} log-probabilities differ")
     print(f"  rows: {rows_line(reports)}")
@@ -192,11 +183,12 @@ def print_summary(settings: TrainRun, reports: list[Any], costs: Costs) -> None:
 
 def refusal_line(report: Any) -> str:
     gain, divergence = report.metrics["acceptance/gain"], report.metrics["acceptance/divergence"]
-    return f"step {report.step}: the engines refuse the update (gain {gain:.3g}, divergence {divergence:.3g}); the weights before it are back"
+    why = f"gain {gain:.3g}, divergence {divergence:.3g}"
+    return f"step {report.step}: the engines refuse the update ({why}); the weights before it are back"
 
 
 def rows_line(reports: Sequence[Any]) -> str:
-    """What was trained on, and what was not and why; parts that are 0 are left out."""
+    """What was trained on, and what was not and why."""
 
     def total(name: str) -> int:
         return int(sum(report.metrics.get(name, 0) for report in reports))
@@ -213,7 +205,7 @@ def rows_line(reports: Sequence[Any]) -> str:
     }
     trained = f"{total('rows_trained'):,} of {total('rows'):,} trained"
     return "; ".join(
-        [trained, *(f"{count_of(total(key), noun)} {what}" for key, (noun, what) in parts.items() if total(key))]
+        [trained, *(f"{pluralise(total(key), noun)} {what}" for key, (noun, what) in parts.items() if total(key))]
     )
 
 

@@ -1,5 +1,5 @@
-"""The report of a training run: its metrics as charts, first and last step side by side, and its rollouts to read where
-it keeps them."""
+"""The report of a training run, the demo's too: its metrics as charts, first and last step side by side, and its
+rollouts to read where it keeps them."""
 
 from __future__ import annotations
 
@@ -16,37 +16,22 @@ if TYPE_CHECKING:
     from tokentrue.viewer.records import RecordSource
 
 READABLE_TOKENS = 100_000
+SECONDS = {name: f"seconds/{name}" for name in ("wait", "recompute", "update", "publish")}
 CHARTS = (  # title, label of the axis, {name: metric}, logarithmic
     ("Reward by step", "mean reward", {"rollouts": "reward", "held-out tasks": "eval/reward"}, False),
     ("Mismatch by step", "K3 per token", {"K3": "mismatch/k3"}, True),
     ("Gradient norm", "norm", {"norm": "update/grad_norm"}, True),
     ("Loss", "loss", {"loss": "update/loss"}, False),
     ("Staleness", "policy versions behind", {"mean": "staleness_mean", "largest": "staleness_max"}, False),
-    (
-        "Time of a step",
-        "seconds",
-        {
-            "wait": "seconds/wait",
-            "recompute": "seconds/recompute",
-            "update": "seconds/update",
-            "publish": "seconds/publish",
-        },
-        False,
-    ),
+    ("Time of a step", "seconds", SECONDS, False),
 )
 COMPARED = (
-    "reward",
-    "mismatch/k3",
-    "mismatch/delta_abs_mean",
-    "update/grad_norm",
-    "update/loss",
-    "tokens_trained",
-    "seconds/step",
-)
+    "reward", "mismatch/k3", "mismatch/delta_abs_mean", "update/grad_norm", "update/loss", "tokens_trained", "seconds/step",
+)  # fmt: skip
 
 
 def write_training_report(settings: TrainRun) -> Path | None:
-    """`report.html` in the run's directory, of all steps in its metrics; None where it has none."""
+    """`report.html` in the run's directory; None where it has no metrics."""
     from tokentrue.app.wiring import renderer_for
     from tokentrue.viewer import write_report
 
@@ -56,10 +41,9 @@ def write_training_report(settings: TrainRun) -> Path | None:
     source = _rollouts(settings)
     renderer: Any = renderer_for(settings.model)(settings.model.history) if source is not None else None
     path = settings.out / "report.html"
+    report = training_report(settings, rows)
     try:
-        write_report(
-            path, training_report(settings, rows), source=source, renderer=renderer, most_tokens=READABLE_TOKENS
-        )
+        write_report(path, report, source=source, renderer=renderer, most_tokens=READABLE_TOKENS)
     finally:
         if source is not None:
             source.close()
@@ -67,8 +51,7 @@ def write_training_report(settings: TrainRun) -> Path | None:
 
 
 def read_metrics(path: Path) -> list[JsonObject]:
-    """The whole rows of a file. Numbers that are not finite are None: null, or NaN and Infinity in files of
-    older runs."""
+    """Numbers that are not finite are None: null, or NaN and Infinity in files of older runs."""
     from tokentrue.json_lines import read_numbered_lines
     from tokentrue.train.writer import finite_or_null
 
@@ -84,7 +67,6 @@ def read_metrics(path: Path) -> list[JsonObject]:
 
 
 def _rollouts(settings: TrainRun) -> RecordSource | None:
-    """The store of a live run, the samples of one from a file."""
     from tokentrue.sessions.journal import open_journal
     from tokentrue.viewer import FileSource, StoreSource
 
@@ -97,12 +79,11 @@ def _rollouts(settings: TrainRun) -> RecordSource | None:
 
 
 def training_report(settings: TrainRun, rows: Sequence[JsonObject]) -> Report:
-    from tokentrue.viewer import Report, ReportTable
+    from tokentrue.viewer import Report
 
     first, last = rows[0], rows[-1]
     compared = sum(row.get("exact_compared", 0) for row in rows)
     differing = sum(row.get("exact_differing", 0) for row in rows)
-    changes = [(key, known(first[key]), known(last[key])) for key in COMPARED if key in first and key in last]
     highlights = [
         (f"reward at step {row['step']}", f"{row['reward']:.3f}") for row in (first, last) if row["reward"] is not None
     ]
@@ -111,8 +92,6 @@ def training_report(settings: TrainRun, rows: Sequence[JsonObject]) -> Report:
     return Report(
         title=f"Training run {settings.out.name}",
         highlights=highlights,
-        charts=_charts(rows),
-        tables=[ReportTable(title="First and last step", columns=("metric", "first", "last"), rows=changes)],
         facts=[
             ("model", settings.model.shown),
             ("engine", settings.engine.name),
@@ -122,11 +101,20 @@ def training_report(settings: TrainRun, rows: Sequence[JsonObject]) -> Report:
             ("configuration", str(last.get("run", ""))),
             ("hardware", str(last.get("hardware", ""))),
         ],
+        **metrics_parts(rows),
     )
 
 
-def known(value: float | None) -> float | str:
-    return "not finite" if value is None else value
+def metrics_parts(rows: Sequence[JsonObject]) -> JsonObject:
+    from tokentrue.viewer import ReportTable
+
+    def shown(value: float | None) -> float | str:
+        return "not finite" if value is None else value
+
+    first, last = rows[0], rows[-1]
+    changes = [(key, shown(first[key]), shown(last[key])) for key in COMPARED if key in first and key in last]
+    table = ReportTable(title="First and last step", columns=("metric", "first", "last"), rows=changes)
+    return {"charts": _charts(rows), "tables": [table]}
 
 
 def _charts(rows: Sequence[JsonObject]) -> list[Chart]:
@@ -135,9 +123,8 @@ def _charts(rows: Sequence[JsonObject]) -> list[Chart]:
     steps = [float(row["step"]) for row in rows]
     charts: list[Chart] = []
     for title, label, names, log in CHARTS:
-        series = {
-            name: [row.get(key) for row in rows] for name, key in names.items() if any(row.get(key) for row in rows)
-        }
+        columns = {name: [row.get(key) for row in rows] for name, key in names.items()}
+        series = {name: values for name, values in columns.items() if any(values)}
         if series:  # a metric that is 0 throughout has no curve to show
             charts.append(Chart(title=title, x_label="step", y_label=label, x=steps, series=series, log_y=log))
     return charts

@@ -44,12 +44,12 @@ from tokentrue.environments.agents.sandbox import (
 from tokentrue.environments.agents.score import reward_from_command, reward_from_harbor
 from tokentrue.environments.agents.tasks import AgentTask, needs_image, read_tasks, select_split
 from tokentrue.environments.agents.workspace import (
-    Room,
     Workspace,
     WorkspaceKind,
     find_abandoned,
     give_to,
-    make_room,
+    log_beside,
+    make_folders,
     open_workspace,
     remove_tree,
     write_files,
@@ -59,8 +59,8 @@ from tokentrue.errors import AgentError, ConfigError
 
 KEPT = ("PATH", "LANG", "LC_ALL", "NODE_PATH", "SSL_CERT_FILE", "NODE_EXTRA_CA_CERTS")  # of this process's environment
 SESSION_URL = re.compile(r"(?P<root>.*/sessions/(?P<id>[^/]+))/v1/?")
-INSIDE = Room(directory=Path("/rollout"))  # the rooms' names in a sandbox
-SUBMITTED, AGENT_LOG = Path("/rollout/submitted"), Path("/rollout/agent.log")
+INSIDE = Path("/rollout")  # the name of the writable folder in a sandbox
+SUBMITTED, AGENT_LOG = INSIDE / "submitted", INSIDE / "agent.log"
 HARBOR_WORK, HARBOR_TESTS, HARBOR_LOGS = Path("/app"), Path("/tests"), Path("/logs")
 COPY_AND_SCORE = 'cp -a -- "$1/." . && exec sh -c "$2"'
 
@@ -131,7 +131,6 @@ class CommandLineAgent:
         return str(Path(found).absolute())
 
     def notes(self) -> list[str]:
-        """What a user should know about how the tasks run here."""
         if self.sandbox == "none" and any(task.tests for task in self.all_tasks):
             raise ConfigError(
                 "tasks: Harbor tasks use /app, /tests and /logs, which a plain process cannot have; use sandbox='bwrap'"
@@ -171,8 +170,7 @@ class CommandLineAgent:
     async def _run_agent(self, place: Workspace, asked: AgentTask, address: SessionAddress) -> CommandResult:
         is_bridged = self.sandbox != "none" and self._network(asked) == "gateway"
         launch = self.preset.launch(address_inside(address) if is_bridged else address, asked.prompt)
-        write_files(place.agent.home, launch.home_files)
-        write_files(place.agent.work, launch.work_files)
+        write_files(place.agent / "home", launch.home_files)
         command = [self._program, *launch.arguments, *self._arguments]
         readonly = paths_shown((*self._readable, *self._agent_folders))
         async with AsyncExitStack() as stack:
@@ -187,27 +185,27 @@ class CommandLineAgent:
 
     async def _run_score(self, place: Workspace, asked: AgentTask) -> float:
         command = asked.score or self._score or ""
-        make_room(place.score)
+        make_folders(place.score)
         readonly = paths_shown((*self._readable, *folders_named_in(command)))
-        readonly |= {place.agent.work: SUBMITTED, place.agent.log: AGENT_LOG}
+        work, log = place.agent / "work", log_beside(place.agent)
+        readonly |= {work: SUBMITTED, log: AGENT_LOG}
         if asked.tests is not None:
             readonly[asked.tests] = HARBOR_TESTS
-        submitted, log = SUBMITTED, AGENT_LOG
-        if self.sandbox == "none":
-            submitted, log = place.agent.work, place.agent.log
+        if self.sandbox != "none":
+            work, log = SUBMITTED, AGENT_LOG
         result = await self._run_command(
-            place, place.score, asked, ["sh", "-c", COPY_AND_SCORE, "score", str(submitted), command],
+            place, place.score, asked, ["sh", "-c", COPY_AND_SCORE, "score", str(work), command],
             env={**asked.env, "TASK_ID": asked.task_id, "AGENT_LOG": str(log)}, readonly=readonly,
             timeout_s=asked.score_timeout_s or self._score_timeout_s,
         )  # fmt: skip
         if asked.tests is not None:
-            return reward_from_harbor(place.score.verifier, result, command)
+            return reward_from_harbor(place.score / "verifier", result, command)
         return reward_from_command(result, command)
 
     async def _run_command(
         self,
         place: Workspace,
-        room: Room,
+        room: Path,
         asked: AgentTask,
         command: Sequence[str],
         *,
@@ -215,18 +213,18 @@ class CommandLineAgent:
         readonly: Mapping[Path, Path],
         timeout_s: float | None,
     ) -> CommandResult:
-        """Runs `command` in the sandbox, where it can write `room` alone; its output goes to the room's log."""
+        """In the sandbox, where it can write `room` alone; its output goes to the room's log."""
         inside = room if self.sandbox == "none" else INSIDE
-        work = inside.work if asked.tests is None else HARBOR_WORK
-        writable = {room.home: inside.home, room.work: work, room.tmp: Path("/tmp")}
+        work = inside / "work" if asked.tests is None else HARBOR_WORK
+        writable = {room / "home": inside / "home", room / "work": work, room / "tmp": Path("/tmp")}
         if asked.tests is not None:
-            writable |= {room.logs: HARBOR_LOGS, room.verifier: HARBOR_LOGS / "verifier"}
+            writable |= {room / "logs": HARBOR_LOGS, room / "verifier": HARBOR_LOGS / "verifier"}
         if place.objects is not None:
             readonly = {**readonly, place.objects: place.objects}
         if timeout_s:  # asks the command to end; `run_command` ends what does not obey
             command = ["timeout", "-k", str(GRACE_S), str(timeout_s), *command]
         kept = {name: os.environ[name] for name in KEPT if name in os.environ}
-        given = {"HOME": str(inside.home), "CI": "1", **env}
+        given = {"HOME": str(inside / "home"), "CI": "1", **env}
         container = None if self._engine is None else (self._engine, container_name(place, room))
         limits = self._limits
         if room == place.score:  # it holds a copy of what the agent wrote up to its own limits
@@ -248,9 +246,9 @@ class CommandLineAgent:
 
         if self.sandbox != "none" and os.geteuid() == 0:
             await asyncio.to_thread(give_to, room, NOBODY)
-        with room.log.open("wb") as output:
+        with log_beside(room).open("wb") as output:
             return await run_command(
-                build, env={**kept, **given}, output=output, limits=limits, folder=room.directory,
+                build, env={**kept, **given}, output=output, limits=limits, folder=room,
                 cwd=work if self.sandbox == "none" else None, timeout_s=timeout_s, is_bwrap=self.sandbox == "bwrap",
                 container=container,
             )  # fmt: skip
@@ -264,23 +262,22 @@ class CommandLineAgent:
         self._transcripts.mkdir(parents=True, exist_ok=True)
         with (self._transcripts / f"{session_id}.log").open("wb") as out:
             for room in (place.agent, place.score):
-                if room.log.exists():
-                    out.write(f"== {room.log.name}\n".encode() + room.log.read_bytes() + b"\n")
+                log = log_beside(room)
+                if log.exists():
+                    out.write(f"== {log.name}\n".encode() + log.read_bytes() + b"\n")
 
 
 def session_address(client: Any) -> tuple[SessionAddress, str]:
-    """The session that an OpenAI client talks to, and its id."""
     found = SESSION_URL.fullmatch(str(getattr(client, "base_url", "")))
     if found is None:
         raise ConfigError("agent: a command-line agent needs a gateway over HTTP; this client has no session URL")
     return SessionAddress(openai=found["root"] + "/v1", root=found["root"], api_key=client.api_key), found["id"]
 
 
-def container_name(place: Workspace, room: Room) -> str:
-    return f"{place.directory.name}-{room.directory.name}"
+def container_name(place: Workspace, room: Path) -> str:
+    return f"{place.directory.name}-{room.name}"
 
 
 def address_inside(address: SessionAddress) -> SessionAddress:
-    """The same session through the bridge."""
     root = f"http://127.0.0.1:{PORT}{urlsplit(address.root).path}"
     return replace(address, openai=f"{root}/v1", root=root)

@@ -11,6 +11,21 @@ from dataclasses import dataclass, field
 from tokentrue.errors import ConfigError
 
 MODEL = "policy"  # the name that agents ask for; the gateway serves its one model under any name
+TASK = "{task}"
+CODEX_CONFIG = """model = "{model}"
+model_provider = "gateway"
+web_search = "disabled"
+
+[model_providers.gateway]
+name = "gateway"
+base_url = "{url}"
+wire_api = "responses"
+env_key = "GATEWAY_KEY"
+"""
+GEMINI_SETTINGS = {
+    "security": {"auth": {"selectedType": "gemini-api-key"}},
+    "privacy": {"usageStatisticsEnabled": False},
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,12 +39,11 @@ class SessionAddress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentLaunch:
-    """One start of an agent. Files are texts by their path in the agent's home and in its working directory."""
+    """One start of an agent. `home_files` are texts by their path in the agent's home."""
 
     arguments: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict[str, str])
     home_files: Mapping[str, str] = field(default_factory=dict[str, str])
-    work_files: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +61,7 @@ class AgentPreset:
 
 
 def launch_claude_code(address: SessionAddress, task: str) -> AgentLaunch:
-    """Claude Code: Anthropic Messages, streamed."""
+    """Anthropic Messages, streamed."""
     env = {
         "ANTHROPIC_BASE_URL": address.root,
         "ANTHROPIC_AUTH_TOKEN": address.api_key,
@@ -56,41 +70,21 @@ def launch_claude_code(address: SessionAddress, task: str) -> AgentLaunch:
         "DISABLE_TELEMETRY": "1",
         "DISABLE_AUTOUPDATER": "1",
     }
-    return AgentLaunch(
-        arguments=("-p", task, "--allowedTools", "Bash", "Read", "Write", "Edit", "Glob", "Grep"), env=env
-    )
-
-
-CODEX_CONFIG = """model = "{model}"
-model_provider = "gateway"
-web_search = "disabled"
-
-[model_providers.gateway]
-name = "gateway"
-base_url = "{url}"
-wire_api = "responses"
-env_key = "GATEWAY_KEY"
-"""
+    tools = ("Bash", "Read", "Write", "Edit", "Glob", "Grep")
+    return AgentLaunch(arguments=("-p", task, "--allowedTools", *tools), env=env)
 
 
 def launch_codex(address: SessionAddress, task: str) -> AgentLaunch:
-    """Codex: OpenAI Responses, streamed, reasoning sealed."""
-    config = CODEX_CONFIG.format(model=MODEL, url=address.openai)
+    """OpenAI Responses, streamed, reasoning sealed."""
     return AgentLaunch(
         arguments=("exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", task),
         env={"GATEWAY_KEY": address.api_key},
-        home_files={".codex/config.toml": config},
+        home_files={".codex/config.toml": CODEX_CONFIG.format(model=MODEL, url=address.openai)},
     )
 
 
-GEMINI_SETTINGS = {
-    "security": {"auth": {"selectedType": "gemini-api-key"}},
-    "privacy": {"usageStatisticsEnabled": False},
-}
-
-
 def launch_gemini(address: SessionAddress, task: str) -> AgentLaunch:
-    """gemini-cli: Google GenerateContent, streamed."""
+    """Google GenerateContent, streamed."""
     env = {
         "GEMINI_API_KEY": address.api_key,
         "GOOGLE_GEMINI_BASE_URL": address.root,
@@ -101,37 +95,23 @@ def launch_gemini(address: SessionAddress, task: str) -> AgentLaunch:
 
 
 def launch_mini_swe_agent(address: SessionAddress, task: str) -> AgentLaunch:
-    """mini-swe-agent: Chat Completions through litellm, not streamed, one bash call per turn."""
+    """Chat Completions through litellm, not streamed, one bash call per turn."""
     env = {
         "OPENAI_API_KEY": address.api_key,
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",
         "MSWEA_COST_TRACKING": "ignore_errors",
         "MSWEA_CONFIGURED": "true",
     }
-    where = f"model.model_kwargs.api_base={address.openai}"
-    arguments = (
-        "-m",
-        f"openai/{MODEL}",
-        "-t",
-        task,
-        "-y",
-        "--exit-immediately",
-        "-l",
-        "0",
-        "-c",
-        "mini.yaml",
-        "-c",
-        where,
-    )
+    config = ("-c", "mini.yaml", "-c", f"model.model_kwargs.api_base={address.openai}")
+    arguments = ("-m", f"openai/{MODEL}", "-t", task, "-y", "--exit-immediately", "-l", "0", *config)
     return AgentLaunch(arguments=arguments, env=env)
 
 
 def launch_opencode(address: SessionAddress, task: str) -> AgentLaunch:
-    """opencode: Chat Completions, streamed."""
-    options = {"baseURL": address.openai, "apiKey": address.api_key}
+    """Chat Completions, streamed."""
     provider = {
         "npm": "@ai-sdk/openai-compatible",
-        "options": options,
+        "options": {"baseURL": address.openai, "apiKey": address.api_key},
         "models": {MODEL: {"name": MODEL, "tool_call": True}},
     }
     config = json.dumps({"provider": {"gateway": provider}, "model": f"gateway/{MODEL}"})
@@ -140,7 +120,7 @@ def launch_opencode(address: SessionAddress, task: str) -> AgentLaunch:
 
 
 def launch_pi(address: SessionAddress, task: str) -> AgentLaunch:
-    """pi: Chat Completions, streamed."""
+    """Chat Completions, streamed."""
     model = {"id": MODEL, "reasoning": True, "contextWindow": 200000, "maxTokens": 8192}
     provider = {"baseUrl": address.openai, "api": "openai-completions", "apiKey": address.api_key, "models": [model]}
     files = {".pi/agent/models.json": json.dumps({"providers": {"gateway": provider}})}
@@ -149,84 +129,67 @@ def launch_pi(address: SessionAddress, task: str) -> AgentLaunch:
 
 
 def launch_qwen_code(address: SessionAddress, task: str) -> AgentLaunch:
-    """Qwen Code: Chat Completions, streamed."""
+    """Chat Completions, streamed."""
     env = {"OPENAI_BASE_URL": address.openai, "OPENAI_API_KEY": address.api_key, "OPENAI_MODEL": MODEL}
     return AgentLaunch(arguments=("--auth-type", "openai", "--yolo", "-p", task), env=env)
 
 
-PRESETS: Mapping[str, AgentPreset] = {
-    preset.name: preset
-    for preset in (
-        AgentPreset(
-            name="claude-code",
-            program="claude",
-            install="npm install -g @anthropic-ai/claude-code",
-            changes="moves cache marks and a billing block, which the gateway ignores; compaction and sub-agents start "
-            "conversations",
-            launch=launch_claude_code,
-        ),
-        AgentPreset(
-            name="codex",
-            program="codex",
-            install="npm install -g @openai/codex",
-            changes="nothing in ten turns; compaction starts a conversation",
-            launch=launch_codex,
-        ),
-        AgentPreset(
-            name="gemini",
-            program="gemini",
-            install="npm install -g @google/gemini-cli",
-            changes="drops thoughts and keeps their signatures, rewrites call ids; asks for top_p and top_k, which rollouts "
-            "pin off",
-            launch=launch_gemini,
-        ),
-        AgentPreset(
-            name="mini-swe-agent",
-            program="mini",
-            install="pip install mini-swe-agent",
-            changes="nothing: every turn adds to the conversation",
-            launch=launch_mini_swe_agent,
-        ),
-        AgentPreset(
-            name="opencode",
-            program="opencode",
-            install="npm install -g opencode-ai",
-            changes="asks for a title beside the conversation: one small further sample per rollout",
-            launch=launch_opencode,
-        ),
-        AgentPreset(
-            name="pi",
-            program="pi",
-            install="npm install -g @mariozechner/pi-coding-agent",
-            changes="nothing in ten turns",
-            launch=launch_pi,
-        ),
-        AgentPreset(
-            name="qwen-code",
-            program="qwen",
-            install="npm install -g @qwen-code/qwen-code",
-            changes="asks beside the conversation: small further samples",
-            launch=launch_qwen_code,
-        ),
-    )
+_LAUNCHES: Mapping[str, tuple[str, str, str, Callable[[SessionAddress, str], AgentLaunch]]] = {
+    "claude-code": (
+        "claude",
+        "npm install -g @anthropic-ai/claude-code",
+        "moves cache marks and a billing block, which the gateway ignores; compaction and sub-agents start conversations",
+        launch_claude_code,
+    ),
+    "codex": (
+        "codex",
+        "npm install -g @openai/codex",
+        "nothing in ten turns; compaction starts a conversation",
+        launch_codex,
+    ),
+    "gemini": (
+        "gemini",
+        "npm install -g @google/gemini-cli",
+        "drops thoughts and keeps their signatures, rewrites call ids; asks for top_p and top_k, which rollouts pin off",
+        launch_gemini,
+    ),
+    "mini-swe-agent": (
+        "mini",
+        "pip install mini-swe-agent",
+        "nothing: every turn adds to the conversation",
+        launch_mini_swe_agent,
+    ),
+    "opencode": (
+        "opencode",
+        "npm install -g opencode-ai",
+        "asks for a title beside the conversation: one small further sample per rollout",
+        launch_opencode,
+    ),
+    "pi": ("pi", "npm install -g @mariozechner/pi-coding-agent", "nothing in ten turns", launch_pi),
+    "qwen-code": (
+        "qwen",
+        "npm install -g @qwen-code/qwen-code",
+        "asks beside the conversation: small further samples",
+        launch_qwen_code,
+    ),
 }
-TASK = "{task}"
+PRESETS: Mapping[str, AgentPreset] = {
+    name: AgentPreset(name=name, program=program, install=install, changes=changes, launch=launch)
+    for name, (program, install, changes, launch) in _LAUNCHES.items()
+}
 
 
 def load_preset(agent: str) -> AgentPreset:
+    """A preset by name, or one made of a command: the task is one argument, whatever it contains, and the addresses are
+    in the variables that SDKs read."""
     if agent in PRESETS:
         return PRESETS[agent]
     if TASK not in agent:
         raise ConfigError(f"agent: no preset {agent!r}; one of {', '.join(PRESETS)}, or a command with {TASK} in it")
-    return custom_preset(agent)
-
-
-def custom_preset(command: str) -> AgentPreset:
-    """The task is one argument, whatever it contains; the addresses are in the variables that SDKs read."""
     try:
-        program, *arguments = shlex.split(command)
+        program, *arguments = shlex.split(agent)
     except ValueError as error:
-        raise ConfigError(f"agent: {command!r} is no command line: {error}") from error
+        raise ConfigError(f"agent: {agent!r} is no command line: {error}") from error
 
     def launch(address: SessionAddress, task: str) -> AgentLaunch:
         env = {

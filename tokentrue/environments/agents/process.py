@@ -34,8 +34,7 @@ SIGNS = {  # what programs print when the kernel refuses them something
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandResult:
-    """`code` is None where a limit ended the command; `limit` says which limit it met; `tail` is the end of its
-    output."""
+    """`code` is None where a limit ended the command; `limit` says which."""
 
     code: int | None
     seconds: float
@@ -77,8 +76,8 @@ async def run_command(
     is_bwrap: bool = False,
     container: Container | None = None,
 ) -> CommandResult:
-    """`build` makes the command line from the file descriptor on which bubblewrap reports its process 1. Output and
-    errors go to `output`; `folder` is all that the command can fill."""
+    """`build` makes the command line from the file descriptor on which bubblewrap reports its process 1. `folder` is
+    all that the command can fill."""
     loop = asyncio.get_running_loop()
     began = loop.time()
     pipe_read, pipe_write = os.pipe()
@@ -211,7 +210,6 @@ def measure_disk(folder: Path) -> tuple[int, bool]:
 
 
 def explain_failure(code: int, tail: str, limits: SandboxLimits) -> str | None:
-    """The limit that a command says, or its exit code shows, to have met."""
     if code == 128 + signal.SIGXFSZ:
         return f"met file_mib = {limits.file_mib}"
     if code == 128 + signal.SIGKILL:

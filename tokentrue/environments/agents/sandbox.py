@@ -88,7 +88,7 @@ class Confinement:
 
 
 def choose_sandbox(wanted: SandboxKind, *, image: str | None = None) -> ChosenSandbox:
-    """The sandbox to use; raises ConfigError where it does not work here."""
+    """Raises ConfigError where the wanted one does not work here."""
     if wanted == "none":
         return "none"
     if wanted in ("auto", "bwrap"):

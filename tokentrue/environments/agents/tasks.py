@@ -135,7 +135,6 @@ def harbor_task(folder: Path) -> AgentTask:
 
 
 def needs_image(task: AgentTask) -> bool:
-    """True for a Harbor task with a Dockerfile, whose steps are not run here."""
     return task.tests is not None and task.source is not None and (task.source / "Dockerfile").exists()
 
 

@@ -31,51 +31,20 @@ _numbers = itertools.count()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
-    """The directories that one command may write."""
-
-    directory: Path
-
-    @property
-    def home(self) -> Path:
-        return self.directory / "home"
-
-    @property
-    def work(self) -> Path:
-        return self.directory / "work"
-
-    @property
-    def tmp(self) -> Path:
-        return self.directory / "tmp"
-
-    @property
-    def logs(self) -> Path:
-        return self.directory / "logs"
-
-    @property
-    def verifier(self) -> Path:
-        return self.directory / "verifier"
-
-    @property
-    def log(self) -> Path:
-        """Beside the room: no command can write it."""
-        return self.directory.with_suffix(".log")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Workspace:
-    """`objects` is the object store of the repository that a checkout borrows from: it is read, never written."""
+    """`agent` and `score` are the folders that one command each may write. `objects` is the object store of the
+    repository that a checkout borrows from: it is read, never written."""
 
     directory: Path
     objects: Path | None = None
 
     @property
-    def agent(self) -> Room:
-        return Room(directory=self.directory / "agent")
+    def agent(self) -> Path:
+        return self.directory / "agent"
 
     @property
-    def score(self) -> Room:
-        return Room(directory=self.directory / "score")
+    def score(self) -> Path:
+        return self.directory / "score"
 
 
 @asynccontextmanager
@@ -102,17 +71,22 @@ async def _remove(directory: Path, filling: asyncio.Future[Workspace]) -> None:
 
 def fill_workspace(directory: Path, source: Path | None, kind: WorkspaceKind, ref: str | None) -> Workspace:
     workspace = Workspace(directory=directory)
-    make_room(workspace.agent, with_work=source is None)
+    make_folders(workspace.agent, with_work=source is None)
     if source is not None and kind == "worktree":
-        return Workspace(directory=directory, objects=check_out(source, ref, workspace.agent.work))
+        return Workspace(directory=directory, objects=check_out(source, ref, workspace.agent / "work"))
     if source is not None:
-        shutil.copytree(source, workspace.agent.work, symlinks=True)
+        shutil.copytree(source, workspace.agent / "work", symlinks=True)
     return workspace
 
 
-def make_room(room: Room, *, with_work: bool = True) -> None:
-    for folder in (room.home, room.tmp, room.logs, room.verifier, *([room.work] if with_work else [])):
-        folder.mkdir(parents=True)
+def log_beside(folder: Path) -> Path:
+    """Outside of what a command can write."""
+    return folder.with_suffix(".log")
+
+
+def make_folders(folder: Path, *, with_work: bool = True) -> None:
+    for name in ("home", "tmp", "logs", "verifier", *(["work"] if with_work else [])):
+        (folder / name).mkdir(parents=True)
 
 
 def check_out(source: Path, ref: str | None, work: Path) -> Path:
@@ -141,9 +115,8 @@ def git(repository: Path, *arguments: str) -> str:
     return done.stdout.strip()
 
 
-def give_to(room: Room, owner: int) -> None:
-    """Makes `owner` the owner of all files of a room."""
-    command = ["chown", "-R", "-P", "-h", f"{owner}:{owner}", str(room.directory)]
+def give_to(folder: Path, owner: int) -> None:
+    command = ["chown", "-R", "-P", "-h", f"{owner}:{owner}", str(folder)]
     subprocess.run(command, check=True, capture_output=True, stdin=subprocess.DEVNULL)
 
 
@@ -159,8 +132,7 @@ def own_name() -> str:
 
 
 def started_at(process: int) -> str:
-    """When a process started, in the kernel's own count: its id may be used again. Empty where it is not running, or
-    not on Linux."""
+    """In the kernel's own count, since a process id may be used again. Empty where it is not running, or not on Linux."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:
@@ -168,7 +140,7 @@ def started_at(process: int) -> str:
 
 
 def find_abandoned(under: Path) -> list[Path]:
-    """The directories of processes that are gone."""
+    """Directories of processes that are gone."""
     found: list[Path] = []
     for directory in under.glob(f"{PREFIX}*"):
         process, _, started = directory.name.removeprefix(PREFIX).split("-")[0].partition(".")

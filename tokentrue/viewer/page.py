@@ -7,16 +7,18 @@ JSON.
 from __future__ import annotations
 
 import base64
+import json
 import re
 from pathlib import Path
 from typing import Any
 
+import orjson
+
 from tokentrue.errors import ConfigError, FileFormatError
 from tokentrue.json_types import JsonObject
-from tokentrue.viewer.app import STATIC
 from tokentrue.viewer.data import PAGE, ViewerData
-from tokentrue.viewer.page_json import encode_json
 
+STATIC = Path(__file__).parent / "static"
 MOST_TOKENS = 1_000_000
 _IMPORT = re.compile(r"""((?:from|import)\s*)(["'])\.{1,2}/([\w./-]+)\2""")
 _LINK = re.compile(r'<link rel="stylesheet" href="static/([\w./-]+)">')
@@ -26,8 +28,17 @@ POLICY = (
 )
 
 
+def encode_json(value: Any) -> bytes:
+    """JSON as `JSON.stringify` writes it: the page finds the answers of an export by that text."""
+    try:
+        return orjson.dumps(value)
+    except TypeError:  # orjson refuses lone surrogates and integers beyond 64 bits; a sample may hold both
+        plain = json.loads(json.dumps(value), parse_constant=lambda _: None)
+        return json.dumps(plain, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "backslashreplace")
+
+
 def write_export(data: ViewerData, path: str | Path, *, most_tokens: int = MOST_TOKENS) -> int:
-    """How many sessions the file holds: the first in the list that fit into `most_tokens` together."""
+    """Writes the first sessions that fit into `most_tokens` together; returns how many."""
     answers, count = collect_answers(data, most_tokens=most_tokens)
     target = Path(path)
     try:
@@ -77,7 +88,6 @@ def _add_session(data: ViewerData, session_id: str, answers: JsonObject, *, has_
 
 
 def key_of(view: str, *arguments: str) -> str:
-    """The same text that the page builds with JSON.stringify."""
     return encode_json([view, *arguments]).decode()
 
 
@@ -99,7 +109,7 @@ def page_with(answers: JsonObject) -> str:
 
 
 def _module(file: Path) -> str:
-    """Its source as a `data:` URL, with relative imports renamed to the import map's keys."""
+    """A `data:` URL, with relative imports renamed to the import map's keys."""
 
     def absolute(found: re.Match[str]) -> str:
         start = file.parent if not found[0].endswith(f"../{found[3]}{found[2]}") else file.parent.parent

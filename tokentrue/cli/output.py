@@ -1,15 +1,23 @@
-"""What the commands that run share: progress bars, the log of rollouts, and where the time of a step goes."""
+"""What commands print beside their results: counted nouns, progress, the log of rollouts, where a step's time goes."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import sys
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
-@contextlib.contextmanager
+def pluralise(number: int, noun: str) -> str:
+    """`1 sample`, `2 samples`, `1,024 tokens`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+@contextmanager
 def progress_bar(title: str, total: int, *, quiet: bool = False) -> Generator[Callable[[str], None], None, None]:
     """Call what it yields once per finished piece, with a word about it."""
     if quiet:
@@ -17,42 +25,44 @@ def progress_bar(title: str, total: int, *, quiet: bool = False) -> Generator[Ca
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    note = TextColumn("{task.fields[note]}")
-    with Progress(
-        TextColumn("  {task.description}"), BarColumn(bar_width=16), MofNCompleteColumn(), TimeElapsedColumn(), note
-    ) as progress:
+    columns = (TextColumn("  {task.description}"), BarColumn(bar_width=16), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TextColumn("{task.fields[note]}")) as progress:
         task = progress.add_task(title, total=total, note="")
-
-        def advance(note: str) -> None:
-            progress.update(task, advance=1, note=note)
-
-        yield advance
+        yield lambda note: progress.update(task, advance=1, note=note)
 
 
-@contextlib.contextmanager
+def count_items(items: Iterable[T], noun: str, *, quiet: bool = False) -> Iterator[T]:
+    """The items, with a spinner on a terminal's stderr that counts them."""
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, transient=True, disable=quiet or not sys.stderr.isatty()) as progress:
+        task = progress.add_task("reading")
+        for number, item in enumerate(items, start=1):
+            progress.update(task, description=pluralise(number, noun))
+            yield item
+
+
+@contextmanager
 def loading(what: str, *, quiet: bool = False) -> Generator[None, None, None]:
-    """Says on stderr that something is being loaded: a spinner with the elapsed time on a terminal, one line
-    elsewhere."""
+    """A spinner on a terminal's stderr, one line elsewhere."""
     if quiet:
         yield
         return
     from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     console = Console(stderr=True)
     if not console.is_terminal:
         print(f"  loading {what}", file=sys.stderr, flush=True)
         yield
         return
-    columns = (SpinnerColumn(), TextColumn("loading {task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        progress.add_task(what, total=None)
+    with console.status(f"loading {what}"):
         yield
 
 
-@contextlib.contextmanager
+@contextmanager
 def rollout_log(out: Path) -> Generator[Path, None, None]:
-    """Tracebacks of agents and environments go to `out/rollouts.log`; the file is there when something was written."""
+    """Tracebacks of agents and environments go to `out/rollouts.log`."""
     path = out / "rollouts.log"
     handler = logging.FileHandler(path, delay=True, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
@@ -66,8 +76,6 @@ def rollout_log(out: Path) -> Generator[Path, None, None]:
 
 
 class Costs:
-    """Where the time of a run's steps goes, added up over its steps."""
-
     PARTS = ("wait", "recompute", "measure", "update", "publish")
 
     def __init__(self) -> None:

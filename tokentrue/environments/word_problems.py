@@ -1,0 +1,244 @@
+"""Word problems with whole numbers 0..99, and three environments made of them. The shipped model was trained on the
+same generator.
+
+Invariants: the same `random.Random` state gives the same problem; every intermediate value of a right solution lies in
+0..99; a problem's split follows from its text (`base.choose_split`), so held-out texts never reach a training generator.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from tokentrue.environments.base import Split, Task, choose_split, digest
+from tokentrue.environments.chat import Chat, ask, work
+from tokentrue.json_types import JsonObject
+
+NAMES = ("Tom", "Ana", "Ben", "Eva", "Max", "Lea", "Sam", "Ida")
+THINGS = ("apples", "pens", "coins", "books", "cards", "eggs", "keys", "shells")
+GOODS: Sequence[str] = (
+    *THINGS, "bread", "milk", "salt", "tea", "rice", "soap", "rope", "lamp", "nails", "paint", "wood", "wool", "corn",
+    "beans", "pears", "honey",
+)  # fmt: skip
+VERBS = {"+": "add", "-": "take", "*": "times"}
+PHRASES: dict[str, tuple[str, str, str]] = {  # the last phrasing of each operator is the hard one
+    "+": ("{name} gets {b} more.", "A friend gives {name} {b}.", "{b} others turn up."),
+    "-": ("{name} loses {b}.", "{name} gives {b} away.", "{b} of them break."),
+    "*": ("Now there are {b} times as many.", "{name} gets {b} times that.", "It happens {b} times over."),
+}
+HARD = 2
+CALCULATOR: JsonObject = {
+    "type": "function",
+    "function": {
+        "name": "calculator",
+        "description": "one step",
+        "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]},
+    },
+}
+PRICES: JsonObject = {
+    "type": "function",
+    "function": {"name": "prices", "description": "all prices", "parameters": {"type": "object", "properties": {}}},
+}
+EXPRESSION = re.compile(r"\s*(\d{1,6})\s*([-+*])\s*(\d{1,6})\s*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """`value = before op operand`, told by phrasing number `phrase`."""
+
+    op: str
+    operand: int
+    before: int
+    value: int
+    phrase: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    name: str
+    thing: str
+    start: int
+    steps: tuple[Step, ...]
+
+    @property
+    def opening(self) -> str:
+        return f"{self.name} has {self.start} {self.thing}."
+
+    def told(self, step: Step) -> str:
+        return PHRASES[step.op][step.phrase].format(name=self.name, b=step.operand)
+
+    @property
+    def text(self) -> str:
+        return " ".join([self.opening, *(self.told(step) for step in self.steps), "How many now?"])
+
+    @property
+    def answer(self) -> int:
+        return self.steps[-1].value
+
+
+def apply(op: str, left: int, right: int) -> int:
+    return {"+": left + right, "-": left - right, "*": left * right}[op]
+
+
+def draw_step(rng: random.Random, before: int) -> Step:
+    while True:
+        op = rng.choice("+-*")
+        operand = rng.randint(2, 5) if op == "*" else rng.randint(1, 30)
+        value = apply(op, before, operand)
+        if 0 <= value <= 99:
+            return Step(op=op, operand=operand, before=before, value=value, phrase=rng.randrange(3))
+
+
+def draw_problem(rng: random.Random, *, steps: int | None = None) -> Problem:
+    count = steps if steps is not None else (1 if rng.random() < 0.4 else 2)
+    start = value = rng.randint(2, 30)
+    drawn: list[Step] = []
+    for _ in range(count):
+        drawn.append(draw_step(rng, value))
+        value = drawn[-1].value
+    return Problem(name=rng.choice(NAMES), thing=rng.choice(THINGS), start=start, steps=tuple(drawn))
+
+
+def problems(rng: random.Random, *, split: Split, steps: int | None = None) -> Iterator[Problem]:
+    """An endless stream of problems of one split."""
+    while True:
+        problem = draw_problem(rng, steps=steps)
+        if choose_split(problem.text) == split:
+            yield problem
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PriceList:
+    """A long list of prices and a question about two of them."""
+
+    prices: tuple[tuple[str, int], ...]
+    wanted: tuple[str, str]
+    shop: str
+
+    @property
+    def text(self) -> str:
+        return f"What do {self.wanted[0]} and {self.wanted[1]} cost together at {self.shop}'s?"
+
+    @property
+    def listing(self) -> str:
+        return "\n".join(f"{thing} {price}" for thing, price in self.prices)
+
+    @property
+    def operands(self) -> tuple[int, int]:
+        table = dict(self.prices)
+        return table[self.wanted[0]], table[self.wanted[1]]
+
+
+def draw_price_list(rng: random.Random) -> PriceList:
+    goods = rng.sample(GOODS, len(GOODS))
+    prices = tuple((good, rng.randint(1, 49)) for good in goods)
+    first, second = rng.sample(goods, 2)
+    return PriceList(prices=prices, wanted=(first, second), shop=rng.choice(NAMES))
+
+
+def calculate(arguments: str) -> str:
+    """The value of `{"expression": "12 + 5"}`, or a sentence that the model can read: a bad call is an answer, not a
+    crash."""
+    try:
+        expression = json.loads(arguments)["expression"]
+    except (ValueError, KeyError, TypeError):
+        return "error: give an expression"
+    found = EXPRESSION.fullmatch(expression) if isinstance(expression, str) else None
+    if found is None:
+        return "error: write a number, an operator and a number"
+    return str(apply(found[2], int(found[1]), int(found[3])))
+
+
+def last_number(text: str) -> int | None:
+    found = re.findall(r"-?\d+", text)
+    return int(found[-1]) if found else None
+
+
+def reward_answer(answer: str | None, task: Task) -> float:
+    """1 when the last number of the answer is right, else 0."""
+    return float(answer is not None and last_number(answer) == task.answer)
+
+
+class Calculator:
+    """Several turns with a calculator, one right number at the end. `steps` fixes how many steps a problem has
+    (otherwise one or two)."""
+
+    name = "calculator"
+
+    def __init__(self, *, max_turns: int = 5, stream: bool = True, steps: int | None = None) -> None:
+        self.max_turns, self.steps, self.stream = max_turns, steps, stream
+
+    def tasks(self, count: int, *, seed: int = 0, split: Split = "train") -> Sequence[Task]:
+        drawn = islice(problems(random.Random(f"{self.name}/{split}/{seed}"), split=split, steps=self.steps), count)
+        return [Task(task_id=f"{self.name}/{digest(p.text)[:12]}", prompt=p.text, answer=p.answer) for p in drawn]
+
+    async def run(self, client: Any, task: Task) -> float:
+        chat: Chat = [{"role": "user", "content": task.prompt}]
+        tools = {"calculator": (CALCULATOR, calculate)}
+        return reward_answer(await work(client, chat, tools=tools, max_turns=self.max_turns, stream=self.stream), task)
+
+
+class Shop:
+    """Long tool outputs: one call returns a whole price list, of which two lines matter. `pages` repeats the list."""
+
+    name = "shop"
+
+    def __init__(self, *, max_turns: int = 6, pages: int = 1) -> None:
+        self.max_turns, self.pages = max_turns, pages
+
+    def tasks(self, count: int, *, seed: int = 0, split: Split = "train") -> Sequence[Task]:
+        rng = random.Random(f"{self.name}/{split}/{seed}")
+        found: list[Task] = []
+        while len(found) < count:
+            drawn = draw_price_list(rng)
+            key = f"{drawn.text}\n{drawn.listing}"
+            if choose_split(key) == split:
+                name, data = f"{self.name}/{digest(key)[:12]}", {"listing": drawn.listing}
+                found.append(Task(task_id=name, prompt=drawn.text, answer=sum(drawn.operands), data=data))
+        return found
+
+    async def run(self, client: Any, task: Task) -> float:
+        listing = "\n".join([task.data["listing"]] * self.pages)
+        tools = {"calculator": (CALCULATOR, calculate), "prices": (PRICES, lambda _: listing)}
+        chat: Chat = [{"role": "user", "content": task.prompt}]
+        return reward_answer(await work(client, chat, tools=tools, max_turns=self.max_turns), task)
+
+
+class Ledger:
+    """Compaction: questions one after the other; after every `compact_every` the harness asks for a summary and
+    continues from it in a fresh context. The session then holds several roots, and each is one sample."""
+
+    name = "ledger"
+
+    def __init__(self, *, questions: int = 4, compact_every: int = 2, max_turns: int = 4) -> None:
+        self.questions, self.compact_every, self.max_turns = questions, compact_every, max_turns
+
+    def tasks(self, count: int, *, seed: int = 0, split: Split = "train") -> Sequence[Task]:
+        rng = random.Random(f"{self.name}/{split}/{seed}")
+        found: list[Task] = []
+        for drawn in islice(problems(rng, split=split, steps=self.questions), count):
+            data = {"opening": drawn.opening, "told": [drawn.told(step) for step in drawn.steps]}
+            name = f"{self.name}/{digest(drawn.text)[:12]}"
+            found.append(Task(task_id=name, prompt=drawn.text, answer=drawn.answer, data=data))
+        return found
+
+    async def run(self, client: Any, task: Task) -> float:
+        opening: str = task.data["opening"]
+        chat: Chat = []
+        answer: str | None = None
+        for number, told in enumerate(task.data["told"]):
+            if number and number % self.compact_every == 0:
+                chat.append({"role": "user", "content": "Summarize."})
+                summary = await ask(client, chat, tools=[CALCULATOR])
+                opening, chat = summary["content"].strip() or "Nothing is known.", []
+            text = f"{told} How many now?" if chat else f"{opening} {told} How many now?"
+            chat.append({"role": "user", "content": text})
+            answer = await work(client, chat, tools={"calculator": (CALCULATOR, calculate)}, max_turns=self.max_turns)
+            if answer is None:
+                return 0.0
+        return reward_answer(answer, task)

@@ -1,0 +1,408 @@
+"""The formats of sample files, in one table: `FORMATS`. Adding a trainer is `*_row` and `*_columns` in
+`trainer_rows.py` and one entry here; the command line, the gateway and the recognition of files follow.
+
+Every row of a trainer also carries `tokentrue`: the sample's fields that the trainer has no place for. So any file can
+be audited, and what is audited is the trainer's own row: the sample is read back from it, the row is made again from
+the sample, and the two are compared.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass
+from importlib import import_module
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import msgspec
+
+from tokentrue.errors import FileFormatError, TokenContractError
+from tokentrue.json_lines import read_numbered_lines
+from tokentrue.json_types import JsonMapping, JsonObject, JsonValue
+from tokentrue.plain_json import dumps, loads
+from tokentrue.samples import trainer_rows
+from tokentrue.samples.shape import (
+    SampleColumns,
+    SampleHead,
+    decode,
+    head_to_json,
+    sample_from_json,
+    sample_from_parts,
+    sample_to_json,
+)
+from tokentrue.samples.trainer_rows import Columns
+from tokentrue.types import Sample
+
+_GROUP = 256  # rows of a parquet table that are written or read at once
+_JSON_TEXT = ("spans", "metadata", "certificate", "routed_experts", "sampling_mask")
+_NATIVE_TYPES = {
+    **dict.fromkeys(("sample_id", "session_id", "group", "finish_reason", *_JSON_TEXT), "string"),
+    "token_ids": "int32s", "loss_mask": "int8s", "rollout_logprobs": "doubles", "reward": "double",
+}  # fmt: skip
+_VERL_TYPES = {
+    "prompt_ids": "int32s", "response_ids": "int32s", "response_mask": "int8s", "response_logprobs": "doubles",
+    "reward_score": "double", "num_turns": "int64", "uid": "string",
+    "routed_experts": "int16 tables", "extra_fields": "replay", "tokentrue": "string",
+}  # fmt: skip
+_TENSOR_TYPES = {"token_ids": "int32", "loss_mask": "uint8", "rollout_logprobs": "float64", "offsets": "int64"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportedSample:
+    """A sample as a file holds it. `differences` are the fields of a trainer's row that contradict the sample."""
+
+    sample: Sample
+    where: str
+    differences: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleFormat:
+    """`follows` names the release whose fields it writes. `mark` is the column that tells its rows from those of other
+    formats in the same container. `write` returns how many samples it wrote."""
+
+    name: str
+    suffix: Literal[".jsonl", ".parquet", ".safetensors"]
+    follows: str
+    mark: str
+    write: Callable[[Iterable[Sample], Path], int]
+    read: Callable[[Path], Iterator[ExportedSample]]
+
+
+def write_lines(rows: Iterable[JsonMapping], path: Path) -> int:
+    count = 0
+    with path.open("wb") as file:
+        for row in rows:
+            file.write(dumps(row) + b"\n")
+            count += 1
+    return count
+
+
+def read_lines(path: Path) -> Iterator[tuple[str, JsonMapping]]:
+    for number, line in read_numbered_lines(path):
+        where = f"{path.name}:{number}"
+        row = parse_json(line, where)
+        if not isinstance(row, Mapping):
+            raise FileFormatError(f"{where}: a line must be a JSON object")
+        yield where, cast("JsonMapping", row)
+
+
+def parse_json(text: bytes, where: str) -> JsonValue:
+    try:
+        return loads(text)
+    except (ValueError, RecursionError) as error:
+        raise FileFormatError(f"{where}: not JSON: {error}") from error
+
+
+def _write_native_lines(samples: Iterable[Sample], path: Path) -> int:
+    return write_lines(map(sample_to_json, samples), path)
+
+
+def _read_native_lines(path: Path) -> Iterator[ExportedSample]:
+    for where, row in read_lines(path):
+        yield ExportedSample(sample=sample_from_json(row, where), where=where)
+
+
+def _schema(types: Mapping[str, str]) -> Any:
+    pa: Any = import_module("pyarrow")
+    known = {
+        "string": pa.string(), "double": pa.float64(), "int64": pa.int64(),
+        "int32s": pa.list_(pa.int32()), "int8s": pa.list_(pa.int8()), "doubles": pa.list_(pa.float64()),
+        "int16 tables": pa.list_(pa.list_(pa.list_(pa.int16()))),
+        "replay": pa.struct([
+            ("min_global_steps", pa.int64()), ("max_global_steps", pa.int64()), ("policy_versions", pa.list_(pa.int64())),
+            ("sampling_mask_token_ids", pa.list_(pa.int32())), ("sampling_mask_offsets", pa.list_(pa.int64())),
+        ]),
+    }  # fmt: skip
+    return pa.schema([(name, known[kind]) for name, kind in types.items()])
+
+
+def _write_table(rows: Iterable[JsonMapping], path: Path, types: Mapping[str, str]) -> int:
+    pa: Any = import_module("pyarrow")
+    pq: Any = import_module("pyarrow.parquet")
+    schema, count, iterator = _schema(types), 0, iter(rows)
+    # Through an open file, because pyarrow reads a path with a colon as a URI.
+    with path.open("wb") as file, pq.ParquetWriter(file, schema) as writer:
+        while group := list(islice(iterator, _GROUP)):
+            try:
+                table = pa.Table.from_pylist([{name: row.get(name) for name in types} for row in group], schema=schema)
+            except UnicodeEncodeError as error:
+                raise FileFormatError(
+                    f"parquet cannot hold the text {error.object!r} (a lone surrogate); choose jsonl"
+                ) from error
+            writer.write_table(table)
+            count += len(group)
+    return count
+
+
+def table_columns(path: Path) -> list[str]:
+    pa: Any = import_module("pyarrow")
+    try:
+        return list(import_module("pyarrow.parquet").read_schema(path).names)
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise FileFormatError(f"{path}: not a parquet file, or a damaged one: {error}") from error
+
+
+def _read_table(path: Path) -> Iterator[tuple[str, JsonMapping]]:
+    names = table_columns(path)
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise FileFormatError(f"{path}: column {twice!r} is there twice")
+    pa: Any = import_module("pyarrow")
+    number = 0
+    try:
+        for batch in import_module("pyarrow.parquet").ParquetFile(path).iter_batches(batch_size=_GROUP):
+            for row in batch.to_pylist():
+                yield f"{path.name}:row {number}", cast("JsonMapping", row)
+                number += 1
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise FileFormatError(f"{path}: not a parquet file, or a damaged one: {error}") from error
+
+
+def _write_native_table(samples: Iterable[Sample], path: Path) -> int:
+    def table_row(sample: Sample) -> JsonObject:
+        row = {"routed_experts": None, "sampling_mask": None, **sample_to_json(sample)}
+        return {**row, **{name: None if row[name] is None else dumps(row[name]).decode() for name in _JSON_TEXT}}
+
+    return _write_table(map(table_row, samples), path, _NATIVE_TYPES)
+
+
+def _read_native_table(path: Path) -> Iterator[ExportedSample]:
+    for where, row in _read_table(path):
+        texts = {name: row[name] for name in _JSON_TEXT if row.get(name) is not None}
+        objects = {name: _parse_cell(text, f"{where}: {name}") for name, text in texts.items()}
+        yield ExportedSample(sample=sample_from_json({**row, **objects}, where), where=where)
+
+
+def _parse_cell(text: JsonValue, where: str) -> JsonValue:
+    if not isinstance(text, str):
+        raise FileFormatError(f"{where}: must be JSON text")
+    return parse_json(text.encode(), where)
+
+
+class TensorsHeader(msgspec.Struct):
+    format: Literal["tokentrue samples 1"]
+    samples: str  # JSON
+
+
+def _write_tensors(samples: Iterable[Sample], path: Path) -> int:
+    """All samples' columns end to end; `offsets` (one more than samples) cuts them apart. Log-probabilities are NaN
+    where nothing was sampled; everything else is JSON in the header."""
+    np: Any = import_module("numpy")
+    held = list(samples)
+    columns: dict[str, list[float]] = {
+        "token_ids": [token for sample in held for token in sample.token_ids],
+        "loss_mask": [bit for sample in held for bit in sample.loss_mask],
+        "rollout_logprobs": [float("nan") if v is None else v for sample in held for v in sample.rollout_logprobs],
+        "offsets": np.cumsum([0, *(len(sample.token_ids) for sample in held)], dtype=np.int64),
+    }
+    import_module("safetensors.numpy").save_file(
+        {name: np.array(column, dtype=_TENSOR_TYPES[name]) for name, column in columns.items()},
+        path,
+        metadata={
+            "format": "tokentrue samples 1",
+            "samples": dumps([head_to_json(sample) for sample in held]).decode(),
+        },
+    )
+    return len(held)
+
+
+def _read_tensors(path: Path) -> Iterator[ExportedSample]:
+    safetensors: Any = import_module("safetensors")
+    try:
+        with safetensors.safe_open(path, framework="numpy") as file:
+            header = decode(file.metadata() or {}, TensorsHeader, f"{path.name}: header")
+            heads = decode(loads(header.samples.encode()), list[JsonObject], f"{path.name}: header.samples")
+            tensors = {name: file.get_tensor(name) for name in _TENSOR_TYPES}
+    except (safetensors.SafetensorError, TypeError, ValueError, RecursionError, OSError) as error:
+        raise FileFormatError(f"{path}: not a safetensors file of samples, or a damaged one: {error}") from error
+    _require_tensors(tensors, len(heads), path.name)
+    ids, mask, logprobs, offsets = (tensors[name] for name in _TENSOR_TYPES)
+    for number, (head, (start, end)) in enumerate(zip(heads, pairwise(offsets.tolist()), strict=True)):
+        where = f"{path.name}:sample {number}"
+        row = {
+            **head,
+            "token_ids": ids[start:end].tolist(),
+            "loss_mask": mask[start:end].tolist(),
+            "rollout_logprobs": [None if value != value else value for value in logprobs[start:end].tolist()],
+        }
+        yield ExportedSample(sample=sample_from_json(row, where), where=where)
+
+
+def _require_tensors(tensors: Mapping[str, Any], samples: int, where: str) -> None:
+    """Every tensor has its type, and `offsets` cuts all of each column into `samples` parts."""
+    for name, tensor in tensors.items():
+        if tensor.ndim != 1 or str(tensor.dtype) != _TENSOR_TYPES[name]:
+            shown = f"{tensor.dtype} of shape {list(tensor.shape)}"
+            raise FileFormatError(f"{where}: {name} is {shown}, must be one row of {_TENSOR_TYPES[name]}")
+    offsets = tensors["offsets"].tolist()
+    if len(offsets) != samples + 1:
+        raise FileFormatError(
+            f"{where}: offsets has {len(offsets)} entries for {samples} samples, must have {samples + 1}"
+        )
+    for name in ("token_ids", "loss_mask", "rollout_logprobs"):
+        length = len(tensors[name])
+        if offsets[0] != 0 or offsets[-1] != length or any(end < start for start, end in pairwise(offsets)):
+            raise FileFormatError(f"{where}: offsets must rise from 0 to {length}, the length of {name}")
+
+
+def _trainer_format(
+    name: str,
+    *,
+    follows: str,
+    mark: str,
+    row: Callable[[Sample], JsonObject],
+    columns: Callable[[JsonMapping], Columns],
+    added: Set[str] = frozenset(),
+    types: Mapping[str, str] | None = None,
+) -> SampleFormat:
+    """JSON lines, or a parquet table with columns of `types`. `added` names fields that a user adds to the row: nothing
+    in the file says what they should be."""
+
+    def write(samples: Iterable[Sample], path: Path) -> int:
+        pairs = ((row(sample), head_to_json(sample)) for sample in samples)
+        if types is None:
+            return write_lines(({**fields, "tokentrue": head} for fields, head in pairs), path)
+        return _write_table(({**fields, "tokentrue": dumps(head).decode()} for fields, head in pairs), path, types)
+
+    def read(path: Path) -> Iterator[ExportedSample]:
+        for where, found in read_lines(path) if types is None else _read_table(path):
+            if "tokentrue" not in found:
+                columns_found = ", ".join(sorted(found))
+                raise FileFormatError(f"{where}: not a samples file of tokentrue: the columns are {columns_found}")
+            own = found["tokentrue"] if types is None else _parse_cell(found["tokentrue"], f"{where}: tokentrue")
+            head = decode(own, SampleHead, f"{where}: tokentrue")
+            fields = {key: value for key, value in found.items() if key != "tokentrue"}
+            try:
+                sample = sample_from_parts(head, _sample_columns(columns(fields), head, where), where)
+                differences = tuple(find_differences(row(sample), fields, added=added))
+            except (KeyError, IndexError, TypeError, AttributeError) as error:
+                raise FileFormatError(f"{where}: not a row of {name}: {type(error).__name__}: {error}") from error
+            except TokenContractError as error:
+                raise FileFormatError(f"{where}: {error}") from error
+            yield ExportedSample(sample=sample, where=where, differences=differences)
+
+    suffix: Literal[".jsonl", ".parquet"] = ".jsonl" if types is None else ".parquet"
+    return SampleFormat(name=name, suffix=suffix, follows=follows, mark=mark, write=write, read=read)
+
+
+def _sample_columns(columns: Columns, head: SampleHead, where: str) -> SampleColumns:
+    """Adds the given prefix that a trainer leaves out; None where the spans say that nothing was sampled."""
+    ids, mask, logprobs = columns
+    whole = [*[None] * (len(ids) - len(logprobs)), *logprobs]
+    for span in head.spans:
+        if span.kind == "given":
+            for index in range(span.start, min(span.end, len(whole))):
+                whole[index] = None
+    found = {"token_ids": ids, "loss_mask": [*[0] * (len(ids) - len(mask)), *mask], "rollout_logprobs": whole}
+    return decode(found, SampleColumns, where)
+
+
+def find_differences(
+    written: JsonValue, found: JsonValue, field: str = "", *, added: Set[str] = frozenset()
+) -> Iterator[str]:
+    """Where a row differs from the one that the exporter writes; of a list, the first place."""
+    if isinstance(written, dict) and isinstance(found, dict):
+        written, found = cast("JsonObject", written), cast("JsonObject", found)
+        for key in {**written, **found}:
+            name = f"{field}.{key}" if field else key
+            if key not in found:
+                yield f"{name} is missing"
+            elif key in written:
+                yield from find_differences(written[key], found[key], name, added=added)
+            elif name not in added:
+                yield f"{name} is not a field of this export"
+    elif isinstance(written, list) and isinstance(found, list):
+        written, found = cast("list[JsonValue]", written), cast("list[JsonValue]", found)
+        if len(written) != len(found):
+            yield f"{field} has {len(found)} entries, the sample gives {len(written)}"
+        elif written != found or _is_retyped(_kinds_in(written), _kinds_in(found)):
+            pairs = enumerate(zip(written, found, strict=True))
+            yield from islice(
+                (what for at, pair in pairs for what in find_differences(*pair, f"{field}[{at}]", added=added)), 1
+            )
+    elif written != found or _is_retyped(_kinds_in([written]), _kinds_in([found])):
+        # reprlib: short, however long or deep the value is
+        yield f"{field} is {reprlib.repr(found)}, the sample gives {reprlib.repr(cast('JsonValue', written))}"
+
+
+def _is_retyped(written: Set[type], found: Set[type]) -> bool:
+    """Python takes True and 1.0 for 1; a trainer need not. A float that is written as a whole number is still the
+    same."""
+    return (bool in written) != (bool in found) or (float in found and float not in written)
+
+
+def _kinds_in(values: list[JsonValue]) -> set[type]:
+    kinds = set(map(type, values))
+    if list in kinds:
+        kinds.update(*(_kinds_in(cast("list[JsonValue]", value)) for value in values if isinstance(value, list)))
+    return kinds
+
+
+FORMATS: Mapping[str, SampleFormat] = {
+    each.name: each
+    for each in (
+        SampleFormat(
+            name="jsonl",
+            suffix=".jsonl",
+            follows="tokentrue's own format",
+            mark="certificate",
+            write=_write_native_lines,
+            read=_read_native_lines,
+        ),
+        SampleFormat(
+            name="parquet",
+            suffix=".parquet",
+            follows="Apache Parquet through pyarrow",
+            mark="certificate",
+            write=_write_native_table,
+            read=_read_native_table,
+        ),
+        SampleFormat(
+            name="safetensors",
+            suffix=".safetensors",
+            follows="safetensors 0.5 or later",
+            mark="certificate",
+            write=_write_tensors,
+            read=_read_tensors,
+        ),
+        _trainer_format(
+            "verl",
+            follows="verl 0.9.1, AgentLoopOutput",
+            mark="response_ids",
+            row=trainer_rows.verl_row,
+            columns=trainer_rows.verl_columns,
+            types=_VERL_TYPES,
+        ),
+        _trainer_format(
+            "trl",
+            follows="trl 1.16.0, GRPOTrainer rollout_func",
+            mark="completion_ids",
+            row=trainer_rows.trl_row,
+            columns=trainer_rows.trl_columns,
+        ),
+        _trainer_format(
+            "slime",
+            follows="slime, Sample.from_dict (September 2026)",
+            mark="response_length",
+            row=trainer_rows.slime_row,
+            columns=trainer_rows.slime_columns,
+        ),
+        _trainer_format(
+            "prime-rl",
+            follows="prime-rl, TrainingSample (September 2026)",
+            mark="mask",
+            row=trainer_rows.prime_rl_row,
+            columns=trainer_rows.prime_rl_columns,
+        ),
+        _trainer_format(
+            "tinker",
+            follows="tinker, Datum with a policy loss",
+            mark="loss_fn_inputs",
+            row=trainer_rows.tinker_row,
+            columns=trainer_rows.tinker_columns,
+            added=frozenset({"loss_fn_inputs.advantages"}),
+        ),
+    )
+}

@@ -1,0 +1,237 @@
+"""A sample as the row of a trainer, and ids, mask and log-probabilities back from it. The table of formats is in
+`formats.py`.
+
+`*_row` makes all fields that the trainer reads; `*_columns` returns the three columns that a sample is read back from,
+which may leave out a given prefix.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from tokentrue.errors import TokenContractError
+from tokentrue.ids import TokenIds
+from tokentrue.json_types import JsonMapping, JsonObject, JsonValue
+from tokentrue.samples.recorded_turns import read_turns
+from tokentrue.samples.shape import encode_bytes
+from tokentrue.types import Sample
+
+Columns: TypeAlias = tuple[Sequence[JsonValue], Sequence[JsonValue], Sequence[JsonValue]]
+"""Ids, mask and log-probabilities as a file holds them: not checked yet."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """A sample as prompt and response: the prompt ends where the first token was sampled."""
+
+    prompt_ids: list[int]
+    response_ids: list[int]
+    response_mask: list[int]
+    response_logprobs: list[float]  # 0.0 where nothing was sampled, as trainers want it; the mask says where
+
+
+def split(sample: Sample) -> Split:
+    at = next((span.start for span in sample.spans if span.kind == "sampled"), None)
+    if at is None:
+        raise TokenContractError(f"sample {sample.sample_id} has no sampled token")
+    if at > len(sample.token_ids):
+        raise TokenContractError(f"sample {sample.sample_id}: a span starts at token {at} of {len(sample.token_ids)}")
+    return Split(
+        prompt_ids=list(sample.token_ids[:at]),
+        response_ids=list(sample.token_ids[at:]),
+        response_mask=list(sample.loss_mask[at:]),
+        response_logprobs=fill_logprobs(sample.rollout_logprobs[at:]),
+    )
+
+
+def fill_logprobs(logprobs: Iterable[float | None]) -> list[float]:
+    return [0.0 if value is None else value for value in logprobs]
+
+
+def versions_of(sample: Sample) -> list[int]:
+    """Policy versions of the sampled spans, in order, each once in a row."""
+    found: list[int] = []
+    for span in sample.spans:
+        if span.kind == "sampled" and span.policy_version is not None and found[-1:] != [span.policy_version]:
+            found.append(span.policy_version)
+    return found
+
+
+def token_versions(sample: Sample, *, start: int = 0) -> list[int]:
+    """The policy version of each token from `start` on; -1 where nothing was sampled."""
+    found = [-1] * len(sample.token_ids)
+    for span in sample.spans:
+        if span.kind == "sampled" and span.policy_version is not None:
+            end = min(span.end, len(found))  # a span of a damaged file may reach further
+            found[span.start : end] = [span.policy_version] * (end - span.start)
+    return found[start:]
+
+
+def experts_of(sample: Sample) -> list[list[list[int]]] | None:
+    """[positions, layers, top_k] of all inputs, from position 0; -1 where the engine did not say."""
+    routed = sample.routed_experts
+    if routed is None:
+        return None
+    positions, layers, top_k = routed.shape
+    flat = array("h", routed.data)
+    if sys.byteorder != "little":
+        flat.byteswap()
+    slots = [flat[at : at + top_k].tolist() for at in range(0, len(flat), top_k)]
+    return [slots[at : at + layers] for at in range(0, positions * layers, layers)]
+
+
+def verl_row(sample: Sample) -> JsonObject:
+    """`AgentLoopOutput(metrics=…, **row)` takes it. verl has no name for kept ids: they are compressed rows, one for
+    each response token."""
+    parts = split(sample)
+    start = len(parts.prompt_ids)
+    versions = token_versions(sample, start=start)
+    sampled = [version for version in versions if version >= 0]
+    mask = None if sample.sampling_mask is None else sample.sampling_mask.cut(start, len(sample.token_ids))
+    return {
+        "prompt_ids": parts.prompt_ids,
+        "response_ids": parts.response_ids,
+        "response_mask": parts.response_mask,
+        "response_logprobs": parts.response_logprobs,
+        "reward_score": sample.reward,
+        "num_turns": 2 * (1 + max((span.turn for span in sample.spans), default=-1)),
+        "uid": sample.group or sample.session_id,
+        "routed_experts": experts_of(sample),
+        "extra_fields": {
+            "min_global_steps": min(sampled, default=None),
+            "max_global_steps": max(sampled, default=None),
+            "policy_versions": versions,
+            "sampling_mask_token_ids": None if mask is None else mask.token_ids.tolist(),
+            "sampling_mask_offsets": None if mask is None else mask.offsets.tolist(),
+        },
+    }
+
+
+def verl_columns(row: JsonMapping) -> Columns:
+    return [*row["prompt_ids"], *row["response_ids"]], row["response_mask"], row["response_logprobs"]
+
+
+def trl_row(sample: Sample) -> JsonObject:
+    """The keys that a GRPO `rollout_func` returns; collect each key over the lines into a list."""
+    parts = split(sample)
+    return {
+        "prompt_ids": parts.prompt_ids,
+        "completion_ids": parts.response_ids,
+        "env_mask": parts.response_mask,
+        "logprobs": parts.response_logprobs,
+        "reward": sample.reward,
+    }
+
+
+def trl_columns(row: JsonMapping) -> Columns:
+    return [*row["prompt_ids"], *row["completion_ids"]], row["env_mask"], row["logprobs"]
+
+
+def slime_row(sample: Sample) -> JsonObject:
+    """The dictionary that `Sample.from_dict` of slime and miles takes."""
+    parts = split(sample)
+    start = len(parts.prompt_ids)
+    replay: JsonObject = {}
+    if sample.routed_experts is not None:
+        replay["rollout_routed_experts"] = experts_of(sample)
+    if sample.sampling_mask is not None:
+        mask = sample.sampling_mask.cut(start, len(sample.token_ids))
+        replay["rollout_top_p_token_ids"] = mask.token_ids.tolist()
+        replay["rollout_top_p_token_offsets"] = mask.offsets.tolist()
+    return {
+        "tokens": list(sample.token_ids),
+        "response_length": len(parts.response_ids),
+        "loss_mask": parts.response_mask,
+        "rollout_log_probs": parts.response_logprobs,
+        "reward": sample.reward,
+        "status": {"length": "truncated", "abort": "aborted"}.get(sample.finish_reason, "completed"),
+        "weight_versions": [str(version) for version in versions_of(sample)],
+        "session_id": sample.session_id,
+        "metadata": {
+            "sample_id": sample.sample_id,
+            "group": sample.group,
+            "policy_versions": token_versions(sample, start=start),
+        },
+        **replay,
+    }
+
+
+def slime_columns(row: JsonMapping) -> Columns:
+    return row["tokens"], row["loss_mask"], row["rollout_log_probs"]
+
+
+def prime_rl_row(sample: Sample) -> JsonObject:
+    """The fields of `TrainingSample`, aligned per token. Replay columns are raw bytes (base64 in JSON), a row for each
+    token, the last without experts."""
+    row: JsonObject = {
+        "token_ids": list(sample.token_ids),
+        "mask": [bool(bit) for bit in sample.loss_mask],
+        "logprobs": fill_logprobs(sample.rollout_logprobs),
+        "temperatures": sampled_temperatures(sample),
+        "env_name": str(sample.metadata.get("env_name") or sample.group or "tokentrue"),
+        "trace_id": sample.sample_id,
+        "branch_index": 0,
+    }
+    if (routed := sample.routed_experts) is not None:
+        _, layers, top_k = routed.shape
+        row["routed_experts"] = {
+            "data": encode_bytes(routed.data + b"\xff\xff" * (layers * top_k)),
+            "shape": [len(sample.token_ids), layers, top_k],
+            "dtype": "int16",
+        }
+    if (mask := sample.sampling_mask) is not None:
+        counts = TokenIds(len(mask.row(index)) for index in range(len(mask)))
+        row["sampling_mask"] = {
+            "ids": encode_bytes(mask.token_ids.tobytes()),
+            "counts": encode_bytes(counts.tobytes()),
+        }
+    return row
+
+
+def sampled_temperatures(sample: Sample) -> list[float]:
+    """The temperature that each token was sampled at; 1.0 where none was sampled."""
+    found = [1.0] * len(sample.token_ids)
+    turns = read_turns(sample)
+    for turn in turns:
+        if turn.row.temperature is None:
+            raise TokenContractError(f"sample {sample.sample_id}: a turn without its temperature, which prime-rl needs")
+        found[turn.start : turn.end] = [turn.row.temperature] * (turn.end - turn.start)
+    if not turns:
+        raise TokenContractError(
+            f"sample {sample.sample_id}: metadata.tokentrue records no turns, and prime-rl needs their temperatures"
+        )
+    return found
+
+
+def prime_rl_columns(row: JsonMapping) -> Columns:
+    return row["token_ids"], [int(bit is True) for bit in row["mask"]], row["logprobs"]
+
+
+def tinker_row(sample: Sample) -> JsonObject:
+    """A `Datum`: position i of the input predicts token i + 1, so every column is shifted by one. Advantages are the
+    algorithm's business: add `loss_fn_inputs["advantages"]`, zero where `mask` is."""
+    ids = list(sample.token_ids)
+
+    def tensor(data: Sequence[float], dtype: str) -> JsonObject:
+        return {"data": list(data), "dtype": dtype, "shape": [len(data)]}
+
+    return {
+        "model_input": {"chunks": [{"type": "encoded_text", "tokens": ids[:-1]}]},
+        "loss_fn_inputs": {
+            "target_tokens": tensor(ids[1:], "int64"),
+            "logprobs": tensor(fill_logprobs(sample.rollout_logprobs)[1:], "float32"),
+            "mask": tensor([float(bit) for bit in sample.loss_mask[1:]], "float32"),
+        },
+        "reward": sample.reward,
+    }
+
+
+def tinker_columns(row: JsonMapping) -> Columns:
+    """The targets, and the first token before them; the rest of `model_input` repeats the targets."""
+    inputs = row["loss_fn_inputs"]
+    ids = [*row["model_input"]["chunks"][0]["tokens"][:1], *inputs["target_tokens"]["data"]]
+    return ids, [int(bit == 1) for bit in inputs["mask"]["data"]], inputs["logprobs"]["data"]
