@@ -9,7 +9,7 @@ Messages and tools are plain mappings in the OpenAI Chat Completions shape: `rol
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal, TypeAlias, cast
@@ -92,6 +92,18 @@ _SAMPLING_TYPES: tuple[tuple[str, Any, str], ...] = (
     *((name, (int, type(None)), "a whole number or None") for name in ("max_tokens", "seed")),
     ("extra", (dict, Mapping), "an object"),
 )
+_SAMPLING_RULES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "temperature": (is_temperature, "0, or from 1e-30 to 1e30"),
+    "top_p": (lambda value: 0 < value <= 1, "in (0, 1]"),
+    "top_k": (lambda value: 0 <= value <= MAX_INT32, "from 0 (off) to 2^31 - 1"),
+    "min_p": (lambda value: 0 <= value < 1, "in [0, 1)"),
+    "max_tokens": (lambda value: value is None or 0 < value <= MAX_INT32, "from 1 to 2^31 - 1"),
+    "seed": (lambda value: value is None or is_seed(value), "a signed 64-bit integer"),
+    "presence_penalty": (lambda value: abs(value) <= 1e30, "from -1e30 to 1e30"),
+    "frequency_penalty": (lambda value: abs(value) <= 1e30, "from -1e30 to 1e30"),
+    "repetition_penalty": (lambda value: 0 < value <= 1e30, "> 0, and at most 1e30"),
+    "top_logprobs": (lambda value: 0 <= value <= MAX_INT32, "from 0 to 2^31 - 1"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,42 +128,14 @@ class Sampling:
 
     def __post_init__(self) -> None:
         self._check_types()
-        checks: tuple[tuple[bool, str, object], ...] = (
-            (is_temperature(self.temperature), "temperature must be 0, or from 1e-30 to 1e30", self.temperature),
-            (0 < self.top_p <= 1, "top_p must be in (0, 1]", self.top_p),
-            (0 <= self.top_k <= MAX_INT32, "top_k must be from 0 (off) to 2^31 - 1", self.top_k),
-            (0 <= self.min_p < 1, "min_p must be in [0, 1)", self.min_p),
-            (
-                self.max_tokens is None or 0 < self.max_tokens <= MAX_INT32,
-                "max_tokens must be from 1 to 2^31 - 1",
-                self.max_tokens,
-            ),
-            (self.seed is None or is_seed(self.seed), "seed must be a signed 64-bit integer", self.seed),
-            (abs(self.presence_penalty) <= 1e30, "presence_penalty must be from -1e30 to 1e30", self.presence_penalty),
-            (
-                abs(self.frequency_penalty) <= 1e30,
-                "frequency_penalty must be from -1e30 to 1e30",
-                self.frequency_penalty,
-            ),
-            (
-                0 < self.repetition_penalty <= 1e30,
-                "repetition_penalty must be > 0, and at most 1e30",
-                self.repetition_penalty,
-            ),
-            (0 <= self.top_logprobs <= MAX_INT32, "top_logprobs must be from 0 to 2^31 - 1", self.top_logprobs),
-            *(
-                (0 <= token <= MAX_INT32, "stop_token_ids must be from 0 to 2^31 - 1", token)
-                for token in self.stop_token_ids
-            ),
-        )
-        for holds, rule, value in checks:
-            if not holds:
-                raise SamplingError(f"{rule}, got {_show(value)}")
-        self._write_large_integers_as_floats()
-
-    def _write_large_integers_as_floats(self) -> None:
-        """10**20 is a temperature, but no integer that the JSON of a request to an engine can hold."""
-        for name in _NUMBERS:
+        for name, (holds, rule) in _SAMPLING_RULES.items():
+            value = getattr(self, name)
+            if not holds(value):
+                raise SamplingError(f"{name} must be {rule}, got {_show(value)}")
+        for token in self.stop_token_ids:
+            if not 0 <= token <= MAX_INT32:
+                raise SamplingError(f"stop_token_ids must be from 0 to 2^31 - 1, got {_show(token)}")
+        for name in _NUMBERS:  # 10**20 is a temperature, but no integer that the JSON of a request can hold
             value = getattr(self, name)
             if isinstance(value, int) and abs(value) > MAX_INT64:
                 object.__setattr__(self, name, float(value))
@@ -170,20 +154,15 @@ class Sampling:
 
     @property
     def truncates(self) -> bool:
-        return self.top_p != 1.0 or self.top_k != 0 or self.min_p != 0.0
+        return any(name in TRUNCATIONS for name in self.filters)
 
     @property
     def filters(self) -> tuple[str, ...]:
         """The settings that make the sampled distribution differ from softmax(logits / temperature)."""
-        at_rest = {
-            "top_p": 1.0,
-            "top_k": 0,
-            "min_p": 0.0,
-            "presence_penalty": 0.0,
-            "frequency_penalty": 0.0,
-            "repetition_penalty": 1.0,
-        }
-        return tuple(name for name, rest in at_rest.items() if getattr(self, name) != rest)
+        return tuple(name for name, rest in _FILTERS_AT_REST.items() if getattr(self, name) != rest)
+
+
+_FILTERS_AT_REST = {name: getattr(Sampling(), name) for name in (*TRUNCATIONS, *PENALTIES)}
 
 
 def _show(value: object) -> str:

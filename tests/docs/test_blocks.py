@@ -1,6 +1,6 @@
 """Every code block of README.md and docs/ is run or, where its program cannot run here, parsed: fences.py says which is
-which, commands.py and dry.py how, and reader.py what stands in for what. `make test` runs one page of each
-kind, `make test-slow` the others."""
+which, commands.py and dry.py how, and reader.py what stands in for what. `make test` runs README's Python and the
+first commands of docs/start.md, `make test-slow` the others."""
 
 from __future__ import annotations
 
@@ -56,25 +56,33 @@ def test_data_blocks_are_whole(page: Path) -> None:
             (tomllib if block.kind == "toml" else json).loads(block.body)
 
 
-def run_pages(kind: str) -> list[Any]:
-    marks = {page: () if name_of(page) == FIRST[kind] else (pytest.mark.slow,) for page in pages_with(kind)}
+def python_pages() -> list[Any]:
+    marks = {page: () if name_of(page) == FIRST["python"] else (pytest.mark.slow,) for page in pages_with("python")}
     return [pytest.param(page, marks=mark, id=name_of(page)) for page, mark in marks.items()]
 
 
-@pytest.mark.parametrize("page", run_pages("python"))
+@pytest.mark.parametrize("page", python_pages())
 def test_python_blocks_run(page: Path, folder: Path, record: Record) -> None:
     run_python("\n".join(block.body for block in blocks_of(page) if block.kind == "python"), folder, record)
 
 
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("page", run_pages("console"))
-def test_console_blocks_run(page: Path, folder: Path, record: Record) -> None:
+def run_console_blocks(page: Path, folder: Path, record: Record, *, most: int | None = None) -> None:
     write_titled(page, folder, record)
-    for block in blocks_of(page):
-        if block.kind == "console":
-            with Shell(folder, record) as shell:
-                for command in block.commands:
-                    shell.run(command)
+    for block in [block for block in blocks_of(page) if block.kind == "console"][:most]:
+        with Shell(folder, record) as shell:
+            for command in block.commands:
+                shell.run(command)
+
+
+def test_the_first_console_blocks_run(folder: Path, record: Record) -> None:
+    run_console_blocks(ROOT / FIRST["console"], folder, record, most=2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("page", pages_with("console"), ids=name_of)
+def test_console_blocks_run(page: Path, folder: Path, record: Record) -> None:
+    run_console_blocks(page, folder, record)
 
 
 @pytest.mark.parametrize("page", pages_with(*PARSED), ids=name_of)

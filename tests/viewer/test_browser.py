@@ -95,6 +95,7 @@ def test_sessions_are_listed_filtered_and_opened(browser: Browser, url: str) -> 
         seen.check()
 
 
+@pytest.mark.slow
 def test_a_token_says_everything_about_itself(browser: Browser, url: str, data: ViewerData) -> None:
     branch = data.branch("task0-rollout2", data.session("task0-rollout2")["branches"][0]["sample_id"])
     first = next(block["body"] for block in branch["blocks"] if block["kind"] == "sampled")
@@ -109,6 +110,7 @@ def test_a_token_says_everything_about_itself(browser: Browser, url: str, data: 
         seen.check()
 
 
+@pytest.mark.slow
 def test_the_keyboard_moves_through_tokens(browser: Browser, url: str, data: ViewerData) -> None:
     branch = data.branch("task0-rollout2", data.session("task0-rollout2")["branches"][0]["sample_id"])
     sampled = [block["body"] for block in branch["blocks"] if block["kind"] == "sampled"]
@@ -130,6 +132,7 @@ def test_the_keyboard_moves_through_tokens(browser: Browser, url: str, data: Vie
         seen.check()
 
 
+@pytest.mark.slow
 def test_colourings_change_the_tokens(browser: Browser, url: str) -> None:
     with watched(browser, url) as seen:
         page = seen.open("#/session/task0-rollout2")
@@ -143,6 +146,7 @@ def test_colourings_change_the_tokens(browser: Browser, url: str) -> None:
         seen.check()
 
 
+@pytest.mark.slow
 def test_what_would_have_broken(browser: Browser, url: str, data: ViewerData) -> None:
     sample = data.session("task0-rollout2")["branches"][0]["sample_id"]
     found = data.breaks("task0-rollout2", sample)
@@ -160,6 +164,7 @@ def test_what_would_have_broken(browser: Browser, url: str, data: ViewerData) ->
         seen.check()
 
 
+@pytest.mark.slow
 def test_a_group_is_shown_side_by_side(browser: Browser, url: str) -> None:
     with watched(browser, url) as seen:
         page = seen.open("#/groups")
@@ -170,6 +175,7 @@ def test_a_group_is_shown_side_by_side(browser: Browser, url: str) -> None:
         seen.check()
 
 
+@pytest.mark.slow
 def test_mismatch_plots(browser: Browser, url: str) -> None:
     with watched(browser, url) as seen:
         page = seen.open("#/mismatch")
@@ -178,6 +184,7 @@ def test_mismatch_plots(browser: Browser, url: str) -> None:
         seen.check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_every_view_is_accessible(browser: Browser, url: str, theme: str) -> None:
     with watched(browser, url, theme=theme) as seen:
@@ -188,6 +195,7 @@ def test_every_view_is_accessible(browser: Browser, url: str, theme: str) -> Non
         seen.check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_colours_keep_text_readable(browser: Browser, url: str, theme: str) -> None:
     """Every class of every scale, behind the token's ink, by axe's own contrast rule."""
@@ -202,6 +210,7 @@ def test_colours_keep_text_readable(browser: Browser, url: str, theme: str) -> N
         assert violations(page) == []
 
 
+@pytest.mark.slow
 def test_a_live_source_grows_on_the_page(browser: Browser, tmp_path: Path) -> None:
     journal, engine = Journal(f"sqlite:{tmp_path / 'live.sqlite'}"), Told()
 
@@ -247,6 +256,7 @@ def frame_times(page: Any) -> list[float]:
     return times
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_tokens_scroll_like_five_thousand(browser: Browser) -> None:
     """A ratio in one run. The time itself is printed: 95% of the frames took 40 ms on two idle cores."""
     lengths = {"short": 5_000, "long": 100_000}
@@ -288,6 +298,7 @@ def test_the_export_is_the_same_page_in_one_file(browser: Browser, data: ViewerD
         seen.check()
 
 
+@pytest.mark.slow
 def test_a_report_has_charts_and_rollouts(browser: Browser, data: ViewerData, tmp_path: Path) -> None:
     steps = [1.0, 2.0, 3.0]
     report = Report(
@@ -323,6 +334,7 @@ def test_a_report_has_charts_and_rollouts(browser: Browser, data: ViewerData, tm
         seen.check()
 
 
+@pytest.mark.slow
 def test_without_a_model_ids_are_shown_and_the_cure_is_named(browser: Browser, store: Path) -> None:
     with serve(ViewerData(SampleList(store_samples(store), name="samples"))) as base, watched(browser, base) as seen:
         page = seen.open("#/session/task0-rollout2")

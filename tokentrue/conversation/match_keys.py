@@ -15,10 +15,10 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from hashlib import blake2b
 from itertools import takewhile
-from typing import Any, TypeAlias, cast
+from typing import TypeAlias, cast
 
 from tokentrue.errors import MessageError
-from tokentrue.json_types import JsonMapping
+from tokentrue.json_types import JsonMapping, JsonValue
 from tokentrue.plain_json import check_depth
 from tokentrue.types import Message, Tools
 
@@ -34,7 +34,7 @@ _CLOSING_TAG = re.compile(r"</(?:think|thinking|thought)>")
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
-def text_of(content: Any, field: str = "content") -> str:
+def text_of(content: JsonValue, field: str = "content") -> str:
     """The text of a string or of parts; a part that is not text stands as its canonical JSON after a NUL."""
     if content is None:
         return ""
@@ -42,10 +42,12 @@ def text_of(content: Any, field: str = "content") -> str:
         return content
     if not isinstance(content, Sequence):
         raise MessageError(f"must be a string, a list of parts or null, got {type(content).__name__}", field=field)
-    return "".join(_part_text(part, f"{field}[{index}]") for index, part in enumerate(cast("Sequence[Any]", content)))
+    return "".join(
+        _part_text(part, f"{field}[{index}]") for index, part in enumerate(cast("Sequence[JsonValue]", content))
+    )
 
 
-def _part_text(part: Any, field: str) -> str:
+def _part_text(part: JsonValue, field: str) -> str:
     if isinstance(part, str):
         return part
     if not isinstance(part, Mapping):
@@ -63,33 +65,33 @@ def reasoning_of(message: Message) -> str:
     """The reasoning in fields and in parts of its own; reasoning that is inlined into the text is found by
     `projections`. Harnesses repeat one text in several of these places; texts that differ are all of it."""
     content = message.get("content")
-    parts = cast("Sequence[Any]", content) if isinstance(content, (list, tuple)) else ()
+    parts = cast("Sequence[JsonValue]", content) if isinstance(content, (list, tuple)) else ()
     in_parts = "".join(_part_reasoning(part) for part in parts if isinstance(part, Mapping))
     texts = [*(_reasoning_text(message.get(field)) for field in ("reasoning_content", "reasoning")), in_parts]
     return "".join({text.strip(): text for text in texts if text}.values())
 
 
-def _part_reasoning(part: Any) -> str:
+def _part_reasoning(part: JsonValue) -> str:
     if part.get("type") not in _REASONING_PARTS:
         return ""
     return next((_reasoning_text(part[name]) for name in ("thinking", "text", "reasoning") if part.get(name)), "")
 
 
-def _reasoning_text(value: Any) -> str:
+def _reasoning_text(value: JsonValue) -> str:
     """Mistral writes a list of text parts. What is no text is told apart by its JSON."""
     if value is None or isinstance(value, str):
         return value or ""
     if isinstance(value, (list, tuple)):
-        return text_of(cast("Sequence[Any]", value))
+        return text_of(cast("Sequence[JsonValue]", value))
     return json.dumps(value, sort_keys=True, default=str)
 
 
 def check_calls(message: Message, field: str) -> None:
     """Refuses tool calls that are no list of objects."""
-    calls: Any = message.get("tool_calls") or ()
+    calls: JsonValue = message.get("tool_calls") or ()
     if not isinstance(calls, (list, tuple)):
         raise MessageError(f"must be a list, got {type(calls).__name__}", field=f"{field}.tool_calls")
-    for index, call in enumerate(cast("Sequence[Any]", calls)):
+    for index, call in enumerate(cast("Sequence[JsonValue]", calls)):
         if not isinstance(call, Mapping) or not isinstance(cast("JsonMapping", call).get("function") or {}, Mapping):
             raise MessageError("must be an object with a function object", field=f"{field}.tool_calls[{index}]")
 
@@ -98,7 +100,7 @@ def calls_of(message: Message) -> Sequence[JsonMapping]:
     return cast("Sequence[JsonMapping]", message.get("tool_calls") or ())
 
 
-def name_and_arguments(call: JsonMapping) -> tuple[str, Any]:
+def name_and_arguments(call: JsonMapping) -> tuple[str, JsonValue]:
     function = cast("JsonMapping", call.get("function") or call)
     return str(function.get("name") or ""), function.get("arguments")
 
@@ -121,11 +123,11 @@ class _NoDouble(str):
     """A number that no double holds, as its JSON text."""
 
 
-_Respell: TypeAlias = Callable[[str], Any]
+_Respell: TypeAlias = Callable[[str], JsonValue]
 """What a harness makes of a string, or of a `_NoDouble`, when it decodes arguments and encodes them again."""
 
 
-def repeats_arguments(served: Any, replayed: Any) -> bool:
+def repeats_arguments(served: JsonValue, replayed: JsonValue) -> bool:
     """Are `replayed` the served arguments, up to key order, spacing, escapes, spelling of numbers, and empty against
     `{}`?
 
@@ -137,30 +139,30 @@ def repeats_arguments(served: Any, replayed: Any) -> bool:
     return any(_loosen_arguments(served, respell) == now for respell in (_keep, _as_python, _as_javascript, _as_go))
 
 
-def _keep(value: str) -> Any:
+def _keep(value: str) -> JsonValue:
     return {"\0number": str(value)} if isinstance(value, _NoDouble) else value
 
 
-def _as_python(value: str) -> Any:
+def _as_python(value: str) -> JsonValue:
     if not isinstance(value, _NoDouble) or value == "NaN":
         return _keep(value)
     return _keep(_NoDouble("-Infinity" if value.startswith("-") else "Infinity"))
 
 
-def _as_javascript(value: str) -> Any:
+def _as_javascript(value: str) -> JsonValue:
     return None if isinstance(value, _NoDouble) else value
 
 
-def _as_go(value: str) -> Any:
+def _as_go(value: str) -> JsonValue:
     return _keep(value) if isinstance(value, _NoDouble) else _LONE_SURROGATE.sub("\ufffd", value)
 
 
-def _as_key(value: str) -> Any:
+def _as_key(value: str) -> JsonValue:
     """The same for every way back."""
     return None if isinstance(value, _NoDouble) else _as_go(value)
 
 
-def _loosen_arguments(arguments: Any, respell: _Respell) -> str:
+def _loosen_arguments(arguments: JsonValue, respell: _Respell) -> str:
     """What is no JSON, or is nested too deeply, stays as it is."""
     if arguments is None:
         return "{}"
@@ -188,7 +190,7 @@ _DECODER = json.JSONDecoder(parse_float=_read_number, parse_int=_read_number, pa
 _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
 
 
-def _loosen(value: Any, respell: _Respell) -> Any:
+def _loosen(value: JsonValue, respell: _Respell) -> JsonValue:
     if isinstance(value, str):
         return respell(value)
     if isinstance(value, bool) or value is None:
@@ -199,9 +201,12 @@ def _loosen(value: Any, respell: _Respell) -> Any:
         except OverflowError:
             return respell(_NoDouble(value))
     if isinstance(value, (dict, Mapping)):
-        return {respell(str(key)): _loosen(item, respell) for key, item in cast("Mapping[Any, Any]", value).items()}
+        return {
+            respell(str(key)): _loosen(item, respell)
+            for key, item in cast("Mapping[JsonValue, JsonValue]", value).items()
+        }
     if isinstance(value, Sequence):
-        return [_loosen(item, respell) for item in cast("Sequence[Any]", value)]
+        return [_loosen(item, respell) for item in cast("Sequence[JsonValue]", value)]
     raise TypeError(type(value).__name__)
 
 

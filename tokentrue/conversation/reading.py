@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from operator import attrgetter, eq
-from typing import Any, cast, overload
+from typing import cast, overload
 
 from msgspec import Raw
 
@@ -26,7 +26,7 @@ from tokentrue.conversation.match_keys import (
     read_role,
 )
 from tokentrue.errors import MessageError
-from tokentrue.json_types import JsonObject
+from tokentrue.json_types import JsonObject, JsonValue
 from tokentrue.plain_json import digest, dumps, freeze
 from tokentrue.types import Message, Messages, Tools
 
@@ -59,11 +59,11 @@ def _comparable(message: Message) -> JsonObject:
     """Without what no template prints: cache marks, and the call id that is restored to the served one."""
     fields = {name: value for name, value in message.items() if name not in ("tool_call_id", "cache_control")}
     if isinstance(fields.get("content"), list):
-        fields["content"] = [_without_cache_mark(part) for part in cast("list[Any]", fields["content"])]
+        fields["content"] = [_without_cache_mark(part) for part in cast("list[JsonValue]", fields["content"])]
     return fields
 
 
-def _without_cache_mark(part: Any) -> Any:
+def _without_cache_mark(part: JsonValue) -> JsonValue:
     if not isinstance(part, dict):
         return part
     return {name: value for name, value in cast("JsonObject", part).items() if name != "cache_control"}
@@ -286,12 +286,12 @@ class Conversations:
             self._drop(self._kept[-1])
 
 
-def _freeze_objects(values: Any, field: str) -> list[Any]:
+def _freeze_objects(values: JsonValue, field: str) -> list[JsonValue]:
     """A copy of a list of objects; anything else is refused."""
     if not isinstance(values, Sequence) or isinstance(values, (str, bytes)):
         raise MessageError(f"must be a list of objects, got {type(values).__name__}", field=field)
-    own: list[Any] = []
-    for index, value in enumerate(cast("Sequence[Any]", values)):
+    own: list[JsonValue] = []
+    for index, value in enumerate(cast("Sequence[JsonValue]", values)):
         if not isinstance(value, (dict, Mapping)):
             raise MessageError(f"must be an object, got {type(value).__name__}", field=f"{field}[{index}]")
         own.append(freeze(value, f"{field}[{index}]"))

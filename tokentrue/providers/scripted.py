@@ -32,7 +32,7 @@ from tokentrue.errors import (
 )
 from tokentrue.ids import TokenIds
 from tokentrue.json_lines import read_numbered_lines
-from tokentrue.json_types import JsonMapping
+from tokentrue.json_types import JsonMapping, JsonValue
 from tokentrue.protocols import Streaming
 from tokentrue.types import FILTERS, UNVERSIONED, Chunk, Completion, Finish, Ids, Sampling, VersionSpan, is_logprob
 
@@ -137,7 +137,7 @@ def invent_logprob(position: int, token_id: int) -> float:
     return -(1 + zlib.crc32(f"{position}:{token_id}".encode()) % 4096) / 2048
 
 
-def read_script(path: str | Path) -> Iterator[tuple[str, Any]]:
+def read_script(path: str | Path) -> Iterator[tuple[str, JsonValue]]:
     """The JSON of every line, with its place."""
     try:
         lines = list(read_numbered_lines(path))
@@ -150,7 +150,7 @@ def read_script(path: str | Path) -> Iterator[tuple[str, Any]]:
             raise FileFormatError(f"{path}:{number}: not JSON: {error}") from error
 
 
-def turn_from_line(line: Any, where: str, *, encode: Encode | None, stop_id: int | None) -> ScriptedTurn:
+def turn_from_line(line: JsonValue, where: str, *, encode: Encode | None, stop_id: int | None) -> ScriptedTurn:
     if not isinstance(line, Mapping):
         raise FileFormatError(f"{where}: a turn is an object, not {type(line).__name__}")
     line = cast("JsonMapping", line)
@@ -177,7 +177,7 @@ def turn_from_line(line: Any, where: str, *, encode: Encode | None, stop_id: int
     return ScriptedTurn(token_ids=ids, logprobs=tuple(logprobs), finish=Finish(finish), delay_s=delay_s, status=status)
 
 
-def _ids_from_text(text: Any, where: str, encode: Encode | None, stop_id: int | None) -> TokenIds:
+def _ids_from_text(text: JsonValue, where: str, encode: Encode | None, stop_id: int | None) -> TokenIds:
     if encode is None:
         raise ConfigError(
             "a script with texts needs a tokenizer: pass encode= (a renderer's encode_sampled), or write token_ids"
@@ -190,7 +190,7 @@ def _ids_from_text(text: Any, where: str, encode: Encode | None, stop_id: int | 
     return TokenIds(ids if stop_id is None or ids[-1:] == (stop_id,) else (*ids, stop_id))
 
 
-def _read_ids(token_ids: Any, where: str) -> TokenIds:
+def _read_ids(token_ids: JsonValue, where: str) -> TokenIds:
     values = _read_list(token_ids, f"{where}: token_ids must be a list of integers")
     if any(isinstance(value, bool) for value in values):
         raise FileFormatError(f"{where}: token_ids must be a list of integers, got a boolean")
@@ -200,7 +200,7 @@ def _read_ids(token_ids: Any, where: str) -> TokenIds:
         raise FileFormatError(f"{where}: {error}") from None
 
 
-def _read_logprobs(logprobs: Any, num_ids: int, where: str) -> list[float]:
+def _read_logprobs(logprobs: JsonValue, num_ids: int, where: str) -> list[float]:
     values = _read_list(logprobs, f"{where}: logprobs must be a list of numbers")
     if len(values) != num_ids:
         raise FileFormatError(
@@ -212,11 +212,11 @@ def _read_logprobs(logprobs: Any, num_ids: int, where: str) -> list[float]:
     return [float(value) for value in values]
 
 
-def _read_list(value: Any, rule: str) -> Sequence[Any]:
+def _read_list(value: JsonValue, rule: str) -> Sequence[JsonValue]:
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
         raise FileFormatError(f"{rule}, got {value!r:.60}")
-    return cast("Sequence[Any]", value)
+    return cast("Sequence[JsonValue]", value)
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: JsonValue) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)

@@ -8,13 +8,13 @@ its path (`$.spans[3].start`).
 from __future__ import annotations
 
 import base64
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 
 from tokentrue.errors import FileFormatError, TokenContractError
 from tokentrue.ids import TokenIds
-from tokentrue.json_types import JsonMapping, JsonObject
+from tokentrue.json_types import JsonMapping, JsonObject, JsonValue
 from tokentrue.types import Certificate, RoutedExperts, Sample, SamplingMask, Span
 
 T = TypeVar("T")
@@ -121,7 +121,7 @@ class SampleColumns(msgspec.Struct):
     rollout_logprobs: list[float | None]
 
 
-def decode(value: Any, kind: type[T], where: str) -> T:
+def decode(value: JsonValue, kind: type[T], where: str) -> T:
     """Raises FileFormatError with the path of what does not fit."""
     try:
         return msgspec.convert(value, kind)

@@ -9,9 +9,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from tokentrue.errors import FileFormatError
+from tokentrue.json_types import JsonValue
 from tokentrue.types import Sample
 
 MOST_LOGPROB = 1e-3  # rounding may put the logarithm of a probability of 1 this far above 0
@@ -56,7 +57,7 @@ def read_trainer_logprobs(path: str | Path) -> dict[str, TrainerLogprobs]:
 
 def _read_line(line: str, place: str) -> tuple[str, TrainerLogprobs]:
     try:
-        row: Any = json.loads(line, parse_int=float)
+        row: JsonValue = json.loads(line, parse_int=float)
         name, logprobs, entropy = row["sample_id"], row["logprobs"], row.get("entropy")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise FileFormatError(f'{place}: not a JSON object with "sample_id" and "logprobs" ({error})') from error

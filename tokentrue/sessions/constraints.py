@@ -3,10 +3,10 @@ every client."""
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import cast
 
 from tokentrue.errors import MessageError
-from tokentrue.json_types import JsonObject
+from tokentrue.json_types import JsonObject, JsonValue
 
 
 def constraints_from(
@@ -49,6 +49,6 @@ def named_choice(choice: JsonObject, tools: tuple[JsonObject, ...]) -> JsonObjec
     return {"type": "function", "function": {"name": name}}
 
 
-def _echo(value: Any) -> str:
+def _echo(value: JsonValue) -> str:
     """A short, harmless echo of a foreign value for an error message."""
     return repr(value)[:40]

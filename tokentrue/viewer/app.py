@@ -7,7 +7,6 @@ No request leaves the machine: the content security policy allows nothing but th
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -17,6 +16,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tokentrue.errors import InputError, SessionNotFound, TokenTrueError
+from tokentrue.json_types import JsonValue
 from tokentrue.viewer.data import PAGE, ViewerData
 from tokentrue.viewer.page import STATIC, encode_json
 
@@ -41,7 +41,7 @@ HEADERS = [
 
 
 def create_app(data: ViewerData) -> ASGIApp:
-    views: dict[str, Callable[[Request], Any]] = {
+    views: dict[str, Callable[[Request], JsonValue]] = {
         "index": lambda request: data.index(
             offset=_whole(request, "offset", 0), limit=min(_whole(request, "limit", PAGE), PAGE)
         ),
@@ -77,7 +77,7 @@ def create_app(data: ViewerData) -> ASGIApp:
     return _with_headers(Starlette(routes=routes))
 
 
-def _json(value: Any, status: int = 200) -> Response:
+def _json(value: JsonValue, status: int = 200) -> Response:
     return Response(encode_json(value), status_code=status, media_type="application/json")
 
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from tokentrue.errors import TokenTrueError
-from tokentrue.json_types import JsonMapping, JsonObject
+from tokentrue.json_types import JsonMapping, JsonObject, JsonValue
 from tokentrue.types import Ids, Message, Parsed, Span
 from tokentrue.viewer.records import Branch, TurnMessages, ViewRenderer
 
@@ -88,14 +87,14 @@ def readable_message(message: Message) -> JsonObject:
     return shown
 
 
-def _arguments(value: Any) -> str:
+def _arguments(value: JsonValue) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def text_of(content: Any) -> str:
+def text_of(content: JsonValue) -> str:
     if content is None or isinstance(content, str):
         return content or ""
-    parts: list[Any] = list(content)
+    parts: list[JsonValue] = list(content)
     return "\n".join(
         str(part.get("text", f"[{part.get('type', 'part')}]")) if hasattr(part, "get") else str(part) for part in parts
     )

@@ -8,14 +8,15 @@ by message and then token by token. Every difference gets a name, and is counted
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal
 
 from tokentrue.comparison import compare
 from tokentrue.comparison.alignment import align
 from tokentrue.errors import TokenTrueError
-from tokentrue.json_types import JsonObject
+from tokentrue.json_types import JsonObject, JsonValue
 from tokentrue.types import Ids, Sample
 from tokentrue.viewer.blocks import messages_from_tokens
 from tokentrue.viewer.records import Branch, TurnMessages, ViewRenderer
@@ -76,8 +77,8 @@ def rerender(branch: Branch, renderer: ViewRenderer) -> Rerender:
     return Rerender(token_ids=renderer.encode_sampled(renderer.decode(ids)), mode="retokenise", why=why)
 
 
-def _prompt(turns: Sequence[TurnMessages], *, dropped: bool) -> list[Any]:
-    messages: list[Any] = []
+def _prompt(turns: Sequence[TurnMessages], *, dropped: bool) -> list[JsonValue]:
+    messages: list[JsonValue] = []
     for number, turn in enumerate(turns):
         messages += turn.given
         if number < len(turns) - 1 and turn.served is not None:
@@ -139,7 +140,7 @@ def _columns(sample: Sample) -> tuple[list[bool], list[int]]:
     return kinds, numbers
 
 
-def _name(mine: Ids, theirs: Ids, served: Any, renderer: ViewRenderer) -> str:
+def _name(mine: Ids, theirs: Ids, served: JsonValue, renderer: ViewRenderer) -> str:
     here, there = renderer.decode(mine), renderer.decode(theirs)
     reasoning = "" if served is None else str(served.get("reasoning_content") or "").strip()
     special = renderer.structure.special
@@ -157,39 +158,31 @@ def _name(mine: Ids, theirs: Ids, served: Any, renderer: ViewRenderer) -> str:
 
 
 def differing_ranges(recorded: Ids, other: Ids, cuts: frozenset[int]) -> list[tuple[int, int, int, int]]:
-    """`(start, end, other_start, other_end)` of each difference, in order."""
-    mine, theirs = _pieces(recorded, cuts), _pieces(other, cuts)
-    keys = [tuple(recorded[a:b]) for a, b in mine], [tuple(other[a:b]) for a, b in theirs]
+    """`(start, end, other_start, other_end)` of each difference, in order: aligned message by message, then token by
+    token where messages differ."""
+    mine, theirs = _message_starts(recorded, cuts), _message_starts(other, cuts)
+    keys = [tuple(recorded[a:b]) for a, b in pairwise(mine)], [tuple(other[a:b]) for a, b in pairwise(theirs)]
     found: list[tuple[int, int, int, int]] = []
-    at, other_at = 0, 0  # everything before these is aligned
-    for i, j in [*align(*keys), (len(mine), len(theirs))]:
-        if i is None or j is None:
-            continue
-        end = mine[i][0] if i < len(mine) else len(recorded)
-        other_end = theirs[j][0] if j < len(theirs) else len(other)
-        found += _token_ranges(recorded, other, at, end, other_at, other_end)
-        at = mine[i][1] if i < len(mine) else end
-        other_at = theirs[j][1] if j < len(theirs) else other_end
+    for first, last, other_first, other_last in _gaps(*keys):
+        start, other_start = mine[first], theirs[other_first]
+        inner = tuple(recorded[start : mine[last]]), tuple(other[other_start : theirs[other_last]])
+        found += [(start + a, start + b, other_start + c, other_start + d) for a, b, c, d in _gaps(*inner)]
     return found
 
 
-def _pieces(ids: Ids, cuts: frozenset[int]) -> list[tuple[int, int]]:
-    starts = [0, *(i for i, token in enumerate(ids) if token in cuts and i > 0)]
-    return [(start, end) for start, end in zip(starts, [*starts[1:], len(ids)], strict=True) if end > start]
+def _message_starts(ids: Ids, cuts: frozenset[int]) -> list[int]:
+    """And the end, so that neighbours enclose a message."""
+    return sorted({0, len(ids), *(i for i, token in enumerate(ids) if token in cuts)})
 
 
-def _token_ranges(a: Ids, b: Ids, start: int, end: int, other: int, other_end: int) -> list[tuple[int, int, int, int]]:
-    if start == end and other == other_end:
-        return []
-    found: list[tuple[int, int, int, int]] = []
-    at, other_at = start, other
-    for i, j in [*align(tuple(a[start:end]), tuple(b[other:other_end])), (end - start, other_end - other)]:
-        if i is None or j is None:
-            continue
-        if start + i > at or other + j > other_at:
-            found.append((at, start + i, other_at, other + j))
-        at, other_at = start + i + 1, other + j + 1
-    return found
+def _gaps(mine: Sequence[Any], theirs: Sequence[Any]) -> Iterator[tuple[int, int, int, int]]:
+    """What lies between the aligned items."""
+    at = other_at = 0
+    for i, j in [*align(mine, theirs), (len(mine), len(theirs))]:
+        if i is not None and j is not None:
+            if i > at or j > other_at:
+                yield at, i, other_at, j
+            at, other_at = i + 1, j + 1
 
 
 def breaks_to_json(branch: Branch, renderer: ViewRenderer) -> JsonObject:

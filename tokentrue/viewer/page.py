@@ -10,12 +10,11 @@ import base64
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import orjson
 
 from tokentrue.errors import ConfigError, FileFormatError
-from tokentrue.json_types import JsonObject
+from tokentrue.json_types import JsonObject, JsonValue
 from tokentrue.viewer.data import PAGE, ViewerData
 
 STATIC = Path(__file__).parent / "static"
@@ -28,7 +27,7 @@ POLICY = (
 )
 
 
-def encode_json(value: Any) -> bytes:
+def encode_json(value: JsonValue) -> bytes:
     """JSON as `JSON.stringify` writes it: the page finds the answers of an export by that text."""
     try:
         return orjson.dumps(value)
@@ -53,7 +52,7 @@ def collect_answers(data: ViewerData, *, most_tokens: int) -> tuple[JsonObject, 
     """What the page will ask, by `key_of`, and the number of sessions."""
     index = data.index(limit=PAGE)
     answers: JsonObject = {}
-    kept: list[Any] = []
+    kept: list[JsonValue] = []
     tokens = 0
     for row in index["sessions"]:
         tokens += row["tokens"]
@@ -76,7 +75,7 @@ def collect_answers(data: ViewerData, *, most_tokens: int) -> tuple[JsonObject, 
     return answers, len(kept)
 
 
-def _add_session(data: ViewerData, session_id: str, answers: JsonObject, *, has_text: bool) -> Any:
+def _add_session(data: ViewerData, session_id: str, answers: JsonObject, *, has_text: bool) -> JsonValue:
     """Its row of the list."""
     answers[key_of("session", session_id)] = session = data.session(session_id)
     for head in session["branches"]:
