@@ -33,7 +33,7 @@ from tokentrue.errors import (
     SessionConflict,
     SessionNotFound,
 )
-from tokentrue.json_types import JsonMapping, JsonObject
+from tokentrue.json_types import JsonMapping, JsonObject, JsonValue
 from tokentrue.plain_json import dumps, freeze, is_utf8
 from tokentrue.samples.shape import decode, sample_from_json
 from tokentrue.types import Coverage, Sample
@@ -97,7 +97,7 @@ def _encode_body(body: JsonMapping | None) -> JsonObject:
     return {"content": content, "headers": {"content-type": "application/json"}}
 
 
-def _decode_answer(method: str, path: str, response: httpx.Response) -> Any:
+def _decode_answer(method: str, path: str, response: httpx.Response) -> JsonValue:
     """The JSON of a successful answer; any other becomes a typed error with the gateway's message."""
     if response.is_success:
         return orjson.loads(response.content) if response.content else None
@@ -126,7 +126,7 @@ def _samples_request(session_id: str) -> Request:
     return "GET", f"{session_path(session_id)}/samples", None
 
 
-def _reward_request(session_id: str, **fields: Any) -> Request:
+def _reward_request(session_id: str, **fields: JsonValue) -> Request:
     return "POST", f"{session_path(session_id)}/reward", _without_none(fields)
 
 
@@ -282,7 +282,7 @@ class Client:
                     raise GatewayUnreachable(f"not ready after {timeout_s:g} s: {error}") from error
             time.sleep(0.2)
 
-    def call(self, method: str, path: str, body: JsonMapping | None = None) -> Any:
+    def call(self, method: str, path: str, body: JsonMapping | None = None) -> JsonValue:
         """The JSON that any administrative route answers."""
         try:
             return _decode_answer(method, path, self._http.request(method, path, **_encode_body(body)))
@@ -388,7 +388,7 @@ class AsyncClient:
                     raise GatewayUnreachable(f"not ready after {timeout_s:g} s: {error}") from error
             await asyncio.sleep(0.2)
 
-    async def call(self, method: str, path: str, body: JsonMapping | None = None) -> Any:
+    async def call(self, method: str, path: str, body: JsonMapping | None = None) -> JsonValue:
         for attempt in itertools.count():
             try:
                 return _decode_answer(method, path, await self._http.request(method, path, **_encode_body(body)))

@@ -18,7 +18,7 @@ from typing import Any
 from tokentrue.client import AsyncClient, session_path
 from tokentrue.environments.runner import Plan, session_settings
 from tokentrue.errors import ConfigError, SessionConflict
-from tokentrue.json_types import JsonMapping
+from tokentrue.json_types import JsonMapping, JsonObject
 
 END_S = 10.0  # to end the session of a rollout that failed
 SESSION_IN_PATH = re.compile(r"/sessions/([^/]+)/v1/")
@@ -36,7 +36,7 @@ class GatewaySession:
         self.client = client
         self._owner = owner
 
-    async def finish(self, reward: float) -> tuple[Sequence[Any], JsonMapping]:
+    async def finish(self, reward: float) -> tuple[Sequence[JsonObject], JsonMapping]:
         await self._owner.admin.reward_session(self.session_id, reward)
         answer = await self._owner.admin.call("GET", f"{session_path(self.session_id)}/samples")
         return answer["samples"], answer["coverage"]
@@ -141,7 +141,7 @@ class GatewaySessions:
             key = (await self.admin.call("POST", f"{session_path(session_id)}/key"))["api_key"]
         return session_id, f"{self.base_url}{session_path(session_id)}/v1", key
 
-    async def read_ended(self, plan: Plan) -> tuple[str, float, Sequence[Any], JsonMapping]:
+    async def read_ended(self, plan: Plan) -> tuple[str, float, Sequence[JsonObject], JsonMapping]:
         """Session, reward, samples and coverage of a rollout that has ended before. Raises SessionConflict where it has
         not."""
         session_id = resumed_id(plan)

@@ -43,7 +43,7 @@ class Rollout:
     reward: float | None
     error: str | None
     seconds: float
-    samples: Sequence[Any] = ()
+    samples: Sequence[JsonObject] = ()
     coverage: JsonMapping = field(default_factory=JsonObject)
     trace: str = ""
     note: str | None = None
@@ -56,7 +56,7 @@ class OpenSession(Protocol):
     @property
     def client(self) -> Any: ...
 
-    async def finish(self, reward: float) -> tuple[Sequence[Any], JsonMapping]:
+    async def finish(self, reward: float) -> tuple[Sequence[JsonObject], JsonMapping]:
         """Notes the reward; returns the samples and the coverage."""
         ...
 

@@ -150,7 +150,7 @@ def view_node(described: JsonMapping, reasons: Mapping[str, str]) -> JsonObject:
     }
 
 
-def check_names(record: Any) -> None:
+def check_names(record: Sample | SessionSummary) -> None:
     """Refuses a sample or a summary with a name that no address of the page can hold."""
     for part in ADDRESSED:
         name = getattr(record, part, None) or ""

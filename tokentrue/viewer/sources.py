@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from tokentrue.errors import ConfigError, GatewayError, SessionNotFound
 from tokentrue.json_types import JsonMapping, JsonObject
@@ -350,7 +349,7 @@ class GatewaySource:
         address = url.rstrip("/").removesuffix("/v1").removesuffix("/view")
         self.name = address.partition("://")[2]
         self._client = Client(address, key, timeout_s=TIMEOUT_S)
-        self._summaries: dict[str, tuple[Any, SessionSummary]] = {}
+        self._summaries: dict[str, tuple[JsonMapping, SessionSummary]] = {}
         try:
             self._client.sessions(limit=1)
         except (ConfigError, GatewayError) as error:  # a wrong address or key is a start-up error

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tokentrue.mismatch.diagnosis.measure import SIGNS, TAILS
 from tokentrue.mismatch.metrics import Mean
@@ -16,6 +16,7 @@ from tokentrue.viewer import Chart, Report, ReportTable, SampleList, write_repor
 if TYPE_CHECKING:
     from tokentrue.mismatch import Diagnosis
     from tokentrue.types import Sample
+    from tokentrue.viewer.records import ViewRenderer
 
 Steps = Sequence[tuple[str, "Diagnosis"]]
 READABLE_TOKENS = 200_000  # of the worst sequences, in the page
@@ -42,7 +43,7 @@ def write_diagnosis(
     *,
     samples: Sequence[Sample],
     trainer: Mapping[str, TrainerLogprobs],
-    renderer: Any,
+    renderer: ViewRenderer | None,
 ) -> None:
     """`samples` are all of the file, since a group's baseline needs them; `trainer` are log-probabilities of those
     compared."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tokentrue.cli.options import AsJson
 from tokentrue.errors import ConfigError
+from tokentrue.json_types import JsonValue
 
 if TYPE_CHECKING:
     from tokentrue.renderers import Verification
@@ -52,7 +53,7 @@ def _read_template(template: Path | None) -> str | None:
         raise ConfigError(f"--template: {template} is not text: {error}") from error
 
 
-def _setting(item: str) -> tuple[str, Any]:
+def _setting(item: str) -> tuple[str, JsonValue]:
     name, equals, value = item.partition("=")
     if not equals or not name.isidentifier():
         raise ConfigError(f"--set: expected k=v, got {item!r}")

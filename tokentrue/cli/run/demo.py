@@ -10,11 +10,11 @@ import asyncio
 import json
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -24,6 +24,8 @@ from tokentrue.types import Coverage
 
 if TYPE_CHECKING:
     from tokentrue.environments import RolloutConfig, Sessions
+    from tokentrue.train.reporting import StepReport
+    from tokentrue.viewer.records import ViewRenderer
 
 STEPS = 14  # how many the reward of the demo is judged by; fewer show coverage and exactness alone
 GROUPS_SHOWN = 2  # in the report, of the first step and of the last
@@ -122,7 +124,7 @@ async def run(*, seed: int, steps: int, tasks: int, heldout: int, out: Path, qui
         costs = Costs()
         with progress_bar("training", steps, quiet=quiet) as advance:
 
-            def on_step(report: Any, seconds: Any) -> None:
+            def on_step(report: StepReport, seconds: Mapping[str, float]) -> None:
                 nonlocal compared, differing
                 writer.write(report.step, report.version, report.metrics, seconds)
                 costs.add(seconds)
@@ -178,7 +180,7 @@ def clear(out: Path) -> None:
     shutil.rmtree(out / "tensorboard", ignore_errors=True)
 
 
-def write_demo_report(result: DemoResult, *, store: str, renderer: Any) -> None:
+def write_demo_report(result: DemoResult, *, store: str, renderer: ViewRenderer) -> None:
     from tokentrue.cli.run.train_report import metrics_parts, read_metrics
     from tokentrue.sessions.journal import open_journal
     from tokentrue.viewer import ChosenSessions, Report, StoreSource, write_report

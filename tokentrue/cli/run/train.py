@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -36,6 +36,10 @@ from tokentrue.cli.options import (
 from tokentrue.cli.output import Costs, loading, pluralise, progress_bar, rollout_log
 from tokentrue.errors import ConfigError
 from tokentrue.providers.registry import IN_PROCESS, REMOTE, list_names
+
+if TYPE_CHECKING:
+    from tokentrue.train.ranks import Ranks
+    from tokentrue.train.reporting import StepReport
 
 
 def command(
@@ -80,8 +84,8 @@ def command(
 
 
 async def run(
-    settings: TrainRun, ranks: Any, *, ray: str | None = None, as_json: bool = False, trust: bool = False
-) -> list[Any]:
+    settings: TrainRun, ranks: Ranks, *, ray: str | None = None, as_json: bool = False, trust: bool = False
+) -> list[StepReport]:
     from tokentrue.app.training.setup import file_for, source_for, store_for, trainer_for
     from tokentrue.cli.run.train_report import write_training_report
     from tokentrue.cluster.training import source_on_ray
@@ -107,7 +111,7 @@ async def run(
         progress_bar("training", max(0, trainer.config.steps - first), quiet=quiet) as advance,
     ):
 
-        def on_step(report: Any, seconds: Mapping[str, float]) -> None:
+        def on_step(report: StepReport, seconds: Mapping[str, float]) -> None:
             costs.add(seconds)
             write(report, seconds)
             if as_json and ranks.first:
@@ -134,8 +138,8 @@ async def run(
 
 @contextlib.contextmanager
 def open_metrics(
-    settings: TrainRun, ranks: Any, run_hash: str, first: int
-) -> Generator[Callable[[Any, Mapping[str, float]], None], None, None]:
+    settings: TrainRun, ranks: Ranks, run_hash: str, first: int
+) -> Generator[Callable[[StepReport, Mapping[str, float]], None], None, None]:
     """Writes the resolved configuration, then a row of metrics per step, on rank 0."""
     if not ranks.first:
         yield lambda report, seconds: None
@@ -162,7 +166,7 @@ def open_metrics(
         writer.close()
 
 
-def print_summary(settings: TrainRun, reports: list[Any], costs: Costs) -> None:
+def print_summary(settings: TrainRun, reports: list[StepReport], costs: Costs) -> None:
     if not reports:
         print(f"  nothing left to do: {settings.out} has {pluralise(settings.train.steps, 'step')}")
         return
@@ -181,13 +185,13 @@ def print_summary(settings: TrainRun, reports: list[Any], costs: Costs) -> None:
     print(f"  metrics in {settings.out / 'metrics.jsonl'}{board}")
 
 
-def refusal_line(report: Any) -> str:
+def refusal_line(report: StepReport) -> str:
     gain, divergence = report.metrics["acceptance/gain"], report.metrics["acceptance/divergence"]
     why = f"gain {gain:.3g}, divergence {divergence:.3g}"
     return f"step {report.step}: the engines refuse the update ({why}); the weights before it are back"
 
 
-def rows_line(reports: Sequence[Any]) -> str:
+def rows_line(reports: Sequence[StepReport]) -> str:
     """What was trained on, and what was not and why."""
 
     def total(name: str) -> int:
