@@ -204,7 +204,11 @@ class Shop:
 
     async def run(self, client: Any, task: Task) -> float:
         listing = "\n".join([task.data["listing"]] * self.pages)
-        tools = {"calculator": (CALCULATOR, calculate), "prices": (PRICES, lambda _: listing)}
+
+        def list_prices(_arguments: str) -> str:
+            return listing
+
+        tools = {"calculator": (CALCULATOR, calculate), "prices": (PRICES, list_prices)}
         chat: Chat = [{"role": "user", "content": task.prompt}]
         return reward_answer(await work(client, chat, tools=tools, max_turns=self.max_turns), task)
 

@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from tokentrue.errors import AuditError, FileFormatError
+from tokentrue.json_types import JsonMapping
 from tokentrue.samples.audit import audit_exported
 from tokentrue.samples.formats import FORMATS, ExportedSample, SampleFormat, read_lines, table_columns
 from tokentrue.types import Sample
@@ -108,7 +109,7 @@ def recognise_format(path: Path) -> str:
         return "safetensors"
     if not is_text(start):
         raise FileFormatError(f"{path}: neither JSON lines nor parquet nor safetensors")
-    _, row = next(read_lines(path), ("", {}))
+    row: JsonMapping = next((row for _, row in read_lines(path)), {})
     found = _find_marked(".jsonl", row)
     if found is None and "tokentrue" in row:
         raise FileFormatError(f"not a samples file: a row has {', '.join(sorted(row))}")

@@ -258,9 +258,13 @@ def load_scorer(
     logging.disable_progress_bar()  # ours is enough
     with name_option("--trainer"):
         loaded = load_causal_model(model, dtype=dtype).to(device).eval()
-    tops: list[Tensor] = []
+    tops: list[list[int]] = []
+
+    def record_tops(_module: object, _given: object, out: Any) -> None:
+        tops.append([-1, *out.logits[0, :-1].argmax(-1).tolist()])
+
     if plain:
-        loaded.register_forward_hook(lambda _module, _given, out: tops.append(out.logits[0, :-1].argmax(-1)))
+        loaded.register_forward_hook(record_tops)
     score = PlainScorer() if plain else ExactScorer()
 
     def score_sample(sample: Sample) -> tuple[list[float | None], list[int] | None]:
@@ -268,7 +272,7 @@ def load_scorer(
         tops.clear()
         with torch.no_grad():
             found: Any = score(loaded, [ids], [temperatures], kept=[kept_rows(sample)]).logprobs[0]
-        return [None, *found[1:].tolist()], [-1, *tops[0].tolist()] if tops else None
+        return [None, *found[1:].tolist()], tops[0] if tops else None
 
     return score_sample
 

@@ -159,9 +159,8 @@ async def run(*, seed: int, steps: int, tasks: int, heldout: int, out: Path, qui
         cost_line=costs.line(),
         report=str(out / "report.html"),
     )
-    write_demo_report(
-        result, store=settings.server.store, renderer=renderer_for(settings.model)(settings.model.history)
-    )
+    renderer: Any = renderer_for(settings.model)(settings.model.history)
+    write_demo_report(result, store=settings.server.store, renderer=renderer)
     return result
 
 
