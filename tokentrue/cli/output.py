@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -15,6 +15,20 @@ T = TypeVar("T")
 def pluralise(number: int, noun: str) -> str:
     """`1 sample`, `2 samples`, `1,024 tokens`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str | tuple[str, str]]]) -> None:
+    """A cell is its text, or its text and a style."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=title)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell) if isinstance(cell, str) else Text(*cell) for cell in row))
+    Console().print(table)
 
 
 @contextmanager

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from tokentrue.errors import InputError, TokenContractError
 from tokentrue.ids import TokenIds
@@ -51,7 +50,7 @@ def assemble(
     _check_links(tree)
     owner, drafts, abandoned = _drafts(tree, record, max_tokens, include_abandoned)
     coverage = _coverage(tree, owner, abandoned)
-    build = _Builder(tree, record, abandoned, coverage, dict(metadata or {}))
+    build = _Builder(tree, record, abandoned, coverage, metadata or {})
     samples = [
         build.sample(leaf, path, {node.id for node in path if owner[node.id] == leaf.id}) for leaf, path in drafts
     ]
@@ -73,11 +72,11 @@ def _drafts(
     if max_tokens is not None and max_tokens <= 0:
         raise InputError(f"max_tokens must be positive, got {max_tokens}")
     abandoned = find_left_out(tree, record.rewards.leaves)
-    kept = set(tree.nodes) if include_abandoned else set(tree.nodes) - set(abandoned)
+    kept = set(tree.nodes) - (set() if include_abandoned else set(abandoned))
     owner: dict[str, str] = {}  # node -> the sample that trains it
     drafts: list[tuple[Node, list[Node]]] = []
     for leaf in _leaves(tree, kept):
-        path = _cut_to_fit(tree.path(leaf), max_tokens)
+        path = [node for node in tree.path(leaf) if max_tokens is None or node.length <= max_tokens]
         fresh = [node for node in path if node.id not in owner]
         if fresh:
             owner.update((node.id, leaf.id) for node in fresh)
@@ -100,10 +99,6 @@ def _leaves(tree: Tree, kept: set[str]) -> list[Node]:
     ]
 
 
-def _cut_to_fit(path: list[Node], max_tokens: int | None) -> list[Node]:
-    return path if max_tokens is None else [node for node in path if node.length <= max_tokens]
-
-
 def _coverage(tree: Tree, owner: Mapping[str, str], abandoned: Mapping[str, str]) -> Coverage:
     sampled = trained = 0
     untrained: list[Untrained] = []
@@ -123,24 +118,15 @@ def _coverage(tree: Tree, owner: Mapping[str, str], abandoned: Mapping[str, str]
     )
 
 
+@dataclass(frozen=True, slots=True)
 class _Builder:
     """Builds samples of one session."""
 
-    def __init__(
-        self,
-        tree: Tree,
-        record: SessionRecord,
-        abandoned: Mapping[str, str],
-        coverage: Coverage,
-        metadata: JsonObject,
-    ) -> None:
-        self.tree, self.record, self.abandoned, self.coverage, self.metadata = (
-            tree,
-            record,
-            abandoned,
-            coverage,
-            metadata,
-        )
+    tree: Tree
+    record: SessionRecord
+    abandoned: Mapping[str, str]
+    coverage: Coverage
+    metadata: JsonMapping
 
     def sample(self, leaf: Node, path: list[Node], mine: set[str]) -> Sample:
         parts: list[TokenIds] = []
@@ -183,7 +169,16 @@ class _Builder:
         copies = {begin for begin, _, _ in node.copies}
         for begin, end, role in _given_roles(node):
             why = "sampled_elsewhere" if begin in copies else "prompt"
-            yield _span(start + begin, start + end, "given", role, turn, None, False, why)
+            yield Span(
+                start=start + begin,
+                end=start + end,
+                kind="given",
+                role=role,
+                turn=turn,
+                policy_version=None,
+                trainable=False,
+                why=why,
+            )
         at = start + len(node.given_ids)
         why = "sampled" if mine else "trained_elsewhere"
         if mine and node.id in self.abandoned:
@@ -193,7 +188,16 @@ class _Builder:
         ]
         for begin, end, version in versions:
             if end > begin:
-                yield _span(at + begin, at + end, "sampled", "assistant", turn, version, mine, why)
+                yield Span(
+                    start=at + begin,
+                    end=at + end,
+                    kind="sampled",
+                    role="assistant",
+                    turn=turn,
+                    policy_version=version,
+                    trainable=mine,
+                    why=why,
+                )
 
     def _metadata(self, leaf: Node, path: list[Node]) -> JsonObject:
         own: JsonObject = {
@@ -241,14 +245,6 @@ def _attempts(path: Sequence[Node]) -> list[JsonObject]:
         for turn, node in enumerate(path)
         for attempt in node.attempts
     ]
-
-
-def _span(
-    start: int, end: int, kind: Any, role: str, turn: int, version: int | None, trainable: bool, why: str
-) -> Span:
-    return Span(
-        start=start, end=end, kind=kind, role=role, turn=turn, policy_version=version, trainable=trainable, why=why
-    )
 
 
 def _given_roles(node: Node) -> Iterator[tuple[int, int, str]]:

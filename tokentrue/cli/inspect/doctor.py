@@ -16,6 +16,7 @@ from tokentrue.app.devices import require_dtype
 from tokentrue.app.libraries import quiet_libraries
 from tokentrue.app.wiring import ENGINE_KEY, EngineConfig, connect_engine
 from tokentrue.cli.options import AsJson, ReportPage, name_option
+from tokentrue.cli.output import print_table
 from tokentrue.errors import ConfigError
 from tokentrue.providers.registry import IN_PROCESS, REMOTE, list_names
 
@@ -176,19 +177,23 @@ def write_page(report: DoctorReport, path: Path) -> None:
 
 def _show(report: DoctorReport, output: Path | None) -> None:
     from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
+    print_table(
+        f"{report.engine}: {report.model}",
+        ("probe", "verdict", "figure", "cause and cure", "confidence"),
+        (
+            (
+                one.probe,
+                (one.verdict.value.replace("_", " "), COLOURS[one.verdict.value]),
+                f"{one.figure}\n{one.detail}" if one.detail else one.figure,
+                f"{one.cause}\n{one.cure}" if one.fault else "",
+                one.confidence,
+            )
+            for one in report.findings
+        ),
+    )
     console = Console()
-    table = Table(title=f"{report.engine}: {report.model}")
-    for column in ("probe", "verdict", "figure", "cause and cure", "confidence"):
-        table.add_column(column, overflow="fold")
-    for finding in report.findings:
-        what = f"{finding.cause}\n{finding.cure}" if finding.fault else ""
-        figure = f"{finding.figure}\n{finding.detail}" if finding.detail else finding.figure
-        verdict = Text(finding.verdict.value.replace("_", " "), style=COLOURS[finding.verdict.value])
-        table.add_row(finding.probe, verdict, Text(figure), Text(what), finding.confidence)
-    console.print(table)
     console.print(Text(report.summary, style="red" if report.faults else "green"))
     if output is not None:
         console.print(f"report: {output}", highlight=False)

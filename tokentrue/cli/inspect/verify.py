@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tokentrue.cli.options import AsJson
+from tokentrue.cli.output import print_table
 from tokentrue.errors import ConfigError
 from tokentrue.json_types import JsonValue
 
@@ -65,39 +66,36 @@ def _setting(item: str) -> tuple[str, JsonValue]:
 
 def _show(found: Verification) -> None:
     from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
-    console = Console()
-    roles = Table(title=f"{found.model} (family: {found.family})")
-    for column in ("role appended", "result", "between stop and content", "rewrites history", "not proven"):
-        roles.add_column(column, overflow="fold")
-    for role, result in found.roles.items():
-        boundary = repr(found.boundary[role]) if role in found.boundary else "-"
-        rewrites = "yes" if found.rewrites.get(role) else "no"
-        roles.add_row(
-            role, Text(result, style=_COLOURS[result]), Text(boundary), rewrites, Text(found.why.get(role, ""))
+    print_table(
+        f"{found.model} (family: {found.family})",
+        ("role appended", "result", "between stop and content", "rewrites history", "not proven"),
+        (
+            (
+                role,
+                (result, _COLOURS[result]),
+                repr(found.boundary[role]) if role in found.boundary else "-",
+                "yes" if found.rewrites.get(role) else "no",
+                found.why.get(role, ""),
+            )
+            for role, result in found.roles.items()
+        ),
+    )
+    cases = [
+        (
+            case.role,
+            case.shape,
+            (case.outcome, _COLOURS[case.outcome]),
+            f"{case.why}: {case.detail}" if case.detail else case.why,
         )
-    console.print(roles)
-    cases = Table(title="shapes")
-    for column in ("role appended", "conversation ends with", "result", "why"):
-        cases.add_column(column, overflow="fold")
-    for case in found.cases:
-        why = f"{case.why}: {case.detail}" if case.detail else case.why
-        cases.add_row(case.role, case.shape, Text(case.outcome, style=_COLOURS[case.outcome]), Text(why))
-    console.print(cases)
-    parse = Table(title="parse inverts render")
-    parse.add_column("turn")
-    parse.add_column("result", overflow="fold")
-    for kind, result in found.parse.items():
-        parse.add_row(kind, Text(result))
-    console.print(parse)
+        for case in found.cases
+    ]
+    print_table("shapes", ("role appended", "conversation ends with", "result", "why"), cases)
+    print_table("parse inverts render", ("turn", "result"), found.parse.items())
     stops = "  ".join(f"{kind}: {' '.join(texts) or '-'}" for kind, texts in found.stops.items())
-    for line in (
-        f"stop tokens  {stops}",
-        f"template {found.template_hash}",
-        f"tokenizer {found.tokenizer_hash}",
-        *found.warnings,
-    ):
+    hashes = (f"template {found.template_hash}", f"tokenizer {found.tokenizer_hash}")
+    console = Console()
+    for line in (f"stop tokens  {stops}", *hashes, *found.warnings):
         console.print(Text(line))
     console.print(Text("ok" if found.ok else "not ok", style="green" if found.ok else "red"))
