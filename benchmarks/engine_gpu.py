@@ -28,13 +28,12 @@ from typing import Any
 import torch
 
 from benchmarks import Report
+from benchmarks.gpu.inexact import InexactOps, UnprovenEngine, shake
 from benchmarks.gpu.peers import PEERS, PeerResult, is_available, measure_peers
 from benchmarks.gpu.random_models import PROMPT, SHAPES, Prompts, model_of, prompts_of
 from tokentrue.engine import ExactEngine
-from tokentrue.engine.core import Chaos
-from tokentrue.engine.scheduling.schedule import ScheduleLimits
+from tokentrue.engine.schedule import ScheduleLimits
 from tokentrue.numerics import exact, score
-from tokentrue.numerics.triton import InexactOps
 from tokentrue.types import Completion, Sampling
 
 OUTPUT = 256
@@ -116,10 +115,9 @@ def measure_median(engine: ExactEngine, count: int, repeats: int, output: int = 
 @contextlib.contextmanager
 def engine_of(model: Any, *, inexact: bool = False, **options: Any) -> Iterator[ExactEngine]:
     with contextlib.ExitStack() as undo:
-        if inexact:  # the proof at load would refuse it, rightly
-            options = {"ops": InexactOps(), "chaos": Chaos(unproven=True), **options}
-        settings = {"max_len": 4096, "kv_tokens": 256 * 1280, **options}
-        yield undo.enter_context(ExactEngine(model, "cuda", "bfloat16", **settings))
+        settings = {"max_len": 4096, "kv_tokens": 256 * 1280, "ops": InexactOps() if inexact else None, **options}
+        make = UnprovenEngine if inexact else ExactEngine
+        yield undo.enter_context(make(model, "cuda", "bfloat16", **settings))
 
 
 def bandwidth_limit(model: Any) -> float:
@@ -239,7 +237,6 @@ class ScheduleRun:
 def storm(model: Any, count: int, seed: int) -> ScheduleRun:
     """Random lengths, temperatures, chunks, pages and preemptions."""
     chance = random.Random(seed)
-    chaos = Chaos(pages=random.Random(seed + 1), chunk=lambda request, most: chance.randint(1, most))
     prefix = prompts_of(1, 300, seed)[0]
     prompts = [
         [*prefix[: chance.choice((0, 64, 200, 300))], *prompts_of(1, chance.randint(1, 700), seed + i)[0]]
@@ -249,7 +246,8 @@ def storm(model: Any, count: int, seed: int) -> ScheduleRun:
         plain(chance.randint(1, 300), seed=i, temperature=chance.choice((0.6, 1.0, 1.0, 1.3))) for i in range(count)
     ]
     small = ScheduleLimits(max_requests=128, step_tokens=2048, chunk_tokens=1024)
-    with engine_of(model, limits=small, kv_tokens=max(12_000, 75 * count), chaos=chaos) as engine:
+    with engine_of(model, limits=small, kv_tokens=max(12_000, 75 * count)) as engine:
+        shake(engine, random.Random(seed + 1))
         run = generate(engine, prompts, samplings)
         scheduler = engine.core.scheduler
         preemptions, hits = scheduler.preemptions, scheduler.prefix_hits

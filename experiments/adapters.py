@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
-from tokentrue.engine.model.adapters import TARGETS, merge_low_rank, read_pairs
+from tokentrue.engine.adapters import TARGETS, merge_low_rank, read_pairs
 from tokentrue.errors import ConfigError
 from tokentrue.providers.exact import ExactProvider
 

@@ -17,9 +17,8 @@ import torch
 from tests.engine.world import VOCABULARY, build, clone_of, engine_of, nudged
 from tests.marks import slow_except
 from tokentrue.engine import ExactEngine
-from tokentrue.engine.model.adapter_config import IGNORED, READ, REFUSED
-from tokentrue.engine.model.adapters import merge_low_rank, read_directory, read_pairs
-from tokentrue.engine.scheduling.request import Phase, Request
+from tokentrue.engine.adapters import IGNORED, READ, REFUSED, merge_low_rank, read_directory, read_pairs
+from tokentrue.engine.request import Phase, Request
 from tokentrue.errors import ConfigError, EngineError, EngineRejected, ExactnessError, FileFormatError
 from tokentrue.numerics import exact, same_bits, score
 from tokentrue.types import Sampling

@@ -11,10 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.marks import examples
+from tokentrue.engine.request import Phase, Request, Sampled, spans_of
 from tokentrue.engine.sample import GOLDEN, MASK, child_seed, gumbel, mix, stream_key
-from tokentrue.engine.scheduling.blocks import BlockPool, block_hash
-from tokentrue.engine.scheduling.request import Phase, Request, Sampled, spans_of
-from tokentrue.engine.scheduling.schedule import ScheduleLimits, Scheduler
+from tokentrue.engine.schedule import BlockPool, ScheduleLimits, Scheduler, block_hash
 from tokentrue.numerics import filter_logits, logprobs_of, ops_for, scale_logits
 from tokentrue.types import Sampling, VersionSpan
 
@@ -52,7 +51,7 @@ def test_nothing_has_a_name_after_forget() -> None:
 def test_any_schedule_serves_everyone_and_loses_no_block(seed: int) -> None:
     """Random arrivals into a cache too small for all; a fake model that only appends tokens."""
     rng = random.Random(seed)
-    pool = BlockPool(rng.randint(8, 20), 4, shuffle=rng)
+    pool = BlockPool(rng.randint(8, 20), 4)
     scheduler = Scheduler(
         pool,
         ScheduleLimits(max_requests=rng.randint(1, 5), step_tokens=rng.randint(3, 20), chunk_tokens=rng.randint(1, 9)),

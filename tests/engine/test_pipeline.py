@@ -18,11 +18,11 @@ import torch
 
 from tests.engine.world import SIZES, Run, build, clone_of, judge, nudged, random_run
 from tokentrue.engine import ExactEngine
-from tokentrue.engine.model.adapters import attach_adapter
-from tokentrue.engine.pipeline.plan import WeightRoutes, cut_layers
+from tokentrue.engine.adapters import attach_adapter
+from tokentrue.engine.pipeline.stage import WeightRoutes, cut_layers
 from tokentrue.errors import ConfigError, EngineError, EngineRejected, ExactnessError
 from tokentrue.numerics import exact, same_bits, score
-from tokentrue.numerics.patching.patch import STATE
+from tokentrue.numerics.exact import STATE
 from tokentrue.types import Sampling
 
 PROMPT = list(range(7, 60))

@@ -5,17 +5,17 @@ from __future__ import annotations
 
 import copy
 import random
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from tokentrue.engine import ExactEngine, ScheduleLimits
-from tokentrue.engine.core import Chaos
+from tokentrue.engine.request import Phase, Request
 from tokentrue.engine.runner import LocalRunner
-from tokentrue.engine.scheduling.request import Phase, Request
 from tokentrue.numerics import Ops, exact, filter_logits, logits_of, same_bits, scale_logits, score
-from tokentrue.numerics.patching.patch import STATE
+from tokentrue.numerics.exact import STATE
 from tokentrue.types import Finish, Sampling
 
 VOCABULARY = 211
@@ -167,22 +167,36 @@ def engine_of(
     unproven: bool = False,
     pipeline: int = 1,
 ) -> ExactEngine:
-    chaos = None
-    if rng is not None:
-        chaos = Chaos(
-            pages=rng, chunk=lambda request, most: rng.choice([most, rng.randint(1, most)]), unproven=unproven
-        )
     limits = ScheduleLimits(max_requests=7, step_tokens=150, chunk_tokens=90)
-    return ExactEngine(
-        copy.deepcopy(model),
-        dtype=dtype,
-        pipeline=pipeline,
-        limits=limits,
-        max_len=400,
-        kv_tokens=1200,
-        chaos=chaos,
-        ops=ops,
+    make = UnprovenEngine if unproven else ExactEngine
+    engine = make(
+        copy.deepcopy(model), dtype=dtype, pipeline=pipeline, limits=limits, max_len=400, kv_tokens=1200, ops=ops
     )
+    if rng is not None:
+        shake(engine, rng)
+    return engine
+
+
+class UnprovenEngine(ExactEngine):
+    """Runs operators that are known not to be exact: for negative controls."""
+
+    def _prove(self) -> None:
+        pass
+
+
+def shake(engine: ExactEngine, rng: random.Random) -> None:
+    """Random pages, and random pieces of prompts: no bit may depend on either."""
+    pool, scheduler = engine.core.pool, engine.core.scheduler
+    order = list(pool._free)
+    rng.shuffle(order)
+    pool._free = OrderedDict.fromkeys(order)
+    piece = scheduler.piece
+
+    def random_piece(request: Request, budget: int) -> int:
+        most = piece(request, budget)
+        return piece(request, rng.choice([most, rng.randint(1, most)]))
+
+    scheduler.piece = random_piece  # type: ignore[method-assign]
 
 
 def random_run(

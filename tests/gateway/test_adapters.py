@@ -40,10 +40,10 @@ def trained_bits(sample: dict[str, Any], folder: Path | None) -> bool:
     """Whether the recorded log-probabilities are those of a trainer's forward, with the adapter where one is given."""
     from contextlib import nullcontext
 
-    from tokentrue.engine.model.adapters import attach_adapter, read_adapter
-    from tokentrue.engine.model.weights import load_model
+    from tokentrue.engine.adapters import attach_adapter, read_adapter
+    from tokentrue.engine.weights import load_model
     from tokentrue.numerics import exact, score
-    from tokentrue.numerics.patching.patch import STATE
+    from tokentrue.numerics.exact import STATE
 
     device = torch.device("cpu")
     model = load_model(SMALL_MODEL, device=device, dtype=torch.float32)

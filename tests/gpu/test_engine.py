@@ -39,7 +39,7 @@ def test_random_schedule_has_the_trainers_bits() -> None:
 def test_replayed_prefills_have_the_trainers_bits() -> None:
     """Prompts around every captured size, alone and a few together; their first tokens come from a replayed step."""
     from benchmarks import engine_gpu
-    from tokentrue.engine.scheduling.prefills import SIZES
+    from tokentrue.engine.graphs import SIZES
 
     groups = [
         (2,),

@@ -118,9 +118,9 @@ def test_adapters_have_the_bits_of_the_adapted_model() -> None:
 def check_adapters(dtype: torch.dtype) -> None:
     """Rows of two adapters and of none in one captured step; one of them is then replaced in place."""
     from benchmarks import engine_gpu
-    from tokentrue.engine.model.adapters import attach_adapter
+    from tokentrue.engine.adapters import attach_adapter
     from tokentrue.numerics import exact, score
-    from tokentrue.numerics.patching.patch import STATE
+    from tokentrue.numerics.exact import STATE
 
     model = model_of("qwen3")
     config = model.config
@@ -157,7 +157,7 @@ def check_adapters(dtype: torch.dtype) -> None:
 
 
 def test_scan_does_not_depend_on_cuts() -> None:
-    from tokentrue.numerics.scan import scan_sequences
+    from tokentrue.numerics.delta import scan_sequences
     from tokentrue.numerics.triton import TritonOps
 
     torch.manual_seed(0)

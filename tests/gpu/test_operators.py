@@ -64,7 +64,7 @@ def test_linear_rows_do_not_depend_on_the_batch() -> None:
 
 
 def test_every_tile_gives_the_same_bits() -> None:
-    from tokentrue.numerics.triton.kernels.matmul import Tile, product
+    from tokentrue.numerics.triton.matmul import Tile, product
 
     for k, n in ((1024, 4096), (3072, 1024), (1024, 2000)):
         x, w = randn(130, k), weight(n, k, torch.bfloat16)
@@ -115,7 +115,7 @@ def test_gated_linear_equals_its_parts() -> None:
 
 
 def test_activation_gradients() -> None:
-    from tokentrue.numerics.triton.kernels.activation import activation_grad
+    from tokentrue.numerics.triton.elementwise import activation_grad
 
     wanted = {
         "silu": F.silu,
@@ -306,7 +306,7 @@ def test_attention_gradients() -> None:
 
 def test_too_few_rows_a_warp_are_caught() -> None:
     """The negative control: a decode tile of 16 rows over four warps spreads a row's sum, and its bits change."""
-    from tokentrue.numerics.triton.kernels import attention
+    from tokentrue.numerics.triton import attention
 
     q, k, v = (randn(700, n, 128, seed=i) for i, n in enumerate((16, 8, 8)))
     spec, packed = AttentionSpec(scale=128**-0.5), Packed.of((700,), "cuda")

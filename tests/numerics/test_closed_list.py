@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tests.engine.world import SIZES, VOCABULARY, build
 from tokentrue.errors import ExactnessError
 from tokentrue.numerics import exact, logits_of, ops_for, same_bits, score
-from tokentrue.numerics.functions import ExactFunctions
+from tokentrue.numerics.modules import ExactFunctions
 
 GLM = {
     **SIZES, "head_dim": 24, "partial_rotary_factor": 0.5, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 2, "topk_group": 1,

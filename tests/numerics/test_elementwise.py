@@ -11,17 +11,17 @@ from torch import Tensor
 
 from tests.engine.world import build
 from tokentrue.numerics import exact
-from tokentrue.numerics.bits import same_bits
-from tokentrue.numerics.cpu import CpuOps, elementwise, products
+from tokentrue.numerics.cpu import CpuOps, arithmetic
+from tokentrue.numerics.ops import same_bits
 
 
 @pytest.mark.parametrize("name", ["cos", "sin", "erf"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_value_has_the_same_bits_beside_any_others(name: str, dtype: torch.dtype) -> None:
-    x = elementwise.make_wide_values(3000).to(dtype)
-    alone = torch.cat([elementwise.compute(name, value) for value in x.split(1)])
-    assert same_bits(elementwise.compute(name, x), alone)
-    assert same_bits(elementwise.compute(name, x.view(30, 100).t()).t().reshape(-1), alone), "any layout"
+    x = arithmetic.make_wide_values(3000).to(dtype)
+    alone = torch.cat([arithmetic.compute(name, value) for value in x.split(1)])
+    assert same_bits(arithmetic.compute(name, x), alone)
+    assert same_bits(arithmetic.compute(name, x.view(30, 100).t()).t().reshape(-1), alone), "any layout"
 
 
 def mix(x: Tensor) -> Tensor:
@@ -35,13 +35,13 @@ def test_a_library_that_mixes_neighbours_is_found_out_and_gets_each_value_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch, "cos", mix)
-    elementwise.mixes_neighbours.cache_clear()
+    arithmetic.mixes_neighbours.cache_clear()
     try:
-        x = elementwise.make_wide_values(2500)
+        x = arithmetic.make_wide_values(2500)
         assert not same_bits(mix(x), torch.cat([mix(value) for value in x.split(1)]))
-        assert same_bits(elementwise.compute("cos", x), x + x.abs())
+        assert same_bits(arithmetic.compute("cos", x), x + x.abs())
     finally:
-        elementwise.mixes_neighbours.cache_clear()
+        arithmetic.mixes_neighbours.cache_clear()
 
 
 def test_rotary_embeddings_take_cos_and_sin_from_the_operators() -> None:
@@ -62,26 +62,26 @@ def test_rotary_embeddings_take_cos_and_sin_from_the_operators() -> None:
 def test_bfloat16_without_hardware_is_a_float32_product_rounded_once(
     monkeypatch: pytest.MonkeyPatch, k: int, n: int, bias: bool
 ) -> None:
-    monkeypatch.setattr(products, "has_products", lambda dtype: False)
+    monkeypatch.setattr(arithmetic, "has_products", lambda dtype: False)
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> Any:
         return torch.randn(*shape, generator=generator).bfloat16()
 
     x, w, b = draw(70, k), draw(n, k), draw(n) if bias else None
-    out = products.tiled_product(x, w, b)
+    out = arithmetic.tiled_product(x, w, b)
     wide = torch.nn.functional.linear(x.double(), w.double(), None if b is None else b.double())
     assert out.dtype == torch.bfloat16
     assert (out.double() - wide).abs().max() <= wide.abs().max() * 2**-8, "more than one rounding"
     for rows in (1, 3, 33):
-        assert same_bits(products.tiled_product(x[:rows], w, b), out[:rows])
-    assert products.multiply(x, w.t()).dtype == torch.bfloat16
+        assert same_bits(arithmetic.tiled_product(x[:rows], w, b), out[:rows])
+    assert arithmetic.multiply(x, w.t()).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("n", [2, 4, 8, 15])
 def test_few_columns_do_not_make_rows_depend_on_their_place(n: int) -> None:
     generator = torch.Generator().manual_seed(n)
     x, w = torch.randn(65, 1024, generator=generator), torch.randn(n, 1024, generator=generator)
-    whole = products.tiled_product(x, w, None)
+    whole = arithmetic.tiled_product(x, w, None)
     assert whole.shape == (65, n)
-    assert all(same_bits(products.tiled_product(x[i : i + 1], w, None), whole[i : i + 1]) for i in range(65))
+    assert all(same_bits(arithmetic.tiled_product(x[i : i + 1], w, None), whole[i : i + 1]) for i in range(65))

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from tests.engine.world import VOCABULARY, build
 from tokentrue.errors import ExactnessError
-from tokentrue.numerics import exact, head, logits_of, logprobs_of, ops_for, same_bits, score, score_with_entropy
-from tokentrue.numerics.patching.patch import STATE
+from tokentrue.numerics import exact, logits_of, logprob, logprobs_of, ops_for, same_bits, score, score_with_entropy
+from tokentrue.numerics.exact import STATE
 
 
 def ids_of(batch: int, length: int) -> Tensor:
@@ -21,7 +21,7 @@ def ids_of(batch: int, length: int) -> Tensor:
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head, "PIECE_LOGITS", {"cpu": 7 * VOCABULARY})
+    monkeypatch.setattr(logprob, "PIECE_LOGITS", {"cpu": 7 * VOCABULARY})
 
 
 def table_scores(model: Any, ids: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -93,16 +93,16 @@ def test_checkpointing_and_packed_rows_keep_the_bits() -> None:
 
 def test_no_tensor_of_the_head_grows_with_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """The largest table of logits in a pass, forward and backward, at two lengths."""
-    monkeypatch.setattr(head, "PIECE_LOGITS", {"cpu": 32 * VOCABULARY})
+    monkeypatch.setattr(logprob, "PIECE_LOGITS", {"cpu": 32 * VOCABULARY})
     model, seen = build("qwen3"), []
-    original = head.scaled_logits_of
+    original = logprob.scaled_logits_of
 
     def watched(hidden: Tensor, *rest: Any) -> Any:
         found = original(hidden, *rest)
         seen.append(found[0].shape[0])
         return found
 
-    monkeypatch.setattr(head, "scaled_logits_of", watched)
+    monkeypatch.setattr(logprob, "scaled_logits_of", watched)
     for tokens in (64, 400):
         score(model, ids_of(1, tokens)).sum().backward()
         assert max(seen) == 32 and len(seen) >= 2 * (tokens // 32)

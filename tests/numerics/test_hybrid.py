@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.engine.world import VOCABULARY, build, judge, random_run
-from tokentrue.engine.model.states import StatePool
+from tokentrue.engine.schedule import StatePool
 from tokentrue.numerics import exact, logits_of, same_bits, score
 
 KINDS = ["qwen3_next", "qwen3_5"]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tokentrue.doctor.observations import Observation
-from tokentrue.engine.model.adapters import merge_low_rank, read_directory, read_pairs
+from tokentrue.engine.adapters import merge_low_rank, read_directory, read_pairs
 from tokentrue.errors import ConfigError
 from tokentrue.hub import load_causal_model, load_config
 from tokentrue.json_types import JsonMapping

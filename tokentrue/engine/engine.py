@@ -1,9 +1,5 @@
 """ExactEngine: the facade. One thread owns the core; callers are asyncio tasks or other threads, and concurrent calls
-are batched.
-
-engine = ExactEngine("model_dir", device="cpu", dtype="float32")
-completion = await engine.generate(prompt_ids, Sampling(max_tokens=64, seed=1))
-"""
+are batched."""
 
 from __future__ import annotations
 
@@ -13,22 +9,23 @@ import secrets
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from tokentrue.engine.core import Chaos, Core
-from tokentrue.engine.model.adapters import AdapterSource, read_adapter
-from tokentrue.engine.model.decoder import read_decoder
-from tokentrue.engine.model.sizing import blocks_for
-from tokentrue.engine.model.weights import Weights, load_model
-from tokentrue.engine.pipeline import PipelinePlan, start_pipeline
+from tokentrue.engine.adapters import AdapterSource, read_adapter
+from tokentrue.engine.core import Core
+from tokentrue.engine.decoder import read_decoder
+from tokentrue.engine.forward import blocks_for
+from tokentrue.engine.pipeline.driver import start_pipeline
+from tokentrue.engine.request import Request, mask_of
 from tokentrue.engine.runner import LocalRunner, Runner
 from tokentrue.engine.sample import child_seed
-from tokentrue.engine.scheduling.request import Request, mask_of
-from tokentrue.engine.scheduling.schedule import ScheduleLimits
+from tokentrue.engine.schedule import ScheduleLimits
+from tokentrue.engine.weights import Weights, load_model
 from tokentrue.errors import (
     ConfigError,
     EngineError,
@@ -40,22 +37,23 @@ from tokentrue.errors import (
 )
 from tokentrue.ids import TokenIds
 from tokentrue.numerics import Contract, Ops, exact, on_device
-from tokentrue.numerics.patching.patch import STATE
-from tokentrue.numerics.patching.replacements import is_experts
-from tokentrue.types import UNVERSIONED, Chunk, Completion, Finish, Ids, Sampling
+from tokentrue.numerics.exact import STATE
+from tokentrue.numerics.modules import is_experts
+from tokentrue.types import UNVERSIONED, Chunk, Completion, Ids, Sampling
 
+Listener = Callable[[Request], None]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# A GPU wants long steps: a few hundred tokens do not fill it.
 GPU_LIMITS = ScheduleLimits(step_tokens=16384, chunk_tokens=4096)
-"""A GPU wants long steps: a prompt's piece of a few hundred tokens does not fill it."""
+# Keys of Sampling.extra that the engine understands; any other is refused.
 EXTRAS = {"adapter", "ignore_eos", "prompt_logprobs", "routed_experts"}
-"""Keys of Sampling.extra that the engine understands; any other is refused."""
 
 
 class ExactEngine:
     def __init__(
         self, model_dir: str | Path | nn.Module, device: str = "cpu", dtype: str = "float32", pipeline: int = 1, *,
         limits: ScheduleLimits | None = None, max_len: int | None = None, kv_tokens: int | None = None, version: int = UNVERSIONED,
-        read: Callable[[Sequence[int]], str] | None = None, ops: Ops | None = None, chaos: Chaos | None = None,
+        read: Callable[[Sequence[int]], str] | None = None, ops: Ops | None = None,
     ) -> None:  # fmt: skip
         """`read` (ids -> text) is needed for stop strings alone. `kv_tokens` sizes the cache; by default it sizes
         itself."""
@@ -70,22 +68,20 @@ class ExactEngine:
         positions = max_len or getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         if positions is None:
             raise ExactnessError(
-                f"{type(self.model).__name__} has no positions (max_position_embeddings): recurrent layers have no exact form; serve it "
-                "with vllm or sglang, and train with train.exact = false"
+                f"{type(self.model).__name__} has no positions (max_position_embeddings): recurrent layers have no "
+                "exact form; serve it with vllm or sglang, and train with train.exact = false"
             )
         with on_device(self._host):
             if pipeline == 1:
                 runner: Runner = self._local_runner(ops, positions, kv_tokens)
             else:
-                plan = PipelinePlan(
-                    stages=pipeline, device=device, max_positions=positions, kv_tokens=kv_tokens, limits=self.limits
-                )
-                runner = start_pipeline(self.model, plan)
+                runner = start_pipeline(
+                    self.model, stages=pipeline, device=device, max_positions=positions, kv_tokens=kv_tokens, limits=self.limits
+                )  # fmt: skip
                 self.model = runner.model  # its weights are in the stages
             self.contract: Contract = runner.contract
-            self.core = Core(runner, limits=self.limits, version=version, read=read, chaos=chaos)
-            if chaos is None or not chaos.unproven:
-                self._prove()
+            self.core = Core(runner, limits=self.limits, version=version, read=read)
+            self._prove()
         self._state = threading.Condition()
         self._inbox: list[Request] = []
         self._stepping = False
@@ -109,7 +105,7 @@ class ExactEngine:
         num_blocks = blocks_for(decoder, used, limits=self.limits, kv_tokens=kv_tokens, device=decoder.device)
         return LocalRunner(self.model, decoder, used, contract, num_blocks=num_blocks, limits=self.limits)
 
-    # ---- asking -----------------------------------------------------------------------------------------------------------------------
+    # ---- asking
     async def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str | None = None, adapter: str | None = None
     ) -> Completion:
@@ -137,13 +133,8 @@ class ExactEngine:
     async def generate_n(self, prompt_ids: Ids, sampling: Sampling, n: int) -> list[Completion]:
         """n samples of one prompt, which is computed once. Sample i has the seed `child_seed(seed, i)`."""
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
-        from dataclasses import replace
-
-        return list(
-            await asyncio.gather(
-                *(self.generate(prompt_ids, replace(sampling, seed=child_seed(seed, i))) for i in range(n))
-            )
-        )
+        each = (self.generate(prompt_ids, replace(sampling, seed=child_seed(seed, i))) for i in range(n))
+        return list(await asyncio.gather(*each))
 
     async def stream(
         self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str | None = None, adapter: str | None = None
@@ -178,12 +169,7 @@ class ExactEngine:
             self.cancel(request)
 
     def submit(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: Sampling,
-        listener: Callable[[Request], None],
-        *,
-        adapter: str | None = None,
+        self, prompt_ids: Sequence[int], sampling: Sampling, listener: Listener, *, adapter: str | None = None
     ) -> Request:
         request = self.request(prompt_ids, sampling, listener, adapter=adapter)
         with self._state:
@@ -201,8 +187,8 @@ class ExactEngine:
         return request
 
     def request(
-        self, prompt_ids: Sequence[int], sampling: Sampling, listener: Any = None, *, adapter: str | None = None
-    ) -> Request:
+        self, prompt_ids: Sequence[int], sampling: Sampling, listener: Listener | None = None, *, adapter: str | None = None
+    ) -> Request:  # fmt: skip
         """Checked here, so that nothing in the loop can fail because of one caller."""
         ids = tuple(map(int, prompt_ids))
         vocabulary, capacity = self.core.runner.sizes.vocabulary, self.core.capacity
@@ -215,31 +201,26 @@ class ExactEngine:
             raise PromptTooLong(
                 f"prompt is too long: {len(ids)} tokens; this engine holds {capacity - 1} and one more to sample"
             )
-        unknown = sorted(set(sampling.extra) - EXTRAS)
-        if unknown:
+        extra = sampling.extra
+        if unknown := sorted(set(extra) - EXTRAS):
             raise SamplingError(f"extra {unknown} unknown to the exact engine; it knows {sorted(EXTRAS)}")
-        adapter = adapter or sampling.extra.get("adapter")
+        adapter = adapter or extra.get("adapter")
         if adapter is not None and adapter not in self.core.adapters:
             raise EngineRejected(f"adapter {adapter!r} is not loaded; loaded: {sorted(self.core.adapters)}")
-        if sampling.extra.get("routed_experts") and not has_experts(self.model):
+        if extra.get("routed_experts") and not has_experts(self.model):
             raise SamplingError("extra routed_experts: this model is no mixture of experts; leave it out")
         if sampling.stop and self.core.read is None:
             raise SamplingError(
                 "stop strings need a reader of tokens: ExactEngine(..., read=renderer.decode); or use stop_token_ids"
             )
-        stops = set(sampling.stop_token_ids) | (set() if sampling.extra.get("ignore_eos") else set(self.eos_ids))
+        stops = set(sampling.stop_token_ids) | (set() if extra.get("ignore_eos") else set(self.eos_ids))
         room = capacity - len(ids)
         return Request(
-            prompt_ids=ids,
-            sampling=sampling,
-            seed=secrets.randbits(63) if sampling.seed is None else sampling.seed,
-            stop_ids=frozenset(stops),
-            adapter=adapter,
-            max_tokens=min(sampling.max_tokens or room, room),
-            wants_prompt=bool(sampling.extra.get("prompt_logprobs")),
-            wants_routes=bool(sampling.extra.get("routed_experts")),
+            prompt_ids=ids, sampling=sampling, seed=secrets.randbits(63) if sampling.seed is None else sampling.seed,
+            stop_ids=frozenset(stops), adapter=adapter, max_tokens=min(sampling.max_tokens or room, room),
+            wants_prompt=bool(extra.get("prompt_logprobs")), wants_routes=bool(extra.get("routed_experts")),
             listener=listener,
-        )
+        )  # fmt: skip
 
     def cancel(self, request: Request) -> None:
         request.cancelled = True
@@ -251,7 +232,7 @@ class ExactEngine:
             raise request.error
         return request.completion(self.fingerprint)
 
-    # ---- weights ----------------------------------------------------------------------------------------------------------------------
+    # ---- weights
     def load_weights(self, weights: Weights, version: int) -> None:
         """Live when this returns: every later token is sampled from these weights, also of requests already running."""
         with self.paused():
@@ -278,7 +259,6 @@ class ExactEngine:
         return sorted(self.core.adapters)
 
     async def publish(self, weights: Iterable[tuple[str, Any]] | Mapping[str, Any], *, version: int) -> None:
-        """As a WeightSink."""
         await asyncio.to_thread(self.load_weights, weights, version)
 
     @contextlib.contextmanager
@@ -296,30 +276,26 @@ class ExactEngine:
                 self._pauses -= 1
                 self._state.notify_all()
 
-    # ---- the loop ---------------------------------------------------------------------------------------------------------------------
+    # ---- the loop
     def _run(self) -> None:
         with on_device(self._host):
-            self._step_until_closed()
+            while self._admit():
+                self.core.step()
 
-    def _step_until_closed(self) -> None:
-        while True:
-            with self._state:
-                self._stepping = False
-                self._state.notify_all()
-                while not self._closed and (self._pauses or not (self._inbox or self.core.busy)):
-                    self._state.wait()
-                if self._closed:
-                    self._inbox_into_core()
-                    self.core.fail_all(EngineError("the engine was closed"))
-                    return
-                self._inbox_into_core()
-                self._stepping = True
-            self.core.step()
-
-    def _inbox_into_core(self) -> None:
-        for request in self._inbox:
-            self.core.add(request)
-        self._inbox.clear()
+    def _admit(self) -> bool:
+        """Wait for work and hand it to the core; False when the engine was closed."""
+        with self._state:
+            self._stepping = False
+            self._state.notify_all()
+            while not self._closed and (self._pauses or not (self._inbox or self.core.busy)):
+                self._state.wait()
+            for request in self._inbox:
+                self.core.add(request)
+            self._inbox.clear()
+            if self._closed:
+                self.core.fail_all(EngineError("the engine was closed"))
+            self._stepping = not self._closed
+            return self._stepping
 
     def metrics(self) -> dict[str, float]:
         report = self.core.meter.report(self.core.scheduler, self.core.version)
@@ -356,12 +332,9 @@ def has_experts(model: nn.Module) -> bool:
 
 
 def eos_of(model: Any) -> tuple[int, ...]:
-    """All end-of-sequence ids that the model's configurations name; either may hold one id or a list."""
+    """All that the model's configurations name; either may hold one id or a list."""
     found: list[int] = []
     for config in (getattr(model, "generation_config", None), model.config.get_text_config()):
         ids = getattr(config, "eos_token_id", None)
         found += ids if isinstance(ids, list | tuple) else [] if ids is None else [ids]
     return tuple(dict.fromkeys(found))
-
-
-__all__ = ["ExactEngine", "Finish"]

@@ -1,10 +1,13 @@
-"""Decode steps on a CUDA device, captured once a batch size and replayed without the host in between.
+"""Captured steps on a CUDA device, replayed without the host in between: decode bursts and short prefills.
 
-A step reads and moves device state alone (`Rows`): the sampled token is the next step's input, its place in the pages
-comes from the row's table. The host sees a burst's tokens at its end; what a row samples past its stop is dropped
-there, and what it writes past its blocks goes
-to the null block. Bits do not change: rows are independent of the batch, and the noise depends on seed and position
-alone.
+A decode step reads and moves device state alone (`Rows`): the sampled token is the next step's input, its place in the
+pages comes from the row's table. The host reads the tokens of one burst while the device computes the next; what a row
+samples past its stop is dropped, and what it writes past its blocks goes to the null block. Blocks that a finished
+request releases may still be written by the burst in flight, but only before their next owner's first write, because
+the device works in order. Anything that changes who runs first waits for the bursts in flight.
+
+A short prefill is padded to a captured size: padding tokens go to the null block, padding tiles to a sequence without
+queries. Bits do not change: rows are independent of the batch, and the noise depends on seed and position alone.
 """
 
 from __future__ import annotations
@@ -17,13 +20,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tokentrue.engine.model.forward import Forward, table_of
+from tokentrue.engine.forward import Forward, paged_batch, table_of
+from tokentrue.engine.request import Phase, Request, StepInputs
 from tokentrue.engine.sample import GOLDEN, MASK, mix, to_signed
-from tokentrue.engine.scheduling.request import Request
+from tokentrue.engine.schedule import Scheduler, Work
 from tokentrue.numerics import PagedBatch, RowSlots
 
 if TYPE_CHECKING:
-    from tokentrue.numerics.triton.kernels.sampling import Rows
+    from tokentrue.numerics.triton.sampling import Rows
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 MOST_STEPS = 16
@@ -32,7 +36,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """Steps under way: their tokens and log-probabilities [steps, rows] are in host memory when `done` has happened."""
+    """Tokens and log-probabilities [steps, rows] are in host memory when `done` has happened."""
 
     ids: Tensor
     logprobs: Tensor
@@ -62,10 +66,10 @@ def capture_graph(
 
 
 class DecodeGraphs:
-    """Captured decode steps of one Forward. `width` is the most blocks a sequence can have."""
+    """`width` is the most blocks a sequence can have."""
 
     def __init__(self, forward: Forward, *, width: int) -> None:
-        from tokentrue.numerics.triton.kernels.sampling import Rows, advance
+        from tokentrue.numerics.triton.sampling import Rows, advance
 
         self.forward = forward
         self.width = width
@@ -76,8 +80,8 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def start(self, requests: Sequence[Request], steps: int) -> Pending:
-        """Launch the next `steps` steps of requests that are decoding, plain, and own the blocks of the tokens that
-        they will keep."""
+        """Launch the next steps of requests that are decoding, plain, and own the blocks of the tokens that they will
+        keep."""
         graph, rows = self.captured(requests)
         self.fill(rows, requests)
         return self.launch(graph, rows, steps)
@@ -119,13 +123,12 @@ class DecodeGraphs:
         return self._captured[size, generation]
 
     def forget(self) -> None:
-        """Give back the memory of what was captured."""
         torch.cuda.synchronize()
         self._captured.clear()
         self._pool = None
 
     def fill(self, rows: Rows, requests: Sequence[Request]) -> None:
-        """One copy of everything the rows need; padding rows decode token 0 at position 0 into the null block."""
+        """Padding rows decode token 0 at position 0 into the null block."""
         size, page = rows.ids.shape[0], self.forward.ops.block_size
         state = np.zeros((5, size), dtype=np.int64)
         bank = self.forward.bank
@@ -157,7 +160,7 @@ class DecodeGraphs:
         rows.temperatures.copy_(numbers_d[0])
         rows.noisy.copy_(numbers_d[1])
 
-    # ---- capture ------------------------------------------------------------------------------------------------------------------
+    # ---- capture
     def capture(self, size: int, *, adapted: bool) -> tuple[torch.cuda.CUDAGraph, Rows]:
         rows = self.new_rows(size)
         graph, _ = capture_graph(lambda: self.step(rows, adapted=adapted), pool=self._pool)
@@ -180,7 +183,6 @@ class DecodeGraphs:
         )  # fmt: skip
 
     def step(self, rows: Rows, *, adapted: bool) -> None:
-        """One decode step from and to device state."""
         size = rows.ids.shape[0]
         batch = PagedBatch(
             positions=rows.positions, slots=rows.slots, cu_q=rows.order, context_lens=rows.contexts,
@@ -188,3 +190,223 @@ class DecodeGraphs:
         )  # fmt: skip
         by_row = RowSlots(slots=rows.adapters, count=self.forward.bank.count, by_slot={}) if adapted else None
         self._advance(self.forward.logits_of_all(rows.ids, batch, by_row), rows, self.forward.ops.block_size)
+
+
+SIZES = (64, 128, 256, 512, 1024)
+MOST_SEQUENCES = 8
+HOST = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefill:
+    """One captured size: what a step reads, and the logits that it leaves."""
+
+    ids: Tensor  # int64 [T]
+    batch: PagedBatch  # of MOST_SEQUENCES, and one more without queries
+    rows: Tensor  # int64 [MOST_SEQUENCES]: tokens whose logits are wanted
+    adapters: Tensor  # int64 [T]: slot of each token's adapter
+    logits: Tensor
+    graph: torch.cuda.CUDAGraph
+
+
+class PrefillGraphs:
+    """`width` is the most blocks a sequence can have."""
+
+    def __init__(self, forward: Forward, *, width: int) -> None:
+        self.forward = forward
+        self.width = width
+        self._captured: dict[tuple[int, int | None], Prefill] = {}
+
+    @torch.inference_mode()
+    def step(self, inputs: StepInputs, rows: Sequence[int]) -> Tensor | None:
+        """None for a step that has no captured form: too long, or with decodes in it."""
+        total = inputs.rows
+        few = len(inputs.counts) <= MOST_SEQUENCES and len(rows) <= MOST_SEQUENCES
+        bank, adapted = self.forward.bank, any(inputs.adapters)
+        plain = all(count > 1 for count in inputs.counts) and (not adapted or bank.is_packed)
+        if not few or not plain or total > SIZES[-1] or self.forward.trace is not None:
+            return None
+        key = next(s for s in SIZES if s >= total), bank.generation if adapted else None
+        if key not in self._captured:
+            self._captured = {at: one for at, one in self._captured.items() if at[1] in (None, bank.generation)}
+            self._captured[key] = self.capture(key[0], adapted=adapted)
+        prefill = self._captured[key]
+        self.fill(prefill, inputs, rows)
+        prefill.graph.replay()
+        return prefill.logits[: len(rows)]
+
+    @property
+    def sizes(self) -> list[int]:
+        return [size for size, _ in self._captured]
+
+    def forget(self) -> None:
+        self._captured.clear()
+
+    def fill(self, prefill: Prefill, inputs: StepInputs, rows: Sequence[int]) -> None:
+        ids = inputs.ids
+        host, to = paged_batch(inputs, self.forward.ops.block_size, HOST), prefill.batch
+        starts = torch.tensor(self.tile_starts(host.q_lens), dtype=torch.int32).t()
+        copy_rows(prefill.ids, torch.tensor(ids))
+        slots = self.forward.bank.slots_of(inputs.adapters).repeat_interleave(torch.tensor(inputs.counts))
+        copy_rows(prefill.adapters, slots, rest=self.forward.bank.count)
+        copy_rows(prefill.rows, torch.tensor(rows, dtype=torch.int64))
+        copy_rows(to.positions, host.positions)
+        copy_rows(to.slots, host.slots)
+        copy_rows(to.cu_q, host.cu_q, rest=len(ids))
+        copy_rows(to.context_lens, host.context_lens)
+        copy_rows(to.block_tables, host.block_tables[:, : self.width])
+        copy_rows(to.plan.sequence, starts[0], rest=MOST_SEQUENCES)
+        copy_rows(to.plan.query, starts[1])
+
+    def tile_starts(self, counts: Sequence[int]) -> list[tuple[int, int]]:
+        from tokentrue.numerics.triton.attention import tile_starts
+
+        heads, key_heads, _ = self.forward.decoder.heads
+        return tile_starts(counts, heads=heads, key_heads=key_heads, dtype=self.forward.decoder.dtype)
+
+    def capture(self, size: int, *, adapted: bool) -> Prefill:
+        from tokentrue.numerics.triton.attention import Tiles
+
+        device, sequences = self.forward.device, MOST_SEQUENCES + 1
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        tiles = len(self.tile_starts((size,))) + MOST_SEQUENCES
+        plan = Tiles(sequence=zeros(tiles, dtype=torch.int32) + MOST_SEQUENCES, query=zeros(tiles, dtype=torch.int32))
+        batch = PagedBatch(
+            positions=zeros(size), slots=zeros(size), cu_q=zeros(sequences + 1, dtype=torch.int32),
+            context_lens=zeros(sequences, dtype=torch.int32), block_tables=zeros(sequences, self.width, dtype=torch.int32),
+            q_lens=(0,) * sequences, contexts=(0,) * sequences, num_decodes=0, plan=plan,
+        )  # fmt: skip
+        forward = self.forward
+        ids, rows, adapters = zeros(size), zeros(MOST_SEQUENCES), zeros(size) + forward.bank.count
+
+        def step() -> Tensor:
+            by_row = RowSlots(slots=adapters, count=forward.bank.count, by_slot={}) if adapted else None
+            h, x = forward.layers(forward.decoder.embed(ids), batch, by_row)
+            return forward.logits((x + h).index_select(0, rows))
+
+        graph, logits = capture_graph(step)
+        return Prefill(ids=ids, batch=batch, rows=rows, adapters=adapters, logits=logits, graph=graph)
+
+
+def copy_rows(target: Tensor, source: Tensor, *, rest: int = 0) -> None:
+    """`source` into the first rows (and columns) of `target`; `rest` everywhere else."""
+    padded = torch.full(target.shape, rest, dtype=target.dtype)
+    padded[tuple(slice(n) for n in source.shape)] = source
+    target.copy_(padded)
+
+
+STEPS = 8
+
+Deliver = Callable[[Request, Sequence[int], Sequence[float]], None]
+
+
+@dataclass(slots=True)
+class Burst:
+    """`lengths` are the tokens that each request has when the burst starts."""
+
+    requests: list[Request]
+    lengths: list[int]
+    steps: int
+    pending: Pending
+
+
+class Bursts:
+    def __init__(
+        self, forward: Forward, scheduler: Scheduler, *, capacity: int, deliver: Deliver, reject: Callable[[Request], None],
+        steps: int = STEPS,
+    ) -> None:  # fmt: skip
+        """`deliver` receives the tokens of a request; `reject` a request whose log-probabilities are not finite."""
+        self.scheduler = scheduler
+        self.capacity = capacity
+        self.steps = min(steps, MOST_STEPS)
+        self.graphs = DecodeGraphs(forward, width=-(-capacity // forward.ops.block_size))
+        self.in_flight: Burst | None = None
+        self._deliver = deliver
+        self._reject = reject
+
+    def start(self, batch: Sequence[Work]) -> bool:
+        """Launch a burst for a batch, if it is all plain decoding and has blocks to grow into."""
+        requests = [work.request for work in batch]
+        if len(batch) > BUCKETS[-1] or any(
+            work.count > 1 or not work.samples or not is_plain(work.request) for work in batch
+        ):
+            return False
+        if any(request.adapter for request in requests) and not self.graphs.forward.bank.is_packed:
+            return False
+        lengths = [len(r.tokens) for r in requests]
+        steps = self.steps_that_fit(requests, lengths)
+        if steps < 1:
+            return False
+        self.in_flight = Burst(requests, lengths, steps, self.graphs.start(requests, steps))
+        return True
+
+    def proceed(self) -> bool:
+        """Deliver the burst in flight, after launching its successor unless another request should run."""
+        burst = self.in_flight
+        if burst is None:
+            return False
+        self.in_flight = self.launch_next(burst)
+        self.deliver(burst)
+        return True
+
+    def drain(self) -> None:
+        while self.in_flight is not None:
+            burst, self.in_flight = self.in_flight, None
+            self.deliver(burst)
+
+    def close(self) -> None:
+        self.in_flight = None
+        self.graphs.forget()
+
+    def launch_next(self, burst: Burst) -> Burst | None:
+        active = [r for r in burst.requests if r.phase is Phase.RUNNING and not r.cancelled]
+        scheduler = self.scheduler
+        lengths = [length + burst.steps for length in burst.lengths]
+        unfinished = [
+            r
+            for r, n in zip(burst.requests, lengths, strict=True)
+            if r.phase is Phase.RUNNING and n < self.most_tokens(r)
+        ]
+        newcomers = scheduler.waiting and len(unfinished) < scheduler.limits.max_requests
+        if newcomers or len(active) < len(scheduler.running) or len(unfinished) < 0.75 * len(burst.requests):
+            return None
+        steps = self.steps_that_fit(burst.requests, lengths)
+        if steps < 1:
+            return None
+        return Burst(burst.requests, lengths, steps, self.graphs.go_on(burst.requests, steps))
+
+    def most_tokens(self, request: Request) -> int:
+        return min(len(request.prompt_ids) + request.max_tokens, self.capacity)
+
+    def steps_that_fit(self, requests: Sequence[Request], lengths: Sequence[int]) -> int:
+        """Steps for which every request has blocks for what it may keep, and none runs past the tables; 0 when memory
+        is short."""
+        left = [self.most_tokens(r) - n for r, n in zip(requests, lengths, strict=True)]
+        steps = min(self.steps, max(left), self.capacity - max(lengths) + 1)
+        for request, length, keep in zip(requests, lengths, left, strict=True):
+            if request.phase is not Phase.RUNNING or keep <= 0:
+                continue
+            if not self.scheduler.grow(request, length - 1 + min(steps, keep)):
+                return 0
+        return steps
+
+    def deliver(self, burst: Burst) -> None:
+        ids, logprobs, good = burst.pending.results()
+        for request, tokens, found, finite in zip(burst.requests, ids, logprobs, good, strict=False):
+            if request.phase is not Phase.RUNNING or request.cancelled:
+                continue
+            if not finite:
+                self.in_flight = None
+                self._reject(request)  # drops every page, so nothing after it counts
+                return
+            self._deliver(request, tokens, found)
+
+
+def is_plain(request: Request) -> bool:
+    """Temperature and seed alone shape what it samples, and it wants nothing besides tokens and log-probabilities."""
+    if request.shaped or request.sampling.top_logprobs or request.wants_routes:
+        return False
+    return not (request.wants_prompt and not request.num_sampled)

@@ -1,28 +1,31 @@
-"""The proof at load: this engine's forward over pages equals the model's own forward, bit for bit, on prefill, chunk
-and decode."""
+"""The proof at load: the forward over pages equals the model's own, bit for bit, on prefill, chunk and decode; if not,
+the first operator that differs, and the first token that shows it. `redraw` is the heart of verified speculation."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from tokentrue.engine.model.adapters import Adapter, attach_adapter
-from tokentrue.engine.model.forward import Forward
-from tokentrue.engine.model.step import StepInputs
-from tokentrue.engine.trace import Difference, engine_trace, first_difference, model_trace
+from tokentrue.engine.adapters import Adapter, attach_adapter
+from tokentrue.engine.decoder import LAYOUTS, MIXERS, ROLES
+from tokentrue.engine.forward import Forward
+from tokentrue.engine.request import Request, Sampled, StepInputs
+from tokentrue.engine.sample import sample, sampling_row
 from tokentrue.errors import ExactnessError
 from tokentrue.numerics import logits_of, same_bits
+from tokentrue.types import Sampling
 
 PIECES = (77, 61, 1, 1, 1)
+Pick = Callable[[Any, Any], Tensor]
 
 
 def prove(forward: Forward, model: Any, steps: Sequence[StepInputs], adapter: Adapter | None = None) -> None:
-    """Raise ExactnessError with the first position that differs. `steps` are pieces of one sequence, with the loaded
-    `adapter` where one is given."""
+    """Raise ExactnessError with the first position that differs. `steps` are pieces of one sequence."""
     ids = [token for step in steps for token in step.ids]
     with torch.inference_mode():
         with nullcontext() if adapter is None else attach_adapter(model, forward.ops, adapter):
@@ -32,9 +35,27 @@ def prove(forward: Forward, model: Any, steps: Sequence[StepInputs], adapter: Ad
         return
     if adapter is not None:
         raise ExactnessError(f"adapter {adapter.name!r}: engine and trainer forwards differ in bits")
-    raise ExactnessError(
-        f"{type(model).__name__} has a part without an exact form; {difference_of(forward, model, steps)}"
-    )
+    where = difference_of(forward, model, steps)
+    raise ExactnessError(f"{type(model).__name__} has a part without an exact form; {where}")
+
+
+def paged_logits(forward: Forward, steps: Sequence[StepInputs]) -> Tensor:
+    return torch.cat([forward.step(step, range(step.rows)) for step in steps])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """`operator` such as `layers.2.attention`."""
+
+    token: int
+    operator: str
+    engine: float
+    trainer: float
+    differing_tokens: int
+
+    def __str__(self) -> str:
+        values = f"engine {self.engine!r}, trainer {self.trainer!r} ({self.differing_tokens} tokens differ there)"
+        return f"first difference: token {self.token}, operator {self.operator}: {values}"
 
 
 def difference_of(forward: Forward, model: Any, steps: Sequence[StepInputs]) -> Difference | None:
@@ -43,6 +64,110 @@ def difference_of(forward: Forward, model: Any, steps: Sequence[StepInputs]) -> 
     return first_difference(engine, model_trace(model, [token for step in steps for token in step.ids]))
 
 
-def paged_logits(forward: Forward, steps: Sequence[StepInputs]) -> Tensor:
-    """Logits of every position, step by step through the pages."""
-    return torch.cat([forward.step(step, range(step.rows)) for step in steps])
+def first_difference(engine: Mapping[str, Tensor], trainer: Mapping[str, Tensor]) -> Difference | None:
+    """Both map operator -> [tokens, values] in order of computation; operators that one side lacks are skipped."""
+    for name, found in engine.items():
+        wanted = trainer.get(name)
+        if wanted is None:
+            continue
+        differs = found.view(torch.uint8).ne(wanted.contiguous().view(torch.uint8)).any(-1)
+        if bool(differs.any()):
+            token = int(differs.nonzero()[0])
+            unequal = (found[token] != wanted[token]).nonzero()
+            at = int(unequal[0]) if len(unequal) else 0
+            return Difference(
+                token=token, operator=name, engine=float(found[token, at]), trainer=float(wanted[token, at]),
+                differing_tokens=int(differs.sum()),
+            )  # fmt: skip
+    return None
+
+
+@contextmanager
+def engine_trace(forward: Forward) -> Iterator[dict[str, Tensor]]:
+    """Collects every operator's results inside the block."""
+    found: dict[str, Tensor] = {}
+
+    def collect(name: str, tensor: Tensor) -> None:
+        found[name] = torch.cat((found[name], tensor)) if name in found else tensor.clone()
+
+    forward.trace = collect
+    try:
+        yield found
+    finally:
+        forward.trace = None
+
+
+def model_trace(model: Any, ids: list[int]) -> dict[str, Tensor]:
+    """The same operators of one plain forward of the model (inside `exact`, or not)."""
+    found: dict[str, Tensor] = {}
+
+    def keeper(name: str, pick: Pick) -> Callable[..., None]:
+        def keep(module: nn.Module, args: Any, output: Any) -> None:
+            found[name] = pick(args, output)[0].clone()
+
+        return keep
+
+    with ExitStack() as undo, torch.inference_mode():
+        for name, module, pick in points(model):
+            undo.callback(module.register_forward_hook(keeper(name, pick)).remove)
+        logits_of(model, torch.tensor([ids], device=next(model.parameters()).device))
+    for index, layer in enumerate(model.model.layers):
+        if has_projections(layer):
+            pieces = [found.pop(f"layers.{index}.{part}") for part in ("q", "k", "v")]
+            found[f"layers.{index}.qkv"] = torch.cat(pieces, -1)
+    return found
+
+
+def has_projections(layer: Any) -> bool:
+    """Queries, keys and values each come from one product."""
+    return hasattr(layer, "self_attn") and hasattr(layer.self_attn, "k_proj")
+
+
+def points(model: Any) -> Iterator[tuple[str, nn.Module, Pick]]:
+    def first_input(args: Any, output: Any) -> Tensor:
+        return args[0]
+
+    def result(args: Any, output: Any) -> Tensor:
+        return output[0] if isinstance(output, tuple) else output
+
+    for index, layer in enumerate(model.model.layers):
+        name, children = f"layers.{index}", dict(layer.named_children())
+        norms = zip(ROLES, LAYOUTS[frozenset(children) - MIXERS - {"mlp"}], strict=True)
+        yield from ((f"{name}.{role}", children[child], result) for role, child in norms if child)
+        attention = children.get("self_attn")
+        if attention is None:
+            yield f"{name}.out", children["linear_attn"], result
+        else:
+            if has_projections(layer):
+                yield from ((f"{name}.{part}", getattr(attention, f"{part}_proj"), result) for part in ("q", "k", "v"))
+            yield f"{name}.attention", attention.o_proj, first_input
+            yield f"{name}.out", attention.o_proj, result
+        if hasattr(children["mlp"], "down_proj"):
+            yield f"{name}.activation", children["mlp"].down_proj, first_input
+        yield f"{name}.mlp", children["mlp"], result
+    yield "norm", model.model.norm, result
+    yield "logits", model.get_output_embeddings(), result
+
+
+@torch.no_grad()
+def redraw(
+    forward: Forward, model: Any, ids: Sequence[int], proposed: Sequence[int], sampling: Sampling, seed: int, *, capacity: int
+) -> list[Sampled]:  # fmt: skip
+    """What the trainer draws after `ids`: proposed tokens as long as it agrees, then its own. Always one more than
+    agreed."""
+    room = capacity - len(ids)
+    proposed = list(proposed)[: room - 1] if room > 0 else []
+    whole = torch.tensor([[*ids, *proposed]], device=forward.device)
+    logits = logits_of(model, whole)[0, len(ids) - 1 :]
+    requests = [
+        Request(prompt_ids=(*ids, *proposed[:count]), sampling=sampling, seed=seed, stop_ids=frozenset(), max_tokens=1)
+        for count in range(len(proposed) + 1)
+    ]
+    draws: list[Sampled] = []
+    for count, result in enumerate(sample(forward.ops, logits, [sampling_row(request) for request in requests])):
+        if not isinstance(result, Sampled):
+            raise result
+        draws.append(result)
+        if count == len(proposed) or result.token_id != proposed[count]:
+            break
+    return draws

@@ -3,23 +3,110 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
-from tokentrue.engine.execute import StepResult, StepWants, execute
-from tokentrue.engine.model.adapters import Adapter, check_products, check_shapes, linear_modules
-from tokentrue.engine.model.decoder import Decoder
-from tokentrue.engine.model.forward import Forward
-from tokentrue.engine.model.step import StepInputs
-from tokentrue.engine.model.weights import Weights, load_weights
+import numpy as np
+import torch
+from torch import Tensor
+
+from tokentrue.engine.adapters import Adapter, check_products, check_shapes, linear_modules
+from tokentrue.engine.decoder import Decoder
+from tokentrue.engine.forward import Forward
+from tokentrue.engine.graphs import PrefillGraphs
 from tokentrue.engine.proof import prove
-from tokentrue.engine.scheduling.schedule import ScheduleLimits
-from tokentrue.numerics import Contract, Ops
+from tokentrue.engine.request import Routes, Sampled, StepInputs
+from tokentrue.engine.sample import SamplingRow, sample, sampling_row
+from tokentrue.engine.schedule import ScheduleLimits, Work
+from tokentrue.engine.weights import Weights, load_weights
+from tokentrue.numerics import Contract, Ops, logprobs_of
 from tokentrue.numerics.delta import GatedDelta
 
-if TYPE_CHECKING:
-    from tokentrue.engine.scheduling.prefills import PrefillGraphs
+Experts = tuple[np.ndarray, np.ndarray]  # int16 [rows, layers, top_k] and their float32 weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptRows:
+    """Logits `first` .. `first + len(targets)` of the wanted ones score these prompt tokens."""
+
+    first: int
+    targets: tuple[int, ...]
+    temperature: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepWants:
+    """`rows` are token rows whose logits are needed; `sampling` indexes into them. `routing` are the token rows (first,
+    end) of each request that wants to know their experts."""
+
+    rows: list[int] = field(default_factory=list[int])
+    sampling: list[tuple[int, SamplingRow]] = field(default_factory=list[tuple[int, SamplingRow]])
+    scoring: list[PromptRows] = field(default_factory=list[PromptRows])
+    routing: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """Answers in the order of `StepWants`."""
+
+    sampled: list[Sampled | Exception]
+    scored: list[list[float]]
+    routes: list[Routes]
+
+
+def wants_of(batch: Sequence[Work]) -> StepWants:
+    wants, start = StepWants(), 0
+    for work in batch:
+        request = work.request
+        if request.wants_routes:
+            # A preempted request computes positions again whose experts are kept already.
+            known = max(0, request.num_routed - work.start)
+            wants.routing.append((start + min(known, work.count), start + work.count))
+        if scores_prompt(work):
+            stop = min(work.start + work.count + 1, len(request.prompt_ids))
+            targets, temperature = request.prompt_ids[work.start + 1 : stop], request.sampling.temperature or 1.0
+            wants.scoring.append(PromptRows(first=len(wants.rows), targets=targets, temperature=temperature))
+            wants.rows.extend(range(start, start + work.count))
+        elif work.samples:
+            wants.rows.append(start + work.count - 1)
+        if work.samples:
+            wants.sampling.append((len(wants.rows) - 1, sampling_row(request)))
+        start += work.count
+    return wants
+
+
+def scores_prompt(work: Work) -> bool:
+    return work.request.wants_prompt and work.start + 1 < len(work.request.prompt_ids)
+
+
+def answer(forward: Forward, logits: Tensor, wants: StepWants) -> StepResult:
+    """From the logits of the wanted rows; the experts are added by the caller."""
+    scored = [score_prompt(forward, logits, part) for part in wants.scoring]
+    sampled: list[Sampled | Exception] = []
+    if wants.sampling:
+        index = torch.tensor([at for at, _ in wants.sampling], device=logits.device)
+        rows = logits if len(index) == logits.shape[0] else logits.index_select(0, index)
+        sampled = sample(forward.ops, rows, [row for _, row in wants.sampling])
+    return StepResult(sampled=sampled, scored=scored, routes=[])
+
+
+def score_prompt(forward: Forward, logits: Tensor, part: PromptRows) -> list[float]:
+    rows, targets = (
+        logits[part.first : part.first + len(part.targets)],
+        torch.tensor(part.targets, device=logits.device),
+    )
+    return logprobs_of(forward.ops, rows, targets, part.temperature).tolist()
+
+
+def read_experts(chosen: Callable[[Sequence[int]], tuple[Tensor, Tensor]], rows: tuple[int, int]) -> Experts:
+    experts, weights = chosen(range(*rows))
+    return experts.numpy(), weights.numpy()
+
+
+def routes_from(experts: np.ndarray, weights: np.ndarray) -> Routes:
+    rows, layers, top_k = experts.shape
+    return Routes((rows, layers, top_k), experts.astype("<i2").tobytes(), weights.astype("<f4").tobytes())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,15 +119,19 @@ class Sizes:
     num_blocks: int
     num_states: int | None  # recurrent-state slots of a hybrid model
 
+    @property
+    def capacity(self) -> int:
+        """Most tokens that one request can hold."""
+        return min(self.max_positions, (self.num_blocks - 1) * self.block_size)
+
 
 class Runner(Protocol):
-    """Steps are finished in the order in which they were started; at most `depth` are in flight."""
+    """Steps finish in the order in which they started; at most `depth` are in flight."""
 
     depth: int
     sizes: Sizes
     contract: Contract
-    dead: str | None
-    """Why no step can be computed any more, for good."""
+    dead: str | None  # why no step can be computed any more
 
     def start(self, inputs: StepInputs, wants: StepWants) -> None: ...
     def finish(self) -> StepResult: ...
@@ -53,27 +144,39 @@ class Runner(Protocol):
 
 
 class LocalRunner:
-    """One process, one device."""
-
     depth = 1
     dead: str | None = None
 
     def __init__(
         self, model: Any, decoder: Decoder, ops: Ops, contract: Contract, *, num_blocks: int, limits: ScheduleLimits
     ) -> None:
-        num_states = states_for(decoder, limits)
         self.model = model
         self.contract = contract
-        self.forward = Forward(decoder, ops, num_blocks=num_blocks, num_states=num_states)
         self.sizes = Sizes(
-            vocabulary=decoder.vocabulary, max_positions=decoder.max_positions, block_size=ops.block_size, num_blocks=num_blocks,
-            num_states=num_states,
-        )  # fmt: skip
-        self.prefills = prefills_of(self.forward, self.sizes)
+            vocabulary=decoder.vocabulary,
+            max_positions=decoder.max_positions,
+            block_size=ops.block_size,
+            num_blocks=num_blocks,
+            num_states=states_for(decoder, limits),
+        )
+        self.forward = Forward(decoder, ops, num_blocks=num_blocks, num_states=self.sizes.num_states)
+        # Steps are captured on CUDA; recurrent states are not.
+        self.captures = self.forward.device.type == "cuda" and self.sizes.num_states is None
+        width = -(-self.sizes.capacity // ops.block_size)
+        self.prefills = PrefillGraphs(self.forward, width=width) if self.captures else None
         self._results: deque[StepResult] = deque()
 
     def start(self, inputs: StepInputs, wants: StepWants) -> None:
-        self._results.append(execute(self.forward, inputs, wants, self.prefills))
+        forward = self.forward
+        if wants.routing:
+            with forward.routes() as chosen:
+                result = answer(forward, forward.step(inputs, wants.rows), wants)
+                routes = [routes_from(*read_experts(chosen, part)) for part in wants.routing]
+                self._results.append(replace(result, routes=routes))
+            return
+        replayed = self.prefills.step(inputs, wants.rows) if self.prefills is not None else None
+        logits = forward.step(inputs, wants.rows) if replayed is None else replayed
+        self._results.append(answer(forward, logits, wants))
 
     def finish(self) -> StepResult:
         return self._results.popleft()
@@ -110,7 +213,6 @@ class LocalRunner:
         if self.prefills is not None:
             self.prefills.forget()
         self.forward.caches.clear()
-        self.forward.recurrent.clear()
 
 
 def check_adapter(adapter: Adapter, model: Any, forward: Forward, first: int = 0) -> None:
@@ -122,13 +224,3 @@ def states_for(decoder: Decoder, limits: ScheduleLimits) -> int | None:
     """For hybrid models: a slot for every running request, and as many snapshots."""
     hybrid = any(isinstance(layer.mixer, GatedDelta) for layer in decoder.layers)
     return 2 * limits.max_requests + 2 if hybrid else None
-
-
-def prefills_of(forward: Forward, sizes: Sizes) -> PrefillGraphs | None:
-    """Captured prefills, on CUDA alone; recurrent states are not captured."""
-    if forward.device.type != "cuda" or sizes.num_states is not None:
-        return None
-    from tokentrue.engine.scheduling.prefills import PrefillGraphs
-
-    capacity = min(sizes.max_positions, (sizes.num_blocks - 1) * sizes.block_size)
-    return PrefillGraphs(forward, width=-(-capacity // sizes.block_size))

@@ -15,7 +15,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from tokentrue.engine.scheduling.request import Request, Sampled
+from tokentrue.engine.request import Request, Sampled
 from tokentrue.numerics import Ops, filter_logits, scale_logits
 from tokentrue.types import Sampling
 
@@ -25,7 +25,7 @@ MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 
 def mix(value: int) -> int:
-    """The finaliser of splitmix64: every input bit moves every output bit."""
+    """The finaliser of splitmix64."""
     value = ((value ^ (value >> 30)) * MIX[0]) & MASK
     value = ((value ^ (value >> 27)) * MIX[1]) & MASK
     return value ^ (value >> 31)
@@ -36,8 +36,7 @@ def stream_key(seed: int, position: int) -> int:
 
 
 def child_seed(seed: int, index: int) -> int:
-    """The seed of sample `index` of a group; index 0 keeps the seed itself. Seeds that are equal modulo 2^64 sample
-    alike."""
+    """Index 0 keeps the seed. Seeds that are equal modulo 2^64 sample alike."""
     return seed if index == 0 else to_signed(mix((seed ^ (index * GOLDEN)) & MASK))
 
 
@@ -47,12 +46,12 @@ def to_signed(value: int) -> int:
 
 @lru_cache(maxsize=8)
 def counters(vocabulary: int, device: torch.device) -> Tensor:
-    """Token t's place in every stream: (t + 1) * GOLDEN. Read only."""
+    """Token t's place in every stream. Read only."""
     return torch.arange(1, vocabulary + 1, device=device)[None, :] * to_signed(GOLDEN)
 
 
 def gumbel(seeds: list[int], positions: list[int], vocabulary: int, device: torch.device) -> Tensor:
-    """float64 [R,V]: -log(-log(u)), u in (0,1) from 53 bits of the hash (`mix`, on signed integers, so shifts are
+    """float64 [R,V]: -log(-log(u)), u in (0,1) from 53 bits of the hash (`mix` on signed integers, so shifts are
     masked)."""
     keys = torch.tensor([to_signed(stream_key(s, p)) for s, p in zip(seeds, positions, strict=True)], device=device)
     z = keys[:, None] + counters(vocabulary, device)
@@ -65,7 +64,7 @@ def gumbel(seeds: list[int], positions: list[int], vocabulary: int, device: torc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingRow:
-    """How one row of logits becomes a token. `tokens` (prompt and output) are there for penalties alone."""
+    """`tokens` (prompt and output) are there for penalties alone."""
 
     sampling: Sampling
     seed: int
@@ -90,7 +89,6 @@ def is_penalised(s: Sampling) -> bool:
 
 
 def sample(ops: Ops, logits_RV: Tensor, requests: Sequence[SamplingRow]) -> list[Sampled | Exception]:
-    """One token per row, in their order."""
     temperatures = [r.sampling.temperature or 1.0 for r in requests]
     shaped = [i for i, r in enumerate(requests) if r.shaped]
     penalised = penalties(logits_RV, requests) if shaped else {}
@@ -158,7 +156,7 @@ def top_logprobs(table_V: Tensor, count: int) -> dict[int, float]:
 
 
 def penalties(logits_RV: Tensor, requests: Sequence[SamplingRow]) -> dict[int, Tensor]:
-    """Rows with repetition (prompt and output), presence and frequency (output) penalties applied, in float32."""
+    """Rows with repetition (prompt and output), presence and frequency (output) penalties, in float32."""
     rows: dict[int, Tensor] = {}
     for i, request in enumerate(requests):
         s = request.sampling

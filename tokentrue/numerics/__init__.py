@@ -1,9 +1,6 @@
 """Batch-invariant operators and THE ONE log-probability function, shared by engine and trainer."""
 
-from tokentrue.numerics.bits import same_bits
-from tokentrue.numerics.devices import on_device, ops_for
-from tokentrue.numerics.fingerprint import Contract
-from tokentrue.numerics.gradient import deterministic_grad
+from tokentrue.numerics.exact import SWITCHES, Contract, exact, on_device, ops_for
 from tokentrue.numerics.logprob import KeptRows, filter_logits, logprobs_of, remove_filtered, scale_logits
 from tokentrue.numerics.ops import (
     AttentionSpec,
@@ -17,9 +14,9 @@ from tokentrue.numerics.ops import (
     Packed,
     PagedBatch,
     RowSlots,
+    same_bits,
 )
-from tokentrue.numerics.patching.patch import SWITCHES, exact
-from tokentrue.numerics.score import logits_of, score, score_with_entropy
+from tokentrue.numerics.score import deterministic_grad, logits_of, score, score_with_entropy
 
 __all__ = [
     "SWITCHES",

@@ -1,15 +1,15 @@
-"""Gated delta rule (Qwen3-Next, Qwen3.5): a linear attention whose state is updated token by token, in one order on
-both sides.
+"""Gated delta rule (Qwen3-Next, Qwen3.5): linear attention whose state is updated token by token, in one order on both
+sides.
 
 Per token and value head, in float32, K the key size:
     S = S * exp(g);  S = S + k ⊗ ((v - Sᵀk) * beta);  out = Sᵀq / sqrt(K)
-A token's result depends on the state before it and on its own inputs, so cutting a sequence anywhere changes no bit.
-The recurrent form is the forward of both sides; gradients come from transformers' chunked form of the same function.
+A token's sums run over the key size of its own state, so neither the batch nor a cut changes a bit. Both sides compute
+this recurrent form; gradients come from transformers' chunked form.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,11 +17,103 @@ from torch import Tensor, nn
 
 from tokentrue.errors import ExactnessError
 from tokentrue.numerics.ops import NormForm, Ops, Packed
-from tokentrue.numerics.scan import groups
+
+
+def groups(lengths: Sequence[int], device: torch.device) -> Iterator[tuple[list[int], Tensor]]:
+    """Sequences of equal length, and their rows."""
+    starts, members = [0], dict[int, list[int]]()
+    for index, length in enumerate(lengths):
+        starts.append(starts[-1] + length)
+        members.setdefault(length, []).append(index)
+    for length, own in members.items():
+        if length:
+            first = torch.tensor([starts[i] for i in own], device=device)
+            yield own, (first[:, None] + torch.arange(length, device=device)).flatten()
+
+
+def recurrent_scan(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """q, k [S,n,H,K], v [S,n,H,V], decay, beta [S,n,H], state [S,H,K,V] -> out [S,n,H,V] and the last state."""
+    factor, scaled = torch.exp(decay), q * q.shape[-1] ** -0.5
+    out = torch.empty_like(v)
+    for t in range(q.shape[1]):
+        key = k[:, t].unsqueeze(-1)
+        state = state * factor[:, t, :, None, None]
+        delta = (v[:, t] - (state * key).sum(-2)) * beta[:, t].unsqueeze(-1)
+        state = state + key * delta.unsqueeze(-2)
+        out[:, t] = (state * scaled[:, t].unsqueeze(-1)).sum(-2)
+    return out, state
+
+
+def scan_sequences(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, lengths: Sequence[int], state: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """`Ops.delta_scan` in plain torch, without gradients."""
+    last = q.new_zeros(len(lengths), q.shape[1], q.shape[2], v.shape[2]) if state is None else state.clone()
+    out = torch.empty_like(v)
+    for members, rows in groups(lengths, q.device):
+        qm, km, vm, decays, betas = (x[rows].view(len(members), -1, *x.shape[1:]) for x in (q, k, v, decay, beta))
+        found, last[members] = recurrent_scan(qm, km, vm, decays, betas, last[members])
+        out[rows] = found.flatten(0, 1)
+    return out, last
+
+
+Scan = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Sequence[int], Tensor | None], tuple[Tensor, Tensor]]
+
+
+class DeltaScan(torch.autograd.Function):
+    """Forward by an exact scan from zero states, backward by transformers' chunked form."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, lengths: Sequence[int], scan: Scan
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(q, k, v, decay, beta)
+        ctx.lengths = lengths
+        out, state = scan(q, k, v, decay, beta, lengths, None)
+        ctx.mark_non_differentiable(state)
+        return out, state
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
+
+        inputs = ctx.saved_tensors  # read once: checkpointing unpacks it
+        found = [torch.empty_like(x) for x in inputs]
+        for members, rows in groups(ctx.lengths, grads[0].device):
+
+            def together(x: Tensor, rows: Tensor = rows, count: int = len(members)) -> Tensor:
+                return x[rows].view(count, -1, *x.shape[1:])
+
+            with torch.enable_grad():
+                leaves = [together(x).detach().requires_grad_() for x in inputs]
+                q, k, v, decay, beta = leaves
+                out, _ = torch_chunk_gated_delta_rule(q, k, v, g=decay, beta=beta)
+                parts = torch.autograd.grad(out, leaves, together(grads[0]))
+            for whole, part in zip(found, parts, strict=True):
+                whole[rows] = part.flatten(0, 1)
+        return (*found, None, None)
+
+
+def differentiable_scan(
+    scan: Scan,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    lengths: Sequence[int],
+    state: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """`scan`, with gradients where inputs need them and the sequences start from zero states."""
+    if state is None and torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, decay, beta)):
+        return DeltaScan.apply(q, k, v, decay, beta, tuple(lengths), scan)  # pyright: ignore[reportReturnType]
+    return scan(q, k, v, decay, beta, lengths, state)
 
 
 class GatedDelta:
-    """One layer: the parameters stay in the model's own module and are read at call time."""
+    """One layer; parameters are read from the model's module at call time."""
 
     def __init__(self, name: str, module: Any, ops: Ops) -> None:
         self.module = module
@@ -40,8 +132,7 @@ class GatedDelta:
     def run(
         self, x_TK: Tensor, lengths: Sequence[int], history: Tensor | None, state: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Output [T,K], and the next tokens' history [S,taps-1,C] and state [S,H,K,V]; sequences back to back, None:
-        from their start."""
+        """Output [T,K], next history [S,taps-1,C] and state [S,H,K,V]; sequences back to back, None: from their start."""
         ops, m = self.ops, self.module
         mixed, z, b, a = self.project(x_TK)
         mixed, history = self.convolve(mixed, lengths, history)
@@ -78,7 +169,7 @@ class GatedDelta:
         return mixed, z.reshape(tokens, self.value_heads, self.value_size), b.flatten(1), a.flatten(1)
 
     def convolve(self, mixed: Tensor, lengths: Sequence[int], history: Tensor | None) -> tuple[Tensor, Tensor]:
-        """SiLU of the causal depthwise convolution: taps are added in order in float32, and the sum is rounded once."""
+        """SiLU of the causal depthwise convolution: taps added in order in float32, one rounding."""
         weight = self.module.conv1d.weight.squeeze(1).float()
         back = self.taps - 1
         if history is None:
@@ -99,7 +190,7 @@ class GatedDelta:
         return self.ops.activation(out, "silu"), kept
 
     def unit(self, x: Tensor) -> Tensor:
-        """Vectors of length 1 in float32, heads of keys repeated for the heads of values."""
+        """Vectors of length 1 in float32, key heads repeated for the value heads."""
         x = x.float()
         x = x / torch.sqrt((x * x).sum(-1, keepdim=True) + 1e-6)
         return x.repeat_interleave(self.value_heads // self.key_heads, 1)

@@ -4,37 +4,40 @@
 
 Temperature is always a tensor: division by a Python scalar is a multiplication by the reciprocal on some devices, which
 rounds otherwise. Filters (top-k, top-p, min-p) set what they remove to -inf, so that the rest is renormalised: the
-distribution actually sampled from.
+distribution actually sampled from. Training never holds the table of logits: head and log-softmax run over a few rows
+at a time, forward and backward. Rows are independent, so the cut changes no bit; gradients of the weight are summed
+over the pieces in float32, in order.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from tokentrue.numerics.cpu.arithmetic import multiply
 from tokentrue.numerics.ops import Ops
 
+# Rows scored at once.
 ROWS = 4096
-"""Rows scored at once: rows are independent, so the cut changes nothing but memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KeptRows:
-    """The ids that filters kept, as compressed sparse rows: row r is `token_ids[offsets[r]:offsets[r + 1]]`; an empty
-    row keeps all."""
+    """The ids that filters kept: row r is `token_ids[offsets[r]:offsets[r + 1]]`; an empty row keeps all."""
 
     token_ids: Tensor  # int64 [N]
     offsets: Tensor  # int64 [R+1]
 
     def of(self, rows: slice) -> KeptRows:
-        """Some rows, counted from 0."""
         offsets = self.offsets[rows.start : rows.stop + 1]
         return KeptRows(token_ids=self.token_ids[int(offsets[0]) : int(offsets[-1])], offsets=offsets - offsets[0])
 
     def removed(self, vocabulary: int) -> Tensor:
-        """bool [R, V]: True where a filter removed the id."""
+        """bool [R, V]."""
         counts = self.offsets.diff()
         rows = torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
         table = (counts > 0)[:, None].expand(-1, vocabulary).clone()
@@ -60,7 +63,6 @@ def scale_logits(logits_RV: Tensor, temperature: Tensor | float) -> Tensor:
 
 
 def logprobs_of(ops: Ops, logits_RV: Tensor, ids_R: Tensor, temperature: Tensor | float = 1.0) -> Tensor:
-    """Log-probability of one token per row, float32 [R]."""
     pieces = []
     for start in range(0, logits_RV.shape[0], ROWS):
         rows = slice(start, start + ROWS)
@@ -70,8 +72,7 @@ def logprobs_of(ops: Ops, logits_RV: Tensor, ids_R: Tensor, temperature: Tensor 
 
 
 def filter_logits(scaled_V: Tensor, *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Tensor:
-    """One row of scaled logits with -inf where top-k, then top-p, then min-p removes a token; ties at a border are
-    kept."""
+    """One row of scaled logits after top-k, then top-p, then min-p; ties at a border are kept."""
     kept = scaled_V
     if 0 < top_k < scaled_V.shape[-1]:
         border = torch.topk(scaled_V, top_k).values[-1]
@@ -86,3 +87,106 @@ def filter_logits(scaled_V: Tensor, *, top_k: int = 0, top_p: float = 1.0, min_p
         probs = torch.softmax(kept.double(), -1)
         kept = kept.masked_fill(probs < min_p * probs.max(), -torch.inf)
     return kept
+
+
+PIECE_LOGITS = {"cpu": 1 << 22, "cuda": 1 << 28}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadSettings:
+    ops: Ops
+    temperature: float | Tensor  # one, or one per row
+    softcap: float | None
+    entropy: bool
+    kept: KeptRows | None = None  # what the sampler's filters kept for each row
+    divisor: float | None = None  # of the logits (Granite)
+
+    def of(self, rows: slice) -> HeadSettings:
+        temperature = self.temperature[rows] if isinstance(self.temperature, Tensor) else self.temperature
+        return replace(self, temperature=temperature, kept=None if self.kept is None else self.kept.of(rows))
+
+
+def score_tokens(
+    hidden_RK: Tensor, weight_VK: Tensor, bias: Tensor | None, ids_R: Tensor, settings: HeadSettings
+) -> Tensor:
+    """(grad) float32 [R, 2]: log-probability of ids[r] and entropy of row r (0 unless asked for)."""
+    return HeadScores.apply(hidden_RK, weight_VK, bias, ids_R, settings)  # pyright: ignore[reportReturnType]
+
+
+class HeadScores(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, settings: HeadSettings
+    ) -> Tensor:
+        ctx.save_for_backward(hidden, weight, bias, ids)
+        ctx.settings = settings
+        out = torch.zeros(hidden.shape[0], 2, dtype=torch.float32, device=hidden.device)
+        for rows in pieces(hidden.shape[0], weight):
+            scaled = scaled_logits_of(hidden[rows], weight, bias, settings.of(rows))[0]
+            if settings.entropy:
+                table = settings.ops.log_softmax(scaled.float())
+                out[rows, 0] = table.gather(-1, ids[rows, None]).squeeze(-1)
+                out[rows, 1] = -(table.exp() * table.masked_fill(table == -torch.inf, 0.0)).sum(-1)
+            else:
+                out[rows, 0] = settings.ops.token_logprobs(scaled, ids[rows])
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, ids = ctx.saved_tensors
+        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
+        d_hidden = torch.empty_like(hidden) if need_hidden else None
+        d_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
+        d_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and need_bias else None
+        for rows in pieces(hidden.shape[0], weight):
+            d_logits = logits_gradient(hidden[rows], weight, bias, ids[rows], grads[0][rows], ctx.settings.of(rows))
+            narrow = d_logits.to(hidden.dtype)
+            if d_hidden is not None:
+                d_hidden[rows] = multiply(narrow, weight)
+            if d_weight is not None:
+                d_weight += multiply(narrow.t(), hidden[rows])
+            if d_bias is not None:
+                d_bias += d_logits.float().sum(0)
+        return (
+            d_hidden, None if d_weight is None else d_weight.to(weight.dtype),
+            None if d_bias is None or bias is None else d_bias.to(bias.dtype), None, None,
+        )  # fmt: skip
+
+
+def pieces(rows: int, weight: Tensor) -> Iterator[slice]:
+    step = max(1, PIECE_LOGITS[weight.device.type] // weight.shape[0])
+    return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
+
+
+def scaled_logits_of(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, settings: HeadSettings
+) -> tuple[Tensor, Tensor | None]:
+    """float32 logits over temperature (as they are, where the operators take them), and tanh(logits / softcap)."""
+    logits, bent = settings.ops.linear(hidden, weight, bias), None
+    if settings.divisor is not None:
+        logits = logits / settings.divisor
+    if settings.softcap is not None:
+        bent = torch.tanh(logits / settings.softcap)
+        logits = bent * settings.softcap
+    if not (settings.ops.reads_16bit and is_plain(settings.temperature)):
+        logits = scale_logits(logits, settings.temperature)
+    return remove_filtered(logits, settings.kept), bent
+
+
+def is_plain(temperature: float | Tensor) -> bool:
+    """Dividing by it changes nothing."""
+    return not isinstance(temperature, Tensor) and temperature == 1.0
+
+
+def logits_gradient(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, grads_R2: Tensor, settings: HeadSettings
+) -> Tensor:
+    """[R, V]: of the sum of both scores, each times its gradient, with respect to the logits."""
+    scaled, bent = scaled_logits_of(hidden, weight, bias, settings)
+    gradient = settings.ops.logits_gradient(scaled, ids, grads_R2, entropy=settings.entropy)
+    if not is_plain(settings.temperature):
+        divisor = settings.temperature
+        gradient = (gradient / (divisor.unsqueeze(-1) if isinstance(divisor, Tensor) else divisor)).to(gradient.dtype)
+    if bent is not None:
+        gradient = gradient * (1 - bent.float().square())
+    return gradient if settings.divisor is None else gradient / settings.divisor

@@ -2,15 +2,13 @@
 
 Invariant of every method: the result of a row (a token, a query) depends on that row's own inputs alone; never on how
 many other rows share the call, on its place among them, on the chunking of its prefill, on the page its keys lie in, or
-on prefill versus decode. Engine and trainer call the same methods of the same object, so equal inputs give equal bits
-on both sides.
+on prefill versus decode. Engine and trainer call the same methods, so equal inputs give equal bits on both sides.
 
 Shapes: T tokens (all sequences of a step back to back), S sequences, H query heads, J key/value heads (H % J == 0), D
 head size, K/N in/out features, V vocabulary, E experts, I expert width, B block (page) size.
-Paged cache of one layer: `k_cache`, `v_cache` `[num_blocks, J, B, D]` in the model's dtype, from `Ops.new_cache`
-(strides are the implementation's choice); block 0 is the null block: never handed out, always zero, padding of the
-block tables. Entries are always finite. The token at position p of a sequence lies in block `table[p // B]`, row `p %
-B`; its slot is `block * B + p % B`.
+Paged cache of one layer: `k_cache`, `v_cache` `[num_blocks, J, B, D]` in the model's dtype, from `Ops.new_cache`; block
+0 is the null block: never handed out, always zero, padding of the block tables. Entries are always finite. The token at
+position p of a sequence lies in block `table[p // B]`, row `p % B`; its slot is `block * B + p % B`.
 """
 
 from __future__ import annotations
@@ -24,17 +22,21 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from tokentrue.numerics.scan import differentiable_scan, scan_sequences
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Equal dtype, shape and bits: no tolerance, and -0 is not 0."""
+    kind = INTEGERS[a.element_size()]
+    return (
+        a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.contiguous().view(kind), b.contiguous().view(kind))
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
-    """Causal attention of one layer. `window=w`: a query at position p sees keys p-w+1 .. p. `softcap=c`: scores become
-    c*tanh(s/c).
-
-    `sinks` [H] (gpt-oss): one more score of each query head, with no value behind it: it takes its share of the
-    softmax.
-    """
+    """Causal attention. `window=w`: a query at position p sees keys p-w+1 .. p. `softcap=c`: scores become c*tanh(s/c).
+    `sinks` [H] (gpt-oss): one more score of each query head, without a value."""
 
     scale: float
     window: int | None = None
@@ -44,8 +46,8 @@ class AttentionSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packed:
-    """Whole sequences back to back (training): sequence i owns rows `cu_seqlens[i] .. cu_seqlens[i+1]`, and starts at
-    position 0."""
+    """Whole sequences back to back (training), each from position 0: sequence i has rows `cu_seqlens[i] ..
+    cu_seqlens[i+1]`."""
 
     cu_seqlens: Tensor  # int32 [S+1], on the device
     lengths: tuple[int, ...]  # the same on the host
@@ -58,12 +60,12 @@ class Packed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PagedBatch:
-    """One engine step: for each sequence its newest `q_lens[i]` tokens, back to back; the first `num_decodes` sequences
-    have one each.
+    """One engine step: the newest `q_lens[i]` tokens of each sequence, back to back; the first `num_decodes` have one
+    each.
 
-    Keys of the new tokens are stored before attention reads, so a query at position p sees cache positions 0 .. p.
-    Host tuples are for planning; a captured graph reads only the device tensors (whose padding rows have slot 0 and
-    context length 0 or 1).
+    Keys of the new tokens are stored before attention reads, so a query at position p sees cache positions 0 .. p. Host
+    tuples are for planning; a captured graph reads the device tensors alone (padding rows have slot 0 and context
+    length 0 or 1).
     """
 
     positions: Tensor  # int64 [T]
@@ -78,8 +80,7 @@ class PagedBatch:
 
 
 class NormForm(IntEnum):
-    """Where an RMS norm rounds to the model's dtype, and what its weight means. n = x / sqrt(mean(x²) + eps) in
-    float32."""
+    """Where an RMS norm rounds, and what its weight means. n = x / sqrt(mean(x²) + eps) in float32."""
 
     PLAIN = 0  # round(n), then times weight, rounded again (Llama, Qwen3)
     UNIT_OFFSET = 1  # n * (1 + weight) in float32, one rounding (Gemma, Qwen3-Next)
@@ -88,7 +89,7 @@ class NormForm(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadNorm:
-    """RMS norm over the head size of queries and keys (Qwen3, Gemma 3), before the rotary embedding."""
+    """RMS norm over the head size of queries and keys, before the rotary embedding."""
 
     q_weight: Tensor
     k_weight: Tensor
@@ -106,8 +107,8 @@ class LowRank:
 
 
 class LowRankStack:
-    """The adapted parts of one merged product, of every loaded adapter. `ends` are the columns where its projections
-    end. `packed` is what a device keeps of all parts together, None where it keeps nothing."""
+    """The adapted parts of one merged product, of every loaded adapter. Its projections end at the columns `ends`.
+    `packed` is what a device keeps of all parts together, if anything."""
 
     def __init__(self, ends: tuple[int, ...]) -> None:
         self.ends = ends
@@ -117,8 +118,8 @@ class LowRankStack:
 
 @dataclass(slots=True, kw_only=True)
 class RowSlots:
-    """Which adapter changes each token row of a step. `slots` [T] int64, on the device; a row without an adapter has
-    `count`. `by_slot` holds the rows of each slot, for the plain way; a captured step has none."""
+    """Which adapter changes each token row of a step. `slots` [T] int64 on the device; a row without an adapter has
+    `count`. `by_slot` has the rows of each slot; a captured step has none."""
 
     slots: Tensor
     count: int
@@ -137,10 +138,8 @@ class ClampedSwiglu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertWeights:
-    """Experts as the model holds them: gate_up [E,2I,K] and down [E,K,I], gate before up; biases [E,2I] and [E,K].
-
-    `interleaved` (gpt-oss): gate_up [E,K,2I] with gate and up in turn, down [E,I,K].
-    """
+    """As the model holds them: gate_up [E,2I,K] and down [E,K,I], gate before up; biases [E,2I] and [E,K].
+    `interleaved` (gpt-oss): gate_up [E,K,2I] with gate and up in turn, down [E,I,K]."""
 
     gate_up: Tensor
     down: Tensor
@@ -158,7 +157,6 @@ class ExpertWeights:
         return self.down[expert].t() if self.interleaved else self.down[expert]
 
     def split(self, both: Tensor) -> tuple[Tensor, Tensor]:
-        """Gate and up of a product with `gate_up_of`."""
         if self.interleaved:
             return both[..., ::2], both[..., 1::2]
         gate, up = both.chunk(2, -1)
@@ -166,8 +164,6 @@ class ExpertWeights:
 
 
 class Norm(Protocol):
-    """Weight, epsilon and kind of an RMS norm."""
-
     @property
     def weight(self) -> Tensor: ...
     @property
@@ -177,36 +173,33 @@ class Norm(Protocol):
 
 
 class Ops(ABC):
-    """All exact operators of one device. Methods marked (grad) work under autograd; the others are for inference alone.
+    """All exact operators of one device. (grad) works under autograd; the others are for inference alone.
 
-    Rounding is part of the contract: intermediate results are rounded to the tensor's dtype exactly where the docstring
-    says so.
+    Rounding is part of the contract: results are rounded to the tensor's dtype exactly where a docstring says so.
     """
 
     name: str
     block_size: int
+    # Fewer rows cost more than this many: a lone token may be computed so many times over.
     least_rows: int = 1
-    """Products of fewer rows cost more than of this many: a lone token may be computed so many times over."""
+    # Whether `token_logprobs` and `logits_gradient` take logits in the model's dtype.
     reads_16bit: bool = False
-    """Whether `token_logprobs` and `logits_gradient` take logits in the model's dtype."""
+    # While it is a list, every mixture of experts appends its choice [T,k] and the weights.
     routes: list[tuple[Tensor, Tensor]] | None = None  # where set, each mixture adds its experts and their weights
-    """While it is a list, every mixture of experts that runs appends its choice [T,k]."""
 
     # ---- rows x features
-    # ----------------------------------------------------------------------------------------------------------
     @abstractmethod
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """(grad) x [..., K] @ weight [N, K]^T + bias; float32 accumulation, one rounding at the end. Column n does not
-        depend on N."""
+        """(grad) x [..., K] @ weight [N, K]^T + bias; float32 accumulation, one rounding. Column n does not depend on
+        N."""
 
     @abstractmethod
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, form: NormForm = NormForm.PLAIN) -> Tensor:
-        """(grad) x / sqrt(mean(x²) + eps) over the last dimension in float32, scaled and rounded as `form` says."""
+        """(grad) Over the last dimension in float32, scaled and rounded as `form` says."""
 
     @abstractmethod
     def activation(self, x: Tensor, kind: str) -> Tensor:
-        """(grad) `silu` as x/(1+exp(-x)), `gelu_pytorch_tanh`, `gelu`, `relu` …, computed in float32, rounded to x's
-        dtype."""
+        """(grad) `silu` as x/(1+exp(-x)), `gelu_pytorch_tanh`, …, computed in float32, rounded to x's dtype."""
 
     def function(self, x: Tensor, name: str) -> Tensor:
         """`torch.cos` or `torch.sin`, each value by itself."""
@@ -219,43 +212,35 @@ class Ops(ABC):
     @abstractmethod
     def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """q [T,H,D], k [T,J,D], cos/sin [T,R] (model dtype): q*cos + rotate_half(q)*sin, rounded after each product and
-        after the sum.
+        after the sum, without fused multiply-add, as Hugging Face's `apply_rotary_pos_emb`.
 
-        With R < D the first R values of a head are turned, the others stay. With float32 cos/sin the sum is rounded
-        once (OLMo-3). The bits of Hugging Face's `apply_rotary_pos_emb` in plain torch (so: no fused multiply-add).
+        With R < D the first R values of a head are turned. With float32 cos/sin the sum is rounded once (OLMo-3).
         """
 
     @abstractmethod
     def log_softmax(self, logits: Tensor) -> Tensor:
-        """(grad) over the last dimension, in and out float32."""
+        """(grad) Over the last dimension, in and out float32."""
 
     @abstractmethod
     def experts(self, x: Tensor, index: Tensor, weight: Tensor, experts: ExpertWeights) -> Tensor:
-        """(grad) x [T,K], index/weight [T,k] -> [T,K].
+        """(grad) x [T,K], index/weight [T,k] -> [T,K]. Per slot: linear, bias, gate_values, linear, bias, times weight,
+        each rounded to x's dtype; slots are added in order, in x's dtype."""
 
-        Per slot: linear, bias, gate_values, linear, bias, times weight, each rounded to x's dtype; slots are added in
-        their order 0, 1, …, in x's dtype.
-        """
-
+    @abstractmethod
     def delta_scan(
         self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, lengths: Sequence[int], state: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """(grad, from zero states) The gated delta rule over sequences back to back: q, k [T,H,K], v [T,H,V], decay,
-        beta [T,H], float32.
+        beta [T,H], float32 -> out [T,H,V] and the states [S,H,K,V] after each sequence; `state` None: zeros."""
 
-        Returns out [T,H,V] and the states [S,H,K,V] after each sequence's last token; `state` None starts from zeros.
-        """
-        return differentiable_scan(scan_sequences, q, k, v, decay, beta, lengths, state)
-
-    # ---- attention ----------------------------------------------------------------------------------------------------------------
+    # ---- attention
     @abstractmethod
     def attention(self, q: Tensor, k: Tensor, v: Tensor, packed: Packed, spec: AttentionSpec) -> Tensor:
-        """(grad) q [T,H,D], k/v [T,J,D] -> [T,H,D]; causal inside each packed sequence. Same bits as `paged_attention`
-        on the same rows."""
+        """(grad) q [T,H,D], k/v [T,J,D] -> [T,H,D]; causal in each sequence, with the bits of `paged_attention`."""
 
     @abstractmethod
     def store_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-        """k, v [T,J,D] into the pages."""
+        pass
 
     @abstractmethod
     def paged_attention(
@@ -264,14 +249,13 @@ class Ops(ABC):
         """q [T,H,D] -> [T,H,D], keys and values from the pages; prefill chunks and decodes mixed."""
 
     def pack(self, weights: Iterable[Tensor]) -> None:  # noqa: B027
-        """These weights (as `linear` will be given them) are constant until the next call: prepare a quicker form, of
-        the same bits."""
+        """These weights are constant until the next call: prepare a quicker form, of the same bits."""
 
     def new_cache(self, num_blocks: int, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Zeros, shaped [num_blocks, J, B, D]."""
         return torch.zeros(num_blocks, heads, self.block_size, head_dim, dtype=dtype, device=device)
 
-    # ---- self-knowledge -----------------------------------------------------------------------------------------------------------
+    # ---- self-knowledge
     @abstractmethod
     def contract(self) -> Mapping[str, str]:
         """Operator -> implementation, tile and accumulation dtype, as text: goes into the fingerprint."""
@@ -280,14 +264,13 @@ class Ops(ABC):
     def self_test(
         self, *, linears: set[tuple[int, int, bool]], heads: set[tuple[int, int, int]], dtype: torch.dtype
     ) -> list[str]:
-        """Check the invariant on this machine for these (K, N, bias) and (H, J, D); fall back where it does not hold,
-        and say so.
+        """Check the invariant on this machine for these (K, N, bias) and (H, J, D), and fall back where it does not
+        hold.
 
         Returns one sentence per fall-back; raises ExactnessError where there is none.
         """
 
     # ---- compositions: override to fuse, never to change a bit
-    # ------------------------------------------------------------------------
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, form: NormForm = NormForm.PLAIN
     ) -> tuple[Tensor, Tensor]:
@@ -297,7 +280,7 @@ class Ops(ABC):
 
     def add_low_rank(self, y: Tensor, x: Tensor, low: LowRank) -> Tensor:
         """(grad) y + linear(linear(x, A), B) * scale: products in the adapter's dtype, the sum in the wider one,
-        rounded to y's dtype."""
+        rounded to y's."""
         delta = self.linear(self.linear(x.to(low.a.dtype), low.a), low.b) * low.scale
         return (y + delta).to(y.dtype)
 
@@ -305,8 +288,7 @@ class Ops(ABC):
         """The parts of `stack`, which has `count` slots, have changed: prepare a quicker form, of the same bits."""
 
     def add_low_ranks(self, y: Tensor, x: Tensor, stack: LowRankStack, rows: RowSlots) -> None:
-        """`add_low_rank` of each row's adapter for each projection of the merged product y [T,N] of x [T,K], in place.
-        For inference."""
+        """`add_low_rank` of each row's adapter and each projection of the merged product y [T,N] of x [T,K], in place."""
         for slot, at in rows.by_slot.items():
             start = 0
             for low, end in zip(stack.parts.get(slot, ()), stack.ends, strict=False):
@@ -324,7 +306,6 @@ class Ops(ABC):
         return weight.to(logits.dtype), index
 
     def gate_values(self, gate: Tensor, up: Tensor, act: str | ClampedSwiglu) -> Tensor:
-        """(grad) What an expert's second product reads."""
         if isinstance(act, str):
             return self.act_mul(gate, up, act)
         gate, up = gate.clamp(max=act.limit), up.clamp(min=-act.limit, max=act.limit)
@@ -344,14 +325,12 @@ class Ops(ABC):
         bias: Tensor | None = None,
         kind: str | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(linear of add_rms_norm(h, residual), residual + h); gated_linear where `kind` names an activation. For
-        inference."""
+        """(linear, or with `kind` gated_linear, of add_rms_norm(h, residual); residual + h). For inference."""
         normed, total = self.add_rms_norm(h, residual, norm.weight, norm.eps, form=norm.form)
         return (self.linear(normed, weight, bias) if kind is None else self.gated_linear(normed, weight, kind)), total
 
     def logits_gradient(self, logits: Tensor, ids: Tensor, grads: Tensor, *, entropy: bool) -> Tensor:
-        """[R,V]: gradient of grads[r,0] * logprob(ids[r]) + grads[r,1] * entropy (where wanted), with respect to the
-        logits."""
+        """[R,V]: of grads[r,0] * logprob(ids[r]) + grads[r,1] * entropy (where wanted), with respect to the logits."""
         table = self.log_softmax(logits.float())
         probs = table.exp()
         gradient = probs * -grads[:, :1]
@@ -361,7 +340,7 @@ class Ops(ABC):
         return gradient.scatter_add_(1, ids[:, None], grads[:, :1])
 
     def token_logprobs(self, logits: Tensor, ids: Tensor) -> Tensor:
-        """(grad) log_softmax(logits [R,V] float32)[r, ids[r]], float32 [R]."""
+        """(grad) log_softmax(logits [R,V] float32)[r, ids[r]]."""
         return self.log_softmax(logits).gather(-1, ids[:, None]).squeeze(-1)
 
     def prepare_qkv(

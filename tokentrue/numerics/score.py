@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -11,11 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from tokentrue.errors import ExactnessError, InputError
-from tokentrue.numerics.bits import same_bits
-from tokentrue.numerics.head import HeadSettings, score_tokens
-from tokentrue.numerics.logprob import KeptRows
-from tokentrue.numerics.ops import Packed
-from tokentrue.numerics.patching.patch import STATE, State, exact
+from tokentrue.numerics.exact import STATE, State, exact
+from tokentrue.numerics.logprob import HeadSettings, KeptRows, score_tokens
+from tokentrue.numerics.modules import replace_attribute
+from tokentrue.numerics.ops import Packed, same_bits
 
 
 def score(
@@ -30,10 +29,9 @@ def score(
 
     Sequences start at position 0 and may be padded on the right with any id (causality hides it). Packed: ids [1,T] (or
     [T]) with `cu_seqlens` [S+1]; entries that would predict a sequence's first token from the one before it are 0.
-    `temperature` is one number, or one for each entry of the result. `kept` holds, for each entry of the result (row
-    after row), the ids that the sampler's filters kept: the distribution is renormalised over them, as the sampler's
-    was. Outside `with exact(model)` the block is entered for this one call. The table of logits is never whole in
-    memory.
+    `temperature` is one number, or one for each entry of the result. `kept` has, for each entry of the result (row
+    after row), the ids that the sampler's filters kept. Outside `with exact(model)` the block is entered for this one
+    call.
     """
     return scores_of(model, ids, temperature, cu_seqlens, entropy=False, kept=kept)[..., 0]
 
@@ -61,7 +59,6 @@ def scores_of(
     entropy: bool,
     kept: KeptRows | None = None,
 ) -> Tensor:
-    """[B,T-1,2]: log-probability and entropy."""
     if not bool((torch.as_tensor(temperature) > 0).all()):
         raise InputError(
             f"score: temperature must be > 0, got {temperature}; greedy decoding has no log-probabilities of its own"
@@ -91,7 +88,7 @@ def scores_of(
 
 
 def with_last_positions(kept: KeptRows, shape: torch.Size) -> KeptRows:
-    """Rows for all B × T positions, from rows for the B × (T - 1) that predict something."""
+    """From B × (T - 1) rows: the last positions predict nothing."""
     counts = kept.offsets.diff()
     if counts.numel() != shape[0] * (shape[1] - 1):
         raise InputError(f"score: kept has {counts.numel()} rows for {shape[0]} x {shape[1] - 1} scores")
@@ -103,8 +100,8 @@ def with_last_positions(kept: KeptRows, shape: torch.Size) -> KeptRows:
 def scoring_head(
     model: Any, targets_BT: Tensor, temperature: float | Tensor, entropy: bool, kept: KeptRows | None = None
 ) -> Iterator[list[Tensor]]:
-    """Inside the block the output head returns scores [B,T,2] in place of logits. It stays inside the model's forward,
-    as FSDP2 needs."""
+    """Inside the block the output head returns scores [B,T,2] in place of logits, inside the model's forward, as FSDP2
+    needs."""
     state: State = model.__dict__[STATE]
     head, config = model.get_output_embeddings(), model.config.get_text_config()
     if not isinstance(head, nn.Linear):
@@ -129,24 +126,16 @@ def scoring_head(
         made.append(scores.view(*hidden.shape[:-1], 2))
         return made[-1]
 
-    before = head.__dict__.get("forward")
-    object.__setattr__(head, "forward", forward)
-    for name in bent:  # the model's own code leaves the scores as they are
-        setattr(config, name, 1.0 if name == "logits_scaling" else None)
-    try:
+    with ExitStack() as undo:
+        replace_attribute(head, "forward", forward, undo)
+        for name, value in bent.items():  # the model's own code leaves the scores as they are
+            undo.callback(setattr, config, name, value)
+            setattr(config, name, 1.0 if name == "logits_scaling" else None)
         yield made
-    finally:
-        for name, value in bent.items():
-            setattr(config, name, value)
-        if before is None:
-            del head.__dict__["forward"]
-        else:
-            object.__setattr__(head, "forward", before)
 
 
 def logits_of(model: nn.Module, ids_BT: Tensor, packed: Packed | None = None) -> Tensor:
-    """The plain forward pass, [B,T,V] in the model's dtype; for use inside `exact`. Embeddings [B,T,K] may stand for
-    the ids."""
+    """The plain forward pass, [B,T,V] in the model's dtype, inside `exact`. `ids_BT` may be embeddings [B,T,K]."""
     b, t = ids_BT.shape[:2]
     if packed is None:
         positions = torch.arange(t, device=ids_BT.device).expand(b, t)
@@ -163,3 +152,29 @@ def packed_of(ids: Tensor, cu_seqlens: Tensor) -> Packed:
         raise InputError(f"score: cu_seqlens must rise from 0 to {ids.shape[1]} over one row of ids, got {ends}")
     lengths = tuple(b - a for a, b in pairwise(ends))
     return Packed(cu_seqlens=cu_seqlens.to(device=ids.device, dtype=torch.int32), lengths=lengths)
+
+
+# (index, log-probabilities [T-1] of that sequence) -> its share of the loss, a scalar.
+SequenceLoss = Callable[[int, Tensor], Tensor]
+
+
+def deterministic_grad(
+    model: nn.Module, sequences: Sequence[Tensor], loss: SequenceLoss, *, temperature: float = 1.0, first: int = 0
+) -> tuple[Tensor, list[Tensor]]:
+    """Add the gradient of sum_i loss(first + i, log-probabilities of sequences[i]) to `.grad`; returns that sum and the
+    log-probabilities.
+
+    The order of sums is fixed (one sequence, one backward pass), so the cut into micro-batches changes no bit:
+    `deterministic_grad(m, a, f); deterministic_grad(m, b, f, first=len(a))` equals `deterministic_grad(m, a + b, f)`.
+    It costs batching in the backward pass; without it, gradients are equal from run to run.
+    """
+    total = torch.zeros((), dtype=torch.float64)
+    found: list[Tensor] = []
+    with exact(model):
+        for index, ids in enumerate(sequences):
+            logprobs = score(model, ids[None], temperature)[0]
+            share = loss(first + index, logprobs)
+            share.backward()
+            total += share.detach().double().cpu()
+            found.append(logprobs.detach())
+    return total, found

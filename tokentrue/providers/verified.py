@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from tokentrue.engine import ExactEngine
-from tokentrue.engine.scheduling.request import mask_of
-from tokentrue.engine.verify import Draw, redraw
+from tokentrue.engine.proof import redraw
+from tokentrue.engine.request import Sampled, mask_of
 from tokentrue.errors import SamplingError
 from tokentrue.ids import TokenIds
 from tokentrue.json_types import JsonMapping
@@ -73,7 +73,7 @@ class VerifiedProvider(Streaming):
             )
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         request = self.engine.request(prompt_ids, replace(sampling, seed=seed))
-        draws: list[Draw] = []
+        draws: list[Sampled] = []
         versions: list[int] = []
         finish, by = Finish.LENGTH, None
         while len(draws) < request.max_tokens and finish is Finish.LENGTH:
@@ -101,12 +101,14 @@ class VerifiedProvider(Streaming):
         asked = replace(sampling, max_tokens=room, top_logprobs=0, extra={})
         return list((await self.proposer.generate(ids, asked, session=session)).token_ids)
 
-    def verify(self, ids: list[int], proposed: list[int], sampling: Sampling, seed: int) -> tuple[list[Draw], int]:
+    def verify(self, ids: list[int], proposed: list[int], sampling: Sampling, seed: int) -> tuple[list[Sampled], int]:
         """Between two steps of the engine, so that no weight load falls into it."""
         with self.engine.paused():
-            return redraw(self.engine.core, ids, proposed, sampling, seed), self.engine.version
+            core = self.engine.core
+            drawn = redraw(core.forward, core.model, ids, proposed, sampling, seed, capacity=core.capacity)
+            return drawn, self.engine.version
 
-    def count(self, proposed: list[int], found: list[Draw]) -> None:
+    def count(self, proposed: list[int], found: list[Sampled]) -> None:
         agreed = sum(draw.token_id == token for draw, token in zip(found, proposed, strict=False))
         self.acceptance.proposed += len(proposed)
         self.acceptance.accepted += agreed
@@ -116,7 +118,7 @@ class VerifiedProvider(Streaming):
         self,
         prompt_ids: TokenIds,
         sampling: Sampling,
-        draws: list[Draw],
+        draws: list[Sampled],
         versions: list[int],
         finish: Finish,
         by: int | None,
@@ -128,7 +130,7 @@ class VerifiedProvider(Streaming):
             versions=spans_from_runs((1, version) for version in versions),
             prompt_tokens=len(prompt_ids),
             stopped_by=by,
-            top_logprobs=tuple(d.top for d in draws) if sampling.top_logprobs else None,
+            top_logprobs=tuple(d.top or {} for d in draws) if sampling.top_logprobs else None,
             raw_logprobs=tuple(d.raw_logprob for d in draws) if sampling.filters else None,
             sampling_mask=mask_of([d.kept for d in draws]) if sampling.truncates else None,
             fingerprint=self.engine.fingerprint,

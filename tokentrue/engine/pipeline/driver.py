@@ -13,27 +13,31 @@ import shutil
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 
-import tokentrue.engine.pipeline.messages as say
-from tokentrue.engine.execute import StepResult, StepWants, routes_from
-from tokentrue.engine.model.adapters import Adapter
-from tokentrue.engine.model.step import StepInputs
-from tokentrue.engine.model.weights import Weights, checked_weights, plain_name, targets_of
-from tokentrue.engine.pipeline.plan import PipelinePlan, StageSpec, WeightRoutes, cut_layers, skeleton_of
-from tokentrue.engine.pipeline.stage import run_stage
-from tokentrue.engine.runner import Sizes
+from tokentrue.engine.adapters import Adapter
+from tokentrue.engine.pipeline.stage import (
+    BuiltStage,
+    StageFailed,
+    StageSpec,
+    WeightRoutes,
+    cut_layers,
+    run_stage,
+    skeleton_of,
+)
+from tokentrue.engine.request import StepInputs
+from tokentrue.engine.runner import Sizes, StepResult, StepWants, routes_from
+from tokentrue.engine.schedule import ScheduleLimits
+from tokentrue.engine.weights import Weights, checked_weights, plain_name, targets_of
 from tokentrue.errors import EngineError, ExactnessError
-from tokentrue.numerics.fingerprint import shapes_of
-
-Answer = TypeVar("Answer")
+from tokentrue.numerics.exact import shapes_of
 
 
 @dataclass(slots=True)
@@ -43,32 +47,30 @@ class StageProcess:
     answers: deque[Any] = field(default_factory=deque[Any])
 
 
-def start_pipeline(model: Any, plan: PipelinePlan) -> Pipeline:
+def start_pipeline(
+    model: Any, *, stages: int, device: str, max_positions: int, kv_tokens: int | None, limits: ScheduleLimits
+) -> Pipeline:
     """Stages with the layers of `model` (on the host); its weights are sent by name, so nothing of it is kept here."""
-    layers = cut_layers(len(model.model.layers), plan.stages)
-    pipeline = Pipeline(
-        skeleton_of(type(model), model.config), WeightRoutes(model, layers), stage_specs(model, plan, layers)
-    )
+    layers = cut_layers(len(model.model.layers), stages)
+    gpus = torch.cuda.device_count() if device.startswith("cuda") else 0
+    routes, shapes = WeightRoutes(model, layers), shapes_of(model)
+    rendezvous = str(Path(tempfile.mkdtemp(prefix="tokentrue-pipeline-")) / "store")
+    specs = [
+        StageSpec(
+            index=index, stages=stages, layers=own, model_class=type(model), config=model.config, shapes=shapes,
+            device=f"cuda:{index % gpus}" if gpus else device, backend="nccl" if gpus >= stages else "gloo",
+            share=min(1.0, max(gpus, 1) / stages), rendezvous=rendezvous, threads=torch.get_num_threads(),
+            max_positions=max_positions, kv_tokens=kv_tokens, limits=limits,
+        )
+        for index, own in enumerate(layers)
+    ]  # fmt: skip
+    pipeline = Pipeline(skeleton_of(type(model), model.config), routes, specs)
     try:
-        pipeline.build(model, plan)
+        pipeline.build(model, max_positions)
     except BaseException:
         pipeline.close()
         raise
     return pipeline
-
-
-def stage_specs(model: Any, plan: PipelinePlan, layers: list[range]) -> list[StageSpec]:
-    gpus = torch.cuda.device_count() if plan.device.startswith("cuda") else 0
-    folder = tempfile.mkdtemp(prefix="tokentrue-pipeline-")
-    return [
-        StageSpec(
-            index=index, stages=plan.stages, layers=own, model_class=type(model), config=model.config, shapes=shapes_of(model),
-            device=f"cuda:{index % gpus}" if gpus else plan.device, backend="nccl" if gpus >= plan.stages else "gloo",
-            share=min(1.0, max(gpus, 1) / plan.stages), rendezvous=str(Path(folder) / "store"), threads=torch.get_num_threads(),
-            max_positions=plan.max_positions, kv_tokens=plan.kv_tokens, limits=plan.limits,
-        )
-        for index, own in enumerate(layers)
-    ]  # fmt: skip
 
 
 class Pipeline:
@@ -84,97 +86,98 @@ class Pipeline:
         self._wants: deque[StepWants] = deque()
         self._stages = [start_stage(spec) for spec in specs]
 
-    def build(self, model: Any, plan: PipelinePlan) -> None:
+    def build(self, model: Any, max_positions: int) -> None:
         every = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
         for name, value in every:
             self._send_tensor(name, value)
-        answers = self._ask_all(say.Build(), object)
-        self._raise_first(answer for answer in answers if isinstance(answer, say.Outcome))
-        built = [answer for answer in answers if isinstance(answer, say.Built)]
-        if len({answer.contract.fingerprint for answer in built}) != 1:
+        built: list[BuiltStage] = self._ask_all("build")
+        if len({stage.contract.fingerprint for stage in built}) != 1:
             raise ExactnessError(
-                "the stages' operators differ: " + "; ".join(str(answer.contract.operators) for answer in built)
+                "the stages' operators differ: " + "; ".join(str(stage.contract.operators) for stage in built)
             )
-        num_blocks, states = (
-            min(answer.num_blocks for answer in built),
-            [a.num_states for a in built if a.num_states is not None],
-        )
-        self._tell_all(say.Allocate(num_blocks))
+        num_blocks = min(stage.num_blocks for stage in built)
+        self._tell_all("allocate", num_blocks)
         self.contract = built[0].contract
         self.sizes = Sizes(
-            vocabulary=model.get_output_embeddings().weight.shape[0], max_positions=plan.max_positions, block_size=built[0].block_size,
-            num_blocks=num_blocks, num_states=states[0] if states else None,
-        )  # fmt: skip
+            vocabulary=model.get_output_embeddings().weight.shape[0],
+            max_positions=max_positions,
+            block_size=built[0].block_size,
+            num_blocks=num_blocks,
+            num_states=next((stage.num_states for stage in built if stage.num_states is not None), None),
+        )
 
-    # ---- steps ----------------------------------------------------------------------------------------------------------------------
+    # ---- steps
     def start(self, inputs: StepInputs, wants: StepWants) -> None:
-        self._tell_all(say.Step(inputs, wants))
+        self._tell_all("step", inputs, wants)
         self._wants.append(wants)
 
     def finish(self) -> StepResult:
         wants = self._wants.popleft()
-        chosen = [self._hear(stage, say.Chosen).parts for stage in self._stages] if wants.routing else []
-        result = self._hear(self._stages[-1], StepResult)
+        chosen = [self._hear(stage) for stage in self._stages] if wants.routing else []
+        result: StepResult = self._hear(self._stages[-1])
         requests = zip(*(parts for parts in chosen if parts), strict=True)
-        return replace(
-            result,
-            routes=[routes_from(*(np.concatenate(both, 1) for both in zip(*own, strict=True))) for own in requests],
-        )
+        routes = [routes_from(*(np.concatenate(both, 1) for both in zip(*own, strict=True))) for own in requests]
+        return replace(result, routes=routes)
 
     def prove(self, steps: Sequence[StepInputs]) -> None:
-        self._raise_first(self._ask_all(say.Prove(steps), say.Outcome))
+        self._ask_all("prove", steps)
 
     def clean(self) -> None:
-        self._tell_all(say.Clean())
+        self._tell_all("clean")
 
-    # ---- weights --------------------------------------------------------------------------------------------------------------------
+    # ---- weights
     def load(self, weights: Weights) -> None:
         """To each stage its own; a mapping or directory is checked whole before the first is sent."""
         for name, _, value in checked_weights(targets_of(self.model), weights, self.model):
             self._send_tensor(plain_name(name), value)
-        self._raise_first(self._ask_all(say.Refresh(), say.Outcome))
+        self._ask_all("refresh")
 
     def set_adapter(self, adapter: Adapter, proof_steps: Sequence[StepInputs]) -> None:
         try:
-            self._raise_first(self._ask_all(say.CheckAdapter(adapter), say.Outcome))
-            self._raise_first(self._ask_all(say.Prove(proof_steps, adapter.name), say.Outcome))
+            self._ask_all("set_adapter", adapter)
+            self._ask_all("prove", proof_steps, adapter.name)
         except (ExactnessError, EngineError):
             if self.dead is None:
                 self.unload_adapter(adapter.name)
             raise
 
     def unload_adapter(self, name: str) -> None:
-        self._tell_all(say.UnloadAdapter(name))
+        self._tell_all("unload_adapter", name)
 
     def _send_tensor(self, name: str, value: torch.Tensor) -> None:
         flat = value.detach().cpu().contiguous()
         for stage, local in self._routes.targets(name):
             pipe = self._stages[stage].pipe
-            self._tell(self._stages[stage], say.Tensor(local, flat.dtype, tuple(flat.shape)))
+            self._tell(self._stages[stage], "put", (local, flat.dtype, tuple(flat.shape)))
             try:
                 pipe.send_bytes(memoryview(flat.view(-1).view(torch.uint8).numpy()))  # pyright: ignore[reportArgumentType]
             except OSError:
                 self._die()
 
     # ---- the stages' processes
-    # ------------------------------------------------------------------------------------------------------
-    def _ask_all(self, message: Any, kind: type[Answer]) -> list[Answer]:
-        self._tell_all(message)
-        return [self._hear(stage, kind) for stage in self._stages]
-
-    def _tell_all(self, message: Any) -> None:
+    def _ask_all(self, method: str, *args: Any) -> list[Any]:
+        """The answer of every stage; raises the first error among them."""
         for stage in self._stages:
-            self._tell(stage, message)
+            self._tell(stage, method, args, answers=True)
+        answers = [self._hear(stage) for stage in self._stages]
+        for answer in answers:
+            if isinstance(answer, Exception):
+                raise answer
+        return answers
 
-    def _tell(self, stage: StageProcess, message: Any) -> None:
+    def _tell_all(self, method: str, *args: Any) -> None:
+        for stage in self._stages:
+            self._tell(stage, method, args)
+
+    def _tell(self, stage: StageProcess, method: str, args: tuple[Any, ...], *, answers: bool = False) -> None:
         if self.dead is not None:
             raise EngineError(self.dead)
         try:
-            stage.pipe.send(message)
+            stage.pipe.send((method, args, answers))
         except OSError:
             self._die()
 
-    def _hear(self, stage: StageProcess, kind: type[Answer]) -> Answer:
+    def _hear(self, stage: StageProcess) -> Any:
         """The stage's next answer. Any stage that fails or dies meanwhile ends the pipeline."""
         while not stage.answers:
             if self.dead is not None:
@@ -185,16 +188,14 @@ class Pipeline:
                     self._receive(each)
             if not stage.answers and any(each.process.sentinel in ready for each in self._stages):
                 self._die()
-        answer = stage.answers.popleft()
-        assert isinstance(answer, kind), f"expected {kind.__name__}, got {type(answer).__name__}"
-        return answer
+        return stage.answers.popleft()
 
     def _receive(self, stage: StageProcess) -> None:
         try:
             answer = stage.pipe.recv()
         except (EOFError, OSError):
             self._die()
-        if isinstance(answer, say.Failed):
+        if isinstance(answer, StageFailed):
             self._die((self._stages.index(stage), answer.text))
         stage.answers.append(answer)
 
@@ -232,11 +233,6 @@ class Pipeline:
         if self.dead is None:
             self.dead = "the engine was closed"
             self._end()
-
-    def _raise_first(self, outcomes: Iterable[say.Outcome]) -> None:
-        for outcome in outcomes:
-            if outcome.error is not None:
-                raise outcome.error
 
 
 def start_stage(spec: StageSpec) -> StageProcess:

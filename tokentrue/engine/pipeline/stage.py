@@ -1,43 +1,147 @@
-"""One stage of a pipeline, in a process of its own: some layers, their caches, and hidden states from the stage before
+"""One stage of a pipeline, in a separate process: some layers, their caches, and hidden states from the stage before
 to the one after.
 
-Hidden states travel by torch.distributed (nccl where every stage has a GPU of its own, else gloo through host memory);
-everything else comes over the pipe to the driver. Steps are computed in the order of the pipe, so no step overtakes
-another in any stage.
+Hidden states travel by torch.distributed (nccl where every stage has its own GPU, else gloo through host memory).
+Everything else comes over the pipe to the driver, as calls of this class's methods. Calls run in the order of the pipe,
+so no step overtakes another in any stage.
 """
 
 from __future__ import annotations
 
+import copy
 import os
+import re
 import signal
 from collections import deque
+from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from itertools import pairwise
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
-import tokentrue.engine.pipeline.messages as say
-from tokentrue.engine.execute import answer, read_experts
-from tokentrue.engine.model.adapters import Adapter, attach_adapter
-from tokentrue.engine.model.decoder import read_decoder
-from tokentrue.engine.model.forward import Forward
-from tokentrue.engine.model.sizing import blocks_for
-from tokentrue.engine.model.step import StepInputs
-from tokentrue.engine.pipeline.plan import StageSpec, stage_model
-from tokentrue.engine.runner import check_adapter, states_for
-from tokentrue.errors import EngineError, ExactnessError, TokenTrueError
-from tokentrue.numerics import exact, logits_of, ops_for, same_bits
-from tokentrue.numerics.fingerprint import contract_for
+from tokentrue.engine.adapters import Adapter, attach_adapter
+from tokentrue.engine.decoder import check_shape, read_decoder
+from tokentrue.engine.forward import Forward, blocks_for
+from tokentrue.engine.request import StepInputs
+from tokentrue.engine.runner import StepWants, answer, check_adapter, read_experts, states_for
+from tokentrue.engine.schedule import ScheduleLimits
+from tokentrue.errors import ConfigError, EngineError, ExactnessError, TokenTrueError
+from tokentrue.numerics import Contract, exact, logits_of, ops_for, same_bits
+from tokentrue.numerics.exact import ModelShapes, contract_for
 
-MOST_SENDS = 2
-"""Hidden states on their way to the next stage; beyond that this stage waits."""
-PATIENCE = timedelta(days=7)
-"""A stage waits for the one before it as long as nobody asks for anything; the driver notices a dead one."""
+LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+MOST_SENDS = 2  # hidden states on their way to the next stage; beyond that this stage waits
+PATIENCE = timedelta(days=7)  # an idle stage waits for the one before it; the driver notices a dead one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSpec:
+    """All that a stage's process is started with; its weights follow by name."""
+
+    index: int
+    stages: int
+    layers: range
+    model_class: type
+    config: Any
+    shapes: ModelShapes  # of the whole model, so that every stage checks, and falls back on, the same
+    device: str
+    backend: str
+    share: float  # of the device's free memory
+    rendezvous: str
+    threads: int
+    max_positions: int
+    kv_tokens: int | None
+    limits: ScheduleLimits
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.stages - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuiltStage:
+    """What the stage checked on its device, and the cache blocks that fit there."""
+
+    contract: Contract
+    num_blocks: int
+    num_states: int | None
+    block_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class StageFailed:
+    """The last message of a stage that cannot continue."""
+
+    text: str
+
+
+def cut_layers(layers: int, stages: int) -> list[range]:
+    """Contiguous and as even as can be."""
+    if not 1 <= stages <= layers:
+        raise ConfigError(f"pipeline={stages}: choose 1 to {layers}, the number of the model's layers")
+    borders = [round(layers * i / stages) for i in range(stages + 1)]
+    return [range(start, stop) for start, stop in pairwise(borders)]
+
+
+class WeightRoutes:
+    """Name in the whole model -> (stage, name there); tied embeddings go to both ends."""
+
+    def __init__(self, model: Any, layers: list[range]) -> None:
+        check_shape(model)
+        self.layers = layers
+        self.tied = model.get_output_embeddings().weight is model.model.embed_tokens.weight
+
+    def targets(self, name: str) -> list[tuple[int, str]]:
+        last = len(self.layers) - 1
+        if found := LAYER.fullmatch(name):
+            number = int(found[1])
+            stage = next(i for i, own in enumerate(self.layers) if number in own)
+            return [(stage, f"model.layers.{number - self.layers[stage].start}.{found[2]}")]
+        if self.tied and name in {"model.embed_tokens.weight", "lm_head.weight"}:
+            return [(0, "model.embed_tokens.weight"), (last, "lm_head.weight")]
+        if name.startswith("model.embed_tokens."):
+            return [(0, name)]
+        if name.startswith(("lm_head.", "model.norm.")):
+            return [(last, name)]
+        return [(stage, name) for stage in range(last + 1)]
+
+
+def skeleton_of(model_class: Any, config: Any) -> Any:
+    """The model without weights (on the meta device)."""
+    with torch.device("meta"):
+        return model_class(copy.deepcopy(config)).eval().requires_grad_(False)
+
+
+def stage_model(spec: StageSpec) -> Any:
+    """The model's own classes with this stage's layers alone, on the meta device; what other stages do passes hidden
+    states through."""
+    model = skeleton_of(spec.model_class, spec.config)
+    body, config = model.model, model.config.get_text_config()
+    kinds = getattr(config, "layer_types", None)
+    body.layers = nn.ModuleList(body.layers[spec.layers.start : spec.layers.stop])
+    config.num_hidden_layers = len(spec.layers)
+    if kinds is not None:
+        config.layer_types = list(kinds[spec.layers.start : spec.layers.stop])
+    if not spec.is_first:
+        body.embed_tokens = nn.Identity()
+        if hasattr(body, "embedding_multiplier"):
+            body.embedding_multiplier = 1.0
+    if not spec.is_last:
+        body.norm = model.lm_head = nn.Identity()
+        for name, neutral in (("logits_scaling", 1.0), ("final_logit_softcapping", None)):
+            if hasattr(config, name):
+                setattr(config, name, neutral)
+    return model
 
 
 def run_stage(spec: StageSpec, pipe: Connection) -> None:
@@ -48,186 +152,166 @@ def run_stage(spec: StageSpec, pipe: Connection) -> None:
     except (EOFError, ConnectionError):
         os._exit(0)  # the driver is gone
     except Exception as error:
-        pipe.send(say.Failed(f"{type(error).__name__}: {error}"))
+        pipe.send(StageFailed(f"{type(error).__name__}: {error}"))
         os._exit(1)
 
 
 class Stage:
+    """The driver calls the methods without an underscore."""
+
     def __init__(self, spec: StageSpec, pipe: Connection) -> None:
         torch.set_num_threads(spec.threads)
-        self.spec = spec
-        self.pipe = pipe
-        self.device = torch.device(spec.device)
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
-        self.model = stage_model(spec)
-        self.wire = self.device if spec.backend == "nccl" else torch.device("cpu")
-        self.forward: Forward | None = None
-        self.targets: dict[str, torch.Tensor] | None = None
-        self.sends: deque[tuple[Any, torch.Tensor]] = deque()
-        self.undo = ExitStack()
+        self._spec = spec
+        self._pipe = pipe
+        self._device = torch.device(spec.device)
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        self._model = stage_model(spec)
+        self._wire = self._device if spec.backend == "nccl" else torch.device("cpu")
+        self._forward: Forward
+        self._targets: dict[str, Tensor] | None = None
+        self._sends: deque[tuple[Any, Tensor]] = deque()
+        self._undo = ExitStack()
 
     def serve(self) -> None:
-        while not isinstance(message := self.pipe.recv(), say.Stop):
-            self.handle(message)
-        self.undo.close()
+        """Run (method, arguments, whether its result or error is sent back), until the driver ends this process."""
+        while True:
+            method, args, answers = self._pipe.recv()
+            try:
+                result = getattr(self, method)(*args)
+            except TokenTrueError as error:
+                if not answers:
+                    raise
+                result = error
+            if answers:
+                self._pipe.send(result)
 
-    def handle(self, message: Any) -> None:
-        match message:
-            case say.Tensor():
-                self.put(message, self.pipe.recv_bytes())
-            case say.Build():
-                try:
-                    self.pipe.send(self.build())
-                except TokenTrueError as error:
-                    self.pipe.send(say.Outcome(error))
-            case say.Allocate():
-                assert self.forward is not None
-                decoder, ops = self.forward.decoder, self.forward.ops
-                self.forward = Forward(
-                    decoder, ops, num_blocks=message.num_blocks, num_states=states_for(decoder, self.spec.limits)
-                )
-            case say.Step():
-                self.step(message)
-            case say.Prove():
-                self.pipe.send(say.Outcome(self.prove(message)))
-            case say.Refresh():
-                self.ready.refresh()
-                self.pipe.send(say.Outcome(None))
-            case say.Clean():
-                self.ready.clean()
-            case say.CheckAdapter():
-                self.pipe.send(say.Outcome(self.take_adapter(message.adapter)))
-            case say.UnloadAdapter():
-                self.ready.bank.remove(message.name)
-            case _:
-                raise EngineError(f"a stage cannot do {type(message).__name__}")
-
-    @property
-    def ready(self) -> Forward:
-        assert self.forward is not None, "the stage is built first"
-        return self.forward
-
-    # ---- weights --------------------------------------------------------------------------------------------------------------------
-    def put(self, header: say.Tensor, data: bytes) -> None:
-        value = torch.empty(header.shape, dtype=header.dtype)
+    # ---- weights
+    def put(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        """The tensor's bytes follow. It replaces the weight or buffer of that name (before `build`), or is copied into
+        it."""
+        data = self._pipe.recv_bytes()
+        value = torch.empty(shape, dtype=dtype)
         if data:
             value.view(-1).view(torch.uint8).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-        if self.targets is not None:
+        if self._targets is not None:
             with torch.no_grad():
-                self.targets[header.name].data.copy_(value)
+                self._targets[name].data.copy_(value)
             return
-        path, _, leaf = header.name.rpartition(".")
-        module, value = self.model.get_submodule(path), value.to(self.device)
+        path, _, leaf = name.rpartition(".")
+        module, value = self._model.get_submodule(path), value.to(self._device)
         if (own := module._parameters.get(leaf)) is not None:
             if own.shape != value.shape:
-                made = f"{self.spec.model_class.__name__}(config) makes {tuple(own.shape)}"
+                made = f"{self._spec.model_class.__name__}(config) makes {tuple(own.shape)}"
                 raise EngineError(
-                    f"weight {header.name!r} has shape {header.shape}, {made}: stages are built from the model's own class"
+                    f"weight {name!r} has shape {shape}, {made}: stages are built from the model's own class"
                 )
             module._parameters[leaf] = nn.Parameter(value, requires_grad=False)
         else:
             module._buffers[leaf] = value
 
-    def build(self) -> say.Built:
-        spec = self.spec
-        tensors = dict(self.model.state_dict(keep_vars=True))
-        lost = [
-            name for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()) if tensor.is_meta
-        ]
+    def build(self) -> BuiltStage:
+        """All tensors are there."""
+        spec, model = self._spec, self._model
+        targets = dict(model.state_dict(keep_vars=True))
+        lost = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
         if lost:
             raise EngineError(f"stage {spec.index} has no values for {lost[0]!r}")
-        ops = ops_for(self.device)
-        self.undo.enter_context(exact(self.model, ops=ops))
-        contract = contract_for(spec.shapes, ops, self.device)
-        decoder = read_decoder(self.model, ops, max_positions=spec.max_positions)
-        self.targets = tensors
+        ops = ops_for(self._device)
+        self._undo.enter_context(exact(model, ops=ops))
+        contract = contract_for(spec.shapes, ops, self._device)
+        decoder = read_decoder(model, ops, max_positions=spec.max_positions)
+        self._targets = targets
         blocks = blocks_for(
-            decoder, ops, limits=spec.limits, kv_tokens=spec.kv_tokens, device=self.device, share=spec.share
+            decoder, ops, limits=spec.limits, kv_tokens=spec.kv_tokens, device=self._device, share=spec.share
         )
-        self.forward = Forward(decoder, ops, num_blocks=1, num_states=states_for(decoder, spec.limits))
+        states = states_for(decoder, spec.limits)
+        self._forward = Forward(decoder, ops, num_blocks=1, num_states=states)
+        url = f"file://{spec.rendezvous}"
         dist.init_process_group(
-            spec.backend,
-            init_method=f"file://{spec.rendezvous}",
-            rank=spec.index,
-            world_size=spec.stages,
-            timeout=PATIENCE,
+            spec.backend, init_method=url, rank=spec.index, world_size=spec.stages, timeout=PATIENCE
         )
-        return say.Built(contract, blocks, states_for(decoder, spec.limits), ops.block_size)
+        return BuiltStage(contract=contract, num_blocks=blocks, num_states=states, block_size=ops.block_size)
 
-    # ---- steps ----------------------------------------------------------------------------------------------------------------------
-    def step(self, message: say.Step) -> None:
-        forward, wants = self.ready, message.wants
+    def allocate(self, num_blocks: int) -> None:
+        decoder, ops = self._forward.decoder, self._forward.ops
+        states = states_for(decoder, self._spec.limits)
+        self._forward = Forward(decoder, ops, num_blocks=num_blocks, num_states=states)
+
+    def refresh(self) -> None:
+        self._forward.refresh()
+
+    def clean(self) -> None:
+        self._forward.clean()
+
+    def set_adapter(self, adapter: Adapter) -> None:
+        """Where it is good, steps may name the adapter from now on."""
+        own, first = self._spec.layers, self._spec.layers.start
+        weights = {
+            (layer - first, projection): replace(low, a=low.a.to(self._device), b=low.b.to(self._device))
+            for (layer, projection), low in adapter.weights.items()
+            if layer in own
+        }
+        local = replace(adapter, weights=weights)
+        check_adapter(local, self._model, self._forward, first)
+        self._forward.bank.set(local)
+
+    def unload_adapter(self, name: str) -> None:
+        self._forward.bank.remove(name)
+
+    # ---- steps
+    def step(self, inputs: StepInputs, wants: StepWants) -> None:
+        """The last stage sends a StepResult; all, where experts are wanted, those of their layers before."""
+        forward = self._forward
         if wants.routing:
             with forward.routes() as chosen:
-                y = self.compute(message.inputs)
-                self.pipe.send(
-                    say.Chosen([read_experts(chosen, part) for part in wants.routing] if forward.ops.routes else [])
-                )
+                y = self._compute(inputs, self._enter(inputs))
+                self._pipe.send([read_experts(chosen, part) for part in wants.routing] if forward.ops.routes else [])
         else:
-            y = self.compute(message.inputs)
-        if self.spec.is_last:
+            y = self._compute(inputs, self._enter(inputs))
+        if self._spec.is_last:
             with torch.inference_mode():
-                self.pipe.send(answer(forward, forward.logits_of_rows(y, wants.rows), wants))
+                self._pipe.send(answer(forward, forward.logits_of_rows(y, wants.rows), wants))
 
-    def compute(self, inputs: StepInputs) -> torch.Tensor:
+    def _enter(self, inputs: StepInputs) -> Tensor:
+        """What comes into this stage's layers."""
+        if self._spec.is_first:
+            return self._forward.embed(inputs)
+        decoder = self._forward.decoder
+        x = torch.empty(inputs.rows, decoder.width, dtype=decoder.dtype, device=self._wire)
+        dist.recv(x, self._spec.index - 1)
+        return x.to(self._device)
+
+    def _compute(self, inputs: StepInputs, x: Tensor) -> Tensor:
         """What comes out of this stage's layers; the next stage gets it, too."""
-        return self.compute_from(inputs, self.entering(inputs))
-
-    def entering(self, inputs: StepInputs) -> torch.Tensor:
-        if self.spec.is_first:
-            return self.ready.embed(inputs)
-        decoder = self.ready.decoder
-        x = torch.empty(inputs.rows, decoder.width, dtype=decoder.dtype, device=self.wire)
-        dist.recv(x, self.spec.index - 1)
-        return x.to(self.device)
-
-    def compute_from(self, inputs: StepInputs, x: torch.Tensor) -> torch.Tensor:
-        y = self.ready.compute(inputs, x)
-        if not self.spec.is_last:
-            while len(self.sends) >= MOST_SENDS:
-                self.sends.popleft()[0].wait()
-            sent = y.to(self.wire).contiguous()
-            self.sends.append((dist.isend(sent, self.spec.index + 1), sent))
+        y = self._forward.compute(inputs, x)
+        if not self._spec.is_last:
+            while len(self._sends) >= MOST_SENDS:
+                self._sends.popleft()[0].wait()
+            sent = y.to(self._wire).contiguous()
+            self._sends.append((dist.isend(sent, self._spec.index + 1), sent))
         return y
 
-    # ---- proof ----------------------------------------------------------------------------------------------------------------------
-    def prove(self, message: say.Prove) -> Exception | None:
-        """This stage's layers over pages, against the model's own code over the same inputs."""
-        adapter = self.ready.bank.adapters[message.adapter] if message.adapter is not None else None
-        found, inside = list[torch.Tensor](), list[torch.Tensor]()
-        for step in message.steps:
-            inside.append(self.entering(step))
-            found.append(self.compute_from(step, inside[-1]))
-        ids = [token for step in message.steps for token in step.ids]
-        source = torch.tensor([ids], device=self.device) if self.spec.is_first else torch.cat(inside)[None]
+    def prove(self, steps: Sequence[StepInputs], adapter_name: str | None = None) -> None:
+        """Compare this stage's layers over pages with the model's own code over the same inputs."""
+        forward, spec = self._forward, self._spec
+        adapter = forward.bank.adapters[adapter_name] if adapter_name is not None else None
+        found, inside = list[Tensor](), list[Tensor]()
+        for step in steps:
+            inside.append(self._enter(step))
+            found.append(self._compute(step, inside[-1]))
+        ids = [token for step in steps for token in step.ids]
+        source = torch.tensor([ids], device=self._device) if spec.is_first else torch.cat(inside)[None]
         with torch.inference_mode():
-            with nullcontext() if adapter is None else attach_adapter(self.model, self.ready.ops, adapter):
-                wanted = logits_of(self.model, source)[0]
+            with nullcontext() if adapter is None else attach_adapter(self._model, forward.ops, adapter):
+                wanted = logits_of(self._model, source)[0]
             hidden = torch.cat(found)
-            reached = self.ready.logits(hidden) if self.spec.is_last else hidden
+            reached = forward.logits(hidden) if spec.is_last else hidden
         if same_bits(reached, wanted):
-            return None
+            return
         token = int((reached != wanted).any(-1).nonzero()[0]) if bool((reached != wanted).any()) else 0
-        what = (
-            f"adapter {adapter.name!r}"
-            if adapter is not None
-            else f"{self.spec.model_class.__name__} has a part without an exact form"
-        )
-        return ExactnessError(
-            f"{what}; first difference: token {token}, layers {self.spec.layers.start} to {self.spec.layers.stop - 1}"
-        )
-
-    def take_adapter(self, adapter: Adapter) -> Exception | None:
-        own, first = self.spec.layers, self.spec.layers.start
-        weights = {
-            (layer - first, projection): replace(low, a=low.a.to(self.device), b=low.b.to(self.device))
-            for (layer, projection), low in adapter.weights.items() if layer in own
-        }  # fmt: skip
-        local = replace(adapter, weights=weights)
-        try:
-            check_adapter(local, self.model, self.ready, first)
-        except TokenTrueError as error:
-            return error
-        self.ready.bank.set(local)
-        return None
+        what = f"{spec.model_class.__name__} has a part without an exact form"
+        if adapter is not None:
+            what = f"adapter {adapter.name!r}"
+        at = f"token {token}, layers {spec.layers.start} to {spec.layers.stop - 1}"
+        raise ExactnessError(f"{what}; first difference: {at}")

@@ -1,12 +1,9 @@
 """Causal attention on the CPU with one reduction order for training, prefill and decode.
 
-A query's result is a fold over key blocks of 128, in order: scores by one matrix product over the head size, the
-maximum over all visible keys (a maximum has no order), exp, then per block the product with the values and the sum,
-added block after block. Masked and padded keys weigh exactly 0, and adding +0 changes nothing, so it does not matter
-how far a batch is padded. A sink is added to the sum
-after the last block. What remains is that a matrix product gives a row the same bits whatever the number of rows: true
-from a least number on, which a check at start-up finds (`selftest.Findings.rows`).
-Arithmetic is float32 for every dtype.
+A query's result is a fold over key blocks of 128, in order: scores by one product over the head size, the maximum over
+all visible keys, exp, then per block the product with the values and the sum, block after block, a sink last. Masked
+and padded keys weigh exactly 0, so padding changes nothing. A product gives a row the same bits from a least number of
+rows on, which the start-up check finds (`selftest.Findings.rows`). float32 throughout.
 
 Legend: X batch of (key head, sequence), M query rows (position-major, then heads of the group), N keys (a multiple of
 128), D head size.
@@ -23,14 +20,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tokentrue.numerics.ops import AttentionSpec
+from tokentrue.numerics.ops import AttentionSpec, PagedBatch
 
+# Keys per block of the fold: both sides must share it.
 KEYS = 128
-"""Keys per block of the fold: the one number that both sides must share."""
+# Query positions per product; a chunk takes the smallest that holds it.
 TILES = (1, 8, 32, 64, 128)
-"""Query positions per matrix product; a chunk takes the smallest that holds it."""
+# Most weights of a call kept for the backward pass (64 MiB); beyond, they are computed again.
 KEPT = 1 << 24
-"""Most weights of one call that are kept for the backward pass (64 MiB); beyond that they are computed again."""
 
 
 def fold(
@@ -43,8 +40,7 @@ def fold(
 ) -> tuple[Tensor, ...]:
     """Output [X,M,D], maximum and total [X,M,1], weights before division [X,M,N].
 
-    `hidden` is True where a key is not seen: it covers the last keys, broadcast over X. `sink` [X,M,1] is one more
-    score of each row.
+    `hidden`: keys not seen, over the last keys, broadcast over X. `sink` [X,M,1]: one more score of each row.
     """
     s_XMN = torch.bmm(q_XMD, k_XND.transpose(1, 2))
     if softcap is not None:
@@ -69,7 +65,7 @@ def fold(
 
 
 def sink_rows(sinks_H: Tensor | None, heads: int, sequences: int, positions: int, rows: int) -> Tensor | None:
-    """float32 [J*C, rows, 1]: the sink of every query row; rows past the `positions` of a tile are padding."""
+    """float32 [J*C, rows, 1]; rows past the `positions` of a tile are padding."""
     if sinks_H is None:
         return None
     groups = sinks_H.shape[0] // heads
@@ -79,7 +75,7 @@ def sink_rows(sinks_H: Tensor | None, heads: int, sequences: int, positions: int
 
 @lru_cache(maxsize=256)
 def hidden_keys(first: int, positions: int, key_first: int, keys: int, window: int | None, groups: int) -> Tensor:
-    """True where key `key_first + j` is not seen by query `first + i`; rows repeat per head of the group. Read only."""
+    """True where query `first + i` does not see key `key_first + j`; rows repeat per head of the group. Read only."""
     distance = torch.arange(first, first + positions)[:, None] - torch.arange(key_first, key_first + keys)[None, :]
     hidden = distance < 0
     if window is not None:
@@ -93,8 +89,6 @@ def up_to(value: int, multiple: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Query positions `[first, first + tile)` of a sequence and what they may see."""
-
     first: int
     tile: int
     keys: int  # a multiple of KEYS
@@ -102,7 +96,7 @@ class Chunk:
 
 
 def chunks(start: int, stop: int, window: int | None, groups: int) -> Iterator[Chunk]:
-    """Cut positions [start, stop) into tiles, none crossing a multiple of 128."""
+    """Tiles of positions [start, stop), none crossing a multiple of 128."""
     first = start
     while first < stop:
         length = min(stop, up_to(first + 1, KEYS)) - first
@@ -117,8 +111,7 @@ def chunks(start: int, stop: int, window: int | None, groups: int) -> Iterator[C
 
 
 class PackedAttention(torch.autograd.Function):
-    """q [C,T,H,D], k/v [C,T,J,D]: C sequences of one padded length T (a multiple of 128); causal. Padded rows come back
-    as rubbish."""
+    """q [C,T,H,D], k/v [C,T,J,D]: C sequences of one padded length T (a multiple of 128). Padded rows are rubbish."""
 
     @staticmethod
     def forward(
@@ -190,7 +183,7 @@ class PackedAttention(torch.autograd.Function):
 def weights_again(
     q_XMD: Tensor, k_XND: Tensor, top: Tensor, chunk: Chunk, softcap: float | None
 ) -> tuple[Tensor, Tensor | None]:
-    """The weights of `fold` for the backward pass, and the slope of the soft cap."""
+    """The weights of `fold` again, and the slope of the soft cap."""
     s = torch.bmm(q_XMD, k_XND.transpose(1, 2))
     slope = None
     if softcap is not None:
@@ -213,14 +206,13 @@ def head_major(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, T
 
 
 def token_major(x_XTGD: Tensor, shape: torch.Size) -> Tensor:
-    """The inverse of `head_major_one`."""
     c, t, h, d = shape
     g = x_XTGD.shape[2]
     return x_XTGD.view(h // g, c, t, g, d).permute(1, 2, 0, 3, 4).reshape(c, t, h, d)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], spec: AttentionSpec) -> Tensor:
-    """q [T,H,D], k/v [T,J,D], sequences back to back. Those of one padded length share a matrix product."""
+    """q [T,H,D], k/v [T,J,D], sequences back to back; those of one padded length share a product."""
     if lengths[0] % KEYS == 0 and len(set(lengths)) == 1:
         even = (x.view(len(lengths), lengths[0], *x.shape[1:]) for x in (q, k, v))
         return PackedAttention.apply(*even, spec.sinks, spec.scale, spec.window, spec.softcap).view(q.shape)  # pyright: ignore
@@ -247,5 +239,56 @@ def attention(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], spec: A
 
 
 def padded_index(start: int, length: int, padded: int) -> Tensor:
-    """Rows of one sequence, its last one repeated as padding (finite, and hidden from every real query)."""
+    """The last row repeated as padding: finite, and hidden from every real query."""
     return torch.arange(start, start + padded).clamp_(max=start + length - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePlan:
+    """Sequences that decode together, and which of `keys` (padding included) they do not see."""
+
+    rows: slice | Tensor
+    pages: Tensor
+    keys: int
+    hidden: Tensor | None
+
+
+def decode_buckets(contexts: tuple[int, ...]) -> list[list[int]]:
+    """Padded lengths within a factor of two share a product; others would pay for the longest."""
+    buckets: dict[int, list[int]] = {}
+    for i, context in enumerate(contexts):
+        buckets.setdefault(((context - 1) // KEYS).bit_length(), []).append(i)
+    return list(buckets.values())
+
+
+def prefill_buckets(batch: PagedBatch) -> list[list[int]]:
+    buckets: dict[tuple[int, int], list[int]] = {}
+    for i in range(batch.num_decodes, len(batch.q_lens)):
+        buckets.setdefault((batch.q_lens[i], batch.contexts[i]), []).append(i)
+    return list(buckets.values())
+
+
+@lru_cache(maxsize=1)
+def past_the_end() -> Tensor:
+    """Row c: keys of a block past its first c. Read only."""
+    return torch.arange(KEYS)[None, :] >= torch.arange(KEYS + 1)[:, None]
+
+
+def hidden_decode(contexts: list[int], keys: int, window: int | None) -> Tensor | None:
+    """[S,1,N]: keys not seen; N is the last block alone where that is all."""
+    first = keys - KEYS
+    if window is None and all(context == keys for context in contexts):
+        return None
+    if window is None and min(contexts) > first:
+        table = past_the_end()
+        return (
+            table[contexts[0] - first].view(1, 1, -1)
+            if len(contexts) == 1
+            else table[[c - first for c in contexts]].unsqueeze(1)
+        )
+    ends = torch.tensor(contexts).view(-1, 1, 1)
+    at = torch.arange(keys).view(1, 1, -1)
+    hidden = at >= ends
+    if window is not None:
+        hidden |= at < ends - window
+    return hidden

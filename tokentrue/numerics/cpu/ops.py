@@ -1,13 +1,10 @@
-"""Exact operators on the CPU, from plain torch.
-
-Products (`products.py`) come in several forms. None is taken on trust: `self_test` compares bits on this machine for
-every shape of the model before a form is used.
-"""
+"""Exact operators on the CPU, from plain torch. No form of a product is trusted: `self_test` compares bits on this
+machine for every shape of the model first."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -15,19 +12,24 @@ from torch import Tensor
 
 import tokentrue.numerics.cpu.attention as cpu_attention
 from tokentrue.errors import ExactnessError
-from tokentrue.numerics.cpu.elementwise import ACTIVATIONS, apply_rotation, compute, rotate, rotation_of
-from tokentrue.numerics.cpu.plans import DecodePlan, decode_buckets, hidden_decode, prefill_buckets
-from tokentrue.numerics.cpu.products import (
+from tokentrue.numerics.cpu.arithmetic import (
+    ACTIVATIONS,
     PLAIN_ROWS,
     TILE,
     Linear,
     Product,
+    apply_rotation,
+    compute,
     onednn_product,
     plain_product,
+    rotate,
+    rotation_of,
     tiled_product,
     transposed_product,
 )
+from tokentrue.numerics.cpu.attention import DecodePlan, decode_buckets, hidden_decode, prefill_buckets
 from tokentrue.numerics.cpu.selftest import check
+from tokentrue.numerics.delta import differentiable_scan, scan_sequences
 from tokentrue.numerics.ops import AttentionSpec, ExpertWeights, HeadNorm, NormForm, Ops, Packed, PagedBatch
 
 PAGE = 16
@@ -39,11 +41,10 @@ class CpuOps(Ops):
     least_rows = 2
 
     def __init__(self) -> None:
+        # K for which oneDNN's float32 rows depend on the batch, whatever N: merged weights must agree.
         self.structural: set[int] = set()
-        """In-feature sizes K for which oneDNN's float32 kernel is not row-invariant here, whatever N: merged weights
-        must agree."""
+        # K for which ordinary products have oneDNN's bits.
         self.plain: set[int] = set()
-        """In-feature sizes K for which ordinary products have oneDNN's bits here."""
         self.has_onednn = hasattr(torch.ops.mkldnn, "_linear_pointwise") and torch.backends.mkldnn.is_available()
         self.rows = 8  # least rows of an attention product; `self_test` finds it
         self._packed: dict[tuple[int, int], tuple[Product, Tensor]] = {}
@@ -53,7 +54,6 @@ class CpuOps(Ops):
         self._plan: tuple[PagedBatch, dict[int | None, list[DecodePlan]]] | None = None
 
     # ---- rows x features
-    # ----------------------------------------------------------------------------------------------------------
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         packed = (
             self._packed.get((weight.data_ptr(), weight.shape[0]))
@@ -75,7 +75,6 @@ class CpuOps(Ops):
         return out.view(*x.shape[:-1], weight.shape[0])  # pyright: ignore
 
     def product(self, weight: Tensor, rows: int) -> Product:
-        """The quickest form with the right bits for a weight as the model holds it."""
         n, k = weight.shape
         if n == 1 or weight.dtype != torch.float32 or not self.has_onednn or k in self.structural:
             return tiled_product
@@ -122,7 +121,7 @@ class CpuOps(Ops):
         return F.log_softmax(logits, -1)
 
     def experts(self, x: Tensor, index: Tensor, weight: Tensor, experts: ExpertWeights) -> Tensor:
-        """Transposed weights are copied: the start-up checks know products with contiguous rows alone."""
+        """Transposed weights are copied: the start-up checks know contiguous rows alone."""
         tokens, slots = index.shape
         flat = index.reshape(-1)
         order = torch.argsort(flat, stable=True)
@@ -145,7 +144,12 @@ class CpuOps(Ops):
             total = total + scaled[:, slot]
         return total
 
-    # ---- attention ----------------------------------------------------------------------------------------------------------------
+    def delta_scan(
+        self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, lengths: Sequence[int], state: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        return differentiable_scan(scan_sequences, q, k, v, decay, beta, lengths, state)
+
+    # ---- attention
     def attention(self, q: Tensor, k: Tensor, v: Tensor, packed: Packed, spec: AttentionSpec) -> Tensor:
         return cpu_attention.attention(q, k, v, packed.lengths, spec)
 
@@ -162,7 +166,7 @@ class CpuOps(Ops):
         self, qkv: Tensor, heads: tuple[int, int, int], norm: HeadNorm | None, cos: Tensor | None, sin: Tensor | None,
         k_cache: Tensor, v_cache: Tensor, batch: PagedBatch,
     ) -> Tensor:  # fmt: skip
-        """Queries and keys are normed and rotated together: half the calls."""
+        """Norms and rotates queries and keys together: half the calls."""
         h, j, d = heads
         split = qkv.view(-1, h + 2 * j, d)
         qk, v = split[:, : h + j], split[:, h + j :]
@@ -178,14 +182,14 @@ class CpuOps(Ops):
         return qk[:, :h]
 
     def head_weights(self, norm: HeadNorm, h: int, j: int, d: int) -> Tensor:
-        """The norm weights of every query and key head [H+J, D]; made anew after `pack`."""
+        """[H+J, D]."""
         key = norm.q_weight.data_ptr()
         if key not in self._head_weights:
             self._head_weights[key] = torch.cat((norm.q_weight.expand(h, d), norm.k_weight.expand(j, d)))
         return self._head_weights[key]
 
     def rotation(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Factors of `apply_rotation`: the same for every layer of a step, so made once."""
+        """The same for every layer of a step."""
         if self._rotation is None or self._rotation[0] is not cos:
             self._rotation = (cos, *rotation_of(cos, sin))
         return self._rotation[1:]
@@ -210,7 +214,7 @@ class CpuOps(Ops):
         return out
 
     def decode_plans(self, batch: PagedBatch, window: int | None, heads: int) -> list[DecodePlan]:
-        """The same for every layer of a step, so made once."""
+        """The same for every layer of a step."""
         if self._plan is None or self._plan[0] is not batch:
             self._plan = (batch, {})
         plans = self._plan[1]
@@ -232,14 +236,12 @@ class CpuOps(Ops):
         return DecodePlan(rows, self.pages_of(tables, keys), keys, hidden)
 
     def pages_of(self, tables: Tensor, keys: int) -> Tensor:
-        """The pages of the first `keys` keys of each sequence, flat."""
         pages = keys // self.block_size
         return (tables[:, :pages] if tables.shape[1] >= pages else F.pad(tables, (0, pages - tables.shape[1]))).reshape(
             -1
         )
 
     def decode(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: DecodePlan, spec: AttentionSpec) -> Tensor:
-        """One query per sequence."""
         s, h, d = q.shape
         j = k_cache.shape[1]
         g = h // j
@@ -258,7 +260,7 @@ class CpuOps(Ops):
     def prefill(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, tables: Tensor, context: int, spec: AttentionSpec
     ) -> Tensor:
-        """q [S,T,H,D]: a run of queries of each sequence, the last at position `context - 1`."""
+        """q [S,T,H,D]: runs of queries, the last at position `context - 1`."""
         s, t, h, d = q.shape
         j = k_cache.shape[1]
         g = h // j
@@ -285,7 +287,7 @@ class CpuOps(Ops):
         return cpu_attention.token_major(out, q.shape).to(q.dtype)
 
     def gather(self, cache: Tensor, pages: Tensor, keys: int, name: str) -> Tensor:
-        """Keys of those pages, [J*S, keys, D] float32; in a buffer that the next call of the same name reuses."""
+        """float32 [J*S, keys, D], in a buffer that the next call of the name reuses."""
         source = cache.transpose(0, 1)
         j, _, b, d = source.shape
         size = j * pages.shape[0] * b * d
@@ -296,7 +298,7 @@ class CpuOps(Ops):
         torch.index_select(source, 1, pages, out=out)
         return out.view(-1, keys, d).float()
 
-    # ---- self-knowledge -----------------------------------------------------------------------------------------------------------
+    # ---- self-knowledge
     def contract(self) -> Mapping[str, str]:
         tiles = "/".join(map(str, cpu_attention.TILES))
         linear = (

@@ -1,6 +1,6 @@
 """Start-up checks on this machine: are rows independent of the batch, for exactly the shapes that this model uses?
 
-Answers are remembered per shape, dtype and thread count, because they are facts about the machine, not about a model.
+Answers are remembered per shape, dtype and thread count: they are facts about the machine, not about a model.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from torch import Tensor
 
 import tokentrue.numerics.cpu.attention as cpu_attention
 from tokentrue.errors import ExactnessError
-from tokentrue.numerics.bits import same_bits
-from tokentrue.numerics.cpu.elementwise import compute, make_wide_values
-from tokentrue.numerics.cpu.products import (
+from tokentrue.numerics.cpu.arithmetic import (
     PLAIN_ROWS,
     TILE,
     Product,
+    compute,
+    make_wide_values,
     onednn_product,
     plain_product,
     tiled_product,
     transposed_product,
 )
-from tokentrue.numerics.ops import AttentionSpec
+from tokentrue.numerics.ops import AttentionSpec, same_bits
 
 ROWS = (1, 2, 3, 8, 17, 32, 33, 64, 129, 256)
 ELEMENTWISE = ("exp", "log", "log1p", "tanh", "sqrt", "reciprocal", "cos", "sin", "erf")
@@ -37,7 +37,7 @@ LEAST_ROWS = (2, 4, 8, 16, 32)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """What holds on this machine for the tested shapes; `CpuOps` chooses its products accordingly."""
+    """What holds on this machine for the tested shapes."""
 
     structural: frozenset[int]  # K for which oneDNN's rows depend on their number
     plain: frozenset[int]  # K for which ordinary products have oneDNN's bits
@@ -48,7 +48,7 @@ class Findings:
 def check(
     *, linears: set[tuple[int, int, bool]], heads: set[tuple[int, int, int]], dtype: torch.dtype, has_onednn: bool
 ) -> Findings:
-    """Test every (K, N, bias) and (H, J, D); raises ExactnessError where no product is independent of the batch."""
+    """Raises ExactnessError where no product is independent of the batch."""
     check_functions(dtype)
     structural, plain, notes = check_linears(linears, dtype, has_onednn)
     rows, more = check_heads(heads)
@@ -56,7 +56,7 @@ def check(
 
 
 def check_functions(dtype: torch.dtype) -> None:
-    """The functions that a model's own code may call (`functions.py`) and that are more than one rounded operation."""
+    """Functions that a model's own code may call (`modules.ARITHMETIC`) and that are more than one rounded operation."""
     for name in ELEMENTWISE:
         for kind in {dtype, torch.float32}:
             if not elements_independent(name, kind):
@@ -111,7 +111,6 @@ def check_linears(
 
 
 def check_heads(heads: set[tuple[int, int, int]]) -> tuple[int, list[str]]:
-    """Least rows of an attention product, for all head shapes together."""
     threads, notes, least = torch.get_num_threads(), [], 1
     for h, j, d in sorted(heads):
         for rows in (least, *LEAST_ROWS):
@@ -129,7 +128,7 @@ def check_heads(heads: set[tuple[int, int, int]]) -> tuple[int, list[str]]:
 
 @cache
 def plain_equals_onednn(k: int, n: int, bias: bool, threads: int) -> bool:
-    """Do the ordinary product and the transposed one have oneDNN's bits, for every row count that will use them?"""
+    """Whether ordinary and transposed products have oneDNN's bits for every row count that will use them."""
     x, w, b = example(k, n, bias, torch.float32)
     transposed = w.t().contiguous()
     with torch.no_grad():
@@ -152,7 +151,7 @@ def example(k: int, n: int, bias: bool, dtype: torch.dtype) -> tuple[Tensor, Ten
 
 @cache
 def rows_independent(product: Product, k: int, n: int, bias: bool, dtype: torch.dtype, threads: int) -> bool:
-    """Rows of a large product against the same rows in smaller ones, at another place and with another N."""
+    """Rows of a large product against the same rows in smaller ones, elsewhere, and with another N."""
     x, w, b = example(k, n, bias, dtype)
     most = x.shape[0]
     with torch.no_grad():
@@ -170,7 +169,7 @@ def rows_independent(product: Product, k: int, n: int, bias: bool, dtype: torch.
 
 @cache
 def attention_independent(rows: int, h: int, j: int, d: int, threads: int) -> bool:
-    """Whole-sequence attention against decodes, chunks and batches of the same queries."""
+    """Whole sequences against decodes, chunks and batches of the same queries."""
     generator = torch.Generator().manual_seed(h * 1009 + d)
     g, keys, spec = h // j, 3 * cpu_attention.KEYS, AttentionSpec(scale=d**-0.5)
     q = torch.randn(keys, h, d, generator=generator)

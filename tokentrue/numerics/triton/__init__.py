@@ -1,5 +1,5 @@
-"""Exact operators for CUDA, in Triton. Needs torch, triton and numpy alone."""
+"""Exact operators for CUDA, in Triton."""
 
-from tokentrue.numerics.triton.ops import InexactOps, TritonOps
+from tokentrue.numerics.triton.ops import TritonOps
 
-__all__ = ["InexactOps", "TritonOps"]
+__all__ = ["TritonOps"]

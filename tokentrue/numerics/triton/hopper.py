@@ -1,9 +1,9 @@
-"""Products through tensor descriptors, for chips that have them (Hopper and newer): whole tiles are copied in bulk, not
-element by element.
+"""Products through tensor descriptors (Hopper and newer): whole tiles are copied in bulk.
 
-The sums are those of `matmul.py`, one over K in ascending order, so the bits are too; the self-test compares them. Many
-rows run on as many programs as there are multiprocessors, each of which goes on to its next tile while it stores the
-last one. Up to 256 rows a program has one tile, with as much of the weights on its way as shared memory holds.
+The sums are those of `matmul.py`, so the bits are too; the self-test compares them. Many rows run on as many programs
+as there are multiprocessors, each going on to its next tile while it stores the last one. Up to 256 rows a program has
+one tile, with as much of the weights on its way as shared memory holds.
+
 Legend: M rows, N outputs, K inputs; E experts, P pairs of a token and an expert.
 """
 
@@ -15,24 +15,33 @@ from functools import lru_cache
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tokentrue.numerics.ops import ExpertWeights
-from tokentrue.numerics.triton.kernels.activation import activate, branch_of
-from tokentrue.numerics.triton.launch import ALIGNMENT_BYTES, cdiv, launch, let_next_start, wait_for_inputs
-from tokentrue.numerics.triton.tiles import NARROW, VOCABULARY, Tile, tile_at
+from tokentrue.numerics.triton.elementwise import activate, branch_of
+from tokentrue.numerics.triton.launch import (
+    ALIGNMENT_BYTES,
+    NARROW,
+    VOCABULARY,
+    Tile,
+    cdiv,
+    launch,
+    let_next_start,
+    tile_at,
+    wait_for_inputs,
+)
 
 LARGE = Tile(m=128, n=256, k=64, warps=8, stages=3)
 MIDDLE = Tile(m=128, n=128, k=64, warps=4, stages=4)
 SMALL = Tile(m=64, n=64, k=64, warps=4, stages=6)
 FEW_ROWS = 256
+# For few rows: every program has a multiprocessor, and nearly all of its shared memory, to itself. Smallest first.
 ALONE = (
     Tile(m=64, n=64, k=128, warps=4, stages=6),
     Tile(m=64, n=128, k=64, warps=4, stages=8),
     Tile(m=128, n=128, k=64, warps=4, stages=6),
 )
-"""For few rows, where every program has a multiprocessor to itself: each takes nearly all of its shared memory.
-Smallest first."""
 
 
 @triton.jit
@@ -54,8 +63,7 @@ def _product_kernel(x_desc, w_desc, y_desc, b_ptr, M, N, K, BM: tl.constexpr, BN
 
 @triton.jit
 def _multiply_add(x, w, acc, TURNED: tl.constexpr):
-    """acc + x @ w.T. A matrix instruction has 64 rows: where x has fewer, the weights take that side, and acc is
-    turned."""
+    """acc + x @ w.T. A matrix instruction has 64 rows: where x has fewer, the weights take that side."""
     return tl.dot(w, x.T, acc) if TURNED else tl.dot(x, w.T, acc)
 
 
@@ -95,8 +103,7 @@ def _few_rows_kernel(x_desc, w_desc, y_desc, b_ptr, M, N, K, BM: tl.constexpr, B
 @triton.jit(do_not_specialize=["P"])
 def _grouped_kernel(x_ptr, w_desc, y_ptr, pair_ptr, expert_ptr, P, N, K, E, SLOTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
                     BK: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr):  # fmt: skip
-    """Grid (N tiles, tiles of pairs); see `experts.py`. w [E · 2N, K] where GATED and x rows are tokens, else [E · N,
-    K] and pairs."""
+    """Grid (N tiles, tiles of pairs). w [E · 2N, K] where GATED and x rows are tokens, else [E · N, K] and pairs."""
     wait_for_inputs()
     tile = tl.program_id(1)
     e = tl.load(expert_ptr + tile).to(tl.int32)
@@ -135,14 +142,14 @@ def _multiprocessors(device: torch.device) -> int:
     return properties.multi_processor_count if properties.major >= 9 else 0
 
 
-def _describable(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Descriptors want rows that start at 16-byte boundaries; the result's rows are as long as the weight is high."""
+def _describable(x: Tensor, weight: Tensor) -> bool:
+    """Rows must start at 16-byte boundaries; the result's rows are as long as the weight is high."""
     dense = x.stride(-1) == 1 and x.stride(0) * x.element_size() % ALIGNMENT_BYTES == 0
     return x.dtype != torch.float32 and dense and weight.shape[0] % 16 == 0 and weight.shape[1] % 8 == 0
 
 
-def tile_for(x: torch.Tensor, weight: torch.Tensor, *, gated: bool = False) -> Tile | None:
-    """The tile where this file is the quicker one, else None; measured on an H200."""
+def tile_for(x: Tensor, weight: Tensor, *, gated: bool = False) -> Tile | None:
+    """None where `matmul.py` is quicker; measured on an H200."""
     rows, outputs, processors = x.shape[0], weight.shape[0], _multiprocessors(x.device)
     if not processors or not _describable(x, weight):
         return None
@@ -186,7 +193,6 @@ def _tile_of_gated(rows: int, outputs: int, processors: int) -> Tile:
 
 
 def tile_of_a_group(rows: int, pairs: int, *, gated: bool) -> Tile:
-    """The tile of a grouped product whose groups are padded to `rows`."""
     if rows > 64:
         return Tile(m=rows, n=128, k=64, warps=8, stages=4) if gated else Tile(m=rows, n=256, k=64, warps=8, stages=3)
     if rows > 16:
@@ -198,8 +204,7 @@ def _tiles(rows: int, outputs: int, tile: Tile) -> int:
     return cdiv(rows, tile.m) * cdiv(outputs, tile.n)
 
 
-def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: Tile, out: torch.Tensor) -> None:
-    """out = x [M, K] @ weight[N, K].T + bias."""
+def product(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile, out: Tensor) -> None:
     (rows, inputs), outputs = x.shape, weight.shape[0]
     if tile not in (LARGE, MIDDLE, SMALL):
         _few_rows(x, weight, bias, tile, out)
@@ -212,17 +217,16 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ti
     )  # fmt: skip
 
 
-def gated_product(x: torch.Tensor, weight: torch.Tensor, act: str, tile: Tile, out: torch.Tensor) -> None:
-    """out = act(x @ gate.T) * (x @ up.T) for weight = [gate; up]."""
+def gated_product(x: Tensor, weight: Tensor, act: str, tile: Tile, out: Tensor) -> None:
     _few_rows(x, weight, None, tile, out, act)
 
 
 def _few_rows(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
     tile: Tile,
-    out: torch.Tensor,
+    out: Tensor,
     act: str | None = None,
 ) -> None:
     (rows, inputs), outputs = x.shape, out.shape[1]
@@ -234,8 +238,7 @@ def _few_rows(
     )  # fmt: skip
 
 
-def fits_experts(x: torch.Tensor, experts: ExpertWeights) -> bool:
-    """Whether `grouped_product` computes these experts."""
+def fits_experts(x: Tensor, experts: ExpertWeights) -> bool:
     plain = (
         not experts.interleaved
         and experts.gate_up_bias is None
@@ -249,18 +252,17 @@ def fits_experts(x: torch.Tensor, experts: ExpertWeights) -> bool:
 
 
 def grouped_product(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    pairs: torch.Tensor,
-    experts: torch.Tensor,
+    x: Tensor,
+    weight: Tensor,
+    pairs: Tensor,
+    experts: Tensor,
     tile: Tile,
-    out: torch.Tensor,
+    out: Tensor,
     *,
     slots: int,
     act: str | None,
 ) -> None:
-    """out[p] = x's row of pair p @ weight[its expert].T, weight [E, N, K]; gated where `act` is given. `pairs`,
-    `experts`: of `Groups`."""
+    """out[p] = x's row of pair p @ weight[its expert].T, weight [E, N, K]; gated where `act` is given."""
     (number, height, inputs), (num_pairs, outputs) = weight.shape, out.shape
     launch(
         _grouped_kernel, (cdiv(outputs, tile.n), experts.shape[0]), x, _describe(weight.view(number * height, inputs), tile.n, tile.k), out,
@@ -269,5 +271,5 @@ def grouped_product(
     )  # fmt: skip
 
 
-def _describe(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+def _describe(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
     return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, columns])

@@ -1,8 +1,9 @@
 """LoRA beside a base product: y += (x A^T) B^T * scale, with an adapter chosen per row.
 
-Rows are grouped by adapter as pairs are by expert, so a row's bits are those of `Ops.add_low_rank` with its adapter,
-whatever else is in the batch. Planning stays on the device and all sizes are fixed, so that a step can be captured;
-loading other weights of the same shape into a slot changes tensors in place.
+Rows are grouped by adapter as pairs are by expert, so a row's bits are those of `Ops.add_low_rank`, whatever else is in
+the batch. Planning stays on the device and sizes are fixed, so that a step can be captured; other weights of the same
+shape are written in place.
+
 Legend: T rows, K inputs, N outputs, S slots, P projections of the merged product, R rank (padded with zeros, which
 change no sum).
 """
@@ -15,42 +16,17 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from tokentrue.numerics.ops import LowRank, LowRankStack, RowSlots
-from tokentrue.numerics.triton.kernels.experts import Groups, group
-from tokentrue.numerics.triton.kernels.matmul import precision_of
-from tokentrue.numerics.triton.launch import align_rows, cdiv, launch, let_next_start, power_of_two, wait_for_inputs
+from tokentrue.numerics.triton.experts import Groups, group, launch_groups
+from tokentrue.numerics.triton.launch import Tile, align_rows, launch, let_next_start, power_of_two, wait_for_inputs
+from tokentrue.numerics.triton.matmul import precision_of
 
 LEAST_RANK = 16
 MOST_PARTS = 3
+# Widths of an expanding tile, the widest first; a tile lies within one projection.
 COLUMNS = (64, 32, 16)
-"""Widths of an expanding tile, the widest first; a tile lies within one projection."""
-
-
-@triton.jit(do_not_specialize=["T"])
-def _shrink_kernel(x_ptr, a_ptr, u_ptr, row_ptr, slot_ptr, T, N, K, S, stride_x, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-                   PRECISION: tl.constexpr):  # fmt: skip
-    """Grid (tiles, N tiles): u = x A^T in the adapter's dtype, for the ranks of all projections side by side."""
-    wait_for_inputs()
-    slot = tl.load(slot_ptr + tl.program_id(0))
-    if slot >= S:
-        return
-    row = tl.load(row_ptr + tl.program_id(0) * BM + tl.arange(0, BM))
-    ok = row < T
-    cols = tl.program_id(1) * BN + tl.arange(0, BN)
-    ks = tl.arange(0, BK)
-    kind = u_ptr.dtype.element_ty
-    x_tile = x_ptr + row[:, None] * stride_x + ks[None, :]
-    a_tile = a_ptr + (slot * N + cols)[None, :] * K + ks[:, None]
-    acc = tl.zeros((BM, BN), tl.float32)
-    for k in range(0, K, BK):
-        x = tl.load(x_tile, mask=ok[:, None] & (ks < K - k)[None, :], other=0.0).to(kind)
-        a = tl.load(a_tile, mask=(cols < N)[None, :] & (ks < K - k)[:, None], other=0.0)
-        acc = tl.dot(x, a, acc, input_precision=PRECISION)
-        x_tile += BK
-        a_tile += BK
-    let_next_start()
-    tl.store(u_ptr + row[:, None] * N + cols[None, :], acc.to(kind), mask=ok[:, None] & (cols < N)[None, :])
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -87,15 +63,14 @@ def _expand_kernel(u_ptr, b_ptr, scale_ptr, rank_ptr, y_ptr, row_ptr, slot_ptr, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedStack:
-    """All slots of one merged product: `a` [S,P·R,K], `b` [S,N,R], `scales` and `ranks` [S,P] (0 where not adapted)."""
+    """`a` [S,P·R,K], `b` [S,N,R], `scales` and `ranks` [S,P] (0 where not adapted)."""
 
-    a: torch.Tensor
-    b: torch.Tensor
-    scales: torch.Tensor
-    ranks: torch.Tensor
+    a: Tensor
+    b: Tensor
+    scales: Tensor
+    ranks: Tensor
 
     def holds(self, parts: tuple[LowRank | None, ...], count: int) -> bool:
-        """Whether the slots and ranks suffice and the dtype is the same."""
         rank = self.b.shape[2]
         fits = all(low is None or (low.a.shape[0] <= rank and low.a.dtype == self.a.dtype) for low in parts)
         return fits and self.a.shape[0] == count
@@ -116,7 +91,7 @@ class PackedStack:
 
 
 def pack(stack: LowRankStack, count: int) -> None:
-    """Fills `stack.packed`, in place where it holds the parts; None where they have no packed form."""
+    """Fills `stack.packed`, in place where the parts fit; None where they have no packed form."""
     packed = stack.packed
     if packed is None or not all(packed.holds(parts, count) for parts in stack.parts.values()):
         packed = stack.packed = new_packed(stack, count)
@@ -134,7 +109,7 @@ def new_packed(stack: LowRankStack, count: int) -> PackedStack | None:
     rank = power_of_two(max(LEAST_RANK, *(low.a.shape[0] for low in lows)))
     parts, like = len(stack.ends), lows[0].a
 
-    def zeros(*shape: int, dtype: torch.dtype = like.dtype) -> torch.Tensor:
+    def zeros(*shape: int, dtype: torch.dtype = like.dtype) -> Tensor:
         return torch.zeros(count, *shape, dtype=dtype, device=like.device)
 
     return PackedStack(
@@ -147,20 +122,17 @@ def columns_of(ends: tuple[int, ...]) -> int | None:
     return next((width for width in COLUMNS if all(end % width == 0 for end in ends)), None)
 
 
-def add_low_ranks(y: torch.Tensor, x: torch.Tensor, stack: LowRankStack, rows: RowSlots) -> None:
-    """`Ops.add_low_ranks` for a packed stack."""
+def add_low_ranks(y: Tensor, x: Tensor, stack: LowRankStack, rows: RowSlots) -> None:
     packed: PackedStack = stack.packed
     x, count = align_rows(x), x.shape[0]
     groups = groups_of(rows, count)
-    (slots, height, inputs), (_, outputs, rank) = packed.a.shape, packed.b.shape
-    columns, wide = columns_of(stack.ends), packed.a.dtype == torch.float32
+    (slots, height, _), (_, outputs, rank) = packed.a.shape, packed.b.shape
+    columns = columns_of(stack.ends)
     assert columns is not None and y.stride(1) == 1
     u = torch.empty((count, height), dtype=packed.a.dtype, device=x.device)
-    launch(
-        _shrink_kernel, (groups.experts.shape[0], cdiv(height, 32)), x, packed.a, u, groups.pairs, groups.experts, count, height, inputs,
-        slots, x.stride(0), BM=groups.rows, BN=32, BK=32 if wide else 128, PRECISION=precision_of(packed.a.dtype), num_warps=4,
-        num_stages=4,
-    )  # fmt: skip
+    # The ranks of all projections side by side, in the adapter's dtype.
+    tile = Tile(m=groups.rows, n=32, k=32 if packed.a.dtype == torch.float32 else 128, warps=4, stages=4)
+    launch_groups(x, packed.a, None, u, groups, tile)
     ends = (*stack.ends[:-1], outputs, outputs)
     launch(
         _expand_kernel, (groups.experts.shape[0], outputs // columns), u, packed.b, packed.scales, packed.ranks, y, groups.pairs,
@@ -170,7 +142,7 @@ def add_low_ranks(y: torch.Tensor, x: torch.Tensor, stack: LowRankStack, rows: R
 
 
 def groups_of(rows: RowSlots, count: int) -> Groups:
-    """Made by the first product of a step, for all."""
+    """Made by the first product of a step."""
     if rows.groups is None:
         rows.groups = group(rows.slots[:, None], rows.count, 16 if count <= 512 else 64)
     return rows.groups

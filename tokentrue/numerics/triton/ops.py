@@ -1,8 +1,7 @@
-"""The exact operators of a CUDA device (Ampere and newer), written in Triton; and the same forward with exactness off,
-for the price of it.
+"""The exact operators of a CUDA device (Ampere and newer), written in Triton.
 
-Tiles are free as long as they agree on this machine: `self_test` compares them for the loaded model's shapes, and pins
-one where not.
+Tiles are free as long as they agree on this machine: `self_test` compares them for the model's shapes, and pins one
+where not.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false, reportPossiblyUnboundVariable=false
@@ -15,57 +14,47 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-import tokentrue.numerics.triton.kernels.activation as activation
-import tokentrue.numerics.triton.kernels.attention as attention
-import tokentrue.numerics.triton.kernels.attention_grad as attention_grad
-import tokentrue.numerics.triton.kernels.delta as delta
-import tokentrue.numerics.triton.kernels.experts as expert_kernels
-import tokentrue.numerics.triton.kernels.logsoftmax as logsoftmax
-import tokentrue.numerics.triton.kernels.matmul as matmul
-import tokentrue.numerics.triton.kernels.norm as norm
-import tokentrue.numerics.triton.kernels.norm_matmul as norm_matmul
-import tokentrue.numerics.triton.kernels.rope as rope
-import tokentrue.numerics.triton.kernels.routing as routing
+import tokentrue.numerics.triton.attention as attention
+import tokentrue.numerics.triton.elementwise as elementwise
+import tokentrue.numerics.triton.experts as expert_kernels
 import tokentrue.numerics.triton.low_rank as low_rank
+import tokentrue.numerics.triton.matmul as matmul
+import tokentrue.numerics.triton.sampling as sampling
 import tokentrue.numerics.triton.selftest as selftest
+from tokentrue.numerics.delta import differentiable_scan
 from tokentrue.numerics.ops import (
     AttentionSpec,
-    ExpertWeights,
     HeadNorm,
     LowRankStack,
     Norm,
     NormForm,
-    Ops,
     Packed,
     PagedBatch,
     RowSlots,
 )
-from tokentrue.numerics.scan import differentiable_scan
+from tokentrue.numerics.triton.delta import scan
 
+# Most sequences × key heads of a decode step whose key blocks are shared out to several programs.
 MOST_SHARED = 64
-"""Most sequences × key heads of a decode step whose key blocks are shared out to several programs."""
 
+# Rows up to which gate, up and activation share a launch; beyond, two accumulators leave no room for a tall tile.
 FEW_ROWS = 256
-"""Rows up to which gate, up and activation share a launch; beyond, two accumulators leave no room for a tall tile."""
 
 
 def splits_for(programs: int) -> int:
-    """Programs that share one sequence's key blocks, so that two run on each multiprocessor of an H200; measured
-    there."""
+    """Two programs on each multiprocessor of an H200; measured there."""
     return min(32, 264 // programs) if programs <= MOST_SHARED else 1
 
 
 class TritonOps(selftest.Fallbacks):
-    """One object for one model on one device; fall-backs found by `self_test` are its own."""
+    """For one model on one device."""
 
     name = "triton"
     block_size = 64
     reads_16bit = True
 
     def __init__(self) -> None:
-        self.pinned: dict[
-            tuple[int, int], matmul.Tile
-        ] = {}  # (K, N) whose tiles disagree here -> the one tile it may use
+        self.pinned: dict[tuple[int, int], matmul.Tile] = {}  # (K, N) whose tiles disagree here -> its one tile
         self.split_decode = True
         self.fused = True
         self.tile: attention.QueryTile | None = None
@@ -73,24 +62,24 @@ class TritonOps(selftest.Fallbacks):
         self._packed: tuple[Packed, int, int, attention.Tiles, attention.Tiles] | None = None
         self._batch: tuple[PagedBatch, int, int, attention.Tiles] | None = None
 
+    rms_norm = staticmethod(elementwise.rms_norm)
+    act_mul = staticmethod(elementwise.act_mul)
+    store_kv = staticmethod(elementwise.store_kv)
+    log_softmax = staticmethod(sampling.log_softmax)
+    token_logprobs = staticmethod(sampling.token_logprobs)
+    experts = staticmethod(expert_kernels.experts)
+    pack_low_ranks = staticmethod(low_rank.pack)
+
     # ---- rows x features
-    # ----------------------------------------------------------------------------------------------------------
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return matmul.linear(x, weight, bias, tile=self.pinned.get((weight.shape[1], weight.shape[0])))
-
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, form: NormForm = NormForm.PLAIN) -> Tensor:
-        return norm.rms_norm(x, weight, eps, form=form)
 
     def activation(self, x: Tensor, kind: str) -> Tensor:
         if kind in {"sigmoid", "softplus"}:  # torch's own kernels compute every element alone, in float32
             return (torch.sigmoid(x.float()) if kind == "sigmoid" else F.softplus(x.float())).to(x.dtype)
-        return activation.activation(x, kind)
-
-    def act_mul(self, gate: Tensor, up: Tensor, kind: str) -> Tensor:
-        return activation.act_mul(gate, up, kind)
+        return elementwise.activation(x, kind)
 
     def gated_linear(self, x: Tensor, gate_up: Tensor, kind: str) -> Tensor:
-        """act_mul of the two halves of linear(x, gate_up), in one launch for few rows; for inference."""
         if self.pinned or not self.fused or x.shape[0] > FEW_ROWS:
             gate, up = self.linear(x, gate_up).chunk(2, dim=-1)
             return self.act_mul(gate, up, kind)
@@ -105,42 +94,29 @@ class TritonOps(selftest.Fallbacks):
 
         return turned(q), turned(k)
 
-    def log_softmax(self, logits: Tensor) -> Tensor:
-        return logsoftmax.log_softmax(logits)
-
-    def token_logprobs(self, logits: Tensor, ids: Tensor) -> Tensor:
-        """(grad) log_softmax(logits) at `ids`: its bits, without the memory of the whole."""
-        return logsoftmax.token_logprobs(logits, ids)
-
     def logits_gradient(self, logits: Tensor, ids: Tensor, grads: Tensor, *, entropy: bool) -> Tensor:
         if entropy:
             return super().logits_gradient(logits, ids, grads, entropy=True)
-        return logsoftmax.logits_gradient(logits, ids, grads)
+        return sampling.logits_gradient(logits, ids, grads)
 
     def delta_scan(
         self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, lengths: Sequence[int], state: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        return differentiable_scan(delta.scan, q, k, v, decay, beta, lengths, state)
+        return differentiable_scan(scan, q, k, v, decay, beta, lengths, state)
 
     def route(self, logits: Tensor, top_k: int, normalise: bool, given: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        if not routing.fits(logits, top_k):
+        if not expert_kernels.fits_route(logits, top_k):
             return super().route(logits, top_k, normalise, given)
-        return routing.route(logits, top_k, normalise, given)
+        return expert_kernels.route(logits, top_k, normalise, given)
 
-    def experts(self, x: Tensor, index: Tensor, weight: Tensor, experts: ExpertWeights) -> Tensor:
-        return expert_kernels.experts(x, index, weight, experts)
-
-    # ---- attention ----------------------------------------------------------------------------------------------------------------
+    # ---- attention
     def attention(self, q: Tensor, k: Tensor, v: Tensor, packed: Packed, spec: AttentionSpec) -> Tensor:
         heads, key_heads = q.shape[1], k.shape[1]
         if self._packed is None or self._packed[0] is not packed or self._packed[1:3] != (heads, key_heads):
             tiles = attention.tiles_of(packed.lengths, heads=heads, key_heads=key_heads, dtype=q.dtype, device=q.device)
-            backward = attention_grad.gradient_tiles(packed.lengths, q.dtype, q.device)
+            backward = attention.gradient_tiles(packed.lengths, q.dtype, q.device)
             self._packed = (packed, heads, key_heads, tiles, backward)
-        return attention_grad.attention(q, k, v, packed, spec, *self._packed[3:])
-
-    def store_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-        rope.store_kv(k, v, k_cache, v_cache, slots)
+        return attention.attention(q, k, v, packed, spec, *self._packed[3:])
 
     def paged_attention(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, spec: AttentionSpec
@@ -150,22 +126,15 @@ class TritonOps(selftest.Fallbacks):
         keys = attention.Keys(
             k=k_cache, v=v_cache, starts=batch.cu_q, table=batch.block_tables, context=batch.context_lens
         )
-        out = (
-            torch.empty_like(q) if batch.plan is None else torch.zeros_like(q)
-        )  # a captured step has rows that no tile computes
+        # A captured step has rows that no tile computes.
+        out = torch.empty_like(q) if batch.plan is None else torch.zeros_like(q)
         if batch.num_decodes:
             splits = splits_for(batch.num_decodes * key_heads) if self.split_decode else 0
             parts = None
             if splits > 1:
                 room = batch.block_tables.shape[1] * k_cache.shape[2]
-                parts = attention.parts_for(
-                    self.arrived(q.device),
-                    batch.num_decodes,
-                    room,
-                    splits,
-                    shape=(heads, key_heads, size),
-                    dtype=q.dtype,
-                )
+                shape, arrived = (heads, key_heads, size), self.arrived(q.device)
+                parts = attention.parts_for(arrived, batch.num_decodes, room, splits, shape=shape, dtype=q.dtype)
             attention.attend(q, keys, out, spec, tiles=None, sequences=batch.num_decodes, parts=parts, tile=self.tile)
         if batch.num_decodes < len(batch.q_lens):
             attention.attend(
@@ -174,7 +143,7 @@ class TritonOps(selftest.Fallbacks):
         return out
 
     def tiles_of(self, batch: PagedBatch, q: Tensor, key_heads: int) -> attention.Tiles:
-        """Worked out by the first layer of a step, for all."""
+        """Made by the first layer of a step."""
         heads = q.shape[1]
         if self._batch is None or self._batch[0] is not batch or self._batch[1:3] != (heads, key_heads):
             skip = batch.num_decodes
@@ -189,7 +158,7 @@ class TritonOps(selftest.Fallbacks):
             self._arrived = torch.zeros(MOST_SHARED, dtype=torch.int32, device=device)
         return self._arrived
 
-    # ---- compositions -------------------------------------------------------------------------------------------------------------
+    # ---- compositions
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, form: NormForm = NormForm.PLAIN
     ) -> tuple[Tensor, Tensor]:
@@ -197,7 +166,7 @@ class TritonOps(selftest.Fallbacks):
             torch.is_grad_enabled() and (x.requires_grad or residual.requires_grad or weight.requires_grad)
         ):
             return super().add_rms_norm(x, residual, weight, eps, form=form)
-        return norm.add_rms_norm(x, residual, weight, eps, form=form)
+        return elementwise.add_rms_norm(x, residual, weight, eps, form=form)
 
     def norm_linear(
         self,
@@ -208,12 +177,9 @@ class TritonOps(selftest.Fallbacks):
         bias: Tensor | None = None,
         kind: str | None = None,
     ) -> tuple[Tensor, Tensor]:
-        if self.fused and not self.pinned and norm_matmul.fits(h, weight, gated=kind is not None):
-            return norm_matmul.norm_product(h, residual, norm.weight, norm.eps, weight, bias, form=norm.form, act=kind)
+        if self.fused and not self.pinned and matmul.fits_norm_product(h, weight, gated=kind is not None):
+            return matmul.norm_product(h, residual, norm.weight, norm.eps, weight, bias, form=norm.form, act=kind)
         return super().norm_linear(h, residual, norm, weight, bias, kind)
-
-    def pack_low_ranks(self, stack: LowRankStack, count: int) -> None:
-        low_rank.pack(stack, count)
 
     def add_low_ranks(self, y: Tensor, x: Tensor, stack: LowRankStack, rows: RowSlots) -> None:
         if stack.packed is None:
@@ -234,9 +200,9 @@ class TritonOps(selftest.Fallbacks):
     ) -> Tensor:
         if not self.fused or cos is None or sin is None or cos.shape[-1] != heads[2] or cos.dtype != qkv.dtype:
             return super().prepare_qkv(qkv, heads, norm, cos, sin, k_cache, v_cache, batch)
-        return rope.prepare_qkv(qkv, heads, norm, cos, sin, k_cache, v_cache, batch.slots)
+        return elementwise.prepare_qkv(qkv, heads, norm, cos, sin, k_cache, v_cache, batch.slots)
 
-    # ---- self-knowledge -----------------------------------------------------------------------------------------------------------
+    # ---- self-knowledge
     def contract(self) -> Mapping[str, str]:
         blocks = {str(d).removeprefix("torch."): attention.key_block(d) for d in (torch.bfloat16, torch.float32)}
         return {
@@ -251,7 +217,7 @@ class TritonOps(selftest.Fallbacks):
             "rms_norm": "triton, one program a row, float32",
             "activation": "triton, float32, rounded once",
             "rotary": "elementwise, rounded after every step",
-            "log_softmax": f"triton, float32, chunks of {logsoftmax.CHUNK} folded by one program",
+            "log_softmax": f"triton, float32, chunks of {sampling.CHUNK} folded by one program",
             "delta_scan": "triton, recurrent, one program a sequence, head and block of values",
             "route": "triton, one program a token, ties by ascending expert",
             "experts": "triton, stable groups by expert, slots added in order",
@@ -262,47 +228,3 @@ class TritonOps(selftest.Fallbacks):
         self, *, linears: set[tuple[int, int, bool]], heads: set[tuple[int, int, int]], dtype: torch.dtype
     ) -> list[str]:
         return selftest.run(self, linears=linears, heads=heads, dtype=dtype)
-
-
-class InexactOps(TritonOps):
-    """The same forward with exactness off: cuBLAS products and a quicker decode tile, whose bits depend on the batch.
-    For benchmarks."""
-
-    name = "inexact"
-    reads_16bit = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fused = True
-        self.tile = attention.QueryTile(
-            rows=16, warps=4, stages=3
-        )  # a row's sums over four warps: faster, and not invariant
-
-    def norm_linear(
-        self,
-        h: Tensor,
-        residual: Tensor,
-        norm: Norm,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        kind: str | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        return Ops.norm_linear(self, h, residual, norm, weight, bias, kind)
-
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return F.linear(x, weight, bias)
-
-    def gated_linear(self, x: Tensor, gate_up: Tensor, kind: str) -> Tensor:
-        gate, up = F.linear(x, gate_up).chunk(2, dim=-1)
-        return self.act_mul(gate, up, kind)
-
-    def log_softmax(self, logits: Tensor) -> Tensor:
-        return torch.log_softmax(logits, dim=-1)
-
-    def token_logprobs(self, logits: Tensor, ids: Tensor) -> Tensor:
-        return torch.log_softmax(logits, dim=-1).gather(-1, ids[..., None]).squeeze(-1)
-
-    def self_test(
-        self, *, linears: set[tuple[int, int, bool]], heads: set[tuple[int, int, int]], dtype: torch.dtype
-    ) -> list[str]:
-        return ["exactness is off"]

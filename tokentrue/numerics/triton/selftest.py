@@ -1,9 +1,7 @@
-"""Start-up self-test: do the operators hold their invariant for this model's shapes on this machine? Fall back where
-not, and say so.
+"""Start-up self-test: do the operators hold their invariant for this model's shapes on this machine?
 
-Random rows, compared as integers. A product that changes with the number of rows is pinned to one tile; a decode that
-differs from prefill loses its split; a fused launch that differs from its parts is taken apart. What has no fall-back
-raises ExactnessError.
+A product that changes with the number of rows is pinned to one tile; a decode that differs from prefill loses its
+split; a fused launch that differs from its parts is taken apart. What has no fall-back raises ExactnessError.
 """
 
 from __future__ import annotations
@@ -11,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from tokentrue.errors import ExactnessError
-from tokentrue.numerics.bits import same_bits
-from tokentrue.numerics.ops import AttentionSpec, HeadNorm, NormForm, Ops, Packed, PagedBatch
-from tokentrue.numerics.triton.tiles import Tile
+from tokentrue.numerics.ops import AttentionSpec, HeadNorm, NormForm, Ops, Packed, PagedBatch, same_bits
+from tokentrue.numerics.triton.launch import Tile
 
 DEVICE = "cuda"
 ROWS = (1, 2, 5, 16, 17, 32, 33, 64, 100, 256, 300, 640)
@@ -25,21 +23,21 @@ PINNED_FLOAT32 = Tile(m=16, n=32, k=32, warps=4, stages=2)
 
 
 class Fallbacks(Ops):
-    """The operators under test, and what the self-test may change in them."""
+    """What the self-test may change in the operators."""
 
     pinned: dict[tuple[int, int], Tile]
     split_decode: bool
     fused: bool
 
 
+# What held without a fall-back: a fact about the machine, so it is tested once a process.
 _held: set[tuple[object, ...]] = set()
-"""What this process has seen hold without a fall-back: a fact about the machine, so it is tested once."""
 
 
 def run(
     ops: Fallbacks, *, linears: set[tuple[int, int, bool]], heads: set[tuple[int, int, int]], dtype: torch.dtype
 ) -> list[str]:
-    """Tests everything, changes `ops` where it must fall back; one sentence for each fall-back."""
+    """One sentence for each fall-back."""
     key = (type(ops), torch.cuda.current_device(), dtype, frozenset(linears), frozenset(heads))
     if key in _held:
         return []
@@ -65,12 +63,12 @@ def _run(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowNorm:
-    weight: torch.Tensor
+    weight: Tensor
     eps: float
     form: NormForm
 
 
-def _randn(*shape: int, dtype: torch.dtype, random: torch.Generator) -> torch.Tensor:
+def _randn(*shape: int, dtype: torch.dtype, random: torch.Generator) -> Tensor:
     return torch.randn(shape, device=DEVICE, dtype=torch.float32, generator=random).to(dtype)
 
 
@@ -96,9 +94,7 @@ def _linear(
     return [f"linear {inputs}x{outputs} differs at {failed} rows: pinned to one tile"]
 
 
-def paged_copy(
-    k: torch.Tensor, v: torch.Tensor, block: int, random: torch.Generator
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def paged_copy(k: Tensor, v: Tensor, block: int, random: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
     """Caches with the keys and values [T, J, D] of one sequence on shuffled pages, and its table [1, W]."""
     tokens, j, d = k.shape
     pages = -(-tokens // block)
@@ -111,8 +107,7 @@ def paged_copy(
     return caches[0], caches[1], table
 
 
-def decode_batch(position: int, table: torch.Tensor, copies: int = 1) -> PagedBatch:
-    """One query at `position`, `copies` times."""
+def decode_batch(position: int, table: Tensor, copies: int = 1) -> PagedBatch:
     device = table.device
     return PagedBatch(
         positions=torch.full((copies,), position, dtype=torch.int64, device=device),
@@ -161,7 +156,6 @@ def _check_fused(
     dtype: torch.dtype,
     random: torch.Generator,
 ) -> list[str]:
-    """Fused launches against their parts."""
     widths = sorted({inputs for inputs, _, _ in linears})
     wrong = [f"residual+norm of {w}" for w in widths if not _add_norm_holds(ops, w, dtype, random)]
     wrong += [f"head norm+rotary of {shape}" for shape in heads if not _prepare_holds(ops, shape, dtype, random)]
@@ -211,7 +205,7 @@ def _prepare_holds(ops: Fallbacks, shape: tuple[int, int, int], dtype: torch.dty
 def _norm_product_holds(
     ops: Fallbacks, inputs: int, outputs: int, bias: bool, dtype: torch.dtype, random: torch.Generator
 ) -> bool:
-    """One row at a time, plain and (where the outputs halve) gated."""
+    """One row, plain and (where the outputs halve) gated."""
     w = _randn(outputs, inputs, dtype=dtype, random=random) * inputs**-0.5
     b = _randn(outputs, dtype=dtype, random=random) if bias else None
     norm = RowNorm(weight=_randn(inputs, dtype=dtype, random=random), eps=1e-6, form=NormForm.PLAIN)

@@ -1,12 +1,10 @@
 """The recurrence of the gated delta rule: one program runs one sequence's tokens in order, for one head and a block of
 its values.
 
-The state [K, BLOCK] stays in registers; sums over K have the order of one program's layout, which depends on K alone.
-So it does not matter how many tokens a call holds, or which sequences share it. Legend: S sequences, T tokens, H heads,
-K key size, V value size.
+The state [K, BLOCK] stays in registers; the order of sums over K depends on K alone, so it does not matter how many
+tokens a call holds, or which sequences share it.
 """
 
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false, reportPossiblyUnboundVariable=false
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -14,6 +12,7 @@ from collections.abc import Sequence
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from tokentrue.numerics.triton.launch import cdiv, launch, let_next_start, power_of_two, wait_for_inputs
 
@@ -45,9 +44,9 @@ def _scan_kernel(q_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr, state_ptr, out_ptr, s
 
 
 def scan(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, lengths: Sequence[int],
-    state: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, lengths: Sequence[int],
+    state: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`Ops.delta_scan` without gradients."""
     q, k, v, decay, beta = (x.contiguous() for x in (q, k, v, decay, beta))
     (_, heads, key_size), value_size = q.shape, v.shape[2]

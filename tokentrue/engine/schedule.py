@@ -1,22 +1,143 @@
-"""Who runs next, and how many tokens of each: continuous batching with prefill and decode mixed. Pure, no tensors.
+"""Which requests run next, how many tokens of each, and in which cache blocks: continuous batching with prefill and
+decode mixed. Pure, no tensors.
 
 Order of arrival is order of service. A running request is preempted (its blocks freed, its tokens kept and recomputed
-later) only to make room for an earlier one; it goes back to the front of the queue. A request whose missing prefix is
+later) only to make room for an earlier one; it returns to the front of the queue. A request whose missing prefix is
 just being computed by another one waits a step or two and then shares it.
+
+A full block is named by the hash of its tokens and of the block before it: equal names mean equal prefixes from
+position 0 and, as bits do not depend on who computes them, equal contents. Freed blocks keep their name until they are
+needed, oldest first. Block 0 is the null block.
+
+Hybrid models have recurrent-state slots: one per running request, the rest snapshots after a whole number of blocks,
+under the name of the last, so a request may start there if its blocks are cached, too. Copies between slots are queued
+and done, in order, before the next step. Slot 0 stays zero.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from array import array
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from tokentrue.engine.model.states import StatePool
-from tokentrue.engine.model.step import StepInputs
-from tokentrue.engine.scheduling.blocks import BlockPool, block_hash
-from tokentrue.engine.scheduling.request import Phase, Request
+from tokentrue.engine.request import Phase, Request, StepInputs
 from tokentrue.types import Sampling
+
+
+def block_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
+    return hashlib.blake2b(array("q", tokens).tobytes(), key=parent, digest_size=16).digest()
+
+
+class BlockPool:
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
+        self._references = [0] * num_blocks
+        self._named: dict[bytes, int] = {}
+        self._name: dict[int, bytes] = {}
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_used(self) -> int:
+        return self.num_blocks - 1 - len(self._free)
+
+    def take(self) -> int:
+        """Its contents are rubbish; the caller has checked `num_free`."""
+        block, _ = self._free.popitem(last=False)
+        name = self._name.pop(block, None)
+        if name is not None:
+            del self._named[name]
+        self._references[block] = 1
+        return block
+
+    def share(self, name: bytes) -> int | None:
+        block = self._named.get(name)
+        if block is None:
+            return None
+        if self._references[block] == 0:
+            del self._free[block]
+        self._references[block] += 1
+        return block
+
+    def has(self, name: bytes) -> bool:
+        return name in self._named
+
+    def name(self, block: int, name: bytes) -> None:
+        """`block` is full and computed. If an equal one has the name already, this one stays private."""
+        if name not in self._named and block not in self._name:
+            self._named[name] = block
+            self._name[block] = name
+
+    def release(self, block: int) -> None:
+        self._references[block] -= 1
+        if self._references[block] == 0:
+            self._free[block] = None
+            if block not in self._name:  # nothing to remember: use it first
+                self._free.move_to_end(block, last=False)
+
+    def forget(self) -> None:
+        """All contents are stale (new weights)."""
+        self._named.clear()
+        self._name.clear()
+
+
+ZERO = 0
+
+
+class StatePool:
+    def __init__(self, num_slots: int) -> None:
+        """`num_slots` counts the zero slot; the caller leaves room for every request that may run."""
+        self.num_slots = num_slots
+        self._free = list(range(num_slots - 1, 0, -1))
+        self._snapshots: OrderedDict[bytes, int] = OrderedDict()
+        self._copies: list[tuple[int, int]] = []
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free) + len(self._snapshots)
+
+    def take(self) -> int:
+        """A slot in the zero state; the oldest snapshot gives way."""
+        slot = self._free.pop() if self._free else self._snapshots.popitem(last=False)[1]
+        self._copies.append((ZERO, slot))
+        return slot
+
+    def release(self, slot: int) -> None:
+        self._free.append(slot)
+
+    def has(self, name: bytes) -> bool:
+        return name in self._snapshots
+
+    def restore(self, name: bytes) -> int:
+        self._snapshots.move_to_end(name)  # so that taking a slot does not evict it
+        slot = self.take()
+        self._copies.append((self._snapshots[name], slot))
+        return slot
+
+    def snapshot(self, name: bytes, slot: int) -> None:
+        """Keep a copy of `slot` under `name`, unless there is one, or no slot to spare."""
+        if name in self._snapshots or not (self._free or self._snapshots):
+            return
+        kept = self._free.pop() if self._free else self._snapshots.popitem(last=False)[1]
+        self._copies.append((slot, kept))
+        self._snapshots[name] = kept
+
+    def forget(self) -> None:
+        """All snapshots are stale (new weights)."""
+        self._free.extend(self._snapshots.values())
+        self._snapshots.clear()
+
+    def take_copies(self) -> list[tuple[int, int]]:
+        """(from, to), in order; the caller does them now."""
+        copies, self._copies = self._copies, []
+        return copies
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,8 +150,6 @@ class ScheduleLimits:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """`count` tokens of `request` from position `start`."""
-
     request: Request
     start: int
     count: int
@@ -43,7 +162,7 @@ class Work:
 def cut_steps(
     scheduler: Scheduler, ids: Sequence[int], pieces: Sequence[int], adapter: str | None = None
 ) -> list[StepInputs]:
-    """Steps that compute `ids` piece by piece (again from the first when they run out); their blocks are free again
+    """Steps that compute `ids` piece by piece (again from the first when they run out); their blocks are free
     afterwards."""
     request = Request(
         prompt_ids=tuple(ids), sampling=Sampling(), seed=0, stop_ids=frozenset(), max_tokens=1, adapter=adapter
@@ -61,27 +180,17 @@ def cut_steps(
 
 
 class Scheduler:
-    def __init__(
-        self,
-        pool: BlockPool,
-        limits: ScheduleLimits,
-        *,
-        chunk: Callable[[Request, int], int] | None = None,
-        states: StatePool | None = None,
-    ) -> None:
-        """`chunk(request, most)` may choose a smaller piece of a prompt: for tests, because no bit may depend on it."""
+    def __init__(self, pool: BlockPool, limits: ScheduleLimits, *, states: StatePool | None = None) -> None:
         self.pool = pool
         self.states = states
         self.limits = limits
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
+        # Requests of steps that a pipeline computes now: they are in no other step, and nobody is preempted meanwhile.
         self.in_flight: set[Request] = set()
-        """Requests of steps that a pipeline computes now: they are in no other step, and nobody is preempted
-        meanwhile."""
         self.preemptions = 0
         self.prefix_hits = 0
         self.prefix_queries = 0
-        self._chunk = chunk or (lambda request, most: most)
 
     def add(self, request: Request) -> None:
         self.waiting.append(request)
@@ -106,11 +215,9 @@ class Scheduler:
         return sorted(batch, key=lambda work: work.count > 1)
 
     def piece(self, request: Request, budget: int) -> int:
-        most = min(request.remaining, budget, self.limits.chunk_tokens)
-        count = max(1, min(most, self._chunk(request, most)))
-        if (
-            self.states is not None
-        ):  # a piece ends where the prompt's last whole block does, so that its state can be kept
+        count = min(request.remaining, budget, self.limits.chunk_tokens)
+        if self.states is not None:
+            # A piece ends where the prompt's last whole block does, so that its state can be kept.
             border = (len(request.tokens) - 1) // self.pool.block_size * self.pool.block_size
             if request.computed < border < request.computed + count:
                 return border - request.computed
@@ -143,7 +250,7 @@ class Scheduler:
         self.waiting.extendleft(reversed(deferred))
 
     def insert(self, request: Request) -> None:
-        """Running requests stay in order of arrival, also those that come back after a preemption."""
+        """In order of arrival, also after a preemption."""
         at = len(self.running)
         while at and self.running[at - 1].number > request.number:
             at -= 1
@@ -159,10 +266,9 @@ class Scheduler:
             state_copies=[] if self.states is None else self.states.take_copies(),
         )  # fmt: skip
 
-    # ---- prefixes -------------------------------------------------------------------------------------------------------------------
+    # ---- prefixes
     def prefix_names(self, request: Request) -> list[bytes]:
-        """Names of the full blocks that could be shared; the last token is always computed, because its logits are
-        needed."""
+        """Of the full blocks that could be shared; the last token is always computed, because its logits are needed."""
         if (request.wants_prompt and not request.num_sampled) or request.num_routed < (
             len(request.tokens) - 1
         ) * request.wants_routes:
@@ -179,7 +285,6 @@ class Scheduler:
         )
 
     def names_in_work(self, request: Request) -> list[bytes]:
-        """Blocks of the prompt that a running request is about to compute."""
         size = self.pool.block_size
         return request.hashes[request.computed // size :] if request.remaining > 1 else []
 
@@ -196,11 +301,10 @@ class Scheduler:
         if self.states is not None:
             request.state_slot = self.states.restore(names[-1]) if names else self.states.take()
         request.computed = len(request.blocks) * self.pool.block_size
-        request.prefix_hits += request.computed
         self.prefix_hits += request.computed
         self.prefix_queries += len(request.tokens)
 
-    # ---- blocks ---------------------------------------------------------------------------------------------------------------------
+    # ---- blocks
     def grow(self, request: Request, length: int) -> bool:
         """Blocks for `length` tokens, if there are enough."""
         missing = -(-length // self.pool.block_size) - len(request.blocks)
@@ -227,7 +331,6 @@ class Scheduler:
         self.running.remove(request)
         self.free(request)
         request.phase = Phase.WAITING
-        request.preemptions += 1
         self.preemptions += 1
         self.waiting.appendleft(request)
 
@@ -240,7 +343,7 @@ class Scheduler:
             self.states.release(request.state_slot)
             request.state_slot = None
 
-    # ---- results --------------------------------------------------------------------------------------------------------------------
+    # ---- results
     def record(self, work: Work) -> None:
         """The keys of this piece are in the cache: full blocks get their names."""
         request, size = work.request, self.pool.block_size
@@ -261,7 +364,7 @@ class Scheduler:
         request.phase = Phase.FINISHED
 
     def restart(self) -> None:
-        """New weights: what is cached is stale, everyone running computes anew."""
+        """New weights: what is cached is stale."""
         for request in reversed(list(self.running)):
             self.preempt(request)
         self.pool.forget()

@@ -1,35 +1,38 @@
 """Causal attention whose rows do not depend on what else is computed: one kernel for prefill, decode and training.
 
 A row's result is a left fold, in ascending order, over key blocks of fixed size that start at position 0 of its
-sequence. Each block is summed under its own maximum and then folded in, so that blocks may be computed apart (decode of
-few long sequences) and folded later with the same bits. A tile packs the query heads of one key head; with at least 16
-rows a warp the sums of a row stay inside one warp, which makes the tile's height free. Whole blocks in a row's future
-are exact no-ops. A sink is folded in after the last block, as a block of one key without a value.
+sequence. Each block is summed under its own maximum and then folded in, so blocks may be computed apart (decode of few
+long sequences) and folded later with the same bits. A tile packs the query heads of one key head; with at least 16 rows
+a warp the sums of a row stay inside one warp, which makes the tile's height free. Whole blocks in a row's future are
+exact no-ops. A sink is folded in last, as a block of one key without a value. The backward pass has no atomics: dQ and
+dK/dV are two kernels, each a fixed fold.
+
 Legend: T tokens, H query heads, J key heads, G = H/J, D head size, S sequences, BM rows of a query tile, BN keys of a
 block.
 """
 
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false, reportPossiblyUnboundVariable=false
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from tokentrue.errors import ExactnessError
-from tokentrue.numerics.ops import AttentionSpec
-from tokentrue.numerics.triton.kernels.matmul import precision_of
+from tokentrue.numerics.ops import AttentionSpec, Packed
 from tokentrue.numerics.triton.launch import align_rows, cdiv, launch, let_next_start, power_of_two, wait_for_inputs
+from tokentrue.numerics.triton.matmul import precision_of
 
 LOG2E = 1.4426950408889634
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueryTile:
-    """Rows, warps and pipeline depth of a program. Free for bits while a warp has at least 16 rows (16-bit dtypes)."""
+    """Free for bits while a warp has at least 16 rows (16-bit dtypes)."""
 
     rows: int
     warps: int
@@ -42,8 +45,7 @@ def key_block(dtype: torch.dtype) -> int:
 
 
 def tile_of(dtype: torch.dtype, *, streams: bool = False) -> QueryTile:
-    """The one shape for training, prefill and decode. A decode that `streams` a sequence's blocks from memory fetches
-    two ahead."""
+    """One shape for training, prefill and decode. A decode that `streams` blocks from memory fetches two ahead."""
     if dtype == torch.float32:  # plain multiply-adds spread a row over threads by the tile's shape
         return QueryTile(rows=16, warps=4, stages=2)
     return QueryTile(rows=64, warps=4, stages=3 if streams else 2)
@@ -51,11 +53,10 @@ def tile_of(dtype: torch.dtype, *, streams: bool = False) -> QueryTile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiles:
-    """Which queries each program computes: from `query[i]` on in sequence `sequence[i]` (int32). None: one decode query
-    a sequence."""
+    """Each program computes queries from `query[i]` on in sequence `sequence[i]` (int32)."""
 
-    sequence: torch.Tensor
-    query: torch.Tensor
+    sequence: Tensor
+    query: Tensor
 
 
 @triton.jit
@@ -65,7 +66,7 @@ def tanh(x):
 
 @triton.jit
 def scores(q, k, row_pos, key, scale, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):
-    """Scores in units of log 2; -inf where the key is not allowed."""
+    """In units of log 2; -inf where the key is not allowed."""
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
     if SOFTCAP > 0.0:
         s = SOFTCAP * tanh(s / SOFTCAP) * 1.4426950408889634
@@ -77,7 +78,7 @@ def scores(q, k, row_pos, key, scale, WINDOW: tl.constexpr, SOFTCAP: tl.constexp
 
 @triton.jit
 def _block(q, k, v, row_pos, key, scale, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):
-    """Maximum, sum and weighted values of one key block, for every row of the tile."""
+    """Maximum, sum and weighted values of one key block."""
     s = scores(q, k, row_pos, key, scale, WINDOW, SOFTCAP, PRECISION)
     m = tl.max(s, 1)
     p = tl.exp2(s - tl.where(m == float("-inf"), 0.0, m)[:, None])
@@ -86,7 +87,7 @@ def _block(q, k, v, row_pos, key, scale, WINDOW: tl.constexpr, SOFTCAP: tl.const
 
 @triton.jit
 def _fold(top, total, out, m, length, o):
-    """Folds one block into the running (top, total, out); a block without allowed keys changes nothing."""
+    """A block without allowed keys changes nothing."""
     new = tl.maximum(top, m)
     safe = tl.where(new == float("-inf"), 0.0, new)
     a = tl.exp2(top - safe)
@@ -96,22 +97,21 @@ def _fold(top, total, out, m, length, o):
 
 @triton.jit
 def _fold_sink(top, total, out, sink_ptr, heads, ok):
-    """Folds in the sink of each row's head; its score is in the file's units of log 2."""
     sink = tl.load(sink_ptr + heads, mask=ok, other=0.0).to(tl.float32) * 1.4426950408889634
     return _fold(top, total, out, sink, 1.0, out * 0.0)
 
 
 @triton.jit
 def divide_rows(out, total, kind: tl.constexpr):
-    """out / total; zero for a padding row, which has seen no key."""
+    """Zero for a padding row, which has seen no key."""
     return (out / tl.where(total == 0.0, 1.0, total)[:, None]).to(kind)
 
 
 @triton.jit
 def _fold_parts(part_ptr, part_m_ptr, part_l_ptr, sink_ptr, o_ptr, s, j, lowest, num_blocks, max_blocks, H: tl.constexpr, J: tl.constexpr,
                 D: tl.constexpr, BD: tl.constexpr, GP: tl.constexpr, SINK: tl.constexpr):  # fmt: skip
-    """The blocks of one decode query, folded in ascending order. Read past the first cache, where another program's
-    writes may not show."""
+    """The blocks of one decode query in ascending order; read past the first cache, where another program's writes may
+    not show."""
     G: tl.constexpr = H // J
     g = tl.arange(0, GP)
     d = tl.arange(0, BD)
@@ -152,8 +152,8 @@ def _forward_kernel(q_ptr, k_ptr, v_ptr, sink_ptr, o_ptr, lse_ptr, starts_ptr, c
                     H: tl.constexpr, J: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, GP: tl.constexpr, BM: tl.constexpr,
                     BN: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, LSE: tl.constexpr,
                     SPLIT: tl.constexpr, DECODE: tl.constexpr, SINK: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """Grid (tiles, J, splits). With SPLIT (one query a sequence) as many programs as have a block leave theirs in
-    `part_*`, and the last one to arrive folds them all, in the same order as a program that has them alone."""
+    """Grid (tiles, J, splits). With SPLIT (one query a sequence) programs leave their blocks in `part_*`, and the last
+    to arrive folds them all, in the order of a program that has them alone."""
     wait_for_inputs()
     let_next_start()
     tile = tl.program_id(0)
@@ -265,12 +265,11 @@ def _forward_kernel(q_ptr, k_ptr, v_ptr, sink_ptr, o_ptr, lse_ptr, starts_ptr, c
 def tiles_of(
     counts: Sequence[int], *, skip: int = 0, heads: int, key_heads: int, dtype: torch.dtype, device: torch.device
 ) -> Tiles:
-    """Tiles over sequences with `counts` queries each, without the first `skip` sequences; one copy to the device."""
     return copy_tiles(tile_starts(counts, skip=skip, heads=heads, key_heads=key_heads, dtype=dtype), device)
 
 
 def copy_tiles(pairs: list[tuple[int, int]], device: torch.device) -> Tiles:
-    """(sequence, first query) of each, on the device; nobody waits for the copy."""
+    """Nobody waits for the copy."""
     flat = torch.tensor(pairs, dtype=torch.int32).reshape(-1, 2).t().contiguous()
     if device.type == "cuda":
         flat = flat.pin_memory().to(device, non_blocking=True)
@@ -280,7 +279,6 @@ def copy_tiles(pairs: list[tuple[int, int]], device: torch.device) -> Tiles:
 def tile_starts(
     counts: Sequence[int], *, skip: int = 0, heads: int, key_heads: int, dtype: torch.dtype
 ) -> list[tuple[int, int]]:
-    """(sequence, first query) of every tile."""
     group, rows = power_of_two(heads // key_heads), tile_of(dtype).rows
     if group > rows:
         raise ExactnessError(f"{group} query heads for one key head have no exact form in {dtype}; the most is {rows}")
@@ -290,21 +288,20 @@ def tile_starts(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """Room for unfolded blocks of decode steps: sequences × max_blocks of them. `splits` programs share one sequence
-    and key head."""
+    """Unfolded blocks of decode steps: sequences × max_blocks. `splits` programs share one sequence and key head."""
 
-    out: torch.Tensor
-    top: torch.Tensor
-    total: torch.Tensor
-    arrived: torch.Tensor  # int32 [sequences × J], zero between launches
+    out: Tensor
+    top: Tensor
+    total: Tensor
+    arrived: Tensor  # int32 [sequences × J], zero between launches
     max_blocks: int
     splits: int
 
 
 def parts_for(
-    arrived: torch.Tensor, sequences: int, context: int, splits: int, *, shape: tuple[int, int, int], dtype: torch.dtype
+    arrived: Tensor, sequences: int, context: int, splits: int, *, shape: tuple[int, int, int], dtype: torch.dtype
 ) -> Parts:
-    """Room for sequences of up to `context` keys and (H, J, D) heads; `arrived` is lent by the caller."""
+    """For sequences of up to `context` keys and (H, J, D) heads; `arrived` is lent by the caller."""
     heads, key_heads, size = shape
     blocks = cdiv(context, key_block(dtype))
     rows = sequences * key_heads * blocks * power_of_two(heads // key_heads)
@@ -315,14 +312,13 @@ def parts_for(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keys:
-    """Where keys and values are: dense [T, J, D] beside the queries, or contiguous pages [blocks, J, page, D] found
-    through `table`."""
+    """Dense [T, J, D] beside the queries, or contiguous pages [blocks, J, page, D] found through `table`."""
 
-    k: torch.Tensor
-    v: torch.Tensor
-    starts: torch.Tensor  # int32 [S+1]: rows of each sequence's queries
-    table: torch.Tensor | None = None
-    context: torch.Tensor | None = None
+    k: Tensor
+    v: Tensor
+    starts: Tensor  # int32 [S+1]: rows of each sequence's queries
+    table: Tensor | None = None
+    context: Tensor | None = None
 
     @property
     def page(self) -> int:
@@ -330,38 +326,37 @@ class Keys:
 
     @property
     def strides(self) -> tuple[int, int]:
-        """Of a head and a key where they are dense."""
         return (0, 0) if self.table is not None else (self.k.stride(1), self.k.stride(0))
 
 
-def dense_keys(k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor) -> Keys:
+def dense_keys(k: Tensor, v: Tensor, starts: Tensor) -> Keys:
     k, v = align_rows(k), align_rows(v)
     if v.stride() != k.stride():
         k, v = align_rows(k.contiguous()), align_rows(v.contiguous())
     return Keys(k=k, v=v, starts=starts)
 
 
-def dense_heads(q: torch.Tensor) -> torch.Tensor:
-    """q [T, H, D] with the heads of a token side by side."""
+def dense_heads(q: Tensor) -> Tensor:
+    """With the heads of a token side by side."""
     return align_rows(q if q.stride(-1) == 1 and q.stride(1) == q.shape[2] else q.contiguous())
 
 
 def attend(
-    q: torch.Tensor,
+    q: Tensor,
     keys: Keys,
-    out: torch.Tensor,
+    out: Tensor,
     spec: AttentionSpec,
     *,
     tiles: Tiles | None,
     sequences: int,
-    lse: torch.Tensor | None = None,
+    lse: Tensor | None = None,
     parts: Parts | None = None,
     tile: QueryTile | None = None,
 ) -> None:
-    """Attention of q [T, H, D] into out [T, H, D]: the queries of `tiles`, or (None) one decode query of each of the
-    first `sequences`.
+    """Attention of q [T, H, D] into `out`: the queries of `tiles`, or (None) one decode query of each of the first
+    `sequences`.
 
-    A `tile` with fewer than 16 rows a warp gives other bits: it is for engines with exactness off.
+    A `tile` with fewer than 16 rows a warp gives other bits: for benchmarks with exactness off.
     """
     _, heads, size = q.shape
     key_heads = keys.k.shape[1]
@@ -384,3 +379,178 @@ def attend(
         SPLIT=parts is not None, DECODE=tiles is None, SINK=spec.sinks is not None, PRECISION=precision_of(q.dtype),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
+
+
+@triton.jit
+def _score_grad(s, lse, dp, delta, SOFTCAP: tl.constexpr):
+    """Probabilities, and the gradient of the raw scaled scores."""
+    p = tl.exp2(s - lse)
+    ds = p * (dp - delta)
+    if SOFTCAP > 0.0:
+        t = tl.where(p == 0.0, 0.0, s / (SOFTCAP * 1.4426950408889634))
+        ds = ds * (1.0 - t * t)
+    return p, ds
+
+
+@triton.jit
+def _dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, starts_ptr, tile_seq_ptr, tile_query_ptr, scale, grad_scale,
+               stride_qt, stride_kt, stride_kj, H: tl.constexpr, J: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr,
+               BN: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """Grid (tiles of BM queries, H)."""
+    wait_for_inputs()
+    let_next_start()
+    h = tl.program_id(1)
+    s_id = tl.load(tile_seq_ptr + tl.program_id(0)).to(tl.int64)
+    start = tl.load(starts_ptr + s_id)
+    count = tl.load(starts_ptr + s_id + 1) - start
+    first = tl.load(tile_query_ptr + tl.program_id(0))
+    row = first + tl.arange(0, BM)
+    d = tl.arange(0, BD)
+    ok = (row < count)[:, None] & (d < D)[None, :]
+    token = (start + row).to(tl.int64)
+    q = tl.load(q_ptr + token[:, None] * stride_qt + h * D + d[None, :], mask=ok, other=0.0)
+    do = tl.load(do_ptr + (token * H + h)[:, None] * D + d[None, :], mask=ok, other=0.0)
+    lse = tl.load(lse_ptr + token * H + h, mask=row < count, other=0.0)
+    delta = tl.load(delta_ptr + token * H + h, mask=row < count, other=0.0)
+    dq = tl.zeros((BM, BD), tl.float32)
+    lowest = 0
+    if WINDOW > 0:
+        lowest = tl.maximum(first - WINDOW + 1, 0) // BN
+    for block in range(lowest, tl.cdiv(tl.minimum(first + BM, count), BN)):
+        key = block * BN + tl.arange(0, BN)
+        key_ok = (key < count)[:, None] & (d < D)[None, :]
+        at = (start + key).to(tl.int64)[:, None] * stride_kt + (h // (H // J)) * stride_kj + d[None, :]
+        k = tl.load(k_ptr + at, mask=key_ok, other=0.0)
+        v = tl.load(v_ptr + at, mask=key_ok, other=0.0)
+        s = scores(q, k, row, key, scale, WINDOW, SOFTCAP, PRECISION)
+        dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+        _, ds = _score_grad(s, lse[:, None], dp, delta[:, None], SOFTCAP)
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+    tl.store(dq_ptr + (token * H + h)[:, None] * D + d[None, :], (dq * grad_scale).to(dq_ptr.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def _dkv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, starts_ptr, tile_seq_ptr, tile_key_ptr, scale, grad_scale,
+                stride_qt, stride_kt, stride_kj, H: tl.constexpr, J: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr,
+                BN: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """Grid (tiles of BN keys, J); folds over the heads of the group, then over query tiles from the diagonal on."""
+    wait_for_inputs()
+    let_next_start()
+    j = tl.program_id(1)
+    G: tl.constexpr = H // J
+    s_id = tl.load(tile_seq_ptr + tl.program_id(0)).to(tl.int64)
+    start = tl.load(starts_ptr + s_id)
+    count = tl.load(starts_ptr + s_id + 1) - start
+    first = tl.load(tile_key_ptr + tl.program_id(0))
+    key = first + tl.arange(0, BN)
+    d = tl.arange(0, BD)
+    key_ok = (key < count)[:, None] & (d < D)[None, :]
+    at = (start + key).to(tl.int64)[:, None] * stride_kt + j * stride_kj + d[None, :]
+    k = tl.load(k_ptr + at, mask=key_ok, other=0.0)
+    v = tl.load(v_ptr + at, mask=key_ok, other=0.0)
+    dk = tl.zeros((BN, BD), tl.float32)
+    dv = tl.zeros((BN, BD), tl.float32)
+    end = count
+    if WINDOW > 0:
+        end = tl.minimum(count, first + BN + WINDOW)
+    for g in range(G):
+        h = j * G + g
+        for block in range(first // BM, tl.cdiv(end, BM)):
+            row = block * BM + tl.arange(0, BM)
+            ok = (row < count)[:, None] & (d < D)[None, :]
+            token = (start + row).to(tl.int64)
+            q = tl.load(q_ptr + token[:, None] * stride_qt + h * D + d[None, :], mask=ok, other=0.0)
+            do = tl.load(do_ptr + (token * H + h)[:, None] * D + d[None, :], mask=ok, other=0.0)
+            lse = tl.load(lse_ptr + token * H + h, mask=row < count, other=float("inf"))
+            delta = tl.load(delta_ptr + token * H + h, mask=row < count, other=0.0)
+            s = scores(q, k, row, key, scale, WINDOW, SOFTCAP, PRECISION)
+            dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+            p, ds = _score_grad(s, lse[:, None], dp, delta[:, None], SOFTCAP)
+            dv = tl.dot(tl.trans(p.to(do.dtype)), do, dv, input_precision=PRECISION)
+            dk = tl.dot(tl.trans(ds.to(q.dtype)), q, dk, input_precision=PRECISION)
+    to = ((start + key).to(tl.int64) * J + j)[:, None] * D + d[None, :]
+    tl.store(dk_ptr + to, (dk * grad_scale).to(dk_ptr.dtype.element_ty), mask=key_ok)
+    tl.store(dv_ptr + to, dv.to(dv_ptr.dtype.element_ty), mask=key_ok)
+
+
+@triton.jit
+def _delta_kernel(do_ptr, out_ptr, delta_ptr, D: tl.constexpr, BD: tl.constexpr):
+    """Grid (tokens × heads): the sum over a head of dO · O."""
+    wait_for_inputs()
+    let_next_start()
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BD)
+    do = tl.load(do_ptr + row * D + at, mask=at < D, other=0.0).to(tl.float32)
+    out = tl.load(out_ptr + row * D + at, mask=at < D, other=0.0).to(tl.float32)
+    tl.store(delta_ptr + row, tl.sum(do * out, 0))
+
+
+def side_of(dtype: torch.dtype) -> int:
+    return 64 if dtype != torch.float32 else 16
+
+
+def gradient_tiles(lengths: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tiles:
+    """Made once for all layers: a copy to the device per layer would wait for it."""
+    pairs = [(s, at) for s, n in enumerate(lengths) for at in range(0, n, side_of(dtype))]
+    return copy_tiles(pairs, device)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, packed: Packed, spec: AttentionSpec,
+        tiles: Tiles, backward_tiles: Tiles,
+    ) -> Tensor:  # fmt: skip
+        keys = dense_keys(k, v, packed.cu_seqlens)
+        q = align_rows(q.contiguous())
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        out = torch.empty_like(q)
+        attend(q, keys, out, spec, tiles=tiles, sequences=len(packed.lengths), lse=lse)
+        ctx.save_for_backward(q, keys.k, keys.v, sinks, out, lse)
+        ctx.packed, ctx.spec, ctx.tiles = packed, spec, backward_tiles
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, sinks, out, lse = ctx.saved_tensors
+        packed, spec, tiles = ctx.packed, ctx.spec, ctx.tiles
+        do = align_rows(grads[0].contiguous())
+        delta = torch.empty_like(lse)
+        heads, key_heads, size = q.shape[1], k.shape[1], q.shape[2]
+        side = side_of(q.dtype)
+        dq = torch.empty_like(q)
+        dk, dv = (torch.empty((k.shape[0], key_heads, size), dtype=k.dtype, device=k.device) for _ in range(2))
+        scale = spec.scale if spec.softcap else spec.scale * LOG2E
+        shape = {"H": heads, "J": key_heads, "D": size, "BD": power_of_two(size), "BM": side, "BN": side, "WINDOW": spec.window or 0,
+                 "SOFTCAP": float(spec.softcap or 0.0), "PRECISION": precision_of(q.dtype),
+                 "num_warps": 4, "num_stages": 2}  # fmt: skip
+        args = (
+            packed.cu_seqlens,
+            tiles.sequence,
+            tiles.query,
+            scale,
+            spec.scale,
+            q.stride(0),
+            k.stride(0),
+            k.stride(1),
+        )
+        if count := len(tiles.query):
+            launch(_delta_kernel, (delta.numel(),), do, out, delta, D=size, BD=power_of_two(size), num_warps=1)
+            launch(_dq_kernel, (count, heads), q, k, v, do, lse, delta, dq, *args, **shape)
+            launch(_dkv_kernel, (count, key_heads), q, k, v, do, lse, delta, dk, dv, *args, **shape)
+        d_sinks = None if sinks is None else -(torch.exp2(sinks.float() * LOG2E - lse) * delta).sum(0).to(sinks.dtype)
+        return dq, dk, dv, d_sinks, None, None, None, None
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, packed: Packed, spec: AttentionSpec, tiles: Tiles | None = None,
+    backward_tiles: Tiles | None = None,
+) -> Tensor:  # fmt: skip
+    if tiles is None:
+        tiles = tiles_of(packed.lengths, heads=q.shape[1], key_heads=k.shape[1], dtype=q.dtype, device=q.device)
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        backward_tiles = backward_tiles or gradient_tiles(packed.lengths, q.dtype, q.device)
+        return _Attention.apply(q, k, v, spec.sinks, packed, spec, tiles, backward_tiles)  # type: ignore[return-value]
+    q, out = dense_heads(q), torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    attend(q, dense_keys(k, v, packed.cu_seqlens), out, spec, tiles=tiles, sequences=len(packed.lengths))
+    return out

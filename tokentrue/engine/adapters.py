@@ -1,8 +1,9 @@
 """LoRA adapters beside the base weights: read, checked and applied unmerged, in the order of operations that `exact`
 gives a peft model.
 
-y = linear(x, W) + linear(linear(x, A), B) * scale, summed in the wider of both dtypes and rounded once
-(`Ops.add_low_rank`).
+y = linear(x, W) + linear(linear(x, A), B) * scale, summed in the wider of both dtypes and rounded once, and nothing
+else. Each field of peft's LoraConfig (0.21) is in one of three tables. A field in none of them is refused by name
+unless it is empty or has the default of the installed peft: it may change the computation.
 """
 
 from __future__ import annotations
@@ -10,31 +11,140 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import reprlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from tokentrue.engine.model.adapter_config import AdapterConfig, check_config, scale_of
-from tokentrue.engine.model.decoder import Attention, Decoder, Dense
+from tokentrue.engine.decoder import Attention, Decoder, Dense
 from tokentrue.errors import ConfigError, EngineError, ExactnessError, FileFormatError
 from tokentrue.json_types import JsonMapping
 from tokentrue.numerics import LowRank, LowRankStack, Ops, RowSlots
-from tokentrue.numerics.functions import unguard
+from tokentrue.numerics.modules import replace_attribute, unguard
+
+AdapterConfig = JsonMapping
+
+READ = frozenset({"peft_type", "r", "rank_pattern", "lora_alpha", "alpha_pattern", "use_rslora", "init_lora_weights"})
+IGNORED = frozenset({
+    "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",  # where the adapter comes from
+    "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern",  # which layers: A and B are saved for these alone
+    "lora_dropout", "runtime_config", "ensure_weight_tying",  # in training, on a device, and of embeddings alone
+    "loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size", "megatron_core",  # details of another field
+})  # fmt: skip
+REFUSED = {
+    "use_dora": "DoRA", "use_qalora": "QA-LoRA", "use_bdlora": "BD-LoRA", "alora_invocation_tokens": "aLoRA",
+    "arrow_config": "Arrow routing", "kasa_config": "KaSA", "monteclora_config": "MonteCLoRA", "velora_config": "VeLoRA",
+    "lora_bias": "biases in B", "bias": "trained biases", "modules_to_save": "modules trained in full",
+    "trainable_token_indices": "trained token embeddings", "target_parameters": "adapted parameters",
+    "layer_replication": "replicated layers", "fan_in_fan_out": "transposed weights", "megatron_config": "Megatron layers",
+}  # fmt: skip
+# lora_bias: where the layer has no bias.
+UNMERGEABLE = frozenset({"use_qalora", "alora_invocation_tokens", "arrow_config", "lora_bias"})
+
+# Values of init_lora_weights: first values of A and B over the base model as it is, and those that take a part out of
+# the base weights.
+PLAIN_STARTS = frozenset({"gaussian", "eva", "orthogonal", "mica"})
+CONVERTIBLE_STARTS = ("pissa", "corda", "olora", "lora_ga")
+MERGE = "merge it where it was trained (merge_and_unload) and load the merged model"
+RETRAIN = "train plain LoRA instead"
+CONVERT = (
+    "save it with save_pretrained(..., path_initial_model_for_weight_conversion=DIRECTORY_OF_THE_UNTRAINED_ADAPTER)"
+)
+
+
+def check_config(where: str, config: AdapterConfig) -> None:
+    """Raise unless the adapter computes W + scale·B·A over the base model's own weights."""
+    kind = config.get("peft_type") or "LORA"
+    if kind != "LORA":
+        raise ExactnessError(
+            f"{where}: peft_type is {getattr(kind, 'value', kind)!r}; the engine computes LORA alone: {MERGE}"
+        )
+    for field, what in REFUSED.items():
+        if config.get(field) and config[field] != "none":
+            raise ExactnessError(
+                f"{where} uses {what} ({field}), which has no exact form: {RETRAIN if field in UNMERGEABLE else MERGE}"
+            )
+    check_start(where, config.get("init_lora_weights"))
+    for field in sorted(config.keys() - READ - IGNORED - REFUSED.keys(), key=str):
+        if config[field] and config[field] != peft_default(field):
+            raise ExactnessError(
+                f"{where}: {field} is unknown and may change the computation; remove it if it does not, or {MERGE}"
+            )
+    if not isinstance(config.get("use_rslora", False), bool | None):
+        raise ConfigError(f"{where}: use_rslora is {config['use_rslora']!r}; true or false expected")
+
+
+def check_start(where: str, start: Any) -> None:
+    """A and B fit the base model only if training began from its own weights."""
+    if start is None or isinstance(start, bool) or str(start).lower() in PLAIN_STARTS:
+        return
+    said = f"{where}: init_lora_weights is {start!r}"
+    if str(start).lower().startswith(CONVERTIBLE_STARTS):
+        raise ExactnessError(f"{said}, which changed the base weights before training: {CONVERT}, or {MERGE}")
+    if start == "loftq":
+        raise ExactnessError(f"{said}, which quantised the base weights before training: {MERGE}")
+    raise ExactnessError(
+        f"{said}, which is unknown and may change the base weights: set it to true if it does not, or {MERGE}"
+    )
+
+
+def peft_default(field: str) -> Any:
+    try:
+        from peft import LoraConfig
+    except ImportError:
+        return None
+    return getattr(LoraConfig(), field, None)
+
+
+def scale_of(where: str, config: AdapterConfig, module: str, rank: int) -> float:
+    """alpha / rank, or alpha / sqrt(rank) under rslora; raises where `rank` is not the configured one."""
+    wanted = setting_of(where, config, "r", "rank_pattern", module)
+    if wanted is not None and wanted != rank:
+        raise EngineError(f"{where}: r is {wanted} for {module}, but its lora_A has {rank} rows")
+    alpha = setting_of(where, config, "lora_alpha", "alpha_pattern", module)
+    if alpha is None:
+        raise ConfigError(f"{where}: lora_alpha is missing")
+    return alpha / (rank**0.5 if config.get("use_rslora") else rank)
+
+
+def setting_of(where: str, config: AdapterConfig, field: str, pattern_field: str, module: str) -> Any:
+    """By the first key of peft's pattern that matches the module's name, else the field; None where it is not set."""
+    patterns = config.get(pattern_field) or {}
+    if not isinstance(patterns, Mapping):
+        raise ConfigError(f"{where}: {pattern_field} is {patterns!r}; an object of patterns and numbers expected")
+    value = config.get(field)
+    for pattern, number in cast(JsonMapping, patterns).items():
+        try:
+            found = re.match(rf"(.*\.)?({pattern})$", module)
+        except re.error as error:
+            text = f"{pattern_field}: {pattern!r} is no regular expression: {error}"
+            raise ConfigError(f"{where}: {text}") from error
+        if found:
+            field, value = f"{pattern_field}[{pattern!r}]", number
+            break
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if value is not None and not (is_number and abs(value) <= torch.finfo(torch.float32).max):
+        raise ConfigError(f"{where}: {field} is {reprlib.repr(value)}; a finite number expected")
+    return value
+
 
 TARGETS = {"q_proj": "self_attn", "k_proj": "self_attn", "v_proj": "self_attn", "o_proj": "self_attn", "gate_proj": "mlp", "up_proj": "mlp",
            "down_proj": "mlp"}  # fmt: skip
+# The merged products of a layer, and the projections side by side in each.
 PRODUCTS = {
     "qkv": ("q_proj", "k_proj", "v_proj"),
     "out": ("o_proj",),
     "gate_up": ("gate_proj", "up_proj"),
     "down": ("down_proj",),
 }
-"""The merged products of a layer, and the projections side by side in each."""
 PRODUCT_OF = {name: product for product, names in PRODUCTS.items() for name in names}
 NAME = re.compile(r"(?:(?:.+\.)?base_model\.model\.)?(.+)\.lora_([AB])(?:\.\w+)?\.weight$")
 PLACE = re.compile(
@@ -49,7 +159,7 @@ _loads = itertools.count(1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapter:
-    """One loaded adapter. `prefix` starts the names of its cache blocks, so that no other weights share them."""
+    """`prefix` starts the names of its cache blocks, so that no other weights share them."""
 
     name: str
     config: AdapterConfig
@@ -61,8 +171,7 @@ class Adapter:
 def read_adapter(
     name: str, source: AdapterSource, config: AdapterConfig | None, *, version: int | None, device: torch.device
 ) -> Adapter:
-    """From a directory that peft saved, or from a state dict with `config` (r, lora_alpha, …: a dict or a peft
-    LoraConfig)."""
+    """From a directory that peft saved, or from a state dict with `config` (a dict or a peft LoraConfig)."""
     folder = Path(source) if isinstance(source, str | Path) else None
     if folder is not None:
         state, config = read_directory(folder)
@@ -72,7 +181,9 @@ def read_adapter(
         raise EngineError(
             f"adapter {name!r}: a state dict needs config= with r and lora_alpha the first time it is loaded"
         )
-    config = mapping_from_config(name, config)
+    config = config.to_dict() if hasattr(config, "to_dict") else config  # type: ignore[union-attr]
+    if not isinstance(config, Mapping):
+        raise ConfigError(f"adapter {name!r}: config= is a {type(config).__name__}; give a dict or a peft LoraConfig")
     weights: dict[tuple[int, str], LowRank] = {}
     for module, low in read_pairs(name, state, config, folder).items():
         found = PLACE.match(module)
@@ -89,45 +200,26 @@ def read_adapter(
     )
 
 
-def mapping_from_config(name: str, config: Any) -> AdapterConfig:
-    found = config.to_dict() if hasattr(config, "to_dict") else config
-    if not isinstance(found, Mapping):
-        raise ConfigError(f"adapter {name!r}: config= is a {type(found).__name__}; give a dict or a peft LoraConfig")
-    return cast("AdapterConfig", found)
-
-
 def read_directory(path: Path) -> tuple[JsonMapping, AdapterConfig]:
     if not (path / CONFIG).is_file() or not (path / WEIGHTS).is_file():
         raise FileFormatError(f"{path} holds no {CONFIG} and {WEIGHTS}, as peft's save_pretrained writes them")
-    config = read_config(path / CONFIG)
-    return read_tensors(path / WEIGHTS), config
-
-
-def read_config(path: Path) -> AdapterConfig:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads((path / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise FileFormatError(f"{path} is not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise FileFormatError(
-            f"{path} holds a {type(found).__name__}; an object with r, lora_alpha, … expected, as peft writes it"
-        )
-    return cast("AdapterConfig", found)
-
-
-def read_tensors(path: Path) -> JsonMapping:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
+        raise FileFormatError(f"{path / CONFIG} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        what = f"{path / CONFIG} holds a {type(config).__name__}"
+        raise FileFormatError(f"{what}; an object with r, lora_alpha, … expected, as peft writes it")
     try:
-        return load_file(path)
+        return load_file(path / WEIGHTS), cast("AdapterConfig", config)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise FileFormatError(f"{path} is not a safetensors file, or is damaged: {error}") from error
+        raise FileFormatError(f"{path / WEIGHTS} is not a safetensors file, or is damaged: {error}") from error
 
 
-def read_pairs(name: str, state: JsonMapping, config: AdapterConfig, folder: Path | None = None) -> dict[str, LowRank]:
-    """A and B of each adapted linear layer, by the layer's name in the model without the adapter. `folder` is named in
-    errors."""
+def read_pairs(
+    name: str, state: JsonMapping, config: AdapterConfig, folder: Path | None = None
+) -> dict[str, LowRank]:
+    """A and B of each adapted linear layer, by its name in the model without the adapter."""
     settings, tensors = (
         f"adapter {name!r}" if folder is None else f"adapter {name!r} ({folder / file})" for file in (CONFIG, WEIGHTS)
     )
@@ -153,8 +245,7 @@ def read_pairs(name: str, state: JsonMapping, config: AdapterConfig, folder: Pat
 
 
 def factor_from(where: str, value: Any) -> Tensor:
-    """A or B as a plain matrix of finite numbers. One NaN would spread to the cache, and from there to other
-    requests."""
+    """A or B as a plain matrix of finite numbers: one NaN would spread to the cache, and to other requests."""
     value = value.full_tensor() if hasattr(value, "full_tensor") else value
     if not isinstance(value, Tensor) or value.dim() != 2 or not value.numel() or value.dtype not in DTYPES:
         found = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
@@ -175,9 +266,9 @@ def check_shapes(
     """`first` is the number of the decoder's first layer in the whole model."""
     for (layer, projection), low in adapter.weights.items():
         module = modules.get((layer, projection))
-        if module is None or not (
-            is_dense(decoder, layer) if TARGETS[projection] == "mlp" else has_plain_attention(decoder, layer)
-        ):
+        at = decoder.layers[layer] if module is not None else None
+        part = at and (at.mlp if TARGETS[projection] == "mlp" else at.mixer)
+        if module is None or not isinstance(part, Dense | Attention):
             raise ExactnessError(
                 f"adapter {adapter.name!r}: layer {first + layer} has no plain {projection}; it cannot be adapted exactly"
             )
@@ -187,31 +278,17 @@ def check_shapes(
             raise EngineError(f"adapter {adapter.name!r}: {where} maps {found[0]} to {found[1]}, the model {wanted}")
 
 
-def is_dense(decoder: Decoder, layer: int) -> bool:
-    return isinstance(decoder.layers[layer].mlp, Dense)
-
-
-def has_plain_attention(decoder: Decoder, layer: int) -> bool:
-    return isinstance(decoder.layers[layer].mixer, Attention)
-
-
-def shapes_by_dtype(adapter: Adapter) -> dict[torch.dtype, set[tuple[int, int, bool]]]:
-    """(K, N, bias) of every product of the adapter."""
+def check_products(adapter: Adapter, ops: Ops) -> None:
     shapes: dict[torch.dtype, set[tuple[int, int, bool]]] = {}
     for low in adapter.weights.values():
         for factor in (low.a, low.b):
             shapes.setdefault(factor.dtype, set()).add((factor.shape[1], factor.shape[0], False))
-    return shapes
-
-
-def check_products(adapter: Adapter, ops: Ops) -> None:
-    """Has `ops` choose products for the adapter's shapes."""
-    for dtype, linears in shapes_by_dtype(adapter).items():
+    for dtype, linears in shapes.items():
         ops.self_test(linears=linears, heads=set(), dtype=dtype)
 
 
 def linear_modules(model: Any) -> dict[tuple[int, str], nn.Linear]:
-    """The linears of the model's layers that an adapter may change."""
+    """Those that an adapter may change."""
     found: dict[tuple[int, str], nn.Linear] = {}
     for index, layer in enumerate(model.model.layers):
         for projection, parent in TARGETS.items():
@@ -226,27 +303,19 @@ def attach_adapter(model: Any, ops: Ops, adapter: Adapter) -> Iterator[None]:
     """Inside the block the model's own forward computes with the adapter, as `exact` makes a peft model do."""
     check_products(adapter, ops)
     modules = linear_modules(model)
-    before = {at: modules[at].__dict__.get("forward") for at in adapter.weights}
 
     def forward_of(module: nn.Linear, low: LowRank) -> Any:
         return unguard(lambda x: ops.add_low_rank(ops.linear(x, module.weight, module.bias), x, low))
 
-    try:
+    with ExitStack() as undo:
         for at, low in adapter.weights.items():
-            object.__setattr__(modules[at], "forward", forward_of(modules[at], low))
+            replace_attribute(modules[at], "forward", forward_of(modules[at], low), undo)
         yield
-    finally:
-        for at, forward in before.items():
-            if forward is None:
-                modules[at].__dict__.pop("forward", None)
-            else:
-                object.__setattr__(modules[at], "forward", forward)
 
 
 class AdapterBank:
-    """The loaded adapters of one decoder, each in a slot; `stacks` holds, for each merged product that any of them
-    changes, the parts of all. `generation` grows when captured steps that read the stacks are void: another adapter
-    of the same shape in a slot is written in place."""
+    """The loaded adapters, each in a slot; `stacks` has the parts of all for each merged product. `generation` grows
+    when captured steps that read the stacks are void."""
 
     def __init__(self, decoder: Decoder, ops: Ops) -> None:
         self._decoder, self._ops = decoder, ops
@@ -257,7 +326,6 @@ class AdapterBank:
         self.generation = 0
 
     def set(self, adapter: Adapter) -> None:
-        """Loads it, or replaces the one of that name."""
         self.adapters[adapter.name] = adapter
         if adapter.name not in self.slots:
             self.slots[adapter.name] = min(set(range(len(self.slots) + 1)) - set(self.slots.values()))
@@ -274,7 +342,7 @@ class AdapterBank:
         return all(stack.packed is not None for stack in self.stacks.values())
 
     def rows_of(self, names: Sequence[str | None], counts: Sequence[int], device: torch.device) -> RowSlots | None:
-        """Of a step whose requests have `counts` rows each; None where no request names an adapter."""
+        """None where no request names an adapter."""
         if not any(names):
             return None
         slots = self.slots_of(names).repeat_interleave(torch.tensor(counts))
@@ -311,7 +379,7 @@ class AdapterBank:
             return wide, wide + narrow, wide + 2 * narrow
         if product == "out":
             assert isinstance(at.mixer, Attention)
-            return (at.mixer.out.shape[0],)
+            return (at.mixer.out.weight.shape[0],)
         assert isinstance(at.mlp, Dense)
-        width = at.mlp.gate_up.shape[0] // 2
-        return (width, 2 * width) if product == "gate_up" else (at.mlp.down.shape[0],)
+        width = at.mlp.gate_up.weight.shape[0] // 2
+        return (width, 2 * width) if product == "gate_up" else (at.mlp.down.weight.shape[0],)

@@ -1,5 +1,5 @@
-"""One generation on its way through the engine: what was asked, what has been sampled, where its keys and values
-lie."""
+"""One generation on its way through the engine (what was asked, what has been sampled, where its keys and values lie),
+and one step as plain numbers."""
 
 from __future__ import annotations
 
@@ -12,6 +12,24 @@ from enum import StrEnum
 from tokentrue.ids import TokenIds
 from tokentrue.types import Completion, Finish, RoutedExperts, Sampling, SamplingMask, VersionSpan, spans_from_runs
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepInputs:
+    """The newest `counts[i]` tokens of each sequence from position `starts[i]` on; `ids` are back to back."""
+
+    ids: list[int]
+    starts: list[int]
+    counts: list[int]
+    blocks: list[list[int]]  # of each sequence's cache
+    adapters: list[str | None]
+    state_slots: list[int]  # of a hybrid model's recurrent states; else empty
+    state_copies: list[tuple[int, int]]  # between state slots, in order, before the step
+
+    @property
+    def rows(self) -> int:
+        return len(self.ids)
+
+
 _numbers = itertools.count()
 
 
@@ -23,8 +41,7 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """Experts of consecutive positions, [count, layers, top_k]: little-endian int16, and their weights as little-endian
-    float32."""
+    """Experts of consecutive positions, [count, layers, top_k]: little-endian int16, and their weights as float32."""
 
     shape: tuple[int, int, int]
     data: bytes
@@ -33,8 +50,6 @@ class Routes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampled:
-    """One sampled token with its numbers."""
-
     token_id: int
     logprob: float
     raw_logprob: float
@@ -46,8 +61,7 @@ class Sampled:
 class Request:
     """Mutable, owned by the engine's thread. `tokens[:computed]` have their keys and values in `blocks`.
 
-    What was sampled is kept in columns of numbers, not as an object a token: those would wake the collector of a busy
-    process.
+    Columns of numbers, not an object a token: those would wake the collector of a busy process.
     """
 
     prompt_ids: tuple[int, ...]
@@ -55,9 +69,7 @@ class Request:
     seed: int
     stop_ids: frozenset[int]
     max_tokens: int
-    listener: Callable[[Request], None] | None = (
-        None  # called in the engine's thread when there are new tokens, or that `finish` is set
-    )
+    listener: Callable[[Request], None] | None = None  # called in the engine's thread for new tokens, and at the end
     adapter: str | None = None
     prefix: bytes = b""  # what the names of its cache blocks start from: other weights, other names
     wants_prompt: bool = False
@@ -73,19 +85,13 @@ class Request:
     blocks: list[int] = field(default_factory=list[int])
     hashes: list[bytes] = field(default_factory=list[bytes])
     logprobs: list[float] = field(default_factory=list[float])
-    raw_logprobs: list[float] = field(
-        default_factory=list[float]
-    )  # where filters shape the distribution; else they are `logprobs`
+    raw_logprobs: list[float] = field(default_factory=list[float])  # where `shaped`; else they are `logprobs`
     tops: list[dict[int, float]] = field(default_factory=list[dict[int, float]])
     routes: list[Routes] = field(default_factory=list[Routes])
     num_routed: int = 0  # positions whose experts are kept: those of the pass that computed them first
-    kept: list[bytes] = field(
-        default_factory=list[bytes]
-    )  # where filters shape the distribution: the ids they kept for each token
+    kept: list[bytes] = field(default_factory=list[bytes])  # where `shaped`: the ids that filters kept for each token
     versions: list[int] = field(default_factory=list[int])  # grows last: so many tokens may be read from another thread
     prompt_logprobs: list[float] = field(default_factory=list[float])
-    prefix_hits: int = 0
-    preemptions: int = 0
     finish: Finish | None = None
     stopped_by: int | str | None = None
     error: Exception | None = None

@@ -1,12 +1,13 @@
-"""Mixture-of-experts layers: (token, slot) pairs grouped by expert in a stable order, one product a group, slots added
-in their order.
+"""Mixtures: the choice of experts in one launch, then (token, slot) pairs grouped by expert in a stable order, one
+product a group, slots added in their order.
 
-A pair's row is an ordinary exact product with its expert's weights, so its bits do not depend on the other pairs of the
-group. Planning stays on the device and has a fixed size, so that a decode step can be captured in a graph.
+One program routes one token; equal probabilities are taken by ascending expert. A pair's row is an ordinary exact
+product with its expert's weights, so its bits do not depend on the other pairs. Planning stays on the device and has a
+fixed size, so that a decode step can be captured in a graph.
+
 Legend: T tokens, k slots a token, P = T·k pairs, E experts, I expert width, K model width.
 """
 
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false, reportPossiblyUnboundVariable=false
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -15,21 +16,105 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 import tokentrue.numerics.triton.hopper as hopper
 from tokentrue.numerics.ops import ClampedSwiglu, ExpertWeights
-from tokentrue.numerics.triton.kernels.activation import activate, activation_grad, branch_of
-from tokentrue.numerics.triton.kernels.matmul import precision_of
-from tokentrue.numerics.triton.launch import align_rows, cdiv, launch, let_next_start, power_of_two, wait_for_inputs
-from tokentrue.numerics.triton.tiles import Tile
+from tokentrue.numerics.triton.elementwise import activate, activation_grad, branch_of
+from tokentrue.numerics.triton.launch import (
+    Tile,
+    align_rows,
+    cdiv,
+    launch,
+    let_next_start,
+    power_of_two,
+    rows_of,
+    wait_for_inputs,
+)
+from tokentrue.numerics.triton.matmul import precision_of
+
+
+@triton.jit
+def _route_kernel(z_ptr, weight_ptr, index_ptr, E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, NORMALISE: tl.constexpr,
+                  GIVEN: tl.constexpr):  # fmt: skip
+    wait_for_inputs()
+    let_next_start()
+    t = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, EP)
+    z = tl.load(z_ptr + t * E + at, mask=at < E, other=float("-inf")).to(tl.float32)
+    exps = tl.exp(z - tl.max(z, 0))
+    probs = exps / tl.sum(exps, 0)
+    left = tl.where(at < E, probs, -1.0)
+    slots = tl.arange(0, 16)
+    chosen = tl.zeros((16,), tl.float32)
+    total = tl.zeros((), tl.float32)
+    for s in tl.static_range(K):
+        if GIVEN:
+            expert = tl.load(index_ptr + t * K + s).to(tl.int32)
+            best = tl.max(tl.where(at == expert, probs, -1.0), 0)
+        else:
+            best = tl.max(left, 0)
+            expert = tl.min(tl.where(left == best, at, EP), 0)
+            tl.store(index_ptr + t * K + s, expert.to(tl.int64))
+        chosen = tl.where(slots == s, best, chosen)
+        total = total + best
+        left = tl.where(at == expert, -1.0, left)
+    if NORMALISE:
+        chosen = chosen / total
+    tl.store(weight_ptr + t * K + slots, chosen.to(weight_ptr.dtype.element_ty), mask=slots < K)
+
+
+def _route(logits: Tensor, top_k: int, normalise: bool, given: Tensor | None) -> tuple[Tensor, Tensor]:
+    tokens, experts = logits.shape
+    weight = torch.empty((tokens, top_k), dtype=logits.dtype, device=logits.device)
+    index = (
+        torch.empty((tokens, top_k), dtype=torch.int64, device=logits.device) if given is None else given.contiguous()
+    )
+    if tokens:
+        launch(
+            _route_kernel, (tokens,), logits, weight, index, E=experts, EP=power_of_two(experts), K=top_k, NORMALISE=normalise,
+            GIVEN=given is not None, num_warps=1,
+        )  # fmt: skip
+    return weight, index
+
+
+class _Route(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, top_k: int, normalise: bool, given: Tensor | None) -> tuple[Tensor, Tensor]:
+        weight, index = _route(logits, top_k, normalise, given)
+        ctx.save_for_backward(logits, index)
+        ctx.normalise = normalise
+        ctx.mark_non_differentiable(index)
+        return weight, index
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        logits, index = ctx.saved_tensors
+        with torch.enable_grad():
+            z = logits.detach().float().requires_grad_()
+            weight = torch.softmax(z, -1).gather(-1, index)
+            weight = weight / weight.sum(-1, keepdim=True) if ctx.normalise else weight
+            (d_logits,) = torch.autograd.grad(weight, z, grads[0].float())
+        return d_logits.to(logits.dtype), None, None, None
+
+
+def fits_route(logits: Tensor, top_k: int) -> bool:
+    return top_k <= 16 and logits.shape[-1] <= 1024
+
+
+def route(logits: Tensor, top_k: int, normalise: bool, given: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    flat = rows_of(logits)
+    if torch.is_grad_enabled() and logits.requires_grad:
+        return _Route.apply(flat, top_k, normalise, given)  # type: ignore[return-value]
+    return _route(flat, top_k, normalise, given)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Groups:
     """Tiles of BM pairs of one expert each: `pairs` [tiles·BM] (P where empty), `experts` [tiles] (E where unused)."""
 
-    pairs: torch.Tensor
-    experts: torch.Tensor
+    pairs: Tensor
+    experts: Tensor
     rows: int
 
 
@@ -45,8 +130,8 @@ def _plan_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Grid (E,). Program e writes the tiles of expert e; its pairs keep their order. Integers alone, so nothing depends
-    on timing."""
+    """Grid (E,). Program e writes the tiles of expert e; its pairs keep their order. Integers alone: timing changes
+    nothing."""
     wait_for_inputs()
     let_next_start()
     e = tl.program_id(0)
@@ -76,8 +161,8 @@ def _plan_kernel(
         tl.store(expert_ptr + start + rest, (E + rest * 0).to(tl.int64), mask=start + rest < tiles)
 
 
-def group(index: torch.Tensor, experts: int, rows: int) -> Groups:
-    """Pairs of `index` [T, k] by expert, each group padded to whole tiles of `rows`; one launch."""
+def group(index: Tensor, experts: int, rows: int) -> Groups:
+    """Each group is padded to whole tiles of `rows`."""
     num, device = index.numel(), index.device
     tiles = cdiv(num, rows) + min(experts, num)
     pairs = torch.empty(tiles * rows, dtype=torch.int64, device=device)
@@ -91,13 +176,11 @@ def group(index: torch.Tensor, experts: int, rows: int) -> Groups:
 
 
 @triton.jit(do_not_specialize=["P"])
-def _group_kernel(x_ptr, w_ptr, b_ptr, y_ptr, pair_ptr, expert_ptr, P, N, K, E, stride_e, stride_n, stride_k, SLOTS: tl.constexpr,
+def _group_kernel(x_ptr, w_ptr, b_ptr, y_ptr, pair_ptr, expert_ptr, P, N, K, E, stride_x, stride_e, stride_n, stride_k, SLOTS: tl.constexpr,
                   BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
                   INTERLEAVED: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Grid (tiles, N tiles). GATED: w [E, 2N, K] and x rows are tokens; else w [E, N, K] and x rows are pairs.
-
-    INTERLEAVED: the rows of gate and up in turn. The strides of w are of an expert, of an output and of an input.
-    """
+    INTERLEAVED: the rows of gate and up in turn. Strides of w: expert, output, input."""
     wait_for_inputs()
     e = tl.load(expert_ptr + tl.program_id(0))
     if e >= E:
@@ -108,7 +191,7 @@ def _group_kernel(x_ptr, w_ptr, b_ptr, y_ptr, pair_ptr, expert_ptr, P, N, K, E, 
     cols = tl.program_id(1) * BN + tl.arange(0, BN)
     ks = tl.arange(0, BK)
     kind = y_ptr.dtype.element_ty
-    x_tile = x_ptr + source[:, None] * K + ks[None, :]
+    x_tile = x_ptr + source[:, None] * stride_x + ks[None, :]
     height = 2 * N if GATED else N
     if INTERLEAVED and GATED:
         first = 2 * cols
@@ -124,7 +207,7 @@ def _group_kernel(x_ptr, w_ptr, b_ptr, y_ptr, pair_ptr, expert_ptr, P, N, K, E, 
     up = tl.zeros((BM, BN), tl.float32)
     for k in range(0, K, BK):
         in_w = (cols < N)[None, :] & (ks < K - k)[:, None]
-        x = tl.load(x_tile, mask=ok[:, None] & (ks < K - k)[None, :], other=0.0)
+        x = tl.load(x_tile, mask=ok[:, None] & (ks < K - k)[None, :], other=0.0).to(kind)
         acc = tl.dot(x, tl.load(w_tile, mask=in_w, other=0.0), acc, input_precision=PRECISION)
         if GATED:
             up = tl.dot(x, tl.load(up_tile, mask=in_w, other=0.0), up, input_precision=PRECISION)
@@ -153,7 +236,7 @@ def _group_kernel(x_ptr, w_ptr, b_ptr, y_ptr, pair_ptr, expert_ptr, P, N, K, E, 
 
 @triton.jit
 def clamped_swiglu(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr, kind: tl.constexpr):
-    """`ClampedSwiglu`, rounded after each operation."""
+    """Rounded after each operation."""
     g = tl.minimum(gate.to(tl.float32), LIMIT)
     u = tl.minimum(tl.maximum(up.to(tl.float32), -LIMIT), LIMIT)
     inner = (g * ALPHA).to(kind).to(tl.float32)
@@ -180,8 +263,8 @@ def _add_slots_kernel(x_ptr, weight_ptr, y_ptr, K, SLOTS: tl.constexpr, BLOCK: t
     tl.store(y_ptr + t * K + at, total, mask=at < K)
 
 
-def tile_for(rows: int, pairs: int, dtype: torch.dtype, *, gated: bool) -> Tile:
-    """The tile of a grouped product whose groups are padded to `rows`; measured on an H200, free for bits."""
+def tile_for_group(rows: int, pairs: int, dtype: torch.dtype, *, gated: bool) -> Tile:
+    """Measured on an H200, free for bits."""
     if dtype == torch.float32:
         return Tile(m=rows, n=32, k=32, warps=4, stages=3)
     if rows > 16:
@@ -191,38 +274,55 @@ def tile_for(rows: int, pairs: int, dtype: torch.dtype, *, gated: bool) -> Tile:
     return Tile(m=rows, n=64, k=128, warps=4, stages=4 if gated else 3)
 
 
-def _grouped(
-    x: torch.Tensor, experts: ExpertWeights, groups: Groups, num_pairs: int, slots: int, *, gated: bool
-) -> torch.Tensor:
+def _grouped(x: Tensor, experts: ExpertWeights, groups: Groups, num_pairs: int, slots: int, *, gated: bool) -> Tensor:
     weight, bias = (experts.gate_up, experts.gate_up_bias) if gated else (experts.down, experts.down_bias)
     by_output = weight.transpose(1, 2) if experts.interleaved else weight  # [E, outputs, K], whatever its memory
-    number, height, inputs = by_output.shape
-    outputs = height // 2 if gated else height
-    clamped = experts.act if isinstance(experts.act, ClampedSwiglu) else ClampedSwiglu(alpha=0.0, limit=0.0)
+    outputs = by_output.shape[1] // 2 if gated else by_output.shape[1]
     y = torch.empty((num_pairs, outputs), dtype=x.dtype, device=x.device)
     if hopper.fits_experts(x, experts):
         t, act = hopper.tile_of_a_group(groups.rows, num_pairs, gated=gated), str(experts.act) if gated else None
         hopper.grouped_product(x, weight, groups.pairs, groups.experts, t, y, slots=slots, act=act)
         return y
-    t = tile_for(groups.rows, num_pairs, x.dtype, gated=gated)
-    launch(
-        _group_kernel, (groups.experts.shape[0], cdiv(outputs, t.n)),
-        x, weight, bias if bias is not None else x, y, groups.pairs, groups.experts, num_pairs, outputs, inputs, number,
-        *by_output.stride(), SLOTS=slots, BM=groups.rows, BN=t.n, BK=t.k, GATED=gated, ACT=4 if clamped is experts.act else branch_of(str(experts.act)),
-        ALPHA=float(clamped.alpha), LIMIT=float(clamped.limit), INTERLEAVED=experts.interleaved, BIAS=bias is not None,
-        PRECISION=precision_of(x.dtype), num_warps=t.warps, num_stages=t.stages,
-    )  # fmt: skip
+    tile = tile_for_group(groups.rows, num_pairs, x.dtype, gated=gated)
+    launch_groups(
+        x,
+        by_output,
+        bias,
+        y,
+        groups,
+        tile,
+        act=experts.act if gated else None,
+        slots=slots,
+        interleaved=experts.interleaved,
+    )
     return y
 
 
-def _rows_of_a_group(x: torch.Tensor, pairs: int, experts: ExpertWeights) -> int:
+def launch_groups(
+    x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, groups: Groups, tile: Tile, *,
+    act: str | ClampedSwiglu | None = None, slots: int = 1, interleaved: bool = False,
+) -> None:  # fmt: skip
+    """y[p] = x's row of pair p times its group's weight [E, outputs, K] (of any strides); gated where `act` is given."""
+    (number, _, inputs), (num_pairs, outputs) = weight.shape, y.shape
+    clamped = act if isinstance(act, ClampedSwiglu) else ClampedSwiglu(alpha=0.0, limit=0.0)
+    branch = 4 if clamped is act else branch_of(str(act)) if act is not None else 0
+    launch(
+        _group_kernel, (groups.experts.shape[0], cdiv(outputs, tile.n)),
+        x, weight, bias if bias is not None else x, y, groups.pairs, groups.experts, num_pairs, outputs, inputs, number,
+        x.stride(0), *weight.stride(), SLOTS=slots, BM=groups.rows, BN=tile.n, BK=tile.k, GATED=act is not None, ACT=branch,
+        ALPHA=float(clamped.alpha), LIMIT=float(clamped.limit), INTERLEAVED=interleaved, BIAS=bias is not None,
+        PRECISION=precision_of(y.dtype), num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+
+
+def _rows_of_a_group(x: Tensor, pairs: int, experts: ExpertWeights) -> int:
     each = pairs // experts.gate_up.shape[0]
     if each < 32 or x.dtype == torch.float32:
         return 16
     return 128 if each >= 128 and hopper.fits_experts(x, experts) else 64
 
 
-def _forward(x: torch.Tensor, index: torch.Tensor, weight: torch.Tensor, experts: ExpertWeights) -> torch.Tensor:
+def _forward(x: Tensor, index: Tensor, weight: Tensor, experts: ExpertWeights) -> Tensor:
     tokens, slots = index.shape
     y = torch.empty_like(x)
     if tokens == 0:
@@ -239,17 +339,16 @@ def _forward(x: torch.Tensor, index: torch.Tensor, weight: torch.Tensor, experts
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, index: torch.Tensor, weight: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor,
-        gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, experts: ExpertWeights,
-    ) -> torch.Tensor:  # fmt: skip
+        ctx: Any, x: Tensor, index: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor,
+        gate_up_bias: Tensor | None, down_bias: Tensor | None, experts: ExpertWeights,
+    ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(x, index, weight, gate_up, down, gate_up_bias, down_bias)
         ctx.form = (experts.act, experts.interleaved)
         return _forward(x, index, weight, experts)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Expert by expert over the sorted pairs; pairs are put back by a permutation, so nothing is added in an
-        unknown order."""
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Expert by expert over the sorted pairs, put back by a permutation: nothing is added in an unknown order."""
         x, index, weight, gate_up, down, gate_up_bias, down_bias = ctx.saved_tensors
         act, interleaved = ctx.form
         experts = ExpertWeights(
@@ -275,16 +374,13 @@ class _Experts(torch.autograd.Function):
 
 
 class ExpertGradients:
-    """Gradients of the experts' weights and biases, filled expert by expert."""
-
     def __init__(self, experts: ExpertWeights) -> None:
         self.experts = experts
         tensors = (experts.gate_up, experts.down, experts.gate_up_bias, experts.down_bias)
         self.totals = tuple(None if tensor is None else torch.zeros_like(tensor) for tensor in tensors)
 
-    def add(self, e: int, x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gradients of the rows x [P, K] and slot weights w [P] of expert `e`, whose output rows have the gradients
-        dy."""
+    def add(self, e: int, x: Tensor, w: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients of rows x [P, K] and slot weights w [P] of expert `e`, from those of its output rows."""
         experts, (gate_up, down, gate_up_bias, down_bias) = self.experts, self.totals
         both = x @ experts.gate_up_of(e).t()
         both = both if experts.gate_up_bias is None else both + experts.gate_up_bias[e]
@@ -304,7 +400,7 @@ class ExpertGradients:
         return d_both @ experts.gate_up_of(e), (dy.float() * out.float()).sum(-1)
 
 
-def gate_gradients(gate: torch.Tensor, up: torch.Tensor, act: str | ClampedSwiglu) -> tuple[torch.Tensor, ...]:
+def gate_gradients(gate: Tensor, up: Tensor, act: str | ClampedSwiglu) -> tuple[Tensor, ...]:
     """`Ops.gate_values`, and its slopes with respect to gate and up."""
     if isinstance(act, str):
         acted, slope = activation_grad(gate, act)
@@ -316,8 +412,7 @@ def gate_gradients(gate: torch.Tensor, up: torch.Tensor, act: str | ClampedSwigl
     return tuple(t.to(gate.dtype) for t in ((u + 1) * g * share, (u + 1) * slope, g * share * inside))
 
 
-def experts(x: torch.Tensor, index: torch.Tensor, weight: torch.Tensor, experts: ExpertWeights) -> torch.Tensor:
-    """x [T, K], index and weight [T, k] -> [T, K]; differentiable."""
+def experts(x: Tensor, index: Tensor, weight: Tensor, experts: ExpertWeights) -> Tensor:
     x = align_rows(x.contiguous())
     tensors = (experts.gate_up, experts.down, experts.gate_up_bias, experts.down_bias)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, *tensors)):

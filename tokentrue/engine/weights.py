@@ -1,5 +1,4 @@
-"""Weights in: a model from a directory, and new weights into a live model, in place, by name. All of them or none are
-accepted."""
+"""Weights in: a model from a directory, and new weights into a live model, in place, by name; all of them or none."""
 
 from __future__ import annotations
 
@@ -18,8 +17,7 @@ WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module."
 
 
 def load_model(source: str | Path | nn.Module, *, device: torch.device, dtype: torch.dtype) -> Any:
-    """A Hugging Face causal decoder in inference mode; a model object is taken as it is (and its weights are the
-    engine's from now on)."""
+    """In inference mode. A model object is taken as it is, and its weights are the engine's from now on."""
     if isinstance(source, nn.Module):
         if hasattr(source, "peft_config"):
             raise ExactnessError(
@@ -32,8 +30,7 @@ def load_model(source: str | Path | nn.Module, *, device: torch.device, dtype: t
 
 
 def read_model(source: str | Path, dtype: torch.dtype) -> Any:
-    """The model of a directory or hub id on the host. MXFP4 experts (gpt-oss) are dequantised: a 4-bit value times a
-    power of two."""
+    """On the host. MXFP4 experts (gpt-oss) are dequantised: a 4-bit value times a power of two."""
     from transformers.utils.quantization_config import Mxfp4Config
 
     options: dict[str, Any] = {}
@@ -58,21 +55,19 @@ def read_model(source: str | Path, dtype: torch.dtype) -> Any:
 
 
 def targets_of(model: nn.Module) -> dict[str, Tensor]:
-    """Every name of the state dict, tied ones included, and the tensor behind it."""
+    """Tied names included."""
     return {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
 
 
 def load_weights(model: nn.Module, source: Weights) -> None:
-    """Copy into the live parameters. A mapping or directory is checked whole before the first copy; a stream as it
-    comes."""
+    """A mapping or directory is checked whole before the first copy; a stream as it comes."""
     with torch.no_grad():
         for _, target, value in checked_weights(targets_of(model), source, model):
             target.data.copy_(value)
 
 
 def checked_weights(targets: Mapping[str, Tensor], source: Weights, model: Any) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """(name, target, value) of every weight, checked against the names and shapes of `targets`; raises at the end if
-    some are missing."""
+    """(name, target, value) of every weight, checked against `targets`; raises at the end if some are missing."""
     if isinstance(source, str | Path):
         source = read_directory(Path(source), targets, model)
     pairs: Iterable[tuple[str, Any]]
@@ -127,8 +122,7 @@ def check_names(targets: Mapping[str, Tensor], source: Mapping[str, Any]) -> Non
 
 
 def read_directory(path: Path, targets: Mapping[str, Tensor], model: Any) -> Mapping[str, Any]:
-    """A checkpoint directory: its safetensors where the names are the model's own, else through transformers'
-    conversion."""
+    """Its safetensors where the names are the model's own, else through transformers' conversion."""
     from safetensors import safe_open
 
     files = sorted(path.glob("*.safetensors"))

@@ -1,51 +1,142 @@
 """A Hugging Face decoder read as a list of layers, for a forward pass over pages without the Python of the model
 classes.
 
-The parameters stay where the model keeps them (q, k, v and gate, up become views of one merged tensor each, so that one
-product serves them), and whatever is not the plain dense form (a mixture of experts, say) is run by the model's own
-module on exact operators. Reading can go wrong in silence, so the loader proves it: the first logits of this forward
-must equal the model's own, bit for bit, or it refuses.
+Parameters stay where the model keeps them (q, k, v and gate, up become views of one merged tensor each), and what is
+not the plain dense form (a mixture of experts, say) is run by the model's own module on exact operators. Reading can go
+wrong in silence, so the loader proves it: the first logits must equal the model's own, bit for bit.
+
+Latent attention (DeepSeek-V3) caches keys and values expanded, because the trainer expands them too: multiplying
+queries by the expansion instead changes the order of the sums, and the bits. Values are padded to the size of keys.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tokentrue.engine.model.latent import LatentAttention, Norm, data_of, read_latent, read_norm
 from tokentrue.errors import ExactnessError
-from tokentrue.numerics import AttentionSpec, HeadNorm, Ops
+from tokentrue.numerics import AttentionSpec, HeadNorm, NormForm, Ops, PagedBatch
 from tokentrue.numerics.delta import GatedDelta
-from tokentrue.numerics.fingerprint import head_size
-from tokentrue.numerics.patching.replacements import activation_kind
+from tokentrue.numerics.exact import head_size
+from tokentrue.numerics.modules import activation_kind, norm_kind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Norm:
+    weight: Tensor
+    eps: float
+    form: NormForm
+
+
+def data_of(parameter: nn.Parameter | None) -> Tensor | None:
+    return None if parameter is None else parameter.data
+
+
+def read_norm(name: str, module: nn.Module) -> Norm:
+    eps, form = norm_kind(name, module)
+    return Norm(weight=module.weight.data, eps=eps, form=form)  # pyright: ignore
+
+
+class Product(NamedTuple):
+    weight: Tensor
+    bias: Tensor | None
+
+
+def read_product(module: nn.Linear) -> Product:
+    return Product(module.weight.data, data_of(module.bias))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentAttention:
+    """q = up(norm(down(x))) (or one product); latent and rotary key = kv_down(x); keys and values =
+    kv_up(norm(latent))."""
+
+    q_down: Product | None
+    q_norm: Norm | None
+    q_up: Product
+    kv_down: Product
+    kv_norm: Norm
+    kv_up: Product
+    out: Product
+    spec: AttentionSpec
+    rope: str
+    plain_size: int  # values of a key without, and behind them `rotary_size` values with, a rotary embedding
+    rotary_size: int
+    value_size: int
+    pairs: bool  # rotary pairs lie side by side, not in halves
+
+    def weights(self) -> tuple[Tensor, ...]:
+        parts = (self.q_down, self.q_up, self.kv_down, self.kv_up)
+        return *(part.weight for part in parts if part is not None), self.out.weight
+
+    def attend(
+        self, ops: Ops, h: Tensor, cos: Tensor, sin: Tensor, cache: tuple[Tensor, Tensor], batch: PagedBatch
+    ) -> Tensor:
+        """[T, H*V] of hidden states [T,K]; keys and values of the step go into the cache."""
+        size = self.plain_size + self.rotary_size
+        q = h if self.q_down is None else ops.linear(h, *self.q_down)
+        q = q if self.q_norm is None else ops.rms_norm(q, self.q_norm.weight, self.q_norm.eps, form=self.q_norm.form)
+        q = ops.linear(q, *self.q_up).view(h.shape[0], -1, size)
+        down = ops.linear(h, *self.kv_down)
+        latent, turning = down[:, : -self.rotary_size].contiguous(), down[:, None, -self.rotary_size :]
+        latent = ops.rms_norm(latent, self.kv_norm.weight, self.kv_norm.eps, form=self.kv_norm.form)
+        expanded = ops.linear(latent, *self.kv_up).view(h.shape[0], -1, self.plain_size + self.value_size)
+        key, value = expanded.split((self.plain_size, self.value_size), -1)
+        q_turned, turned = ops.rotary(self.halves(q[..., self.plain_size :]), self.halves(turning), cos, sin)
+        q = torch.cat((q[..., : self.plain_size], q_turned), -1)
+        key = torch.cat((key, turned.expand(-1, key.shape[1], -1)), -1)
+        ops.store_kv(key, F.pad(value, (0, size - self.value_size)), *cache, batch.slots)
+        return ops.paged_attention(q, *cache, batch, self.spec)[..., : self.value_size].flatten(1)
+
+    def halves(self, x: Tensor) -> Tensor:
+        """The form that `Ops.rotary` turns."""
+        return torch.cat((x[..., ::2], x[..., 1::2]), -1) if self.pairs else x
+
+
+def read_latent(name: str, attention: Any) -> LatentAttention:
+    strange = {child for child, _ in attention.named_children()} - LATENT_PARTS
+    if strange or attention.v_head_dim > attention.qk_head_dim:
+        wide = f"values of {attention.v_head_dim} for keys of {attention.qk_head_dim}"
+        what = f"parts {sorted(strange)}" if strange else wide
+        raise ExactnessError(f"{name} ({type(attention).__name__}) has no exact form: {what}")
+
+    low = attention.q_lora_rank is not None
+    return LatentAttention(
+        q_down=read_product(attention.q_a_proj) if low else None, q_up=read_product(attention.q_b_proj if low else attention.q_proj),
+        q_norm=read_norm(f"{name}.q_a_layernorm", attention.q_a_layernorm) if low else None,
+        kv_down=read_product(attention.kv_a_proj_with_mqa), kv_norm=read_norm(f"{name}.kv_a_layernorm", attention.kv_a_layernorm),
+        kv_up=read_product(attention.kv_b_proj), out=read_product(attention.o_proj),
+        spec=AttentionSpec(scale=attention.scaling), rope="", plain_size=attention.qk_nope_head_dim, rotary_size=attention.qk_rope_head_dim,
+        value_size=attention.v_head_dim, pairs=bool(getattr(attention.config, "rope_interleave", True)),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dense:
     """down(act(gate(x)) * up(x)) with gate and up merged."""
 
-    gate_up: Tensor
-    gate_up_bias: Tensor | None
-    down: Tensor
-    down_bias: Tensor | None
+    gate_up: Product
+    down: Product
     kind: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
-    qkv: Tensor
-    qkv_bias: Tensor | None
-    out: Tensor
-    out_bias: Tensor | None
+    qkv: Product
+    out: Product
     head_norm: HeadNorm | None
     spec: AttentionSpec
     rope: str | None  # key into Decoder.ropes; None: no rotary embedding in this layer
     gated: bool  # q holds a gate of the output behind each head
     wide_norm: HeadNorm | None  # over all heads of queries (and of keys) together (OLMo-3)
+
+    def weights(self) -> tuple[Tensor, ...]:
+        return self.qkv.weight, self.out.weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,17 +151,16 @@ class Layer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoder:
-    """Everything that a step needs, by reference. Of a pipeline's stages only the last has a final norm and a head."""
+    """Of a pipeline's stages only the last has a final norm and a head."""
 
     embed: Callable[[Tensor], Tensor]
     layers: tuple[Layer, ...]
     ropes: dict[str, tuple[Tensor, Tensor]]  # cos, sin [positions, D]
     norm: Norm | None
-    head: Tensor | None
+    head: Product | None
     dtype: torch.dtype
     device: torch.device
     width: int  # of the hidden states
-    head_bias: Tensor | None
     logit_softcap: float | None
     logit_divisor: float | None  # Granite
     residual_scale: float | None  # of what a mixer or MLP adds (Granite)
@@ -79,8 +169,13 @@ class Decoder:
     max_positions: int
 
 
+ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "rotary_emb"}
+LATENT_PARTS = {
+    "q_proj", "q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj",
+}  # fmt: skip
 MIXERS = {"self_attn", "linear_attn"}
 ROLES = ("before_attention", "after_attention", "before_mlp", "after_mlp")
+# Which norms a layer has -> their roles.
 LAYOUTS: dict[frozenset[str], tuple[str | None, ...]] = {
     frozenset({"input_layernorm", "post_attention_layernorm"}): ("input_layernorm", None, "post_attention_layernorm", None),
     frozenset({"input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"}): (
@@ -90,22 +185,12 @@ LAYOUTS: dict[frozenset[str], tuple[str | None, ...]] = {
         None, "post_attention_layernorm", None, "post_feedforward_layernorm",
     ),
 }  # fmt: skip
-"""Which norms a layer has -> their roles."""
 
 
 def read_decoder(model: Any, ops: Ops, *, max_positions: int) -> Decoder:
     """The layers of `model`, merged in place; raises ExactnessError with the name of what has no exact form."""
-    config = model.config.get_text_config()
-    body, head = getattr(model, "model", None), model.get_output_embeddings()
-    if (
-        body is None
-        or not hasattr(body, "layers")
-        or not hasattr(body, "norm")
-        or not isinstance(head, nn.Linear | nn.Identity)
-    ):
-        raise ExactnessError(
-            f"{type(model).__name__} is not a decoder of the known shape (embed_tokens, layers, norm, lm_head)"
-        )
+    check_shape(model, (nn.Linear, nn.Identity))
+    config, body, head = model.config.get_text_config(), model.model, model.get_output_embeddings()
     size = next((head_size(layer.self_attn) for layer in body.layers if hasattr(layer, "self_attn")), None)
     if size is None:
         raise ExactnessError(
@@ -119,16 +204,23 @@ def read_decoder(model: Any, ops: Ops, *, max_positions: int) -> Decoder:
     is_last = isinstance(head, nn.Linear)
     return Decoder(
         embed=read_embedding(body.embed_tokens, getattr(config, "embedding_multiplier", None)), layers=layers, ropes=ropes,
-        norm=read_norm("norm", body.norm) if is_last else None, head=head.weight.data if is_last else None,
-        head_bias=data_of(head.bias) if is_last else None, dtype=weight.dtype, device=weight.device, width=config.hidden_size,
+        norm=read_norm("norm", body.norm) if is_last else None, head=read_product(head) if is_last else None, dtype=weight.dtype, device=weight.device, width=config.hidden_size,
         logit_softcap=getattr(config, "final_logit_softcapping", None), logit_divisor=getattr(config, "logits_scaling", None),
         residual_scale=getattr(config, "residual_multiplier", None),
         heads=heads, vocabulary=head.weight.shape[0] if is_last else config.vocab_size, max_positions=max_positions,
     )  # fmt: skip
 
 
+def check_shape(model: Any, heads: tuple[type, ...] = (nn.Linear,)) -> None:
+    body, head = getattr(model, "model", None), model.get_output_embeddings()
+    if not hasattr(body, "layers") or not hasattr(body, "norm") or not isinstance(head, heads):
+        raise ExactnessError(
+            f"{type(model).__name__} is not a decoder of the known shape (embed_tokens, layers, norm, lm_head)"
+        )
+
+
 def read_embedding(module: nn.Module, scale: float | None) -> Callable[[Tensor], Tensor]:
-    """The table's rows; a module that does more than look them up is called itself."""
+    """A module that does more than look rows up is called itself."""
     if scale is not None:
         return lambda ids: module(ids) * scale
     if type(module) is not nn.Embedding or module.max_norm is not None:
@@ -157,13 +249,11 @@ def read_layer(name: str, layer: nn.Module, heads: tuple[int, int, int], ops: Op
 
 
 def read_attention(name: str, attention: Any, heads: tuple[int, int, int]) -> Attention:
-    known = {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "rotary_emb"}
-    strange = {child for child, _ in attention.named_children()} - known
+    strange = {child for child, _ in attention.named_children()} - ATTENTION_PARTS
     if strange or not hasattr(attention, "q_proj"):
         raise ExactnessError(
             f"{name}.self_attn ({type(attention).__name__}) has parts without an exact form: {sorted(strange)}"
         )
-    qkv, qkv_bias = merge(attention.q_proj, attention.k_proj, attention.v_proj)
     kind = getattr(attention, "layer_type", None) or getattr(attention, "attention_type", None) or ""
     norm = read_head_norm(name, attention)
     wide = norm is not None and norm.q_weight.shape[0] != heads[2]
@@ -172,7 +262,7 @@ def read_attention(name: str, attention: Any, heads: tuple[int, int, int]) -> At
             f"{name}.self_attn.q_norm spans {norm.q_weight.shape[0]} values: neither a head of {heads[2]} nor all heads"
         )
     return Attention(
-        qkv=qkv, qkv_bias=qkv_bias, out=attention.o_proj.weight.data, out_bias=data_of(attention.o_proj.bias),
+        qkv=merge(attention.q_proj, attention.k_proj, attention.v_proj), out=read_product(attention.o_proj),
         head_norm=None if wide else norm, wide_norm=norm if wide else None, spec=read_spec(attention, heads[2]),
         rope=kind if getattr(attention, "use_rope", True) else None, gated=attention.q_proj.out_features == 2 * heads[0] * heads[2],
     )  # fmt: skip
@@ -200,27 +290,15 @@ def read_mlp(name: str, mlp: Any) -> Dense | Callable[[Tensor], Tensor]:
         kind = activation_kind(mlp.act_fn)
         if kind is None:
             raise ExactnessError(f"{name}.act_fn ({type(mlp.act_fn).__name__}) has no exact form")
-        gate_up, bias = merge(mlp.gate_proj, mlp.up_proj)
-        return Dense(
-            gate_up=gate_up,
-            gate_up_bias=bias,
-            down=mlp.down_proj.weight.data,
-            down_bias=data_of(mlp.down_proj.bias),
-            kind=kind,
-        )
+        return Dense(gate_up=merge(mlp.gate_proj, mlp.up_proj), down=read_product(mlp.down_proj), kind=kind)
     if getattr(experts := getattr(mlp, "experts", None), "is_transposed", False):
-        for name in ("gate_up_proj", "down_proj"):
-            lay_out_by_output(getattr(experts, name))
+        for weight in (experts.gate_up_proj, experts.down_proj):
+            # Keeps the shape [E,K,N], with the inputs of one output side by side: products read whole lines.
+            weight.data = weight.data.transpose(1, 2).contiguous().transpose(1, 2)
     return mlp
 
 
-def lay_out_by_output(weight: nn.Parameter) -> None:
-    """Keeps the shape [E,K,N], with the inputs of one output side by side in memory: products read whole lines."""
-    with torch.no_grad():
-        weight.data = weight.data.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-def merge(*linears: nn.Linear) -> tuple[Tensor, Tensor | None]:
+def merge(*linears: nn.Linear) -> Product:
     """One tensor that holds all weights; the modules keep views of it, so that loading into them loads here."""
     with torch.no_grad():
         weight = torch.cat([m.weight.data for m in linears])
@@ -232,12 +310,11 @@ def merge(*linears: nn.Linear) -> tuple[Tensor, Tensor | None]:
             if bias is not None:
                 m.bias.data = bias[start:stop]
             start = stop
-    return weight, bias
+    return Product(weight, bias)
 
 
 def rope_table(body: Any, key: str, positions: int, head_dim: int, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin of every position, computed by the model's own module under `exact`: position by position the bits of
-    the trainer."""
+    """cos and sin of every position, by the model's own module under `exact`: the bits of the trainer."""
     rotary = body.rotary_emb
     by_kind = isinstance(rotary.rope_type, dict)
     kinds = rotary.rope_type if by_kind else {"": rotary.rope_type}

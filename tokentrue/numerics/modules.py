@@ -1,25 +1,152 @@
-"""The exact form of each kind of Hugging Face module: linear, norm, activation, rotary embedding, experts.
+"""The exact form of each kind of Hugging Face module, and the closed list of torch functions for the code between them.
 
-Parameters are read from the module at call time, because FSDP2 gathers them just before.
+Glue code (residual sums, gates, routers) calls torch directly. Under `exact` each such call goes through
+`ExactFunctions`: products and the elementwise functions whose bits depend on an element's place in memory are computed
+by the exact operators, functions on the list pass, and any other is refused by name. Functions pass because they move
+or select values, or because `cpu/selftest.py` checks here that their bits do not depend on the batch. Parameters are
+read from a module at call time: FSDP2 gathers them just before.
 """
 
 from __future__ import annotations
 
 import copy
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import _get_current_function_mode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, resolve_name
 from transformers.activations import ACT2CLS, ACT2FN
 
 from tokentrue.errors import ExactnessError
-from tokentrue.numerics.cpu.elementwise import ACTIVATIONS
-from tokentrue.numerics.functions import ExactAngles, ExactFunctions, Forward
+from tokentrue.numerics.cpu.arithmetic import ACTIVATIONS
 from tokentrue.numerics.ops import ClampedSwiglu, ExpertWeights, LowRank, NormForm, Ops
 
+MOVES = frozenset({
+    "__and__", "__bool__", "__contains__", "__eq__", "__float__", "__format__", "__ge__", "__get__", "__getitem__",
+    "__gt__", "__hash__", "__index__", "__int__", "__invert__", "__iter__", "__le__", "__len__", "__lt__", "__ne__",
+    "__or__", "__rand__", "__repr__", "__ror__", "__set__", "__setitem__", "_", "all", "any", "arange", "argsort",
+    "as_tensor", "bfloat16", "bincount", "bitwise_and", "bitwise_not", "bitwise_or", "bool", "broadcast_to", "cat",
+    "chunk", "clamp", "clamp_", "clone", "concat", "contiguous", "copy_", "cpu", "data_ptr", "dense_dim", "detach",
+    "dim", "double", "dropout", "element_size", "embedding", "empty", "empty_like", "eq", "expand", "expand_as",
+    "flatten", "flip", "float", "full", "full_like", "gather", "ge", "get_device", "greater", "gt", "half",
+    "index_copy", "index_select", "int", "is_complex", "is_contiguous", "is_cuda", "is_floating_point",
+    "is_grad_enabled", "is_sparse", "is_tensor", "isfinite", "isinf", "isnan", "item", "le", "less", "logical_and",
+    "logical_not", "logical_or", "long", "lt", "masked_fill", "masked_fill_", "max", "maximum", "min", "minimum",
+    "movedim", "narrow", "ndimension", "ne", "new_empty", "new_full", "new_ones", "new_tensor", "new_zeros", "nonzero",
+    "numel", "one_hot", "ones", "ones_like", "pad", "permute", "register_hook", "relu", "repeat", "repeat_interleave",
+    "requires_grad_", "reshape", "reshape_as", "result_type", "retain_grad", "roll", "scatter", "scatter_", "size",
+    "sort", "split", "split_with_sizes", "squeeze", "squeeze_", "stack", "stride", "swapaxes", "t", "tensor", "to",
+    "tolist", "topk", "transpose", "tril", "triu", "type", "type_as", "unbind", "unflatten", "unfold", "unsafe_chunk",
+    "unsqueeze", "unsqueeze_", "view", "view_as", "where", "zero_", "zeros", "zeros_like",
+})  # fmt: skip
+# `selftest.py` checks those that are more than one rounded operation.
+ARITHMETIC = frozenset({
+    "__add__", "__floordiv__", "__iadd__", "__imul__", "__isub__", "__itruediv__", "__mod__", "__mul__", "__neg__",
+    "__radd__", "__rmul__", "__rsub__", "__rtruediv__", "__sub__", "__truediv__", "abs", "add", "add_", "div", "div_",
+    "exp", "exp_", "floor_divide", "log", "log1p", "mean", "mul", "mul_", "neg", "neg_", "reciprocal", "rsub",
+    "softmax", "sqrt", "square", "sub", "sub_", "sum", "tanh", "tanh_", "true_divide",
+})  # fmt: skip
+# By `Ops.activation`.
+REPLACED: dict[str, str] = {"sigmoid": "sigmoid", "sigmoid_": "sigmoid", "softplus": "softplus", "silu": "silu"}
+# By `Ops.function`.
+TRIGONOMETRIC = frozenset({"cos", "sin"})
+
+_state = threading.local()
+
+
+class ExactFunctions(TorchFunctionMode):
+    """Applies the list inside one module's forward; `name` is the module's, for the refusal."""
+
+    def __init__(self, ops: Ops, name: str) -> None:
+        super().__init__()
+        self.ops = ops
+        self.name = name
+
+    @staticmethod
+    def active() -> bool:
+        return getattr(_state, "active", False)
+
+    def __enter__(self) -> ExactFunctions:
+        _state.active = True
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        _state.active = False
+        super().__exit__(*error)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in MOVES or name in ARITHMETIC:
+            return func(*args, **kwargs)
+        with torch._C.DisableTorchFunction():
+            if func is F.linear or name == "linear":
+                return self.ops.linear(*args, **kwargs)
+            if name in REPLACED:
+                return self.ops.activation(args[0] if args else kwargs["input"], REPLACED[name])
+            if name in TRIGONOMETRIC:
+                return self.ops.function(args[0] if args else kwargs["input"], name)
+        if not any(isinstance(value, Tensor) and value.is_floating_point() for value in [*args, *kwargs.values()]):
+            return func(*args, **kwargs)
+        raise ExactnessError(
+            f"{resolve_name(func) or name} in {self.name} has no exact form: its bits may depend on the batch"
+        )
+
+
+class ExactAngles(TorchFunctionMode):
+    """Inside a rotary embedding cos and sin are exact; the rest is as it is (its product sums one term)."""
+
+    def __init__(self, ops: Ops) -> None:
+        super().__init__()
+        self.ops = ops
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunction():
+            if (name := getattr(func, "__name__", "")) in TRIGONOMETRIC:
+                return self.ops.function(args[0] if args else kwargs["input"], name)
+            return func(*args, **(kwargs or {}))
+
+
+Forward = Callable[..., Any]
+
+
+def replace_attribute(module: nn.Module, name: str, value: Any, undo: ExitStack) -> None:
+    """On the object, past `nn.Module.__setattr__`; `undo` restores it."""
+    if name in module.__dict__:
+        undo.callback(object.__setattr__, module, name, module.__dict__[name])
+    else:
+        undo.callback(module.__dict__.pop, name, None)
+    object.__setattr__(module, name, value)
+
+
+def guard(name: str, ops: Ops, forward: Forward) -> Forward:
+    """`forward` with the list applied; inside another guarded module it is applied already."""
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if ExactFunctions.active():
+            return forward(*args, **kwargs)
+        with ExactFunctions(ops, name):
+            return forward(*args, **kwargs)
+
+    return checked
+
+
+def unguard(forward: Forward) -> Forward:
+    """`forward` of an exact operator: its torch calls pass."""
+
+    def free(*args: Any, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            return forward(*args, **kwargs)
+
+    return free
+
+
+# Module, which of SWITCHES it belongs to, its exact forward.
 Replacement = tuple[nn.Module, str, Forward]
-"""Module, which of SWITCHES it belongs to, its exact forward."""
 HARMLESS = (nn.Embedding, nn.Dropout, nn.Identity)
 PLAIN_VARIANT = "MiCALinearVariant"  # of peft's variants of LoRA the one whose forward is the plain one
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -50,7 +177,6 @@ def replacement_of(name: str, module: nn.Module, ops: Ops) -> Replacement | None
 
 
 def is_adapted(module: nn.Module) -> bool:
-    """A LoRA layer of peft."""
     return all(hasattr(module, part) for part in ("base_layer", "lora_A", "lora_B", "scaling"))
 
 
@@ -87,18 +213,14 @@ def adapted_forward(name: str, module: Any, ops: Ops) -> Forward:
 
 
 def is_router(module: nn.Module) -> bool:
-    """A bare weight [experts, hidden] (and perhaps a bias) read by the module's own code, whose products become exact
-    ones."""
+    """A bare weight [experts, hidden] (and perhaps a bias) read by the module's own code."""
     parameters = dict(module.named_parameters(recurse=False))
     return parameters.keys() <= {"weight", "bias"} and "weight" in parameters and parameters["weight"].dim() == 2
 
 
 def softmax_router(module: Any) -> bool | None:
-    """Whether the router divides the chosen probabilities by their sum; None for a module that is no plain softmax
-    router.
-
-    Found by running the module's own code on another weight.
-    """
+    """Whether the router divides the chosen probabilities by their sum, found by running its own code on another
+    weight; None for a module that is no plain softmax router."""
     if (
         not is_router(module)
         or isinstance(module, nn.Linear | nn.Embedding)
@@ -127,8 +249,6 @@ def softmax_router(module: Any) -> bool | None:
 
 
 def router_forward(module: Any, ops: Ops, normalise: bool) -> Forward:
-    """Logits, weights and experts as the module returns them."""
-
     def forward(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         with torch._C.DisableTorchFunction():
             logits = ops.linear(x.reshape(-1, x.shape[-1]), module.weight, getattr(module, "bias", None))
@@ -149,8 +269,7 @@ def router_forward(module: Any, ops: Ops, normalise: bool) -> Forward:
 
 
 def norm_kind(name: str, module: nn.Module) -> tuple[float, NormForm]:
-    """eps and form, found by running the module's own code on another weight: formula in float32, rounding in
-    bfloat16."""
+    """eps and form, found by running the module's own code on another weight: formula in float32, rounding in bfloat16."""
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     weight = getattr(module, "weight", None)
     if not isinstance(eps, float) or weight is None or weight.dim() != 1:
@@ -176,7 +295,6 @@ def norm_kind(name: str, module: nn.Module) -> tuple[float, NormForm]:
 
 
 def run_stand_in(module: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The module's own forward with another weight (and bias)."""
     stand_in = copy.copy(module)
     parameters = {"weight": nn.Parameter(weight), **({} if bias is None else {"bias": nn.Parameter(bias)})}
     stand_in.__dict__ = {**module.__dict__, "_parameters": parameters}
@@ -196,8 +314,8 @@ def rotary_forward(module: Any, ops: Ops) -> Forward:
 
 
 def rotary_of_host(name: str, module: Any) -> Any:
-    """The module, with frequencies in float32 as the host computes them from the config: `model.bfloat16()` rounds
-    them, and a model built on a GPU has other last bits. Frequencies that are not the config's are left alone."""
+    """The module with float32 frequencies as the host computes them: `model.bfloat16()` rounds them, and a model built
+    on a GPU has other last bits. Frequencies that are not the config's are left alone."""
     own = list(module.buffers(recurse=False))
     is_rounded = any(buffer.dtype != torch.float32 for buffer in own)
     if not hasattr(module, "config"):
@@ -255,8 +373,8 @@ def experts_forward(name: str, module: Any, ops: Ops) -> Forward:
 
 
 def expert_activation(module: Any) -> str | ClampedSwiglu | None:
-    """What lies between an expert's two products; None where it is not known. A clamped gate is checked against the
-    module's own code."""
+    """What lies between an expert's two products; None where unknown. A clamped gate is checked against the module's
+    own code."""
     if not hasattr(module, "limit") or not hasattr(module, "_apply_gate"):
         return activation_kind(getattr(module, "act_fn", nn.Identity()))
     act = ClampedSwiglu(alpha=module.alpha, limit=module.limit)

@@ -1,0 +1,77 @@
+"""The price of exactness: what the engine does with ordinary operators."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tokentrue.engine import ExactEngine
+from tokentrue.engine.request import Request
+from tokentrue.numerics.ops import Norm, Ops
+from tokentrue.numerics.triton import TritonOps
+from tokentrue.numerics.triton.attention import QueryTile
+
+
+class InexactOps(TritonOps):
+    """The same forward with exactness off: cuBLAS products and a quicker decode tile, whose bits depend on the batch."""
+
+    name = "inexact"
+    reads_16bit = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tile = QueryTile(rows=16, warps=4, stages=3)  # a row's sums over four warps: faster, and not invariant
+
+    def norm_linear(
+        self,
+        h: Tensor,
+        residual: Tensor,
+        norm: Norm,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        kind: str | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        return Ops.norm_linear(self, h, residual, norm, weight, bias, kind)
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return F.linear(x, weight, bias)
+
+    def gated_linear(self, x: Tensor, gate_up: Tensor, kind: str) -> Tensor:
+        gate, up = F.linear(x, gate_up).chunk(2, dim=-1)
+        return self.act_mul(gate, up, kind)
+
+    def log_softmax(self, logits: Tensor) -> Tensor:
+        return torch.log_softmax(logits, dim=-1)
+
+    def token_logprobs(self, logits: Tensor, ids: Tensor) -> Tensor:
+        return torch.log_softmax(logits, dim=-1).gather(-1, ids[..., None]).squeeze(-1)
+
+    def self_test(
+        self, *, linears: set[tuple[int, int, bool]], heads: set[tuple[int, int, int]], dtype: torch.dtype
+    ) -> list[str]:
+        return ["exactness is off"]
+
+
+class UnprovenEngine(ExactEngine):
+    """Runs operators that the proof at load refuses, rightly."""
+
+    def _prove(self) -> None:
+        pass
+
+
+def shake(engine: ExactEngine, chance: random.Random) -> None:
+    """Random pages, and random pieces of prompts: no bit may depend on either."""
+    pool, scheduler = engine.core.pool, engine.core.scheduler
+    order = list(pool._free)
+    chance.shuffle(order)
+    pool._free = OrderedDict.fromkeys(order)
+    piece = scheduler.piece
+
+    def random_piece(request: Request, budget: int) -> int:
+        return piece(request, chance.randint(1, piece(request, budget)))
+
+    scheduler.piece = random_piece  # type: ignore[method-assign]

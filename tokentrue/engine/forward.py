@@ -1,0 +1,338 @@
+"""Tensors in, logits out: one step of the decoder over the paged cache. The only file of the engine that does
+arithmetic."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tokentrue.engine.adapters import AdapterBank
+from tokentrue.engine.decoder import Attention, Decoder, Dense, LatentAttention, Layer, Norm, Product
+from tokentrue.engine.request import StepInputs
+from tokentrue.engine.schedule import ScheduleLimits
+from tokentrue.numerics import HeadNorm, Ops, PagedBatch, RowSlots
+from tokentrue.numerics.delta import GatedDelta
+
+Ropes = Mapping[str | None, tuple[Tensor | None, Tensor | None]]
+Pair = tuple[Tensor, Tensor]
+TABLE_STEP = 8  # block tables are as wide as a multiple of this
+CPU_SHARE, GPU_SHARE = 0.25, 0.85
+CPU_MOST_BYTES = 4 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTensors:
+    """What every layer of a step reads."""
+
+    batch: PagedBatch
+    ropes: Ropes
+    adapted: RowSlots | None
+    state_slots: Tensor | None
+    copies: int  # of a lone token: see `Ops.least_rows`
+
+
+class Forward:
+    """`trace(name, tensor)`, where set, receives every operator's result."""
+
+    def __init__(self, decoder: Decoder, ops: Ops, *, num_blocks: int, num_states: int | None = None) -> None:
+        self.decoder = decoder
+        self.ops = ops
+        self.device = decoder.device
+        self.caches = [self.new_cache(layer.mixer, num_blocks, num_states) for layer in decoder.layers]
+        self.bank = AdapterBank(decoder, ops)
+        self.trace: Callable[[str, Tensor], None] | None = None
+        self.plain = decoder.residual_scale is None and all(is_plain(layer) for layer in decoder.layers)
+        self.refresh()
+
+    def new_cache(
+        self, mixer: Attention | LatentAttention | GatedDelta, num_blocks: int, num_states: int | None
+    ) -> Pair:
+        """Pages of keys and values, or convolution history and recurrent state for every slot."""
+        d = self.decoder
+        if not isinstance(mixer, GatedDelta):
+            keys, values = (self.ops.new_cache(num_blocks, *d.heads[1:], d.dtype, d.device) for _ in range(2))
+            return keys, values
+        assert num_states is not None
+        history = torch.zeros(num_states, mixer.taps - 1, mixer.channels, dtype=d.dtype, device=d.device)
+        shape = (num_states, mixer.value_heads, mixer.key_size, mixer.value_size)
+        return history, torch.zeros(shape, dtype=torch.float32, device=d.device)
+
+    def refresh(self) -> None:
+        """The weights have changed: what the operators derived from them is stale."""
+        self.ops.pack(linear_weights(self.decoder))
+
+    @torch.inference_mode()
+    def step(self, inputs: StepInputs, rows: Sequence[int]) -> Tensor:
+        """Logits [len(rows), V] of those token rows of the step."""
+        return self.logits_of_rows(self.compute(inputs, self.embed(inputs)), rows)
+
+    @torch.inference_mode()
+    def embed(self, inputs: StepInputs) -> Tensor:
+        return self.decoder.embed(torch.from_numpy(np.array(inputs.ids)).to(self.device))
+
+    @torch.inference_mode()
+    def compute(self, inputs: StepInputs, x: Tensor) -> Tensor:
+        """[T,K] after this decoder's layers, of what comes into the first of them."""
+        paged = paged_batch(inputs, self.ops.block_size, self.device)
+        slots = self.prepare_states(inputs)
+        h, x = self.layers(x, paged, self.bank.rows_of(inputs.adapters, inputs.counts, self.device), slots)
+        return x + h
+
+    @torch.inference_mode()
+    def logits_of_rows(self, hidden: Tensor, rows: Sequence[int]) -> Tensor:
+        if not rows:
+            return hidden.new_empty(0, self.decoder.vocabulary)
+        if len(rows) < hidden.shape[0]:
+            hidden = hidden.index_select(0, torch.tensor(rows, device=self.device))
+        return self.logits(hidden)
+
+    def logits_of_all(self, ids: Tensor, batch: PagedBatch, adapted: RowSlots | None = None) -> Tensor:
+        """Logits [T,V] of every token of the step."""
+        d = self.decoder
+        h, x = self.layers(d.embed(ids), batch, adapted)
+        if not self.plain or d.logit_softcap is not None or d.logit_divisor is not None:
+            return self.logits(x + h)
+        assert d.norm is not None and d.head is not None
+        return self.ops.norm_linear(h, x, d.norm, *d.head)[0]
+
+    @contextmanager
+    def routes(self) -> Iterator[Callable[[Sequence[int]], Pair]]:
+        """The experts chosen inside the block: rows -> int16 [rows, layers, top_k] and their float32 weights, on the
+        host."""
+        chosen: list[Pair] = []
+        self.ops.routes = chosen
+
+        def read(rows: Sequence[int]) -> Pair:
+            at = list(rows)
+            experts = torch.stack([index[at] for index, _ in chosen], 1).to(torch.int16).cpu()
+            return experts, torch.stack([weight[at] for _, weight in chosen], 1).float().cpu()
+
+        try:
+            yield read
+        finally:
+            self.ops.routes = None
+
+    def prepare_states(self, inputs: StepInputs) -> Tensor | None:
+        """Does the queued copies between state slots; returns the slots of the step's requests."""
+        if not inputs.state_slots:
+            return None
+        for source, target in inputs.state_copies:
+            for layer, pair in zip(self.decoder.layers, self.caches, strict=True):
+                for tensor in pair if isinstance(layer.mixer, GatedDelta) else ():
+                    tensor[target].copy_(tensor[source])
+        return torch.tensor(inputs.state_slots, device=self.device)
+
+    def layers(
+        self, x: Tensor, batch: PagedBatch, adapted: RowSlots | None = None, state_slots: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """(h, x): what the last layer adds, and the residual [T,K]. Every sum is left to the norm that reads it."""
+        at = batch.positions
+        ropes: Ropes = {None: (None, None), **{k: (cos[at], sin[at]) for k, (cos, sin) in self.decoder.ropes.items()}}
+        lone = self.plain and self.trace is None and adapted is None and x.shape[0] < self.ops.least_rows
+        copies = self.ops.least_rows if lone else 1
+        step = StepTensors(batch=batch, ropes=ropes, adapted=adapted, state_slots=state_slots, copies=copies)
+        h: Tensor | None = None
+        x = x.repeat(copies, 1) if lone else x
+        for index, layer in enumerate(self.decoder.layers):
+            h, x = self.mix(index, layer, h, x, step)
+            h, x = self.mlp(index, layer, self.scale(h), x, step)
+            h = self.scale(h)
+        assert h is not None
+        return (h[:1], x[:1]) if lone else (h, x)
+
+    def scale(self, h: Tensor) -> Tensor:
+        return h if self.decoder.residual_scale is None else h * self.decoder.residual_scale
+
+    def mix(self, index: int, layer: Layer, h: Tensor | None, x: Tensor, step: StepTensors) -> tuple[Tensor, Tensor]:
+        """What the layer's attention adds, and the residual before it."""
+        ops, name, mixer = self.ops, f"layers.{index}", layer.mixer
+        if isinstance(mixer, Attention):
+            qkv, x = self.project(index, "qkv", layer.before_attention, h, x, mixer.qkv, step)
+            attended = self.attend(index, mixer, qkv[:1] if step.copies > 1 else qkv, step)
+        else:
+            normed, x = self.enter(f"{name}.before_attention", layer.before_attention, h, x)
+            if isinstance(mixer, GatedDelta):
+                (history, state), slots, lengths = self.caches[index], step.state_slots, step.batch.q_lens
+                assert slots is not None
+                out, history[slots], state[slots] = mixer.run(normed, lengths, history[slots], state[slots])
+                return self.norm(f"{name}.after_attention", layer.after_attention, self.record(f"{name}.out", out)), x
+            cos, sin = step.ropes[mixer.rope]
+            assert cos is not None and sin is not None
+            attended = mixer.attend(ops, normed, cos, sin, self.caches[index], step.batch)
+        self.record(f"{name}.attention", attended)
+        rows = attended.repeat(step.copies, 1) if step.copies > 1 else attended
+        out = self.adapt(step.adapted, index, "out", attended, ops.linear(rows, *mixer.out))
+        return self.norm(f"{name}.after_attention", layer.after_attention, self.record(f"{name}.out", out)), x
+
+    def attend(self, index: int, mixer: Attention, qkv: Tensor, step: StepTensors) -> Tensor:
+        ops, cache = self.ops, self.caches[index]
+        heads, _, size = self.decoder.heads
+        gate = None
+        if mixer.gated:  # q and gate of a head lie side by side
+            wide = 2 * heads * size
+            q, gate = qkv[:, :wide].view(-1, heads, 2, size).unbind(2)
+            qkv = torch.cat((q.flatten(1), qkv[:, wide:]), -1)
+        if mixer.wide_norm is not None:
+            qkv = norm_heads(ops, mixer.wide_norm, qkv)
+        prepare = ops.prepare_qkv if mixer.rope is not None else partial(Ops.prepare_qkv, ops)
+        q = prepare(qkv, self.decoder.heads, mixer.head_norm, *step.ropes[mixer.rope], *cache, step.batch)
+        attended = ops.paged_attention(q, *cache, step.batch, mixer.spec).flatten(1)
+        return attended if gate is None else attended * ops.activation(gate.flatten(1), "sigmoid")
+
+    def mlp(self, index: int, layer: Layer, h: Tensor, x: Tensor, step: StepTensors) -> tuple[Tensor, Tensor]:
+        """What the layer's MLP adds, and the residual before it."""
+        name, mlp, norm = f"layers.{index}", layer.mlp, layer.before_mlp
+        if isinstance(mlp, Dense):
+            inner, x = self.project(index, "gate_up", norm, h, x, mlp.gate_up, step, mlp.kind)
+            out = self.adapt(step.adapted, index, "down", inner, self.ops.linear(inner, *mlp.down))
+        else:
+            normed, x = self.enter(f"{name}.before_mlp", norm, h, x)
+            found = mlp(normed[None])
+            out = (found[0] if isinstance(found, tuple) else found)[0]
+        return self.norm(f"{name}.after_mlp", layer.after_mlp, self.record(f"{name}.mlp", out)), x
+
+    def project(
+        self, index: int, name: str, norm: Norm | None, h: Tensor | None, x: Tensor, product: Product,
+        step: StepTensors, kind: str | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """A merged product of the normed sum x + h (gated where `kind` names an activation), and that sum."""
+        changed = step.adapted is not None and (index, name) in self.bank.stacks
+        fused = self.plain and self.trace is None and not changed and (kind is None or product.bias is None)
+        if fused and h is not None and norm is not None:
+            return self.ops.norm_linear(h, x, norm, *product, kind)
+        where = f"layers.{index}"
+        normed, x = self.enter(f"{where}.{'before_attention' if kind is None else 'before_mlp'}", norm, h, x)
+        y = self.adapt(step.adapted, index, name, normed, self.ops.linear(normed, *product))
+        if kind is None:
+            return self.record(f"{where}.{name}", y), x
+        gate, up = y.chunk(2, -1)
+        return self.record(f"{where}.activation", self.ops.act_mul(gate, up, kind)), x
+
+    def enter(self, name: str, norm: Norm | None, h: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor]:
+        """(norm(x + h), x + h)."""
+        if norm is None or h is None:
+            x = x if h is None else x + h
+            return self.norm(name, norm, x), x
+        normed, x = self.ops.add_rms_norm(h, x, norm.weight, norm.eps, form=norm.form)
+        return self.record(name, normed), x
+
+    def adapt(self, adapted: RowSlots | None, index: int, product: str, x: Tensor, y: Tensor) -> Tensor:
+        """Adds each row's adapter to y, the merged product of x, in place."""
+        stack = self.bank.stacks.get((index, product)) if adapted is not None else None
+        if adapted is not None and stack is not None:
+            self.ops.add_low_ranks(y, x, stack, adapted)
+        return y
+
+    def norm(self, name: str, norm: Norm | None, x: Tensor) -> Tensor:
+        if norm is None:
+            return x
+        return self.record(name, self.ops.rms_norm(x, norm.weight, norm.eps, form=norm.form))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        d = self.decoder
+        assert d.head is not None
+        logits = self.ops.linear(self.norm("norm", d.norm, hidden), *d.head)
+        if d.logit_divisor is not None:
+            logits = logits / d.logit_divisor
+        if d.logit_softcap is not None:
+            logits = torch.tanh(logits / d.logit_softcap) * d.logit_softcap
+        return self.record("logits", logits)
+
+    def record(self, name: str, tensor: Tensor) -> Tensor:
+        if self.trace is not None:
+            self.trace(name, tensor)
+        return tensor
+
+    def clean(self) -> None:
+        """Zero every page: after weights that were not finite."""
+        for pair in self.caches:
+            for tensor in pair:
+                tensor.zero_()
+
+
+def is_plain(layer: Layer) -> bool:
+    """norm, attention, sum, norm, product, sum: the form whose norms and products share launches."""
+    before = layer.before_attention and layer.before_mlp
+    mixer = layer.mixer
+    attention = isinstance(mixer, Attention) and mixer.rope is not None and not mixer.gated and mixer.wide_norm is None
+    return bool(before and attention and not layer.after_attention and not layer.after_mlp)
+
+
+def norm_heads(ops: Ops, norm: HeadNorm, qkv: Tensor) -> Tensor:
+    """Over all heads together."""
+    wide, narrow = norm.q_weight.shape[0], norm.k_weight.shape[0]
+    q, k, v = qkv.split((wide, narrow, qkv.shape[1] - wide - narrow), -1)
+    q = ops.rms_norm(q.contiguous(), norm.q_weight, norm.eps, form=norm.form)
+    return torch.cat((q, ops.rms_norm(k.contiguous(), norm.k_weight, norm.eps, form=norm.form), v), -1)
+
+
+def linear_weights(decoder: Decoder) -> Iterator[Tensor]:
+    for layer in decoder.layers:
+        if not isinstance(layer.mixer, GatedDelta):
+            yield from layer.mixer.weights()
+        if isinstance(layer.mlp, Dense):
+            yield from (layer.mlp.gate_up.weight, layer.mlp.down.weight)
+    if decoder.head is not None:
+        yield decoder.head.weight
+
+
+def paged_batch(inputs: StepInputs, size: int, device: torch.device) -> PagedBatch:
+    """On whole arrays: a step may hold tens of thousands of tokens."""
+    counts, starts = np.array(inputs.counts), np.array(inputs.starts)
+    ends = np.concatenate(([0], counts.cumsum()))
+    positions = np.arange(ends[-1]) + np.repeat(starts - ends[:-1], counts)
+    tables = table_of(inputs.blocks, len(counts), TABLE_STEP)
+    blocks = tables[np.repeat(np.arange(len(counts)), counts), positions // size].astype(np.int64)
+    contexts = starts + counts
+
+    def tensor(values: np.ndarray[Any, Any]) -> Tensor:
+        return torch.from_numpy(values).to(device)
+
+    return PagedBatch(
+        positions=tensor(positions), slots=tensor(blocks * size + positions % size), cu_q=tensor(ends.astype(np.int32)),
+        context_lens=tensor(contexts.astype(np.int32)), block_tables=tensor(tables), q_lens=tuple(counts.tolist()),
+        contexts=tuple(contexts.tolist()), num_decodes=int((counts == 1).sum()),
+    )  # fmt: skip
+
+
+def table_of(blocks: Sequence[Sequence[int]], rows: int, step: int) -> np.ndarray:
+    """int32 [rows, W], padded with the null block; W is the longest row's length, up to the next multiple of `step`."""
+    width = -(-max(map(len, blocks), default=1) // step) * step
+    table = np.zeros((rows, width), dtype=np.int32)
+    for row, own in zip(table, blocks, strict=False):
+        row[: len(own)] = own
+    return table
+
+
+def blocks_for(
+    decoder: Decoder, ops: Ops, *, limits: ScheduleLimits, kv_tokens: int | None, device: torch.device, share: float = 1.0
+) -> int:  # fmt: skip
+    """Enough for every request at full length if memory allows, else `share` of what memory allows; and the null
+    block."""
+    _, heads, head_dim = decoder.heads
+    attentions = sum(not isinstance(layer.mixer, GatedDelta) for layer in decoder.layers)
+    token_bytes = 2 * attentions * heads * head_dim * decoder.dtype.itemsize
+    wanted = kv_tokens
+    if wanted is None:
+        room = int(share * free_bytes(decoder, limits, device)) // max(token_bytes, 1)
+        wanted = min(limits.max_requests * decoder.max_positions, room)
+    return max(2, -(-wanted // ops.block_size)) + 1
+
+
+def free_bytes(decoder: Decoder, limits: ScheduleLimits, device: torch.device) -> int:
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        heads, key_heads, size = decoder.heads
+        width = max(decoder.width, (heads + 2 * key_heads) * size)
+        activations = limits.step_tokens * width * decoder.dtype.itemsize * 16
+        return max(int(free * GPU_SHARE) - activations - limits.max_requests * decoder.vocabulary * 40, 0)
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(int(free * CPU_SHARE), CPU_MOST_BYTES)

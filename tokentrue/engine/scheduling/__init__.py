@@ -1,1 +1,0 @@
-"""What runs next: requests, cache blocks, the schedule, prefills and decode bursts. Only `prefills` holds tensors."""

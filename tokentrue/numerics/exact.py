@@ -1,0 +1,348 @@
+"""`exact(model)`: the operators of a Hugging Face decoder replaced by exact ones; undone on leaving, also on error.
+
+Nothing process-wide is touched: a replaced `forward` sits on the module object, attention goes through transformers'
+AttentionInterface under our name, and the code between modules may call the functions listed in `modules.py` alone. A
+module that holds parameters and is not known is refused by name. The `Contract` says what the bits depend on besides
+the inputs: two sides with the same fingerprint compute the same bits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_utils import AttentionInterface
+
+from tokentrue.errors import ExactnessError
+from tokentrue.numerics.cpu import CpuOps
+from tokentrue.numerics.delta import delta_forward, is_gated_delta
+from tokentrue.numerics.modules import (
+    CONTAINERS,
+    HARMLESS,
+    Replacement,
+    guard,
+    is_experts,
+    is_router,
+    own_parameters,
+    replace_attribute,
+    replacement_of,
+    unguard,
+)
+from tokentrue.numerics.ops import AttentionSpec, Ops, Packed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contract:
+    """Every operator with its implementation, the machine it was checked on, and what had to fall back."""
+
+    operators: Mapping[str, str]
+    machine: Mapping[str, str]
+    dtype: str
+    fallbacks: tuple[str, ...] = ()
+
+    @property
+    def fingerprint(self) -> str:
+        text = json.dumps([dict(self.operators), dict(self.machine), self.dtype], sort_keys=True)
+        return "exact:" + hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def require(self, other: str | None) -> None:
+        """Raise unless `other` is our fingerprint."""
+        if other != self.fingerprint:
+            raise ExactnessError(
+                f"fingerprints differ ({other} there, {self.fingerprint} here): the numbers may not be called exact"
+            )
+
+
+def machine_of(device: torch.device) -> dict[str, str]:
+    if device.type == "cuda":
+        import triton
+
+        name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+        version = str(vars(triton)["__version__"])
+        return {
+            "torch": torch.__version__,
+            "device": name,
+            "capability": f"{capability[0]}.{capability[1]}",
+            "triton": version,
+        }
+    return {
+        "torch": torch.__version__,
+        "device": torch.backends.cpu.get_cpu_capability(),
+        "threads": str(torch.get_num_threads()),
+        "library": library_of(torch.__config__.show()),
+    }
+
+
+def library_of(text: str) -> str:
+    return "; ".join(line.strip(" -") for line in text.splitlines() if "MKL" in line and "Build settings" not in line)
+
+
+Linears = set[tuple[int, int, bool]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShapes:
+    """(K, N, bias) of every linear by dtype, routers and experts included, and (H, J, D) of every attention."""
+
+    linears: Mapping[torch.dtype, Linears]
+    heads: frozenset[tuple[int, int, int]]
+    dtype: torch.dtype
+
+
+def shapes_of(model: nn.Module) -> ModelShapes:
+    linears: dict[torch.dtype, Linears] = defaultdict(set)
+    heads: set[tuple[int, int, int]] = set()
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            linears[module.weight.dtype].add((module.in_features, module.out_features, module.bias is not None))
+        parameters = dict(module.named_parameters(recurse=False))
+        if is_experts(parameters):
+            linears[parameters["down_proj"].dtype].update(expert_shapes(module, parameters))
+        elif is_router(module) and not isinstance(module, nn.Linear | nn.Embedding):
+            weight = parameters["weight"]
+            linears[weight.dtype].add((weight.shape[1], weight.shape[0], "bias" in parameters))
+            linears[torch.float32].add(
+                (weight.shape[1], weight.shape[0], "bias" in parameters)
+            )  # some routers compute in float32
+        head_dim, config = head_size(module), getattr(module, "config", None)
+        if isinstance(head_dim, int) and hasattr(module, "o_proj") and config is not None:
+            heads.add((config.num_attention_heads, config.num_key_value_heads, head_dim))
+    dtype = next(p for p in model.parameters() if p.dim() > 1).dtype
+    return ModelShapes(linears=dict(linears), heads=frozenset(heads), dtype=dtype)
+
+
+def expert_shapes(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> Linears:
+    sizes = [parameters[name].shape for name in ("gate_up_proj", "down_proj")]
+    return {(k, n, False) if getattr(module, "is_transposed", False) else (n, k, False) for _, k, n in sizes}
+
+
+def head_size(module: nn.Module) -> int | None:
+    return getattr(module, "qk_head_dim", getattr(module, "head_dim", None))
+
+
+def contract_of(model: nn.Module, ops: Ops) -> Contract:
+    return contract_for(shapes_of(model), ops, next(model.parameters()).device)
+
+
+def contract_for(shapes: ModelShapes, ops: Ops, device: torch.device) -> Contract:
+    fallbacks: list[str] = []
+    for dtype, linears in shapes.linears.items():
+        fallbacks += ops.self_test(
+            linears=linears, heads=set(shapes.heads) if dtype == shapes.dtype else set(), dtype=dtype
+        )
+    name = str(shapes.dtype).removeprefix("torch.")
+    return Contract(operators=dict(ops.contract()), machine=machine_of(device), dtype=name, fallbacks=tuple(fallbacks))
+
+
+ATTENTION = "tokentrue_exact"
+OPS = "_tokentrue_ops"
+
+
+def attach_attention(model: nn.Module, ops: Ops, undo: ExitStack) -> None:
+    AttentionInterface.register(ATTENTION, exact_attention)
+    AttentionMaskInterface.register(ATTENTION, padding_mask)
+    owners: list[Any] = [
+        m for m in model.modules() if hasattr(m, "config") and hasattr(m.config, "_attn_implementation")
+    ]
+    configs = {id(m.config): m.config for m in owners}
+    for config in configs.values():
+        undo.callback(setattr, config, "_attn_implementation", config._attn_implementation)
+        config._attn_implementation = ATTENTION
+    for module in model.modules():
+        if hasattr(module, "layer_idx") and hasattr(module, "o_proj"):
+            replace_attribute(module, OPS, ops, undo)
+
+
+def padding_mask(*args: Any, kv_length: int, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
+    """None where nothing is padded."""
+    if attention_mask is None:
+        return None
+    attention_mask = attention_mask[:, -kv_length:]
+    return None if bool(attention_mask.all()) else attention_mask
+
+
+def exact_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *, scaling: float | None = None,
+    dropout: float = 0.0, sliding_window: int | None = None, softcap: float | None = None, packed: Packed | None = None, **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """query [B,H,T,D] -> [B,T,H,D]: whole sequences from position 0, padded on either side or packed."""
+    ops: Ops = module.__dict__[OPS]
+    if dropout:
+        raise ExactnessError(f"attention dropout {dropout} has no exact form: set it to 0 or call model.eval()")
+    if query.shape[2] != key.shape[2]:
+        raise ExactnessError(
+            "exact(model) scores whole sequences; for generation with a cache use ExactEngine (here: use_cache=False)"
+        )
+    spec = AttentionSpec(
+        scale=scaling or query.shape[-1] ** -0.5, window=sliding_window, softcap=softcap, sinks=kwargs.get("s_aux")
+    )
+    with torch._C.DisableTorchFunction():
+        return attend(ops, query, key, value, attention_mask, packed, kwargs.get("position_ids"), spec), None
+
+
+def attend(
+    ops: Ops, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, packed: Packed | None, positions: Tensor | None,
+    spec: AttentionSpec,
+) -> Tensor:  # fmt: skip
+    b, h, t, d = query.shape
+    narrow = value.shape[-1]
+    if narrow > d:
+        raise ExactnessError(f"attention values of {narrow} per head are wider than its keys of {d}: no exact form")
+    value = F.pad(value, (0, d - narrow)) if narrow < d else value  # zeros: every column of the result has its own sum
+    q, k, v = (x.transpose(1, 2).reshape(b * t, -1, d) for x in (query, key, value))
+    if mask is not None:
+        out = attend_unpadded(ops, q, k, v, mask, spec)
+    else:
+        out = ops.attention(
+            q, k, v, packed or packed_from_positions(positions, b, t) or Packed.of((t,) * b, query.device), spec
+        )
+    return out.view(b, t, h, d)[..., :narrow]
+
+
+def attend_unpadded(ops: Ops, q: Tensor, k: Tensor, v: Tensor, mask_BT: Tensor, spec: AttentionSpec) -> Tensor:
+    """Padding rows come back as zeros; real ones must be one run per sequence."""
+    if mask_BT.dim() != 2:
+        raise ExactnessError(
+            "exact attention knows padding masks [batch, tokens] and packed sequences, not a free 4-D mask"
+        )
+    lengths = mask_BT.sum(-1)
+    rows = mask_BT.reshape(-1).nonzero().squeeze(-1)
+    packed = Packed.of(tuple(lengths.tolist()), q.device)
+    out = ops.attention(q[rows], k[rows], v[rows], packed, spec)
+    return torch.zeros_like(q).index_copy(0, rows, out)
+
+
+def packed_from_positions(position_ids: Tensor | None, batch: int, tokens: int) -> Packed | None:
+    """One row whose positions start again at 0 is several sequences, as transformers reads it."""
+    if position_ids is None or batch != 1 or position_ids.shape[-1] != tokens:
+        return None
+    starts = (position_ids.reshape(-1) == 0).nonzero().squeeze(-1).tolist()
+    if len(starts) < 2:
+        return None
+    ends = [*starts[1:], tokens]
+    return Packed.of(tuple(end - start for start, end in zip(starts, ends, strict=True)), position_ids.device)
+
+
+def on_device(device: torch.device | str) -> AbstractContextManager[object]:
+    """Makes a GPU this thread's current one inside the block; CUDA keeps that setting per thread."""
+    where = torch.device(device)
+    return torch.cuda.device(where) if where.type == "cuda" else nullcontext()
+
+
+def ops_for(device: torch.device | str) -> Ops:
+    """A fresh object each time: fall-backs belong to one model on one machine."""
+    kind = torch.device(device).type
+    if kind == "cpu":
+        return CpuOps()
+    if kind == "cuda":
+        from tokentrue.numerics.triton import TritonOps  # where there is no GPU there may be no triton
+
+        return TritonOps()
+    raise ExactnessError(f"no exact operators for device {kind!r}; use cpu or cuda")
+
+
+SWITCHES = (
+    "linear",
+    "rms_norm",
+    "activation",
+    "rotary",
+    "router",
+    "experts",
+    "functions",
+    "linear_attention",
+    "attention",
+)
+# Kinds whose forward decides which of its torch calls are replaced.
+LOOKED_AT = ("router", "rotary")
+STATE = "_tokentrue_exact"
+
+
+@dataclass(slots=True)
+class State:
+    """On the model while `exact` is active."""
+
+    ops: Ops
+    contract: Contract
+
+
+@contextmanager
+def exact(
+    model: nn.Module, *, ops: Ops | None = None, without: frozenset[str] | set[str] = frozenset()
+) -> Iterator[Contract]:
+    """Run `model` on exact operators inside the block; backward passes belong inside, too (checkpointing runs forward
+    again).
+
+    `without` leaves some of SWITCHES as they were: for negative controls, never for training.
+    """
+    active: State | None = model.__dict__.get(STATE)
+    if active is not None:
+        yield active.contract
+        return
+    unknown = set(without) - set(SWITCHES)
+    if unknown:
+        raise ExactnessError(f"no operators {sorted(unknown)} to leave out; choose from {', '.join(SWITCHES)}")
+    device = next(model.parameters()).device
+    ops = ops or ops_for(device)
+    plan = plan_of(model, ops)
+    contract = contract_of(model, ops)
+    with ExitStack() as undo:
+        for module, kind, forward in plan:
+            if kind not in without:
+                replace_attribute(module, "forward", forward, undo)
+        if "attention" not in without:
+            attach_attention(model, ops, undo)
+        replace_attribute(model, STATE, State(ops=ops, contract=contract), undo)
+        yield contract
+
+
+def plan_of(model: nn.Module, ops: Ops) -> list[Replacement]:
+    """The replacement of every module that computes; raises on the first that has no exact form."""
+    plan: list[Replacement] = []
+    whole: list[str] = []  # modules replaced with all that is in them
+    for name, module in model.named_modules():
+        if any(name.startswith(f"{outer}.") for outer in whole):
+            continue
+        if is_gated_delta(module):
+            whole.append(name)
+            plan.append((module, "linear_attention", unguard(delta_forward(name, module, ops))))
+            continue
+        known = replacement_of(name, module, ops)
+        if known is not None:
+            plan.append((known[0], known[1], known[2] if known[1] in LOOKED_AT else unguard(known[2])))
+        elif (
+            own_parameters(module)
+            and not isinstance(module, nn.Embedding)
+            and not is_router(module)
+            and not has_sinks_alone(module)
+        ):
+            raise ExactnessError(
+                f"{name} ({type(module).__name__}) has no exact form; its parameters are {own_parameters(module)}"
+            )
+        elif isinstance(module, nn.Dropout) and module.p > 0 and module.training:
+            raise ExactnessError(
+                f"{name} drops activations with p={module.p}: call model.eval() or set the dropout to 0"
+            )
+        elif has_own_code(module):
+            if not any(module.children()) and not is_router(module):
+                raise ExactnessError(f"{name} ({type(module).__name__}) has no exact form")
+            if ".layers." in f".{name}":
+                plan.append((module, "functions", guard(name, ops, module.forward)))
+    return plan
+
+
+def has_sinks_alone(module: nn.Module) -> bool:
+    """Sinks come to `exact_attention` as `s_aux`."""
+    return own_parameters(module) == ["sinks"] and hasattr(module, "o_proj")
+
+
+def has_own_code(module: nn.Module) -> bool:
+    return not isinstance(module, (*HARMLESS, *CONTAINERS)) and "RotaryEmbedding" not in type(module).__name__

@@ -1,1 +1,0 @@
-"""The Triton kernels, one operation per file; `tokentrue.numerics.triton.ops` calls them."""
