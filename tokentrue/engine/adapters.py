@@ -216,9 +216,7 @@ def read_directory(path: Path) -> tuple[JsonMapping, AdapterConfig]:
         raise FileFormatError(f"{path / WEIGHTS} is not a safetensors file, or is damaged: {error}") from error
 
 
-def read_pairs(
-    name: str, state: JsonMapping, config: AdapterConfig, folder: Path | None = None
-) -> dict[str, LowRank]:
+def read_pairs(name: str, state: JsonMapping, config: AdapterConfig, folder: Path | None = None) -> dict[str, LowRank]:
     """A and B of each adapted linear layer, by its name in the model without the adapter."""
     settings, tensors = (
         f"adapter {name!r}" if folder is None else f"adapter {name!r} ({folder / file})" for file in (CONFIG, WEIGHTS)
