@@ -158,7 +158,7 @@ def test_the_dashboard_asks_for_metrics_that_exist() -> None:
         for target in panel["targets"]
         for name in re.findall(r"tokentrue_\w+", target["expr"])
     }
-    page = build_page([Metrics().snapshot()])
+    page = build_page(Metrics().registry.collect())
     text = page.decode() if isinstance(page, bytes) else page
     known = set(re.findall(r"^# TYPE (\w+)", text, re.M))
     known |= {f"{name}_bucket" for name in known} | {f"{name}_total" for name in known}

@@ -6,8 +6,8 @@ import re
 
 from tests.docs.fences import ROOT
 from tokentrue.errors import FileFormatError, TokenTrueError
+from tokentrue.gateway.asgi import STATUS
 from tokentrue.gateway.metrics.registry import Metrics, build_page
-from tokentrue.gateway.problems import STATUS
 
 PAGE = (ROOT / "docs" / "gateway.md").read_text(encoding="utf-8")
 RAISED = re.compile(r"HttpError\(\s*(\d{3}), \"(\w+)\"")
@@ -35,6 +35,6 @@ def test_every_error_code_is_listed_with_its_status() -> None:
 
 
 def test_every_metric_is_listed_with_its_type() -> None:
-    shown = re.findall(r"^# TYPE (\w+) (\w+)$", build_page([Metrics().snapshot()]).decode(), re.MULTILINE)
+    shown = re.findall(r"^# TYPE (\w+) (\w+)$", build_page(Metrics().registry.collect()).decode(), re.MULTILINE)
     listed = re.findall(r"^\| `(tokentrue_\w+)(?:\{[^}]*\})?` \| (\w+) \|", PAGE, re.MULTILINE)
     assert sorted(listed) == sorted(shown)

@@ -10,8 +10,8 @@ from typing import Any
 from tests.gateway.world import renderer
 from tests.parts import whole_chunks
 from tokentrue.gateway import Gateway, GatewayConfig, GatewayLimits
-from tokentrue.gateway.workers.admin_state import AdminState
-from tokentrue.gateway.workers.forwarding import WorkerLinks
+from tokentrue.gateway.serving.forwarding import Peers
+from tokentrue.gateway.serving.processes import AdminState
 from tokentrue.providers.scripted import invent_logprob
 from tokentrue.sessions.journal import Journal
 from tokentrue.types import Chunk, Completion, Finish, Ids, Sampling
@@ -78,12 +78,12 @@ def gateway(
     provider: Any = None,
     *,
     store: str = "memory",
-    workers: WorkerLinks | None = None,
+    peers: Peers | None = None,
     admin_state: AdminState | None = None,
     **limits: Any,
 ) -> Gateway:
     config = GatewayConfig(model="m", admin_key="boss", limits=GatewayLimits(**limits))
-    parts = {"provider": provider or Parrot(), "journal": Journal(store), "workers": workers}
+    parts = {"provider": provider or Parrot(), "journal": Journal(store), "peers": peers}
     return Gateway(config=config, renderer_for=lambda _: renderer(), admin_state=admin_state, **parts)
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tokentrue.gateway.admission import AdmissionGate
+from tokentrue.gateway.asgi import HttpError
 from tokentrue.gateway.config import GatewayConfig, GatewayLimits
-from tokentrue.gateway.problems import HttpError
 
 
 def gate(**limits: Any) -> AdmissionGate:

@@ -141,7 +141,7 @@ def test_what_is_not_supported_is_refused_by_name(
 
 def test_every_json_value_of_a_request_can_be_echoed() -> None:
     value = {"maximum": 10**30, "minimum": -(2**64), "text": "\ud800", "flag": True, "list": [2**64]}
-    assert json.loads(encode(value)) == {**value, "text": "?"}
+    assert json.loads(encode(value)) == value
 
 
 def test_hints_are_accepted() -> None:

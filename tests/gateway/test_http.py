@@ -1,5 +1,5 @@
 """HTTP/1.1 as clients really send it, byte for byte over raw sockets, on both event loops: uvicorn with
-`workers/http.py`."""
+`bounded_http.py`."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ import pytest
 import uvicorn
 
 from tests.gateway.world import wait_until
-from tokentrue.gateway.asgi import ClientGone, read_body, send_bytes, send_json
+from tokentrue.gateway.asgi import ClientGone, HttpError, read_body, send_bytes, send_json
 from tokentrue.gateway.config import GatewayLimits
-from tokentrue.gateway.problems import HttpError
-from tokentrue.gateway.workers.http import bounded_http
+from tokentrue.gateway.serving.bounded_http import bounded_http
 
 LOG = logging.getLogger("uvicorn.error")
 LIMIT = 3_000_000

@@ -27,8 +27,8 @@ from tests.gateway.world import ROOT, Made, Server, scripted_server, wait_until
 from tests.turn.letters import Letters, sampled
 from tests.turn.world import Engine as LetterEngine
 from tokentrue.errors import LimitExceeded
+from tokentrue.gateway.asgi import problem_from
 from tokentrue.gateway.metrics.meter import CLOCK, EngineClock, MeteredProvider
-from tokentrue.gateway.problems import problem_from
 from tokentrue.ids import TokenIds
 from tokentrue.sessions import SessionLimits
 from tokentrue.sessions.offload import HUGE_CHARS, run_by_size

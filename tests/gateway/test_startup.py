@@ -19,7 +19,7 @@ from tokentrue.app.embedded import embedded_gateway
 from tokentrue.app.wiring import ServeConfig, ServerConfig
 from tokentrue.cli.main import run
 from tokentrue.errors import ConfigError
-from tokentrue.gateway.workers.server import listen
+from tokentrue.gateway.serving.server import listen
 
 
 def serve(*arguments: str) -> tuple[int, str]:

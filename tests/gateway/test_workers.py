@@ -19,9 +19,9 @@ import pytest
 from benchmarks.servers import standin_settings
 from tests.gateway.inside import gateway
 from tests.gateway.world import ROOT, Made, Server, model_dir, wait_until
-from tokentrue.gateway import owner_of
-from tokentrue.gateway.workers.admin_state import AdminState
-from tokentrue.gateway.workers.forwarding import WorkerLinks
+from tokentrue.gateway import find_owner
+from tokentrue.gateway.serving.forwarding import Peers
+from tokentrue.gateway.serving.processes import AdminState
 
 
 class Engine:
@@ -87,12 +87,12 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 def worker_pids(server: Server) -> list[int]:
     children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
-    return [pid for pid in map(int, children) if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return list(map(int, children))
 
 
 def test_any_worker_takes_any_request(pair: Server) -> None:
     sessions = [pair.session(session_id=f"s{n}") for n in range(8)]
-    assert {owner_of(session.session_id, 2) for session in sessions} == {0, 1}
+    assert {find_owner(session.session_id, 2) for session in sessions} == {0, 1}
     for session in sessions:
         play(pair, session, 3)
     for session in sessions:
@@ -109,7 +109,7 @@ def test_any_worker_takes_any_request(pair: Server) -> None:
 
 def test_a_path_with_dot_segments_reaches_no_worker(pair: Server) -> None:
     sessions = [pair.session(session_id=f"dots{n}") for n in range(6)]
-    assert {owner_of(session.session_id, 2) for session in sessions} == {0, 1}
+    assert {find_owner(session.session_id, 2) for session in sessions} == {0, 1}
     for session in sessions:
         for up in ("../../..", "..%2F..%2F..", "%2e%2e/%2E%2E/%2e.", ".", "x/../../../.."):
             connection = http.client.HTTPConnection("127.0.0.1", pair.port, timeout=60)
@@ -159,7 +159,7 @@ def test_a_worker_that_dies_comes_back_with_its_sessions(pair: Server) -> None:
 
 def test_workers_that_die_come_back_paused_and_with_the_version(pair: Server) -> None:
     sessions = [pair.session(session_id=f"held{n}") for n in range(4)]
-    assert {owner_of(session.session_id, 2) for session in sessions} == {0, 1}
+    assert {find_owner(session.session_id, 2) for session in sessions} == {0, 1}
     assert pair.ask("POST", "/admin/version", {"version": 7})[0] == 200
     assert pair.ask("POST", "/admin/pause", {"drain": True})[0] == 200
     before = worker_pids(pair)
@@ -187,9 +187,9 @@ def test_workers_that_die_come_back_paused_and_with_the_version(pair: Server) ->
     assert len(answers) == 4
 
 
-def test_a_worker_that_starts_takes_what_was_set_before(tmp_path: Path) -> None:
+def test_a_worker_that_starts_takes_what_was_set_before() -> None:
     state = AdminState()
-    apps = [gateway(workers=WorkerLinks(me=me, workers=2, folder=str(tmp_path)), admin_state=state) for me in (0, 1)]
+    apps = [gateway(peers=Peers(me=me, sockets=("a", "b")), admin_state=state) for me in (0, 1)]
     apps[0].services.set_version(7)
     apps[0].services.set_paused(True)
     apps[1].services.restore_admin_state()

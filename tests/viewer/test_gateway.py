@@ -19,9 +19,9 @@ from playwright.sync_api import expect
 from tests.gateway.world import Server, renderer, scripted_server, ten_turns
 from tests.viewer.browser import SIZE, Watched, open_browser
 from tokentrue.errors import ConfigError
+from tokentrue.gateway.app import view_routes
+from tokentrue.gateway.asgi import HttpError
 from tokentrue.gateway.auth import ApiKeys
-from tokentrue.gateway.problems import HttpError
-from tokentrue.gateway.view import view_routes
 from tokentrue.samples import sample_from_json
 from tokentrue.viewer import GatewaySource, SampleList, ViewerData
 

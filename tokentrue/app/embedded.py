@@ -27,7 +27,7 @@ async def embedded_gateway(settings: ServeConfig) -> AsyncGenerator[Embedded, No
     """Serves until the block ends; signals stay with the caller. Where no admin key is set, this gateway gets one of
     its own."""
     from tokentrue.gateway.auth import new_admin_key
-    from tokentrue.gateway.workers.server import listen, log_to_stderr, serve_embedded, url_of
+    from tokentrue.gateway.serving.server import listen, log_to_stderr, serve_embedded, url_of
 
     log_to_stderr(enabled=False)
     admin_key = os.environ.get(ADMIN_KEY) or new_admin_key()

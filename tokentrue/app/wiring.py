@@ -28,8 +28,8 @@ from tokentrue.tracing import start_tracing
 
 if TYPE_CHECKING:
     from tokentrue.gateway.app import Gateway
-    from tokentrue.gateway.workers.admin_state import AdminState
-    from tokentrue.gateway.workers.forwarding import WorkerLinks
+    from tokentrue.gateway.serving.forwarding import Peers
+    from tokentrue.gateway.serving.processes import AdminState
     from tokentrue.protocols import EngineControl, Provider, Renderer
     from tokentrue.sessions.journal import Journal
 
@@ -204,11 +204,14 @@ def gateway_for(
     config: ServeConfig,
     *,
     admin_key: str,
-    workers: WorkerLinks | None = None,
+    number: int = 0,
+    peers: Peers | None = None,
     admin_state: AdminState | None = None,
     render_deadline: AbstractContextManager[Any] | None = None,
+    lock: bool = True,
 ) -> Gateway:
-    """Every rendering of the chat template runs within `render_deadline`. `admin_state` outlives this process."""
+    """Every rendering of the chat template runs within `render_deadline`. `number` is that of a worker of several.
+    `admin_state` outlives this process. `lock=False` where the parent process holds the store's lock."""
     from tokentrue.gateway.app import Gateway
     from tokentrue.sessions.journal import open_journal
 
@@ -234,10 +237,8 @@ def gateway_for(
     journal = open_journal(
         config.server.store,
         durability=config.server.durability,
-        lock=workers is None,
-        name=f"{socket.gethostname()} {config.server.address} {workers.me if workers is not None else 0}"
-        if config.server.address
-        else "",
+        lock=lock,
+        name=f"{socket.gethostname()} {config.server.address} {number}" if config.server.address else "",
         address=config.server.address,
         lease_s=config.server.lease_s,
     )
@@ -252,7 +253,7 @@ def gateway_for(
         renderer_for=renderer,
         provider=provider,
         journal=journal,
-        workers=workers,
+        peers=peers,
         admin_state=admin_state,
         view=view_for(config, journal, renderer),
     )

@@ -2,6 +2,6 @@
 
 from tokentrue.gateway.app import Gateway
 from tokentrue.gateway.config import GatewayConfig, GatewayLimits
-from tokentrue.gateway.workers.forwarding import owner_of
+from tokentrue.gateway.serving.forwarding import find_owner
 
-__all__ = ["Gateway", "GatewayConfig", "GatewayLimits", "owner_of"]
+__all__ = ["Gateway", "GatewayConfig", "GatewayLimits", "find_owner"]

@@ -12,8 +12,8 @@ from collections import OrderedDict, deque
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
+from tokentrue.gateway.asgi import HttpError
 from tokentrue.gateway.config import GatewayConfig
-from tokentrue.gateway.problems import HttpError
 
 
 class AdmissionGate:

@@ -3,29 +3,36 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import binascii
 import ctypes
 import logging
 import sys
+from collections.abc import Callable
 
 import orjson
-from starlette.routing import Router
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, RedirectResponse, Response
+from starlette.routing import BaseRoute, Mount, Route, Router
+from starlette.types import ASGIApp
 
-from tokentrue.gateway.admin.routes import admin_routes
-from tokentrue.gateway.asgi import Receive, Scope, Send, answer_errors
+from tokentrue.gateway.admin import admin_routes
+from tokentrue.gateway.asgi import HttpError, Receive, Scope, Send, answer_errors
+from tokentrue.gateway.auth import ApiKeys, Headers
 from tokentrue.gateway.config import GatewayConfig
 from tokentrue.gateway.dialects import OpenAIChat
 from tokentrue.gateway.metrics.meter import MeteredProvider
 from tokentrue.gateway.model_routes import model_routes
-from tokentrue.gateway.problems import HttpError
 from tokentrue.gateway.services import RendererFor, build_services
+from tokentrue.gateway.serving.forwarding import Peers
+from tokentrue.gateway.serving.processes import AdminState
 from tokentrue.gateway.sessions import ignores_tools
-from tokentrue.gateway.view import LoadPage, view_routes
-from tokentrue.gateway.workers.admin_state import AdminState
-from tokentrue.gateway.workers.forwarding import WorkerLinks
 from tokentrue.protocols import EngineControl
 from tokentrue.sessions.journal import Journal
 from tokentrue.tracing import stop_tracing
 
+LoadPage = Callable[[], ASGIApp]
+CHALLENGE = 'Basic realm="tokentrue: any user name, the admin key as password", charset="UTF-8"'
 LOG = logging.getLogger("tokentrue.gateway")
 PURGE_EVERY_S = 3600.0
 EVICT_EVERY_S = 15.0
@@ -42,7 +49,7 @@ class Gateway:
         renderer_for: RendererFor,
         provider: EngineControl,
         journal: Journal,
-        workers: WorkerLinks | None = None,
+        peers: Peers | None = None,
         admin_state: AdminState | None = None,
         view: LoadPage | None = None,
     ) -> None:
@@ -51,8 +58,8 @@ class Gateway:
             renderer_for=renderer_for,
             provider=provider,
             journal=journal,
-            workers=workers,
-            admin_state=admin_state,
+            peers=peers or Peers(),
+            admin_state=admin_state or AdminState(),
         )
         pages = view_routes(self.services.keys, view) if view is not None else []
         self._router = Router(
@@ -97,9 +104,7 @@ class Gateway:
         self.provider.inner.watch()
         if ignores_tools(self.services.renderer_for(self.config.history)):
             LOG.warning("the chat template of this model ignores tools: requests with tools are refused")
-        workers = self.services.workers
-        if workers is None or workers.me == 0:
-            self._background.append(asyncio.create_task(self._purge_by_age()))
+        self._background.append(asyncio.create_task(self._purge_by_age()))
         self._background.append(asyncio.create_task(self._evict_idle()))
 
     async def _purge_by_age(self) -> None:
@@ -130,8 +135,6 @@ class Gateway:
             task.cancel()
         if not await admission.drain(self.config.drain_s):
             LOG.warning("%d generations were still in flight when the gateway closed", admission.in_flight)
-        if self.services.workers is not None:
-            await self.services.workers.close()
         await self.services.peers.close()
         await self.provider.close()
         await asyncio.to_thread(self.services.journal.close)
@@ -151,3 +154,52 @@ def release_freed_memory() -> bool:
     # of them in the arenas of the threads that ran: a process stays as large as the largest moment of each thread.
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None  # musl has none
     return trim is not None and trim(0) == 1
+
+
+# The viewer.
+def view_routes(keys: ApiKeys, load: LoadPage) -> list[BaseRoute]:
+    async def redirect(request: Request) -> Response:
+        return RedirectResponse("view/")
+
+    return [Route("/view", redirect), Mount("/view", AdminPage(keys, load))]
+
+
+class AdminPage:
+    """A read-only web page behind the admin key, made when it is first asked for.
+
+    A browser cannot send a bearer token when it opens an address, so this path, and no other, also takes the admin key
+    as the password of HTTP Basic authentication. Only GET and HEAD are answered: a browser repeats such a password by
+    itself, so nothing here may change anything.
+    """
+
+    def __init__(self, keys: ApiKeys, load: LoadPage) -> None:
+        self._keys, self._load = keys, load
+        self._page: ASGIApp | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] not in {"GET", "HEAD"}:
+            raise HttpError(405, "method_not_allowed", "use GET")
+        try:
+            self._keys.require_admin(with_basic_password(scope["headers"]))
+        except HttpError as error:
+            refused = PlainTextResponse(f"{error}\n", error.problem.status, headers={"www-authenticate": CHALLENGE})
+            await refused(scope, receive, send)
+            return
+        if self._page is None:
+            self._page = await asyncio.to_thread(self._load)
+        await self._page(scope, receive, send)
+
+
+def with_basic_password(headers: Headers) -> list[tuple[bytes, bytes]]:
+    """The headers, with the password of Basic authentication as a bearer token."""
+    found: list[tuple[bytes, bytes]] = []
+    for name, value in headers:
+        if name == b"authorization" and value[:6].lower() == b"basic ":
+            try:
+                _, _, password = base64.b64decode(value[6:], validate=True).partition(b":")
+            except (binascii.Error, ValueError):
+                password = b""
+            found.append((name, b"Bearer " + password))
+        else:
+            found.append((name, value))
+    return found

@@ -15,8 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tokentrue.errors import InputError
-from tokentrue.gateway.asgi import read_header
-from tokentrue.gateway.problems import HttpError
+from tokentrue.gateway.asgi import HttpError, read_header
 
 SESSION_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:\-]{0,127}")
 SHORTEST_KEY = 16

@@ -14,14 +14,13 @@ from urllib.parse import parse_qsl
 import msgspec
 from starlette.routing import Route
 
-from tokentrue.gateway.asgi import Receive, Scope, Send, WatchedSend, answer_errors, send_json
+from tokentrue.gateway.asgi import HttpError, Receive, Scope, Send, WatchedSend, answer_errors, send_json
 from tokentrue.gateway.auth import SessionAccess
 from tokentrue.gateway.dialects import Anthropic, Dialect, Google, OpenAIChat, OpenAIResponses, PathFields
 from tokentrue.gateway.dialects.anthropic import CountBody, MessagesBody
 from tokentrue.gateway.dialects.google import CountTokensBody, GenerateBody
 from tokentrue.gateway.dialects.openai_chat import ChatBody
 from tokentrue.gateway.dialects.openai_responses import ResponsesBody
-from tokentrue.gateway.problems import HttpError
 from tokentrue.gateway.services import Services
 from tokentrue.gateway.turns import NotOpened, TurnHandler
 from tokentrue.json_types import JsonObject
@@ -118,9 +117,6 @@ class ModelEndpoint:
         services, in_path = self._services, scope["path_params"]
         in_url = parse_query(scope).get("key") if self._operation.dialect is Google else None
         access = services.keys.authenticate(scope["headers"], in_path.get("session_id"), in_url or None)
-        if services.workers is not None and not services.workers.is_owner(access.session_id, scope):
-            await services.workers.forward(access.session_id, scope, receive, send)
-            return
         if self._operation.does == "nothing" or in_path.get("model") == "":
             raise HttpError(404, "unknown_path", "no such path; docs/gateway.md lists the routes")
         if scope["method"] != self._operation.method:

@@ -13,10 +13,9 @@ from tokentrue.gateway.auth import ApiKeys
 from tokentrue.gateway.config import GatewayConfig
 from tokentrue.gateway.metrics.meter import MeteredProvider
 from tokentrue.gateway.metrics.registry import Metrics
+from tokentrue.gateway.serving.forwarding import Peers
+from tokentrue.gateway.serving.processes import AdminState
 from tokentrue.gateway.sessions import SessionRegistry, fit_in_memory
-from tokentrue.gateway.workers.admin_state import AdminState
-from tokentrue.gateway.workers.forwarding import WorkerLinks
-from tokentrue.gateway.workers.peers import PeerLinks
 from tokentrue.protocols import EngineControl, Renderer
 from tokentrue.sessions.journal import Journal
 from tokentrue.turn import Session
@@ -27,8 +26,7 @@ RendererFor = Callable[[str], Renderer]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Services:
-    """`renderer_for` gives the renderer of a history policy ("keep" or "template"); `workers` is None where there is
-    one process."""
+    """`renderer_for` gives the renderer of a history policy ("keep" or "template")."""
 
     config: GatewayConfig
     journal: Journal
@@ -39,9 +37,8 @@ class Services:
     bodies: BodyBudget
     metrics: Metrics
     sessions: SessionRegistry
-    workers: WorkerLinks | None
     admin_state: AdminState
-    peers: PeerLinks
+    peers: Peers
 
     def new_default_session(self, session_id: str) -> Session:
         """A session that is created by the first request under its name. It has no key of its own."""
@@ -90,13 +87,14 @@ def build_services(
     renderer_for: RendererFor,
     provider: EngineControl,
     journal: Journal,
-    workers: WorkerLinks | None,
-    admin_state: AdminState | None,
+    peers: Peers,
+    admin_state: AdminState,
 ) -> Services:
     metered = MeteredProvider(provider)
     config = replace(config, session_limits=fit_in_memory(config.session_limits, config.limits))
 
     async def open_session(session_id: str) -> Session:
+        peers.require_own(session_id)
         record = await asyncio.to_thread(journal.get, session_id)
         renderer = renderer_for(record.history)
         return await Session.open(
@@ -115,7 +113,6 @@ def build_services(
         sessions=SessionRegistry(
             open_session, config.limits, journal.read_secret("reasoning"), lambda: journal.lease_number
         ),
-        workers=workers,
-        admin_state=admin_state or AdminState(),
-        peers=PeerLinks(),
+        admin_state=admin_state,
+        peers=peers,
     )

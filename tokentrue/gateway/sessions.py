@@ -31,7 +31,7 @@ from tokentrue.errors import (
     SessionNotFound,
     TemplateError,
 )
-from tokentrue.gateway.asgi import Scope, read_header
+from tokentrue.gateway.asgi import HttpError, Scope, read_header
 from tokentrue.gateway.config import GatewayLimits
 from tokentrue.gateway.dialects import (
     Anthropic,
@@ -44,7 +44,6 @@ from tokentrue.gateway.dialects import (
     RequestHead,
 )
 from tokentrue.gateway.dialects.reading import read_conversation
-from tokentrue.gateway.problems import HttpError
 from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.protocols import Renderer
 from tokentrue.sessions.journal import SessionRecord, StoreSecret

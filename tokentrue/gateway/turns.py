@@ -17,11 +17,20 @@ from typing import TypeVar, cast
 import orjson
 
 from tokentrue.errors import EngineTimeout, MessageError, SessionElsewhere, SessionNotFound
-from tokentrue.gateway.asgi import STREAM, ClientGone, RawHeaders, Receive, Scope, Send, read_body, send_json
+from tokentrue.gateway.asgi import (
+    STREAM,
+    ClientGone,
+    RawHeaders,
+    Receive,
+    Scope,
+    Send,
+    problem_from,
+    read_body,
+    send_json,
+)
 from tokentrue.gateway.auth import SessionAccess, invalid_key
 from tokentrue.gateway.dialects import CountingDialect, Dialect, PathFields, RequestHead
 from tokentrue.gateway.metrics.meter import CLOCK, EngineClock
-from tokentrue.gateway.problems import problem_from
 from tokentrue.gateway.services import Services
 from tokentrue.gateway.sessions import SessionHandle
 from tokentrue.gateway.streaming import EventStream, cancel_on_disconnect

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
+import tempfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,9 +19,12 @@ from tokentrue.app.torchless import without_torch
 from tokentrue.app.wiring import ADMIN_KEY, ServeConfig, gateway_for
 from tokentrue.cli.options import ConfigFile, Device, Dtype, ModelName, Settings
 from tokentrue.cli.output import loading
-from tokentrue.errors import ConfigError, TokenTrueError
+from tokentrue.errors import ConfigError
 from tokentrue.json_types import JsonObject
 from tokentrue.providers.registry import IN_PROCESS, REMOTE, SERVED, list_names
+
+if TYPE_CHECKING:
+    from tokentrue.gateway.serving.processes import AdminState
 
 
 def command(
@@ -74,46 +79,71 @@ def command(
     with without_torch(settings.engine.name):
         settings = identify_model(settings)
     from tokentrue.gateway.auth import new_admin_key
-    from tokentrue.gateway.watchdog import RenderDeadline, serve_and_restart
-    from tokentrue.gateway.workers.admin_state import AdminState
-    from tokentrue.gateway.workers.server import listen, log_to_stderr, run_worker, url_of
-    from tokentrue.gateway.workers.supervisor import supervise
+    from tokentrue.gateway.serving.processes import AdminState, Supervisor
+    from tokentrue.gateway.serving.server import listen, url_of
     from tokentrue.sessions import StoreLock
 
-    is_new_key = not os.environ.get(ADMIN_KEY)
-    # In the environment, for worker processes.
-    admin_key = os.environ[ADMIN_KEY] = os.environ.get(ADMIN_KEY) or new_admin_key()
-    with listen(settings.server.host, settings.server.port, admin_key=admin_key) as public:
+    given_key = os.environ.get(ADMIN_KEY)
+    admin_key = given_key or new_admin_key()
+    state = AdminState()  # in memory that the processes share: what the administrator sets survives a restart
+    with (
+        listen(settings.server.host, settings.server.port, admin_key=admin_key) as public,
+        tempfile.TemporaryDirectory(prefix="tokentrue-") as folder,
+    ):
         bound = url_of(settings.server.host, public)
         base = settings.server.base_url.rstrip("/") or bound
         settings = replace(
             settings, server=replace(settings.server, address=settings.server.address.rstrip("/") or bound)
         )
+        lock = StoreLock(settings.server.store) if settings.server.store.startswith("sqlite:") else None
 
-        def say_hello() -> None:
-            greet(settings, base, admin_key if is_new_key else None)
+        def serve(number: int, say_up: Callable[[], None]) -> None:
+            if lock is not None:
+                lock.release()  # this process's copy: the parent alone holds it
+            serve_worker(settings, number, public, folder, admin_key, state, say_up)
 
-        if settings.server.workers > 1:
-            lock = StoreLock(settings.server.store) if settings.server.store.startswith("sqlite:") else None
-            try:
-                return supervise(start_worker, settings, public, settings.server.workers, ready=say_hello)
-            finally:
-                if lock is not None:
-                    lock.release()
+        try:
+            supervisor = Supervisor(serve, settings.server.workers, public)
+            return supervisor.run(lambda: greet(settings, base, None if given_key else admin_key))
+        finally:
+            if lock is not None:
+                lock.release()
 
-        state = AdminState()  # in memory that the processes share: what the administrator sets survives a restart
 
-        def serve(say_up: Callable[[], None]) -> None:
-            log_to_stderr(enabled=settings.server.log == "json")
-            hide_library_bars(settings.engine.name)
-            with without_torch(settings.engine.name), loading(f"{settings.model.shown}, engine {settings.engine.name}"):
-                deadline = RenderDeadline(settings.limits.render_s)
-                gateway = gateway_for(settings, admin_key=admin_key, admin_state=state, render_deadline=deadline)
-                # An engine in this process has begun again with the weights of its directory.
-                gateway.services.restore_admin_state(has_weights=settings.engine.name not in IN_PROCESS)
-            run_worker(gateway, public, ready=say_up)
+def serve_worker(
+    settings: ServeConfig,
+    number: int,
+    public: socket.socket,
+    folder: str,
+    admin_key: str,
+    state: AdminState,
+    say_up: Callable[[], None],
+) -> None:
+    """One gateway process, the only one or a worker of several, until a signal ends it."""
+    from tokentrue.gateway.serving.forwarding import Peers
+    from tokentrue.gateway.serving.processes import RenderDeadline
+    from tokentrue.gateway.serving.server import listen_to_workers, log_to_stderr, serve_until_signal
 
-        return serve_and_restart(serve, public, ready=say_hello)
+    log_to_stderr(enabled=settings.server.log == "json")
+    hide_library_bars(settings.engine.name)
+    workers = settings.server.workers
+    paths = [str(Path(folder) / f"worker-{each}.sock") for each in range(workers)]
+    what = f"{settings.model.shown}, engine {settings.engine.name}"
+    with without_torch(settings.engine.name), loading(what) if workers == 1 else nullcontext():
+        gateway = gateway_for(
+            settings,
+            admin_key=admin_key,
+            number=number,
+            peers=Peers(me=number, sockets=paths),
+            admin_state=state,
+            render_deadline=RenderDeadline(settings.limits.render_s),
+            lock=False,
+        )
+    sockets = [public] if workers == 1 else [public, listen_to_workers(paths[number])]
+    # After it listens: what is set from here on arrives at its socket. An engine in this process has begun again with
+    # the weights of its directory.
+    gateway.services.restore_admin_state(has_weights=settings.engine.name not in IN_PROCESS)
+    serve_until_signal(gateway, *sockets, ready=say_up)
 
 
 def adapters_from(flags: list[str]) -> dict[str, str]:
@@ -139,29 +169,6 @@ def check(settings: ServeConfig) -> None:
             raise ConfigError(f"--workers needs a remote engine ({list_names(REMOTE)}), not {settings.engine.name!r}")
         if settings.server.store == "memory":
             raise ConfigError("--workers needs --store sqlite:PATH: workers share the journal")
-
-
-def start_worker(
-    settings: ServeConfig, public: socket.socket, me: int, workers: int, folder: str, state: Any, up: Any
-) -> None:
-    """The main function of a worker process."""
-    from tokentrue.gateway.watchdog import RenderDeadline
-    from tokentrue.gateway.workers.forwarding import WorkerLinks, socket_path
-    from tokentrue.gateway.workers.server import log_to_stderr, run_worker
-    from tokentrue.gateway.workers.supervisor import end_with_supervisor
-
-    end_with_supervisor(settings.server.drain_s)
-    log_to_stderr(enabled=settings.server.log == "json")
-    try:
-        links = WorkerLinks(me=me, workers=workers, folder=folder)
-        with without_torch(settings.engine.name):
-            deadline = RenderDeadline(settings.limits.render_s)
-            key = os.environ[ADMIN_KEY]
-            gateway = gateway_for(settings, admin_key=key, workers=links, admin_state=state, render_deadline=deadline)
-    except TokenTrueError as error:
-        print(f"tokentrue serve: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
-    run_worker(gateway, public, worker_socket=str(socket_path(folder, me)), ready=up.release)
 
 
 def greet(settings: ServeConfig, base: str, new_key: str | None) -> None:

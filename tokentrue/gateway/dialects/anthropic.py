@@ -12,23 +12,26 @@ from typing import Annotated, Any, ClassVar, cast
 
 import msgspec
 
+from tokentrue.conversion import convert
 from tokentrue.errors import MessageError
 from tokentrue.gateway.dialects.anthropic_answers import AnthropicEncoder, build_error, build_message
 from tokentrue.gateway.dialects.base import (
+    CountingDialect,
     DecodedBody,
     RequestHead,
     TextOf,
     arguments_text,
+    assistant_message,
+    call_entry,
     decode_body,
     describe_item,
     echo,
     join_text,
-    object_of,
+    present,
     raw_items,
-    text_field,
+    user_and_tool_messages,
 )
 from tokentrue.gateway.dialects.signing import ReasoningSigner
-from tokentrue.gateway.dialects.tools import check_function
 from tokentrue.json_types import JsonObject
 from tokentrue.sessions.constraints import constraints_from
 from tokentrue.types import Message, Reply, Sampling
@@ -83,10 +86,48 @@ class CountBody(CountHead, kw_only=True, forbid_unknown_fields=True):
     messages: list[Annotated[msgspec.Raw, describe_item(*ROLES)]]
 
 
-class Anthropic:
+class TextBlock(msgspec.Struct, tag_field="type", tag="text"):
+    text: str
+
+
+class ThinkingBlock(msgspec.Struct, tag_field="type", tag="thinking"):
+    thinking: str
+    signature: str = ""
+
+
+class ToolUseBlock(msgspec.Struct, tag_field="type", tag="tool_use"):
+    id: str
+    name: str
+    input: JsonObject
+
+
+class ToolResultBlock(msgspec.Struct, tag_field="type", tag="tool_result"):
+    tool_use_id: str
+    content: Any = None
+    is_error: Any = None
+
+
+class UserItem(msgspec.Struct, tag_field="role", tag="user"):
+    content: str | Annotated[list[TextBlock | ToolResultBlock], msgspec.Meta(min_length=1)]
+
+
+class AssistantItem(msgspec.Struct, tag_field="role", tag="assistant"):
+    content: str | list[TextBlock | ThinkingBlock | ToolUseBlock]
+
+
+class SystemItem(msgspec.Struct, tag_field="role", tag="system"):
+    content: str | list[TextBlock]
+
+
+class AnthropicTool(msgspec.Struct):
+    name: Annotated[str, msgspec.Meta(min_length=1)]
+    input_schema: JsonObject
+    description: str | None = None
+    type: Any = None
+
+
+class Anthropic(CountingDialect):
     name: ClassVar[str] = "anthropic"
-    items_key = "messages"
-    splits_turns = False
 
     def __init__(self, signer: ReasoningSigner) -> None:
         self._signer = signer
@@ -108,63 +149,32 @@ class Anthropic:
         return {"input_tokens": tokens}
 
     def parse_item(self, item: Any, path: str) -> tuple[Message, ...]:
-        fields = object_of(item, path)
-        role, content = fields.get("role"), fields.get("content")
-        if role == "assistant":
-            return (self._assistant(content, path),)
-        if role == "user":
-            return tuple(user_messages(content, path))
-        if role == "system":
-            return ({"role": "system", "content": text_of_blocks(content, path)},)
-        raise MessageError(f"role {echo(role)} is not supported; use 'user' or 'assistant'", field=f"{path}.role")
-
-    def is_settled(self, item: Any) -> bool:
-        return True
-
-    def continues_turn(self, parts: Sequence[Message], part: Message) -> bool:
-        return True
-
-    def join_turn(self, parts: Sequence[Message]) -> Message:
-        raise NotImplementedError("an Anthropic message is one item")
-
-    def check_messages(self, messages: Sequence[Message]) -> None:
-        """The protocol lets a last assistant message be continued, which would put words into the sampled turn."""
-        if messages and messages[-1]["role"] == "assistant":
-            message = (
-                "the last message is the assistant's: prefilled answers are not supported; end with a user message"
-            )
-            raise MessageError(message, field=self.items_key)
-
-    def _assistant(self, content: Any, path: str) -> Message:
+        parsed: UserItem | AssistantItem | SystemItem = convert(item, UserItem | AssistantItem | SystemItem, path)  # pyright: ignore[reportArgumentType]
+        content = parsed.content
         if isinstance(content, str):
-            return {"role": "assistant", "content": content}
-        texts: list[str] = []
-        thoughts: list[str] = []
-        calls: list[JsonObject] = []
-        for where, kind, block in blocks_of(content, path):
-            if kind == "text":
-                texts.append(text_field(block, "text", where))
-            elif kind == "thinking":
-                thoughts.append(self._thought(block, where))
-            elif kind == "tool_use":
-                calls.append(call_from_block(block, where))
-            else:
-                raise MessageError(f"block of type {echo(kind)} is not supported in an assistant message", field=where)
-        message: JsonObject = {"role": "assistant", "content": "".join(texts) if texts else None}
-        if thoughts:
-            message["reasoning_content"] = "".join(thoughts)
-        if calls:
-            message["tool_calls"] = calls
-        return message
+            return ({"role": item["role"], "content": content},)
+        if isinstance(parsed, AssistantItem):
+            return (self._assistant(parsed.content, path),)
+        if isinstance(parsed, SystemItem):
+            return ({"role": "system", "content": "\n".join(block.text for block in parsed.content)},)
+        return user_and_tool_messages(
+            block.text if isinstance(block, TextBlock) else result_message(block, f"{path}.content[{index}]")
+            for index, block in enumerate(content)
+        )
 
-    def _thought(self, block: JsonObject, where: str) -> str:
-        text = text_field(block, "thinking", where)
-        signature = block.get("signature", "")
-        if not isinstance(signature, str) or not self._signer.holds(signature, text):
-            raise MessageError(
-                "the signature does not fit the thinking; send the block back as it came", field=f"{where}.signature"
-            )
-        return text
+    def _assistant(self, blocks: Sequence[TextBlock | ThinkingBlock | ToolUseBlock], path: str) -> Message:
+        texts, thoughts, calls = list[str](), list[str](), list[JsonObject]()
+        for index, block in enumerate(blocks):
+            if isinstance(block, TextBlock):
+                texts.append(block.text)
+            elif isinstance(block, ToolUseBlock):
+                calls.append(call_entry(block.id, block.name, arguments_text(block.input)))
+            elif self._signer.holds(block.signature, block.thinking):
+                thoughts.append(block.thinking)
+            else:
+                message = "the signature does not fit the thinking; send the block back as it came"
+                raise MessageError(message, field=f"{path}.content[{index}].signature")
+        return assistant_message(texts, thoughts, calls)
 
     def build_answer(self, head: RequestHead, replies: Sequence[Reply], text_of: TextOf) -> JsonObject:
         return build_message(head, replies[0], self._signer)
@@ -175,39 +185,26 @@ class Anthropic:
     build_error = staticmethod(build_error)
 
 
+def result_message(block: ToolResultBlock, where: str) -> Message:
+    text = join_text(block.content, TEXT_BLOCKS, f"{where}.content", glue="\n")
+    message: JsonObject = {"role": "tool", "tool_call_id": block.tool_use_id, "content": text or ""}
+    return {**message, "is_error": True} if block.is_error else message
+
+
 def head_from_anthropic(head: MessagesHead) -> RequestHead:
     check_context_management(head.context_management)
     tools = tools_from_anthropic(head.tools)
     extra, tools = constraints_from(
         choice_from_anthropic(head.tool_choice), format_from_config(head.output_config), tools
     )
-    given = {"temperature": head.temperature, "top_p": head.top_p, "top_k": head.top_k}
-    present: JsonObject = {name: value for name, value in given.items() if value is not None}
+    given = present(temperature=head.temperature, top_p=head.top_p, top_k=head.top_k)
     return RequestHead(
         model=head.model,
         stream=bool(head.stream),
-        sampling=Sampling(max_tokens=head.max_tokens, stop=tuple(head.stop_sequences or ()), extra=extra, **present),
+        sampling=Sampling(max_tokens=head.max_tokens, stop=tuple(head.stop_sequences or ()), extra=extra, **given),
         tools=tools,
         leading_messages=leading_from(head.system),
     )
-
-
-def blocks_of(content: Any, path: str) -> list[tuple[str, Any, JsonObject]]:
-    """Place, type and fields of each content block."""
-    if not isinstance(content, list):
-        raise MessageError("must be a string or a list of blocks", field=f"{path}.content")
-    blocks: list[tuple[str, Any, JsonObject]] = []
-    for index, block in enumerate(cast("list[Any]", content)):
-        fields: JsonObject = cast("JsonObject", block) if isinstance(block, dict) else {}
-        blocks.append((f"{path}.content[{index}]", fields.get("type"), fields))
-    return blocks
-
-
-def text_of_blocks(content: Any, path: str) -> str:
-    text = join_text(content, TEXT_BLOCKS, f"{path}.content", glue="\n")
-    if text is None:
-        raise MessageError("must be a string or a list of blocks", field=f"{path}.content")
-    return text
 
 
 def leading_from(system: str | list[Any] | None) -> tuple[Message, ...]:
@@ -222,73 +219,16 @@ def is_billing(block: Any) -> bool:
     return isinstance(text, str) and text.startswith(BILLING)
 
 
-def user_messages(content: Any, path: str) -> list[Message]:
-    """Tool results become tool messages, in order; the text between them becomes user messages."""
-    if isinstance(content, str):
-        return [{"role": "user", "content": content}]
-    out: list[Message] = []
-    texts: list[str] = []
-
-    def flush() -> None:
-        if texts:
-            out.append({"role": "user", "content": "\n".join(texts)})
-            texts.clear()
-
-    for where, kind, block in blocks_of(content, path):
-        if kind == "text":
-            texts.append(text_field(block, "text", where))
-        elif kind == "tool_result":
-            flush()
-            out.append(tool_message(block, where))
-        else:
-            raise MessageError(
-                f"block of type {echo(kind)} is not supported; this gateway takes text and tool_result", field=where
-            )
-    flush()
-    if not out:
-        raise MessageError("must not be empty", field=f"{path}.content")
-    return out
-
-
-def tool_message(block: JsonObject, where: str) -> Message:
-    text = join_text(block.get("content"), TEXT_BLOCKS, f"{where}.content", glue="\n")
-    message: JsonObject = {
-        "role": "tool",
-        "tool_call_id": text_field(block, "tool_use_id", where),
-        "content": text or "",
-    }
-    if block.get("is_error"):
-        message["is_error"] = True
-    return message
-
-
-def call_from_block(block: JsonObject, where: str) -> JsonObject:
-    arguments = arguments_text(object_of(block.get("input"), f"{where}.input"))
-    function = {"name": text_field(block, "name", where), "arguments": arguments}
-    return {"id": text_field(block, "id", where), "type": "function", "function": function}
-
-
 def tools_from_anthropic(tools: list[JsonObject] | None) -> tuple[JsonObject, ...] | None:
-    if not tools:
-        return None
     out: list[JsonObject] = []
-    for index, tool in enumerate(tools):
-        where = f"tools[{index}]"
-        if tool.get("type", "custom") not in ("custom", None):
-            raise MessageError(
-                f"tool type {echo(tool['type'])} runs on its vendor's servers and is not supported",
-                field=f"{where}.type",
-            )
-        function = {
-            "name": tool.get("name"),
-            "description": tool.get("description") or "",
-            "parameters": tool.get("input_schema"),
-        }
-        check_function(function, where)
-        if not isinstance(function["parameters"], dict):
-            raise MessageError("must be a JSON schema object", field=f"{where}.input_schema")
+    for index, given in enumerate(tools or ()):
+        if given.get("type", "custom") not in ("custom", None):
+            message = f"tool type {echo(given['type'])} runs on its vendor's servers and is not supported"
+            raise MessageError(message, field=f"tools[{index}].type")
+        tool = convert(given, AnthropicTool, f"tools[{index}]")
+        function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
         out.append({"type": "function", "function": function})
-    return tuple(out)
+    return tuple(out) or None
 
 
 def choice_from_anthropic(choice: JsonObject | None) -> str | JsonObject | None:
@@ -302,25 +242,32 @@ def choice_from_anthropic(choice: JsonObject | None) -> str | JsonObject | None:
     return words[kind]
 
 
+class SchemaFormat(msgspec.Struct):
+    schema: JsonObject
+
+
 def format_from_config(config: JsonObject | None) -> JsonObject | None:
     format_ = (config or {}).get("format")
     if format_ is None:
         return None
-    schema = cast("JsonObject", format_).get("schema") if isinstance(format_, dict) else None
-    if not isinstance(schema, dict):
-        raise MessageError("must be of type json_schema, with a schema", field="output_config.format")
-    return {"type": "json_schema", "json_schema": {"schema": cast("JsonObject", schema)}}
+    schema = convert(format_, SchemaFormat, "output_config.format").schema
+    return {"type": "json_schema", "json_schema": {"schema": schema}}
 
 
-def check_context_management(head: JsonObject | None) -> None:
+class ContextEdit(msgspec.Struct):
+    type: str
+    keep: Any = None
+
+
+class ContextManagement(msgspec.Struct):
+    edits: list[ContextEdit] | None = None
+
+
+def check_context_management(given: JsonObject | None) -> None:
     """Keeping all thinking is what happens here anyway; any other edit would change the context that was sampled
     from."""
-    edits = (head or {}).get("edits") or ()
-    if not isinstance(edits, list | tuple):
-        raise MessageError("must be a list", field="context_management.edits")
-    for index, edit in enumerate(cast("Sequence[Any]", edits)):
-        fields: JsonObject = cast("JsonObject", edit) if isinstance(edit, dict) else {}
-        if not str(fields.get("type")).startswith("clear_thinking") or fields.get("keep") != "all":
-            raise MessageError(
-                "only clear_thinking with keep 'all' is supported", field=f"context_management.edits[{index}]"
-            )
+    edits = convert(given or {}, ContextManagement, "context_management").edits or ()
+    for index, edit in enumerate(edits):
+        if not edit.type.startswith("clear_thinking") or edit.keep != "all":
+            message = "only clear_thinking with keep 'all' is supported"
+            raise MessageError(message, field=f"context_management.edits[{index}]")

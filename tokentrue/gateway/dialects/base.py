@@ -6,18 +6,20 @@ silently.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol, TypeVar, cast
+from itertools import groupby
+from typing import Annotated, Any, ClassVar, Protocol, TypeVar, cast
 
 import msgspec
 import orjson
 
-from tokentrue.errors import MessageError
+from tokentrue.conversion import complaint
+from tokentrue.errors import MessageError, SamplingError
 from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.plain_json import MAX_DEPTH, check_depth
-from tokentrue.types import Finish, Message, Reply, Sampling, Tool, TurnEvent
+from tokentrue.types import MAX_CHOICES, Finish, Message, Reply, Sampling, Tool, TurnEvent
 
 S = TypeVar("S", bound=msgspec.Struct)
 
@@ -102,17 +104,12 @@ class TextOf(Protocol):
 
 
 class Dialect(Protocol):
+    """A wire format. `items_key` names the top-level array that holds the conversation; `splits_turns` where one
+    assistant message arrives as several consecutive items, which `join_turn` puts together."""
+
     name: ClassVar[str]
-
-    @property
-    def items_key(self) -> str:
-        """The top-level array that holds the conversation."""
-        ...
-
-    @property
-    def splits_turns(self) -> bool:
-        """True where one assistant message arrives as several consecutive items, which `join_turn` puts together."""
-        ...
+    items_key: ClassVar[str] = "messages"
+    splits_turns: ClassVar[bool] = False
 
     def decode(self, body: bytes) -> DecodedBody: ...
 
@@ -123,17 +120,18 @@ class Dialect(Protocol):
 
     def is_settled(self, item: Any) -> bool:
         """False for an item of a turn that is not committed yet: the record will say more of it."""
-        ...
+        return True
 
     def continues_turn(self, parts: Sequence[Message], part: Message) -> bool:
         """Does `part`, which follows the assistant's `parts` directly, belong to the same turn?"""
-        ...
+        return True
 
-    def join_turn(self, parts: Sequence[Message]) -> Message: ...
+    def join_turn(self, parts: Sequence[Message]) -> Message:
+        return join_assistant(parts)
 
     def check_messages(self, messages: Sequence[Message]) -> None:
-        """Refuses a conversation that the dialect gives a meaning this gateway cannot keep."""
-        ...
+        """Refuses a conversation that the dialect gives a meaning this gateway cannot keep. A last assistant message
+        is history: the model writes a new one after it."""
 
     def build_answer(self, head: RequestHead, replies: Sequence[Reply], text_of: TextOf) -> JsonObject: ...
 
@@ -144,23 +142,26 @@ class Dialect(Protocol):
 
 
 class CountingDialect(Dialect, Protocol):
-    """A dialect that has a request for the number of tokens of a prompt."""
+    """A dialect that has a request for the number of tokens of a prompt. A last assistant message would be continued
+    by the protocol's models, which would put words into the sampled turn."""
 
     def decode_count(self, body: bytes) -> DecodedBody: ...
 
     def build_count(self, tokens: int) -> JsonObject: ...
 
+    def check_messages(self, messages: Sequence[Message]) -> None:
+        if messages and messages[-1]["role"] == "assistant":
+            message = "the last one is the model's: prefilled answers are not supported; end with the user's"
+            raise MessageError(message, field=self.items_key)
+
 
 # Foreign JSON, checked.
-_AT = re.compile(r" - at `\$\.?(.*)`$")
-
-
 def decode_body(body: bytes, type_: type[S]) -> S:
-    """A request body as a record; the complaint of the decoder names the field."""
+    """A request body as a record. A lone surrogate is no JSON here: none enters the process."""
     try:
         decoded = msgspec.json.decode(body, type=type_)
     except msgspec.ValidationError as error:
-        raise complaint(str(error), "") from None
+        raise complaint(error, "", type_) from None
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise MessageError(f"the body is not JSON: {str(error)[:100]}") from None
     _check_fields(decoded, "")
@@ -202,23 +203,53 @@ def raw_items(items: Sequence[msgspec.Raw], key: str) -> Sequence[msgspec.Raw]:
     return items
 
 
-def complaint(text: str, path: str) -> MessageError:
-    """msgspec's complaint as one that names the field in our way."""
-    at = _AT.search(text)
-    inner = at.group(1) if at else ""
-    where = path + ("." if path and inner and not inner.startswith("[") else "") + inner
-    what = text[: at.start()] if at else text
-    unknown = re.match(r"Object contains unknown field `(.*)`", what)
-    if unknown:
-        name = f"{where}.{unknown.group(1)}" if where else unknown.group(1)
-        return MessageError("is not supported by this gateway; leave it out", field=name)
-    missing = re.match(r"Object missing required field `(.*)`", what)
-    if missing:
-        name = f"{where}.{missing.group(1)}" if where else missing.group(1)
-        return MessageError("is required", field=name)
-    if not where and what.startswith("Expected `object`"):
-        return MessageError("the body must be a JSON object")
-    return MessageError(what, field=where or None)
+class FunctionTool(msgspec.Struct):
+    """A tool definition, as every dialect checks it: in the words of Chat Completions."""
+
+    name: Annotated[str, msgspec.Meta(min_length=1)]
+    description: str | None = None
+    parameters: JsonObject | None = None
+
+
+def present(**given: Any) -> JsonObject:
+    """What the client has set."""
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def check_choices(count: int | None, field: str) -> int:
+    if count is not None and not 1 <= count <= MAX_CHOICES:
+        raise SamplingError(f"{field} must be between 1 and {MAX_CHOICES}, got {count}")
+    return count or 1
+
+
+def assistant_message(texts: Sequence[str], thoughts: Sequence[str], calls: Sequence[JsonObject]) -> Message:
+    """One assistant message from its parts, in the OpenAI shape."""
+    message: JsonObject = {"role": "assistant", "content": "".join(texts) if texts else None}
+    if thoughts:
+        message["reasoning_content"] = "".join(thoughts)
+    if calls:
+        message["tool_calls"] = list(calls)
+    return message
+
+
+def join_assistant(parts: Sequence[Message]) -> Message:
+    """The one assistant message of consecutive parts."""
+    texts = [part["content"] for part in parts if part["content"] is not None]
+    thoughts = [part["reasoning_content"] for part in parts if part.get("reasoning_content")]
+    return assistant_message(texts, thoughts, [call for part in parts for call in part.get("tool_calls", ())])
+
+
+def call_entry(call_id: str, name: str, arguments: str) -> JsonObject:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def user_and_tool_messages(parts: Iterable[str | Message]) -> tuple[Message, ...]:
+    """Results stay tool messages, in order; the text between them becomes user messages."""
+    out: list[Message] = []
+    for is_text, group in groupby(parts, key=lambda part: isinstance(part, str)):
+        found: list[Any] = list(group)
+        out += [{"role": "user", "content": "\n".join(found)}] if is_text else found
+    return tuple(out)
 
 
 def object_of(value: Any, path: str) -> JsonObject:
@@ -266,24 +297,10 @@ def echo(value: Any) -> str:
 
 # Our own JSON, written.
 def encode(value: Any) -> bytes:
-    """JSON bytes; a lone surrogate, which no JSON text can carry, becomes `?`. Integers keep all their digits."""
     try:
         return orjson.dumps(value)
-    except (TypeError, orjson.JSONEncodeError):
-        return orjson.dumps(_make_encodable(value))
-
-
-def _make_encodable(value: Any) -> Any:
-    if isinstance(value, str):
-        return value.encode("utf-8", "replace").decode("utf-8") if not value.isascii() else value
-    if isinstance(value, int) and not isinstance(value, bool) and not -(2**63) <= value < 2**64:
-        return orjson.Fragment(str(value))
-    if isinstance(value, Mapping):
-        pairs = cast("Mapping[Any, Any]", value)
-        return {str(key): _make_encodable(item) for key, item in pairs.items()}
-    if isinstance(value, list | tuple):
-        return [_make_encodable(item) for item in cast("Sequence[Any]", value)]
-    return value
+    except TypeError:  # an integer beyond 64 bits, in arguments; text of a session that was made in Python
+        return json.dumps(value, separators=(",", ":")).encode()
 
 
 LEVELS_AROUND_ARGUMENTS = 4
@@ -294,8 +311,8 @@ def arguments_object(text: str) -> JsonObject:
     """A call's arguments as the JSON object some dialects demand; what is not an object travels whole under
     `_raw_arguments`, and so does an object that reads like such a wrapping, or is nested too deeply to be sent back."""
     try:
-        data, most = text.encode("utf-8", "surrogatepass"), MAX_DEPTH - LEVELS_AROUND_ARGUMENTS
-        value: Any = parse_json(data, "arguments", most_levels=most) if text.strip() else {}
+        most = MAX_DEPTH - LEVELS_AROUND_ARGUMENTS
+        value: Any = parse_json(text.encode(), "arguments", most_levels=most) if text.strip() else {}
     except MessageError:
         value = text
     if not isinstance(value, dict) or is_raw_arguments(cast("JsonObject", value)):

@@ -6,30 +6,45 @@ Reasoning travels as `reasoning_content`, on the way out and on the way back. De
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
+from tokentrue.conversion import convert
 from tokentrue.errors import MessageError, SamplingError
 from tokentrue.gateway.dialects.base import (
     DecodedBody,
+    Dialect,
+    FunctionTool,
     RequestHead,
     TextOf,
+    check_choices,
     decode_body,
     describe_item,
     echo,
     join_text,
     object_of,
+    present,
     raw_items,
 )
 from tokentrue.gateway.dialects.chat_answers import ChatEncoder, ChatOptions, build_completion, build_error
-from tokentrue.gateway.dialects.tools import check_function
 from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.sessions.constraints import constraints_from
-from tokentrue.types import MAX_CHOICES, Message, Reply, Sampling
+from tokentrue.types import Message, Reply, Sampling
 
 ROLES = ("system", "developer", "user", "assistant", "tool")  # tuples: what is compared with them may be unhashable
 TEXT_PARTS = ("text", "refusal")
+SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "top_logprobs",
+)
 
 
 class StreamOptions(msgspec.Struct):
@@ -79,10 +94,28 @@ class ChatBody(ChatHead, kw_only=True, forbid_unknown_fields=True):
     messages: list[Annotated[msgspec.Raw, describe_item(*ROLES)]]
 
 
-class OpenAIChat:
+class CalledFunction(msgspec.Struct):
+    name: str
+    arguments: str | JsonObject = ""
+
+
+class ChatCall(msgspec.Struct):
+    function: CalledFunction
+    id: str = ""
+    type: Literal["function"] = "function"
+
+
+class AssistantFields(msgspec.Struct):
+    """What is checked of an assistant message."""
+
+    reasoning_content: str | None = None
+    tool_calls: list[ChatCall] | None = None
+    function_call: None = None
+    audio: None = None
+
+
+class OpenAIChat(Dialect):
     name: ClassVar[str] = "openai_chat"
-    items_key = "messages"
-    splits_turns = False
 
     def decode(self, body: bytes) -> DecodedBody:
         decoded = decode_body(body, ChatBody)
@@ -90,18 +123,6 @@ class OpenAIChat:
 
     def parse_item(self, item: Any, path: str) -> tuple[Message, ...]:
         return (message_from_chat(item, path),)
-
-    def is_settled(self, item: Any) -> bool:
-        return True
-
-    def continues_turn(self, parts: Sequence[Message], part: Message) -> bool:
-        return True
-
-    def join_turn(self, parts: Sequence[Message]) -> Message:
-        raise NotImplementedError("a chat message is one item")
-
-    def check_messages(self, messages: Sequence[Message]) -> None:
-        """A last assistant message is history here: the model writes a new one after it."""
 
     def build_answer(self, head: RequestHead, replies: Sequence[Reply], text_of: TextOf) -> JsonObject:
         return build_completion(head, replies, text_of)
@@ -113,12 +134,12 @@ class OpenAIChat:
 
 
 def head_from_chat(head: ChatHead) -> RequestHead:
-    tools = tools_from_chat(head.tools, "tools")
+    tools = tools_from_chat(head.tools)
     extra, tools = constraints_from(head.tool_choice, head.response_format, tools)
     return RequestHead(
         model=head.model,
         stream=bool(head.stream),
-        n=check_choices(head.n),
+        n=check_choices(head.n, "n"),
         sampling=sampling_from_chat(head, extra),
         tools=tools,
         template_kwargs=head.chat_template_kwargs or {},
@@ -130,99 +151,50 @@ def head_from_chat(head: ChatHead) -> RequestHead:
     )
 
 
-def check_choices(n: int | None) -> int:
-    if n is None:
-        return 1
-    if not 1 <= n <= MAX_CHOICES:
-        raise SamplingError(f"n must be between 1 and {MAX_CHOICES}, got {n}")
-    return n
-
-
 def sampling_from_chat(head: ChatHead, extra: JsonMapping) -> Sampling:
     limits = {head.max_tokens, head.max_completion_tokens} - {None}
     if len(limits) > 1:
         raise SamplingError("max_tokens and max_completion_tokens differ; send one of them")
     if head.top_logprobs is not None and not head.logprobs:
         raise MessageError("needs logprobs: true", field="top_logprobs")
-    stop = (head.stop,) if isinstance(head.stop, str) else tuple(head.stop or ())
-    given = {
-        "temperature": head.temperature,
-        "top_p": head.top_p,
-        "top_k": head.top_k,
-        "min_p": head.min_p,
-        "seed": head.seed,
-        "presence_penalty": head.presence_penalty,
-        "frequency_penalty": head.frequency_penalty,
-        "repetition_penalty": head.repetition_penalty,
-        "top_logprobs": head.top_logprobs,
-        "max_tokens": next(iter(limits), None),
-    }
-    present: JsonObject = {name: value for name, value in given.items() if value is not None}
-    if present.get("top_k") == -1:  # vLLM and SGLang write "off" so
-        present["top_k"] = 0
-    return Sampling(**present, stop=stop, stop_token_ids=tuple(head.stop_token_ids or ()), extra=extra)
+    given = {name: getattr(head, name) for name in SAMPLING}
+    if given["top_k"] == -1:  # vLLM and SGLang write "off" so
+        given["top_k"] = 0
+    return Sampling(
+        **present(**given, max_tokens=next(iter(limits), None)),
+        stop=(head.stop,) if isinstance(head.stop, str) else tuple(head.stop or ()),
+        stop_token_ids=tuple(head.stop_token_ids or ()),
+        extra=extra,
+    )
 
 
-def tools_from_chat(tools: list[JsonObject] | None, path: str) -> tuple[JsonObject, ...] | None:
-    if not tools:
-        return None
-    for index, tool in enumerate(tools):
-        where = f"{path}[{index}]"
+def tools_from_chat(tools: list[JsonObject] | None) -> tuple[JsonObject, ...] | None:
+    for index, tool in enumerate(tools or ()):
         if tool.get("type") != "function":
-            raise MessageError(
-                f"tool type {echo(tool.get('type'))} is not supported; use 'function'", field=f"{where}.type"
-            )
-        check_function(tool.get("function"), f"{where}.function")
-    return tuple(tools)
+            message = f"tool type {echo(tool.get('type'))} is not supported; use 'function'"
+            raise MessageError(message, field=f"tools[{index}].type")
+        convert(tool.get("function"), FunctionTool, f"tools[{index}].function")
+    return tuple(tools) if tools else None
 
 
 def message_from_chat(item: Any, path: str) -> Message:
+    """Fields that nobody here knows stay: templates may."""
     message = dict(object_of(item, path))
     role = message.get("role")
     if role not in ROLES:
-        raise MessageError(
-            f"role {echo(role)} is not supported; use one of {', '.join(sorted(ROLES))}", field=f"{path}.role"
-        )
-    message["content"] = join_text(
-        message.get("content"), TEXT_PARTS, f"{path}.content", glue="" if role == "assistant" else "\n"
-    )
+        known = ", ".join(sorted(ROLES))
+        raise MessageError(f"role {echo(role)} is not supported; use one of {known}", field=f"{path}.role")
+    glue = "" if role == "assistant" else "\n"
+    message["content"] = join_text(message.get("content"), TEXT_PARTS, f"{path}.content", glue=glue)
     if role == "developer":
         message["role"] = "system"
     if role == "assistant":
-        check_assistant(message, path)
+        if message.get("reasoning_content") is None and isinstance(message.get("reasoning"), str):
+            message["reasoning_content"] = message["reasoning"]  # OpenRouter's and vLLM's name for it
+        if not convert(message, AssistantFields, path).tool_calls:
+            message.pop("tool_calls", None)
     elif message["content"] is None:
         raise MessageError("must be a string or a list of text parts", field=f"{path}.content")
     if role == "tool" and not isinstance(message.get("tool_call_id"), str):
         raise MessageError("must name the call that this answers", field=f"{path}.tool_call_id")
     return message
-
-
-def check_assistant(message: JsonObject, path: str) -> None:
-    if message.get("function_call") is not None or message.get("audio") is not None:
-        raise MessageError("function_call and audio are not supported; use tool_calls", field=path)
-    reasoning = message.get("reasoning_content")
-    if reasoning is None and isinstance(message.get("reasoning"), str):  # OpenRouter's and vLLM's name for it
-        message["reasoning_content"] = reasoning = message["reasoning"]
-    if reasoning is not None and not isinstance(reasoning, str):
-        raise MessageError("must be a string", field=f"{path}.reasoning_content")
-    calls = message.get("tool_calls")
-    if calls is not None and not isinstance(calls, list):
-        raise MessageError("must be a list", field=f"{path}.tool_calls")
-    if not calls:
-        message.pop("tool_calls", None)
-        return
-    for index, call in enumerate(cast("list[Any]", calls)):
-        check_call(call, f"{path}.tool_calls[{index}]")
-
-
-def check_call(call: Any, where: str) -> None:
-    fields: JsonObject = cast("JsonObject", call) if isinstance(call, dict) else {}
-    if not fields or fields.get("type", "function") != "function":
-        raise MessageError("must be a call of type 'function'", field=where)
-    function: JsonObject = cast("JsonObject", fields["function"]) if isinstance(fields.get("function"), dict) else {}
-    if not isinstance(function.get("name"), str):
-        raise MessageError("must name a function", field=f"{where}.function.name")
-    if not isinstance(function.get("arguments", ""), str | dict):
-        raise MessageError("must be JSON text", field=f"{where}.function.arguments")
-    if not isinstance(fields.get("id", ""), str):
-        raise MessageError("must be a string", field=f"{where}.id")

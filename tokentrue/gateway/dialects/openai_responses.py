@@ -19,6 +19,7 @@ from tokentrue.errors import MessageError
 from tokentrue.gateway.dialects.base import (
     ContinuedResponse,
     DecodedBody,
+    Dialect,
     RequestHead,
     TextOf,
     decode_body,
@@ -26,6 +27,7 @@ from tokentrue.gateway.dialects.base import (
     encode,
     is_cut,
     object_of,
+    present,
     raw_items,
 )
 from tokentrue.gateway.dialects.chat_answers import build_error
@@ -45,7 +47,6 @@ from tokentrue.gateway.dialects.responses_requests import (
     FindArguments,
     choice_from_responses,
     is_same_turn,
-    join_assistant,
     message_from_item,
     tools_from_responses,
 )
@@ -112,7 +113,7 @@ class ResponsesOptions(msgspec.Struct, frozen=True):
     echo: JsonMapping  # the request's own settings, which every answer repeats
 
 
-class OpenAIResponses:
+class OpenAIResponses(Dialect):
     name: ClassVar[str] = "openai_responses"
     items_key = "input"
     splits_turns = True
@@ -166,12 +167,6 @@ class OpenAIResponses:
     def continues_turn(self, parts: Sequence[Message], part: Message) -> bool:
         return is_same_turn(parts, part)
 
-    def join_turn(self, parts: Sequence[Message]) -> Message:
-        return join_assistant(parts)
-
-    def check_messages(self, messages: Sequence[Message]) -> None:
-        """A last assistant message is history here: the model writes a new one after it."""
-
     def build_answer(self, head: RequestHead, replies: Sequence[Reply], text_of: TextOf) -> JsonObject:
         items = items_from_reply(head, replies[0], logprobs_for(head, replies[0], text_of))
         return self._build_response(head, replies[0], items, int(time.time()))
@@ -212,13 +207,16 @@ def head_from_responses(head: ResponsesHead) -> RequestHead:
             )
     tools, served = tools_from_responses(head.tools)
     extra, tools = constraints_from(choice_from_responses(head.tool_choice), format_from_text(head.text), tools)
-    given = {"temperature": head.temperature, "top_p": head.top_p, "top_logprobs": head.top_logprobs}
-    given["max_tokens"] = head.max_output_tokens
-    present: JsonObject = {name: value for name, value in given.items() if value is not None}
+    given = present(
+        temperature=head.temperature,
+        top_p=head.top_p,
+        top_logprobs=head.top_logprobs,
+        max_tokens=head.max_output_tokens,
+    )
     return RequestHead(
         model=head.model,
         stream=bool(head.stream),
-        sampling=Sampling(extra=extra, **present),
+        sampling=Sampling(extra=extra, **given),
         tools=tools,
         leading_messages=({"role": "system", "content": head.instructions},) if head.instructions else (),
         continues=read_response_id(head.previous_response_id),

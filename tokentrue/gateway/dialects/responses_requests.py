@@ -7,15 +7,16 @@ the tools of a namespace are shown under both names, and served back with their 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any, Literal, cast
 
+import msgspec
 import orjson
 
+from tokentrue.conversion import convert
 from tokentrue.errors import MessageError
-from tokentrue.gateway.dialects.base import echo, join_text
+from tokentrue.gateway.dialects.base import FunctionTool, assistant_message, call_entry, echo, join_text
 from tokentrue.gateway.dialects.responses_items import ServedTool, custom_input, model_name
 from tokentrue.gateway.dialects.signing import ReasoningSigner
-from tokentrue.gateway.dialects.tools import check_function
 from tokentrue.json_types import JsonObject
 from tokentrue.types import Message
 
@@ -29,6 +30,21 @@ OUTPUTS = ("function_call_output", "custom_tool_call_output")
 TURN = "turn"  # on a part of an assistant message: the node of this session that served it
 
 
+class CallItem(msgspec.Struct):
+    """A call, of a function (`arguments`) or of a custom tool (`input`)."""
+
+    name: str
+    call_id: str
+    arguments: str = ""
+    input: str = ""
+    namespace: Any = None
+
+
+class OutputOfCall(msgspec.Struct):
+    call_id: str
+    output: Any
+
+
 # Items.
 def message_from_item(
     item: JsonObject, path: str, signer: ReasoningSigner, find_arguments: FindArguments
@@ -37,16 +53,17 @@ def message_from_item(
     kind = item.get("type") or ("message" if "role" in item else None)
     if kind == "reasoning":
         text = reasoning_text(item, path, signer)
-        return {"role": "assistant", "content": None, "reasoning_content": text} if text else None
+        return assistant_message((), [text], ()) if text else None
     if kind in CALLS:
-        return {"role": "assistant", "content": None, "tool_calls": [call_from_item(kind, item, path, find_arguments)]}
+        return assistant_message((), (), [call_from_item(convert(item, CallItem, path), kind, find_arguments)])
     if kind == "message":
         return text_message(item, path)
     if kind in OUTPUTS:
-        text = join_text(item.get("output"), TEXT_PARTS, f"{path}.output", glue="\n")
-        if text is None or not isinstance(item.get("call_id"), str):
-            raise MessageError("needs a call_id and an output of text", field=path)
-        return {"role": "tool", "tool_call_id": item["call_id"], "content": text}
+        result = convert(item, OutputOfCall, path)
+        text = join_text(result.output, TEXT_PARTS, f"{path}.output", glue="\n")
+        if text is None:
+            raise MessageError("must be text", field=f"{path}.output")
+        return {"role": "tool", "tool_call_id": result.call_id, "content": text}
     raise MessageError(f"item of type {echo(kind)} is not supported", field=f"{path}.type")
 
 
@@ -69,14 +86,11 @@ def reasoning_text(item: JsonObject, path: str, signer: ReasoningSigner) -> str:
     return join_text(item.get("summary"), REASONING_PARTS, f"{path}.summary", glue="") or ""
 
 
-def call_from_item(kind: str, item: JsonObject, path: str, find_arguments: FindArguments) -> JsonObject:
-    said = item.get("arguments" if kind == "function_call" else "input")
-    if not isinstance(said, str) or not isinstance(item.get("name"), str) or not isinstance(item.get("call_id"), str):
-        raise MessageError("needs a name, a call_id and its arguments as text", field=path)
-    arguments = said if kind == "function_call" else arguments_from_input(said, find_arguments(item["call_id"]))
-    namespace = item.get("namespace")
-    name = model_name(namespace if isinstance(namespace, str) else None, item["name"])
-    return {"id": item["call_id"], "type": "function", "function": {"name": name, "arguments": arguments}}
+def call_from_item(item: CallItem, kind: str, find_arguments: FindArguments) -> JsonObject:
+    is_function = kind == "function_call"
+    arguments = item.arguments if is_function else arguments_from_input(item.input, find_arguments(item.call_id))
+    namespace = item.namespace if isinstance(item.namespace, str) else None
+    return call_entry(item.call_id, model_name(namespace, item.name), arguments)
 
 
 def arguments_from_input(said: str, recorded: Sequence[str]) -> str:
@@ -93,19 +107,6 @@ def is_same_turn(parts: Sequence[Message], part: Message) -> bool:
     return not before or part.get(TURN, before[-1]) == before[-1]
 
 
-def join_assistant(parts: Sequence[Message]) -> Message:
-    """The one assistant message that consecutive items spell out."""
-    texts = [part["content"] for part in parts if part["content"] is not None]
-    thoughts = [part["reasoning_content"] for part in parts if part.get("reasoning_content")]
-    calls = [call for part in parts for call in part.get("tool_calls", ())]
-    message: JsonObject = {"role": "assistant", "content": "".join(texts) if texts else None}
-    if thoughts:
-        message["reasoning_content"] = "".join(thoughts)
-    if calls:
-        message["tool_calls"] = calls
-    return message
-
-
 # Tools.
 def tools_from_responses(tools: list[JsonObject] | None) -> tuple[tuple[JsonObject, ...] | None, dict[str, ServedTool]]:
     """As functions, and how a call of each is to be served. A tool in a namespace is shown to the model as
@@ -114,26 +115,22 @@ def tools_from_responses(tools: list[JsonObject] | None) -> tuple[tuple[JsonObje
     served: dict[str, ServedTool] = {}
     for where, namespace, tool in flatten_namespaces(tools or ()):
         kind = tool.get("type")
-        if kind == "function":
-            parameters: JsonObject = tool.get("parameters") or {}
-            function: JsonObject = {
-                "name": tool.get("name"),
-                "description": tool.get("description") or "",
-                "parameters": parameters,
-            }
-        elif kind == "custom":
-            function = custom_function(tool, where)
-        else:
-            raise MessageError(
-                f"tool type {echo(kind)} is not supported; use 'function', 'custom' or 'namespace'",
-                field=f"{where}.type",
-            )
-        check_function(function, where)
-        name = cast("str", function["name"])
-        function["name"] = model_name(namespace, name)
-        tool_served = ServedTool(name=name, namespace=namespace, custom=kind == "custom")
-        if served.setdefault(function["name"], tool_served) != tool_served:
-            raise MessageError(f"another tool is shown to the model as {echo(function['name'])}, too", field=where)
+        if kind not in ("function", "custom"):
+            message = f"tool type {echo(kind)} is not supported; use 'function', 'custom' or 'namespace'"
+            raise MessageError(message, field=f"{where}.type")
+        given = convert(tool, FunctionTool, where)
+        shown, described, parameters = (
+            model_name(namespace, given.name),
+            given.description or "",
+            given.parameters or {},
+        )
+        if kind == "custom":
+            described += describe_grammar(tool, where)
+            parameters = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+        how = ServedTool(name=given.name, namespace=namespace, custom=kind == "custom")
+        if served.setdefault(shown, how) != how:
+            raise MessageError(f"another tool is shown to the model as {echo(shown)}, too", field=where)
+        function = {"name": shown, "description": described, "parameters": parameters}
         out.append({"type": "function", "function": function})
     return (tuple(out) or None), served
 
@@ -151,18 +148,17 @@ def flatten_namespaces(tools: Sequence[JsonObject]) -> Iterator[tuple[str, str |
             yield f"{where}.tools[{place}]", name, cast("JsonObject", inner) if isinstance(inner, dict) else {}
 
 
-def custom_function(tool: JsonObject, where: str) -> JsonObject:
-    declared = tool.get("format") or {"type": "text"}
-    format_: JsonObject = cast("JsonObject", declared) if isinstance(declared, dict) else {}
-    if format_.get("type") not in ("text", "grammar"):
-        raise MessageError("must be text or grammar", field=f"{where}.format.type")
-    described = tool.get("description") or ""
-    if not isinstance(tool.get("name"), str) or not isinstance(described, str):
-        raise MessageError("must be a string", field=f"{where}.name")
-    if format_["type"] == "grammar":
-        described += f"\n\nThe input follows this {format_.get('syntax')} grammar:\n{format_.get('definition')}"
-    schema = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
-    return {"name": tool["name"], "description": described, "parameters": schema}
+class CustomFormat(msgspec.Struct):
+    type: Literal["text", "grammar"]
+    syntax: Any = None
+    definition: Any = None
+
+
+def describe_grammar(tool: JsonObject, where: str) -> str:
+    format_ = convert(tool.get("format") or {"type": "text"}, CustomFormat, f"{where}.format")
+    if format_.type == "text":
+        return ""
+    return f"\n\nThe input follows this {format_.syntax} grammar:\n{format_.definition}"
 
 
 def choice_from_responses(choice: str | JsonObject | None) -> str | JsonObject | None:

@@ -18,7 +18,7 @@ class ReasoningSigner:
         self._secrets = (secret, *older)
 
     def _mac(self, text: str, secret: bytes) -> str:
-        digest = hmac.digest(secret, text.encode("utf-8", "surrogatepass"), hashlib.sha256)
+        digest = hmac.digest(secret, text.encode(), hashlib.sha256)
         return base64.urlsafe_b64encode(digest[:24]).decode()
 
     def _is_ours(self, mac: str, text: str) -> bool:
@@ -33,7 +33,7 @@ class ReasoningSigner:
         return not (mark == self.MARK and dot) or self._is_ours(mac, text)
 
     def wrap(self, text: str) -> str:
-        body = base64.urlsafe_b64encode(text.encode("utf-8", "surrogatepass")).decode()
+        body = base64.urlsafe_b64encode(text.encode()).decode()
         return f"{self.MARK}.{body}.{self._mac(text, self._secrets[0])}"
 
     def unwrap(self, blob: str) -> str | None:
@@ -42,7 +42,7 @@ class ReasoningSigner:
         if len(parts) != 3 or parts[0] != self.MARK:
             return None
         try:
-            text = base64.urlsafe_b64decode(parts[1]).decode("utf-8", "surrogatepass")
+            text = base64.urlsafe_b64decode(parts[1]).decode()
         except (binascii.Error, ValueError):
             return None
         return text if self._is_ours(parts[2], text) else None

@@ -5,13 +5,14 @@ Coverage is computed from sums over sessions when the page is made, so workers a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
-from tokentrue.json_types import JsonMapping, JsonObject
+from tokentrue.gateway.admission import AdmissionGate
+from tokentrue.gateway.sessions import CoverageTotals, SessionRegistry
 from tokentrue.protocols import Measured
 from tokentrue.types import Reply
 
@@ -80,75 +81,55 @@ class Metrics:
         self.given_tokens.inc(reply.given_tokens)
         self.sampled_tokens.inc(sampled)
 
-    def snapshot(self) -> list[JsonObject]:
-        """As plain values, for another worker to add up."""
-        return [
-            {
-                "name": family.name,
-                "help": family.documentation,
-                "type": family.type,
-                "samples": [
-                    [sample.name, sample.labels, sample.value]
-                    for sample in family.samples
-                    if not sample.name.endswith("_created")
-                ],
-            }
-            for family in self.registry.collect()
-        ]
+    def measure(self, admission: AdmissionGate, sessions: SessionRegistry, totals: CoverageTotals) -> None:
+        """Sets the gauges of what there is now."""
+        self.in_flight.set(admission.in_flight)
+        self.sessions.set(len(sessions))
+        self.session_bytes.set(sessions.memory_bytes)
+        self.trained.labels("sampled").set(totals.sampled)
+        self.trained.labels("trained").set(totals.trained)
+        for why, tokens in totals.untrained.items():
+            self.untrained.labels(why).set(tokens)
 
 
-def engine_families(engine: Measured) -> list[JsonObject]:
+def engine_families(engine: Measured) -> list[Metric]:
     """The figures of an embedded engine (first-token time, tokens per second, cache use, prefix hits …), as gauges."""
     return [
-        {
-            "name": f"tokentrue_engine_{name}",
-            "help": f"Embedded engine: {name.replace('_', ' ')}.",
-            "type": "gauge",
-            "samples": [[f"tokentrue_engine_{name}", {}, float(value)]],
-        }
+        GaugeMetricFamily(f"tokentrue_engine_{name}", f"Embedded engine: {name.replace('_', ' ')}.", value=float(value))
         for name, value in engine.metrics().items()
     ]
 
 
+COVERAGE = "tokentrue_coverage_ratio"
 LARGEST = {"tokentrue_paused", "tokentrue_policy_version"}  # the rest adds up over workers
 
 
-def build_page(snapshots: Iterable[Iterable[JsonMapping]]) -> bytes:
-    """The text page of all workers together."""
-    families: dict[str, JsonMapping] = {}
-    values: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
-    for snapshot in snapshots:
-        for family in snapshot:
-            families.setdefault(family["name"], family)
-            kept = values.setdefault(family["name"], {})
-            for name, labels, value in family["samples"]:
-                key = (name, tuple(sorted(labels.items())))
-                kept[key] = max(kept.get(key, 0.0), value) if family["name"] in LARGEST else kept.get(key, 0.0) + value
-    return generate_latest(_Fixed([*_metrics(families, values), _coverage(values)]))  # pyright: ignore[reportArgumentType]
-
-
-def _metrics(families: Mapping[str, JsonMapping], values: Mapping[str, Mapping[Any, float]]) -> list[Metric]:
-    out: list[Metric] = []
-    for name, family in families.items():
-        metric = Metric(name, family["help"], family["type"])
-        for (sample, labels), value in values[name].items():
-            metric.add_sample(sample, dict(labels), value)
-        out.append(metric)
-    return out
-
-
-def _coverage(values: Mapping[str, Mapping[Any, float]]) -> Metric:
-    tokens = values.get("tokentrue_session_tokens", {})
-    sampled, trained = (
-        tokens.get(("tokentrue_session_tokens", (("kind", kind),)), 0.0) for kind in ("sampled", "trained")
+def build_page(families: Iterable[Metric]) -> bytes:
+    """The text page of the families of one worker or several: those of one name are added up."""
+    merged: dict[str, Metric] = {}
+    values: dict[tuple[str, str, tuple[tuple[str, str], ...]], float] = {}
+    for family in families:
+        if family.name == COVERAGE:
+            continue  # a worker's own
+        merged.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+        for sample in family.samples:
+            key = (family.name, sample.name, tuple(sorted(sample.labels.items())))
+            before = values.get(key, 0.0)
+            values[key] = max(before, sample.value) if family.name in LARGEST else before + sample.value
+    for (family_name, name, labels), value in values.items():
+        if not name.endswith("_created"):
+            merged[family_name].add_sample(name, dict(labels), value)
+    tokens = "tokentrue_session_tokens"
+    sampled, trained = (values.get((tokens, tokens, (("kind", kind),)), 0.0) for kind in ("sampled", "trained"))
+    ratio = GaugeMetricFamily(
+        COVERAGE, "Trained sampled tokens over sampled tokens.", value=trained / sampled if sampled else 1.0
     )
-    ratio = trained / sampled if sampled else 1.0
-    return GaugeMetricFamily("tokentrue_coverage_ratio", "Trained sampled tokens over sampled tokens.", value=ratio)
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(FixedFamilies([*merged.values(), ratio]))
+    return generate_latest(registry)
 
 
-class _Fixed:
-    """A registry that holds finished families."""
-
+class FixedFamilies(Collector):
     def __init__(self, families: list[Metric]) -> None:
         self._families = families
 

@@ -1,75 +1,150 @@
-"""Google GenerateContent: requests. Contents are in `contents.py`, tools in `tools.py`, answers and events in
-`answers.py`.
+"""Google GenerateContent: requests. Answers and events are in `answers.py`.
 
-The path names the model and whether the answer is streamed: `TurnHandler` puts both into the head.
+The path names the model and whether the answer is streamed: `TurnHandler` puts both into the head. The protocol's JSON
+may write each field in camelCase or in snake_case. Calls and results may come without ids: the k-th call of a function
+in one turn is then `name#k`, and the matcher restores the id that was served; `pair_results` finds the call of a
+result. Reasoning travels sealed in `thoughtSignature`; a thought that comes back changed is refused.
 """
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
 import msgspec
 
-from tokentrue.errors import MessageError, SamplingError
+from tokentrue.conversion import complaint, convert, join_path
+from tokentrue.errors import MessageError
 from tokentrue.gateway.dialects.base import (
+    CountingDialect,
     DecodedBody,
     RequestHead,
     TextOf,
-    complaint,
+    arguments_text,
+    assistant_message,
+    call_entry,
+    check_choices,
+    echo,
+    encode,
+    join_assistant,
     object_of,
     parse_json,
+    present,
     raw_items,
+    user_and_tool_messages,
 )
 from tokentrue.gateway.dialects.google.answers import GoogleEncoder, GoogleOptions, build_error, build_response
-from tokentrue.gateway.dialects.google.contents import camel_keys, join_model_turn, messages_from_content, system_text
-from tokentrue.gateway.dialects.google.tools import choice_from_google, schema_of, tools_from_google
+from tokentrue.gateway.dialects.google.signatures import read_signature
 from tokentrue.gateway.dialects.signing import ReasoningSigner
 from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.sessions.constraints import constraints_from
-from tokentrue.types import MAX_CHOICES, Message, Reply, Sampling
+from tokentrue.types import Message, Reply, Sampling
 
 S = TypeVar("S", bound=msgspec.Struct)
 ITEMS = "contents"
+SEALED = "sealed_reasoning"  # in a part of a turn, before `join_turn`: the reasoning that its signatures hold
+PLAIN_RESULTS = ("output", "result", "error")  # the SDKs wrap a result that is no object under one of these
+SCHEMAS = ("parameters", "responseSchema", "parametersJsonSchema", "responseJsonSchema")
+OPAQUE = ("args", "response", "labels", "partMetadata", *SCHEMAS)  # whose keys are not the protocol's
+EMPTY_SCHEMA: JsonObject = {"type": "object", "properties": {}}
+_SNAKE = re.compile(r"_([a-z])")
 
 
-class ThinkingConfig(msgspec.Struct, forbid_unknown_fields=True, rename="camel"):
+class GoogleStruct(msgspec.Struct, forbid_unknown_fields=True, rename="camel"):
+    """Fields typed Any are hints: accepted, without effect on tokens."""
+
+
+class FunctionCall(GoogleStruct):
+    name: str
+    id: str = ""
+    args: JsonObject = {}
+
+
+class FunctionResponse(GoogleStruct):
+    name: str
+    id: str = ""
+    response: JsonObject = {}
+    will_continue: Any = None
+    scheduling: Any = None
+
+
+class Part(GoogleStruct):
+    text: str | None = None
+    function_call: FunctionCall | None = None
+    function_response: FunctionResponse | None = None
+    thought: Any = None
+    thought_signature: str = ""
+    part_metadata: Any = None
+
+
+class Content(msgspec.Struct):
+    parts: Annotated[list[Part], msgspec.Meta(min_length=1)]
+    role: str = "user"
+
+
+class FunctionDeclaration(GoogleStruct):
+    name: Annotated[str, msgspec.Meta(min_length=1)]
+    description: str = ""
+    parameters: JsonObject | None = None
+    parameters_json_schema: JsonObject | None = None
+    response: Any = None
+    response_json_schema: Any = None
+    behavior: Any = None
+
+
+class GoogleTool(GoogleStruct):
+    """Every other kind of tool runs on its vendor's servers."""
+
+    function_declarations: list[FunctionDeclaration] = []
+
+
+class FunctionCallingConfig(GoogleStruct):
+    mode: str = "AUTO"
+    allowed_function_names: list[str] = []
+
+
+class ToolConfig(GoogleStruct):
+    function_calling_config: FunctionCallingConfig | None = None
+    retrieval_config: Any = None
+
+
+class ThinkingConfig(GoogleStruct):
     """Only `includeThoughts` has an effect: whether reasoning is shown or only sealed."""
 
-    include_thoughts: bool | None = False
+    include_thoughts: bool = False
     thinking_budget: Any = None
     thinking_level: Any = None
 
 
-class GenerationConfig(msgspec.Struct, forbid_unknown_fields=True, rename="camel"):
-    """Fields typed Any are hints: accepted, without effect on tokens."""
-
+class GenerationConfig(GoogleStruct):
     candidate_count: int | None = None
     max_output_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: float | None = None  # a whole number; clients write 40.0
     seed: int | None = None
-    stop_sequences: list[str] | None = None
+    stop_sequences: list[str] = []
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    response_logprobs: bool | None = False
+    response_logprobs: bool = False
     logprobs: int | None = None
     response_mime_type: Literal["", "text/plain", "application/json"] | None = None
     response_schema: JsonObject | None = None
     response_json_schema: JsonObject | None = None
     response_modalities: list[Literal["TEXT"]] | None = None
-    thinking_config: JsonObject | None = None
+    thinking_config: ThinkingConfig | None = None
     media_resolution: Any = None
 
 
-class GenerateHead(msgspec.Struct, forbid_unknown_fields=True, rename="camel"):
+class GenerateHead(GoogleStruct):
     """Every top-level field but `contents`."""
 
-    system_instruction: str | JsonObject | None = None
-    tools: list[JsonObject] | None = None
-    tool_config: JsonObject | None = None
-    generation_config: JsonObject | None = None
+    system_instruction: str | Content | None = None
+    tools: list[GoogleTool] | None = None
+    tool_config: ToolConfig | None = None
+    generation_config: GenerationConfig | None = None
     model: Any = None
     safety_settings: Any = None
     labels: Any = None
@@ -77,19 +152,18 @@ class GenerateHead(msgspec.Struct, forbid_unknown_fields=True, rename="camel"):
     store: Any = None
 
 
-class GenerateBody(GenerateHead, kw_only=True, forbid_unknown_fields=True, rename="camel"):
+class GenerateBody(GenerateHead, kw_only=True):
     """The whole body, as the OpenAPI document shows it; `decode_contents` also takes keys in snake_case."""
 
     contents: list[msgspec.Raw]
-    generation_config: GenerationConfig | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
-class CountTokensBody(msgspec.Struct, forbid_unknown_fields=True, rename="camel"):
+class CountTokensBody(GoogleStruct):
     contents: list[msgspec.Raw] | None = None
     generate_content_request: GenerateBody | None = None
 
 
-class Google:
+class Google(CountingDialect):
     name: ClassVar[str] = "google"
     items_key = ITEMS
     splits_turns = True
@@ -116,23 +190,46 @@ class Google:
         return {"totalTokens": tokens}
 
     def parse_item(self, item: Any, path: str) -> tuple[Message, ...]:
-        return messages_from_content(item, path, self._signer)
+        content = convert(camel_keys(item, path), Content, path)
+        check_parts(content.parts, path)
+        if content.role == "model":
+            return (self._model_message(content.parts, path),)
+        if content.role in ("user", "function"):
+            return user_and_tool_messages(
+                user_part(part, f"{path}.parts[{index}]") for index, part in enumerate(content.parts)
+            )
+        message = f"role {echo(content.role)} is not supported; use 'user' or 'model'"
+        raise MessageError(message, field=f"{path}.role")
 
-    def is_settled(self, item: Any) -> bool:
-        return True
-
-    def continues_turn(self, parts: Sequence[Message], part: Message) -> bool:
-        return True
+    def _model_message(self, parts: Sequence[Part], path: str) -> Message:
+        """One content of a turn; a client that keeps the chunks of a stream sends a turn as several (`join_turn`)."""
+        texts, thoughts, sealed, calls = list[str](), list[str](), list[str](), list[JsonObject]()
+        for index, part in enumerate(parts):
+            if part.function_response is not None:
+                where = f"{path}.parts[{index}].functionResponse"
+                raise MessageError("belongs in a content of the user", field=where)
+            if (call := part.function_call) is not None:
+                calls.append(call_entry(call.id, call.name, arguments_text(call.args)))
+            elif part.text is not None:
+                (thoughts if part.thought else texts).append(part.text)
+            held = read_signature(self._signer, part.thought_signature)
+            if held is not None:
+                sealed.append(held)
+        message = assistant_message(texts, thoughts, calls)
+        return {**message, SEALED: "".join(sealed)} if sealed else message
 
     def join_turn(self, parts: Sequence[Message]) -> Message:
-        return join_model_turn(parts)
-
-    def check_messages(self, messages: Sequence[Message]) -> None:
-        """The protocol's models continue a last content of their own, which would put words into the sampled turn."""
-        if messages and messages[-1]["role"] == "assistant":
-            raise MessageError(
-                "the last content is the model's: prefilled answers are not supported; end with the user's", field=ITEMS
-            )
+        """With the reasoning that the turn's signatures hold."""
+        message: JsonObject = {**join_assistant(parts)}
+        shown, sealed = message.get("reasoning_content"), "".join(part.get(SEALED, "") for part in parts)
+        if shown and sealed and shown != sealed:
+            said = "thoughtSignature: does not fit the thoughts of its turn; send the parts back as they came"
+            raise MessageError(said, field=ITEMS)
+        if sealed:
+            message["reasoning_content"] = sealed
+        if "tool_calls" in message:
+            message["tool_calls"] = number_calls(message["tool_calls"])
+        return message
 
     def build_answer(self, head: RequestHead, replies: Sequence[Reply], text_of: TextOf) -> JsonObject:
         return build_response(head, replies, text_of, self._signer)
@@ -143,11 +240,28 @@ class Google:
     build_error = staticmethod(build_error)
 
 
+# The body.
+def camel_keys(value: Any, path: str) -> Any:
+    """A value with the protocol's own keys in camelCase and without nulls."""
+    if isinstance(value, list):
+        return [camel_keys(item, f"{path}[{index}]") for index, item in enumerate(cast("list[Any]", value))]
+    if not isinstance(value, dict):
+        return value
+    out: JsonObject = {}
+    for name, item in cast("JsonObject", value).items():
+        camel = _SNAKE.sub(lambda match: match[1].upper(), name)
+        if camel in out:
+            raise MessageError(f"is given twice, as {camel} and in snake_case", field=join_path(path, name))
+        if item is not None:
+            out[camel] = item if camel in OPAQUE else camel_keys(item, join_path(path, name))
+    return out
+
+
 def decode_fields(body: bytes) -> Mapping[str, msgspec.Raw]:
     try:
         return msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     except msgspec.ValidationError as error:
-        raise complaint(str(error), "") from None
+        raise complaint(error, "", GenerateBody) from None
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise MessageError(f"the body is not JSON: {str(error)[:100]}") from None
 
@@ -157,76 +271,165 @@ def decode_contents(body: bytes) -> tuple[GenerateHead, Sequence[msgspec.Raw]]:
     try:
         items = msgspec.json.decode(bytes(fields.pop(ITEMS, b"[]")), type=list[msgspec.Raw])
     except msgspec.ValidationError as error:
-        raise complaint(str(error), ITEMS) from None
-    head = {name: parse_json(bytes(value), name) for name, value in fields.items()}
-    return convert(head, GenerateHead, ""), raw_items(items, ITEMS)
-
-
-def convert(value: Any, type_: type[S], path: str) -> S:
-    try:
-        return msgspec.convert(value, type_)
-    except msgspec.ValidationError as error:
-        raise complaint(str(error), path) from None
-
-
-def leading_from(head: GenerateHead) -> tuple[Message, ...]:
-    text = system_text(head.system_instruction, "systemInstruction") if head.system_instruction else ""
-    return ({"role": "system", "content": text},) if text else ()
+        raise complaint(error, ITEMS, GenerateBody) from None
+    head = camel_keys({name: parse_json(bytes(value), name) for name, value in fields.items()}, "")
+    return convert(head, GenerateHead), raw_items(items, ITEMS)
 
 
 def head_from_google(head: GenerateHead) -> RequestHead:
-    where = "generationConfig"
-    config = convert(camel_keys(head.generation_config or {}, where), GenerationConfig, where)
-    thinking = convert(
-        camel_keys(config.thinking_config or {}, f"{where}.thinkingConfig"), ThinkingConfig, f"{where}.thinkingConfig"
-    )
+    config = head.generation_config or GenerationConfig()
     tools = tools_from_google(head.tools)
     extra, tools = constraints_from(choice_from_google(head.tool_config, tools), format_from_config(config), tools)
+    thoughts = config.thinking_config is not None and config.thinking_config.include_thoughts
     return RequestHead(
         model="",
-        n=check_candidates(config.candidate_count),
+        n=check_choices(config.candidate_count, "generationConfig.candidateCount"),
         sampling=sampling_from_config(config, extra),
         tools=tools,
         leading_messages=leading_from(head),
-        options=GoogleOptions(logprobs=bool(config.response_logprobs), thoughts=bool(thinking.include_thoughts)),
+        options=GoogleOptions(logprobs=config.response_logprobs, thoughts=thoughts),
     )
 
 
-def check_candidates(count: int | None) -> int:
-    if count is not None and not 1 <= count <= MAX_CHOICES:
-        raise SamplingError(f"generationConfig.candidateCount must be between 1 and {MAX_CHOICES}, got {count}")
-    return count or 1
+def leading_from(head: GenerateHead) -> tuple[Message, ...]:
+    system = head.system_instruction
+    if isinstance(system, Content):
+        check_parts(system.parts, "systemInstruction")
+        texts = [part.text for part in system.parts if part.text is not None]
+        if len(texts) < len(system.parts):
+            raise MessageError("must be text", field="systemInstruction.parts")
+        system = "\n\n".join(texts)
+    return ({"role": "system", "content": system},) if system else ()
 
 
 def sampling_from_config(config: GenerationConfig, extra: JsonMapping) -> Sampling:
     if config.logprobs is not None and not config.response_logprobs:
         raise MessageError("needs responseLogprobs: true", field="generationConfig.logprobs")
-    if config.top_k is not None and not float(config.top_k).is_integer():
+    if config.top_k is not None and not config.top_k.is_integer():
         raise MessageError("must be a whole number", field="generationConfig.topK")
-    given = {
-        "temperature": config.temperature,
-        "top_p": config.top_p,
-        "top_k": None if config.top_k is None else int(config.top_k),
-        "seed": config.seed,
-        "presence_penalty": config.presence_penalty,
-        "frequency_penalty": config.frequency_penalty,
-        "top_logprobs": config.logprobs,
-        "max_tokens": config.max_output_tokens,
-    }
-    present: JsonObject = {name: value for name, value in given.items() if value is not None}
-    return Sampling(**present, stop=tuple(config.stop_sequences or ()), extra=extra)
+    given = present(
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=None if config.top_k is None else int(config.top_k),
+        seed=config.seed,
+        presence_penalty=config.presence_penalty,
+        frequency_penalty=config.frequency_penalty,
+        top_logprobs=config.logprobs,
+        max_tokens=config.max_output_tokens,
+    )
+    return Sampling(**given, stop=tuple(config.stop_sequences), extra=extra)
 
 
 def format_from_config(config: GenerationConfig) -> JsonObject | None:
-    fields = {"responseSchema": config.response_schema, "responseJsonSchema": config.response_json_schema}
-    schema = schema_of(fields, "responseSchema", "responseJsonSchema", "generationConfig")
+    schema = choose_schema(config.response_schema, config.response_json_schema, "generationConfig", "response")
     if config.response_mime_type != "application/json":
         if schema is not None:
             raise MessageError("needs responseMimeType application/json", field="generationConfig.responseSchema")
         return None
     if schema is None:
         return {"type": "json_object"}
-    return {
-        "type": "json_schema",
-        "json_schema": {"name": "response", "schema": object_of(schema, "generationConfig.responseSchema")},
-    }
+    return {"type": "json_schema", "json_schema": {"name": "response", "schema": schema}}
+
+
+# Contents.
+def check_parts(parts: Sequence[Part], path: str) -> None:
+    for index, part in enumerate(parts):
+        kinds = {"text": part.text, "functionCall": part.function_call, "functionResponse": part.function_response}
+        held = [name for name, value in kinds.items() if value is not None]
+        if len(held) > 1:
+            message = f"holds {' and '.join(held)}; a part has one of them"
+            raise MessageError(message, field=f"{path}.parts[{index}]")
+        if not held and not part.thought_signature:
+            raise MessageError(f"must have one of {', '.join(kinds)}", field=f"{path}.parts[{index}]")
+
+
+def number_calls(calls: Sequence[JsonObject]) -> list[JsonObject]:
+    """Calls without ids count over the whole turn, also where it came as several contents."""
+    counts: Counter[str] = Counter()
+    out: list[JsonObject] = []
+    for call in calls:
+        name = call["function"]["name"]
+        out.append(call if call["id"] else {**call, "id": f"{name}#{counts[name]}"})
+        counts[name] += not call["id"]
+    return out
+
+
+def user_part(part: Part, where: str) -> str | Message:
+    if part.function_call is not None:
+        raise MessageError("belongs in a content of the model", field=f"{where}.functionCall")
+    result = part.function_response
+    if result is None:
+        if part.text is None:
+            raise MessageError("must be a string", field=f"{where}.text")
+        return part.text
+    # Without an id it has the name of its function: `pair_results` finds the call.
+    message: JsonObject = {"role": "tool", **({"tool_call_id": result.id} if result.id else {"name": result.name})}
+    message["content"] = result_text(result.response)
+    return {**message, "is_error": True} if result.response.keys() == {"error"} else message
+
+
+def result_text(response: JsonObject) -> str:
+    """A result under `output`, `result` or `error` alone is that text; every other object is its JSON."""
+    if len(response) == 1 and next(iter(response)) in PLAIN_RESULTS:
+        value = next(iter(response.values()))
+        return value if isinstance(value, str) else encode(value).decode()
+    return encode(response).decode()
+
+
+# Tools, in the terms of Chat Completions.
+def tools_from_google(tools: Sequence[GoogleTool] | None) -> tuple[JsonObject, ...] | None:
+    out: list[JsonObject] = []
+    for index, tool in enumerate(tools or ()):
+        for place, declared in enumerate(tool.function_declarations):
+            where = f"tools[{index}].functionDeclarations[{place}]"
+            schema = choose_schema(declared.parameters, declared.parameters_json_schema, where, "parameters")
+            function = {"name": declared.name, "description": declared.description}
+            out.append({"type": "function", "function": {**function, "parameters": schema or EMPTY_SCHEMA}})
+    return tuple(out) or None
+
+
+def choose_schema(
+    openapi: JsonObject | None, json_schema: JsonObject | None, where: str, kind: str
+) -> JsonObject | None:
+    """The JSON schema that was given as Google's subset of OpenAPI, or as itself."""
+    name = kind if kind == "parameters" else f"{kind}Schema"
+    if openapi is not None and json_schema is not None:
+        raise MessageError(f"send {name} or {kind}JsonSchema, not both", field=f"{where}.{kind}JsonSchema")
+    return json_schema if openapi is None else json_schema_from_openapi(openapi, f"{where}.{name}")
+
+
+def json_schema_from_openapi(value: Any, where: str) -> JsonObject:
+    """Types in lower case, `nullable` as a second type, counts (int64, which JSON may write as strings) as numbers."""
+    schema = {_SNAKE.sub(lambda match: match[1].upper(), name): item for name, item in object_of(value, where).items()}
+    out: JsonObject = {}
+    for name, item in schema.items():
+        at = f"{where}.{name}"
+        if name == "type":
+            out["type"] = [str(item).lower(), "null"] if schema.get("nullable") is True else str(item).lower()
+        elif name == "items":
+            out[name] = json_schema_from_openapi(item, at)
+        elif name in ("anyOf", "prefixItems") and isinstance(item, list):
+            out[name] = [json_schema_from_openapi(one, at) for one in cast("list[Any]", item)]
+        elif name in ("properties", "defs", "$defs"):
+            out[name] = {key: json_schema_from_openapi(one, f"{at}.{key}") for key, one in object_of(item, at).items()}
+        elif name.startswith(("min", "max")) and isinstance(item, str) and item.isdigit():
+            out[name] = int(item)
+        elif name not in ("propertyOrdering", "nullable"):
+            out[name] = item
+    return out
+
+
+def choice_from_google(config: ToolConfig | None, tools: Sequence[JsonObject] | None) -> str | JsonObject | None:
+    """`toolConfig.functionCallingConfig` as a tool_choice."""
+    if config is None:
+        return None
+    calling = config.function_calling_config or FunctionCallingConfig()
+    where, mode, allowed = "toolConfig.functionCallingConfig", calling.mode.upper(), calling.allowed_function_names
+    words = {"AUTO": "auto", "MODE_UNSPECIFIED": "auto", "NONE": "none", "ANY": "required"}
+    if mode not in words:
+        raise MessageError(f"{echo(mode)} cannot be enforced; use AUTO, ANY or NONE", field=f"{where}.mode")
+    if not allowed or set(allowed) == {tool["function"]["name"] for tool in tools or ()}:
+        return words[mode]
+    if mode != "ANY" or len(allowed) != 1:
+        raise MessageError("name one function under mode ANY, or all of them", field=f"{where}.allowedFunctionNames")
+    return {"type": "function", "function": {"name": allowed[0]}}

@@ -13,15 +13,14 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncGenerator, Callable, Generator
-from typing import Any, Literal
 
 import uvicorn
+import uvloop
 
 from tokentrue.errors import ConfigError
 from tokentrue.gateway.app import Gateway
 from tokentrue.gateway.auth import is_weak_key
-from tokentrue.gateway.workers.forwarding import FromWorker
-from tokentrue.gateway.workers.http import bounded_http
+from tokentrue.gateway.serving.bounded_http import bounded_http
 
 BACKLOG = 4096
 IDLE_CONNECTION_S = 120
@@ -94,23 +93,21 @@ class SignalledServer(uvicorn.Server):
 
 
 class EmbeddedServer(uvicorn.Server):
-    """A server whose process, or whose first server, owns the signals."""
+    """A server whose process owns the signals."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
         yield
 
 
-def server_config(
-    app: Any, gateway: Gateway, *, drain_s: float, lifespan: Literal["on", "off"] = "on"
-) -> uvicorn.Config:
+def server_config(gateway: Gateway, *, drain_s: float) -> uvicorn.Config:
     limits = gateway.config.limits
     return uvicorn.Config(
-        app,
+        gateway,
         loop="uvloop",
         http=bounded_http(limits),
         ws="none",
-        lifespan=lifespan,
+        lifespan="on",
         log_config=None,
         log_level="warning",
         access_log=False,
@@ -124,31 +121,8 @@ def server_config(
     )
 
 
-async def serve(
-    gateway: Gateway,
-    public: socket.socket,
-    *,
-    worker_socket: str | None = None,
-    ready: Callable[[], None] | None = None,
-) -> None:
-    """One worker, until a signal ends it."""
-    drain_s = gateway.config.drain_s
-    async with contextlib.AsyncExitStack() as stack:
-        if worker_socket is not None:
-            inside = listen_to_workers(worker_socket)
-            gateway.services.restore_admin_state()  # now: what is set from here on arrives at this socket
-            inner = EmbeddedServer(server_config(FromWorker(gateway), gateway, drain_s=drain_s, lifespan="off"))
-            await stack.enter_async_context(run_server(inner, inside))
-        server = SignalledServer(server_config(gateway, gateway, drain_s=drain_s))
-        serving = asyncio.create_task(server.serve(sockets=[public]))
-        while not server.started and not serving.done():
-            await asyncio.sleep(0.005)
-        if ready is not None and server.started:
-            ready()
-        await serving
-
-
 def listen_to_workers(path: str) -> socket.socket:
+    """The socket on which a worker takes what the others forward."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
     inside = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -158,40 +132,31 @@ def listen_to_workers(path: str) -> socket.socket:
 
 
 @contextlib.asynccontextmanager
-async def run_server(server: uvicorn.Server, bound: socket.socket) -> AsyncGenerator[None, None]:
-    """Serves on `bound` while the block runs."""
-    serving = asyncio.create_task(server.serve(sockets=[bound]))
+async def serve_embedded(
+    gateway: Gateway, *sockets: socket.socket, drain_s: float, kind: type[uvicorn.Server] = EmbeddedServer
+) -> AsyncGenerator[asyncio.Task[None], None]:
+    """Serves while the block runs, on the running event loop."""
+    server = kind(server_config(gateway, drain_s=drain_s))
+    serving = asyncio.create_task(server.serve(sockets=list(sockets)))
     while not server.started and not serving.done():
         await asyncio.sleep(0.005)
     if serving.done():
         await serving
         raise ConfigError("the server ended before it began; its log has the cause")
     try:
-        yield
+        yield serving
     finally:
         server.should_exit = True
         await serving
 
 
-@contextlib.asynccontextmanager
-async def serve_embedded(gateway: Gateway, public: socket.socket, *, drain_s: float) -> AsyncGenerator[None, None]:
-    """The same server inside a running event loop; signals stay with the caller."""
-    async with run_server(EmbeddedServer(server_config(gateway, gateway, drain_s=drain_s)), public):
-        yield
+def serve_until_signal(gateway: Gateway, *sockets: socket.socket, ready: Callable[[], None]) -> None:
+    """Serves on a new event loop; calls `ready` when it does."""
 
+    async def serve() -> None:
+        async with serve_embedded(gateway, *sockets, drain_s=gateway.config.drain_s, kind=SignalledServer) as serving:
+            ready()
+            await serving
 
-def run_worker(
-    gateway: Gateway,
-    public: socket.socket,
-    *,
-    worker_socket: str | None = None,
-    ready: Callable[[], None] | None = None,
-) -> None:
-    """One worker on an event loop of its own, uvloop where it is installed. The process is its own."""
-    try:
-        import uvloop
-    except ImportError:
-        asyncio.run(serve(gateway, public, worker_socket=worker_socket, ready=ready))
-        return
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve(gateway, public, worker_socket=worker_socket, ready=ready))
+        runner.run(serve())

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from tokentrue.gateway.admin.routing import AdminOperation
 from tokentrue.gateway.auth import SESSION_ID
 from tokentrue.gateway.model_routes import OPERATIONS, SESSION_ROOT, Operation
 from tokentrue.json_types import JsonObject
+
+if TYPE_CHECKING:
+    from tokentrue.gateway.admin import AdminOperation
 
 SCHEMAS = "#/components/schemas/"
 ERRORS = ("400", "401", "403", "404", "405", "409", "413", "422", "429", "502", "503", "504")
@@ -43,7 +46,7 @@ def document(admin: Mapping[str, Mapping[str, AdminOperation]]) -> JsonObject:
             paths[path] = {operation.method.lower(): _model_operation(operation, path)}
     for path, methods in admin.items():
         shown = {method.lower(): _admin_operation(operation, path) for method, operation in methods.items()}
-        if shown and not path.startswith("/internal/"):
+        if shown:
             paths[path] = shown
     return {
         "openapi": "3.1.0",
@@ -67,7 +70,10 @@ def _model_operation(operation: Operation, path: str) -> JsonObject:
 
 
 def _admin_operation(operation: AdminOperation, path: str) -> JsonObject:
-    query = [{"name": name, "in": "query", "schema": schema} for name, schema in operation.query.items()]
+    fields: JsonObject = {}
+    if operation.query is not None:
+        fields = msgspec.json.schema(operation.query)["$defs"][operation.query.__name__]["properties"]
+    query = [{"name": name, "in": "query", "schema": schema} for name, schema in fields.items()]
     return _describe(operation.summary, path, operation.body, operation.status, [operation.media_type], query)
 
 

@@ -1,0 +1,375 @@
+"""The routes of administration: sessions, rewards and samples; pause, resume and policy version around a weight update;
+health and metrics. One table, from which the routes and the OpenAPI document are made."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import uuid
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+import orjson
+from prometheus_client.parser import text_string_to_metric_families
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from tokentrue.conversion import convert
+from tokentrue.errors import EngineError, InputError, SessionElsewhere
+from tokentrue.gateway.asgi import HttpError, Receive, Scope, Send, read_body
+from tokentrue.gateway.auth import check_session_id, hash_key, new_session_key
+from tokentrue.gateway.dialects.base import decode_body, encode
+from tokentrue.gateway.metrics.registry import CONTENT_TYPE, build_page, engine_families
+from tokentrue.gateway.openapi import document
+from tokentrue.gateway.services import Services
+from tokentrue.gateway.serving.forwarding import Peers, count_forwards
+from tokentrue.json_types import JsonObject
+from tokentrue.samples import Assembly, coverage_to_json, export_bytes, sample_to_json
+from tokentrue.sessions.description import describe_record, describe_session
+from tokentrue.sessions.journal import is_postgres
+
+READY_S = 5.0
+LONGEST_DRAIN_S = 600.0
+METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
+ONE_SESSION = "/sessions/{session_id}"
+
+
+class CreateSession(msgspec.Struct, forbid_unknown_fields=True):
+    session_id: str | None = None
+    group: str | None = None
+    metadata: JsonObject = {}
+    sampling: JsonObject = {}
+    history: Literal["keep", "template"] | None = None
+    training: bool | None = None
+    pin: list[str] | None = None
+
+
+class GiveReward(msgspec.Struct, forbid_unknown_fields=True):
+    reward: float
+    leaf: str | None = None
+    metadata: JsonObject = {}
+    group: str | None = None
+
+
+class Pause(msgspec.Struct, forbid_unknown_fields=True):
+    """`drain`: answer only when nothing is in flight any more, or after `timeout_s`.
+
+    `abort`: break off what the engine is sampling; it continues after resume, from the tokens it has.
+    """
+
+    drain: bool = False
+    abort: bool = False
+    timeout_s: float = 60.0
+
+
+class Version(msgspec.Struct, forbid_unknown_fields=True):
+    version: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+
+
+class ListQuery(msgspec.Struct):
+    offset: Annotated[int, msgspec.Meta(ge=0, le=10**12)] = 0
+    limit: Annotated[int, msgspec.Meta(ge=0, le=1000)] = 100
+    state: Literal["open", "ended"] | None = None
+    group: str | None = None
+    after: Annotated[str, msgspec.Meta(description="`created,session_id` of a listed session: those behind it")] = ""
+
+
+class DeleteQuery(msgspec.Struct):
+    purge: bool = False
+
+
+class SamplesQuery(msgspec.Struct):
+    format: str = "json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdminCall:
+    """A request whose body and query are checked."""
+
+    request: Request
+    raw_body: bytes
+    body: Any
+    query: Any
+
+    @property
+    def session_id(self) -> str:
+        return self.request.path_params["session_id"]
+
+    @property
+    def is_forwarded(self) -> bool:
+        return count_forwards(self.request.scope) > 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdminOperation:
+    """What one path and method does."""
+
+    handler: Callable[[AdminCall], Awaitable[Response]]
+    summary: str
+    needs_admin: bool = True
+    body: type[msgspec.Struct] | None = None
+    query: type[msgspec.Struct] | None = None
+    status: str = "200"
+    media_type: str = "application/json"
+
+
+def json_response(status: int, value: Any) -> Response:
+    return Response(encode(value), status_code=status, media_type="application/json")
+
+
+class ForwardedResponse(Response):
+    """An answer that the owner of a session gives."""
+
+    def __init__(self, peers: Peers, elsewhere: SessionElsewhere, body: bytes) -> None:
+        super().__init__()
+        self._peers, self._elsewhere, self._raw = peers, elsewhere, body
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._peers.forward(self._elsewhere, scope, receive, send, self._raw)
+
+
+class AdminHandlers:
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    # Sessions.
+    async def create(self, call: AdminCall) -> Response:
+        body: CreateSession = call.body
+        session_id = check_session_id(body.session_id) if body.session_id is not None else self._new_id()
+        self._services.peers.require_own(session_id)
+        key, config = new_session_key(session_id), self._services.config
+        session = self._services.new_session(
+            session_id=session_id,
+            group=body.group,
+            metadata=body.metadata,
+            sampling=body.sampling,
+            history=body.history or config.history,
+            training=config.training if body.training is None else body.training,
+            pin=config.pin if body.pin is None else body.pin,
+            key_hash=hash_key(key),
+        )
+        await session.wait_created()
+        self._services.sessions.add(session)
+        return self._show_key(call, session_id, key)
+
+    def _new_id(self) -> str:
+        """An id that this worker owns, so that the request need not be forwarded."""
+        while not self._services.peers.is_own(session_id := uuid.uuid4().hex):
+            pass
+        return session_id
+
+    def _show_key(self, call: AdminCall, session_id: str, key: str) -> Response:
+        own = f"{self._services.config.base_url or str(call.request.base_url).rstrip('/')}/sessions/{session_id}"
+        urls = {"base_url": f"{own}/v1", "anthropic_base_url": own, "google_base_url": own}
+        return json_response(201, {"session_id": session_id, "api_key": key, **urls})
+
+    async def renew_key(self, call: AdminCall) -> Response:
+        """For a program that resumes a session whose key is lost: the old key opens nothing any more."""
+        key = new_session_key(call.session_id)
+        async with self._services.sessions.checkout(call.session_id) as handle:
+            handle.check_open()
+            await handle.session.replace_key(hash_key(key))
+        return self._show_key(call, call.session_id, key)
+
+    async def list(self, call: AdminCall) -> Response:
+        query: ListQuery = call.query
+        journal, after = self._services.journal, read_place(query.after) if query.after else None
+        chosen: JsonObject = {"state": query.state, "group": query.group}
+        records = await asyncio.to_thread(
+            lambda: journal.sessions(offset=query.offset, limit=query.limit, after=after, **chosen)
+        )
+        total = await asyncio.to_thread(lambda: journal.count(**chosen))
+        listed = [describe_record(record) for record in records]
+        return json_response(200, {"sessions": listed, "total": total, "offset": query.offset, "limit": query.limit})
+
+    async def show(self, call: AdminCall) -> Response:
+        async with self._services.sessions.checkout(call.session_id) as handle:
+            session, coverage = handle.session, coverage_to_json(handle.coverage())
+            shown = describe_session(session.record, session.tree, coverage)
+            return json_response(200, {**shown, "in_flight": handle.in_flight})
+
+    async def delete(self, call: AdminCall) -> Response:
+        async with self._services.sessions.checkout(call.session_id) as handle:
+            await handle.session.end()
+            state = handle.session.record.state
+        if call.query.purge:
+            await self._services.journal.delete(call.session_id)
+            self._services.sessions.forget(call.session_id)
+            state = "purged"
+        return json_response(200, {"session_id": call.session_id, "state": state})
+
+    async def reward(self, call: AdminCall) -> Response:
+        body: GiveReward = call.body
+        async with self._services.sessions.checkout(call.session_id) as handle:
+            await handle.session.reward(body.reward, leaf=body.leaf, metadata=body.metadata, group=body.group)
+        return json_response(200, {"session_id": call.session_id, "reward": body.reward, "leaf": body.leaf})
+
+    async def samples(self, call: AdminCall) -> Response:
+        async with self._services.sessions.checkout(call.session_id) as handle:
+            assembly = await handle.session.assembly()
+        # In a thread: samples are long.
+        return await asyncio.to_thread(samples_response, call.session_id, assembly, call.query.format[:40])
+
+    # Weight updates. Every worker of the server takes part, whichever of them is asked.
+    async def pause(self, call: AdminCall) -> Response:
+        body: Pause = call.body
+        if body.drain and body.abort:
+            raise InputError("drain and abort: what is broken off stays in flight until resume; choose one")
+        services, admission = self._services, self._services.admission
+        services.set_paused(True)
+        aborted = await services.provider.inner.interrupt() if body.abort else 0
+        drain_s = min(max(body.timeout_s, 0.0), LONGEST_DRAIN_S)
+        drained = await admission.drain(drain_s) if body.drain else admission.in_flight == 0
+        others = await self._ask_others(call)
+        answer: JsonObject = {
+            "paused": True,
+            "drained": drained and all(other["drained"] for other in others),
+            "in_flight": admission.in_flight + sum(other["in_flight"] for other in others),
+        }
+        if body.abort:
+            answer["aborted"] = aborted + sum(other["aborted"] for other in others)
+        return json_response(200, answer)
+
+    async def resume(self, call: AdminCall) -> Response:
+        self._services.set_paused(False)
+        await self._ask_others(call)
+        return json_response(200, {"paused": False, "in_flight": self._services.admission.in_flight})
+
+    async def note_version(self, call: AdminCall) -> Response:
+        self._services.set_version(call.body.version)
+        await self._ask_others(call)
+        return json_response(200, {"version": call.body.version})
+
+    async def _ask_others(self, call: AdminCall) -> list[Any]:
+        if call.is_forwarded:
+            return []
+        headers = {k: v for k, v in call.request.headers.items() if k in {"authorization", "x-api-key", "content-type"}}
+        answers = await self._services.peers.ask_workers("POST", call.request.url.path, call.raw_body, headers)
+        if None in answers:
+            raise HttpError(503, "worker_restarting", "a worker does not answer; send this again", retry_after_s=1.0)
+        return [orjson.loads(answer) for answer in answers if answer is not None]
+
+    # Health and metrics.
+    async def health(self, call: AdminCall) -> Response:
+        return json_response(200, {"status": "ok"})
+
+    async def ready(self, call: AdminCall) -> Response:
+        services = self._services
+        if services.admission.closing:
+            raise HttpError(503, "shutting_down", "the gateway is shutting down")
+        try:
+            facts = await asyncio.wait_for(services.provider.health(), READY_S)
+        except (EngineError, TimeoutError) as error:
+            message = f"no engine answers: {str(error)[:200]}"
+            raise HttpError(503, "engine_unreachable", message, retry_after_s=5.0) from None
+        await self._check_disk()
+        if not call.is_forwarded and None in await services.peers.ask_workers("GET", "/ready"):
+            raise HttpError(503, "worker_not_ready", "a worker is not ready", retry_after_s=1.0)
+        return json_response(200, {"status": "ready", "paused": services.admission.paused, "engine": dict(facts)})
+
+    async def _check_disk(self) -> None:
+        store = self._services.journal.target
+        path = store.removeprefix("sqlite:")
+        _ = self._services.journal.lease_number  # raises while the database does not answer
+        if path in ("memory", ":memory:") or is_postgres(store):
+            return
+        free = (await asyncio.to_thread(shutil.disk_usage, Path(path).resolve().parent)).free
+        if free < self._services.config.limits.free_disk_bytes:
+            message = f"the disk of the journal is full: {free} bytes are left (limits.free_disk_bytes)"
+            raise HttpError(503, "disk_full", message, retry_after_s=10.0)
+
+    async def metrics(self, call: AdminCall) -> Response:
+        services = self._services
+        others = [] if call.is_forwarded else await services.peers.ask_workers("GET", "/metrics")
+        services.metrics.measure(services.admission, services.sessions, await services.sessions.totals())
+        families = [*services.metrics.registry.collect(), *engine_families(services.provider.inner)]
+        for page in others:
+            families += text_string_to_metric_families((page or b"").decode())
+        return Response(build_page(families), headers={"content-type": CONTENT_TYPE})
+
+
+def samples_response(session_id: str, assembly: Assembly, format_: str) -> Response:
+    if format_ != "json":
+        content, media_type = export_bytes(assembly.samples, format=format_)
+        return Response(content, media_type=media_type)
+    samples = [sample_to_json(sample) for sample in assembly.samples]
+    coverage = coverage_to_json(assembly.coverage)
+    return json_response(200, {"session_id": session_id, "samples": samples, "coverage": coverage})
+
+
+def read_place(text: str) -> tuple[float, str]:
+    """`created,session_id` of a listed session."""
+    created, _, session_id = text.partition(",")
+    try:
+        return float(created), session_id
+    except ValueError:
+        raise InputError(f"after: must be `created,session_id` of a listed session, got {text!r}") from None
+
+
+def admin_table(services: Services) -> dict[str, dict[str, AdminOperation]]:
+    """Every path of administration, with what each method does there."""
+    do, Does = AdminHandlers(services), AdminOperation
+
+    async def show_document(call: AdminCall) -> Response:
+        return json_response(200, document(table))
+
+    def open_to_all(handler: Callable[[AdminCall], Awaitable[Response]], summary: str, **more: Any) -> Any:
+        return {"GET": AdminOperation(handler=handler, summary=summary, needs_admin=False, **more)}
+
+    table: dict[str, dict[str, AdminOperation]] = {
+        "/sessions": {
+            "POST": Does(handler=do.create, summary="Create a session", body=CreateSession, status="201"),
+            "GET": Does(handler=do.list, summary="List sessions, newest first", query=ListQuery),
+        },
+        ONE_SESSION: {
+            "GET": Does(handler=do.show, summary="One session: its tree, coverage, state"),
+            "DELETE": Does(handler=do.delete, summary="End a session", query=DeleteQuery),
+        },
+        f"{ONE_SESSION}/key": {
+            "POST": Does(handler=do.renew_key, summary="A new API key for a session; the old one ends", status="201")
+        },
+        f"{ONE_SESSION}/reward": {"POST": Does(handler=do.reward, summary="Give a reward", body=GiveReward)},
+        f"{ONE_SESSION}/samples": {"GET": Does(handler=do.samples, summary="Training samples", query=SamplesQuery)},
+        "/admin/pause": {"POST": Does(handler=do.pause, summary="Hold generations back", body=Pause)},
+        "/admin/resume": {"POST": Does(handler=do.resume, summary="Let generations continue")},
+        "/admin/version": {
+            "POST": Does(handler=do.note_version, summary="Note the engine's policy version", body=Version)
+        },
+        "/health": open_to_all(do.health, "The process is alive"),
+        "/ready": open_to_all(do.ready, "The engine answers"),
+        "/metrics": open_to_all(do.metrics, "Prometheus metrics", media_type="text/plain"),
+        "/openapi.json": open_to_all(show_document, "This document"),
+        "/{path:path}": {},
+    }
+    return table
+
+
+def admin_routes(services: Services) -> list[Route]:
+    return [build_route(services, path, methods) for path, methods in admin_table(services).items()]
+
+
+def build_route(services: Services, path: str, methods: dict[str, AdminOperation]) -> Route:
+    async def endpoint(request: Request) -> Response:
+        method = "GET" if request.method == "HEAD" else request.method
+        if not methods:
+            raise HttpError(404, "unknown_path", "no such path; GET /openapi.json lists them")
+        if method not in methods:
+            raise HttpError(405, "method_not_allowed", f"use {' or '.join(sorted(methods))}")
+        operation = methods[method]
+        if operation.needs_admin:
+            services.keys.require_admin(request.scope["headers"])
+        raw = b""
+        if method == "POST":
+            raw = await read_body(request.scope, request.receive, services.config.limits.body_bytes)
+        body = decode_body(raw if raw.strip() else b"{}", operation.body) if operation.body is not None else None
+        query = convert(dict(request.query_params), operation.query, strict=False) if operation.query else None
+        try:
+            return await operation.handler(AdminCall(request=request, raw_body=raw, body=body, query=query))
+        except SessionElsewhere as error:
+            return ForwardedResponse(services.peers, error, raw)
+
+    return Route(path, endpoint, methods=METHODS)

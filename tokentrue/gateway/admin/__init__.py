@@ -1,1 +1,0 @@
-"""Everything but model requests: sessions, rewards, samples, administration, health, metrics, the OpenAPI document."""

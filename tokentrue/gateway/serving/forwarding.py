@@ -1,0 +1,175 @@
+"""Requests for a session that another process owns are forwarded to it: a worker of this server, found by rendezvous
+hashing of the session's id, or another gateway on the same PostgreSQL record, which the journal names.
+
+Bodies are passed on part by part: the owner checks the key before it reads one, and no process holds a body that is
+not its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+
+import aiohttp
+from yarl import URL
+
+from tokentrue.errors import SessionElsewhere
+from tokentrue.gateway.asgi import ClientGone, HttpError, Receive, Scope, Send, read_header
+
+FORWARDED = b"x-tokentrue-forwarded"  # how often a request has been forwarded
+MOST_FORWARDS = 3  # to the worker that owns it, to the gateway that owns it, to its worker there
+HOP_BY_HOP = {b"connection", b"keep-alive", b"transfer-encoding", b"upgrade", b"te", b"trailer", b"expect", FORWARDED}
+ASK_S = 5.0
+UNIX = "unix:"
+LOG = logging.getLogger("tokentrue.gateway")
+
+
+def find_owner(session_id: str, workers: int) -> int:
+    """Growing from N to N+1 workers moves one session in N+1."""
+    return max(
+        range(workers), key=lambda worker: hashlib.blake2b(f"{session_id}:{worker}".encode(), digest_size=8).digest()
+    )
+
+
+def count_forwards(scope: Scope) -> int:
+    given = read_header(scope["headers"], FORWARDED) or "0"
+    return int(given) if given.isdecimal() and len(given) == 1 else MOST_FORWARDS
+
+
+class Peers:
+    """The processes that share the record of this gateway. `sockets` are those on which the workers of this server
+    listen to each other; this one is number `me`."""
+
+    def __init__(self, *, me: int = 0, sockets: Sequence[str] = ()) -> None:
+        self._me, self._sockets = me, sockets
+        self._clients: dict[str, aiohttp.ClientSession] = {}
+
+    def is_own(self, session_id: str) -> bool:
+        """False where another worker of this server owns the session."""
+        return len(self._sockets) < 2 or find_owner(session_id, len(self._sockets)) == self._me
+
+    def require_own(self, session_id: str) -> None:
+        if not self.is_own(session_id):
+            url = UNIX + self._sockets[find_owner(session_id, len(self._sockets))]
+            raise SessionElsewhere(f"session {session_id!r} is owned by another worker; send this again", url=url)
+
+    def _connect(self, url: str) -> tuple[aiohttp.ClientSession, str]:
+        """The client for an address, and the base of its URLs."""
+        is_local = url.startswith(UNIX)
+        name = url if is_local else "tcp"
+        if name not in self._clients:
+            connector = aiohttp.UnixConnector(url.removeprefix(UNIX), limit=0) if is_local else None
+            self._clients[name] = aiohttp.ClientSession(
+                connector=connector or aiohttp.TCPConnector(limit=0),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=5),
+                auto_decompress=False,
+            )
+        return self._clients[name], "http://worker" if is_local else url
+
+    async def forward(
+        self, elsewhere: SessionElsewhere, scope: Scope, receive: Receive, send: Send, body: bytes | None = None
+    ) -> None:
+        """Forwards a request to its owner and the answer back; `body` is given where it has been read already. Raises
+        `elsewhere` where the owner has no address, or the request has been forwarded too often."""
+        if not elsewhere.url or count_forwards(scope) >= MOST_FORWARDS:
+            raise elsewhere
+        client, base = self._connect(elsewhere.url)
+        body_sent = asyncio.Event()
+        parts = _read_parts(receive, body_sent, body)
+
+        async def watch() -> None:
+            """Returns when the client has disconnected, which `receive` tells after the body."""
+            await body_sent.wait()
+            while (await receive())["type"] != "http.disconnect":
+                pass
+
+        relay = asyncio.create_task(_relay(client, base, scope, parts, send))
+        gone = asyncio.create_task(watch())
+        try:
+            await asyncio.wait({relay, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not relay.done():
+                raise ClientGone
+            await relay
+        except aiohttp.ClientConnectionError:
+            LOG.warning(
+                "owner_unreachable: %s owns the session of %s and does not answer", elsewhere.url, scope["path"]
+            )
+            message = (
+                "the process that owns this session does not answer; it is started again, or another one takes over "
+                "when its lease has expired: send this again"
+            )
+            raise HttpError(503, "owner_unreachable", message, retry_after_s=1.0) from None
+        finally:
+            for task in (relay, gone):
+                task.cancel()
+            await asyncio.wait({relay, gone})
+
+    async def ask_workers(
+        self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None
+    ) -> list[bytes | None]:
+        """What every other worker of this server answers; None for one that refuses or does not answer in time."""
+        others = [UNIX + socket for number, socket in enumerate(self._sockets) if number != self._me]
+        return list(await asyncio.gather(*(self._ask(url, method, path, body, headers) for url in others)))
+
+    async def _ask(
+        self, url: str, method: str, path: str, body: bytes, headers: Mapping[str, str] | None
+    ) -> bytes | None:
+        client, base = self._connect(url)
+        timeout = aiohttp.ClientTimeout(total=None if method == "POST" else ASK_S)
+        marked = {**(headers or {}), FORWARDED.decode(): "1"}
+        try:
+            async with client.request(method, base + path, data=body, headers=marked, timeout=timeout) as response:
+                return await response.read() if response.status < 400 else None
+        except (aiohttp.ClientError, TimeoutError):
+            return None
+
+    async def close(self) -> None:
+        for client in self._clients.values():
+            await client.close()
+
+
+async def _relay(
+    client: aiohttp.ClientSession, base: str, scope: Scope, parts: AsyncIterator[bytes], send: Send
+) -> None:
+    headers = [(k.decode("latin-1"), v.decode("latin-1")) for k, v in scope["headers"] if k not in HOP_BY_HOP]
+    headers.append((FORWARDED.decode(), str(count_forwards(scope) + 1)))
+    query = scope.get("query_string", b"").decode("latin-1")
+    path = scope.get("raw_path", scope["path"].encode()).decode("latin-1")
+    response = await client.request(
+        scope["method"],
+        # As it was received: aiohttp would resolve dot segments and quote again.
+        URL(f"{base}{path}{'?' if query else ''}{query}", encoded=True),
+        data=parts,
+        headers=headers,
+        allow_redirects=False,
+        # The owner answers 100 when it reads the body, which is after it has checked the key.
+        expect100=scope["method"] == "POST",
+    )
+    async with response:
+        kept = [(k.lower(), v) for k, v in response.raw_headers if k.lower() not in HOP_BY_HOP]
+        await send({"type": "http.response.start", "status": response.status, "headers": kept})
+        try:
+            async for chunk in response.content.iter_any():
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        except aiohttp.ClientError:
+            return  # the owner died in mid-answer: the client sees a broken answer, and retries
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _read_parts(receive: Receive, sent: asyncio.Event, body: bytes | None) -> AsyncIterator[bytes]:
+    """The body as it arrives, or the one that has been read already; raises `ClientGone` where the client disconnects
+    before its end."""
+    more = body is None
+    if body:
+        yield body
+    while more:
+        message: Any = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        if message.get("body"):
+            yield message["body"]
+        more = message.get("more_body", False)
+    sent.set()

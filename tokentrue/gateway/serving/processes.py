@@ -1,0 +1,208 @@
+"""The processes of `tokentrue serve`: a parent that holds the listening socket, and the gateways that it starts, and
+starts again where one was killed. Their sessions come back from the journal, what the administrator set from
+`AdminState`.
+
+A chat template is code that the operator chose; Jinja's sandbox confines what it reaches, not what it costs. While one
+call into C holds the interpreter, no thread and no signal handler of a process runs, so the operating system ends it:
+`RenderDeadline` arms a timer whose signal has the default action.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from multiprocessing.sharedctypes import RawArray
+from typing import Any
+
+from tokentrue.types import UNVERSIONED
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+PR_SET_PDEATHSIG = 1
+RESTARTS_PER_MINUTE = 10
+UP = "up"
+Serve = Callable[[int, Callable[[], None]], None]
+
+
+class AdminState:
+    """The pause and the policy version, in memory that a parent shares with the gateways it starts.
+
+    A worker writes an operation here, and then asks the others to apply it. A worker that starts reads this when it
+    listens to the others and before it serves a request: each operation is either read here, or asked for on its
+    socket.
+    """
+
+    def __init__(self) -> None:
+        # No lock: a worker that is killed would keep it. Each value is one aligned word, which is written whole.
+        self._words = RawArray("q", [False, UNVERSIONED])
+
+    @property
+    def paused(self) -> bool:
+        return bool(self._words[0])
+
+    @paused.setter
+    def paused(self, value: bool) -> None:
+        self._words[0] = value
+
+    @property
+    def version(self) -> int:
+        return self._words[1]
+
+    @version.setter
+    def version(self, value: int) -> None:
+        self._words[1] = value
+
+
+class RenderDeadline:
+    """A context for one rendering on each thread. If one takes longer than `seconds`, SIGALRM ends the process."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._ends: dict[int, float] = {}  # by thread, the earliest first
+        self._lock = threading.Lock()
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._ends:
+                signal.setitimer(signal.ITIMER_REAL, self._seconds)
+            self._ends[threading.get_ident()] = time.monotonic() + self._seconds
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            del self._ends[threading.get_ident()]
+            earliest = next(iter(self._ends.values()), None)
+            left = 0.0 if earliest is None else max(earliest - time.monotonic(), 0.001)
+            signal.setitimer(signal.ITIMER_REAL, left)  # 0 disarms it
+
+
+class Child:
+    """A gateway process, and the pipe on which it says that it is up, or why it could not start."""
+
+    def __init__(self, serve: Serve, number: int, *, is_only: bool) -> None:
+        # A fork, before anything is loaded: the child starts at once, and has the socket, the key and the settings.
+        context = multiprocessing.get_context("fork")
+        self.pipe, theirs = context.Pipe(duplex=False)
+        self.number, self.is_up = number, False
+        # A killed parent takes an only child along: the port and the journal's lock are free at once. Workers end
+        # what they are generating; the next server waits for them (`StoreLock`).
+        ends_with = signal.SIGKILL if is_only else signal.SIGTERM
+        self.process = context.Process(target=_run_child, args=(serve, number, theirs, os.getpid(), ends_with))
+        self.process.start()
+        theirs.close()
+
+    def receive(self) -> str | None:
+        """UP, or None where the child has ended; raises the exception that ended it."""
+        try:
+            message: Any = self.pipe.recv()
+        except EOFError:
+            self.pipe.close()
+            self.process.join()
+            return None
+        if isinstance(message, Exception):
+            raise message
+        return message
+
+
+class Supervisor:
+    """Runs `serve(number, say_up)` in `count` processes, and again where one that was up is killed."""
+
+    def __init__(self, serve: Serve, count: int, public: socket.socket) -> None:
+        self._serve, self._count, self._public = serve, count, public
+        self._children: dict[int, Child] = {}
+        self._restarts: list[float] = []
+        self._is_stopping = False
+        self._code = 0
+
+    def run(self, ready: Callable[[], None]) -> int:
+        """Calls `ready` when all are up; returns the exit code; raises what `serve` raised."""
+        before = {number: signal.signal(number, self._stop) for number in SIGNALS}
+        is_ready = False
+        try:
+            for number in range(self._count):
+                self._start(number)
+            while self._children:
+                by_pipe: dict[Any, Child] = {child.pipe: child for child in self._children.values()}
+                for pipe in multiprocessing.connection.wait(list(by_pipe)):
+                    child = by_pipe[pipe]
+                    if child.receive() == UP:
+                        child.is_up = True
+                    else:
+                        self._replace(child)
+                if not is_ready and not self._is_stopping and all(child.is_up for child in self._children.values()):
+                    is_ready = True
+                    ready()
+            return self._code
+        finally:
+            for child in self._children.values():
+                child.process.terminate()
+            for child in self._children.values():
+                child.process.join()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _start(self, number: int) -> None:
+        child = self._children[number] = Child(self._serve, number, is_only=self._count == 1)
+        if self._is_stopping:
+            child.process.terminate()
+
+    def _stop(self, number: int, _: Any = None) -> None:
+        self._is_stopping = True
+        self._public.close()  # or clients that come now would wait in its queue until the children have drained
+        for child in list(self._children.values()):
+            if child.process.pid is not None and child.process.is_alive():
+                os.kill(child.process.pid, number)
+
+    def _replace(self, child: Child) -> None:
+        """After `child` has ended."""
+        del self._children[child.number]
+        ended_with, now = child.process.exitcode or 0, time.monotonic()
+        if self._is_stopping or not child.is_up or (ended_with >= 0 and self._count == 1):
+            self._give_up(ended_with if ended_with >= 0 else 128 - ended_with)
+            return
+        self._restarts = [*(moment for moment in self._restarts if moment > now - 60), now]
+        if len(self._restarts) > RESTARTS_PER_MINUTE:
+            print("tokentrue serve: the gateway dies as fast as it starts; giving up", file=sys.stderr)
+            self._give_up(1)
+            return
+        print(f"tokentrue serve: {_explain(ended_with)}; starting it again", file=sys.stderr)
+        self._start(child.number)
+
+    def _give_up(self, code: int) -> None:
+        self._code = max(self._code, code)
+        if not self._is_stopping:
+            self._stop(signal.SIGTERM)
+
+
+def _explain(exit_code: int) -> str:
+    if exit_code == -signal.SIGALRM:
+        return "one rendering of the chat template took longer than limits.render_s, and its process was ended"
+    how = f"ended with {exit_code}" if exit_code >= 0 else f"was ended by {signal.Signals(-exit_code).name}"
+    return f"a gateway process {how}"
+
+
+def _run_child(serve: Serve, number: int, parent: Connection, parent_id: int, ends_with: int) -> None:
+    for each in SIGNALS:  # until the server has its own handlers
+        signal.signal(each, signal.SIG_DFL)
+    os.setpgid(0, 0)  # a terminal's Ctrl-C reaches the parent alone, which forwards it once
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ends_with)
+        if os.getppid() != parent_id:  # it ended before the call
+            os._exit(1)
+    try:
+        serve(number, lambda: parent.send(UP))
+    except Exception as error:
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:
+            raise error from None
+        parent.send(error)
