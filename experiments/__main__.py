@@ -67,8 +67,7 @@ def run(options: argparse.Namespace) -> int:
     from experiments.arms import Scale
     from experiments.registry import run_experiment, runs_of
     from experiments.report import write_experiment_report
-    from tokentrue.app.devices import require_device
-    from tokentrue.app.libraries import quiet_libraries
+    from tokentrue.app.libraries import quiet_libraries, require_device
 
     quiet_libraries()
     require_device(options.device)

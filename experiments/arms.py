@@ -14,10 +14,11 @@ from typing import Any, Literal
 import torch
 
 from experiments.adapters import NAME, AdapterSink, MergingSink, add_adapter
+from experiments.local_sessions import LocalSessions
 from experiments.rewriting import Rewriting, RewrittenRounds, TranscribedSessions
 from experiments.routing import is_mixture, routing_flips
 from experiments.sources import SourceSink, rollout_weights
-from tokentrue.app.rollout.rollouts import LocalSessions, RolloutRounds, evaluate
+from tokentrue.app.rollout.rollouts import RolloutRounds, evaluate
 from tokentrue.environments import SMALL_MODEL, RolloutConfig, Sessions
 from tokentrue.errors import ConfigError
 from tokentrue.hub import load_causal_model

@@ -16,13 +16,12 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "tokentrue"
 # Every package may import these.
 SHARED = {"ids", "replay", "types", "protocols", "errors", "plain_json", "json_lines", "hub", "tracing"}
-SHARED |= {"conversation", "conversion", "json_types"}
+SHARED |= {"conversation", "json_types"}
 SERVED = {"renderers", "comparison", "sessions", "samples", "turn", "providers", "gateway"}
 TENSORS = {"mismatch", "numerics", "engine", "train"}
 # Who may import whom, besides SHARED and itself. Imports inside functions and under TYPE_CHECKING count.
 ALLOWED: Mapping[str, set[str]] = {
     "errors": set(),
-    "conversion": {"errors"},
     "json_types": set(),
     "tracing": set(),
     "plain_json": {"errors", "json_types"},

@@ -10,16 +10,30 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping
 from hashlib import blake2b
-from typing import Any, cast
+from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
+import msgspec
 import orjson
 
 from tokentrue.errors import MessageError
 from tokentrue.json_types import JsonValue
 
 MAX_DEPTH = 128
+T = TypeVar("T")
+_AT = re.compile(r" - at `\$\.?(.*)`$")
+_FIELD = re.compile(r"Object (contains unknown|missing required) field `(.*)`")
+_EXPECTED = re.compile(r"Expected `([^`]*)`(.*?)(, got .*)?")
+_WORDS = {
+    "str": "a string",
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "object": "an object",
+    "array": "a list",
+}
 _LEAVES = frozenset({str, int, float, bool, type(None)})
 _EXACT_MARK = b" "
 """Before JSON that only the standard library reads back exactly: integers beyond 64 bits, lone surrogates."""
@@ -106,3 +120,45 @@ def digest(*values: JsonValue) -> bytes:
         data = value if isinstance(value, bytes) else dumps(value)
         parts += (b"%d:" % len(data), data)
     return blake2b(b"".join(parts), digest_size=16).digest()
+
+
+# Foreign values into typed records, with complaints that name the field and say what it must be.
+def convert(value: Any, type_: type[T], path: str = "", *, strict: bool = True) -> T:
+    """`path` names the value in errors. Not `strict`: numbers and booleans may be text, as in a query."""
+    try:
+        return msgspec.convert(value, type_, strict=strict)
+    except msgspec.ValidationError as error:
+        raise complaint(error, path, type_) from None
+
+
+def complaint(error: msgspec.ValidationError, path: str, type_: Any) -> MessageError:
+    text = str(error)
+    at = _AT.search(text)
+    inner, what = (at[1], text[: at.start()]) if at else ("", text)
+    where = join_path(path, inner)
+    if named := _FIELD.match(what):
+        is_unknown = named[1] == "contains unknown"
+        message = "is not supported by this gateway; leave it out" if is_unknown else "is required"
+        return MessageError(message, field=join_path(where, named[2]))
+    if what.startswith("Invalid enum value") and (choices := literals(type_, inner)):
+        either = " or ".join(choices) if len(choices) < 3 else f"one of {', '.join(choices)}"
+        what = f"must be {either}, not {what.removeprefix('Invalid enum value ')}"
+    elif expected := _EXPECTED.fullmatch(what):
+        kinds = [_WORDS.get(kind, kind) for kind in expected[1].split(" | ") if kind != "null"]
+        what = f"must be {' or '.join(kinds)}{expected[2]}"
+    elif what.startswith("Invalid value"):
+        what = f"{what.removeprefix('Invalid value ')} is not supported"
+    return MessageError(what, field=where or None)
+
+
+def join_path(path: str, name: str) -> str:
+    return f"{path}.{name}" if path and name and not name.startswith("[") else path + name
+
+
+def literals(type_: Any, name: str) -> list[str]:
+    """The words that a value of `type_`, or its field `name`, may hold."""
+    field = name.partition("[")[0]
+    hint = get_type_hints(type_).get(field) if field and isinstance(type_, type) else type_
+    if get_origin(hint) is Literal:
+        return [str(word) for word in get_args(hint) if word]
+    return [word for kind in get_args(hint) for word in literals(kind, "")]

@@ -134,7 +134,7 @@ def test_a_table_without_preset_changes_the_losss_own_correction() -> None:
     [
         ({"name": "dpo"}, r"loss\.name: no loss 'dpo'"),
         ({"options": {"clip": 0.2}}, r"loss\.options\.clip: unknown key; known here: aggregate"),
-        ({"options": {"clip_high": "wide"}}, r"loss\.options\.clip_high: must be float, got 'wide'"),
+        ({"options": {"clip_high": "wide"}}, r"loss\.options\.clip_high: must be a number, got 'wide'"),
         ({"options": {"penalty": {"coefficient": 0.1, "kind": "k3"}}}, r"loss\.options\.penalty\.kind: unknown key"),
         ({"options": {"penalty": {}}}, r"loss\.options\.penalty\.coefficient: is needed"),
         ({"options": {"penalty": {"coefficient": -1}}}, r"loss\.options\.penalty: Penalty\.coefficient: -1\.0 must be"),

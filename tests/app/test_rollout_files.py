@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tokentrue.app.rollout.files import Recorder, lines_of, trim_to_whole_groups
+from tokentrue.app.rollout.files import Recorder, read_whole_lines, trim_to_whole_groups
 from tokentrue.environments import Plan, Rollout, Task, plan_groups
 
 PLANS = plan_groups([Task(task_id=name, prompt="") for name in ("a", "b", "c")], n=2, seed=0)
@@ -33,8 +33,15 @@ def test_whatever_an_error_says_its_groups_are_on_file(tmp_path: Path, text: str
     record(tmp_path, text)
     for _ in range(2):  # the second reads what the first wrote again
         assert trim_to_whole_groups(tmp_path, PLANS) == {"a", "b", "c"}
-        assert [line["error"] for line in lines_of(tmp_path / "rollouts.jsonl")] == [None, None, text, None, None, None]
-        assert len(lines_of(tmp_path / "samples.jsonl")) == 5
+        assert [line["error"] for line in read_whole_lines(tmp_path / "rollouts.jsonl")] == [
+            None,
+            None,
+            text,
+            None,
+            None,
+            None,
+        ]
+        assert len(read_whole_lines(tmp_path / "samples.jsonl")) == 5
 
 
 def test_a_file_that_was_cut_inside_a_character_keeps_the_lines_before(tmp_path: Path) -> None:
@@ -42,5 +49,5 @@ def test_a_file_that_was_cut_inside_a_character_keeps_the_lines_before(tmp_path:
     lines = (tmp_path / "rollouts.jsonl").read_bytes().split(b"\n")
     (tmp_path / "rollouts.jsonl").write_bytes(b"\n".join(lines[:2]) + b"\n" + lines[2].partition(b"\xa9")[0])
     assert trim_to_whole_groups(tmp_path, PLANS) == {"a"}
-    assert [line["rollout"] for line in lines_of(tmp_path / "rollouts.jsonl")] == ["a/0", "a/1"]
-    assert [line["session_id"] for line in lines_of(tmp_path / "samples.jsonl")] == ["s-a/0", "s-a/1"]
+    assert [line["rollout"] for line in read_whole_lines(tmp_path / "rollouts.jsonl")] == ["a/0", "a/1"]
+    assert [line["session_id"] for line in read_whole_lines(tmp_path / "samples.jsonl")] == ["s-a/0", "s-a/1"]

@@ -66,7 +66,7 @@ WRONG = [
     ("train --model ./nowhere", "there is no directory './nowhere'", "hub id"),
     ("train --samples bad.parquet", "bad.parquet: not a parquet file", ""),
     ("train --set rollout.temperature=-1", "rollout.temperature: -1.0", ">= 0"),
-    ("train --set threads=0", "threads: 0", "at least 1"),
+    ("train --set threads=0", "threads: must be a whole number >= 1", "got 0"),
     ("rollout --set rollout.temperature=-1", "rollout.temperature: -1.0", "finite and >= 0"),
     ("rollout --set rollout.temperature=nan", "rollout.temperature: nan", "finite"),
     (

@@ -26,12 +26,12 @@ PLANS = plan_groups([Task(task_id=f"t{i}", prompt="") for i in range(16)], n=4, 
 def test_a_rollout_is_pinned_by_its_key_alone_and_gateways_share_the_load() -> None:
     fleet = object.__new__(Fleet)
     fleet.gateways, fleet._is_shared = ["a", "b", "c"], False
-    found = [fleet.gateways_of(plan)[0] for plan in PLANS]
-    assert found == [fleet.gateways_of(plan)[0] for plan in reversed(PLANS)][::-1]
-    assert {len(fleet.gateways_of(plan)) for plan in PLANS} == {1}, "another gateway has not that session"
+    found = [fleet.gateways_for(plan)[0] for plan in PLANS]
+    assert found == [fleet.gateways_for(plan)[0] for plan in reversed(PLANS)][::-1]
+    assert {len(fleet.gateways_for(plan)) for plan in PLANS} == {1}, "another gateway has not that session"
     fleet._is_shared = True
-    assert [fleet.gateways_of(plan)[0] for plan in PLANS] == found
-    assert all(sorted(fleet.gateways_of(plan)) == ["a", "b", "c"] for plan in PLANS)
+    assert [fleet.gateways_for(plan)[0] for plan in PLANS] == found
+    assert all(sorted(fleet.gateways_for(plan)) == ["a", "b", "c"] for plan in PLANS)
     assert all(found.count(name) > len(PLANS) / 6 for name in "abc")
 
 
@@ -134,7 +134,7 @@ async def test_a_training_run_logs_the_tracebacks_of_its_actors(caplog: pytest.L
         return failed_rollout(plan, ValueError("the agent broke"), 0.0, session_id="s")
 
     worker = SimpleNamespace(play=SimpleNamespace(remote=play))
-    fleet: Any = SimpleNamespace(_next_worker=itertools.cycle([worker]), gateways_of=lambda plan: [])
+    fleet: Any = SimpleNamespace(_next_worker=itertools.cycle([worker]), gateways_for=lambda plan: [])
     groups = await run_groups(lambda plan: Fleet.play(fleet, plan), PLANS[:4])
     assert [rollout.error for rollout in groups[0]] == ["ValueError: the agent broke"] * 4
     assert caplog.text.count("failed\nValueError: the agent broke") == 4

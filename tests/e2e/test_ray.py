@@ -92,7 +92,7 @@ def test_the_log_has_the_tracebacks_of_actors(
 
 
 def gateway_number(fleet: object, rollout: Rollout) -> int:
-    return fleet.gateways.index(fleet.gateways_of(rollout.plan)[0])  # type: ignore[attr-defined]
+    return fleet.gateways.index(fleet.gateways_for(rollout.plan)[0])  # type: ignore[attr-defined]
 
 
 def tokens(rollout: Rollout) -> list[list[int]]:

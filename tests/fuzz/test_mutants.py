@@ -31,11 +31,11 @@ MUTANTS = (
         name="a streamed call is closed under the next call's name",
         changes=[
             (
-                "gateway/dialects/responses_events.py",
-                "        out = self._close_finished()\n        item = OutputItem(kind=kind, suffix=suffix)\n",
-                '        if delta is not None and last is not None and last.is_open and last.item.kind == "call":\n'
-                "            last.item = replace(last.item, tool=served_tool(delta.name, self._head.options.served))\n"
-                "        out = self._close_finished()\n        item = OutputItem(kind=kind, suffix=suffix)\n",
+                "gateway/dialects/responses_answers.py",
+                "        out = self._close_finished()\n        item = OutputItem(kind=kind, suffix=suffix, pieces",
+                '        if delta is not None and last is not None and last.kind == "call":\n'
+                '            last.tool = self._head.options.find_tool(delta.name or "")\n'
+                "        out = self._close_finished()\n        item = OutputItem(kind=kind, suffix=suffix, pieces",
             )
         ],
         rules=["a stream is sound"],

@@ -177,12 +177,11 @@ def chunks_of(case: str, head: RequestHead) -> list[dict[str, Any]]:
 
 def by_kind(parts: list[dict[str, Any]]) -> tuple[str, str, list[Any], str]:
     """Thoughts, text, calls and sealed reasoning."""
-    from tokentrue.gateway.dialects.google.signatures import read_signature
 
     thoughts = "".join(p["text"] for p in parts if p.get("thought"))
     text = "".join(p.get("text", "") for p in parts if not p.get("thought"))
     sealed = "".join(
-        read_signature(ReasoningSigner(b"x"), p["thoughtSignature"]) or "" for p in parts if "thoughtSignature" in p
+        ReasoningSigner(b"x").unwrap_bytes(p["thoughtSignature"]) or "" for p in parts if "thoughtSignature" in p
     )
     return thoughts, text, [p["functionCall"] for p in parts if "functionCall" in p], sealed
 

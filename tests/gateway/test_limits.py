@@ -13,7 +13,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +25,9 @@ from tests.gateway.test_workers import Engine, serving, worker_pids
 from tests.gateway.world import ROOT, Made, Server, scripted_server, wait_until
 from tests.turn.letters import Letters, sampled
 from tests.turn.world import Engine as LetterEngine
-from tokentrue.errors import LimitExceeded
+from tokentrue.app.configuration import read
+from tokentrue.app.wiring import ServeConfig
+from tokentrue.errors import ConfigError, LimitExceeded
 from tokentrue.gateway.asgi import problem_from
 from tokentrue.gateway.metrics.meter import CLOCK, EngineClock, MeteredProvider
 from tokentrue.ids import TokenIds
@@ -354,12 +355,10 @@ def test_the_journal_is_its_owners_alone(tmp_path: Path) -> None:
 
 
 def test_settings_have_positive_limits() -> None:
-    from tokentrue.errors import ConfigError
-    from tokentrue.gateway import GatewayLimits
-
-    with pytest.raises(ConfigError, match=r"limits.write_s"):
-        GatewayLimits(write_s=0)
-    assert replace(GatewayLimits(), queue=0).queue == 0
+    for wrong in ("limits.write_s=0", "limits.write_s=nan", "limits.in_flight=-1", "server.port=65536"):
+        with pytest.raises(ConfigError, match=wrong.partition("=")[0]):
+            read(ServeConfig, sets=[wrong])
+    assert read(ServeConfig, sets=["limits.queue=0"]).limits.queue == 0
 
 
 async def test_totals_count_a_session_once_however_often_it_leaves_the_memory() -> None:

@@ -15,7 +15,7 @@ import pytest
 import transformers  # `serve` in this process must find it loaded, or it would hide torch from all other tests  # noqa: F401
 
 from tests.gateway.world import ROOT, TOOLS, model_dir, scripted_server, write_script
-from tokentrue.app.embedded import embedded_gateway
+from tokentrue.app.background import embedded_gateway
 from tokentrue.app.wiring import ServeConfig, ServerConfig
 from tokentrue.cli.main import run
 from tokentrue.errors import ConfigError
@@ -154,7 +154,7 @@ def test_a_gateway_in_front_of_another_process_never_loads_torch(tmp_path: Path)
 def test_torch_is_hidden_only_while_transformers_is_loaded() -> None:
     program = (
         "import sys\n"
-        "from tokentrue.app.torchless import without_torch\n"
+        "from tokentrue.app.libraries import without_torch\n"
         "with without_torch('exact'):\n"
         "    assert 'torch' not in sys.modules, 'an engine of this process needs it'\n"
         "with without_torch('vllm'):\n"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tokentrue.app.devices import DTYPES
+from tokentrue.app.libraries import DTYPES
 from tokentrue.cli.main import run
 from tokentrue.ids import TokenIds
 from tokentrue.samples import write_samples

@@ -1,6 +1,6 @@
-"""A gateway with an embedded engine in a thread of this process, for synchronous trainers and notebooks.
+"""A gateway with an embedded engine inside this process: the real server on a port of its host, loopback by default.
 
-with BackgroundGateway(model="path/to/model") as gateway:
+with BackgroundGateway(model="path/to/model") as gateway:      # in a thread, for synchronous trainers and notebooks
     client = tt.Client(gateway.url, gateway.admin_key)
     gateway.publish(model.state_dict(), version=1)
 """
@@ -8,16 +8,48 @@ with BackgroundGateway(model="path/to/model") as gateway:
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import threading
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
-from tokentrue.app.embedded import Embedded, embedded_gateway
-from tokentrue.app.wiring import EngineConfig, ModelConfig, ServeConfig, ServerConfig
+from tokentrue.app.wiring import ADMIN_KEY, EngineConfig, ModelConfig, ServeConfig, ServerConfig, gateway_for
+
+DRAIN_S = 5.0  # after an error, turns that nobody waits for must not keep the process
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Embedded:
+    base_url: str
+    gateway: Any
+    provider: Any  # the engine itself: where weights are published
+    admin_key: str
+
+
+@contextlib.asynccontextmanager
+async def embedded_gateway(settings: ServeConfig) -> AsyncGenerator[Embedded, None]:
+    """Serves until the block ends; signals stay with the caller. Where no admin key is set, a new one is made."""
+    from tokentrue.gateway.auth import new_admin_key
+    from tokentrue.gateway.serving.server import find_url, listen, log_to_stderr, serve_embedded
+
+    log_to_stderr(enabled=False)
+    admin_key = os.environ.get(ADMIN_KEY) or new_admin_key()
+    public = listen(settings.server.host, settings.server.port, admin_key=admin_key)
+    base_url = find_url(settings.server.host, public)
+    settings = replace(settings, server=replace(settings.server, address=settings.server.address or base_url))
+    try:
+        gateway = gateway_for(settings, admin_key=admin_key)
+    except BaseException:
+        public.close()
+        raise
+    async with serve_embedded(gateway, public, drain_s=DRAIN_S):
+        yield Embedded(base_url=base_url, gateway=gateway, provider=gateway.provider.inner, admin_key=admin_key)
 
 
 class BackgroundGateway:
-    """Use as a context manager. `engine` and `options` are those of `tokentrue serve`; `settings` stand for all of
+    """Use as a context manager. `engine` and `options` are those of `tokentrue serve`; `settings` replaces all of
     them."""
 
     def __init__(

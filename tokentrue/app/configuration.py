@@ -1,21 +1,19 @@
-"""TOML and `--set a.b=c` into frozen dataclasses: an unknown key, a wrong type or a bad value is one line that names
-the key.
-
-Worked example: `read(ServeConfig, Path("serve.toml"), ["server.port=9000"])`. `as_mapping(config)` is the way back, for
-the copy that is written beside every output.
-"""
+"""TOML and `--set a.b=c` into frozen dataclasses: an unknown key or a bad value is one line that names the key."""
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import tomllib
-import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
+
+import msgspec
 
 from tokentrue.errors import ConfigError, InputError
 from tokentrue.json_types import JsonMapping, JsonObject
+from tokentrue.plain_json import complaint
 
 T = TypeVar("T")
 NONE = "none"
@@ -46,7 +44,6 @@ def read(
 
 
 def merge(values: JsonObject, over: JsonMapping) -> None:
-    """Puts the keys of `over` over those of `values`, table by table."""
     for name, value in over.items():
         known = values.get(name)
         if isinstance(known, dict) and isinstance(value, Mapping):
@@ -82,41 +79,24 @@ def set_dotted(values: JsonObject, dotted: str, value: Any) -> None:
     values[name] = value
 
 
-def build(type_: type[T], values: JsonMapping, *, path: str = "") -> T:
-    """A dataclass from plain values."""
-    hints = get_type_hints(type_)
-    known = {field.name: field for field in dataclasses.fields(type_) if field.init}  # pyright: ignore[reportArgumentType]
+def build(type_: type[T], values: JsonMapping, *, path: str = "", base: T | None = None) -> T:
+    """A dataclass from plain values; `base` has the values of what is not given, table by table."""
+    hints = get_type_hints(type_, include_extras=True)
+    known = {field.name: field for field in dataclasses.fields(cast("Any", type_)) if field.init}
     for name in values:
         if name not in known:
-            raise ConfigError(f"{_at(path, name)}: unknown key; known here: {', '.join(sorted(known))}")
+            close = difflib.get_close_matches(name, known, 1)
+            meant = f"; did you mean {close[0]}?" if close else ""
+            raise ConfigError(f"{_at(path, name)}: unknown key; known here: {', '.join(sorted(known))}{meant}")
     for name, field in known.items():
-        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-        if required and name not in values:
+        is_needed = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        if base is None and is_needed and name not in values:
             raise ConfigError(f"{_at(path, name)}: is needed")
-    made = {name: _value(hints[name], value, _at(path, name)) for name, value in values.items()}
+    made = {
+        name: _value(hints[name], value, _at(path, name), getattr(base, name, None)) for name, value in values.items()
+    }
     try:
-        return type_(**made)
-    except InputError as error:
-        raise ConfigError(f"{path + ': ' if path else ''}{error}") from error
-
-
-def change(base: T, values: JsonMapping, *, path: str = "") -> T:
-    """The same dataclass with other values, checked like those of `build`. A table changes the record that is there,
-    field by field."""
-    type_ = type(base)
-    hints = get_type_hints(type_)
-    known = sorted(field.name for field in dataclasses.fields(cast("Any", base)) if field.init)
-    made: JsonObject = {}
-    for name, value in values.items():
-        if name not in known:
-            raise ConfigError(f"{_at(path, name)}: unknown key; known here: {', '.join(known)}")
-        current = getattr(base, name)
-        if isinstance(value, Mapping) and dataclasses.is_dataclass(current):
-            made[name] = change(current, cast("JsonMapping", value), path=_at(path, name))
-        else:
-            made[name] = _value(hints[name], value, _at(path, name))
-    try:
-        return cast("T", dataclasses.replace(cast("Any", base), **made))
+        return type_(**made) if base is None else cast("T", dataclasses.replace(cast("Any", base), **made))
     except InputError as error:
         raise ConfigError(f"{path + ': ' if path else ''}{error}") from error
 
@@ -125,64 +105,34 @@ def _at(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _value(hint: Any, value: Any, path: str) -> Any:
-    origin, inner = get_origin(hint), get_args(hint)
-    if hint is Any:
+def _value(hint: Any, value: Any, path: str, base: Any = None) -> Any:
+    """Tables are built by `build`, which knows their keys; msgspec checks and converts the rest."""
+    if dataclasses.is_dataclass(value):
         return value
-    if origin in (Union, types.UnionType):
-        return _one_of(inner, value, path)
-    if origin is Literal:
-        if value not in inner:
-            raise ConfigError(f"{path}: must be one of {', '.join(map(str, inner))}, got {value!r}")
-        return value
-    if dataclasses.is_dataclass(hint):
-        if dataclasses.is_dataclass(value):
-            return value
-        if not isinstance(value, Mapping):
-            raise ConfigError(f"{path}: must be a table")
-        return build(cast("type[Any]", hint), cast("JsonMapping", value), path=path)
-    if origin is tuple or origin in (list, Sequence):
-        return _sequence(origin, inner, value, path)
-    if origin is not None and issubclass(origin, Mapping):
-        if not isinstance(value, Mapping):
-            raise ConfigError(f"{path}: must be a table")
-        return dict(cast("Mapping[Any, Any]", value))
-    return _plain(hint, value, path)
-
-
-def _one_of(hints: tuple[Any, ...], value: Any, path: str) -> Any:
-    """The first of several types that the value is of. "none" stands for None where text is not expected: TOML has no
-    word for it."""
-    if type(None) in hints and (value is None or (value == NONE and str not in hints)):
+    kinds = [kind for kind in get_args(hint) if kind is not type(None)] if type(None) in get_args(hint) else [hint]
+    # TOML has no word for None; where text is expected, it may be that word.
+    if len(kinds) < len(get_args(hint)) and (value is None or (value == NONE and str not in kinds)):
         return None
-    failure: ConfigError | None = None
-    for hint in sorted(hints, key=lambda hint: dataclasses.is_dataclass(hint) != isinstance(value, Mapping)):
-        if hint is not type(None):
-            try:
-                return _value(hint, value, path)
-            except ConfigError as error:
-                failure = failure or error
-    raise failure or ConfigError(f"{path}: has no value")
+    record = next((kind for kind in kinds if dataclasses.is_dataclass(kind)), None)
+    if record is not None:
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{path}: must be a table")
+        return build(cast("type[Any]", record), cast("JsonMapping", value), path=path, base=base)
+    item = next((get_args(kind)[0] for kind in kinds if get_origin(kind) is tuple), None)
+    if dataclasses.is_dataclass(item) and isinstance(value, list | tuple):
+        rows = cast("Sequence[Any]", value)
+        return tuple(_value(item, row, f"{path}[{index}]") for index, row in enumerate(rows))
+    try:
+        return msgspec.convert(value, hint, dec_hook=_as_path)
+    except msgspec.ValidationError as error:
+        what = complaint(error, path, hint)
+        raise ConfigError(f"{what}, got {value!r}" if "not " not in str(what) else str(what)) from None
 
 
-def _sequence(origin: Any, inner: tuple[Any, ...], value: Any, path: str) -> Any:
-    if isinstance(value, str) or not isinstance(value, Sequence):
-        raise ConfigError(f"{path}: must be a list")
-    made = [
-        _value(inner[0] if inner else Any, item, f"{path}[{index}]")
-        for index, item in enumerate(cast("Sequence[Any]", value))
-    ]
-    return tuple(made) if origin is tuple else made
-
-
-def _plain(hint: Any, value: Any, path: str) -> Any:
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if hint is Path and isinstance(value, str):
+def _as_path(type_: type[Any], value: Any) -> Any:
+    if issubclass(type_, Path) and isinstance(value, str | Path):
         return Path(value)
-    if isinstance(hint, type) and (not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool)):
-        raise ConfigError(f"{path}: must be {hint.__name__}, got {value!r}")
-    return value
+    raise ValueError(f"Expected `{type_.__name__}`, got `{type(value).__name__}`")
 
 
 def as_mapping(config: Any) -> Any:

@@ -1,10 +1,6 @@
-"""Is the model that a remote engine serves the one whose tokenizer we use? Checked at start, per replica; a mismatch is
-refused.
-
-The engine's own tokenisation of a probe text decides where the engine offers one. Where it does not, only the absence
-of `--model`
-can be judged: the engine's reported model must then be a directory on this machine.
-"""
+"""Is the model that a remote engine serves the one whose tokenizer we use? Checked at start, per replica, by the
+engine's own tokenisation of a probe text where it offers one. Without `--model` the engine's model must be a
+directory here."""
 
 from __future__ import annotations
 
@@ -25,7 +21,7 @@ PROBE = "Hello, wörld! 12345 + 678 = ?\n\n\tdef f(x): return x**2  # 你好 �
 
 def identify_model(config: ServeConfig) -> ServeConfig:
     """The configuration with its model settled; raises ConfigError where an engine is unreachable or serves another
-    model."""
+    one."""
     if config.engine.name not in REMOTE:
         return config
     if not config.engine.urls:
@@ -40,7 +36,7 @@ def identify_model(config: ServeConfig) -> ServeConfig:
 
 
 async def _ask(engine: EngineConfig, url: str, renderer: Renderer | None) -> JsonMapping:
-    """Health facts of one replica, by a connection of its own; with a renderer, its tokenisation is compared, too."""
+    """Health facts of one replica; with a renderer, its tokenisation is compared, too."""
     provider = connect_engine(engine, url)
     try:
         facts = await provider.health()
@@ -70,8 +66,7 @@ async def _compare_tokens(provider: Provider, renderer: Renderer, url: str) -> N
 
 
 def _config_from_engine(model: ModelConfig, engine: EngineConfig, facts: list[JsonMapping]) -> ModelConfig:
-    """Without --model: the model that the engine reports, where it is a directory here, or the shipped one under its
-    own name."""
+    """Without --model: the directory that the engine reports, or the shipped model by its name."""
     names = {str(fact.get("path") or fact.get("model")) for fact in facts}
     if len(names) > 1:
         raise ConfigError(f"the replicas serve different models: {', '.join(sorted(names))}")

@@ -1,12 +1,20 @@
-"""Keeps the output of libraries out of ours, and sets their threads."""
+"""torch and transformers: loaded where they are needed, quiet, on a device that is there."""
 
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import cast
+
+from tokentrue.errors import ConfigError
+from tokentrue.providers.registry import ENGINES
+
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 def quiet_libraries(threads: int | None = None) -> None:
-    """Progress bars and warnings of libraries stay out of our output."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     import torch
     from transformers.utils import logging
@@ -14,3 +22,43 @@ def quiet_libraries(threads: int | None = None) -> None:
     logging.disable_progress_bar()
     if threads is not None:
         torch.set_num_threads(min(threads, os.cpu_count() or 1))
+
+
+@contextmanager
+def without_torch(engine: str) -> Generator[None, None, None]:
+    """Within the block transformers is loaded without torch, where `engine` runs elsewhere and torch is not loaded
+    already. After it, transformers has no models in this process."""
+    # Loading a tokenizer imports transformers, which imports torch wherever it finds it: seconds of start-up and
+    # hundreds of megabytes. transformers has no switch for that; it looks once, and remembers.
+    kind = ENGINES.get(engine)
+    if kind is None or kind.needs_torch or "torch" in sys.modules or "transformers" in sys.modules:
+        yield
+        return
+    sys.modules["torch"] = None  # type: ignore[assignment]  # Python's own way to say: not importable
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found": as intended
+    try:
+        yield
+    finally:
+        del sys.modules["torch"]
+
+
+def require_device(device: str) -> None:
+    import torch
+
+    try:
+        kind, index = torch.device(device).type, cast("int | None", torch.device(device).index)
+    except RuntimeError as error:
+        raise ConfigError(f"device: {device!r} is no device of torch; use cpu, cuda or cuda:N") from error
+    if kind not in {"cpu", "cuda"}:
+        raise ConfigError(f"device: {device!r} is not supported; use cpu, cuda or cuda:N")
+    if kind == "cuda" and not torch.cuda.is_available():
+        why = "finds no GPU" if torch.version.cuda else "is built without CUDA"
+        raise ConfigError(f"device: {device!r} is not available: torch {torch.__version__} {why}; use cpu")
+    if kind == "cuda" and index is not None and index >= torch.cuda.device_count():
+        count = torch.cuda.device_count()
+        raise ConfigError(f"device: {device!r} is not available: GPUs here: {count}, counted from 0")
+
+
+def require_dtype(dtype: str) -> None:
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype: {dtype!r} is not one of {', '.join(DTYPES)}")

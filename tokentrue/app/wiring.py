@@ -1,8 +1,5 @@
-"""The one place that picks implementations: from configuration to a renderer, an engine, a journal, a gateway.
-
-Everything heavy is imported inside the function that needs it, so a gateway in front of a remote engine starts without
-torch.
-"""
+"""The one place that picks implementations. Everything heavy is imported inside the function that needs it, so a
+gateway in front of a remote engine starts without torch."""
 
 from __future__ import annotations
 
@@ -11,19 +8,20 @@ import os
 import socket
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from tokentrue.app.devices import require_device, require_dtype
+import msgspec
+
+from tokentrue.app.libraries import require_device, require_dtype
 from tokentrue.environments import SMALL_MODEL
 from tokentrue.errors import ConfigError
-from tokentrue.gateway.config import GatewayConfig, GatewayLimits
+from tokentrue.gateway.config import GatewayConfig, GatewayLimits, ServingConfig
 from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.providers.registry import IN_PROCESS, REMOTE, list_names
 from tokentrue.sessions.limits import SessionLimits as SessionLimits
-from tokentrue.sessions.stages.pinning import check_pin
 from tokentrue.tracing import start_tracing
 
 if TYPE_CHECKING:
@@ -35,6 +33,7 @@ if TYPE_CHECKING:
 
 ADMIN_KEY = "TOKENTRUE_ADMIN_KEY"
 ENGINE_KEY = "TOKENTRUE_ENGINE_KEY"
+AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
 DEFAULT_STORE = "sqlite:tokentrue.sqlite"
 
 
@@ -78,32 +77,16 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServerConfig:
+class ServerConfig(ServingConfig):
     host: str = "127.0.0.1"
-    port: int = 8000
-    workers: int = 1
+    port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 8000
+    workers: AtLeastOne = 1
     store: str = DEFAULT_STORE
-    durability: Literal["normal", "full"] = (
-        "normal"  # full: acknowledged turns survive a loss of power, not only of the process
-    )
-    base_url: str = ""
+    durability: Literal["normal", "full"] = "normal"  # full: acknowledged turns survive a loss of power
     address: str = ""  # where other gateways on the same PostgreSQL reach this one; default: the address that it binds
     lease_s: float = 15.0  # PostgreSQL: a gateway that is silent for longer loses its sessions to the others
-    training: bool = True
-    pin: tuple[
-        str, ...
-    ] = ()  # of sessions that do not say: ["system"] keeps the first system prompt of each conversation
-    keep_alive_s: float = 10.0
-    drain_s: float = 30.0
-    purge_after_s: float = 30 * 86400.0
     log: Literal["json", "off"] = "json"
     trace_url: str = ""  # an OTLP/HTTP collector, http://host:4318; empty: no traces
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"server.port must be between 0 and 65535, got {self.port}")
-        if self.workers < 1:
-            raise ConfigError(f"server.workers must be at least 1, got {self.workers}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +120,7 @@ def renderer_for(
 
 
 def provider_for(config: EngineConfig, model: ModelConfig, renderer: Callable[[str], Renderer]) -> EngineControl:
-    """The engine, behind a pool that splices what breaks off; replicas are several urls of one engine."""
+    """The engine behind a pool, which splices what breaks off."""
     from tokentrue.providers import load
     from tokentrue.providers.pool import Pool
 
@@ -167,15 +150,13 @@ def provider_for(config: EngineConfig, model: ModelConfig, renderer: Callable[[s
 
 
 def connect_engine(config: EngineConfig, url: str) -> Provider:
-    """The adapter to one server, with the engine's key from the environment unless `options` has one."""
     from tokentrue.providers import load
 
     return load(config.name, url=url, **{"api_key": os.environ.get(ENGINE_KEY), **config.options})
 
 
 def check_journal(journal: Journal, renderer: Renderer, store: str) -> None:
-    """Refuses the default journal where its last session is another model's; a journal that was chosen gets a
-    warning."""
+    """Refuses the default journal where its last session is another model's; warns for one that was chosen."""
     last = next(iter(journal.sessions(limit=1)), None)
     if last is None or last.tokenizer == renderer.tokenizer_hash:
         return
@@ -188,8 +169,6 @@ def check_journal(journal: Journal, renderer: Renderer, store: str) -> None:
 
 
 def view_for(config: ServeConfig, journal: Journal, renderer: Callable[[str], Renderer]) -> Callable[[], Any]:
-    """The viewer over this gateway's journal, made when the page is first opened."""
-
     def load() -> Any:
         from tokentrue.viewer import StoreSource, ViewerData, create_app
 
@@ -221,18 +200,14 @@ def gateway_for(
     loaded: Any = renderer(config.model.history)  # a template that is refused is a start-up error, not a request's
     for warning in loaded.proof.warnings:
         logging.getLogger("tokentrue").warning("%s: %s", config.model.shown, warning)
+    shared = {each.name: getattr(config.server, each.name) for each in fields(ServingConfig)}
     settings = GatewayConfig(
+        **{**shared, "base_url": config.server.base_url.rstrip("/")},
         model=config.model.shown,
         admin_key=admin_key,
-        base_url=config.server.base_url.rstrip("/"),
         limits=config.limits,
         session_limits=config.session_limits,
         history=config.model.history,
-        training=config.server.training,
-        pin=check_pin(config.server.pin),
-        keep_alive_s=config.server.keep_alive_s,
-        drain_s=config.server.drain_s,
-        purge_after_s=config.server.purge_after_s,
     )
     journal = open_journal(
         config.server.store,

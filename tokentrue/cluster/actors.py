@@ -1,9 +1,8 @@
 """The two kinds of actors. Imported where Ray is installed.
 
-A `GatewayActor` serves a gateway with its own engine; started again after a crash it finds its sessions in its journal.
-Where all gateways share a record (PostgreSQL), any of them continues the sessions of one that died with its node. A
-`RolloutActor` runs rollouts; started again, it begins a lost rollout again in the same session, gets the recorded
-answers, and samples only what was never answered. So a death costs the current turn of the rollouts that it touched.
+A `GatewayActor` that is started again finds its sessions in its journal; where gateways share a PostgreSQL record, any
+of them continues the sessions of one that died. A `RolloutActor` begins a lost rollout again in the same session and
+gets the recorded answers, so that a death costs the current turn of the rollouts it touched.
 """
 
 from __future__ import annotations
@@ -27,12 +26,8 @@ ANSWER_S = 10.0  # after which an actor that is being started again is passed ov
 
 
 class GatewayActor:
-    """`settings` is a ServeConfig; the store is in it, and must outlive the process.
-
-    It listens where Ray says that its node is to be found: loopback on a Ray of one's own, the node's address in a
-    cluster. `newest` names the `NewestWeights` actor of a training run: its weights are loaded before anybody hears
-    where this gateway listens.
-    """
+    """`settings` is a ServeConfig whose store outlives the process. It listens at its node's address. `newest` names
+    the `NewestWeights` actor of a training run: its weights are loaded before `address` answers."""
 
     def __init__(self, settings: Any, admin_key: str, threads: int = 1, newest: str = "") -> None:
         os.environ["TOKENTRUE_ADMIN_KEY"] = admin_key
@@ -47,8 +42,7 @@ class GatewayActor:
         self._starting = ThreadPoolExecutor(1).submit(self._start)
 
     def _start(self) -> str:
-        """The address. A gateway that cannot start raises RuntimeError, whatever its reason: a reason may look like an
-        absence."""
+        """The address. Raises RuntimeError, whatever the reason: a reason may look like an absence."""
         try:
             self._gateway.__enter__()
             if self._newest:
@@ -71,11 +65,10 @@ class GatewayActor:
         self._version = version
 
     def address(self) -> str:
-        """Where it listens, once it does. It may be another place after a restart."""
+        """Where it listens, once it does."""
         return self._starting.result()
 
     def publish(self, weights: Mapping[str, Any], version: int) -> None:
-        """Returns when every later token is sampled from these weights."""
         self.address()
         self._load(weights, version)
 
@@ -95,15 +88,13 @@ def node_address() -> str:
 
 
 class RolloutActor:
-    """Plays rollouts of one environment; many at once."""
-
     def __init__(self, rollout: Any, admin_key: str) -> None:
         self._config = rollout
         self._environment = load_environment(rollout.environment, rollout.options)
         self._admin_key = admin_key
 
     async def play(self, plan: Plan, gateways: Sequence[Any]) -> Rollout:
-        """`gateways` are handles of the actors that can serve the session, the one that it is pinned to first."""
+        """`gateways` are handles of the actors that can serve the session, the pinned one first."""
         return await play_through(
             self._environment, plan, lambda: find_gateway(gateways), self._config, self._admin_key
         )
@@ -166,7 +157,7 @@ def is_conflict_or_absence(error: Exception) -> bool:
 
 
 def is_absence(trouble: BaseException) -> bool:
-    """Whether a gateway or its actor was not there, as against refusing or the agent failing."""
+    """Whether a gateway or its actor was not there, as against a refusal or a failed agent."""
     import httpx
     import openai
     import ray.exceptions

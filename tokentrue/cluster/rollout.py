@@ -1,9 +1,6 @@
-"""tokentrue rollout --ray: gateways and rollout workers as actors, sessions pinned to their gateway.
-
-A rollout belongs to the gateway that its key hashes to. Ray starts dead actors again; a lost rollout begins again in
-its session. With `nodes` the actors are placed on that many nodes and share one record, so that the sessions of a node
-that died continue on the others. Nothing here knows about tokens.
-"""
+"""tokentrue rollout --ray: gateways and rollout workers as actors. A rollout belongs to the gateway that its key
+hashes to. With `nodes` the actors are spread over that many nodes and share one record, so that the sessions of a
+node that died continue on the others."""
 
 from __future__ import annotations
 
@@ -27,8 +24,7 @@ JOIN_S = 30.0
 
 
 class Fleet:
-    """The actors of one run. `gateways` and `workers` are Ray handles. `newest` names the actor with a training run's
-    weights."""
+    """The actors of one run, as Ray handles. `newest` names the actor with a training run's weights."""
 
     def __init__(self, settings: RolloutRun, *, gateways: int, workers: int, nodes: int = 0, newest: str = "") -> None:
         ray = import_ray()
@@ -46,23 +42,22 @@ class Fleet:
         at_once = settings.rollout.concurrency
         worker_class = ray.remote(**anywhere, max_task_retries=-1, max_concurrency=at_once)(RolloutActor)
         self.gateways = [
-            placed(gateway_class, places, number).remote(config, admin_key, newest=newest)
+            place(gateway_class, places, number).remote(config, admin_key, newest=newest)
             for number, config in enumerate(served)
         ]
         self.workers = [
-            placed(worker_class, places, number).remote(settings.rollout, admin_key) for number in range(workers)
+            place(worker_class, places, number).remote(settings.rollout, admin_key) for number in range(workers)
         ]
         self._next_worker = itertools.cycle(self.workers)
 
-    def gateways_of(self, plan: Plan) -> list[Any]:
-        """The one that the rollout is pinned to, by its key alone; then those that could take it over."""
+    def gateways_for(self, plan: Plan) -> list[Any]:
+        """The one that the rollout is pinned to; then those that could take it over."""
         first = int(hashlib.sha256(plan.key.encode()).hexdigest()[:8], 16) % len(self.gateways)
         return [*self.gateways[first:], *self.gateways[:first]] if self._is_shared else [self.gateways[first]]
 
     async def play(self, plan: Plan) -> Rollout:
-        """On the next worker. A rollout's own failure is in its result."""
         worker = next(self._next_worker)
-        return await await_actor(worker.play.remote(plan, self.gateways_of(plan)), "run the rollouts")
+        return await await_actor(worker.play.remote(plan, self.gateways_for(plan)), "run the rollouts")
 
     def stop(self) -> None:
         for actor in (*self.workers, *self.gateways):
@@ -70,7 +65,7 @@ class Fleet:
 
 
 def find_nodes(ray: Any, count: int) -> list[str]:
-    """The ids of `count` nodes of the cluster, which may still be joining it."""
+    """Waits for nodes that are still joining the cluster."""
     end = time.monotonic() + JOIN_S
     while len(alive := sorted(node["NodeID"] for node in ray.nodes() if node["Alive"])) < count:
         if time.monotonic() > end:
@@ -79,8 +74,8 @@ def find_nodes(ray: Any, count: int) -> list[str]:
     return alive[:count]
 
 
-def placed(actor_class: Any, nodes: Sequence[str], number: int) -> Any:
-    """One actor after the other on the next node, and elsewhere when that node has died."""
+def place(actor_class: Any, nodes: Sequence[str], number: int) -> Any:
+    """The next node in turn; elsewhere when that node has died."""
     if not nodes:
         return actor_class
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -116,8 +111,7 @@ async def await_actor(reference: Any, task: str) -> Any:
 
 @contextlib.contextmanager
 def attach(address: str) -> Generator[Any, None, None]:
-    """This process's Ray, or a connection to the one at `address` for as long as the block runs; `local` starts one
-    here."""
+    """This process's Ray, or a connection to `address` while the block runs; `local` starts one here."""
     ray = import_ray()
     mine = not ray.is_initialized()
     if mine:
@@ -137,7 +131,7 @@ def attach(address: str) -> Generator[Any, None, None]:
 
 
 def require_listener(address: str) -> None:
-    """Ray itself tries a wrong address for minutes; whether anybody listens there is known at once."""
+    """Ray itself tries a wrong address for minutes."""
     found = re.fullmatch(r"(?:ray://)?([^:/]+):(\d+)", address)
     if found is None:
         return

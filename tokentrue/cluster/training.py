@@ -1,11 +1,8 @@
-"""tokentrue train --ray: gateways with their engines, and environments, as actors on any node; the trainer in this
-process.
+"""tokentrue train --ray: gateways with their engines, and environments, as actors; the trainer in this process.
 
-A version of the weights goes once into Ray's object store, and every gateway loads it from there and confirms it before
-anything is sampled. A `NewestWeights` actor on the trainer's node remembers the newest: a gateway that Ray starts again
-has them before it says where it listens. Where that actor dies, Ray starts it again and the trainer, which owns the
-weights, puts them again. Lag and rounds are those of `tokentrue.train.loop`: a round is sampled by one version, whatever
-node plays it.
+A version of the weights goes once into Ray's object store; every gateway loads it and confirms it before anything is
+sampled. A `NewestWeights` actor on the trainer's node remembers the newest for gateways that Ray starts again; where
+that actor dies, the trainer puts them again.
 """
 
 from __future__ import annotations
@@ -101,8 +98,7 @@ class FleetSink:
                     await await_actor(self._newest.put.remote(*self._held), "keep the weights")
 
     async def _publish(self, gateway: Any, reference: Any, version: int) -> None:
-        """A gateway that dies meanwhile is waited for: Ray starts it again with the newest weights, and repeats the
-        calls."""
+        """Ray starts a gateway that dies meanwhile again, with the newest weights, and repeats the calls."""
         await await_actor(gateway.publish.options(**REPEATED).remote(reference, version), "publish the weights")
         found = await await_actor(gateway.version.options(**REPEATED).remote(), "publish the weights")
         if found != version:
@@ -118,7 +114,7 @@ async def source_on_ray(settings: TrainRun, ranks: Any, *, address: str) -> Asyn
     if not ranks.first:
         yield NoRounds(), Publisher(), None
         return
-    run = rollouts_of(settings)
+    run = fleet_settings(settings)
     with attach(address) as ray:
         name = f"newest-weights-{secrets.token_hex(8)}"
         newest = start_newest(ray, name)
@@ -131,9 +127,8 @@ async def source_on_ray(settings: TrainRun, ranks: Any, *, address: str) -> Asyn
             fleet.stop()
 
 
-def rollouts_of(settings: TrainRun) -> RolloutRun:
-    """The fleet's part of the settings. Journals are of this start alone: rounds of another start may have had other
-    weights."""
+def fleet_settings(settings: TrainRun) -> RolloutRun:
+    """The fleet's part of the settings. Journals are of this start alone: others may have had other weights."""
     refused = {
         f"engine {settings.engine.name!r}: its servers are reached from here; leave --ray out": settings.engine.name
         in REMOTE,

@@ -18,16 +18,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from tokentrue.conversion import convert
 from tokentrue.errors import EngineError, InputError, SessionElsewhere
 from tokentrue.gateway.asgi import HttpError, Receive, Scope, Send, read_body
 from tokentrue.gateway.auth import check_session_id, hash_key, new_session_key
 from tokentrue.gateway.dialects.base import decode_body, encode
 from tokentrue.gateway.metrics.registry import CONTENT_TYPE, build_page, engine_families
-from tokentrue.gateway.openapi import document
+from tokentrue.gateway.openapi import AdminOperation, document
 from tokentrue.gateway.services import Services
 from tokentrue.gateway.serving.forwarding import Peers, count_forwards
 from tokentrue.json_types import JsonObject
+from tokentrue.plain_json import convert
 from tokentrue.samples import Assembly, coverage_to_json, export_bytes, sample_to_json
 from tokentrue.sessions.description import describe_record, describe_session
 from tokentrue.sessions.journal import is_postgres
@@ -102,19 +102,6 @@ class AdminCall:
     @property
     def is_forwarded(self) -> bool:
         return count_forwards(self.request.scope) > 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdminOperation:
-    """What one path and method does."""
-
-    handler: Callable[[AdminCall], Awaitable[Response]]
-    summary: str
-    needs_admin: bool = True
-    body: type[msgspec.Struct] | None = None
-    query: type[msgspec.Struct] | None = None
-    status: str = "200"
-    media_type: str = "application/json"
 
 
 def json_response(status: int, value: Any) -> Response:

@@ -1,8 +1,8 @@
-"""Admission of generations: the limit on generations in flight, the queue before it, and the pause while weights change.
+"""Admission of generations: the limit on generations in flight, the queue before it, and the pause while weights
+change.
 
-A paused gateway holds generations back instead of failing them: to the harness a weight update looks like a slow token.
-A full gateway lets generations wait for a short time: of each session in order, and the sessions in turn, so that none
-of many clients starves.
+A paused gateway holds generations back: to the harness a weight update looks like a slow token. A full one queues them,
+each session in order and the sessions in turn, so that none of many clients starves.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ class AdmissionGate:
         self._open.set()
 
     def close(self) -> None:
-        """Shutting down: nothing more is admitted, and what waits is refused."""
         self.closing = True
         self._open.set()
         for waiting in self._queue.values():
@@ -51,7 +50,7 @@ class AdmissionGate:
         self.queued = 0
 
     async def drain(self, timeout_s: float) -> bool:
-        """Waits until nothing is in flight; False where that takes longer than `timeout_s`."""
+        """Waits until nothing is in flight; False after `timeout_s`."""
         try:
             await asyncio.wait_for(self._idle.wait(), timeout_s)
         except TimeoutError:
@@ -76,8 +75,7 @@ class AdmissionGate:
         self._idle.clear()
 
     def _end(self) -> None:
-        """Ends a generation, and admits the next one: the oldest of the session that has waited longest for its
-        turn."""
+        """Admits the next one: the oldest of the session that has waited longest for its turn."""
         self.in_flight -= 1
         while self._queue and self.in_flight < self._limits.in_flight:
             session_id = next(iter(self._queue))
@@ -91,7 +89,6 @@ class AdmissionGate:
             self._idle.set()
 
     def _leave(self, session_id: str, *, then_last: bool = False) -> None:
-        """After one of a session's generations has left the queue."""
         self.queued -= 1
         if not self._queue[session_id]:
             del self._queue[session_id]

@@ -23,7 +23,7 @@ from tokentrue.gateway.config import GatewayConfig
 from tokentrue.gateway.dialects import OpenAIChat
 from tokentrue.gateway.metrics.meter import MeteredProvider
 from tokentrue.gateway.model_routes import model_routes
-from tokentrue.gateway.services import RendererFor, build_services
+from tokentrue.gateway.services import RendererFor, Services
 from tokentrue.gateway.serving.forwarding import Peers
 from tokentrue.gateway.serving.processes import AdminState
 from tokentrue.gateway.sessions import ignores_tools
@@ -53,7 +53,7 @@ class Gateway:
         admin_state: AdminState | None = None,
         view: LoadPage | None = None,
     ) -> None:
-        self.services = build_services(
+        self.services = Services(
             config=config,
             renderer_for=renderer_for,
             provider=provider,
@@ -128,7 +128,6 @@ class Gateway:
         return purged
 
     async def close(self) -> None:
-        """Waits for what is in flight; the journal takes the last turns, then closes."""
         admission = self.services.admission
         admission.close()
         for task in self._background:
@@ -148,8 +147,6 @@ def refuse_dot_segments(path: str) -> None:
 
 
 def release_freed_memory() -> bool:
-    """Takes milliseconds, without the interpreter's lock. False where the C library has no such function, or had
-    nothing to return."""
     # A text takes about a hundred times its size while it is encoded, in many small blocks. glibc keeps what is freed
     # of them in the arenas of the threads that ran: a process stays as large as the largest moment of each thread.
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None  # musl has none
@@ -191,7 +188,6 @@ class AdminPage:
 
 
 def with_basic_password(headers: Headers) -> list[tuple[bytes, bytes]]:
-    """The headers, with the password of Basic authentication as a bearer token."""
     found: list[tuple[bytes, bytes]] = []
     for name, value in headers:
         if name == b"authorization" and value[:6].lower() == b"basic ":

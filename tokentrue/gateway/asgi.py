@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Generator, Iterable, MutableMapping
 from contextlib import contextmanager
-from typing import Any, ClassVar, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from tokentrue.errors import (
     EngineError,
@@ -23,8 +23,7 @@ from tokentrue.errors import (
     SessionNotFound,
     TokenTrueError,
 )
-from tokentrue.gateway.dialects.base import Problem, encode
-from tokentrue.json_types import JsonObject
+from tokentrue.gateway.dialects.base import Dialect, Problem, encode
 
 Scope: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -135,8 +134,11 @@ class BodyBudget:
 
 
 async def read_body(scope: Scope, receive: Receive, limit: int, take: Callable[[int], None] | None = None) -> bytes:
-    """The whole body, refused as soon as it is known to be larger than `limit`; `take` is told of every part."""
-    check_declared_length(scope, limit)
+    """The whole body, refused as soon as it is known to be larger than `limit`; `take` gets the size of every part."""
+    too_large = HttpError(413, "body_too_large", f"the body is larger than {limit} bytes (limits.body_bytes)")
+    declared = read_header(scope["headers"], b"content-length")
+    if declared is not None and declared.isdecimal() and int(declared) > limit:
+        raise too_large
     parts: list[bytes] = []
     size = 0
     while True:
@@ -148,21 +150,11 @@ async def read_body(scope: Scope, receive: Receive, limit: int, take: Callable[[
             parts.append(part)
             size += len(part)
             if size > limit:
-                raise too_large(limit)
+                raise too_large
             if take is not None:
                 take(len(part))
         if not message.get("more_body", False):
             return parts[0] if len(parts) == 1 else b"".join(parts)
-
-
-def check_declared_length(scope: Scope, limit: int) -> None:
-    declared = read_header(scope["headers"], b"content-length")
-    if declared is not None and declared.isdecimal() and int(declared) > limit:
-        raise too_large(limit)
-
-
-def too_large(limit: int) -> HttpError:
-    return HttpError(413, "body_too_large", f"the body is larger than {limit} bytes (limits.body_bytes)")
 
 
 async def send_bytes(send: Send, status: int, body: bytes, headers: RawHeaders) -> None:
@@ -182,22 +174,13 @@ def problem_headers(problem: Problem) -> RawHeaders:
     return [(b"x-should-retry", b"false")] if problem.status == 409 else []
 
 
-class BuildsErrors(Protocol):
-    """A dialect, as far as errors need it."""
-
-    name: ClassVar[str]
-
-    @staticmethod
-    def build_error(problem: Problem) -> JsonObject: ...
-
-
 async def answer_errors(
     app: Callable[[Scope, Receive, Send], Awaitable[None]],
     scope: Scope,
     receive: Receive,
     send: Send,
     *,
-    dialect: type[BuildsErrors],
+    dialect: type[Dialect],
     errors: Any,
 ) -> None:
     """Runs `app`; what it raises becomes the answer in the dialect, or the last event of a stream that has begun. An

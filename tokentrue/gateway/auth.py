@@ -41,7 +41,6 @@ def new_admin_key() -> str:
 
 
 def is_weak_key(key: str) -> bool:
-    """True for a key that can be guessed: too short, or of very few different characters."""
     return len(key) < SHORTEST_KEY or len(set(key)) < 8
 
 
@@ -51,8 +50,8 @@ def hash_key(key: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionAccess:
-    """The session that a request names, and the hash of the key that must fit it; None if the admin key was given.
-    `may_create`: the session is opened with the gateway's defaults if there is none of that name."""
+    """The session that a request names, and the hash of the key that must fit it; None for the admin key.
+    `may_create`: a session of that name is created where there is none."""
 
     session_id: str
     key_hash: str | None
@@ -75,10 +74,9 @@ class ApiKeys:
         return hmac.compare_digest(presented.encode(), self._admin)
 
     def authenticate(self, headers: Headers, named: str | None, in_url: str | None = None) -> SessionAccess:
-        """The session that a request belongs to: the one in the URL, opened by its key or the admin key, or the one
-        that the key names, or, with the admin key, the one in the header `X-Session-ID`, for programs that run many
-        rollouts against one address. `in_url` is a key from the query, where the dialect has one there; a header wins
-        over it."""
+        """The session in the URL, or the one that the key names, or, with the admin key, the one in the header
+        `X-Session-ID`, for programs that run many rollouts against one address. `in_url` is a key from the query
+        (Google's protocol); a header wins over it."""
         presented = read_key(headers) or in_url
         if presented is None:
             raise HttpError(

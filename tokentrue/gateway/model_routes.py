@@ -32,8 +32,7 @@ GOOGLE_VERSIONS = ("v1beta", "v1")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """What one path does. `path` is below `/v1` (Google's: also below `/v1beta`), in Starlette's syntax. `streams` is
-    None where the body says whether the answer is streamed."""
+    """What one path does. `path` is below `/v1`, in Starlette's syntax. `streams` is None where the body says it."""
 
     path: str
     dialect: type[Dialect]

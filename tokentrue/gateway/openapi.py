@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass
 
 import msgspec
+from starlette.responses import Response
 
 from tokentrue.gateway.auth import SESSION_ID
 from tokentrue.gateway.model_routes import OPERATIONS, SESSION_ROOT, Operation
 from tokentrue.json_types import JsonObject
-
-if TYPE_CHECKING:
-    from tokentrue.gateway.admin import AdminOperation
 
 SCHEMAS = "#/components/schemas/"
 ERRORS = ("400", "401", "403", "404", "405", "409", "413", "422", "429", "502", "503", "504")
@@ -29,6 +27,19 @@ PAGE: JsonObject = {
         "405": {"description": "use GET"},
     },
 }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdminOperation:
+    """What one path and method of administration does."""
+
+    handler: Callable[..., Awaitable[Response]]
+    summary: str
+    needs_admin: bool = True
+    body: type[msgspec.Struct] | None = None
+    query: type[msgspec.Struct] | None = None
+    status: str = "200"
+    media_type: str = "application/json"
 
 
 def document(admin: Mapping[str, Mapping[str, AdminOperation]]) -> JsonObject:

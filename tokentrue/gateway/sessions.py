@@ -1,10 +1,5 @@
-"""Sessions in memory: opened from the journal when first asked for, evicted when idle, or when they are too many or too
-large.
-
-A `SessionHandle` adds to the `Session` what only HTTP needs: its key, its dialects (whose signer is this session's
-own) and the names of retried requests. While a request uses a handle
-(`pin`), it is not evicted: there is one live object for a session.
-"""
+"""Sessions in memory: opened from the journal when first asked for, evicted when idle, too many or too large. While a
+request uses a handle (`pin`) it is not evicted: there is one live object for a session."""
 
 from __future__ import annotations
 
@@ -66,7 +61,8 @@ def fit_in_memory(session_limits: SessionLimits, limits: GatewayLimits) -> Sessi
 
 
 class SessionHandle:
-    """One session in memory."""
+    """One session in memory, with what only HTTP needs: its dialects, which sign with its secret, and the names of
+    retried requests."""
 
     def __init__(self, session: Session, limits: GatewayLimits, budget: ByteBudget, secret: StoreSecret) -> None:
         self.session = session
@@ -88,7 +84,6 @@ class SessionHandle:
 
     # Requests.
     def parse(self, dialect: Dialect, body: bytes) -> tuple[RequestHead, Conversation]:
-        """The request's head and its whole conversation."""
         decoded = dialect.decode(body)
         conversation = self.read_conversation(dialect, decoded)
         head = self._enforce_choice(decoded.head)
@@ -108,7 +103,7 @@ class SessionHandle:
         return read_conversation(dialect, decoded, self.session.conversations, history=history)
 
     def _enforce_choice(self, head: RequestHead) -> RequestHead:
-        """A call that must be made (`tool_choice`), in the call format of this session's model."""
+        """A call that must be made, in the call format of this session's model."""
         choice = head.sampling.extra.get("tool_choice")
         if choice is None:
             return head
@@ -119,8 +114,7 @@ class SessionHandle:
         return replace(head, sampling=replace(head.sampling, extra={**head.sampling.extra, "tool_choice": tag}))
 
     def _continued_history(self, head: RequestHead) -> Sequence[Message]:
-        """The conversation that led to an earlier answer, and the answer, without its `instructions`: those are never
-        carried over."""
+        """The conversation up to an earlier answer, without its `instructions`, which are never carried over."""
         if head.continues is None:
             return ()
         node = self.session.tree.nodes.get(head.continues.node)
@@ -133,9 +127,9 @@ class SessionHandle:
 
     # Names of retried requests.
     def find_request_key(self, scope: Scope, dialect: Dialect, body: bytes) -> str | None:
-        """A name that a request shares with its retries and with no other request: the client's `Idempotency-Key`; for
-        SDKs that send `x-stainless-retry-count`, the body's digest and a number that grows with every request that is
-        no retry; else None."""
+        """A name that a request shares with its retries alone: the client's `Idempotency-Key`; for SDKs that send
+        `x-stainless-retry-count`, the body's digest and a number that grows with every request that is no retry;
+        else None."""
         given = read_header(scope["headers"], b"idempotency-key")
         retries = read_header(scope["headers"], b"x-stainless-retry-count")
         if given:
@@ -154,7 +148,6 @@ class SessionHandle:
         return f"{digest}#{self._request_numbers[digest]}"
 
     def _requests_with(self, digest: str) -> int:
-        """How many recorded requests of this session had this very body."""
         number = 0
         while self.session.tree.nodes_by_key.get(f"{digest}#{number}"):
             number += 1
@@ -163,7 +156,6 @@ class SessionHandle:
     # State.
     @contextmanager
     def count_in_flight(self) -> Generator[None, None, None]:
-        """One generation of this session, if the limit admits it."""
         if self.in_flight >= self._limits.in_flight_per_session:
             raise HttpError(
                 429,
@@ -187,7 +179,6 @@ class SessionHandle:
 
     @property
     def memory_bytes(self) -> int:
-        """An estimate of what it holds in memory."""
         recorded = NODE_BYTES * len(self.session.tree) + TOKEN_BYTES * self.session.recorded_tokens
         return recorded + self.session.conversations.used
 
@@ -197,7 +188,6 @@ class SessionHandle:
         return self._coverage is not None and self._coverage[0] == self.session.revision
 
     def coverage(self) -> Coverage:
-        """Computed again when the record has changed: by a turn, a reward, its end."""
         if self._coverage is None or not self.has_coverage:
             self._coverage = (self.session.revision, self.session.coverage())
         return self._coverage[1]
@@ -213,8 +203,7 @@ def build_signer(record: SessionRecord, secret: StoreSecret) -> ReasoningSigner:
 
 @lru_cache(maxsize=8)
 def ignores_tools(renderer: Renderer) -> bool:
-    """True where the template renders the same prompt with a tool and without one. A process has a renderer per history
-    policy."""
+    """True where the template renders the same prompt with a tool and without one."""
     asked: list[Message] = [{"role": "user", "content": "x"}]
     tool: JsonObject = {"name": "probe", "description": "", "parameters": {"type": "object", "properties": {}}}
     try:
@@ -233,8 +222,6 @@ def body_digest(dialect: Dialect, body: bytes) -> str:
 
 @dataclass(slots=True)
 class CoverageTotals:
-    """Tokens, summed over sessions; untrained ones by reason."""
-
     sampled: int = 0
     trained: int = 0
     untrained: Counter[str] = field(default_factory=Counter[str])
@@ -274,7 +261,6 @@ class SessionRegistry:
 
     @asynccontextmanager
     async def checkout(self, session_id: str) -> AsyncGenerator[SessionHandle, None]:
-        """The session's one live object; it stays in memory while the block runs."""
         with self.pin(await self.open(session_id)) as handle:
             yield handle
 
@@ -343,7 +329,6 @@ class SessionRegistry:
             handle.counted_bytes = held
 
     def forget(self, session_id: str) -> None:
-        """Drops a session, in memory or not: it has left the memory or the journal."""
         handle = self._live.pop(session_id, None)
         if handle is not None:
             self._evicted_coverage.add(handle.coverage())
@@ -351,7 +336,6 @@ class SessionRegistry:
             handle.session.conversations.close()
 
     def evict_idle(self) -> None:
-        """Sessions that nobody has used for `limits.idle_session_s`; the journal has them."""
         oldest = time.monotonic() - self._limits.idle_session_s
         for handle in [handle for handle in self._live.values() if not handle.users and handle.last_used < oldest]:
             self.forget(handle.session.id)
@@ -365,8 +349,7 @@ class SessionRegistry:
             self.forget(handle.session.id)
 
     async def totals(self) -> CoverageTotals:
-        """What was sampled since the start, in sessions that are in memory or have left it. Lets other work run in
-        between."""
+        """Of all sessions since the start, in memory or evicted. Lets other work run in between."""
         for handle in list(self._live.values()):
             if not handle.has_coverage:
                 await asyncio.sleep(0)

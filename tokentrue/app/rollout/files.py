@@ -1,9 +1,5 @@
-"""The files of a rollout: `samples.jsonl` and `rollouts.jsonl`, whole groups only, so that what is missing can be run
-later.
-
-A group counts as done when a line of each of its rollouts is on file; its samples are written before. Whatever a crash
-left after that is cut off when the run goes on.
-"""
+"""The files of a rollout, `samples.jsonl` and `rollouts.jsonl`: whole groups only, so that what is missing can be run
+later. A group is done when each of its rollouts has a line; its samples are written before."""
 
 from __future__ import annotations
 
@@ -37,7 +33,7 @@ class Recorder:
             self._samples.writelines(dumps(sample) + b"\n" for sample in rollout.samples)
         self._samples.flush()
         for rollout in group:
-            self._rollouts.write(dumps(line_of(rollout)) + b"\n")
+            self._rollouts.write(dumps(describe_rollout(rollout)) + b"\n")
         self._rollouts.flush()
 
     def close(self) -> None:
@@ -45,7 +41,7 @@ class Recorder:
         self._rollouts.close()
 
 
-def line_of(rollout: Rollout) -> JsonObject:
+def describe_rollout(rollout: Rollout) -> JsonObject:
     return {
         "rollout": rollout.plan.key,
         "group": rollout.plan.group,
@@ -61,8 +57,8 @@ def line_of(rollout: Rollout) -> JsonObject:
     }
 
 
-def lines_of(path: Path) -> list[JsonObject]:
-    """The whole lines of a file, up to the first that is not; nothing where there is no file."""
+def read_whole_lines(path: Path) -> list[JsonObject]:
+    """The whole lines of a file, up to the first that is not."""
     found: list[JsonObject] = []
     for _, line in read_numbered_lines(path) if path.exists() else ():
         try:
@@ -73,16 +69,15 @@ def lines_of(path: Path) -> list[JsonObject]:
 
 
 def trim_to_whole_groups(out: Path, plans: Sequence[Plan], *, again: bool = False) -> set[str]:
-    """The groups on file, of which every rollout is there (and, with `again`, none failed); all else is cut off both
-    files."""
+    """The groups that are done (and, with `again`, of which none failed); the rest is cut off both files."""
     sizes = Counter(plan.group for plan in plans)
-    lines = lines_of(out / "rollouts.jsonl")
+    lines = read_whole_lines(out / "rollouts.jsonl")
     counts = Counter(line["group"] for line in lines)
     failed = {line["group"] for line in lines if line["error"] is not None} if again else set[str]()
     done = {group for group, count in counts.items() if count == sizes[group]} - failed
     kept = [line for line in lines if line["group"] in done]
     sessions = {line["session_id"] for line in kept}
-    samples = [sample for sample in lines_of(out / "samples.jsonl") if sample["session_id"] in sessions]
+    samples = [sample for sample in read_whole_lines(out / "samples.jsonl") if sample["session_id"] in sessions]
     for name, rows in (("rollouts.jsonl", kept), ("samples.jsonl", samples)):
         rewrite(out / name, rows)
     return done

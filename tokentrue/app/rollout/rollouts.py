@@ -1,5 +1,4 @@
-"""Rollouts as samples: where their sessions come from (a gateway, or this process), rounds of a training run,
-evaluation on fixed tasks."""
+"""Rollouts as samples: rounds of a training run, evaluation on fixed tasks."""
 
 from __future__ import annotations
 
@@ -8,11 +7,10 @@ import os
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tokentrue.environments import (
     Environment,
-    Plan,
     Player,
     Rollout,
     RolloutConfig,
@@ -23,16 +21,12 @@ from tokentrue.environments import (
     plan_groups,
     player_in,
     run_groups,
-    session_settings,
 )
 from tokentrue.environments.http import GatewaySessions
 from tokentrue.errors import EngineError
 from tokentrue.json_types import JsonMapping
 from tokentrue.plain_json import dumps
-from tokentrue.protocols import Provider, Renderer
-from tokentrue.samples import coverage_to_json, sample_from_json, sample_to_json
-from tokentrue.sessions.client import InProcessClient
-from tokentrue.turn import Session
+from tokentrue.samples import sample_from_json
 from tokentrue.types import Sample
 
 if TYPE_CHECKING:
@@ -42,7 +36,7 @@ if TYPE_CHECKING:
 @contextlib.asynccontextmanager
 async def open_sessions(settings: RolloutRun) -> AsyncGenerator[GatewaySessions, None]:
     """Sessions on the gateway that `settings.url` names, or on one that is started in this process."""
-    from tokentrue.app.embedded import embedded_gateway
+    from tokentrue.app.background import embedded_gateway
     from tokentrue.app.wiring import ADMIN_KEY, ServeConfig, ServerConfig
 
     sampling = settings.rollout.sampling
@@ -63,34 +57,6 @@ async def open_sessions(settings: RolloutRun) -> AsyncGenerator[GatewaySessions,
         yield sessions
 
 
-class LocalSession:
-    """One `tt.Session` with the in-process client; no HTTP."""
-
-    def __init__(self, session: Session) -> None:
-        self.session_id = session.id
-        self.client = InProcessClient(session)
-        self._session = session
-
-    async def finish(self, reward: float) -> tuple[Sequence[Any], JsonMapping]:
-        await self._session.reward(reward)
-        made = await self._session.assembly()
-        return [sample_to_json(sample) for sample in made.samples], coverage_to_json(made.coverage)
-
-
-class LocalSessions:
-    """Sessions in this process, in memory: a renderer and a provider instead of a gateway."""
-
-    def __init__(self, renderer: Renderer, provider: Provider, *, sampling: JsonMapping) -> None:
-        self._renderer = renderer
-        self._provider = provider
-        self._sampling = dict(sampling)
-
-    @contextlib.asynccontextmanager
-    async def open(self, plan: Plan) -> AsyncGenerator[LocalSession, None]:
-        settings = session_settings(plan, self._sampling)
-        yield LocalSession(Session(renderer=self._renderer, provider=self._provider, session_id=plan.key, **settings))
-
-
 @dataclass(slots=True)
 class Tally:
     """What a run has sampled so far."""
@@ -109,7 +75,7 @@ class Tally:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """One rank's part of a list: the parts in rank order are the list, and their lengths differ by one at most."""
+    """One rank's part of a list; the parts in rank order are the list."""
 
     rank: int = 0
     world: int = 1
@@ -119,11 +85,9 @@ class Share:
 
 
 class RolloutRounds:
-    """Round j draws its own tasks and seeds from the run's seed and j alone, so that a resumed run samples the same
-    rounds.
-
-    With several ranks each plays its `share` of the tasks, whole groups of them: who plays a task changes no token.
-    """
+    """Round j draws its tasks and seeds from the run's seed and j alone, so that a resumed run samples the same
+    rounds. With several ranks each plays whole groups of its `share`: results do not depend on which rank runs a
+    task."""
 
     def __init__(
         self,
@@ -167,8 +131,7 @@ class RolloutRounds:
         return [group for group in made if group]
 
     async def _attempt(self, number: int, attempt: int, places: Sequence[int]) -> list[list[Rollout]]:
-        """Attempt 0 plays the round's own tasks; each later one other tasks in some of their places, whatever rank
-        these are on."""
+        """Attempt 0 plays the round's own tasks, each later one other tasks in some of their places."""
         again = (attempt,) if attempt else ()
         tasks = self.environment.tasks(
             self.config.tasks, seed=derive_seed(self.config.seed, number, *again), split=self.config.split
@@ -182,7 +145,6 @@ class RolloutRounds:
         return groups
 
     def _require_enough(self, number: int, played: Sequence[Sequence[Rollout]]) -> None:
-        """Raises EngineError where too many rollouts failed, or none made a sample."""
         rollouts = [rollout for group in played for rollout in group]
         errors = [rollout.error for rollout in rollouts if rollout.error is not None]
         is_empty = bool(rollouts) and not any(rollout.samples for rollout in rollouts)  # a rank may have no task
@@ -208,7 +170,6 @@ def has_spread(group: Sequence[Rollout]) -> bool:
 
 
 def round_counts(played: Sequence[Sequence[Rollout]], kept: Sequence[Sequence[Rollout]]) -> dict[str, float]:
-    """What became of a round's rollouts: of all that were played, and of the groups that were kept."""
     rollouts = [rollout for group in played for rollout in group]
     errors = [rollout.error for rollout in rollouts if rollout.error is not None]
     return {

@@ -1,4 +1,4 @@
-"""What `tokentrue rollout` is told, and what it was told before in the same directory."""
+"""The configuration of `tokentrue rollout`, and its copy beside the output."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tokentrue.app.configuration import as_mapping
-from tokentrue.app.wiring import EngineConfig, ModelConfig
+from tokentrue.app.wiring import AtLeastOne, EngineConfig, ModelConfig
 from tokentrue.environments import Plan, RolloutConfig, load_environment, plan_groups
 from tokentrue.errors import ConfigError
 from tokentrue.json_types import JsonMapping, JsonObject
@@ -24,20 +24,16 @@ class RolloutRun:
     url: str | None = None
     out: Path = Path("out/rollout")
     store: str | None = None
-    gateways: int = 2  # with --ray: gateway actors, each with its engine
-    workers: int = 2  # with --ray: rollout actors
-    nodes: int = 1  # with --ray: nodes that share the gateways and workers, at least one of each on every node
+    gateways: AtLeastOne = 2  # with --ray: gateway actors, each with its engine
+    workers: AtLeastOne = 2  # with --ray: rollout actors
+    nodes: AtLeastOne = 1  # with --ray: nodes that share the gateways and workers, at least one of each on every node
 
     def __post_init__(self) -> None:
-        for name in ("gateways", "workers", "nodes"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}: {getattr(self, name)!r} must be at least 1")
         if self.nodes > 1 and not self.is_shared:
             raise ConfigError(f"nodes={self.nodes} needs a record that every node reaches: --set store=postgresql://…")
 
     @property
     def is_shared(self) -> bool:
-        """Whether every gateway can take over every session."""
         return is_postgres(self.store or "")
 
 
@@ -72,13 +68,12 @@ def plan_rollouts(config: RolloutConfig) -> list[Plan]:
 
 
 def describe_environment(config: RolloutConfig) -> list[str]:
-    """What the environment says about how it runs here."""
     notes = getattr(load_environment(config.environment, config.options), "notes", None)
     return [] if notes is None else notes()
 
 
 def remember(settings: RolloutRun) -> None:
-    """The resolved configuration lies beside the output; a run under another one is refused there."""
+    """Writes the resolved configuration beside the output; refuses a run under another one there."""
     path = settings.out / "config.json"
     shown = replace(settings, store=None if settings.store is None else describe_store(settings.store))
     text = json.dumps(as_mapping(shown), indent=1, sort_keys=True)

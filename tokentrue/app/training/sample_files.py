@@ -1,5 +1,4 @@
-"""A file of samples as a source of training groups: read, checked against itself and against the model, grouped by
-name."""
+"""A file of samples as a source of training groups."""
 
 from __future__ import annotations
 
@@ -20,20 +19,16 @@ def require_samples_of(samples: Sequence[Sample], model: str) -> None:
         tokenizer = load_renderer(model).tokenizer_hash
     except RenderError:  # a model without tokenizer or template still has a vocabulary
         tokenizer = None
-    require_model(samples, model=model, tokenizer=tokenizer, vocabulary=vocabulary_of(model))
+    require_model(samples, model=model, tokenizer=tokenizer, vocabulary=read_vocabulary_size(model))
 
 
-def vocabulary_of(model: str) -> int:
-    """How many token ids a model knows, from its configuration."""
+def read_vocabulary_size(model: str) -> int:
     return int(load_config(model).get_text_config().vocab_size)
 
 
 class SampleFile:
-    """Groups of a file, in the order of their first sample; samples of one group need not be neighbours.
-
-    A sample without group is a group of its own session. Samples without reward are left out, and `notes` says how
-    many.
-    """
+    """Groups of a file, in the order of their first sample. A sample without group is a group of its session. Samples
+    without reward are left out, and `notes` says how many."""
 
     def __init__(self, path: Path, *, model: str, trust: bool = False) -> None:
         samples = read_sound_samples(path, trust=trust)

@@ -1,4 +1,4 @@
-"""What `tokentrue train` is told."""
+"""The configuration of `tokentrue train`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tokentrue.app.configuration import NONE, change
-from tokentrue.app.devices import require_dtype
-from tokentrue.app.wiring import EngineConfig, ModelConfig
+from tokentrue.app.configuration import NONE, build
+from tokentrue.app.libraries import require_dtype
+from tokentrue.app.wiring import AtLeastOne, EngineConfig, ModelConfig
 from tokentrue.environments import SMALL_MODEL, RolloutConfig
 from tokentrue.errors import ConfigError
 from tokentrue.json_types import JsonMapping, JsonObject
@@ -35,17 +35,11 @@ class LossSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayConfig:
-    """With --ray: how many gateways, each with its engine, and rollout workers there are, and how many nodes share
-    them."""
+    """With --ray: gateways, each with its engine, rollout workers, and the nodes that share them."""
 
-    gateways: int = 2
-    workers: int = 2
-    nodes: int = 1  # at least one gateway and one worker on each
-
-    def __post_init__(self) -> None:
-        for name in ("gateways", "workers", "nodes"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"ray.{name}: {getattr(self, name)!r} must be at least 1")
+    gateways: AtLeastOne = 2
+    workers: AtLeastOne = 2
+    nodes: AtLeastOne = 1  # at least one gateway and one worker on each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +58,7 @@ class TrainRun:
     out: Path = Path("out/train")
     device: str = "cpu"
     dtype: str = "float32"
-    threads: int = 2
+    threads: AtLeastOne = 2
     log: tuple[LoggerName, ...] = ("tensorboard",)  # besides metrics.jsonl
 
     def __post_init__(self) -> None:
@@ -73,8 +67,6 @@ class TrainRun:
             if getattr(self.train, name) not in (default, wanted):
                 raise ConfigError(f"train.{name}: set rollout.{name}, which rollouts and trainer both use")
         require_dtype(self.dtype)
-        if self.threads < 1:
-            raise ConfigError(f"threads: {self.threads} must be at least 1")
         if self.samples is not None:
             self._require_no_live_settings()
         elif self.train.exact and self.engine.name != "exact":
@@ -87,8 +79,8 @@ class TrainRun:
             )
 
     def _require_no_live_settings(self) -> None:
-        """A run from a file has no Ray and no evaluation. Settings of the engine and of rollouts may stand beside it:
-        one configuration file serves `tokentrue rollout` and this."""
+        """A run from a file has no Ray and no evaluation. Settings of engine and rollouts may be there: one
+        configuration file serves `tokentrue rollout` and this."""
         for section, wanted, default in (
             ("ray", self.ray, RayConfig()),
             ("evaluation", self.evaluation, EvaluationConfig()),
@@ -105,7 +97,6 @@ class TrainRun:
 
 
 def loss_for(spec: LossSpec) -> LossConfig:
-    """The loss that the configuration describes; ConfigError names the key that is wrong."""
     from tokentrue.mismatch import LOSSES, loss_named
 
     if spec.name not in LOSSES:
@@ -116,7 +107,8 @@ def loss_for(spec: LossSpec) -> LossConfig:
     base = loss_named(spec.name)
     surrogate = options.get("surrogate", base.surrogate)
     implied = {} if surrogate in (None, NONE) else {"surrogate": surrogate}
-    return change(base, {**options, "correction": correction_for(spec, base.correction, implied)}, path="loss.options")
+    values = {**options, "correction": correction_for(spec, base.correction, implied)}
+    return build(type(base), values, path="loss.options", base=base)
 
 
 def correction_for(spec: LossSpec, own: Correction, implied: JsonMapping) -> Correction:
@@ -127,4 +119,4 @@ def correction_for(spec: LossSpec, own: Correction, implied: JsonMapping) -> Cor
     if preset is not None and preset not in PRESETS:
         raise ConfigError(f"loss.correction: no preset {preset!r}; choose one of {', '.join(PRESETS)}")
     base = own if preset is None else PRESETS[preset]
-    return change(base, {**implied, **table}, path="loss.correction") if table else base
+    return build(type(base), {**implied, **table}, path="loss.correction", base=base) if table else base

@@ -7,9 +7,9 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from tokentrue.app.embedded import Embedded, embedded_gateway
+from tokentrue.app.background import Embedded, embedded_gateway
 from tokentrue.app.rollout.rollouts import RolloutRounds, Share, evaluate
-from tokentrue.app.training.sample_files import SampleFile, vocabulary_of
+from tokentrue.app.training.sample_files import SampleFile, read_vocabulary_size
 from tokentrue.app.training.settings import TrainRun, loss_for
 from tokentrue.app.wiring import EngineConfig, ServeConfig, ServerConfig
 from tokentrue.environments import RolloutConfig
@@ -52,7 +52,7 @@ def trainer_for(settings: TrainRun, ranks: Any) -> tuple[Any, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """What else results depend on: the precision, the kind of device, the engine, and the file of samples."""
+    """What else results depend on."""
 
     dtype: str
     device: str
@@ -68,13 +68,11 @@ class RunFacts:
 
 
 def comparable_config(rollout: RolloutConfig) -> RolloutConfig:
-    """Rollouts do not depend on what runs beside them: how many at once, and for how long, may change."""
     return replace(rollout, concurrency=1, timeout_s=1.0, max_failed=1.0)
 
 
 def identity(config: TrainConfig, optim: OptimConfig) -> TrainConfig:
-    """The part of the configuration that results depend on: with a constant rate `steps` may grow, and checkpoints may
-    come more often."""
+    """The part of the configuration that results depend on: with a constant rate `steps` may grow."""
     steps = 1 if optim.schedule == "constant" else config.steps
     alike: JsonObject = {
         "checkpoint_every": 0, "checkpoint_minutes": 0.0, "keep_checkpoints": 1, "shard_checkpoint_gib": 0.0, "peak_tflops": 0.0,
@@ -84,8 +82,8 @@ def identity(config: TrainConfig, optim: OptimConfig) -> TrainConfig:
 
 
 def store_for(settings: TrainRun, run_hash: str) -> tuple[Store, int]:
-    """Where checkpoints go, and the step to resume at. A run of another configuration, or of a file of samples with
-    other content, is refused before anything of it is touched."""
+    """Where checkpoints go, and the step to resume at. A run of another configuration, or of other samples, is refused
+    before anything of it is touched."""
     from tokentrue.samples import sample_from_json, sample_to_json
     from tokentrue.train import Store
     from tokentrue.train.checkpoint import latest, state_of
@@ -103,7 +101,6 @@ def store_for(settings: TrainRun, run_hash: str) -> tuple[Store, int]:
 
 
 def file_for(settings: TrainRun, *, trust: bool) -> SampleFile | None:
-    """The samples to train on, read and checked; None where rollouts run live."""
     if settings.samples is None:
         return None
     source = SampleFile(settings.samples, model=settings.model_path, trust=trust)
@@ -118,11 +115,8 @@ def file_for(settings: TrainRun, *, trust: bool) -> SampleFile | None:
 async def source_for(
     settings: TrainRun, ranks: Any, file: SampleFile | None
 ) -> AsyncGenerator[tuple[Any, Any, Any], None]:
-    """Rounds, where weights go, and the evaluation.
-
-    Every rank has a gateway and an engine of its own where engines run in this process. Rank 0 alone reads a file, or
-    talks to servers.
-    """
+    """Rounds, where weights go, and the evaluation. Every rank has its gateway and engine where engines run in this
+    process; else rank 0 alone reads the file, or talks to the servers."""
     from tokentrue.train import Publisher, SourceRounds
     from tokentrue.train.data.rounds import NoRounds
 
@@ -146,12 +140,11 @@ async def source_for(
         publisher = Publisher(
             here.provider, probe=probe_for(settings, here.provider), gate=gate_for(settings, here.provider)
         )
-        rounds = RolloutRounds(settings.rollout, sessions, share=share_of(settings, ranks))
+        rounds = RolloutRounds(settings.rollout, sessions, share=share_for(settings, ranks))
         yield rounds, publisher, evaluator_for(settings, here, ranks)
 
 
-def share_of(settings: TrainRun, ranks: Any) -> Share:
-    """Which part of a round's tasks this rank plays: all of them where it alone has engines."""
+def share_for(settings: TrainRun, ranks: Any) -> Share:
     return Share() if settings.engine.name in REMOTE else Share(rank=ranks.rank, world=ranks.world)
 
 
@@ -162,7 +155,6 @@ def open_run_sessions(here: Embedded, rollout: RolloutConfig) -> GatewaySessions
 
 
 def evaluator_for(settings: TrainRun, here: Embedded | None, ranks: Any) -> Evaluator | None:
-    """Held-out tasks through the run's own gateways; `here` is this rank's."""
     from tokentrue.train.checks.evaluating import Evaluator
 
     wanted = settings.evaluation
@@ -175,15 +167,14 @@ def evaluator_for(settings: TrainRun, here: Embedded | None, ranks: Any) -> Eval
             return []
         async with open_run_sessions(here, greedy) as sessions:
             return await evaluate(
-                greedy, sessions, tasks=wanted.tasks, attempts=wanted.attempts, share=share_of(settings, ranks)
+                greedy, sessions, tasks=wanted.tasks, attempts=wanted.attempts, share=share_for(settings, ranks)
             )
 
     return Evaluator(wanted, play, ranks)
 
 
 def engine_for(settings: TrainRun) -> EngineConfig:
-    """The run's engine: in this process on the trainer's device, or remote, with a place for weights that it can
-    see."""
+    """The run's engine: here on the trainer's device, or remote, with a folder for weights that it can see."""
     options = dict(settings.engine.options)
     if settings.engine.name == "exact":
         options = {"device": settings.device, "dtype": settings.dtype, **options}
@@ -198,11 +189,10 @@ def probe_for(settings: TrainRun, pool: Any) -> Probe | None:
 
     if settings.engine.name not in REMOTE:
         return None
-    return Probe(lambda: pool.in_use, vocabulary=vocabulary_of(settings.model_path))
+    return Probe(lambda: pool.in_use, vocabulary=read_vocabulary_size(settings.model_path))
 
 
 def gate_for(settings: TrainRun, pool: Any) -> UpdateGate | None:
-    """Update acceptance by the engines that this rank publishes to; the first rank's are asked."""
     from tokentrue.train.checks.acceptance import UpdateGate
 
     wanted = settings.train.acceptance

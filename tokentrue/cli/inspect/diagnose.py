@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tokentrue.app.devices import require_device, require_dtype
+from tokentrue.app.libraries import require_device, require_dtype
 from tokentrue.cli.options import AsJson, ReportPage, SamplesFile, TrainerFile, name_option, renderer_from
 from tokentrue.cli.output import count_items, pluralise
 from tokentrue.errors import ConfigError, InputError, TokenContractError

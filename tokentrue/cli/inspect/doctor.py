@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tokentrue.app.devices import require_dtype
-from tokentrue.app.libraries import quiet_libraries
+from tokentrue.app.libraries import quiet_libraries, require_dtype
 from tokentrue.app.wiring import ENGINE_KEY, EngineConfig, connect_engine
 from tokentrue.cli.options import AsJson, ReportPage, name_option
 from tokentrue.cli.output import print_table

@@ -91,7 +91,7 @@ def command(
 
 
 async def run(*, seed: int, steps: int, tasks: int, heldout: int, out: Path, quiet: bool) -> DemoResult:
-    from tokentrue.app.embedded import embedded_gateway
+    from tokentrue.app.background import embedded_gateway
     from tokentrue.app.rollout.rollouts import RolloutRounds
     from tokentrue.app.wiring import ServeConfig, ServerConfig, renderer_for
     from tokentrue.environments import SMALL_MODEL, RolloutConfig

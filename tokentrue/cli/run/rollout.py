@@ -18,7 +18,7 @@ from typing import Annotated
 import typer
 
 from tokentrue.app.configuration import read
-from tokentrue.app.rollout.files import Recorder, lines_of, trim_to_whole_groups
+from tokentrue.app.rollout.files import Recorder, read_whole_lines, trim_to_whole_groups
 from tokentrue.app.rollout.settings import RolloutRun, agent_settings, describe_environment, plan_rollouts, remember
 from tokentrue.cli.options import (
     AsJson,
@@ -144,7 +144,7 @@ def record_rollouts(out: Path, plans: list[Plan], total: int, *, quiet: bool) ->
 
 
 def print_summary(out: Path, plans: list[Plan], log: Path, *, as_json: bool) -> int:
-    rows = lines_of(out / "rollouts.jsonl")
+    rows = read_whole_lines(out / "rollouts.jsonl")
     rewards = [row["reward"] for row in rows if row["reward"] is not None]
     sampled, trained = sum(row["sampled"] for row in rows), sum(row["trained"] for row in rows)
     summary: JsonObject = {

@@ -15,7 +15,7 @@ import typer
 
 from tokentrue.app.configuration import read
 from tokentrue.app.identity import identify_model
-from tokentrue.app.torchless import without_torch
+from tokentrue.app.libraries import without_torch
 from tokentrue.app.wiring import ADMIN_KEY, ServeConfig, gateway_for
 from tokentrue.cli.options import ConfigFile, Device, Dtype, ModelName, Settings
 from tokentrue.cli.output import loading
@@ -80,7 +80,7 @@ def command(
         settings = identify_model(settings)
     from tokentrue.gateway.auth import new_admin_key
     from tokentrue.gateway.serving.processes import AdminState, Supervisor
-    from tokentrue.gateway.serving.server import listen, url_of
+    from tokentrue.gateway.serving.server import find_url, listen
     from tokentrue.sessions import StoreLock
 
     given_key = os.environ.get(ADMIN_KEY)
@@ -90,7 +90,7 @@ def command(
         listen(settings.server.host, settings.server.port, admin_key=admin_key) as public,
         tempfile.TemporaryDirectory(prefix="tokentrue-") as folder,
     ):
-        bound = url_of(settings.server.host, public)
+        bound = find_url(settings.server.host, public)
         base = settings.server.base_url.rstrip("/") or bound
         settings = replace(
             settings, server=replace(settings.server, address=settings.server.address.rstrip("/") or bound)

@@ -67,8 +67,7 @@ def command(
     if nodes is not None and ray is None:
         raise ConfigError("--nodes belongs to --ray")
     check_can_make(settings.out)  # before anything is loaded: a bad path is said at once
-    from tokentrue.app.devices import require_device
-    from tokentrue.app.libraries import quiet_libraries
+    from tokentrue.app.libraries import quiet_libraries, require_device
     from tokentrue.train import join, leave
 
     quiet_libraries(settings.threads)

@@ -15,10 +15,9 @@ from typing import Annotated, Any, ClassVar, Protocol, TypeVar, cast
 import msgspec
 import orjson
 
-from tokentrue.conversion import complaint
 from tokentrue.errors import MessageError, SamplingError
 from tokentrue.json_types import JsonMapping, JsonObject
-from tokentrue.plain_json import MAX_DEPTH, check_depth
+from tokentrue.plain_json import MAX_DEPTH, check_depth, complaint
 from tokentrue.types import MAX_CHOICES, Finish, Message, Reply, Sampling, Tool, TurnEvent
 
 S = TypeVar("S", bound=msgspec.Struct)
@@ -46,20 +45,14 @@ class ContinuedResponse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PathFields:
-    """What a dialect names in the path and not in the body."""
-
     model: str
     stream: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestHead:
-    """A request without its conversation.
-
-    `leading_messages` come before the conversation (a system prompt outside of it). `options` is what the shape of the
-    answer depends on, in the dialect's own terms. `continues` names an earlier answer whose conversation goes on;
-    `last_node` is the last recorded turn that the request names by an id.
-    """
+    """A request without its conversation. `leading_messages` come before it; `options` is what the shape of the answer
+    depends on; `last_node` is the last recorded turn that the request names by an id."""
 
     model: str
     stream: bool = False
@@ -82,7 +75,7 @@ class DecodedBody:
 
 
 class Encoder(Protocol):
-    """Turns the events of one streamed turn into the dialect's server-sent events."""
+    """Turns one streamed turn into the dialect's server-sent events; `feed` closes a choice with its last event."""
 
     ping: bytes
 
@@ -223,7 +216,6 @@ def check_choices(count: int | None, field: str) -> int:
 
 
 def assistant_message(texts: Sequence[str], thoughts: Sequence[str], calls: Sequence[JsonObject]) -> Message:
-    """One assistant message from its parts, in the OpenAI shape."""
     message: JsonObject = {"role": "assistant", "content": "".join(texts) if texts else None}
     if thoughts:
         message["reasoning_content"] = "".join(thoughts)
@@ -233,7 +225,6 @@ def assistant_message(texts: Sequence[str], thoughts: Sequence[str], calls: Sequ
 
 
 def join_assistant(parts: Sequence[Message]) -> Message:
-    """The one assistant message of consecutive parts."""
     texts = [part["content"] for part in parts if part["content"] is not None]
     thoughts = [part["reasoning_content"] for part in parts if part.get("reasoning_content")]
     return assistant_message(texts, thoughts, [call for part in parts for call in part.get("tool_calls", ())])
@@ -252,17 +243,10 @@ def user_and_tool_messages(parts: Iterable[str | Message]) -> tuple[Message, ...
     return tuple(out)
 
 
-def object_of(value: Any, path: str) -> JsonObject:
+def require_object(value: Any, path: str) -> JsonObject:
     if not isinstance(value, dict):
         raise MessageError("must be an object", field=path)
     return cast("JsonObject", value)
-
-
-def text_field(block: JsonMapping, name: str, where: str) -> str:
-    value = block.get(name)
-    if not isinstance(value, str):
-        raise MessageError("must be a string", field=f"{where}.{name}")
-    return value
 
 
 def join_text(parts: Any, kinds: tuple[str, ...], path: str, *, glue: str) -> str | None:
@@ -291,7 +275,6 @@ def _part_text(part: Any, kinds: tuple[str, ...], where: str) -> str:
 
 
 def echo(value: Any) -> str:
-    """A short, harmless echo of a foreign value for an error message."""
     return repr(value)[:40]
 
 
@@ -308,8 +291,8 @@ LEVELS_AROUND_ARGUMENTS = 4
 
 
 def arguments_object(text: str) -> JsonObject:
-    """A call's arguments as the JSON object some dialects demand; what is not an object travels whole under
-    `_raw_arguments`, and so does an object that reads like such a wrapping, or is nested too deeply to be sent back."""
+    """A call's arguments as a JSON object. What is no object, reads like such a wrapping, or is nested too deeply to
+    be sent back, is wrapped whole as `_raw_arguments`."""
     try:
         most = MAX_DEPTH - LEVELS_AROUND_ARGUMENTS
         value: Any = parse_json(text.encode(), "arguments", most_levels=most) if text.strip() else {}
@@ -332,5 +315,4 @@ def arguments_text(value: JsonObject) -> str:
 
 
 def is_cut(finish: Finish) -> bool:
-    """True for a turn that the model did not end itself."""
     return finish is not Finish.STOP

@@ -1,64 +1,67 @@
-"""OpenAI Responses: requests and whole answers. Items of requests are in `responses_requests.py`, events in
-`responses_events.py`.
+"""OpenAI Responses: requests. Answers and events are in `responses_answers.py`.
 
 One model turn is several items here (reasoning, message, function calls); consecutive ones are one assistant message,
 unless their ids say that two turns of this session served them. Reasoning travels as `reasoning_text` and, sealed, as
-`encrypted_content`: it survives clients that keep only the latter.
+`encrypted_content`: it survives clients that keep only the latter. A custom (free-form) tool is shown to the model as a
+function with one string, and served back as a custom tool call; the tools of a namespace are shown under both names,
+and served back with their namespace.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 import msgspec
+import orjson
 
 from tokentrue.errors import MessageError
 from tokentrue.gateway.dialects.base import (
     ContinuedResponse,
     DecodedBody,
     Dialect,
+    FunctionTool,
     RequestHead,
     TextOf,
+    assistant_message,
+    call_entry,
     decode_body,
     echo,
     encode,
-    is_cut,
-    object_of,
+    join_text,
     present,
     raw_items,
+    require_object,
 )
-from tokentrue.gateway.dialects.chat_answers import build_error
-from tokentrue.gateway.dialects.responses_events import ResponsesEncoder
-from tokentrue.gateway.dialects.responses_items import (
-    ItemName,
-    OutputItem,
+from tokentrue.gateway.dialects.openai_chat import build_error
+from tokentrue.gateway.dialects.responses_answers import (
+    INSTRUCTED,
+    STORED,
+    UNSTORED,
+    ResponsesEncoder,
+    ResponsesOptions,
     ServedTool,
-    logprobs_for,
-    node_from_item_id,
-    served_tool,
-    status_of,
-    text_status,
-)
-from tokentrue.gateway.dialects.responses_requests import (
-    TURN,
-    FindArguments,
-    choice_from_responses,
-    is_same_turn,
-    message_from_item,
-    tools_from_responses,
+    build_whole,
+    custom_input,
 )
 from tokentrue.gateway.dialects.signing import ReasoningSigner
-from tokentrue.json_types import JsonMapping, JsonObject
+from tokentrue.json_types import JsonObject
+from tokentrue.plain_json import convert
 from tokentrue.sessions.constraints import constraints_from
 from tokentrue.types import Message, Reply, Sampling
 
+FindArguments = Callable[[str], Sequence[str]]
+"""The recorded arguments of the calls that were served under an id."""
+
+TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
+REASONING_PARTS = ("reasoning_text", "summary_text", "text")
+CALLS = ("function_call", "custom_tool_call")
+OUTPUTS = ("function_call_output", "custom_tool_call_output")
+TURN = "turn"  # on a part of an assistant message: the node of this session that served it
+_ITEM_ID = re.compile(r"(?:rs|msg|fc|ctc)_([0-9a-f]+)(?:_\d+)?")
 INCLUDES = {"reasoning.encrypted_content", "message.output_text.logprobs"}
-UNSTORED = "resp_ns_"
-STORED = "resp_"
-INSTRUCTED = "_i"  # ends the id of a response that was made with `instructions`
 
 
 class Reasoning(msgspec.Struct):
@@ -106,13 +109,6 @@ class ResponsesBody(ResponsesHead, kw_only=True, forbid_unknown_fields=True):
     input: str | list[msgspec.Raw]
 
 
-class ResponsesOptions(msgspec.Struct, frozen=True):
-    stored: bool
-    logprobs: bool
-    served: Mapping[str, ServedTool]  # by the name that the model sees
-    echo: JsonMapping  # the request's own settings, which every answer repeats
-
-
 class OpenAIResponses(Dialect):
     name: ClassVar[str] = "openai_responses"
     items_key = "input"
@@ -124,7 +120,6 @@ class OpenAIResponses(Dialect):
         find_arguments: FindArguments = lambda _: (),
         is_node: Callable[[str], bool] = lambda _: False,
     ) -> None:
-        """`is_node`: whether the session has a node of this name."""
         self._signer, self._find_arguments, self._is_node = signer, find_arguments, is_node
 
     def decode(self, body: bytes) -> DecodedBody:
@@ -150,7 +145,7 @@ class OpenAIResponses(Dialect):
         return None
 
     def parse_item(self, item: Any, path: str) -> tuple[Message, ...]:
-        fields = object_of(item, path)
+        fields = require_object(item, path)
         message = message_from_item(fields, path, self._signer, self._find_arguments)
         if message is None:
             return ()
@@ -165,36 +160,16 @@ class OpenAIResponses(Dialect):
         return (node is None or self._is_node(node)) and (not is_custom or bool(self._find_arguments(call_id)))
 
     def continues_turn(self, parts: Sequence[Message], part: Message) -> bool:
-        return is_same_turn(parts, part)
+        """False where `part` and the parts before it were served by two nodes. A part without a name belongs to those
+        before it."""
+        before = [one[TURN] for one in parts if TURN in one]
+        return not before or part.get(TURN, before[-1]) == before[-1]
 
     def build_answer(self, head: RequestHead, replies: Sequence[Reply], text_of: TextOf) -> JsonObject:
-        items = items_from_reply(head, replies[0], logprobs_for(head, replies[0], text_of))
-        return self._build_response(head, replies[0], items, int(time.time()))
-
-    def _build_response(self, head: RequestHead, reply: Reply, items: Sequence[OutputItem], created: int) -> JsonObject:
-        """The response from its items."""
-        status = status_of(reply)
-        response = response_base(head, reply.node, created, status=status)
-        response["output"] = [item.build(self._signer, status=text_status(item, items, status)) for item in items]
-        response["incomplete_details"] = {"reason": "max_output_tokens"} if is_cut(reply.completion.finish) else None
-        response["usage"] = usage_of(reply)
-        return response
+        return build_whole(head, replies[0], text_of, self._signer)
 
     def new_encoder(self, head: RequestHead, text_of: TextOf) -> ResponsesEncoder:
-        def build_opening(node: str) -> JsonObject:
-            return response_base(head, node, int(time.time()), status="in_progress")
-
-        def build_response(reply: Reply, items: Sequence[OutputItem], created: int) -> JsonObject:
-            return self._build_response(head, reply, items, created)
-
-        return ResponsesEncoder(
-            head,
-            signer=self._signer,
-            text_of=text_of,
-            build_opening=build_opening,
-            build_response=build_response,
-            build_error=self.build_error,
-        )
+        return ResponsesEncoder(head, text_of, self._signer)
 
     build_error = staticmethod(build_error)
 
@@ -266,43 +241,156 @@ def echoed_settings(head: ResponsesHead) -> JsonObject:
     }
 
 
-def items_from_reply(head: RequestHead, reply: Reply, logprobs: Sequence[JsonObject]) -> list[OutputItem]:
-    message, node = reply.message, reply.node
-    items: list[OutputItem] = []
-    if message.get("reasoning_content"):
-        items.append(OutputItem(kind="reasoning", suffix=node, text=message["reasoning_content"]))
-    if message.get("content") or not message.get(
-        "tool_calls"
-    ):  # an empty message, too, has an id that the next request sends back
-        items.append(OutputItem(kind="message", suffix=node, text=message.get("content") or "", logprobs=logprobs))
-    for index, call in enumerate(message.get("tool_calls") or ()):
-        tool = served_tool(call["function"]["name"], head.options.served)
-        text = call["function"]["arguments"]
-        items.append(OutputItem(kind="call", suffix=f"{node}_{index}", text=text, call_id=call["id"], tool=tool))
-    return items
+class ItemName(msgspec.Struct):
+    """What of an item says who wrote it; the rest, which may be long, is skipped."""
+
+    id: Any = None
+    role: Any = "assistant"
+    type: Any = None
+
+    @property
+    def is_given(self) -> bool:
+        return self.role != "assistant" or str(self.type).endswith("_output")
 
 
-def response_base(head: RequestHead, node: str, created: int, *, status: str) -> JsonObject:
-    return {
-        "id": (STORED if head.options.stored else UNSTORED) + node + (INSTRUCTED if head.leading_messages else ""),
-        "object": "response",
-        "created_at": created,
-        "status": status,
-        "error": None,
-        "incomplete_details": None,
-        "model": head.model,
-        "output": [],
-        "usage": None,
-        **head.options.echo,
-    }
+def node_from_item_id(item_id: object) -> str | None:
+    """The node that an item's id names, if it has the form of ours."""
+    found = _ITEM_ID.fullmatch(item_id) if isinstance(item_id, str) else None
+    return found[1] if found else None
 
 
-def usage_of(reply: Reply) -> JsonObject:
-    sampled = len(reply.completion.token_ids)
-    return {
-        "input_tokens": reply.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
-        "output_tokens": sampled,
-        "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": reply.prompt_tokens + sampled,
-    }
+def model_name(namespace: str | None, name: str) -> str:
+    """The tool's name as the model sees it."""
+    return f"{namespace}__{name}" if namespace else name
+
+
+class CallItem(msgspec.Struct):
+    """A call, of a function (`arguments`) or of a custom tool (`input`)."""
+
+    name: str
+    call_id: str
+    arguments: str = ""
+    input: str = ""
+    namespace: Any = None
+
+
+class OutputOfCall(msgspec.Struct):
+    call_id: str
+    output: Any
+
+
+# Items.
+def message_from_item(
+    item: JsonObject, path: str, signer: ReasoningSigner, find_arguments: FindArguments
+) -> Message | None:
+    """A message, or a part of an assistant message; None for reasoning of which nothing is left."""
+    kind = item.get("type") or ("message" if "role" in item else None)
+    if kind == "reasoning":
+        text = reasoning_text(item, path, signer)
+        return assistant_message((), [text], ()) if text else None
+    if kind in CALLS:
+        return assistant_message((), (), [call_from_item(convert(item, CallItem, path), kind, find_arguments)])
+    if kind == "message":
+        return text_message(item, path)
+    if kind in OUTPUTS:
+        result = convert(item, OutputOfCall, path)
+        text = join_text(result.output, TEXT_PARTS, f"{path}.output", glue="\n")
+        if text is None:
+            raise MessageError("must be text", field=f"{path}.output")
+        return {"role": "tool", "tool_call_id": result.call_id, "content": text}
+    raise MessageError(f"item of type {echo(kind)} is not supported", field=f"{path}.type")
+
+
+def text_message(item: JsonObject, path: str) -> Message:
+    role = item.get("role")
+    if role not in ("user", "system", "developer", "assistant"):
+        raise MessageError(f"role {echo(role)} is not supported", field=f"{path}.role")
+    text = join_text(item.get("content"), TEXT_PARTS, f"{path}.content", glue="" if role == "assistant" else "\n")
+    if text is None:
+        raise MessageError("must be a string or a list of parts", field=f"{path}.content")
+    return {"role": "system" if role == "developer" else role, "content": text}
+
+
+def reasoning_text(item: JsonObject, path: str, signer: ReasoningSigner) -> str:
+    sealed = item.get("encrypted_content")
+    if item.get("content"):
+        return join_text(item["content"], REASONING_PARTS, f"{path}.content", glue="") or ""
+    if isinstance(sealed, str):
+        return signer.unwrap(sealed) or ""
+    return join_text(item.get("summary"), REASONING_PARTS, f"{path}.summary", glue="") or ""
+
+
+def call_from_item(item: CallItem, kind: str, find_arguments: FindArguments) -> JsonObject:
+    is_function = kind == "function_call"
+    arguments = item.arguments if is_function else arguments_from_input(item.input, find_arguments(item.call_id))
+    namespace = item.namespace if isinstance(item.namespace, str) else None
+    return call_entry(item.call_id, model_name(namespace, item.name), arguments)
+
+
+def arguments_from_input(said: str, recorded: Sequence[str]) -> str:
+    """The inverse of `custom_input`. Arguments that broke off, or that hold more than the input, are served as the
+    input alone: the call's id finds them in the record."""
+    found = (arguments for arguments in recorded if custom_input(arguments) == said)
+    return next(found, None) or orjson.dumps({"input": said}).decode()
+
+
+# Tools.
+def tools_from_responses(tools: list[JsonObject] | None) -> tuple[tuple[JsonObject, ...] | None, dict[str, ServedTool]]:
+    """As functions, and how a call of each is to be served. A tool in a namespace is shown to the model as
+    `namespace__name`."""
+    out: list[JsonObject] = []
+    served: dict[str, ServedTool] = {}
+    for where, namespace, tool in flatten_namespaces(tools or ()):
+        kind = tool.get("type")
+        if kind not in ("function", "custom"):
+            message = f"tool type {echo(kind)} is not supported; use 'function', 'custom' or 'namespace'"
+            raise MessageError(message, field=f"{where}.type")
+        given = convert(tool, FunctionTool, where)
+        shown, described, parameters = (
+            model_name(namespace, given.name),
+            given.description or "",
+            given.parameters or {},
+        )
+        if kind == "custom":
+            described += describe_grammar(tool, where)
+            parameters = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+        how = ServedTool(name=given.name, namespace=namespace, custom=kind == "custom")
+        if served.setdefault(shown, how) != how:
+            raise MessageError(f"another tool is shown to the model as {echo(shown)}, too", field=where)
+        function = {"name": shown, "description": described, "parameters": parameters}
+        out.append({"type": "function", "function": function})
+    return (tuple(out) or None), served
+
+
+def flatten_namespaces(tools: Sequence[JsonObject]) -> Iterator[tuple[str, str | None, JsonObject]]:
+    for index, tool in enumerate(tools):
+        where = f"tools[{index}]"
+        if tool.get("type") != "namespace":
+            yield where, None, tool
+            continue
+        name, inner_tools = tool.get("name"), tool.get("tools")
+        if not isinstance(name, str) or not isinstance(inner_tools, list):
+            raise MessageError("a namespace needs a name and a list of tools", field=where)
+        for place, inner in enumerate(cast("list[Any]", inner_tools)):
+            yield f"{where}.tools[{place}]", name, cast("JsonObject", inner) if isinstance(inner, dict) else {}
+
+
+class CustomFormat(msgspec.Struct):
+    type: Literal["text", "grammar"]
+    syntax: Any = None
+    definition: Any = None
+
+
+def describe_grammar(tool: JsonObject, where: str) -> str:
+    format_ = convert(tool.get("format") or {"type": "text"}, CustomFormat, f"{where}.format")
+    if format_.type == "text":
+        return ""
+    return f"\n\nThe input follows this {format_.syntax} grammar:\n{format_.definition}"
+
+
+def choice_from_responses(choice: str | JsonObject | None) -> str | JsonObject | None:
+    if not isinstance(choice, dict):
+        return choice
+    if choice.get("type") not in ("function", "custom"):
+        raise MessageError(f"type {echo(choice.get('type'))} is not supported", field="tool_choice.type")
+    return {"type": "function", "function": {"name": choice.get("name")}}

@@ -14,9 +14,8 @@ from tokentrue.types import Message, Messages
 def read_conversation(
     dialect: Dialect, decoded: DecodedBody, earlier: Conversations, *, history: Messages = ()
 ) -> Conversation:
-    """`history` comes before the items: a system prompt outside of them, an earlier answer's conversation. A dialect
-    parses the same item of the same session to the same messages, once it is settled; an assistant turn that spans
-    several items is shared with an earlier request only if all of them are the same."""
+    """`history` comes before the items: a system prompt outside of them, an earlier answer's conversation. An
+    assistant turn of several items is shared with an earlier request only if all of them are the same."""
     base = earlier.find(dialect.name, [*map(own_source, history), *decoded.items])
     messages, known = list(base), len(base.sources)
     sources, ends, turn = list[Raw](), list[int | None](), list[Message]()  # consecutive assistant items of one turn
@@ -47,8 +46,8 @@ def read_conversation(
 
 
 def pair_results(messages: list[Message], first: int) -> None:
-    """Gives results from index `first` on that name a function and no call (Google's may) the id of their call: the
-    first one of that function, in the turn before them, that no other result answers."""
+    """Gives results that name a function and no call (Google's may) the id of the first call of that function, in the
+    turn before them, that no other result answers."""
     for index in range(first, len(messages)):
         if messages[index]["role"] != "tool" or "tool_call_id" in messages[index]:
             continue

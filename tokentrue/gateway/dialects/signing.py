@@ -1,4 +1,4 @@
-"""The signature on reasoning that a client carries for the gateway: what comes back is known to be what was served."""
+"""Signatures on reasoning that a client carries for the gateway."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import hmac
 
 
 class ReasoningSigner:
-    """Signs text with a secret of one session, which its client does not know; signatures by one of `older` hold,
-    too."""
+    """Signs with a secret of one session, which its client does not know; signatures by one of `older` hold, too."""
 
     MARK = "tt1"
 
@@ -28,7 +27,7 @@ class ReasoningSigner:
         return f"{self.MARK}.{self._mac(text, self._secrets[0])}"
 
     def holds(self, signature: str, text: str) -> bool:
-        """True for our own signature of this text and for a foreign signature, which cannot be checked."""
+        """True also for a foreign signature, which cannot be checked."""
         mark, dot, mac = signature.partition(".")
         return not (mark == self.MARK and dot) or self._is_ours(mac, text)
 
@@ -46,3 +45,16 @@ class ReasoningSigner:
         except (binascii.Error, ValueError):
             return None
         return text if self._is_ours(parts[2], text) else None
+
+    def wrap_as_bytes(self, text: str) -> str:
+        """`wrap` for a field that its protocol types as bytes (Google's `thoughtSignature`)."""
+        return base64.b64encode(self.wrap(text).encode()).decode()
+
+    def unwrap_bytes(self, blob: str) -> str | None:
+        """The text of `wrap_as_bytes`, which may come back in either alphabet of base64."""
+        try:
+            padded = blob + "=" * (-len(blob) % 4)
+            wrapped = base64.b64decode(padded.translate({ord("-"): "+", ord("_"): "/"}), validate=True).decode("ascii")
+        except (binascii.Error, UnicodeError, ValueError):
+            return None
+        return self.unwrap(wrapped)

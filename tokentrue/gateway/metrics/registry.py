@@ -1,11 +1,10 @@
-"""Prometheus metrics of one worker, and how those of several become one page.
-
-Coverage is computed from sums over sessions when the page is made, so workers add up.
-"""
+"""Prometheus metrics of one process, and the page of several."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -24,52 +23,30 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
-        registry = self.registry
-        self.turns = Counter("tokentrue_turns", "Committed turns.", ["dialect", "streamed"], registry=registry)
-        self.errors = Counter("tokentrue_errors", "Refused or failed requests.", ["dialect", "code"], registry=registry)
-        self.tokens = Counter(
-            "tokentrue_tokens", "Tokens: prompt (sent), given (new of them), sampled.", ["kind"], registry=registry
-        )
+        named: Any = {"namespace": "tokentrue", "registry": self.registry}
+        count, gauge, time = partial(Counter, **named), partial(Gauge, **named), partial(Histogram, **named)
+        self.turns = count("turns", "Committed turns.", ["dialect", "streamed"])
+        self.errors = count("errors", "Refused or failed requests.", ["dialect", "code"])
+        self.tokens = count("tokens", "Tokens: prompt (sent), given (new of them), sampled.", ["kind"])
         self.prompt_tokens, self.given_tokens, self.sampled_tokens = (
             self.tokens.labels(kind) for kind in ("prompt", "given", "sampled")
         )
-        self.trained = Gauge(
-            "tokentrue_session_tokens", "Of the sessions seen: tokens sampled, trained.", ["kind"], registry=registry
-        )
-        self.untrained = Gauge(
-            "tokentrue_untrained_tokens", "Sampled tokens that no sample trains.", ["why"], registry=registry
-        )
-        self.forks = Counter("tokentrue_forks", "Turns that began a root or a fork.", ["reason"], registry=registry)
-        self.projections = Counter(
-            "tokentrue_projections", "How replayed history matched.", ["projection"], registry=registry
-        )
-        self.replays = Counter(
-            "tokentrue_replays", "Requests answered from the record or by an equal turn in flight.", registry=registry
-        )
-        self.added = Histogram(
-            "tokentrue_added_latency_seconds",
-            "Time per turn outside of the engine.",
-            ["dialect"],
-            buckets=SECONDS,
-            registry=registry,
-        )
-        self.turn_time = Histogram(
-            "tokentrue_turn_seconds", "Time per turn, engine included.", buckets=LONG_SECONDS, registry=registry
-        )
-        self.first = Histogram(
-            "tokentrue_first_byte_seconds", "Time to the first streamed byte.", buckets=LONG_SECONDS, registry=registry
-        )
-        self.in_flight = Gauge("tokentrue_in_flight", "Generations in flight.", registry=registry)
-        self.sessions = Gauge("tokentrue_live_sessions", "Sessions in memory.", registry=registry)
-        self.session_bytes = Gauge(
-            "tokentrue_live_session_bytes", "Memory of the sessions in memory, an estimate.", registry=registry
-        )
-        self.paused = Gauge("tokentrue_paused", "1 while generation is paused.", registry=registry)
-        self.version = Gauge("tokentrue_policy_version", "The newest policy version noted.", registry=registry)
+        self.trained = gauge("session_tokens", "Of the sessions seen: tokens sampled, trained.", ["kind"])
+        self.untrained = gauge("untrained_tokens", "Sampled tokens that no sample trains.", ["why"])
+        self.forks = count("forks", "Turns that began a root or a fork.", ["reason"])
+        self.projections = count("projections", "How replayed history matched.", ["projection"])
+        self.replays = count("replays", "Requests answered from the record or by an equal turn in flight.")
+        self.added = time("added_latency_seconds", "Time per turn outside of the engine.", ["dialect"], buckets=SECONDS)
+        self.turn_time = time("turn_seconds", "Time per turn, engine included.", buckets=LONG_SECONDS)
+        self.first = time("first_byte_seconds", "Time to the first streamed byte.", buckets=LONG_SECONDS)
+        self.in_flight = gauge("in_flight", "Generations in flight.")
+        self.sessions = gauge("live_sessions", "Sessions in memory.")
+        self.session_bytes = gauge("live_session_bytes", "Memory of the sessions in memory, an estimate.")
+        self.paused = gauge("paused", "1 while generation is paused.")
+        self.version = gauge("policy_version", "The newest policy version noted.")
 
     def note_turn(self, dialect: str, reply: Reply, sampled: int, *, streamed: bool) -> None:
-        """Counts a turn of `sampled` tokens that was committed for this request, or an answer that needed none. `reply`
-        is the first of its choices."""
+        """Counts a turn of `sampled` tokens, or an answer from the record; `reply` is its first choice."""
         if reply.replayed:
             self.replays.inc()
             return
@@ -82,7 +59,6 @@ class Metrics:
         self.sampled_tokens.inc(sampled)
 
     def measure(self, admission: AdmissionGate, sessions: SessionRegistry, totals: CoverageTotals) -> None:
-        """Sets the gauges of what there is now."""
         self.in_flight.set(admission.in_flight)
         self.sessions.set(len(sessions))
         self.session_bytes.set(sessions.memory_bytes)
@@ -93,7 +69,7 @@ class Metrics:
 
 
 def engine_families(engine: Measured) -> list[Metric]:
-    """The figures of an embedded engine (first-token time, tokens per second, cache use, prefix hits …), as gauges."""
+    """The figures of an embedded engine, as gauges."""
     return [
         GaugeMetricFamily(f"tokentrue_engine_{name}", f"Embedded engine: {name.replace('_', ' ')}.", value=float(value))
         for name, value in engine.metrics().items()

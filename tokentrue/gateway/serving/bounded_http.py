@@ -1,11 +1,9 @@
-"""uvicorn's HTTP/1.1 protocol with the limits that it lacks. Stock uvicorn on httptools bounds neither the head of a
-request nor its trailers, merges trailers into the headers, and waits without end for a head, for a body and for a
-client that reads.
+"""uvicorn's HTTP/1.1 protocol with the limits that it lacks: it bounds neither the head of a request nor its trailers,
+merges trailers into the headers, and waits without end for a head, a body and a client that reads.
 
-Per connection: a request's head, chunk framing and trailers together take at most `head_bytes` (beyond what its body
-explains); a head takes at most `head_s` seconds, a body `body_s`; a client that takes nothing for `write_s` is cut off;
-at most `MOST_PIPELINED` requests wait for answers before theirs. What goes beyond is refused with 400 or the connection
-is closed; nothing of it reaches the application.
+Per request, head, chunk framing and trailers take at most `head_bytes` beyond what the body explains; a head takes
+`head_s`, a body `body_s`; a client that takes nothing for `write_s` is cut off; `MOST_PIPELINED` requests may wait.
+What goes beyond is refused with 400 or closed, and never reaches the application.
 """
 
 from __future__ import annotations
@@ -117,8 +115,7 @@ class BoundedHttp(HttpToolsProtocol):
             self._limit_time(self.limits.head_s)
 
     def send_400_response(self, msg: str) -> None:
-        """uvicorn calls this for what is not HTTP. A complete request before it is still answered, and the connection
-        ends with that."""
+        """For what is not HTTP. A complete request before it is answered, and the connection ends with that."""
         current = self._current
         if current is None or current.response_complete or (self._in_body and not current.response_started):
             super().send_400_response(msg)
@@ -130,5 +127,4 @@ class BoundedHttp(HttpToolsProtocol):
 
 
 def bounded_http(limits: GatewayLimits) -> type[BoundedHttp]:
-    """The protocol class for `uvicorn.Config(http=…)`."""
     return type("BoundedHttp", (BoundedHttp,), {"limits": limits})

@@ -1,5 +1,4 @@
-"""Running a gateway process: sockets, signals, logs. Start-up errors are one line; SIGTERM finishes or journals what is
-in flight."""
+"""Running a gateway process: sockets, signals, logs."""
 
 from __future__ import annotations
 
@@ -61,9 +60,8 @@ def listen(host: str, port: int, *, admin_key: str) -> socket.socket:
     return bound
 
 
-def url_of(host: str, bound: socket.socket) -> str:
-    """Where others reach a socket that listens on `host`: every address is this machine's name, IPv6 stands in
-    brackets."""
+def find_url(host: str, bound: socket.socket) -> str:
+    """Where others reach a socket that listens on `host`."""
     name = socket.gethostname() if host in {"0.0.0.0", "::"} else f"[{host}]" if ":" in host else host
     return f"http://{name}:{bound.getsockname()[1]}"
 

@@ -1,7 +1,7 @@
 """Google GenerateContent: answers and chunks. The parts of both are built here and nowhere else.
 
-Reasoning is shown as parts with `thought` where the request asked for it (`thinkingConfig.includeThoughts`). The part
-that follows it carries it sealed, as `thoughtSignature`: clients drop thoughts from their history and keep signatures.
+Reasoning is shown as parts with `thought` where the request asked for it. The part that follows it carries it sealed,
+as `thoughtSignature`: clients drop thoughts from their history and keep signatures.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import msgspec
 
 from tokentrue.gateway.dialects.base import Problem, RequestHead, TextOf, arguments_object, encode, is_cut
-from tokentrue.gateway.dialects.google.signatures import sign_reasoning
 from tokentrue.gateway.dialects.signing import ReasoningSigner
 from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.types import Delta, Message, Reply, TurnEvent
@@ -43,7 +42,7 @@ def build_response(head: RequestHead, replies: Sequence[Reply], text_of: TextOf,
         candidates.append(
             build_candidate(index, build_parts(reply.message, signer, thoughts=head.options.thoughts), end)
         )
-    return {"candidates": candidates, "usageMetadata": usage_of(replies), **response_base(head, replies[0].node)}
+    return {"candidates": candidates, "usageMetadata": build_usage(replies), **response_base(head, replies[0].node)}
 
 
 def response_base(head: RequestHead, node: str) -> JsonObject:
@@ -63,7 +62,7 @@ def build_parts(message: Message, signer: ReasoningSigner, *, thoughts: bool) ->
     parts += [call_part(call["id"], call["function"]["name"], call["function"]["arguments"]) for call in calls]
     parts = parts or [{"text": ""}]  # SDKs take a content without parts for an error
     if reasoning:
-        parts[0]["thoughtSignature"] = sign_reasoning(signer, reasoning)
+        parts[0]["thoughtSignature"] = signer.wrap_as_bytes(reasoning)
     return [thought_part(reasoning), *parts] if reasoning and thoughts else parts
 
 
@@ -76,14 +75,13 @@ def call_part(call_id: str, name: str, arguments: str) -> JsonObject:
 
 
 def candidate_end(head: RequestHead, reply: Reply, text_of: TextOf) -> JsonObject:
-    """The fields of a candidate that are known only when it is complete."""
     end: JsonObject = {"finishReason": "MAX_TOKENS" if is_cut(reply.completion.finish) else "STOP"}
     if head.options.logprobs:
-        end |= logprobs_of(reply, text_of)
+        end |= build_logprobs(reply, text_of)
     return end
 
 
-def logprobs_of(reply: Reply, text_of: TextOf) -> JsonObject:
+def build_logprobs(reply: Reply, text_of: TextOf) -> JsonObject:
     done = reply.completion
     chosen = [token_entry(token, value, text_of) for token, value in zip(done.token_ids, done.logprobs, strict=True)]
     result: JsonObject = {"chosenCandidates": chosen}
@@ -100,7 +98,7 @@ def token_entry(token: int, logprob: float, text_of: TextOf) -> JsonObject:
     return {"token": text_of((token,)), "tokenId": token, "logProbability": logprob}
 
 
-def usage_of(replies: Sequence[Reply]) -> JsonObject:
+def build_usage(replies: Sequence[Reply]) -> JsonObject:
     prompt = replies[0].prompt_tokens
     sampled = sum(len(reply.completion.token_ids) for reply in replies)
     return {"promptTokenCount": prompt, "candidatesTokenCount": sampled, "totalTokenCount": prompt + sampled}
@@ -120,8 +118,7 @@ def build_error(problem: Problem) -> JsonObject:
 
 
 class OpenCandidate:
-    """What of one candidate is not sent yet: reasoning that is not sealed, and a call whose arguments are not
-    complete."""
+    """What of one candidate is not sent yet."""
 
     def __init__(self) -> None:
         self.reasoning = ""
@@ -130,8 +127,7 @@ class OpenCandidate:
 
 
 class GoogleEncoder:
-    """Chunks, each a whole response of its own; the finish reason and the usage come with the last chunk of a
-    candidate.
+    """Chunks, each a whole response; the last chunk of a candidate has the finish reason and the usage.
 
     A call goes out when it is complete: the protocol has no partial arguments. A keep-alive is an empty line, because
     Google's SDKs take a comment for JSON; an error is bare JSON, as Google's own server sends it.
@@ -183,7 +179,7 @@ class GoogleEncoder:
     def _sign(self, candidate: OpenCandidate, part: JsonObject) -> JsonObject:
         """The part that follows reasoning carries it, sealed."""
         if candidate.reasoning:
-            part["thoughtSignature"], candidate.reasoning = sign_reasoning(self._signer, candidate.reasoning), ""
+            part["thoughtSignature"], candidate.reasoning = self._signer.wrap_as_bytes(candidate.reasoning), ""
         return part
 
     def _seal_rest(self, candidate: OpenCandidate) -> list[JsonObject]:
@@ -195,7 +191,7 @@ class GoogleEncoder:
             **response_base(self._head, self._node),
         }
         if end:
-            chunk["usageMetadata"] = usage_of(self._replies)
+            chunk["usageMetadata"] = build_usage(self._replies)
         return b"data: " + encode(chunk) + b"\n\n"
 
     def finish(self) -> bytes:

@@ -1,4 +1,4 @@
-"""Google GenerateContent: requests. Answers and events are in `answers.py`.
+"""Google GenerateContent: requests. Answers and events are in `google_answers.py`.
 
 The path names the model and whether the answer is streamed: `TurnHandler` puts both into the head. The protocol's JSON
 may write each field in camelCase or in snake_case. Calls and results may come without ids: the k-th call of a function
@@ -15,7 +15,6 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
 import msgspec
 
-from tokentrue.conversion import complaint, convert, join_path
 from tokentrue.errors import MessageError
 from tokentrue.gateway.dialects.base import (
     CountingDialect,
@@ -29,16 +28,16 @@ from tokentrue.gateway.dialects.base import (
     echo,
     encode,
     join_assistant,
-    object_of,
     parse_json,
     present,
     raw_items,
+    require_object,
     user_and_tool_messages,
 )
-from tokentrue.gateway.dialects.google.answers import GoogleEncoder, GoogleOptions, build_error, build_response
-from tokentrue.gateway.dialects.google.signatures import read_signature
+from tokentrue.gateway.dialects.google_answers import GoogleEncoder, GoogleOptions, build_error, build_response
 from tokentrue.gateway.dialects.signing import ReasoningSigner
 from tokentrue.json_types import JsonMapping, JsonObject
+from tokentrue.plain_json import complaint, convert, join_path
 from tokentrue.sessions.constraints import constraints_from
 from tokentrue.types import Message, Reply, Sampling
 
@@ -176,8 +175,6 @@ class Google(CountingDialect):
         return DecodedBody(head=head_from_google(head), items=items)
 
     def decode_count(self, body: bytes) -> DecodedBody:
-        """The body of `countTokens`: contents, or a whole request under `generateContentRequest`. Nothing will be
-        sampled."""
         fields = camel_keys(decode_fields(body), "")
         if "generateContentRequest" in fields:
             body = bytes(fields["generateContentRequest"])
@@ -202,7 +199,6 @@ class Google(CountingDialect):
         raise MessageError(message, field=f"{path}.role")
 
     def _model_message(self, parts: Sequence[Part], path: str) -> Message:
-        """One content of a turn; a client that keeps the chunks of a stream sends a turn as several (`join_turn`)."""
         texts, thoughts, sealed, calls = list[str](), list[str](), list[str](), list[JsonObject]()
         for index, part in enumerate(parts):
             if part.function_response is not None:
@@ -212,7 +208,7 @@ class Google(CountingDialect):
                 calls.append(call_entry(call.id, call.name, arguments_text(call.args)))
             elif part.text is not None:
                 (thoughts if part.thought else texts).append(part.text)
-            held = read_signature(self._signer, part.thought_signature)
+            held = self._signer.unwrap_bytes(part.thought_signature)
             if held is not None:
                 sealed.append(held)
         message = assistant_message(texts, thoughts, calls)
@@ -344,7 +340,7 @@ def check_parts(parts: Sequence[Part], path: str) -> None:
 
 
 def number_calls(calls: Sequence[JsonObject]) -> list[JsonObject]:
-    """Calls without ids count over the whole turn, also where it came as several contents."""
+    """Calls without ids count over the whole turn."""
     counts: Counter[str] = Counter()
     out: list[JsonObject] = []
     for call in calls:
@@ -400,7 +396,9 @@ def choose_schema(
 
 def json_schema_from_openapi(value: Any, where: str) -> JsonObject:
     """Types in lower case, `nullable` as a second type, counts (int64, which JSON may write as strings) as numbers."""
-    schema = {_SNAKE.sub(lambda match: match[1].upper(), name): item for name, item in object_of(value, where).items()}
+    schema = {
+        _SNAKE.sub(lambda match: match[1].upper(), name): item for name, item in require_object(value, where).items()
+    }
     out: JsonObject = {}
     for name, item in schema.items():
         at = f"{where}.{name}"
@@ -411,7 +409,9 @@ def json_schema_from_openapi(value: Any, where: str) -> JsonObject:
         elif name in ("anyOf", "prefixItems") and isinstance(item, list):
             out[name] = [json_schema_from_openapi(one, at) for one in cast("list[Any]", item)]
         elif name in ("properties", "defs", "$defs"):
-            out[name] = {key: json_schema_from_openapi(one, f"{at}.{key}") for key, one in object_of(item, at).items()}
+            out[name] = {
+                key: json_schema_from_openapi(one, f"{at}.{key}") for key, one in require_object(item, at).items()
+            }
         elif name.startswith(("min", "max")) and isinstance(item, str) and item.isdigit():
             out[name] = int(item)
         elif name not in ("propertyOrdering", "nullable"):
