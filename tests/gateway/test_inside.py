@@ -65,7 +65,7 @@ async def test_ended_sessions_are_purged_by_age(caplog: pytest.LogCaptureFixture
     old, young = await new_session(app), await new_session(app)
     await ask(app, "DELETE", f"/sessions/{old['session_id']}")
     assert await app.purge_old() == []
-    app.services = replace(app.services, config=replace(app.config, purge_after_s=1e-9))
+    app.services.config = replace(app.config, purge_after_s=1e-9)
     with caplog.at_level(logging.INFO, logger="tokentrue.gateway"):
         assert await app.purge_old() == [old["session_id"]]
     assert {"event": "purged", "session": old["session_id"], "purge_after_s": 1e-9} in map(json.loads, caplog.messages)
