@@ -48,7 +48,7 @@ def first_row(sample: Sample, name: str, path: Path) -> Any:
     return orjson.loads(path.read_bytes().splitlines()[0])
 
 
-def experts_of(sample: Sample) -> list[Any]:
+def expert_table(sample: Sample) -> list[Any]:
     assert sample.routed_experts is not None
     return np.frombuffer(sample.routed_experts.data, "<i2").reshape(sample.routed_experts.shape).tolist()
 
@@ -57,7 +57,7 @@ def test_slime_columns(sample: Sample, tmp_path: Path) -> None:
     row = first_row(sample, "slime", tmp_path / "s")
     start = len(row["tokens"]) - row["response_length"]
     assert (
-        row["rollout_routed_experts"] == experts_of(sample)
+        row["rollout_routed_experts"] == expert_table(sample)
         and len(row["rollout_routed_experts"]) == len(row["tokens"]) - 1
     )
     offsets, ids = row["rollout_top_p_token_offsets"], row["rollout_top_p_token_ids"]
@@ -74,7 +74,7 @@ def test_verl_columns(sample: Sample, tmp_path: Path) -> None:
 
     write_samples([sample, replace(sample, routed_experts=None, sampling_mask=None)], tmp_path / "s", format="verl")
     row, bare = pq.read_table(tmp_path / "s").to_pylist()
-    assert row["routed_experts"] == experts_of(sample) and bare["routed_experts"] is None
+    assert row["routed_experts"] == expert_table(sample) and bare["routed_experts"] is None
     extra = row["extra_fields"]
     assert (extra["min_global_steps"], extra["max_global_steps"]) == (7, 7)
     assert len(extra["policy_versions"]) == len(row["response_ids"]) == len(extra["sampling_mask_offsets"]) - 1
@@ -87,7 +87,7 @@ def test_prime_rl_columns(sample: Sample, tmp_path: Path) -> None:
     found = np.frombuffer(base64.b64decode(told["data"]), told["dtype"]).reshape(told["shape"])
     assert (
         found.shape[0] == len(row["token_ids"])
-        and found[:-1].tolist() == experts_of(sample)
+        and found[:-1].tolist() == expert_table(sample)
         and (found[-1] == FREE).all()
     )
     ids, counts = (np.frombuffer(base64.b64decode(row["sampling_mask"][name]), np.int32) for name in ("ids", "counts"))

@@ -38,7 +38,7 @@ from tokentrue.sessions import Journal
 from tokentrue.types import Sample
 from tokentrue.viewer import FileSource, Report, SampleList, StoreSource, ViewerData, create_app, write_report
 from tokentrue.viewer.breaks import differing_ranges
-from tokentrue.viewer.page import key_of
+from tokentrue.viewer.page import answer_key
 from tokentrue.viewer.plots import compare_tokens, group_advantages, plots_to_json
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -307,7 +307,7 @@ def test_a_report_is_one_file_that_asks_for_nothing(samples: list[Sample], tmp_p
     assert (
         "default-src 'none'" in text and 'src="' not in text.replace('type="module"', "") and "</script><b>" not in text
     )
-    assert key_of("report").replace('"', '\\"') in text
+    assert answer_key("report").replace('"', '\\"') in text
 
 
 @pytest.mark.parametrize(
@@ -322,7 +322,7 @@ def test_an_export_spells_its_keys_as_the_page_does(value: str) -> None:
     spelled = subprocess.run(
         [node, "-e", script], input=asked, capture_output=True, text=True, encoding="utf-8", timeout=60, check=True
     )
-    assert key_of("session", value) == spelled.stdout
+    assert answer_key("session", value) == spelled.stdout
 
 
 def test_text_that_utf8_cannot_hold_is_answered_as_an_escape(samples: list[Sample]) -> None:

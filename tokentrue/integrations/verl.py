@@ -31,7 +31,7 @@ from tokentrue.integrations.rollouts import (
     tokens_left_out,
 )
 from tokentrue.json_types import JsonObject
-from tokentrue.samples.trainer_rows import verl_row, versions_of
+from tokentrue.samples.trainer_rows import list_versions, verl_row
 from tokentrue.types import Sample
 
 AGENT_LOOPS = "verl.experimental.agent_loop.agent_loop"
@@ -66,7 +66,7 @@ def output_of(sample: Sample, **extra: Any) -> Any:
     verl: Any = import_module(AGENT_LOOPS)
 
     row = verl_row(sample)
-    versions = versions_of(sample)
+    versions = list_versions(sample)
     extra_fields: JsonObject = {
         **extra,
         "reward_extra_info": {},

@@ -52,7 +52,7 @@ def fill_logprobs(logprobs: Iterable[float | None]) -> list[float]:
     return [0.0 if value is None else value for value in logprobs]
 
 
-def versions_of(sample: Sample) -> list[int]:
+def list_versions(sample: Sample) -> list[int]:
     """Policy versions of the sampled spans, in order, each once in a row."""
     found: list[int] = []
     for span in sample.spans:
@@ -71,7 +71,7 @@ def token_versions(sample: Sample, *, start: int = 0) -> list[int]:
     return found[start:]
 
 
-def experts_of(sample: Sample) -> list[list[list[int]]] | None:
+def expert_table(sample: Sample) -> list[list[list[int]]] | None:
     """[positions, layers, top_k] of all inputs, from position 0; -1 where the engine did not say."""
     routed = sample.routed_experts
     if routed is None:
@@ -100,7 +100,7 @@ def verl_row(sample: Sample) -> JsonObject:
         "reward_score": sample.reward,
         "num_turns": 2 * (1 + max((span.turn for span in sample.spans), default=-1)),
         "uid": sample.group or sample.session_id,
-        "routed_experts": experts_of(sample),
+        "routed_experts": expert_table(sample),
         "extra_fields": {
             "min_global_steps": min(sampled, default=None),
             "max_global_steps": max(sampled, default=None),
@@ -137,7 +137,7 @@ def slime_row(sample: Sample) -> JsonObject:
     start = len(parts.prompt_ids)
     replay: JsonObject = {}
     if sample.routed_experts is not None:
-        replay["rollout_routed_experts"] = experts_of(sample)
+        replay["rollout_routed_experts"] = expert_table(sample)
     if sample.sampling_mask is not None:
         mask = sample.sampling_mask.cut(start, len(sample.token_ids))
         replay["rollout_top_p_token_ids"] = mask.token_ids.tolist()
@@ -149,7 +149,7 @@ def slime_row(sample: Sample) -> JsonObject:
         "rollout_log_probs": parts.response_logprobs,
         "reward": sample.reward,
         "status": {"length": "truncated", "abort": "aborted"}.get(sample.finish_reason, "completed"),
-        "weight_versions": [str(version) for version in versions_of(sample)],
+        "weight_versions": [str(version) for version in list_versions(sample)],
         "session_id": sample.session_id,
         "metadata": {
             "sample_id": sample.sample_id,

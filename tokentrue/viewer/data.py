@@ -23,7 +23,7 @@ from tokentrue.samples.trainer_logprobs import TrainerLogprobs
 from tokentrue.types import Ids, Sample
 from tokentrue.viewer.blocks import cut_blocks, messages_from_tokens
 from tokentrue.viewer.breaks import breaks_to_json
-from tokentrue.viewer.plots import advantages_of, compare_tokens, plots_to_json
+from tokentrue.viewer.plots import compare_tokens, compute_advantages, plots_to_json
 from tokentrue.viewer.records import Branch, RecordSource, SessionSummary, SessionView, ViewRenderer, check_names
 
 FORMAT = 1
@@ -120,7 +120,7 @@ class ViewerData:
         if not views:
             raise SessionNotFound(f"no session of group {name!r}")
         branches = [branch for view in views for branch in view.branches if branch.abandoned is None]
-        advantages = advantages_of([branch.sample for branch in branches])
+        advantages = compute_advantages([branch.sample for branch in branches])
         return {"group": name, "rollouts": [self._rollout(branch, advantages) for branch in branches]}
 
     def mismatch(self) -> JsonObject:
@@ -210,7 +210,7 @@ class ViewerData:
 
 
 def _advantages(views: Sequence[SessionView]) -> dict[str, float]:
-    return advantages_of([branch.sample for view in views for branch in view.branches if branch.abandoned is None])
+    return compute_advantages([branch.sample for view in views for branch in view.branches if branch.abandoned is None])
 
 
 def _row(summary: SessionSummary) -> JsonObject:

@@ -49,7 +49,7 @@ def write_export(data: ViewerData, path: str | Path, *, most_tokens: int = MOST_
 
 
 def collect_answers(data: ViewerData, *, most_tokens: int) -> tuple[JsonObject, int]:
-    """What the page will ask, by `key_of`, and the number of sessions."""
+    """What the page will ask, by `answer_key`, and the number of sessions."""
     index = data.index(limit=PAGE)
     answers: JsonObject = {}
     kept: list[JsonValue] = []
@@ -60,13 +60,13 @@ def collect_answers(data: ViewerData, *, most_tokens: int) -> tuple[JsonObject, 
             break
         kept.append(_add_session(data, row["session_id"], answers, has_text=index["has_text"]))
     for group in {row["group"] for row in kept if row["group"] is not None}:
-        answers[key_of("group", group)] = data.group(group)
+        answers[answer_key("group", group)] = data.group(group)
     if index["has_trainer"]:
-        answers[key_of("mismatch")] = data.mismatch()
+        answers[answer_key("mismatch")] = data.mismatch()
     if index["has_report"]:
-        answers[key_of("report")] = data.report()
+        answers[answer_key("report")] = data.report()
     source = {**index["source"], "live": False}
-    answers[key_of("index", "0")] = {
+    answers[answer_key("index", "0")] = {
         **index,
         "source": source,
         "sessions": kept,
@@ -77,16 +77,16 @@ def collect_answers(data: ViewerData, *, most_tokens: int) -> tuple[JsonObject, 
 
 def _add_session(data: ViewerData, session_id: str, answers: JsonObject, *, has_text: bool) -> JsonValue:
     """Its row of the list."""
-    answers[key_of("session", session_id)] = session = data.session(session_id)
+    answers[answer_key("session", session_id)] = session = data.session(session_id)
     for head in session["branches"]:
         sample_id = head["sample_id"]
-        answers[key_of("branch", session_id, sample_id)] = data.branch(session_id, sample_id)
+        answers[answer_key("branch", session_id, sample_id)] = data.branch(session_id, sample_id)
         if has_text:
-            answers[key_of("breaks", session_id, sample_id)] = data.breaks(session_id, sample_id)
+            answers[answer_key("breaks", session_id, sample_id)] = data.breaks(session_id, sample_id)
     return session["session"]
 
 
-def key_of(view: str, *arguments: str) -> str:
+def answer_key(view: str, *arguments: str) -> str:
     return encode_json([view, *arguments]).decode()
 
 

@@ -150,7 +150,7 @@ def group_advantages(rewards: Sequence[float]) -> list[float]:
     return [(reward - mean) / (spread + EPS) for reward in rewards]
 
 
-def advantages_of(samples: Sequence[Sample]) -> dict[str, float]:
+def compute_advantages(samples: Sequence[Sample]) -> dict[str, float]:
     """By sample id, for the samples that have a reward; groups must be whole. A sample whose metadata says its
     `advantage` keeps that one."""
     scored = [(sample, sample.reward) for sample in samples if sample.reward is not None]

@@ -141,11 +141,14 @@ def view_from_samples(samples: Sequence[Sample]) -> SessionView:
     )
     metadata = {key: value for key, value in first.metadata.items() if key != "tokentrue"}
     return SessionView(
-        summary=summary, nodes=nodes, branches=tuple(_branch_of(sample) for sample in samples), metadata=metadata
+        summary=summary,
+        nodes=nodes,
+        branches=tuple(_branch_from_sample(sample) for sample in samples),
+        metadata=metadata,
     )
 
 
-def _branch_of(sample: Sample) -> Branch:
+def _branch_from_sample(sample: Sample) -> Branch:
     record = read_record(sample)
     projection = record.nodes[-1].projection if record.nodes else None
     return Branch(sample=sample, leaf=record.leaf or sample.sample_id, projection=projection or "")

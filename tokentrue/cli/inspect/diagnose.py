@@ -278,9 +278,9 @@ def load_scorer(
 
 
 def _advantages(compared: Comparison) -> list[float] | None:
-    from tokentrue.viewer.plots import advantages_of
+    from tokentrue.viewer.plots import compute_advantages
 
-    known = advantages_of(compared.samples)
+    known = compute_advantages(compared.samples)
     names = [row.sample.sample_id for row in compared.rows]
     return [known[name] for name in names] if all(name in known for name in names) else None
 
