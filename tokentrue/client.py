@@ -122,10 +122,6 @@ def _list_request(limit: int, offset: int, group: str | None, after: JsonMapping
     return "GET", path, None
 
 
-def _samples_request(session_id: str) -> Request:
-    return "GET", f"{session_path(session_id)}/samples", None
-
-
 def _reward_request(session_id: str, **fields: JsonValue) -> Request:
     return "POST", f"{session_path(session_id)}/reward", _without_none(fields)
 
@@ -197,11 +193,11 @@ class ClientSession(_SessionAddress):
         return self.result().coverage
 
     def result(self) -> SessionSamples:
-        return _samples_from(self._client.call(*_samples_request(self.id)))
+        return self._client.session_samples(self.id)
 
     def state(self) -> JsonObject:
         """As GET /sessions/{id} gives it."""
-        return self._client.call("GET", session_path(self.id))
+        return self._client.session_state(self.id)
 
     def end(self, *, purge: bool = False) -> None:
         """No further turn is admitted; samples stay readable unless `purge`."""
@@ -256,7 +252,7 @@ class Client:
         return self.call("GET", session_path(session_id))
 
     def session_samples(self, session_id: str) -> SessionSamples:
-        return _samples_from(self.call(*_samples_request(session_id)))
+        return _samples_from(self.call("GET", f"{session_path(session_id)}/samples"))
 
     def reward_session(self, session_id: str, reward: float, *, group: str | None = None) -> None:
         """Of a session that another program opened. `group` names its group where it has none."""
@@ -313,10 +309,10 @@ class AsyncClientSession(_SessionAddress):
         return (await self.result()).coverage
 
     async def result(self) -> SessionSamples:
-        return _samples_from(await self._client.call(*_samples_request(self.id)))
+        return await self._client.session_samples(self.id)
 
     async def state(self) -> JsonObject:
-        return await self._client.call("GET", session_path(self.id))
+        return await self._client.session_state(self.id)
 
     async def end(self, *, purge: bool = False) -> None:
         await self.close()
@@ -366,7 +362,7 @@ class AsyncClient:
         return await self.call("GET", session_path(session_id))
 
     async def session_samples(self, session_id: str) -> SessionSamples:
-        return _samples_from(await self.call(*_samples_request(session_id)))
+        return _samples_from(await self.call("GET", f"{session_path(session_id)}/samples"))
 
     async def reward_session(self, session_id: str, reward: float, *, group: str | None = None) -> None:
         await self.call(*_reward_request(session_id, reward=reward, group=group))

@@ -27,8 +27,7 @@ TokenTrueError
 ├── AgentError              a command-line agent or its score command could not be run
 ├── TokenContractError      recorded ids, log-probabilities or spans do not fit together: always a bug, never repaired
 ├── AuditError              a certificate, mask or log-probability of an exported sample does not hold
-├── TrainingError           a training run that cannot go on: nothing to learn from, numbers that are not finite, stale
-weights
+├── TrainingError           a run that cannot continue: nothing to learn from, numbers that are not finite, stale weights
 └── ExactnessError          two numbers that must be equal in bits are not, or an operator has no exact form
 """
 

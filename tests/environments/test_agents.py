@@ -139,6 +139,22 @@ def test_no_spelling_of_a_path_shows_a_whole_home(tmp_path: Path, monkeypatch: p
         assert folders_named_in(f"python {spelled}/project/agent.py") == [str(home / "project")]
 
 
+async def test_a_rootless_engine_keeps_the_home_that_its_images_are_in(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, log = folder / "bin" / "podman", folder / "homes"
+    engine.parent.mkdir()
+    engine.write_text(f'#!/bin/sh\necho "$1 $HOME $*" >> {log}\n')
+    engine.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{engine.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("HOME", "/home/of-the-user")
+    await play(make_agent(folder, "pi {task}", "true", sandbox="podman", image="agents:1"))
+    runs = [line for line in log.read_text().splitlines() if line.startswith("run ")]
+    assert len(runs) == 2
+    for line in runs:
+        assert line.startswith("run /home/of-the-user ") and "--env HOME=/rollout/home" in line
+
+
 @pytest.mark.parametrize("engine", ["docker", "podman"])
 def test_a_container_is_given_limits_and_names_of_variables_but_no_values(engine: Any) -> None:
     """The shape of the command line; `test_in_a_container` runs one where an engine and an image are there."""
@@ -149,7 +165,13 @@ def test_a_container_is_given_limits_and_names_of_variables_but_no_values(engine
         limits=SandboxLimits(memory_mib=100, processes=7, file_mib=2),
     )
     line = container_command(
-        ["pi", "-p", "it's"], confinement, engine=engine, image="agents:1", name="r1", variables=["KEY", "HOME"]
+        ["pi", "-p", "it's"],
+        confinement,
+        engine=engine,
+        image="agents:1",
+        name="r1",
+        variables=["KEY"],
+        home="/rollout/home",
     )
     assert line[:6] == [engine, "run", "--rm", "--init", "--name", "r1"]
     assert line[-10:-3] == ["--workdir", "/rollout/work", "agents:1", "sh", "-c", LIMIT_FILES, "4096"]
@@ -163,7 +185,7 @@ def test_a_container_is_given_limits_and_names_of_variables_but_no_values(engine
         "--memory 100m --memory-swap 100m",
         "--read-only",
         "--mount type=bind,source=/grader,target=/grader,readonly --mount type=bind,source=/tmp/r1/tmp,target=/tmp ",
-        "--env HOME --env KEY",
+        "--env HOME=/rollout/home --env KEY",
     ):
         assert flags in said, said
     assert "--user 0" not in said

@@ -57,6 +57,7 @@ from tokentrue.environments.agents.workspace import (
 from tokentrue.environments.base import Outcome, Split, Task
 from tokentrue.errors import AgentError, ConfigError
 
+ENGINE_KEPT = ("HOME", "XDG_RUNTIME_DIR", "DBUS_SESSION_BUS_ADDRESS", "CONTAINER_HOST", "DOCKER_HOST", "DOCKER_CONFIG")
 KEPT = ("PATH", "LANG", "LC_ALL", "NODE_PATH", "SSL_CERT_FILE", "NODE_EXTRA_CA_CERTS")  # of this process's environment
 SESSION_URL = re.compile(r"(?P<root>.*/sessions/(?P<id>[^/]+))/v1/?")
 INSIDE = Path("/rollout")  # the name of the writable folder in a sandbox
@@ -224,7 +225,12 @@ class CommandLineAgent:
         if timeout_s:  # asks the command to end; `run_command` ends what does not obey
             command = ["timeout", "-k", str(GRACE_S), str(timeout_s), *command]
         kept = {name: os.environ[name] for name in KEPT if name in os.environ}
-        given = {"HOME": str(inside / "home"), "CI": "1", **env}
+        given = {"CI": "1", **env}
+        home = given.pop("HOME", str(inside / "home"))
+        if self._engine is None:
+            kept["HOME"] = home
+        else:  # a rootless engine finds its images and its runtime by these, and passes on what --env names
+            kept |= {name: os.environ[name] for name in ENGINE_KEPT if name in os.environ}
         container = None if self._engine is None else (self._engine, container_name(place, room))
         limits = self._limits
         if room == place.score:  # it holds a copy of what the agent wrote up to its own limits
@@ -237,7 +243,7 @@ class CommandLineAgent:
             if container is not None:
                 engine, name = container
                 return container_command(
-                    command, confinement, engine=engine, image=self._image, name=name, variables=given
+                    command, confinement, engine=engine, image=self._image, name=name, variables=given, home=home
                 )
             if self.sandbox == "none":
                 return ["env", *command]  # which reports a program that cannot be run as a shell does

@@ -163,9 +163,10 @@ def container_command(
     image: str,
     name: str,
     variables: Iterable[str],
+    home: str,
 ) -> list[str]:
     """`command` in a container called `name`. The engine takes the values of `variables` from its own environment, so
-    that no key is on a command line."""
+    that no key is on a command line; the container's `home` is none of the engine's."""
     limits = confinement.limits
     owner = NOBODY if os.geteuid() == 0 else os.geteuid()
     group = NOBODY if os.geteuid() == 0 else os.getegid()
@@ -178,7 +179,7 @@ def container_command(
         line += ["--security-opt", "label=disable", *([] if os.geteuid() == 0 else ["--userns", "keep-id"])]
     for path, inside, is_writable in confinement.mounts:
         line += ["--mount", f"type=bind,source={path},target={inside}{'' if is_writable else ',readonly'}"]
-    for variable in sorted(variables):
+    for variable in (f"HOME={home}", *sorted(variables)):
         line += ["--env", variable]
     # by the shell: rootful podman turns any --ulimit into a request for more open files than it may have
     shell = ["sh", "-c", LIMIT_FILES, str(limits.file_mib * MIB // 512)]
