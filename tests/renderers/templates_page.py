@@ -12,7 +12,7 @@ from tests import parts
 from tests.renderers.standins import standin, tokenizer_for
 from tokentrue.errors import TokenTrueError
 from tokentrue.renderers import Proof, renderer_of
-from tokentrue.renderers.proving.cases import ROLES
+from tokentrue.renderers.prove import ROLES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

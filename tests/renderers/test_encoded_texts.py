@@ -12,8 +12,7 @@ from tokenizers import Tokenizer
 
 from tests.marks import examples
 from tokentrue.environments import SMALL_MODEL
-from tokentrue.renderers.codec.codec import Codec
-from tokentrue.renderers.codec.encoded_texts import EncodedTexts
+from tokentrue.renderers.codec import Codec, EncodedTexts
 
 TEXT = st.text(max_size=12) | st.sampled_from(["<|im_end|>", "a <|im_start|> b", "  x", "def f():\n    return 1\n"])
 

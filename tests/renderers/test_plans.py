@@ -14,8 +14,8 @@ from tests.renderers.talk import OWN, TOOLS, calls, extended, folder_of, judge, 
 from tokentrue.errors import TokenTrueError
 from tokentrue.ids import TokenIds
 from tokentrue.renderers import Renderer, renderer_of
-from tokentrue.renderers.extending import extender, plan_key
-from tokentrue.renderers.extending.plan_key import name_value
+from tokentrue.renderers.extending import extender, kept
+from tokentrue.renderers.extending.kept import name_value
 
 NAMES = [*OWN, "real:qwen3", "real:glm-4.6", "real:kimi-k2", "real:mistral-nemo"]
 TEXTS = [
@@ -113,8 +113,8 @@ def test_a_remembered_plan_gives_what_planning_gives(name: str) -> None:
 
 
 def test_a_key_that_forgets_the_calls_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_key, "answers_older_call", lambda *_: False)
-    describe_shape = plan_key.describe_shape
+    monkeypatch.setattr(kept, "answers_older_call", lambda *_: False)
+    describe_shape = kept.describe_shape
     careless = lambda message: describe_shape({**message, "tool_calls": [], "name": ""})  # noqa: E731
     monkeypatch.setattr(extender, "describe_shape", careless)
     assert any(count_differences(name, 150)[0] for name in OWN)

@@ -14,11 +14,10 @@ from tests import parts
 from tests.renderers.talk import OWN, loaded
 from tokentrue.cli.main import run
 from tokentrue.renderers import Proof
+from tokentrue.renderers import proof_cache as cache
 from tokentrue.renderers.extending import splicer
-from tokentrue.renderers.extending.boundary import Boundary, MarkedRender
-from tokentrue.renderers.extending.splicer import Splicer
-from tokentrue.renderers.proving import cache
-from tokentrue.renderers.proving.prove import prove
+from tokentrue.renderers.extending.splicer import Boundary, MarkedRender, Splicer
+from tokentrue.renderers.prove import prove
 
 BOUNDARIES = {
     ("qwen3-like", "user"): "\n<|im_start|>user\n",
@@ -112,8 +111,8 @@ def test_the_proof_cache_follows_code_and_libraries(tmp_path: Path, monkeypatch:
         patch.setattr("importlib.metadata.version", lambda name: "0" if name == "tokenizers" else "1")
         assert real() != before
     package = tmp_path / "renderers"
-    shutil.copytree(Path(cache.__file__).parent.parent, package, ignore=shutil.ignore_patterns("__pycache__"))
-    monkeypatch.setattr(cache, "__file__", str(package / "proving" / "cache.py"))
+    shutil.copytree(Path(cache.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(cache, "__file__", str(package / "proof_cache.py"))
     assert real() == before
     (package / "families" / "glm.py").write_text("# changed")
     assert real() != before

@@ -55,7 +55,7 @@ def respelled(renderer: Renderer, draw: Any, written: str) -> list[int]:
 
 def _byte(renderer: Renderer, byte: int) -> list[int]:
     """The token of one byte: every byte-level vocabulary has all of them."""
-    from tokentrue.renderers.codec.token_bytes import _gpt2_alphabet
+    from tokentrue.renderers.codec import _gpt2_alphabet
 
     letter = next(char for char, value in _gpt2_alphabet().items() if value == byte)
     index = renderer.codec.backend.token_to_id(letter)

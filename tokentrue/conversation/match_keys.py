@@ -1,10 +1,8 @@
 """Loose keys of messages: what no known lossy projection can change, hashed; chained over a conversation.
 
-A key only finds candidates. For an assistant message it leaves out everything that a harness may drop or re-spell
-(reasoning, call ids, spacing of arguments, outer whitespace); for every other role it holds the text, whatever parts it
-is spelled in. Every other field (`name`, say) is left out: whether it matters, the template decides.
-Worked example: `{"role": "assistant", "content": "4"}` and `{"role": "assistant", "content": [{"type": "text", "text":
-" 4"}]}` have one key; `{"role": "user", "content": "4"}` and `{"role": "user", "content": " 4"}` have two.
+A key only finds candidates. For an assistant message it leaves out what a harness may drop or write otherwise
+(reasoning, call ids, spacing of arguments, outer whitespace); for every other role it holds the text. `"4"` and
+`[{"type": "text", "text": " 4"}]` of an assistant have one key, of a user two.
 """
 
 from __future__ import annotations
@@ -128,12 +126,10 @@ _Respell: TypeAlias = Callable[[str], JsonValue]
 
 
 def repeats_arguments(served: JsonValue, replayed: JsonValue) -> bool:
-    """Are `replayed` the served arguments, up to key order, spacing, escapes, spelling of numbers, and empty against
-    `{}`?
+    """Whether `replayed` are the served arguments, up to key order, spacing, escapes, numbers, and empty against `{}`.
 
-    Harnesses decode arguments and encode them again. A number beyond all doubles (`1e400`) comes back as `Infinity`
-    from Python and as `null` from JavaScript, a lone surrogate as U+FFFD from Go. Only of what was served: `null` that
-    comes back as a number is an edit.
+    A number beyond all doubles (`1e400`) comes back as `Infinity` from Python and as `null` from JavaScript, a lone
+    surrogate as U+FFFD from Go. Only of what was served: `null` that comes back as a number is an edit.
     """
     now = _loosen_arguments(replayed, _keep)
     return any(_loosen_arguments(served, respell) == now for respell in (_keep, _as_python, _as_javascript, _as_go))

@@ -1,9 +1,8 @@
 """A request's conversation, read once: `Conversation` is what pinning, identity, matching and rendering work on.
 
-An agent sends its whole conversation with every turn. `Conversations` keeps the last eight of a session. The first
-messages of a request whose bytes (`sources`) equal those of a kept one are shared with it; only the rest is parsed,
-checked and keyed. Everything kept is a pure function of those bytes, so no result changes
-(tests/turn/test_conversations.py compares it on and off). `session_limits.conversation_bytes = 0` switches it off.
+An agent sends its whole conversation with every turn. `Conversations` keeps the last eight of a session; the first
+messages of a request whose bytes (`sources`) equal those of a kept one are shared, only the rest is parsed and keyed.
+`session_limits.conversation_bytes = 0` switches it off.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 
 from tokentrue.json_types import JsonMapping, JsonObject
-from tokentrue.renderers.codec.codec import Codec
+from tokentrue.renderers.codec import Codec
 from tokentrue.renderers.families import CallForm, Family
 from tokentrue.types import Refusal, Tools
 

@@ -1,8 +1,6 @@
-"""Runs what a new chat template is first asked in a child process, under the operating system's limits of time and
-memory.
+"""Runs a new chat template's proof in a child process, under the operating system's limits of time and memory.
 
-A template is code that came with a model. Jinja's sandbox confines what it can reach, not what it costs; here the
-kernel ends a template that loops, doubles or pads without end, and the caller gets one line.
+Jinja's sandbox confines what a template can reach, not what it costs.
 """
 
 from __future__ import annotations
@@ -123,7 +121,6 @@ def _address_space() -> int | None:
 
 
 def _read_line(reader: int, deadline: float) -> bytes | None:
-    """None where the other end is closed before a whole line came, or at the deadline."""
     poll, received = select.poll(), bytearray()
     poll.register(reader, select.POLLIN)
     while (left := deadline - time.monotonic()) > 0 and poll.poll(left * 1000):

@@ -1,4 +1,4 @@
-"""`load_renderer`: a model's directory or hub id -> Renderer, proven. Only this file and proving/cache.py touch
+"""`load_renderer`: a model's directory or hub id -> Renderer, proven. Only this file and proof_cache.py touch
 files."""
 
 from __future__ import annotations
@@ -8,18 +8,19 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
+
 from tokentrue.errors import ConfigError, TemplateError, TokenizerError
 from tokentrue.hub import locate_small_files, one_line
 from tokentrue.json_types import JsonMapping, JsonObject, is_object
-from tokentrue.renderers.codec.codec import Codec
-from tokentrue.renderers.codec.encoded_texts import LIMIT_BYTES
+from tokentrue.renderers import proof_cache as cache
+from tokentrue.renderers.codec import LIMIT_BYTES, Codec
 from tokentrue.renderers.confined import run_confined
 from tokentrue.renderers.extending.extender import MAX_PLANS, History
 from tokentrue.renderers.extending.stops import Stops, derive_stops, read_declared_stops
 from tokentrue.renderers.families import family_for
-from tokentrue.renderers.proving import cache
-from tokentrue.renderers.proving.proof import UNPROVEN, Proof
-from tokentrue.renderers.proving.prove import prove
+from tokentrue.renderers.proof import UNPROVEN, Proof
+from tokentrue.renderers.prove import prove
 from tokentrue.renderers.renderer import Injection, Renderer
 from tokentrue.renderers.template import InputFormat, Template, find_input_format
 
@@ -125,14 +126,15 @@ def renderer_of(
     def prove_template() -> JsonObject:
         inputs = find_input_format(template, kwargs)
         stops = derive_stops(template, codec, inputs, kwargs, declared)
-        return {"stops": stops.to_json(), "proof": prove(build(inputs, stops, UNPROVEN, "keep", "safe")).to_json()}
+        proof = prove(build(inputs, stops, UNPROVEN, "keep", "safe"))
+        return {"stops": msgspec.to_builtins(stops), "proof": proof.to_json()}
 
     found = cache.read(key)
     if found is None:
         found = run_confined(prove_template)
         cache.write(key, found)
-    proof = Proof.from_json(found["proof"])
-    return build(InputFormat(**found["proof"]["inputs"]), Stops.from_json(found["stops"]), proof)
+    proof, stops = msgspec.convert(found["proof"], Proof), msgspec.convert(found["stops"], Stops)
+    return build(proof.inputs, stops, proof)
 
 
 def _find_source(tokenizer: Any, chat_template: str | None) -> str:

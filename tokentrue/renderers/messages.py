@@ -1,9 +1,6 @@
-"""Messages and tools as callers send them -> the plain shape that one template takes. Bad input becomes one
-MessageError naming the field.
-
-Changes made: arguments parsed from JSON text, null content to empty, parts joined where the template takes strings, the
-tool's name and id filled in from the call it answers, `developer` to `system` where the template does not know it.
-Nothing of the text itself is changed.
+"""Messages and tools as callers send them -> the plain shape that one template takes; bad input becomes a MessageError
+naming the field. Arguments are parsed from JSON text, null content becomes empty, parts are joined where the template
+takes strings, tool results get the name and id of their call. No text is changed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""The renderer: messages to tokens and back for one tokenizer and one template. See protocols.Renderer for the
-contract.
+"""The renderer: messages to tokens and back for one tokenizer and one template; see protocols.Renderer.
 
-Invariants: recorded ids are never encoded, copied or changed; `extend` returns what the template puts after them, or a
-Refusal; its cost depends on what is new, not on the history, except where only the real history gives the right answer.
+Recorded ids are never encoded or changed; `extend` returns what the template puts after them, or a Refusal.
 """
 
 from __future__ import annotations
@@ -15,18 +13,16 @@ from tokentrue.ids import EMPTY, TokenIds
 from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.protocols import TurnParser
 from tokentrue.renderers.call_tag import make_call_tag
-from tokentrue.renderers.codec.codec import Codec
+from tokentrue.renderers.codec import Codec
 from tokentrue.renderers.extending.extender import Extender, History
 from tokentrue.renderers.extending.history_use import HistoryUse
-from tokentrue.renderers.extending.kept import MessageKeeper
 from tokentrue.renderers.extending.spans import compute_spans
-from tokentrue.renderers.extending.splicer import Splicer
 from tokentrue.renderers.extending.stops import Stops
 from tokentrue.renderers.families import Family
 from tokentrue.renderers.messages import fill_in_tool_names, normalise_messages, normalise_tools
 from tokentrue.renderers.parsing.grammar import Grammar, compile_grammar
 from tokentrue.renderers.parsing.parser import Parser, parse_turn
-from tokentrue.renderers.proving.proof import Proof
+from tokentrue.renderers.proof import Proof
 from tokentrue.renderers.structure import Structure, find_structure
 from tokentrue.renderers.template import InputFormat, Template
 from tokentrue.types import Extension, Ids, Message, Messages, Parsed, Refusal, Rendered, TemplateKwargs, Tools
@@ -54,27 +50,19 @@ class Renderer:
         max_plans: int,
     ) -> None:
         self.template, self.codec, self.inputs, self.stops = template, codec, inputs, stops
-        self.template_kwargs, self.history, self.injection, self.family = (
-            dict(template_kwargs),
-            history,
-            injection,
-            family,
-        )
+        self.template_kwargs, self.family = dict(template_kwargs), family
+        self.history, self.injection = history, injection
         self.template_hash, self.tokenizer_hash, self.proof = template.hash, tokenizer_hash, proof
         self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys(codec.literals[text] for text in stops.all))
-        self._fill_in = injection == "safe"  # an engine's own template gets tool messages as the client sent them
-        self._splicer = Splicer(template, codec, inputs, stops, safe=injection == "safe")
-        self._keeper = MessageKeeper(
-            template, codec, inputs, safe=injection == "safe", fill_in=self._fill_in, is_allowed=proof.short_plans
-        )
+        self._safe = injection == "safe"
         self._extender = Extender(
-            self._splicer,
-            self._keeper,
+            template,
             codec,
             inputs,
-            stop_ids=self.stop_token_ids,
+            stops,
             history=history,
-            fill_in=self._fill_in,
+            safe=self._safe,
+            short_plans=proof.short_plans,
             max_plans=max_plans,
         )
 
@@ -87,9 +75,9 @@ class Renderer:
             raise MessageError("is empty; give at least one message", field="messages")
         given, kwargs = self._normalise(messages), self._merge(template_kwargs)
         given_tools = normalise_tools(tools, self.inputs)
-        text, mark = self._splicer.render_text(given, given_tools, kwargs)
+        text, mark = self._extender.splicer.render_text(given, given_tools, kwargs)
         ids = self.codec.encode_shielded(text, mark) if mark else self.codec.encode(text)
-        around = self._splicer.mark_text(given, given_tools, kwargs)
+        around = self._extender.splicer.mark_text(given, given_tools, kwargs)
         roles = [message["role"] for message in given]
         return Rendered(token_ids=ids, spans=compute_spans(self.codec, text, mark, ids, around, roles))
 
@@ -110,7 +98,7 @@ class Renderer:
     @property
     def history_use(self) -> HistoryUse:
         """What the template takes from earlier messages."""
-        return self._keeper.use
+        return self._extender.keeper.use
 
     def rewrites(
         self,
@@ -130,7 +118,7 @@ class Renderer:
 
     def _normalise(self, messages: Messages) -> list[JsonObject]:
         given = normalise_messages(messages, self.inputs)
-        return fill_in_tool_names(given) if self._fill_in else given
+        return fill_in_tool_names(given) if self._safe else given
 
     def _merge(self, template_kwargs: TemplateKwargs | None) -> JsonObject:
         merged = {**self.template_kwargs, **(template_kwargs or {})}

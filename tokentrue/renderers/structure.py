@@ -1,8 +1,4 @@
-"""Where turns begin and end in a sequence of ids: which tokens are structure, which of them open a turn, and how an
-assistant's turn opens.
-
-Found by rendering, not from a table. `tokentrue.compare` reads a sequence by it.
-"""
+"""How turns begin and end in ids, found by rendering: `tokentrue.compare` reads a sequence by it."""
 
 from __future__ import annotations
 
@@ -11,7 +7,7 @@ from dataclasses import dataclass
 
 from tokentrue.errors import TokenTrueError
 from tokentrue.ids import EMPTY, TokenIds
-from tokentrue.renderers.codec.codec import Codec
+from tokentrue.renderers.codec import Codec
 from tokentrue.types import Ids, Message
 
 _USER, _ASSISTANT, _SYSTEM = "qzuserqz", "qzassistantqz", "qzsystemqz"
@@ -58,7 +54,6 @@ def find_structure(codec: Codec, stop_ids: Ids, render_text: RenderText) -> Stru
 
 
 def _encode_generation_prompt(codec: Codec, render_text: RenderText) -> TokenIds:
-    """The ids that a template writes to open the assistant's turn."""
     user: list[Message] = [{"role": "user", "content": _USER}]
     try:
         whole, without = render_text(user, True), render_text(user, False)
@@ -72,8 +67,6 @@ def _encode_generation_prompt(codec: Codec, render_text: RenderText) -> TokenIds
 def _find_openers(
     codec: Codec, stops: frozenset[int], render_text: RenderText, special: frozenset[int], known: set[int]
 ) -> set[int]:
-    """The structure between two contents: a known opener if there is one, else the first token after the one that ends
-    the turn before."""
     found: set[int] = set()
     turns: list[Message] = [
         {"role": "system", "content": _SYSTEM},

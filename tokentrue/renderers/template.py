@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
 from typing import Any, Literal
@@ -29,8 +29,11 @@ class InputFormat:
     short_ids: bool = False  # call ids must be nine letters or digits
     developer: bool = False  # knows the developer role
 
-    def to_json(self) -> JsonObject:
-        return asdict(self)
+
+def make_content(text: str, inputs: InputFormat) -> Any:
+    if inputs.text or not inputs.parts:
+        return text
+    return [{"type": "text", "text": text}] if text else []
 
 
 class Template:

@@ -2,58 +2,118 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 
+from tokentrue.errors import TokenTrueError
+from tokentrue.ids import TokenIds
 from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.renderers.load import load_renderer
-from tokentrue.renderers.proving.proof import Case, Proof
-from tokentrue.renderers.proving.roundtrip import check_roundtrip
+from tokentrue.renderers.messages import normalise_messages, normalise_tools
+from tokentrue.renderers.proof import Proof
+from tokentrue.renderers.prove import TOOLS
+from tokentrue.renderers.renderer import Renderer
+from tokentrue.types import Message
+
+_ASK: list[Message] = [{"role": "user", "content": "How is Paris?"}]
+
+
+def _call(name: str, city: str) -> JsonObject:
+    return {
+        "id": f"call{len(name)}{len(city):03d}",
+        "type": "function",
+        "function": {"name": name, "arguments": {"city": city}},
+    }
+
+
+TURNS: dict[str, Message] = {
+    "text": {"role": "assistant", "content": "It is fine."},
+    "reasoned text": {"role": "assistant", "content": "It is fine.", "reasoning_content": "Look it up."},
+    "call": {"role": "assistant", "content": "", "tool_calls": [_call("weather", "Paris")]},
+    "reasoned call": {
+        "role": "assistant",
+        "content": "",
+        "reasoning_content": "Look it up.",
+        "tool_calls": [_call("weather", "Paris")],
+    },
+    "two calls": {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [_call("weather", "Paris"), _call("clock", "Oslo")],
+    },
+}
+
+
+def check_roundtrip(renderer: Renderer) -> dict[str, str]:
+    """Per kind of turn: "ok", "differs: …", or why there is nothing to compare."""
+    return {kind: _check_turn(renderer, turn) for kind, turn in TURNS.items()}
+
+
+def _check_turn(renderer: Renderer, turn: Message) -> str:
+    try:
+        sampled = encode_turn(renderer, turn)
+        if isinstance(sampled, str):
+            return sampled
+        prompt, ids = sampled
+        parsed = renderer.parse(ids, prompt_ids=prompt, tools=TOOLS)
+    except TokenTrueError as error:
+        return f"not rendered: {str(error)[:120]}"
+    got, want = _summarise(parsed.message), _summarise(turn)
+    return "ok" if got == want else f"differs: {json.dumps(got, ensure_ascii=False)[:200]}"
+
+
+def encode_turn(renderer: Renderer, turn: Message) -> tuple[TokenIds, TokenIds] | str:
+    """The prompt's ids and those that a model would sample to write `turn` as the template does; or why that cannot be
+    told."""
+    ask, answer = normalise_messages(_ASK, renderer.inputs), normalise_messages([turn], renderer.inputs)
+    tools = normalise_tools(TOOLS if turn.get("tool_calls") else None, renderer.inputs)
+    prompt = renderer.template.render(ask, tools, renderer.template_kwargs, inputs=renderer.inputs)
+    whole = renderer.template.render(
+        [*ask, *answer], tools, renderer.template_kwargs, generate=False, inputs=renderer.inputs
+    )
+    if not whole.startswith(prompt):
+        return "not compared: the template does not write its own generation prompt again"
+    stops = renderer.stops.call if turn.get("tool_calls") else renderer.stops.text
+    written = whole[len(prompt) :]
+    if stops and not renderer.stops.opener:
+        at = written.rfind(stops[0])
+        written = written[: at + len(stops[0])] if at >= 0 else written
+    elif stops:
+        written += stops[0]
+    for text in (turn["content"], turn.get("reasoning_content", "")):
+        if text and text not in written:
+            return "not rendered: the template leaves part of such a turn out"
+    if any(call["function"]["arguments"]["city"] not in written for call in turn.get("tool_calls", ())):
+        return "not rendered: the template leaves calls out"
+    return renderer.codec.encode(prompt), renderer.codec.encode_after(written, literal="")
+
+
+def _summarise(message: Message) -> JsonObject:
+    calls = [call["function"] for call in message.get("tool_calls") or ()]
+    arguments = [
+        json.loads(call["arguments"]) if isinstance(call["arguments"], str) else call["arguments"] for call in calls
+    ]
+    return {
+        "content": (message.get("content") or "").strip(),
+        "reasoning": (message.get("reasoning_content") or "").strip(),
+        "calls": [[call["name"], argument] for call, argument in zip(calls, arguments, strict=True)],
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verification:
-    """`roles`: "proven", "history" (the real history must be the context) or "refused"; `why` names the refused shapes
-    of a role.
-
-    `stops` are token strings per kind of turn; `boundary` the text between a stop and the next turn's content;
-    `rewrites` says whether the template itself writes earlier turns otherwise once such a message follows; `parse` how
-    a rendered turn parses back; `tools` is "ignored" where the template shows no request's tools to the model.
-    """
+class Verification(Proof):
+    """The proof of `model`; `parse` says how each kind of rendered turn parses back."""
 
     model: str
-    ok: bool
-    roles: Mapping[str, str]
-    why: Mapping[str, str]
-    stops: Mapping[str, Sequence[str]]
-    boundary: Mapping[str, str]
-    rewrites: Mapping[str, bool]
-    cases: Sequence[Case]
-    parse: Mapping[str, str]
-    tools: str
-    warnings: Sequence[str]
     family: str
-    template_hash: str
-    tokenizer_hash: str
+    parse: Mapping[str, str]
 
-    def to_json(self) -> JsonObject:
-        return {
-            "model": self.model,
-            "ok": self.ok,
-            "roles": dict(self.roles),
-            "why": dict(self.why),
-            "stops": {kind: list(texts) for kind, texts in self.stops.items()},
-            "boundary": dict(self.boundary),
-            "rewrites": dict(self.rewrites),
-            "parse": dict(self.parse),
-            "cases": [case.to_json() for case in self.cases],
-            "tools": self.tools,
-            "warnings": list(self.warnings),
-            "family": self.family,
-            "template_hash": self.template_hash,
-            "tokenizer_hash": self.tokenizer_hash,
-        }
+    @classmethod
+    def of(cls, renderer: Renderer, model: str) -> Verification:
+        proof = {field.name: getattr(renderer.proof, field.name) for field in fields(Proof)}
+        return cls(**proof, model=model, family=renderer.family.name, parse=check_roundtrip(renderer))
 
 
 def verify(
@@ -61,20 +121,4 @@ def verify(
 ) -> Verification:
     """Proves or refutes, in id space, that the model's template can be extended; works offline on a directory."""
     renderer = load_renderer(model, chat_template=chat_template, template_kwargs=template_kwargs)
-    proof: Proof = renderer.proof
-    return Verification(
-        model=str(model),
-        ok=proof.ok,
-        roles=proof.roles,
-        why=proof.why,
-        stops=proof.stops,
-        boundary=proof.boundary,
-        rewrites=proof.rewrites,
-        cases=proof.cases,
-        parse=check_roundtrip(renderer),
-        tools=proof.tools,
-        warnings=proof.warnings,
-        family=renderer.family.name,
-        template_hash=proof.template_hash,
-        tokenizer_hash=proof.tokenizer_hash,
-    )
+    return Verification.of(renderer, str(model))

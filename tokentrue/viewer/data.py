@@ -174,7 +174,7 @@ class ViewerData:
         spelling = self._renderer.codec.spelling
         found: dict[str, list[str]] = {}
         for token in sorted(set(ids)):
-            raw: bytes = spelling.piece(token)
+            raw: bytes = spelling[token]
             found[str(token)] = [raw.decode("utf-8", "replace"), raw.hex()]
         return found
 

@@ -12,9 +12,7 @@ import pytest
 import tokentrue as tt
 from tests import parts
 from tests.renderers.parsing.test_parsing import TOOLS, add_up, as_streamed
-from tokentrue.renderers.families import Clues, Family, chatml
-from tokentrue.renderers.families import llama as llama_family
-from tokentrue.renderers.families import mistral as mistral_family
+from tokentrue.renderers.families import Clues, Family, registry
 from tokentrue.renderers.parsing.grammar import compile_grammar
 from tokentrue.renderers.parsing.parser import Parser
 from tokentrue.types import Delta, Status
@@ -196,11 +194,11 @@ def of_family(family: Family | None) -> Any:
 
 OTHERS = {
     "llama": (
-        llama_family.recognise, "<|start_header_id|><|end_header_id|>", '{"name": "get_weather", "parameters": ', "}<|im_end|>", True,
+        registry.recognise_llama, "<|start_header_id|><|end_header_id|>", '{"name": "get_weather", "parameters": ', "}<|im_end|>", True,
     ),
-    "mistral, one by one": (mistral_family.recognise, "[TOOL_CALLS][/INST][ARGS]", "[TOOL_CALLS]get_weather[ARGS]", "<|im_end|>", True),
+    "mistral, one by one": (registry.recognise_mistral, "[TOOL_CALLS][/INST][ARGS]", "[TOOL_CALLS]get_weather[ARGS]", "<|im_end|>", True),
     "mistral, a list": (
-        mistral_family.recognise, "[TOOL_CALLS][/INST]", '[TOOL_CALLS][{"name": "get_weather", "arguments": ', "}]<|im_end|>", False,
+        registry.recognise_mistral, "[TOOL_CALLS][/INST]", '[TOOL_CALLS][{"name": "get_weather", "arguments": ', "}]<|im_end|>", False,
     ),
 }  # fmt: skip
 
@@ -217,7 +215,7 @@ def test_other_families(name: str) -> None:
 
 def test_qwen3_coder() -> None:
     template = "<|im_start|><tool_call><function=<parameter="
-    r, grammar = of_family(chatml.recognise_coder(Clues(template=template, tokens=frozenset())))
+    r, grammar = of_family(registry.recognise_coder(Clues(template=template, tokens=frozenset())))
     text = (
         "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis <b>\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
         "</function>\n</tool_call><|im_end|>"

@@ -206,7 +206,7 @@ def test_half_a_character_at_the_end(qwen: Any) -> None:
 
 
 def _gpt2(byte: int) -> str:
-    from tokentrue.renderers.codec.token_bytes import _ALPHABET
+    from tokentrue.renderers.codec import _ALPHABET
 
     return next(char for char, value in _ALPHABET.items() if value == byte)
 
@@ -294,7 +294,7 @@ def test_a_shipped_response_template_wins() -> None:
     tokenizer.response_template = {"start_anchor": "<|im_start|>assistant\n", "fields": fields}
     family = family_for(tokenizer.chat_template, tokenizer)
     assert family.name == "qwen3" and family.response_template is tokenizer.response_template
-    from tokentrue.renderers.codec.token_bytes import TokenBytes
+    from tokentrue.renderers.codec import TokenBytes
     from tokentrue.renderers.parsing.grammar import compile_grammar
     from tokentrue.renderers.parsing.parser import parse_turn
 
@@ -340,6 +340,6 @@ def test_a_half_character_before_a_call_belongs_to_the_call_that_shows_it() -> N
     ids = [127, 1, 3000]
     parsed = renderer.parse(ids)
     for attempt in parsed.attempts:
-        spelled = b"".join(bytes(renderer.parser()._grammar.pieces.piece(i)) for i in ids[attempt.start : attempt.end])
+        spelled = b"".join(bytes(renderer.parser()._grammar.pieces[i]) for i in ids[attempt.start : attempt.end])
         assert attempt.raw.encode("utf-8", "surrogateescape") in spelled
     assert parsed.attempts and parsed.attempts[0].start == 0

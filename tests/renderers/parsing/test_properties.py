@@ -18,7 +18,7 @@ from tests.contract.subjects import OWN, Subject
 from tests.contract.suite import TOOLS, assert_same
 from tests.marks import examples
 from tests.renderers.parsing.test_parsing import add_up, as_streamed
-from tokentrue.renderers.codec.shield import needs_shield
+from tokentrue.renderers.codec import needs_shield
 from tokentrue.types import Ended, Status
 
 NAMES = [subject.name for subject in OWN]
@@ -180,7 +180,7 @@ def resplit(draw: Any, r: Any, ids: list[int]) -> list[int]:
     pieces, single = r._grammar.pieces, _single_bytes(r)
     result: list[int] = []
     for id_ in ids:
-        whole = pieces.piece(id_)
+        whole = pieces[id_]
         if id_ not in r.codec.texts and len(whole) > 1 and draw(st.booleans()):
             result += [single[byte] for byte in whole]
         else:
@@ -191,7 +191,7 @@ def resplit(draw: Any, r: Any, ids: list[int]) -> list[int]:
 def _single_bytes(r: Any) -> dict[int, int]:
     if not hasattr(r, "_test_bytes"):
         plain = [id_ for id_ in range(r.codec.backend.get_vocab_size()) if id_ not in r.codec.texts]
-        r._test_bytes = {piece[0]: id_ for id_ in plain if len(piece := r._grammar.pieces.piece(id_)) == 1}
+        r._test_bytes = {piece[0]: id_ for id_ in plain if len(piece := r._grammar.pieces[id_]) == 1}
     return r._test_bytes
 
 

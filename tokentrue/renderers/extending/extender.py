@@ -1,8 +1,8 @@
 """`extend`: the ids that follow a recorded prefix when new messages come, or a Refusal.
 
-One path: normalise the request, find its plan (made once per shape of request and proven on the real history), render
-the plan's short context with the new messages, cut, encode. The cost depends on what is new, not on the history, except
-where a template needs the real history as context ("history" plans) and for the first request of a shape.
+Normalise the request, find its plan (made once per shape of request, on the real history), render the plan's short
+context with the new messages, cut, encode. The cost depends on what is new, except where a template needs the real
+history ("history" plans) and for the first request of a shape.
 """
 
 from __future__ import annotations
@@ -14,19 +14,20 @@ from typing import Literal, TypeAlias
 from tokentrue.errors import TemplateError
 from tokentrue.ids import TokenIds
 from tokentrue.json_types import JsonMapping, JsonObject
-from tokentrue.renderers.codec.codec import Codec
-from tokentrue.renderers.extending.kept import MessageKeeper
-from tokentrue.renderers.extending.plan_key import (
+from tokentrue.renderers.codec import Codec
+from tokentrue.renderers.extending.contexts import ExtendError, ExtendPlan, ExtendRequest
+from tokentrue.renderers.extending.kept import (
+    MessageKeeper,
     PlanKey,
     answers_older_call,
     describe_shape,
     name_value,
 )
-from tokentrue.renderers.extending.request import ExtendError, ExtendPlan, ExtendRequest
 from tokentrue.renderers.extending.spans import compute_spans
 from tokentrue.renderers.extending.splicer import Splicer
+from tokentrue.renderers.extending.stops import Stops
 from tokentrue.renderers.messages import check_messages, fill_in_tool_names, normalise_messages
-from tokentrue.renderers.template import InputFormat
+from tokentrue.renderers.template import InputFormat, Template
 from tokentrue.types import Extension, Ids, Messages, Refusal, Tools
 
 History: TypeAlias = Literal["keep", "template"]
@@ -34,25 +35,28 @@ MAX_PLANS = 4096
 
 
 class Extender:
-    """`fill_in`: tool messages get the name of the call they answer; an engine's own template gets them as the client
-    sent them. `max_plans`: how many plans are cached; 0 plans every request on the real history (tests compare the
-    two). On and off in one run of `benchmarks.gateway`: turn 8 3.9 and 7.6, turn 128 2.6 and 31 times the bare proxy's
-    time."""
+    """`safe`: content cannot become structure, and tool messages get the name of the call they answer; an engine's own
+    template gets them as the client sent them. `max_plans`: how many plans are cached; 0 plans every request on the
+    real history. On and off in one run of `benchmarks.gateway`: turn 8 3.9 and 7.6, turn 128 2.6 and 31 times the bare
+    proxy's time."""
 
     def __init__(
         self,
-        splicer: Splicer,
-        keeper: MessageKeeper,
+        template: Template,
         codec: Codec,
         inputs: InputFormat,
+        stops: Stops,
         *,
-        stop_ids: tuple[int, ...],
         history: History,
-        fill_in: bool,
+        safe: bool,
+        short_plans: bool,
         max_plans: int = MAX_PLANS,
     ) -> None:
-        self._splicer, self._keeper, self._codec, self._inputs = splicer, keeper, codec, inputs
-        self._stop_ids, self._history, self._fill_in, self._max_plans = stop_ids, history, fill_in, max_plans
+        self.splicer = Splicer(template, codec, inputs, stops, safe=safe)
+        self.keeper = MessageKeeper(template, codec, inputs, safe=safe, is_allowed=short_plans)
+        self._codec, self._inputs, self._safe = codec, inputs, safe
+        self._history, self._max_plans = history, max_plans
+        self._stop_ids = {codec.literals[text] for text in stops.all}
         self._plans: OrderedDict[PlanKey, ExtendPlan] = OrderedDict()
 
     def extend(
@@ -70,13 +74,13 @@ class Extender:
             return refusal
         request, key = self._read_request(prefix_ids, messages, new, tools, kwargs)
         try:
-            if self._history == "template" and self._splicer.rewrites(request, self._normalise_past(messages)):
+            if self._history == "template" and self.splicer.rewrites(request, self._normalise_past(messages)):
                 raise ExtendError(
                     "history_rewritten",
                     "the template rewrites earlier turns when these messages follow; begin a new root",
                 )
             plan, tail, mark = self._render_tail(request, key, messages, use_plans=use_plans)
-            if self._keeper.use.reads_turn:
+            if self.keeper.use.reads_turn:
                 plan, tail, mark = self._check_turn(request, messages, plan, tail, mark)
         except ExtendError as refused:
             return Refusal(why=refused.why, detail=refused.detail)
@@ -96,7 +100,7 @@ class Extender:
         """Whether the template itself would write the history otherwise once `new` follows (reasoning stripped,
         say)."""
         request, _ = self._read_request((0,), messages, new, tools, kwargs)
-        return self._splicer.rewrites(request, self._normalise_past(messages))
+        return self.splicer.rewrites(request, self._normalise_past(messages))
 
     def _render_tail(
         self, request: ExtendRequest, key: PlanKey, messages: Messages, *, use_plans: bool
@@ -104,23 +108,23 @@ class Extender:
         """A plan on the real history is made again each time: its gap belongs to that history."""
         if not use_plans:
             past = self._normalise_past(messages)
-            plan = self._splicer.plan(request, past, only_history=True)
-            return plan, *self._splicer.render_tail(plan, request, past)
+            plan = self.splicer.plan(request, past, only_history=True)
+            return plan, *self.splicer.render_tail(plan, request, past)
         known = self._plans.get(key)
         if known is not None:
             self._plans.move_to_end(key)
         if known is not None and known.context != "history":
             try:
-                return known, *self._splicer.render_tail(known, request, ())
+                return known, *self.splicer.render_tail(known, request, ())
             except (ExtendError, TemplateError):
                 pass  # made on another turn of this shape, whose call id is in the gap; the real history decides
         past = self._normalise_past(messages)
         needs_all = key.answers_older_call or request.kept is None
         only_history = needs_all or (known is not None and known.context == "history")
-        plan = self._plans[key] = self._splicer.plan(request, past, only_history=only_history)
+        plan = self._plans[key] = self.splicer.plan(request, past, only_history=only_history)
         if len(self._plans) > self._max_plans:
             self._plans.popitem(last=False)
-        return plan, *self._splicer.render_tail(plan, request, past if plan.context == "history" else ())
+        return plan, *self.splicer.render_tail(plan, request, past if plan.context == "history" else ())
 
     def _check_turn(
         self, request: ExtendRequest, messages: Messages, plan: ExtendPlan, tail: str, mark: str
@@ -128,12 +132,12 @@ class Extender:
         """The template may ask what the recorded turn says, and the sentinel gives another answer: then the turn's own
         text stands before the sentinel, after the real history."""
         past = self._normalise_past(messages) if plan.context == "history" else []
-        if self._splicer.is_true_tail(plan, request, past, tail, mark):
+        if self.splicer.is_true_tail(plan, request, past, tail, mark):
             return plan, tail, mark
         request, past = replace(request, shows_text=True), self._normalise_past(messages)
-        plan = self._splicer.plan(request, past, only_history=True)
-        tail, mark = self._splicer.render_tail(plan, request, past)
-        if not self._splicer.is_true_tail(plan, request, past, tail, mark):
+        plan = self.splicer.plan(request, past, only_history=True)
+        tail, mark = self.splicer.render_tail(plan, request, past)
+        if not self.splicer.is_true_tail(plan, request, past, tail, mark):
             raise ExtendError(
                 "turn_decides", "what the assistant's turn says changes what the template writes after it"
             )
@@ -151,13 +155,13 @@ class Extender:
     ) -> tuple[ExtendRequest, PlanKey]:
         last = normalise_messages(messages[-1:], self._inputs, first=len(messages) - 1)[0]
         fresh = normalise_messages(new, self._inputs, field="new")
-        if self._fill_in:
+        if self._safe:
             fresh = fill_in_tool_names(fresh, last.get("tool_calls") or [])
         first = messages[0] if len(messages) > 1 and messages[0].get("role") in ("system", "developer") else None
         spelled = repr(sorted(kwargs.items())) if kwargs else ""
-        turn = self._splicer.build_turn(last)
-        kept = self._keeper.choose(messages, turn, kwargs, spelled, self._splicer.dummy_user)
-        use = self._keeper.use
+        turn = self.splicer.build_turn(last)
+        kept = self.keeper.choose(messages, turn, kwargs, spelled, self.splicer.dummy_user)
+        use = self.keeper.use
         last_id = int(prefix_ids[-1])
         is_stop = last_id in self._stop_ids
         request = ExtendRequest(
@@ -187,14 +191,14 @@ class Extender:
 
     def _normalise_past(self, messages: Messages) -> list[JsonObject]:
         past = normalise_messages(messages[:-1], self._inputs)
-        return fill_in_tool_names(past) if self._fill_in else past
+        return fill_in_tool_names(past) if self._safe else past
 
     def _is_in_reasoning(self, prefix_ids: Ids, last: JsonObject, kwargs: JsonMapping) -> bool:
         """Whether an open turn was cut off while reasoning: it has reasoning and nothing else, and its end of reasoning
         is not there."""
         if not last.get("reasoning_content") or last["content"] or last.get("tool_calls"):
             return False
-        closing = self._splicer.render_reasoning_end(kwargs).strip()
+        closing = self.splicer.render_reasoning_end(kwargs).strip()
         end = self._codec.decode(prefix_ids[-64:])  # with no content, only blanks can stand after it
         return bool(closing) and closing not in end
 

@@ -20,27 +20,34 @@ from typing import Any, cast
 
 from jinja2 import nodes
 
-from tokentrue.renderers.extending.effects import NotUnderstood, build_effects, chat_environment
 from tokentrue.renderers.extending.template_nodes import (
     NONE,
     Flags,
     Guard,
     MessageLoop,
+    NotUnderstood,
     Place,
     Write,
+    bad,
+    build_effects,
+    chat_environment,
     constant,
+    has,
     join,
     list_name,
     list_targets,
     literals,
+    make_flags,
     name_attribute,
     only_raises,
     read_field,
+    without,
 )
 
-LISTS = frozenset({"msgs", "reversed", "future", "chosen"})
-MESSAGES = frozenset({"msgs"})  # all of them, in order
-TURN_SHAPE = frozenset({"role", "tool_calls"})  # fields that the sentinel does not change
+LISTS = make_flags("msgs", "reversed", "future", "chosen")
+MESSAGES = make_flags("msgs")  # all of them, in order
+OTHER, TEXT = make_flags("other"), make_flags("text")
+TURN_SHAPE = make_flags("role", "tool_calls")  # fields that the sentinel does not change
 HARMLESS_STATEMENTS = (nodes.Continue, nodes.ExprStmt)
 
 
@@ -59,22 +66,26 @@ class HistoryUse:
     tools: bool = False
     roles: frozenset[str] = frozenset()  # the last message of these roles
     neighbour: bool = False  # the message before the recorded turn
-    reads_turn: bool = False  # what the recorded turn says
+    asks_turn: bool = False  # what the recorded turn says
     gaps: bool = False  # whether two messages are neighbours
+
+    @property
+    def reads_turn(self) -> bool:
+        return self.asks_turn or bool(self.why)
 
 
 def analyse(source: str) -> HistoryUse:
     try:
         return _Analysis(chat_environment().parse(source)).find_use()
     except (AttributeError, RecursionError) as error:  # a node of a form that is not expected here
-        return HistoryUse(why=f"its form is not known ({error})", reads_turn=True)
+        return HistoryUse(why=f"its form is not known ({error})")
 
 
 @dataclass
 class _Findings:
     """What one walk over the tree found; walks are repeated until nothing changes."""
 
-    variables: dict[str, Flags] = field(default_factory=dict[str, Flags])
+    variables: dict[str, Flags] = field(default_factory=lambda: {"messages": MESSAGES, "tools": make_flags("tools")})
     control: dict[str, Flags] = field(default_factory=dict[str, Flags])  # what decides whether a name is set
     kinds: dict[str, Flags] = field(default_factory=dict[str, Flags])
     """What a name holds: "content" a message's, "part" a part of one or a character, "text", or "other"."""
@@ -95,7 +106,7 @@ class _Findings:
             flags.update({name: frozenset(f for f in found if f[:4] != "bad:") for name, found in flags.items()})
         self.faults = {}
 
-    def add(self, name: str, flags: Flags, kinds: Flags = frozenset({"other"})) -> None:
+    def add(self, name: str, flags: Flags, kinds: Flags = OTHER) -> None:
         self.variables[name] = self.variables.get(name, NONE) | flags
         self.kinds[name] = self.kinds.get(name, NONE) | kinds
 
@@ -104,7 +115,7 @@ class _Analysis:
     def __init__(self, template: nodes.Template) -> None:
         self.template = template
         self.macros = {macro.name: macro for macro in template.find_all(nodes.Macro)}
-        self.known = _Findings(variables={"messages": frozenset({"msgs"}), "tools": frozenset({"tools"})})
+        self.known = _Findings()
         self.found = self.known
         self.tail: set[str] = set()  # flags that decide about the text after the recorded turn
         self.cut: set[str] = set()  # flags that decide which messages a list has
@@ -120,31 +131,31 @@ class _Analysis:
                 break
             self.known = self.found
         else:
-            return HistoryUse(why="its variables depend on each other", reads_turn=True)
+            return HistoryUse(why="its variables depend on each other")
         places = {"start", "first", "second", "neighbour", "gap"}
-        if self.tail & places or any(flag.startswith("state:") for flag in self.tail):
+        if self.tail & places or has(self.tail, "state:"):
             self.tail |= self.cut
         self.tail |= {flag for flag in self.cut if flag.startswith("bad:")}
-        bad = sorted(flag[4:] for flag in self.tail if flag.startswith("bad:"))
-        bad += [f"a {flag.partition(':')[0]} value decides" for flag in self.tail if flag.startswith(("pos:", "near"))]
-        bad += ["a list of messages decides"] if self.tail & LISTS else []
+        reasons = sorted(flag[4:] for flag in self.tail if flag.startswith("bad:"))
+        reasons += [
+            f"a {flag.partition(':')[0]} value decides" for flag in self.tail if flag.startswith(("pos:", "near"))
+        ]
+        reasons += ["a list of messages decides"] if self.tail & LISTS else []
         is_cut = "cut" in self.cut and self.tail & {"start", "second"}
         if is_cut or len(self.slices) > 2 or ("start" in self.tail and len(self.slices) > 1):
-            bad.append("it cuts off more than one first message")
+            reasons.append("it cuts off more than one first message")
         if not self.has_printed:
-            bad.append("no loop writes the messages")
-        if bad:
-            return HistoryUse(why="; ".join(bad[:3]), reads_turn=True)
+            reasons.append("no loop writes the messages")
+        if reasons:
+            return HistoryUse(why="; ".join(reasons[:3]))
         state = {flag[6:] for flag in self.tail if flag.startswith("state:")}
         wanted = {name for name in state if name in self.found.writes}
         try:
             effects, variables, fields = build_effects(self.found.writes, wanted, self.macros.values())
         except NotUnderstood as error:
-            return HistoryUse(why=str(error), reads_turn=True)
+            return HistoryUse(why=str(error))
         if {"name", "tool_call_id"} & set(fields):
-            return HistoryUse(
-                why="it carries the names of calls", reads_turn=True
-            )  # a result's may be filled in from its call
+            return HistoryUse(why="it carries the names of calls")  # a result's may be filled in from its call
         is_carried = any(not roles or "assistant" in roles for roles in variables.values())
         return HistoryUse(
             effects=effects,
@@ -155,16 +166,14 @@ class _Analysis:
             tools="tools" in self.tail,
             roles=frozenset(flag[5:] for flag in self.tail if flag.startswith("last:")),
             neighbour="neighbour" in self.tail,
-            reads_turn=bool(
+            asks_turn=bool(
                 self.tail & {"turn", "last:assistant"} or (is_carried and not TURN_SHAPE.issuperset(fields))
             ),
             gaps="gap" in self.tail,
         )
 
     def _walk_once(self) -> None:
-        self.found = _Findings(
-            variables={"messages": frozenset({"msgs"}), "tools": frozenset({"tools"})},
-        )
+        self.found = _Findings()
         self.tail, self.cut, self.has_printed, self.slices = set(), set(), False, set()
         self._walk(self.template.body, Place())
         self.found.faults = {name: self._find_fault(name, writes) for name, writes in self.found.writes.items()}
@@ -182,7 +191,7 @@ class _Analysis:
                 if not only_raises([node]):
                     for child in node.nodes:
                         self._decide(self._flags(child, place), place)
-                    self._decide(join(guard.flags for guard in place.guards), place)
+                    self._decide(place.guard_flags, place)
             case nodes.If():
                 self._if(node, place)
             case nodes.For():
@@ -213,7 +222,7 @@ class _Analysis:
             case nodes.Scope() | nodes.ScopedEvalContextModifier():
                 self._walk(node.body, place)
             case _ if isinstance(node, HARMLESS_STATEMENTS):
-                self._decide(join(guard.flags for guard in place.guards), place)
+                self._decide(place.guard_flags, place)
             case _:
                 self.tail.add(f"bad:{type(node).__name__.lower()}")
 
@@ -237,7 +246,7 @@ class _Analysis:
             within = replace(place, inner=inner, bound=place.bound.union(names))
             kinds = frozenset({"part" if self._find_kinds(node.iter, place) <= {"content", "text"} else "other"})
             for name in names:
-                self.found.add(place.scope + name, flags | join(guard.flags for guard in place.guards), kinds)
+                self.found.add(place.scope + name, flags | place.guard_flags, kinds)
             test = self._test(node.test, within) if node.test else NONE
             self._walk(node.body, within.under(Guard(nodes.Const(True), True, flags | test, place)))
             self._walk(node.else_, place.under(Guard(nodes.Const(True), True, flags | test, place)))
@@ -249,7 +258,7 @@ class _Analysis:
             if "future" not in flags:
                 self.tail.add("bad:a loop over all messages for each message")
             for name in names:
-                self.found.add(place.scope + name, frozenset({"now"}))
+                self.found.add(place.scope + name, make_flags("now"))
             self._walk(node.body, replace(place, inner="future", bound=place.bound.union(names)))
             return
         if "future" in flags:
@@ -265,7 +274,7 @@ class _Analysis:
         self.has_printed = self.has_printed or prints
         inside = Place((), loop, bound=frozenset(names))
         for name in names:
-            self.found.add(inside.scope + name, frozenset({"msg"}))
+            self.found.add(inside.scope + name, make_flags("msg"))
         if node.test is not None:
             inside = inside.under(Guard(node.test, True, self._test(node.test, inside), inside))
         self._walk(node.body, inside)
@@ -291,7 +300,7 @@ class _Analysis:
                     self.found.initial.setdefault(full, []).append(option.value)
                     self.found.add(full, self._flags(option.value, place))
                 if place.loop is not None and name in self.known.namespaces:
-                    self.found.add(name, frozenset({"bad:a namespace that is made again"}))
+                    self.found.add(name, bad("a namespace that is made again"))
                 continue
             if flags & LISTS:
                 self.found.lists[name] = self.found.lists.get(name, 0) + 1
@@ -301,7 +310,7 @@ class _Analysis:
                     self.cut |= self._find_cut(node.node, place)
             else:
                 is_one = isinstance(node.target, nodes.Name)
-                self._store(name, flags, place, self._find_kinds(node.node, place) if is_one else frozenset({"other"}))
+                self._store(name, flags, place, self._find_kinds(node.node, place) if is_one else OTHER)
 
     def _find_cut(self, value: nodes.Node, place: Place) -> Flags:
         """What decides which messages a list has, apart from "without the system message"."""
@@ -311,26 +320,26 @@ class _Analysis:
             value = value.expr2 or nodes.Const(None)
         flags = [flags for test, flags in tests if not _is_system_test(test)]
         if len(flags) == len(tests):
-            flags.append(frozenset({"cut"}))
+            flags.append(make_flags("cut"))
         return join(flags) | {flag for flag in self._flags(value, place) if flag.startswith("bad:")}
 
-    def _store(self, name: str, flags: Flags, place: Place, kinds: Flags = frozenset({"text"})) -> None:
+    def _store(self, name: str, flags: Flags, place: Place, kinds: Flags = TEXT) -> None:
         """What decides whether a name is set at all is asked only where it may not be."""
-        full, top = place.scope + name, NONE if place.scope else frozenset({"top"})
-        guards = join(guard.flags for guard in place.guards)
+        full, top = place.scope + name, NONE if place.scope else make_flags("top")
+        guards = place.guard_flags
         self.found.add(full, flags | top | (guards if name in place.bound else NONE), kinds)
         self.found.control[full] = self.found.control.get(full, NONE) | guards
 
     def _assign_attribute(self, node: nodes.Assign, target: nodes.NSRef, place: Place) -> None:
         full = f"{target.name}.{target.attr}"
         value = self._flags(node.node, place)
-        guards = join(guard.flags for guard in place.guards)
+        guards = place.guard_flags
         is_carried = target.name in self.known.namespaces
         if not is_carried or (place.loop is None and not place.in_macro):
             self.found.add(full, value | guards)
             self.found.initial.setdefault(full, []).append(node.node)
         elif place.loop is None or place.inner == "future":
-            self.found.add(full, frozenset({f"bad:{full} is set in a macro or a loop inside the loop"}))
+            self.found.add(full, bad(f"{full} is set in a macro or a loop inside the loop"))
         else:
             self.found.writes.setdefault(full, []).append(Write(node, value, place.guards, place.loop))
 
@@ -341,7 +350,7 @@ class _Analysis:
         if any(
             _is_loop_first(test) and holds and guard.place.knows_first for test, holds, guard in literals(place.guards)
         ):
-            flags = frozenset({"start"})  # the new messages are never the first
+            flags = make_flags("start")  # the new messages are never the first
         if "neighbour" in flags and _excludes_assistant(place.guards):
             flags -= {"neighbour"}  # the recorded turn is an assistant's: its neighbour before it is not asked
         self.tail |= flags
@@ -351,7 +360,7 @@ class _Analysis:
     def _test(self, node: nodes.Node, place: Place) -> Flags:
         match node:
             case nodes.And() if place.knows_first and any(map(_is_loop_first, (node.left, node.right))):
-                return frozenset({"start"})  # false for the new messages
+                return make_flags("start")  # false for the new messages
             case nodes.And() | nodes.Or():
                 return self._test(node.left, place) | self._test(node.right, place)
             case nodes.Not():
@@ -388,8 +397,8 @@ class _Analysis:
                 return self._call(node, node.node.name, place)
             case nodes.Test():
                 flags = self._plain(node, place, keep_positions=node.name in {"none", "defined", "undefined"})
-                if any(flag.startswith("pos:") for flag in flags):
-                    return frozenset(flag for flag in flags if not flag.startswith("pos:")) | {"now"}
+                if has(flags, "pos:"):
+                    return without(flags, "pos:") | {"now"}
                 return flags
             case _:
                 return self._plain(node, place)
@@ -401,7 +410,6 @@ class _Analysis:
         return self._flags(node.left, place) | self._flags(node.right, place)
 
     def _plain(self, node: nodes.Node, place: Place, *, keep_positions: bool = False) -> Flags:
-        """A value that is made of the values in it."""
         flags = join(self._flags(child, place) for child in node.iter_child_nodes())
         return _make_value(flags, keep_positions=keep_positions)
 
@@ -417,18 +425,18 @@ class _Analysis:
             case nodes.Name():
                 kinds = self.known.kinds.get(place.scope + node.name, NONE)
                 kinds |= NONE if node.name in place.bound else self.known.kinds.get(node.name, NONE)
-                return kinds or frozenset({"other"})
+                return kinds or OTHER
             case nodes.Call(node=nodes.Name()) if cast("nodes.Name", node.node).name in self.macros:
-                return frozenset({"text"})
+                return TEXT
             case nodes.Filter(name="trim" | "string") | nodes.Const(value=str()):
-                return frozenset({"text"})
+                return TEXT
             case nodes.CondExpr():
                 return self._find_kinds(node.expr1, place) | self._find_kinds(node.expr2, place)
             case _ if (owner := read_field(node, "content")) is not None:
                 flags = self._flags(owner, place)
                 return frozenset({"other"} if flags & {*LISTS, "tools"} or not flags else {"content"})
             case _:
-                return frozenset({"other"})
+                return OTHER
 
     def _asks_for_media(self, test: nodes.Node, place: Place) -> bool:
         """Whether a content part would have to be an image or the like: all contents are text here."""
@@ -443,16 +451,16 @@ class _Analysis:
                 part, is_text = read_field(test.expr, "type"), word == "text"
             case _:
                 return False
-        return not is_text and isinstance(part, nodes.Name) and self._find_kinds(part, place) == frozenset({"part"})
+        return not is_text and isinstance(part, nodes.Name) and self._find_kinds(part, place) == make_flags("part")
 
     def _name(self, name: str, place: Place) -> Flags:
         if name in {"loop", "cycler", "joiner", "caller", "varargs", "kwargs", "lipsum"}:
-            return frozenset({f"bad:{name}"})
+            return bad(name)
         if name in self.known.namespaces:  # under another name, it can be written unseen
             self.cut.add(f"bad:the namespace {name} is used as a value")
-            return frozenset({f"bad:the namespace {name} is used as a value"})
+            return bad(f"the namespace {name} is used as a value")
         if name in self.macros and name not in place.bound:
-            return frozenset({"bad:a macro is used as a value"})
+            return bad("a macro is used as a value")
         return self._look_up(name, place)
 
     def _attribute(self, name: str, attribute: str, place: Place) -> Flags:
@@ -473,37 +481,37 @@ class _Analysis:
             return flags
         why = self.known.faults.get(full, "")
         positions = {flag for write in writes for flag in write.flags if flag.startswith("pos:")}
-        return flags | positions | {"now", f"state:{full}"} | (frozenset({f"bad:{why}"}) if why else NONE)
+        return flags | positions | {"now", f"state:{full}"} | (bad(why) if why else NONE)
 
     def _loop(self, attribute: str, place: Place) -> Flags:
         if place.inner == "fields":
-            return frozenset({"msg"})
+            return make_flags("msg")
         if place.inner == "future":
-            return frozenset({"now"})
+            return make_flags("now")
         if place.loop is None:
             return NONE
         if place.loop.is_filtered and attribute != "last":
-            return frozenset({"bad:a position among some of the messages"})
+            return bad("a position among some of the messages")
         match attribute:
             case "index0" | "index":
                 if place.loop.is_reversed:
-                    return frozenset({f"back:{attribute}:{place.loop.base}", "bad:a position from the end"})
-                return frozenset({f"pos:{attribute}:{place.loop.base}"})
+                    return make_flags(f"back:{attribute}:{place.loop.base}", "bad:a position from the end")
+                return make_flags(f"pos:{attribute}:{place.loop.base}")
             case "last":
-                return frozenset({"last"})
+                return make_flags("last")
             case "first":
-                return frozenset({"now", "start"})
+                return make_flags("now", "start")
             case "previtem":
-                return frozenset({"now", "start", "neighbour", "turn"})
+                return make_flags("now", "start", "neighbour", "turn")
             case "nextitem":
-                return frozenset({"now"})
+                return make_flags("now")
             case _:
-                return frozenset({f"bad:loop.{attribute}"})
+                return bad(f"loop.{attribute}")
 
     def _item(self, node: nodes.Getitem, place: Place) -> Flags:
         owner = self._flags(node.node, place)
         if isinstance(node.node, nodes.Name) and node.node.name in self.known.namespaces:
-            return frozenset({"bad:a namespace is subscripted"})
+            return bad("a namespace is subscripted")
         if not owner & LISTS:
             return owner | self._plain(node.arg, place)
         if isinstance(node.arg, nodes.Slice):
@@ -512,20 +520,16 @@ class _Analysis:
         if number == -1 and not owner & {"reversed"}:
             return _last_of(owner)
         if owner & {"chosen", "reversed", "future"}:
-            return frozenset({"bad:one of some messages"})
+            return bad("one of some messages")
         if number == 0:
             return self._first(node.node)
         flags = self._flags(node.arg, place)
-        if any(flag.startswith("bad:") for flag in flags):
+        if has(flags, "bad:"):
             return flags
         bases = {flag.rpartition(":")[2] for flag in flags if flag.startswith(("pos:", "near:"))}
-        if (
-            bases != {list_name(node.node)}
-            or _reads_state(flags)
-            or any(flag.startswith("pos:length") for flag in flags)
-        ):
-            return frozenset({"bad:a message at a number"})
-        return frozenset(flag for flag in flags if not flag.startswith(("pos:", "near:"))) | {"now"}
+        if bases != {list_name(node.node)} or has(flags, "state:") or has(flags, "pos:length"):
+            return bad("a message at a number")
+        return without(flags, "pos:", "near:") | {"now"}
 
     def _first(self, owner: nodes.Node) -> Flags:
         is_whole = isinstance(owner, nodes.Name) and owner.name == "messages" and self.known.lists["messages"] == 1
@@ -534,9 +538,9 @@ class _Analysis:
     def _slice(self, owner: Flags, piece: nodes.Slice, place: Place) -> Flags:
         start, stop, step = (constant(part) for part in (piece.start, piece.stop, piece.step))
         if owner != MESSAGES:
-            return frozenset({"bad:a part of a part of the messages"})
+            return bad("a part of a part of the messages")
         if piece.start is None and piece.stop is None and step == -1:
-            return frozenset({"msgs", "reversed"})
+            return make_flags("msgs", "reversed")
         if piece.step is None and piece.stop is None and start in {0, 1}:
             self.slices |= {id(piece)} if start else set()
             return owner
@@ -545,8 +549,8 @@ class _Analysis:
         if piece.step is None and piece.stop is None and piece.start is not None and place.loop is not None:
             flags = self._flags(piece.start, place)
             if flags and all(flag.startswith(("pos:index", "near:", "now")) for flag in flags):
-                return frozenset({"future"})
-        return frozenset({"bad:a part of the messages"})
+                return make_flags("future")
+        return bad("a part of the messages")
 
     def _filter(self, node: nodes.Filter, place: Place) -> Flags:
         value = self._flags(cast("nodes.Expr", node.node), place)
@@ -555,11 +559,11 @@ class _Analysis:
             return _make_value(value | join(self._flags(argument, place) for argument in given))
         arguments = [constant(argument) for argument in node.args]
         if node.name in {"length", "count"} and value == MESSAGES:
-            return frozenset({f"pos:length:{list_name(cast('nodes.Expr', node.node))}"})
+            return make_flags(f"pos:length:{list_name(cast('nodes.Expr', node.node))}")
         if node.name == "list":
             return value
         if node.name == "reverse" and value == MESSAGES:
-            return frozenset({"msgs", "reversed"})
+            return make_flags("msgs", "reversed")
         if node.name == "selectattr" and arguments[:1] == ["role"] and arguments[1:2] in (["equalto"], ["=="], ["eq"]):
             is_role = value == MESSAGES and arguments[2:] and arguments[2] in {"user", "assistant", "tool"}
             return frozenset({"chosen", f"role:{arguments[2]}"} if is_role else {"bad:some of the messages"})
@@ -567,17 +571,17 @@ class _Analysis:
             return _last_of(value)
         if node.name == "first" and value == MESSAGES:
             return self._first(cast("nodes.Expr", node.node))
-        return frozenset({f"bad:{node.name} of messages"})
+        return bad(f"{node.name} of messages")
 
     def _compare(self, node: nodes.Compare, place: Place) -> Flags:
         sides = [self._flags(child, place) for child in (node.expr, *(operand.expr for operand in node.ops))]
         flags = join(sides)
         positions = [{flag for flag in side if flag.startswith("pos:")} for side in sides]
-        if flags & LISTS or any(flag.startswith("near:") for flag in flags):
+        if flags & LISTS or has(flags, "near:"):
             return flags - LISTS | {"bad:messages are compared"}
         if not any(positions):
             return flags
-        rest = frozenset(flag for flag in flags if not flag.startswith("pos:")) | {"now"}
+        rest = without(flags, "pos:") | {"now"}
         constants = [constant(child) for child in (node.expr, *(operand.expr for operand in node.ops))]
         if len(sides) != 2 or any(operand.op in {"in", "notin"} for operand in node.ops):
             return rest | {"bad:positions are compared"}
@@ -587,7 +591,7 @@ class _Analysis:
             before = -1 if kinds == {"index0"} else 0  # no message has this position
             if type(number) is int and number == before:
                 return rest
-            if type(number) is int and number == before + 1 and "length" not in kinds and not _reads_state(flags):
+            if type(number) is int and number == before + 1 and "length" not in kinds and not has(flags, "state:"):
                 return rest | {"start"}  # whether a new message is the first
             return rest | {"bad:a position is compared with a number"}
         bases = {flag for side in positions for flag in side}
@@ -614,11 +618,11 @@ class _Analysis:
             if back and sides[0] == frozenset(
                 {length + place.loop.base}
             ):  # length - 1 - loop.index0, length - loop.index
-                return frozenset({f"pos:index0:{place.loop.base}"})
+                return make_flags(f"pos:index0:{place.loop.base}")
         if isinstance(node, (nodes.Add, nodes.Sub)) and one and all(flag.startswith("pos:index0:") for flag in moved):
             beside = {"start", "neighbour", "turn"} if isinstance(node, nodes.Sub) else set[str]()
             near = {f"near:{flag.rpartition(':')[2]}" for flag in moved}
-            return frozenset(flag for flag in flags if not flag.startswith("pos:")) | near | beside
+            return without(flags, "pos:") | near | beside
         return flags | {"bad:arithmetic with positions"}
 
     def _call(self, node: nodes.Call, name: str, place: Place) -> Flags:
@@ -716,17 +720,12 @@ def _is_namespace(node: nodes.Node) -> bool:
     return isinstance(node, nodes.Call) and isinstance(node.node, nodes.Name) and node.node.name == "namespace"
 
 
-def _reads_state(flags: Flags) -> bool:
-    return any(flag.startswith("state:") for flag in flags)
-
-
 def _last_of(owner: Flags) -> Flags:
     """The last message of a list: a new one, or the last of a role, which is kept."""
     return frozenset({"now", *(f"last:{flag[5:]}" for flag in owner if flag.startswith("role:"))})
 
 
 def _excludes_assistant(guards: Sequence[Guard]) -> bool:
-    """Whether only a message of another role gets there."""
 
     def excludes(node: nodes.Node) -> bool:
         if isinstance(node, nodes.Or):

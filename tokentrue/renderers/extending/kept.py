@@ -9,15 +9,76 @@ from functools import cached_property, partial
 from operator import itemgetter
 from typing import Any, TypeAlias
 
+import orjson
+
 from tokentrue.errors import TokenTrueError
 from tokentrue.json_types import JsonMapping, JsonObject
-from tokentrue.renderers.codec.codec import Codec
-from tokentrue.renderers.codec.shield import ContentShield, needs_shield
+from tokentrue.plain_json import digest
+from tokentrue.renderers.codec import Codec, ContentShield, needs_shield
 from tokentrue.renderers.extending.history_use import HistoryUse, analyse
-from tokentrue.renderers.extending.plan_key import MessageShape, describe_shape, spell
 from tokentrue.renderers.messages import REASONING, fill_in_tool_names, normalise_messages
 from tokentrue.renderers.template import InputFormat, Template
 from tokentrue.types import Messages
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MessageShape:
+    """What of a message can decide about structure: its role, whether it has text, its calls' names; never its text."""
+
+    role: str
+    has_content: bool
+    call_names: tuple[str, ...]
+    name: Any
+    has_reasoning: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanKey:
+    """Everything that decides where to cut. Two requests with equal keys share a plan.
+
+    `kept` describes the earlier messages that are rendered with the new ones.
+    `answers_older_call`: a tool message answers a call of an earlier turn, which only the real history shows.
+    """
+
+    shapes: tuple[MessageShape, ...]
+    answers_older_call: bool
+    kept: tuple[tuple[MessageShape, str], ...] | None
+    tools: bytes
+    system: bytes
+    kwargs: str
+    stop: str | None
+    in_reasoning: bool
+
+
+def describe_shape(message: JsonObject) -> MessageShape:
+    return MessageShape(
+        role=message["role"],
+        has_content=bool(message["content"]),
+        call_names=tuple(call["function"]["name"] for call in message.get("tool_calls") or ()),
+        name=message.get("name", ""),
+        has_reasoning="reasoning_content" in message,
+    )
+
+
+def answers_older_call(last: JsonObject, new: Sequence[JsonObject]) -> bool:
+    calls = [call for message in (last, *new) for call in message.get("tool_calls") or ()]
+    ids = {call["id"] for call in calls}
+    return any(message["role"] == "tool" and (message.get("tool_call_id") or "") not in ids for message in new)
+
+
+def spell(value: Any) -> bytes:
+    """Tells apart what compares equal and is printed otherwise: `True` and `1`, other orders of keys."""
+    try:
+        data = orjson.dumps(value)
+    except TypeError:  # no plain JSON
+        return repr(value).encode()
+    return data + repr(value).encode() if b"null" in data else data  # orjson writes NaN as null
+
+
+def name_value(value: Any) -> bytes:
+    """Names a request's tools or its system message exactly, in few bytes; empty where there is none."""
+    return b"" if value is None else digest(spell(value))
+
 
 MAX_CACHED_CHARS = 32 << 20
 Effect: TypeAlias = tuple[str, frozenset[str]]
@@ -37,18 +98,16 @@ class KeptMessages:
 class MessageKeeper:
     """Chooses the messages; what a message writes is worked out once for each text."""
 
-    def __init__(
-        self, template: Template, codec: Codec, inputs: InputFormat, *, safe: bool, fill_in: bool, is_allowed: bool
-    ) -> None:
+    def __init__(self, template: Template, codec: Codec, inputs: InputFormat, *, safe: bool, is_allowed: bool) -> None:
         self._is_allowed = is_allowed
-        self._template, self._codec, self._inputs, self._safe, self._fill_in = template, codec, inputs, safe, fill_in
+        self._template, self._codec, self._inputs, self._safe = template, codec, inputs, safe
         self._effects: dict[str, dict[Any, Effect]] = {}  # by kwargs, then by the message's `_fields`
         self._cached_chars = 0
 
     @cached_property
     def use(self) -> HistoryUse:
         if not self._is_allowed:
-            return HistoryUse(why="short plans gave other ids than the real history", reads_turn=True)
+            return HistoryUse(why="short plans gave other ids than the real history")
         return analyse(self._template.source)
 
     def choose(
@@ -170,7 +229,7 @@ class MessageKeeper:
         return itemgetter(*self._fields)
 
     def _normalise(self, messages: Messages, index: int) -> JsonObject:
-        if messages[index].get("role") != "tool" or not self._fill_in:
+        if messages[index].get("role") != "tool" or not self._safe:
             return normalise_messages(messages[index : index + 1], self._inputs, first=index)[0]
         first = index  # a result has the name of its call, which is in the turn before it or in an older one
         while first and messages[first].get("role") == "tool":

@@ -1,8 +1,7 @@
 """Which tokens of a prompt come from which message: the template's own text is known from a marked render, the rest is
 content.
 
-Spans cover all tokens without gap or overlap. A token that holds both structure and content counts as content. Where
-the places cannot be told (a normalizer that changed the text, a template that writes otherwise than it marked),
+Spans cover all tokens. A token of both structure and content counts as content. Where the places cannot be told,
 everything is structure.
 """
 
@@ -12,7 +11,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 
-from tokentrue.renderers.codec.codec import Codec
+from tokentrue.renderers.codec import Codec
 from tokentrue.types import Ids, PromptSpan
 
 BLOCK_IDS = 4096
@@ -56,7 +55,6 @@ def compute_spans(
 
 
 def _find_contents(text: str, mark: str, template_texts: Sequence[str]) -> list[tuple[int, int]]:
-    """Where each content stands, in bytes of the text without marks."""
     if len(template_texts) < 2 or not text.startswith(template_texts[0]):
         return []
     chars: list[tuple[int, int]] = []

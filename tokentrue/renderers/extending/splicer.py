@@ -1,39 +1,112 @@
 """What a template puts after a recorded assistant turn: found with a sentinel in place of what was sampled, cut at the
 recorded stop id.
 
-Contract: `Splicer.render_tail` gives the text that follows the recorded prefix, or raises `ExtendError` with a reason;
-it never guesses. A conversation is rendered in one of three contexts (`ContextKind`). The cheaper ones, whose cost does
-not grow with the history, hold the messages that the template can ask about (`kept.py`); they are used only after they
-gave, on the very messages of a first request and on a render with marked words, what the real history gives. An
-`ExtendPlan` remembers that per shape of request. Where the template raises on the real history there is nothing to
-compare with, and the kept messages are used unchecked.
-
-Checks on the marked render: the sentinel once; each new message's mark once, in order and after it; the turn's own text
-not after them; the recorded stop exactly once between sentinel and first mark (`boundary.py`). Nothing of this is
-decided by a model's name.
+`Splicer.render_tail` gives the text that follows the recorded prefix, or raises `ExtendError`; it never guesses. A short
+context (`ContextKind`) is used only after it gave what the real history gives, on the messages of a first request and on
+a render with marked words; `ExtendPlan` remembers that per shape of request. Where the template raises on the real
+history there is nothing to compare with. Checks on the marked render: the sentinel once; each new message's mark once,
+in order and after it; the turn's own text not after them; the recorded stop once between sentinel and first mark.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from tokentrue.errors import TemplateError
 from tokentrue.json_types import JsonMapping, JsonObject
-from tokentrue.renderers.codec.codec import Codec
-from tokentrue.renderers.codec.shield import ContentShield, needs_shield
-from tokentrue.renderers.extending.boundary import MarkedRender, find_boundary
-from tokentrue.renderers.extending.contexts import ContextBuilder
-from tokentrue.renderers.extending.request import (
+from tokentrue.renderers.codec import Codec, ContentShield, needs_shield
+from tokentrue.renderers.extending.contexts import (
+    ContextBuilder,
     ContextKind,
     ExtendError,
     ExtendPlan,
     ExtendRequest,
+    Join,
     SentinelPlace,
     mark_ids,
 )
 from tokentrue.renderers.extending.spans import split_at_words
-from tokentrue.renderers.extending.stops import Stops, make_content
-from tokentrue.renderers.template import InputFormat, Template
+from tokentrue.renderers.extending.stops import Stops
+from tokentrue.renderers.template import InputFormat, Template, make_content
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Boundary:
+    """`gap` is the part of the region that the recorded turn already has; `literal` is the added token that it ends
+    with."""
+
+    join: Join
+    gap: str
+    literal: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MarkedRender:
+    """`region` lies between sentinel and first new content, `rest` after that. `render_alone` gives what follows the
+    sentinel where nothing follows the turn."""
+
+    region: str
+    rest: str
+    render_alone: Callable[[], str]
+
+
+def find_boundary(codec: Codec, stops: Stops, request: ExtendRequest, render: MarkedRender) -> Boundary:
+    """Raises ExtendError where the recorded end of the turn does not fit the template's."""
+    ends = _list_literals(codec, render.region)
+    if not ends:
+        raise ExtendError("no_stop", "the template closes the assistant's turn with no token of its own")
+    if request.stop is not None:
+        hits = [end for literal, end in ends if literal == request.stop]
+        own = _find_own_stop(ends, stops, request)
+        if not request.is_stop:  # cut off inside the closing: what it already has of it is not written again
+            hits = [end for end in hits if end <= own]
+        if len(hits) == 1:
+            join: Join = "stop" if request.is_stop or hits[0] == own else "open"
+            return Boundary(join=join, gap=render.region[: hits[0]], literal=request.stop)
+        if hits:
+            raise ExtendError(
+                "ambiguous_stop",
+                f"the template writes {request.stop!r} {len(hits)} times at the end of the assistant's turn",
+            )
+        if request.is_stop and (alias := _find_alias(codec, ends, request.stop, render)) is not None:
+            return alias
+    closing = _find_closing(ends, stops, request)
+    return Boundary(join="foreign" if request.is_stop else "open", gap=render.region[:closing])
+
+
+def _list_literals(codec: Codec, text: str) -> list[tuple[str, int]]:
+    return [(literal, end) for _, literal, end in codec.split(text) if literal]
+
+
+def _find_alias(codec: Codec, ends: list[tuple[str, int]], stop: str, render: MarkedRender) -> Boundary | None:
+    """The recorded stop closes the turn only while nothing follows; the token in its place (which closes the new message
+    as well, else it would be the next turn's opener) is not written again."""
+    after = render.render_alone()
+    if after.count(stop) != 1:
+        return None
+    before = after[: after.index(stop)]
+    closer = next((literal for _, literal, _ in codec.split(render.rest) if literal), None)
+    for literal, end in ends:
+        if literal == closer and render.region[: end - len(literal)] == before:
+            return Boundary(join="alias", gap=render.region[:end], literal=literal)
+    return None
+
+
+def _find_own_stop(ends: list[tuple[str, int]], stops: Stops, request: ExtendRequest) -> int:
+    own = stops.call if request.last.get("tool_calls") else stops.text
+    return next((end for literal, end in ends if literal in own), ends[0][1])
+
+
+def _find_closing(ends: list[tuple[str, int]], stops: Stops, request: ExtendRequest) -> int:
+    """Text turns are closed from the end of the text on; after complete calls only the turn itself is closed."""
+    if not request.last.get("tool_calls"):
+        return 0
+    for candidates in (stops.call or stops.text, stops.all):  # GLM: what follows may open with another stop token
+        for literal, end in ends:
+            if literal in candidates:
+                return end - len(literal)
+    raise ExtendError("no_stop", "after the assistant's calls the template writes no token that ends a turn")
 
 
 class Splicer:
@@ -89,8 +162,7 @@ class Splicer:
         """The text after the recorded prefix, and the mark that shields content in it (empty where nothing had to be
         shielded)."""
         context = self._contexts.build(plan.context, plan.place, request, history)
-        tools = None if plan.context == "light" else request.tools
-        text, mark = self.render_text([*context, *request.new], tools, request.kwargs)
+        text, mark = self._render_request(plan.context, request, [*context, *request.new])
         _, found, rest = text.partition(self._contexts.sentinel)
         if not found or self._contexts.sentinel in rest:
             raise ExtendError("turn_lost", "the assistant's turn does not show once when these messages follow it")
@@ -106,14 +178,21 @@ class Splicer:
         self, plan: ExtendPlan, request: ExtendRequest, history: Sequence[JsonObject], tail: str, mark: str
     ) -> bool:
         """Whether the same text ends the conversation where the turn has its own text and no sentinel."""
+        if not request.last.get("tool_calls") and not str(request.last["content"]).strip(" \n[]"):
+            return True  # it says nothing; a template may leave such a turn out
         context = self._contexts.build(plan.context, plan.place, request, history)[:-1]
-        tools = None if plan.context == "light" else request.tools
         try:
-            text, own_mark = self.render_text([*context, request.last, *request.new], tools, request.kwargs)
+            text, own_mark = self._render_request(plan.context, request, [*context, request.last, *request.new])
         except TemplateError:  # on what the model wrote: there is nothing to compare with
             return True
         tail = tail[len(plan.closing) :]
         return _remove(own_mark, text).endswith(_remove(mark, tail))
+
+    def _render_request(
+        self, context: ContextKind, request: ExtendRequest, messages: Sequence[JsonObject], *, generate: bool = True
+    ) -> tuple[str, str]:
+        tools = None if context == "light" else request.tools
+        return self.render_text(messages, tools, request.kwargs, generate=generate)
 
     def render_text(
         self,
@@ -181,14 +260,13 @@ class Splicer:
 
     def _plan_context(self, context: ContextKind, request: ExtendRequest, history: Sequence[JsonObject]) -> ExtendPlan:
         marked, words = self._contexts.mark(request.new)
-        tools = None if context == "light" else request.tools
         place = _find_place(request)
 
         def render(place: SentinelPlace, *, calls: bool = True, alone: bool = False) -> str:
             messages = self._contexts.build(context, place, request, history, real=context == "history")
             if not calls:
                 messages[-1].pop("tool_calls", None)
-            return self.render_text([*messages, *([] if alone else marked)], tools, request.kwargs, generate=not alone)[
+            return self._render_request(context, request, [*messages, *([] if alone else marked)], generate=not alone)[
                 0
             ]
 
@@ -241,8 +319,8 @@ class Splicer:
     def _render_marked_tail(self, plan: ExtendPlan, request: ExtendRequest, history: Sequence[JsonObject]) -> str:
         marked, _ = self._contexts.mark(request.new)
         context = self._contexts.build(plan.context, plan.place, request, history)
-        tools = None if plan.context == "light" else request.tools
-        return self.render_text([*context, *marked], tools, request.kwargs)[0].partition(self._contexts.sentinel)[2]
+        text, _ = self._render_request(plan.context, request, [*context, *marked])
+        return text.partition(self._contexts.sentinel)[2]
 
 
 def _remove(mark: str, text: str) -> str:

@@ -1,8 +1,6 @@
-"""Which tokens end an assistant's turn: those the model's files declare and those its template closes such a turn with.
+"""Which tokens end an assistant's turn: those that the model's files declare and those that its template writes.
 
-The derived ones tell the engine when to stop and say where a turn that was left open must be closed. They do not decide
-where a recorded
-turn is cut: that is the recorded stop id itself (see splicer.py).
+They tell the engine when to stop and where an open turn must be closed. A recorded turn is cut at its own stop id.
 """
 
 from __future__ import annotations
@@ -14,8 +12,8 @@ from typing import Any
 
 from tokentrue.errors import TemplateError
 from tokentrue.json_types import JsonMapping, JsonObject
-from tokentrue.renderers.codec.codec import Codec
-from tokentrue.renderers.template import InputFormat, Template
+from tokentrue.renderers.codec import Codec
+from tokentrue.renderers.template import InputFormat, Template, make_content
 
 SENTINEL = "qzSampledqz"
 FOLLOWER = "qzFollowerqz"
@@ -29,20 +27,6 @@ class Stops:
     call: tuple[str, ...] = ()
     declared: tuple[str, ...] = ()
     opener: bool = False  # the stop is the next turn's opener (GLM): the template itself closes nothing
-
-    def to_json(self) -> JsonObject:
-        return {
-            "text": list(self.text),
-            "call": list(self.call),
-            "declared": list(self.declared),
-            "opener": self.opener,
-        }
-
-    @classmethod
-    def from_json(cls, data: JsonMapping) -> Stops:
-        return cls(
-            text=tuple(data["text"]), call=tuple(data["call"]), declared=tuple(data["declared"]), opener=data["opener"]
-        )
 
     @property
     def all(self) -> tuple[str, ...]:
@@ -65,12 +49,9 @@ def read_declared_stops(directory: Path | None, codec: Codec, eos_token: str | N
 def derive_stops(
     template: Template, codec: Codec, inputs: InputFormat, kwargs: JsonMapping, declared: tuple[str, ...]
 ) -> Stops:
-    """A text turn ends with the last token that the template closes it with, followed or not; else with the one that it
-    writes while nothing follows (harmony's <|return|>); else with the next turn's opener (GLM).
-
-    A turn of calls ends with the same token where that stands after them; else with the last one there (harmony's
-    <|call|>), but where text turns end with an opener so do these, and what stands after the calls is their own syntax.
-    """
+    """A text turn ends with the last token that the template closes it with; else with the one that it writes while nothing
+    follows (harmony's <|return|>); else with the next turn's opener (GLM). A turn of calls ends with the same token where
+    that follows them; else with the last one there (harmony's <|call|>), or with an opener where text turns do."""
 
     def literals(text: str) -> list[str]:
         return [literal for _, literal, _ in codec.split(text) if literal]
@@ -132,12 +113,6 @@ def _common_prefix(left: str, right: str) -> str:
         (index for index, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right))
     )
     return left[:size]
-
-
-def make_content(text: str, inputs: InputFormat) -> Any:
-    if inputs.text or not inputs.parts:
-        return text
-    return [{"type": "text", "text": text}] if text else []
 
 
 def make_tool(inputs: InputFormat, name: str = "qzlook") -> JsonObject:

@@ -1,16 +1,13 @@
-"""gpt-oss (harmony): every message names its channel. Analysis is reasoning, final and commentary are content, a
-recipient makes a call.
+"""gpt-oss (harmony): every message names its channel; a recipient makes a call.
 
-The template that the models ship departs from the format of their own library, openai-harmony: it writes a tool's
-result as quoted JSON, blank lines behind instructions, `json` without its `<|constrain|>`, text beside a call as if it
-were reasoning, the first of several calls only, and it drops later system messages. `corrected` puts that right, and
-lets `conversation_start_date` fix the date.
+The shipped template departs from the models' own library, openai-harmony: it quotes tool results, writes text beside a
+call as if it were reasoning, the first of several calls only, and drops later system messages. `correct_template` puts
+that right, and lets `conversation_start_date` fix the date.
 """
 
 from __future__ import annotations
 
-from tokentrue.renderers.families.base import Clues, Family
-from tokentrue.renderers.families.shapes import NAMED
+from tokentrue.renderers.families.base import NAMED, Clues, Family
 
 _OPENER = r"(?:<\|start\|>assistant)?"
 _TO = r"to=(?:functions\.)?(?P<name>[^\s<]+)"

@@ -1,51 +1,230 @@
-"""Which family a template belongs to. A new family is one file and one line here; the first that recognises the
-template wins."""
+"""The families, and which one a template belongs to. A new family is one function and its name in `FAMILIES`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-from tokentrue.renderers.families import (
-    chatml,
-    deepseek,
-    gemma,
-    generic,
-    glm,
-    harmony,
-    inkling,
-    kimi,
-    llama,
-    minimax,
-    mistral,
+from tokentrue.renderers.families import harmony
+from tokentrue.renderers.families.base import (
+    ARG_PAIRS,
+    CHATML,
+    FUNCTION_XML,
+    HERMES,
+    HERMES_FORM,
+    NAMED,
+    THINK,
+    Clues,
+    Family,
+    Fields,
+    calls_as_invocations,
+    calls_between_tokens,
+    keep_reasoning,
+    response,
 )
-from tokentrue.renderers.families.base import Clues, Family, Recognise
 
-FAMILIES: tuple[Recognise, ...] = (
+_INKLING_OPENER = r"(?:<\|message_model\|>)?"
+_INKLING_BLOCK = {"close": "<|end_message|>", "repeats": True}
+
+
+def recognise_inkling(clues: Clues) -> Family | None:
+    """Every part of a turn (thinking, text, a call in JSON) is a block that ends with `<|end_message|>`."""
+    if not clues.has("<|message_model|>", "<|content_invoke_tool_json|>"):
+        return None
+    thinking, text = (_INKLING_OPENER + rf"<\|content_{kind}\|>" for kind in ("thinking", "text"))
+    call = {"type": "function", "function": {"name": "{content.name}", "arguments": "{content.args}"}}
+    fields: Fields = {
+        "content": {},
+        "final": {"open_pattern": text, **_INKLING_BLOCK, "join": "\n"},
+        "reasoning_content": {"open_pattern": thinking, **_INKLING_BLOCK, "join": "\n"},
+        "tool_calls": {
+            "open_pattern": _INKLING_OPENER + r"[^<\s]*<\|content_invoke_tool_json\|>",
+            **_INKLING_BLOCK,
+            "content": "json",
+            "transform": call,
+        },
+    }
+    return Family(name="inkling", response_template={"start_anchor": "<|message_model|>", "fields": fields})
+
+
+def recognise_kimi(clues: Clues) -> Family | None:
+    """Kimi-K2, K2.5, K2.6: calls between section tokens, each with the id `functions.NAME:INDEX` that its result must
+    repeat."""
+    if not clues.has("<|im_assistant|>", "<|im_middle|>", "<|tool_call_begin|>"):
+        return None
+    name = r"(?P<id>(?:functions\.)?(?P<name>[^\s<:]+)(?::\d+)?)"
+    calls = calls_between_tokens(
+        section=(r"<\|tool_calls_section_begin\|>", r"<\|tool_calls_section_end\|>"),
+        call=(r"<\|tool_call_begin\|>", r"<\|tool_call_end\|>"),
+        head=rf"\s*{name}\s*<\|tool_call_argument_begin\|>",
+        transform={**NAMED, "id": "{id}"},
+    )
+    return _make_family("kimi-k2", clues, calls, "<|im_assistant|>assistant<|im_middle|>")
+
+
+def recognise_minimax(clues: Clues) -> Family | None:
+    """MiniMax-M2, M2.5, M2.7: thinking that the prompt opens, calls as `<invoke name=…>`."""
+    if not clues.has("]~b]ai", "minimax:tool_call"):
+        return None
+    return _make_family("minimax-m2", clues, calls_as_invocations("minimax:tool_call"), "]~b]ai\n")
+
+
+def recognise_deepseek(clues: Clues) -> Family | None:
+    """R1 and V3 (calls as fenced JSON), V3.1 (plain JSON), V3.2 and V4 (`｜DSML｜` tags that say which values are
+    strings)."""
+    if not clues.has("<｜Assistant｜>"):
+        return None
+    section = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+    call = ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
+    name: str = "deepseek"
+    calls: Fields = {}
+    if clues.has("｜DSML｜"):
+        name, block = ("deepseek-v4", "tool_calls") if clues.has("tool_calls>") else ("deepseek-v3.2", "function_calls")
+        calls = calls_as_invocations(block, tag="｜DSML｜", attribute=r'(?: string="(?P<string>true|false)")?')
+    elif clues.has("tool▁call▁begin", "```json"):
+        fence = r"\s*function<｜tool▁sep｜>(?P<name>[^\n`<]+)\n\s*```json\n"
+        name, calls = (
+            "deepseek-v3",
+            calls_between_tokens(section=section, call=call, head=fence, tail=r"\n?```\s*"),
+        )
+    elif clues.has("tool▁call▁begin"):
+        head = r"\s*(?P<name>[^\n`<]+)<｜tool▁sep｜>"
+        name, calls = "deepseek-v3.1", calls_between_tokens(section=section, call=call, head=head)
+    return _make_family(name, clues, calls, "<｜Assistant｜>", "<｜tool▁outputs▁end｜>", "<｜tool▁output▁end｜>")
+
+
+def recognise_glm(clues: Clues) -> Family | None:
+    """GLM-4.5, 4.6, 4.7 and 5: calls as pairs of `<arg_key>` and `<arg_value>`."""
+    if not clues.has("<tool_call>", "<arg_key>", "<arg_value>"):
+        return None
+    other = ("<assistant>", "<|im_start|>assistant\n", "<role>ASSISTANT</role>")
+    anchors = ("<|assistant|>",) if clues.has("<|assistant|>") else other
+    return _make_family("glm", clues, ARG_PAIRS, *anchors)
+
+
+def recognise_coder(clues: Clues) -> Family | None:
+    """Qwen3-Coder, Qwen3.5, Qwen3.6, Nemotron-3: calls as `<function=NAME>` with untyped parameters."""
+    if not clues.has("<|im_start|>", "<tool_call>", "<function=", "<parameter="):
+        return None
+    thinks = clues.has("<think>")
+    name = "nemotron-3" if clues.has("truncate_history_thinking") else "qwen3.5" if thinks else "qwen3-coder"
+    return _make_family(name, clues, FUNCTION_XML, *CHATML, thinks=thinks)
+
+
+def recognise_k2v3(clues: Clues) -> Family | None:
+    """K2V3: Hermes calls, and thinking that the prompt opens at one of three efforts."""
+    if not clues.has("<|im_start|>", "<tool_call>", "think_fast", "think_faster"):
+        return None
+    efforts = ("think", "think_fast", "think_faster")
+    reasoning = {"open": [f"<{effort}>" for effort in efforts], "close": [f"</{effort}>" for effort in efforts]}
+    template = response(HERMES, anchors=CHATML, reasoning=reasoning)
+    return Family(name="k2v3", response_template=template, call_form=HERMES_FORM)
+
+
+def recognise_hermes(clues: Clues) -> Family | None:
+    """Hermes-2-Pro and Hermes-3: another vocabulary, and the call format that bears their name; no thinking."""
+    if not clues.has("<|im_start|>", "<tool_call>", "You are a function calling AI model"):
+        return None
+    template = response(HERMES, anchors=CHATML, reasoning=None)
+    return Family(name="hermes", response_template=template, call_form=HERMES_FORM)
+
+
+def recognise_qwen3(clues: Clues) -> Family | None:
+    """Qwen3, Qwen3-2507, Qwen3-Next, QwQ: `<think>`, Hermes calls in JSON. Qwen2.5 is the same without thinking."""
+    if not clues.has("<|im_start|>", "<|im_end|>", "<tool_call>"):
+        return None
+    thinks = clues.has("think>") or "<think>" in clues.tokens
+    family = _make_family("qwen3" if thinks else "qwen2.5", clues, HERMES, *CHATML, thinks=thinks)
+    return replace(family, call_form=HERMES_FORM)
+
+
+def recognise_mistral(clues: Clues) -> Family | None:
+    """`[TOOL_CALLS]` and a JSON list of calls (Nemo, Large), or `[TOOL_CALLS]NAME[ARGS]{…}` per call (Small 3.2,
+    Devstral)."""
+    if not clues.has("[TOOL_CALLS]", "[/INST]"):
+        return None
+    shared = {"content": "json", "repeats": True}
+    if clues.has("[ARGS]"):
+        head = r"\[TOOL_CALLS\]\s*(?P<name>[^\s\[\]{}]+)(?:\[CALL_ID\](?P<call_id>[^\[]*))?\[ARGS\]"
+        close = {"close_pattern": r"(?=\[TOOL_CALLS\])|\Z"}
+        calls: Fields = {
+            "tool_calls": {"open_pattern": head, **close, **shared, "transform": NAMED},
+            "broken_calls": {"open": "[TOOL_CALLS]", **close, "repeats": True},
+        }
+    else:
+        call = {"type": "function", "function": {"name": "{name}", "arguments": "{arguments}"}}
+        calls = {"tool_calls": {"open": "[TOOL_CALLS]", **shared, "transform": call, "transform_each": True}}
+    reasoning = {"open": "[THINK]", "close": "[/THINK]"} if clues.has("[THINK]") else None
+    template = response(calls, anchors=("[/INST]", "[/TOOL_RESULTS]"), reasoning=reasoning)
+    return Family(name="mistral", response_template=template, call_ids="short")
+
+
+def recognise_llama(clues: Clues) -> Family | None:
+    """Llama-3.x: a call is the whole turn, a bare JSON object with `name` and `parameters`, perhaps after
+    `<|python_tag|>`."""
+    if not clues.has("<|start_header_id|>", "<|end_header_id|>"):
+        return None
+    calls: Fields = {
+        "tool_calls": {
+            "open_pattern": r'(?:\A\s*|<\|python_tag\|>\s*)(?=\{\s*"(?:name|type)"\s*:)',
+            "content": "json",
+            "repeats": True,
+            "transform": {
+                "type": "function",
+                "function": {"name": "{content.name}", "arguments": "{content.parameters}"},
+            },
+        },
+    }
+    anchors = ("<|start_header_id|>assistant<|end_header_id|>\n\n",)
+    return Family(name="llama-3", response_template=response(calls, anchors=anchors, reasoning=None))
+
+
+def recognise_gemma(clues: Clues) -> Family | None:
+    """Gemma-2 and Gemma-3: the template knows neither tools nor reasoning."""
+    if not clues.has("<start_of_turn>"):
+        return None
+    return Family(name="gemma-3", response_template=response({}, anchors=("<start_of_turn>model\n",), reasoning=None))
+
+
+def recognise_generic(clues: Clues) -> Family | None:
+    """Any other template: what its own text shows of `<think>` and of Hermes calls, behind the openers in common
+    use."""
+    if not clues.has("messages"):
+        return None
+    openers = ("<|start_of_role|>assistant<|end_of_role|>", "<|assistant|>", "<|Assistant|>")
+    more = ("<SPECIAL_11>Assistant\n", "<|turn>model\n")
+    calls = HERMES if clues.has("<tool_call>") else {}
+    return _make_family("generic", clues, calls, *CHATML, *openers, *more, thinks=clues.has("<think>", "</think>"))
+
+
+def _make_family(name: str, clues: Clues, calls: Fields, *anchors: str, thinks: bool = True) -> Family:
+    template = response(calls, anchors=anchors, reasoning=THINK if thinks else None)
+    return Family(name=name, response_template=template, template_kwargs=keep_reasoning(clues))
+
+
+FAMILIES: tuple[Callable[[Clues], Family | None], ...] = (
     harmony.recognise,
-    inkling.recognise,
-    kimi.recognise,
-    minimax.recognise,
-    deepseek.recognise,
-    glm.recognise,
-    chatml.recognise_coder,
-    chatml.recognise_k2v3,
-    chatml.recognise_hermes,
-    chatml.recognise_qwen3,
-    mistral.recognise,
-    llama.recognise,
-    gemma.recognise,
-    generic.recognise,
+    recognise_inkling,
+    recognise_kimi,
+    recognise_minimax,
+    recognise_deepseek,
+    recognise_glm,
+    recognise_coder,
+    recognise_k2v3,
+    recognise_hermes,
+    recognise_qwen3,
+    recognise_mistral,
+    recognise_llama,
+    recognise_gemma,
+    recognise_generic,
 )
+"""The first that recognises the template wins."""
 
 
 def family_for(template_text: str, tokenizer: Any, tokens: Iterable[str] | None = None) -> Family:
     """The family of a template, or "plain": all text is content, no calls. A response template that the tokenizer ships
-    wins over ours.
-
-    `tokens` are the tokenizer's added tokens where the caller has them already: some have thousands.
-    """
+    wins over ours. `tokens` are the tokenizer's added tokens, where the caller has them already."""
     if tokens is None:
         tokens = (str(token.content) for token in tokenizer.added_tokens_decoder.values())
     clues = Clues(template=template_text, tokens=frozenset(tokens))

@@ -1,11 +1,9 @@
-"""Reads a tool call while it is written, and says when it has ended what it is: a call, or the reason why it is none.
+"""Reads a tool call while it is written, and says at its end what it is: a call, or the reason why it is none.
 
-One reader per format takes the body in pieces, or at once; `feed` returns what of the arguments may be shown by then,
-`end` the call. A call is shown from its arguments' first brace on, once its name is known. In JSON formats the model's
-own text goes through (spacing, key order, escapes); in untyped formats each parameter goes out when it is whole,
-because its value needs its type. The last brace is kept back until the whole call has been read: what a client holds
-of a call that breaks off is never valid JSON, and cannot be taken for a call. What a reader does not know (`end` is
-None), and formats without a reader, `read_whole` reads by transformers' own content parsers.
+`feed` returns what of the arguments may be shown by then, `end` the call. JSON formats hand on the model's own text; in
+untyped formats each parameter goes out when it is whole, because its value needs its type. The last brace is kept back
+until the whole call has been read: what a client holds of a call that breaks off is never valid JSON. What a reader does
+not know (`end` is None), and formats without a reader, `read_whole` reads by transformers' own content parsers.
 """
 
 from __future__ import annotations
@@ -18,10 +16,100 @@ from typing import Any, Protocol, TypeAlias, cast
 import regex
 from transformers.utils.chat_parsing import content_parsers
 
-from tokentrue.json_types import JsonMapping, JsonObject, is_object
-from tokentrue.renderers.parsing.argument_types import Schemas, type_match, type_value
+from tokentrue.json_types import JsonMapping, JsonObject, is_array, is_object
 from tokentrue.renderers.parsing.partial_json import JsonValueReader
-from tokentrue.types import Status
+from tokentrue.types import Status, Tools
+
+Schemas = Mapping[str, JsonMapping]
+"""Tool name to the schemas of its parameters."""
+
+_TRUE, _FALSE = {"true", "1"}, {"false", "0"}
+_PYTHON_TYPES = {"str": "string", "int": "integer", "float": "number", "bool": "boolean", "NoneType": "null"}
+
+
+def list_parameter_schemas(tools: Tools | None) -> dict[str, JsonMapping]:
+    """Tools may be wrapped (`{"type": "function", "function": …}`) or bare."""
+    found: dict[str, JsonMapping] = {}
+    for tool in cast("tuple[Any, ...]", tuple(tools or ())):
+        function = _as_object(_as_object(tool).get("function", tool))
+        name = function.get("name")
+        if isinstance(name, str):
+            parameters = _as_object(function.get("parameters") or function.get("input_schema"))
+            found[name] = _as_object(parameters.get("properties"))
+    return found
+
+
+def type_match(match: Any, schema: Any) -> Any:
+    """The value of one matched parameter: as it says itself (DeepSeek's `string="true"`), else as the schema types
+    it."""
+    declared, value = match.groupdict().get("string"), match["value"]
+    if declared is None:
+        return type_value(value, schema)
+    if declared == "true":
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+
+
+def type_value(value: Any, schema: Any) -> Any:
+    """`value` as the schema types it; what does not fit stays the model's own string."""
+    if not isinstance(value, str):
+        return value
+    types = _list_types(schema)
+    text = value.strip()
+    if "null" in types and text in {"null", "None"}:
+        return None
+    if not types or "string" in types:
+        return value
+    for name in types:
+        fits, result = _convert(name, text)
+        if fits:
+            return result
+    return value
+
+
+def _convert(name: str, text: str) -> tuple[bool, Any]:
+    if name == "boolean":
+        return text.lower() in _TRUE | _FALSE, text.lower() in _TRUE
+    try:
+        decoded: Any = json.loads(text)
+    except (ValueError, RecursionError):
+        return False, None
+    is_number = (
+        isinstance(decoded, int | float)
+        and not isinstance(decoded, bool)
+        and decoded == decoded
+        and abs(decoded) != float("inf")
+    )
+    if name == "integer" and is_number and decoded == int(decoded):
+        return True, int(decoded)
+    if name == "number" and is_number:
+        return True, decoded
+    fits = (name == "object" and is_object(decoded)) or (name == "array" and is_array(decoded))
+    return fits, decoded
+
+
+def _list_types(schema: Any) -> tuple[str, ...]:
+    given = _as_object(schema)
+    declared: Any = given.get("type")
+    found: list[str] = (
+        [declared] if isinstance(declared, str) else [name for name in declared or () if isinstance(name, str)]
+    )
+    for union in ("anyOf", "oneOf", "allOf"):
+        for choice in given.get(union) or ():
+            found.extend(_list_types(choice))
+    if not found and "enum" in given:
+        found = [_PYTHON_TYPES.get(type(choice).__name__, "string") for choice in given["enum"]]
+    if not found and "properties" in given:
+        found = ["object"]
+    return tuple(found + (["null"] if given.get("nullable") else []))
+
+
+def _as_object(value: Any) -> JsonMapping:
+    return value if is_object(value) else {}
+
 
 ForeignField: TypeAlias = Any
 """A field of a response template, as `transformers` compiles it: its attributes have no types."""
@@ -270,7 +358,6 @@ def _read_items(
 
 
 def _list_written_ids(field: ForeignField, body: str, captures: Mapping[str, str], count: int) -> list[str]:
-    """Ids that the model wrote itself: captured by the opening pattern, or an `id` in the JSON."""
     captured = _captured_id(captures)
     value = _load_json(body) if field.content == "json" and "name" not in captures else None
     if captured or value is None:  # with a captured name the body is the arguments
@@ -329,7 +416,6 @@ def _find_spelling(body: str, values: JsonMapping) -> str:
 
 
 def _load_json(text: str) -> Any:
-    """None where it is no JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

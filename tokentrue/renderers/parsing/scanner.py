@@ -1,15 +1,102 @@
-"""Splits a sampled text into the regions of a response template, while it is being sampled.
+"""Splits sampled ids into the regions of a response template, while they are being sampled.
 
-A partial match of a delimiter is held back until more text decides it. A region that cannot be read as a call is not an
-error here: its body is handed on as it is. Memory does not grow with the text.
+Half a character, the look-alike of a marker and a partial match of a delimiter are held back until more text decides. A
+region that cannot be read as a call is not an error here: its body is handed on as it is.
 """
 
 from __future__ import annotations
 
+import codecs
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
-from typing import Any, NamedTuple, TypeAlias
+from itertools import accumulate
+from typing import Any, NamedTuple, TypeAlias, cast
 
-from tokentrue.renderers.parsing.grammar import TEXT_FIELDS, Delimiter, Grammar
+from tokentrue.renderers.parsing.grammar import TEXT_FIELDS, Delimiter, Grammar, MarkerShield
+from tokentrue.types import Ids
+
+_UTF8 = codecs.getincrementaldecoder("utf-8")
+
+
+class TokenSource:
+    """`add` gives shielded text; `slice` and `find_tokens` answer for the true text.
+
+    Half a character is held back until its last byte comes; the text of ordinary tokens is held back while it may
+    become the look-alike of a marker.
+    """
+
+    def __init__(self, grammar: Grammar) -> None:
+        self._pieces, self._texts = grammar.pieces, grammar.texts
+        self._shield = MarkerShield(grammar.markers)
+        self._decoder = _UTF8("surrogateescape")
+        self._has_half = False  # the decoder holds part of a character
+        self._text: list[str] = []
+        self._ids: list[int] = []
+        self._ends: list[int] = []  # of each token, in bytes; made when asked for
+
+    def add(self, token_ids: Ids) -> str:
+        self._ids.extend(token_ids)
+        out: list[str] = []
+        texts = [*map(self._texts.__getitem__, token_ids), None]
+        place = 0
+        while place < len(token_ids):
+            if texts[place] is None or self._has_half:
+                out.append(self._add_odd(token_ids[place]))
+                place += 1
+            else:
+                end = texts.index(None, place)
+                out.append(self._add_text("".join(cast("list[str]", texts[place:end]))))
+                place = end
+        return "".join(out)
+
+    def flush(self) -> str:
+        """What is still held back: the turn is over, but for its stop token."""
+        return self._release()
+
+    @property
+    def raw(self) -> str:
+        """The true text so far; its bytes are the bytes of the ids."""
+        self._text = ["".join(self._text)]
+        return self._text[0]
+
+    def slice(self, start: int, end: int) -> str:
+        """Characters `[start, end)` of the true text."""
+        return self.raw[start:end]
+
+    def find_tokens(self, start: int, end: int) -> tuple[int, int]:
+        """The tokens `[first, last)` that hold bytes of the characters `[start, end)`."""
+        known = len(self._ends)
+        sizes = map(len, self._pieces.split(self._ids[known:]))
+        self._ends += list(accumulate(sizes, initial=self._ends[-1] if known else 0))[1:]
+        first = len(self.raw[:start].encode("utf-8", "surrogateescape"))
+        last = first + len(self.raw[start:end].encode("utf-8", "surrogateescape"))
+        return bisect_right(self._ends, first), min(bisect_left(self._ends, last) + 1, len(self._ends))
+
+    def _add_text(self, text: str) -> str:
+        if not text:
+            return ""
+        self._text.append(text)
+        return self._shield.add(text)
+
+    def _add_odd(self, token_id: int) -> str:
+        piece = self._pieces[token_id]
+        if self._texts.is_marker(token_id):
+            released = self._release()
+            self._text.append(piece.decode("utf-8"))
+            return released + self._text[-1]
+        text = self._add_text(self._decoder.decode(piece))
+        self._has_half = bool(self._decoder.getstate()[0])
+        return text
+
+    def _release(self) -> str:
+        """The bytes of a character that stays incomplete, and what can no longer become the look-alike of a marker."""
+        shown = ""
+        if self._has_half:
+            shown = self._add_text(self._decoder.decode(b"", final=True))
+            self._decoder.reset()
+            self._has_half = False
+        return shown + self._shield.flush()
+
 
 _LOOKBEHIND = 128  # characters kept before the scanned place, for patterns that look behind
 _TRIM_AT = 1024
@@ -160,7 +247,6 @@ class RegionScanner:
             self._events.append(RegionOpened(field=field, captures=captures))
 
     def _close(self, body_end: int, *, closed: bool) -> None:
-        """Ends the open region and goes back to the implicit one."""
         if self._field in TEXT_FIELDS and self._has_begun:
             self._events.append(TextEnded(field=self._field, start=max(self._body_at, 0), end=max(body_end, 0)))
         elif self._field is not None and self._has_begun:

@@ -1,24 +1,134 @@
 """What holds for one template and tokenizer, found by trying: shapes of conversation × roles appended, each compared in
-ids with the truth.
-
-The truth of a case uses no sentinel: the real conversation is rendered and encoded whole, the last turn's own last word
-and the stop token after it are found by their offsets, and everything after that stop is what `extend` must have added.
+ids with the truth: the real conversation rendered and encoded whole, cut after the last turn's last word (`zlastz`) and
+stop by their offsets. `zn0z` is the first new content.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from jinja2 import nodes
 
 from tokentrue.errors import TokenTrueError
 from tokentrue.ids import TokenIds
-from tokentrue.renderers.extending.effects import chat_environment
+from tokentrue.json_types import JsonObject
+from tokentrue.renderers.extending.template_nodes import chat_environment
 from tokentrue.renderers.messages import fill_in_tool_names, normalise_messages, normalise_tools
-from tokentrue.renderers.proving.cases import ADDED, ROLES, SHAPES, SYSTEM, TOOLS, list_questions
-from tokentrue.renderers.proving.proof import Case, Proof
+from tokentrue.renderers.proof import Case, Proof
 from tokentrue.renderers.renderer import Renderer
 from tokentrue.types import Extension, Message, Refusal, Tool
+
+ROLES = ("user", "tool", "tools", "system", "assistant")
+TOOLS: tuple[Tool, ...] = tuple(
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": f"Does {name}.",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string", "description": "a place"}},
+                "required": ["city"],
+            },
+        },
+    }
+    for name in ("weather", "clock")
+)
+
+
+def _user(word: str) -> Message:
+    return {"role": "user", "content": f"Ask {word}"}
+
+
+def _turn(word: str, **more: Any) -> Message:
+    return {"role": "assistant", "content": f"Say {word}", **more}
+
+
+def _calls(*words: str, text: str = "", first: int = 0, **more: Any) -> Message:
+    calls = [
+        {
+            "id": f"callid{first + index:03d}",
+            "type": "function",
+            "function": {"name": name, "arguments": {"city": word}},
+        }
+        for index, (name, word) in enumerate(zip(("weather", "clock"), words, strict=False))
+    ]
+    return {"role": "assistant", "content": text, "tool_calls": calls, **more}
+
+
+def _result(word: str, index: int = 0) -> Message:
+    name = ("weather", "clock")[index % 2]
+    return {"role": "tool", "tool_call_id": f"callid{index:03d}", "name": name, "content": f"Got {word}"}
+
+
+SYSTEM: Message = {"role": "system", "content": "Be brief."}
+THOUGHT: JsonObject = {"reasoning_content": "Think zthoughtz"}
+SHAPES: dict[str, tuple[Message, ...]] = {
+    "text": (_user("za"), _turn("zlastz")),
+    "system, text": (SYSTEM, _user("za"), _turn("zlastz")),
+    "reasoned text": (_user("za"), _turn("zlastz", **THOUGHT)),
+    "long text": (SYSTEM, _user("za"), _turn("zb"), _user("zc"), _turn("zlastz")),
+    "text after a call": (_user("za"), _calls("zb"), _result("zc"), _turn("zlastz")),
+    "call": (_user("za"), _calls("zlastz")),
+    "system, call": (SYSTEM, _user("za"), _calls("zlastz")),
+    "text and call": (_user("za"), _calls("zlastz", text="Say zb")),
+    "reasoned call": (_user("za"), _calls("zlastz", **THOUGHT)),
+    "chain of calls": (_user("za"), _calls("zb"), _result("zc"), _calls("zlastz")),
+    "long chain": (
+        SYSTEM,
+        _user("za"),
+        _calls("zb"),
+        _result("zc"),
+        _calls("zd"),
+        _result("ze"),
+        _turn("zf"),
+        _user("zg"),
+        _calls("zlastz"),
+    ),
+    "two calls": (_user("za"), _calls("zb", "zlastz")),
+    "chain of two calls": (
+        _user("za"),
+        _calls("zb", "zc", first=2),
+        _result("zd", 2),
+        _result("ze", 3),
+        _calls("zf", "zlastz"),
+    ),
+}
+ANSWER: Message = {"role": "user", "content": "New zn0z"}
+LATE_SYSTEM: Message = {"role": "system", "content": "New zn0z"}
+ADDED: dict[str, dict[str, tuple[Message, ...]]] = {
+    "user": {shape: (ANSWER,) for shape in ("text", "system, text", "reasoned text", "long text", "text after a call")},
+    "tool": {
+        shape: (_result("zn0z"),)
+        for shape in ("call", "system, call", "text and call", "reasoned call", "chain of calls", "long chain")
+    },
+    "tools": {shape: (_result("zn0z"), _result("zn1z", 1)) for shape in ("two calls", "chain of two calls")},
+    "system": {
+        "text": (LATE_SYSTEM,),
+        "long text": (LATE_SYSTEM, {"role": "user", "content": "New zn1z"}),
+        "call": (_result("zn0z"), {"role": "system", "content": "New zn1z"}),
+    },
+    "assistant": {
+        "text": ({"role": "assistant", "content": "New zn0z"}, {"role": "user", "content": "New zn1z"}),
+        "call": (
+            _result("zn0z"),
+            {"role": "assistant", "content": "New zn1z"},
+            {"role": "user", "content": "New zn2z"},
+        ),
+    },
+}
+
+MAX_WORDS = 8
+
+
+def list_questions(words: Sequence[str]) -> Iterator[tuple[tuple[Message, ...], tuple[Message, ...]]]:
+    """Conversations of two shapes, without and with each word in the earlier messages, and what follows them."""
+    for word in ("za", *words[:MAX_WORDS]):
+        ask, say = {"role": "user", "content": f"{word} zb"}, {"role": "assistant", "content": f"za {word}"}
+        yield (ask, say, _user("zc"), _turn("zlastz")), (ANSWER,)
+        ask, result = {"role": "user", "content": word}, {**_result("zd"), "content": f"{word} zb"}
+        yield (ask, _calls("zb", text=f"za {word} zb"), result, _calls("zlastz")), (_result("zn0z"),)
 
 
 def prove(renderer: Renderer) -> Proof:
@@ -44,7 +154,7 @@ def prove(renderer: Renderer) -> Proof:
         tokenizer_hash=renderer.tokenizer_hash,
         tools="rendered" if shows_tools else "ignored",
         warnings=tuple(_list_warnings(renderer, shows_tools=shows_tools)),
-        inputs=renderer.inputs.to_json(),
+        inputs=renderer.inputs,
         short_plans=_check_short_plans(renderer),
     )
 
@@ -114,7 +224,6 @@ def _run_case(renderer: Renderer, role: str, shape: str, new: Sequence[Message])
 
 
 def _list_stops(renderer: Renderer, *, calls: bool) -> Sequence[str]:
-    """The stop with which a model that behaves ends such a turn."""
     return renderer.stops.call if calls else renderer.stops.text
 
 
@@ -151,7 +260,6 @@ def find_truth(
 
 
 def _find_boundary(renderer: Renderer, role: str, cases: Sequence[Case]) -> str | None:
-    """The text between the stop and the first new content, in the first case of that role that holds."""
     case = next((case for case in cases if case.role == role and case.outcome in {"proven", "history"}), None)
     if case is None:
         return None
@@ -175,7 +283,6 @@ def _check_rewrites(renderer: Renderer, role: str, cases: Sequence[Case]) -> boo
 
 
 def _shows_tools(renderer: Renderer) -> bool:
-    """Whether a prompt with tools names any of them, with and without a system message."""
     for messages in ([{"role": "user", "content": "Ask"}], [SYSTEM, {"role": "user", "content": "Ask"}]):
         try:
             text = renderer.decode(renderer.render(messages, TOOLS).token_ids)

@@ -1,9 +1,6 @@
-"""What was proven at load, kept between processes: one small JSON file per template, tokenizer, settings and version of
-the code.
+"""Proofs kept between processes: one small JSON file per template, tokenizer, settings and version of the code.
 
-Invariants: a file is written beside its place and renamed, so that a reader sees all of it or nothing; a file that
-cannot be read, is damaged or is of another version is proven anew; without a writable directory nothing is kept and
-nothing fails.
+A file is renamed into place; one that cannot be read is proven again; without a writable directory nothing is kept.
 """
 
 from __future__ import annotations
@@ -27,7 +24,7 @@ _LIBRARIES = ("jinja2", "tokenizers", "transformers")
 def hash_code() -> str:
     """Of everything that can change what is proven: all code of this package, and the versions of the libraries that it
     renders and encodes with."""
-    package = Path(__file__).parent.parent
+    package = Path(__file__).parent
     files = sorted(package.rglob("*.py"))
     code = b"".join(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes() for path in files)
     versions = ",".join(f"{name}=={metadata.version(name)}" for name in _LIBRARIES)

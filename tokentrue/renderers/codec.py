@@ -1,0 +1,469 @@
+"""Text <-> ids for one tokenizer: as the engine would, and so that content can never become an added token.
+
+Both ways give the same ids where content holds no added-token literal. `ContentShield` marks literals in content before
+rendering; the rendered text is split at the literals that are left (tokenizers do that first anyway), marks are dropped,
+and what lies between is encoded by the same model without its added tokens. Recorded ids are never encoded again.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Container, Iterator
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+from tokentrue.errors import MessageError, TokenizerError
+from tokentrue.ids import TokenIds
+from tokentrue.json_types import is_object
+from tokentrue.types import Ids
+
+if TYPE_CHECKING:
+    from tokenizers import AddedToken, Encoding, Tokenizer
+
+
+EDGE = f"\ufdef{secrets.token_hex(8)}\ufdef"
+"""An added token of helper tokenizers only, different in every process: no text can hold it on purpose."""
+
+
+class LiteralSpan(NamedTuple):
+    """`text[start:end]` is an added token, `literal`, with the blanks it absorbs."""
+
+    start: int
+    end: int
+    literal: str
+
+
+class LiteralFinder:
+    """Finds a set of added tokens; the set is made when first needed, because some tokenizers have thousands."""
+
+    def __init__(self, make_tokens: Callable[[], list[AddedToken]]) -> None:
+        self._make_tokens = make_tokens
+
+    def find(self, text: str) -> list[LiteralSpan]:
+        if not self.may_start_in(text):
+            return []
+        found = self._library.encode(text, add_special_tokens=False)
+        spans = zip(found.tokens, found.offsets, strict=True)
+        return [LiteralSpan(start, end, literal) for literal, (start, end) in spans if literal in self._literals]
+
+    def may_start_in(self, text: str) -> bool:
+        """Whether the text has the first character of one."""
+        return any(first in text for first in self._firsts)
+
+    def may_end_in(self, text: str) -> bool:
+        return any(last in text for last in self._lasts)
+
+    def may_touch(self, text: str) -> bool:
+        """False where no literal can stand in the text, end in it or begin in it: ASCII without any first or last
+        character of one."""
+        return not text.isascii() or self._edges.search(text) is not None
+
+    @cached_property
+    def _edges(self) -> re.Pattern[str]:
+        return re.compile(
+            "[" + re.escape("".join(sorted({*self._firsts, *self._lasts}))) + "]" if self._literals else "(?!)"
+        )
+
+    @cached_property
+    def _tokens(self) -> list[AddedToken]:
+        return self._make_tokens()
+
+    @cached_property
+    def _literals(self) -> set[str]:
+        return {token.content for token in self._tokens}
+
+    @cached_property
+    def _firsts(self) -> list[str]:
+        return sorted({literal[0] for literal in self._literals})
+
+    @cached_property
+    def _lasts(self) -> list[str]:
+        return sorted({literal[-1] for literal in self._literals})
+
+    @cached_property
+    def _library(self) -> Tokenizer:
+        """A tokenizer that knows these tokens and nothing else: some absorb blanks or count only as a whole word."""
+        from tokenizers import AddedToken, Tokenizer
+        from tokenizers.models import WordLevel
+
+        search: Any = Tokenizer(WordLevel({EDGE: 0}, unk_token=EDGE))
+        search.add_tokens(
+            [
+                AddedToken(
+                    token.content,
+                    lstrip=token.lstrip,
+                    rstrip=token.rstrip,
+                    single_word=token.single_word,
+                    normalized=False,
+                )
+                for token in self._tokens
+            ]
+        )
+        return search
+
+
+LIMIT_BYTES = 64 << 20
+ENTRY_BYTES = 300  # of an entry's own objects
+CHARACTER_BYTES = 4  # the most that Python keeps for one
+ID_BYTES = 4
+
+
+class EncodedTexts:
+    """Ids by tokenizer and text. Rendering may run in several threads."""
+
+    def __init__(self, limit_bytes: int = LIMIT_BYTES) -> None:
+        self.limit_bytes = limit_bytes
+        self.used_bytes = 0
+        self._lock = threading.Lock()
+        self._entries: OrderedDict[tuple[int, str], TokenIds] = OrderedDict()
+
+    def encode(self, tokenizer: Tokenizer, text: str) -> TokenIds:
+        """The ids of a whole text, without tokens that the tokenizer would add around it. `tokenizer` outlives this
+        object."""
+        key = (id(tokenizer), text)
+        with self._lock:
+            known = self._entries.get(key)
+            if known is not None:
+                self._entries.move_to_end(key)
+        if known is not None:
+            return known
+        try:
+            ids = TokenIds(tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids)
+        except TypeError:  # of all strings, only these cannot be passed on as UTF-8
+            raise TokenizerError("the text holds a lone surrogate, which no tokenizer can encode") from None
+        self._keep(key, ids)
+        return ids
+
+    def _keep(self, key: tuple[int, str], ids: TokenIds) -> None:
+        size = entry_bytes(key, ids)
+        with self._lock:
+            if size > self.limit_bytes or key in self._entries:
+                return
+            while self.used_bytes + size > self.limit_bytes:
+                self.used_bytes -= entry_bytes(*self._entries.popitem(last=False))
+            self._entries[key] = ids
+            self.used_bytes += size
+
+
+def entry_bytes(key: tuple[int, str], ids: TokenIds) -> int:
+    return ENTRY_BYTES + CHARACTER_BYTES * len(key[1]) + ID_BYTES * len(ids)
+
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def _gpt2_alphabet() -> dict[str, int]:
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    moved = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + place): byte for place, byte in enumerate(moved)}
+
+
+_ALPHABET = _gpt2_alphabet()
+
+
+class TokenBytes(dict[int, bytes]):
+    """Id to its bytes for one `tokenizers.Tokenizer`; each is worked out when first asked for."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+        self.added: dict[int, str] = {id_: token.content for id_, token in tokenizer.get_added_tokens_decoder().items()}
+        self._byte_level = _is_byte_level(tokenizer)
+
+    def __missing__(self, token_id: int) -> bytes:
+        piece = self[token_id] = self._spell(token_id)
+        return piece
+
+    def split(self, token_ids: Ids) -> list[bytes]:
+        """The piece of each id."""
+        return list(map(self.__getitem__, token_ids))
+
+    def join(self, token_ids: Ids) -> bytes:
+        return b"".join(self.split(token_ids))
+
+    def _spell(self, token_id: int) -> bytes:
+        added = self.added.get(token_id)
+        if added is not None:  # SentencePiece keeps runs of spaces among the added tokens
+            return (" " * len(added) if not self._byte_level and not added.strip("▁") else added).encode("utf-8")
+        try:
+            token = self._tokenizer.id_to_token(token_id)
+        except (OverflowError, TypeError):  # negative, or no integer
+            token = None
+        if token is None:
+            raise TokenizerError(
+                f"token id {token_id!r} is not in the tokenizer's vocabulary of {self._tokenizer.get_vocab_size()}"
+            )
+        if self._byte_level:
+            return (
+                bytes(_ALPHABET[char] for char in token)
+                if all(char in _ALPHABET for char in token)
+                else token.encode("utf-8")
+            )
+        byte = _BYTE_TOKEN.fullmatch(token)
+        return bytes([int(byte[1], 16)]) if byte else token.replace("▁", " ").encode("utf-8")
+
+
+def _is_byte_level(tokenizer: Tokenizer) -> bool:
+    decoder = tokenizer.decoder
+    return decoder is not None and '"ByteLevel"' in decoder.__getstate__().decode()
+
+
+class TokenTexts(dict[int, str | None]):
+    """Id to its text where that is whole characters and no marker, else None; each is worked out when first asked
+    for."""
+
+    def __init__(self, pieces: TokenBytes, marker_ids: frozenset[int]) -> None:
+        super().__init__()
+        self._pieces, self._marker_ids = pieces, marker_ids
+
+    def __missing__(self, token_id: int) -> str | None:
+        try:
+            text = None if token_id in self._marker_ids else self._pieces[token_id].decode("utf-8")
+        except UnicodeDecodeError:
+            text = None
+        self[token_id] = text
+        return text
+
+    def is_marker(self, token_id: int) -> bool:
+        return token_id in self._marker_ids
+
+
+_BLANKS = " \t\r\n▁"
+
+
+class Codec:
+    """`tokenizer` is a `tokenizers.Tokenizer`; its added tokens are taken from it, whatever their `special` flag
+    says."""
+
+    def __init__(self, tokenizer: Tokenizer, cache_bytes: int = LIMIT_BYTES) -> None:
+        self.backend = tokenizer
+        self.added: dict[int, AddedToken] = tokenizer.get_added_tokens_decoder()
+        self.texts: dict[int, str] = {index: token.content for index, token in self.added.items()}
+        self.literals: dict[str, int] = {text: index for index, text in self.texts.items() if text}
+        self._guarded = {
+            text for text in self.literals if text.strip(_BLANKS)
+        }  # runs of blanks are text, not structure
+        self._all = LiteralFinder(lambda: self._list_tokens(self.literals))
+        self._blanks = LiteralFinder(lambda: self._list_tokens(self.literals.keys() - self._guarded))
+        self._guard = LiteralFinder(lambda: self._list_tokens(self._guarded))
+        self._bare = _copy_without_added_tokens(tokenizer)
+        self.encoded = EncodedTexts(cache_bytes)
+
+    def _list_tokens(self, texts: Container[str]) -> list[AddedToken]:
+        return [token for token in self.added.values() if token.content and token.content in texts]
+
+    # literals in text
+
+    def find_guarded(self, text: str) -> list[LiteralSpan]:
+        """The literals that content must not have as tokens."""
+        return self._guard.find(text)
+
+    def may_touch_literal(self, text: str) -> bool:
+        """False for text that can neither hold such a literal nor be part of one: most strings, found by one search."""
+        return self._guard.may_touch(text)
+
+    def split(self, text: str, mark: str = "") -> Iterator[tuple[str, str, int]]:
+        """Plain text, the literal after it and where that ends; the last literal is empty. A literal right after a mark
+        is content."""
+        done = 0
+        for start, end, literal in self._all.find(text):
+            if mark and len(literal) == 1 and text[max(start - 1, 0)] == mark:
+                continue
+            yield text[done:start], literal, end
+            done = end
+        yield text[done:], "", len(text)
+
+    def ends_like_literal(self, text: str) -> bool:
+        """Whether it ends with the beginning of a literal, blanks aside."""
+        if not self._guard.may_start_in(text[-self._longest - 64 :]):
+            return False
+        bare = text.rstrip()
+        return any(bare[-size:] in self._beginnings for size in range(1, min(len(bare), self._longest) + 1))
+
+    def starts_like_literal(self, text: str) -> bool:
+        """Whether it begins with the end of a literal, blanks aside."""
+        if not self._guard.may_end_in(text[: self._longest + 64]):
+            return False
+        bare = text.lstrip()
+        return any(bare[:size] in self._endings for size in range(1, min(len(bare), self._longest) + 1))
+
+    @cached_property
+    def _longest(self) -> int:
+        return max(map(len, self._guarded), default=0)
+
+    @cached_property
+    def _beginnings(self) -> frozenset[str]:
+        return frozenset(text[:n] for text in self._guarded for n in range(1, len(text)))
+
+    @cached_property
+    def _endings(self) -> frozenset[str]:
+        return frozenset(text[n:] for text in self._guarded for n in range(1, len(text)))
+
+    @cached_property
+    def absorbs_blanks(self) -> set[str]:
+        """The literals to which the blanks after them belong."""
+        return {token.content for token in self.added.values() if token.rstrip}
+
+    # text -> ids
+
+    def encode(self, text: str) -> TokenIds:
+        """As the engine would: every literal in the text becomes its token."""
+        return self.encoded.encode(self.backend, text)
+
+    def encode_with_offsets(self, text: str) -> Encoding:
+        return self.backend.encode(text, add_special_tokens=False)
+
+    def encode_after(self, text: str, *, literal: str) -> TokenIds:
+        """What a whole text has after `literal`, as the engine would."""
+        return self.encode(self._lead + self._strip_after(text, literal))[1:]
+
+    def encode_shielded(self, text: str, mark: str) -> TokenIds:
+        """A whole text rendered from shielded content: only unbroken literals become tokens."""
+        return self._encode_pieces(text, mark, at_start=True)
+
+    def encode_shielded_after(self, text: str, mark: str, *, literal: str) -> TokenIds:
+        return self._encode_pieces(self._strip_after(text, literal), mark, at_start=False)
+
+    @cached_property
+    def _lead(self) -> str:
+        """A literal to put before text that does not stand at the start of a text."""
+        return next((text for text in self._guarded if text not in self.absorbs_blanks), "")
+
+    def _strip_after(self, text: str, literal: str) -> str:
+        return text.lstrip() if literal in self.absorbs_blanks else text
+
+    def _encode_pieces(self, text: str, mark: str, *, at_start: bool) -> TokenIds:
+        ids: list[int] = []
+        for plain, literal, _ in self.split(text, mark):
+            if plain:
+                ids.extend(self._encode_plain(plain.replace(mark, ""), at_start=at_start))
+            if literal:
+                ids.append(self.literals[literal])
+            at_start = False
+        return TokenIds(ids)
+
+    def _encode_plain(self, text: str, *, at_start: bool) -> list[int]:
+        """Text in which no literal counts, except those that are runs of blanks."""
+        ids: list[int] = []
+        done = 0
+        for start, end, literal in self._blanks.find(text):
+            ids.extend(self._encode_bare(text[done:start], at_start=at_start and done == 0))
+            ids.append(self.literals[literal])
+            done = end
+        ids.extend(self._encode_bare(text[done:], at_start=at_start and done == 0))
+        return ids
+
+    def _encode_bare(self, text: str, *, at_start: bool) -> TokenIds:
+        if at_start:
+            return self.encoded.encode(self._bare, text)
+        return self.encoded.encode(self._bare, EDGE + text)[1:]
+
+    # ids -> text
+
+    @cached_property
+    def spelling(self) -> TokenBytes:
+        return TokenBytes(self.backend)
+
+    def decode(self, ids: Ids) -> str:
+        try:
+            return self.backend.decode(list(ids), skip_special_tokens=False)
+        except (OverflowError, TypeError):
+            raise TokenizerError(f"token ids must be integers from 0, got {ids!r:.60}") from None
+
+
+def _copy_without_added_tokens(tokenizer: Tokenizer) -> Tokenizer:
+    """The same model, normalizer and pre-tokenizer (shared, not copied); its only added token is the edge."""
+    from tokenizers import AddedToken
+    from tokenizers import Tokenizer as Bare
+
+    bare = Bare(tokenizer.model)
+    if tokenizer.normalizer is not None:
+        bare.normalizer = tokenizer.normalizer
+    if tokenizer.pre_tokenizer is not None:
+        bare.pre_tokenizer = tokenizer.pre_tokenizer
+    cast("Any", bare).add_special_tokens([AddedToken(EDGE, normalized=False)])
+    if bare.token_to_id(EDGE) is None:
+        raise TokenizerError("tokenizer: cannot be used without its added tokens")
+    return bare
+
+
+MARKS = tuple(chr(code) for code in range(0xFDD0, 0xFDEF))  # noncharacters: never assigned, valid in UTF-8
+
+
+def needs_shield(codec: Codec, value: Any) -> bool:
+    """Whether `ContentShield` would change any string in it."""
+    return any(codec.may_touch_literal(text) and _touches_literal(codec, text) for text in _strings_in(value))
+
+
+def _strings_in(value: Any) -> Iterator[str]:
+    waiting: list[Any] = [value]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, str):
+            yield item
+        elif is_object(item):
+            waiting += item
+            waiting += item.values()
+        elif isinstance(item, list):
+            waiting += cast("list[Any]", item)
+
+
+def _touches_literal(codec: Codec, text: str) -> bool:
+    return (
+        _holds_any(text, MARKS)
+        or bool(codec.find_guarded(text))
+        or codec.ends_like_literal(text)
+        or codec.starts_like_literal(text)
+    )
+
+
+class ContentShield:
+    """Breaks literals in the strings of one call. `mark` is a character that none of `values` contains."""
+
+    def __init__(self, codec: Codec, values: Any) -> None:
+        self._codec = codec
+        self.mark = next((mark for mark in MARKS if not _holds_any(values, (mark,))), "")
+        if not self.mark:
+            raise MessageError(
+                "content holds all of U+FDD0 to U+FDEE, none is left to mark literals with", field="messages"
+            )
+
+    def shield(self, value: Any) -> Any:
+        """The same JSON value with every string shielded."""
+        if isinstance(value, str):
+            return self.shield_text(value)
+        if is_object(value):
+            return {self.shield_text(key): self.shield(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self.shield(item) for item in cast("list[Any]", value)]
+        return value
+
+    def shield_text(self, text: str) -> str:
+        """Marks inside literals, and at an end that the template's own text could complete to one."""
+        out, codec, mark = text, self._codec, self.mark
+        while found := [
+            hit
+            for hit in codec.find_guarded(out)
+            if not (hit.end - hit.start == 1 and out[max(hit.start - 1, 0)] == mark)
+        ]:
+            pieces: list[str] = []
+            done = 0
+            for start, end, literal in found:
+                broken = mark.join(literal) if len(literal) > 1 else mark + literal
+                pieces += [out[done:start], out[start:end].replace(literal, broken)]
+                done = end
+            out = "".join([*pieces, out[done:]])
+        if codec.ends_like_literal(out):
+            bare = out.rstrip()
+            out = bare + mark + out[len(bare) :]
+        if codec.starts_like_literal(out):
+            bare = out.lstrip()
+            out = out[: len(out) - len(bare)] + mark + bare
+        return out
+
+
+def _holds_any(value: Any, marks: tuple[str, ...]) -> bool:
+    return any(not text.isascii() and any(mark in text for mark in marks) for text in _strings_in(value))
