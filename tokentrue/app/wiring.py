@@ -200,9 +200,10 @@ def gateway_for(
     loaded: Any = renderer(config.model.history)  # a template that is refused is a start-up error, not a request's
     for warning in loaded.proof.warnings:
         logging.getLogger("tokentrue").warning("%s: %s", config.model.shown, warning)
-    shared = {each.name: getattr(config.server, each.name) for each in fields(ServingConfig)}
+    shared: JsonObject = {each.name: getattr(config.server, each.name) for each in fields(ServingConfig)}
+    shared["base_url"] = config.server.base_url.rstrip("/")
     settings = GatewayConfig(
-        **{**shared, "base_url": config.server.base_url.rstrip("/")},
+        **shared,
         model=config.model.shown,
         admin_key=admin_key,
         limits=config.limits,

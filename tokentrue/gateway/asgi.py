@@ -23,7 +23,7 @@ from tokentrue.errors import (
     SessionNotFound,
     TokenTrueError,
 )
-from tokentrue.gateway.dialects.base import Dialect, Problem, encode
+from tokentrue.gateway.dialects.base import Dialect, HttpProblem, encode
 
 Scope: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -63,23 +63,25 @@ class HttpError(TokenTrueError):
         self, status: int, code: str, message: str, *, field: str | None = None, retry_after_s: float | None = None
     ) -> None:
         super().__init__(message)
-        self.problem = Problem(status=status, code=code, message=message, field=field, retry_after_s=retry_after_s)
+        self.problem = HttpProblem(status=status, code=code, message=message, field=field, retry_after_s=retry_after_s)
 
 
-def problem_from(error: BaseException) -> Problem:
+def problem_from(error: BaseException) -> HttpProblem:
     if isinstance(error, HttpError):
         return error.problem
     if not isinstance(error, TokenTrueError):
-        return Problem(status=500, code="internal", message="the gateway failed on this request; its log has the cause")
+        return HttpProblem(
+            status=500, code="internal", message="the gateway failed on this request; its log has the cause"
+        )
     status = next((status for kind, status in STATUS if isinstance(error, kind)), 500)
     if isinstance(error, JournalError):  # its words name the store, which is no business of a client
         message = "the gateway's record cannot be read or written now; send this again. The gateway's log has the cause"
-        return Problem(status=status, code=error.code, message=message, retry_after_s=1.0)
+        return HttpProblem(status=status, code=error.code, message=message, retry_after_s=1.0)
     field = error.field if isinstance(error, MessageError) else None
     retry = getattr(error, "retry_after_s", None)
     if isinstance(error, LimitExceeded) and retry is not None:
         status = 429
-    return Problem(status=status, code=error.code, message=str(error)[:LONGEST], field=field, retry_after_s=retry)
+    return HttpProblem(status=status, code=error.code, message=str(error)[:LONGEST], field=field, retry_after_s=retry)
 
 
 class ClientGone(Exception):
@@ -167,7 +169,7 @@ async def send_json(send: Send, status: int, value: Any, *headers: tuple[bytes, 
     await send_bytes(send, status, encode(value), [JSON, *headers])
 
 
-def problem_headers(problem: Problem) -> RawHeaders:
+def problem_headers(problem: HttpProblem) -> RawHeaders:
     """SDKs retry 409 and 429 by themselves: a conflict stays, a full queue does not."""
     if problem.retry_after_s is not None:
         return [(b"retry-after", b"%d" % max(1, round(problem.retry_after_s)))]
@@ -195,7 +197,7 @@ async def answer_errors(
     except asyncio.CancelledError:  # the server stops and has waited long enough for this request
         if watched.started:
             return
-        problem = Problem(
+        problem = HttpProblem(
             status=503, code="shutting_down", message="the gateway is stopping; send this again", retry_after_s=1.0
         )
     except Exception as error:

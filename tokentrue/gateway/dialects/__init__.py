@@ -7,8 +7,8 @@ from tokentrue.gateway.dialects.base import (
     DecodedBody,
     Dialect,
     Encoder,
+    HttpProblem,
     PathFields,
-    Problem,
     RequestHead,
 )
 from tokentrue.gateway.dialects.google import Google
@@ -23,10 +23,10 @@ __all__ = [
     "Dialect",
     "Encoder",
     "Google",
+    "HttpProblem",
     "OpenAIChat",
     "OpenAIResponses",
     "PathFields",
-    "Problem",
     "ReasoningSigner",
     "RequestHead",
 ]

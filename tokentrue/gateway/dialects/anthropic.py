@@ -16,7 +16,7 @@ from tokentrue.errors import MessageError
 from tokentrue.gateway.dialects.base import (
     CountingDialect,
     DecodedBody,
-    Problem,
+    HttpProblem,
     RequestHead,
     TextOf,
     arguments_object,
@@ -105,7 +105,7 @@ def build_usage(reply: Reply) -> JsonObject:
     }
 
 
-def build_error(problem: Problem) -> JsonObject:
+def build_error(problem: HttpProblem) -> JsonObject:
     kind = ERROR_TYPES.get(problem.status, "api_error" if problem.status >= 500 else "invalid_request_error")
     error = {"type": kind, "message": problem.message, "code": problem.code, "field": problem.field}
     return {"type": "error", "error": error}
@@ -186,7 +186,7 @@ class AnthropicEncoder:
     def finish(self) -> bytes:
         return b""
 
-    def error(self, problem: Problem) -> bytes:
+    def error(self, problem: HttpProblem) -> bytes:
         return b"event: error\ndata: " + encode(build_error(problem)) + b"\n\n"
 
 
@@ -288,6 +288,9 @@ class SystemItem(msgspec.Struct, tag_field="role", tag="system"):
     content: str | list[TextBlock]
 
 
+ITEM: Any = UserItem | AssistantItem | SystemItem
+
+
 class AnthropicTool(msgspec.Struct):
     name: Annotated[str, msgspec.Meta(min_length=1)]
     input_schema: JsonObject
@@ -297,6 +300,7 @@ class AnthropicTool(msgspec.Struct):
 
 class Anthropic(CountingDialect):
     name: ClassVar[str] = "anthropic"
+    refuses_prefill = True
 
     def __init__(self, signer: ReasoningSigner) -> None:
         self._signer = signer
@@ -317,17 +321,16 @@ class Anthropic(CountingDialect):
         return {"input_tokens": tokens}
 
     def parse_item(self, item: Any, path: str) -> tuple[Message, ...]:
-        parsed: UserItem | AssistantItem | SystemItem = convert(item, UserItem | AssistantItem | SystemItem, path)  # pyright: ignore[reportArgumentType]
-        content = parsed.content
-        if isinstance(content, str):
-            return ({"role": item["role"], "content": content},)
-        if isinstance(parsed, AssistantItem):
-            return (self._assistant(parsed.content, path),)
+        parsed: UserItem | AssistantItem | SystemItem = convert(item, ITEM, path)
+        if isinstance(parsed.content, str):
+            return ({"role": item["role"], "content": parsed.content},)
         if isinstance(parsed, SystemItem):
             return ({"role": "system", "content": "\n".join(block.text for block in parsed.content)},)
+        if isinstance(parsed, AssistantItem):
+            return (self._assistant(parsed.content, path),)
         return user_and_tool_messages(
             block.text if isinstance(block, TextBlock) else result_message(block, f"{path}.content[{index}]")
-            for index, block in enumerate(content)
+            for index, block in enumerate(parsed.content)
         )
 
     def _assistant(self, blocks: Sequence[TextBlock | ThinkingBlock | ToolUseBlock], path: str) -> Message:

@@ -24,7 +24,7 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
+class HttpProblem:
     """An error on its way to a client: never a stack trace, never a conversation."""
 
     status: int
@@ -87,7 +87,7 @@ class Encoder(Protocol):
         """What ends the stream after every choice has its reply."""
         ...
 
-    def error(self, problem: Problem) -> bytes: ...
+    def error(self, problem: HttpProblem) -> bytes: ...
 
 
 class TextOf(Protocol):
@@ -98,11 +98,13 @@ class TextOf(Protocol):
 
 class Dialect(Protocol):
     """A wire format. `items_key` names the top-level array that holds the conversation; `splits_turns` where one
-    assistant message arrives as several consecutive items, which `join_turn` puts together."""
+    assistant message arrives as several consecutive items, which `join_turn` puts together; `refuses_prefill` where
+    the protocol continues a last assistant message, which would put words into the sampled turn."""
 
     name: ClassVar[str]
     items_key: ClassVar[str] = "messages"
     splits_turns: ClassVar[bool] = False
+    refuses_prefill: ClassVar[bool] = False
 
     def decode(self, body: bytes) -> DecodedBody: ...
 
@@ -122,30 +124,20 @@ class Dialect(Protocol):
     def join_turn(self, parts: Sequence[Message]) -> Message:
         return join_assistant(parts)
 
-    def check_messages(self, messages: Sequence[Message]) -> None:
-        """Refuses a conversation that the dialect gives a meaning this gateway cannot keep. A last assistant message
-        is history: the model writes a new one after it."""
-
     def build_answer(self, head: RequestHead, replies: Sequence[Reply], text_of: TextOf) -> JsonObject: ...
 
     def new_encoder(self, head: RequestHead, text_of: TextOf) -> Encoder: ...
 
     @staticmethod
-    def build_error(problem: Problem) -> JsonObject: ...
+    def build_error(problem: HttpProblem) -> JsonObject: ...
 
 
 class CountingDialect(Dialect, Protocol):
-    """A dialect that has a request for the number of tokens of a prompt. A last assistant message would be continued
-    by the protocol's models, which would put words into the sampled turn."""
+    """A dialect that has a request for the number of tokens of a prompt."""
 
     def decode_count(self, body: bytes) -> DecodedBody: ...
 
     def build_count(self, tokens: int) -> JsonObject: ...
-
-    def check_messages(self, messages: Sequence[Message]) -> None:
-        if messages and messages[-1]["role"] == "assistant":
-            message = "the last one is the model's: prefilled answers are not supported; end with the user's"
-            raise MessageError(message, field=self.items_key)
 
 
 # Foreign JSON, checked.

@@ -166,6 +166,7 @@ class Google(CountingDialect):
     name: ClassVar[str] = "google"
     items_key = ITEMS
     splits_turns = True
+    refuses_prefill = True
 
     def __init__(self, signer: ReasoningSigner) -> None:
         self._signer = signer

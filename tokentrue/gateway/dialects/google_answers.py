@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from tokentrue.gateway.dialects.base import Problem, RequestHead, TextOf, arguments_object, encode, is_cut
+from tokentrue.gateway.dialects.base import HttpProblem, RequestHead, TextOf, arguments_object, encode, is_cut
 from tokentrue.gateway.dialects.signing import ReasoningSigner
 from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.types import Delta, Message, Reply, TurnEvent
@@ -104,7 +104,7 @@ def build_usage(replies: Sequence[Reply]) -> JsonObject:
     return {"promptTokenCount": prompt, "candidatesTokenCount": sampled, "totalTokenCount": prompt + sampled}
 
 
-def build_error(problem: Problem) -> JsonObject:
+def build_error(problem: HttpProblem) -> JsonObject:
     """`code` is the HTTP status in this protocol; the gateway's own code and the field are in `details`."""
     metadata = {"field": problem.field} if problem.field else {}
     info = {
@@ -197,5 +197,5 @@ class GoogleEncoder:
     def finish(self) -> bytes:
         return b""
 
-    def error(self, problem: Problem) -> bytes:
+    def error(self, problem: HttpProblem) -> bytes:
         return encode(build_error(problem)) + b"\n\n"

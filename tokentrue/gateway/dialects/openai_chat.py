@@ -16,7 +16,7 @@ from tokentrue.gateway.dialects.base import (
     DecodedBody,
     Dialect,
     FunctionTool,
-    Problem,
+    HttpProblem,
     RequestHead,
     TextOf,
     check_choices,
@@ -101,7 +101,7 @@ def build_usage(replies: Sequence[Reply]) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 
-def build_error(problem: Problem) -> JsonObject:
+def build_error(problem: HttpProblem) -> JsonObject:
     kind = ERROR_TYPES.get(problem.status, "invalid_request_error" if problem.status < 500 else "server_error")
     return {"error": {"message": problem.message, "type": kind, "param": problem.field, "code": problem.code}}
 
@@ -168,7 +168,7 @@ class ChatEncoder:
             out = b"data: " + encode({**self._base, "choices": [], "usage": build_usage(self._replies)}) + b"\n\n"
         return out + b"data: [DONE]\n\n"
 
-    def error(self, problem: Problem) -> bytes:
+    def error(self, problem: HttpProblem) -> bytes:
         return b"data: " + encode(build_error(problem)) + b"\n\n"
 
 

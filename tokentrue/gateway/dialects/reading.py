@@ -7,6 +7,7 @@ from collections import Counter
 from msgspec import Raw
 
 from tokentrue.conversation import Conversation, Conversations, own_source
+from tokentrue.errors import MessageError
 from tokentrue.gateway.dialects.base import DecodedBody, Dialect, parse_json
 from tokentrue.types import Message, Messages
 
@@ -41,7 +42,9 @@ def read_conversation(
         ends.append(len(messages) if is_settled and not turn else None)
     if turn:
         messages.append(dialect.join_turn(turn))
-    dialect.check_messages(messages[len(history) :])
+    if dialect.refuses_prefill and len(messages) > len(history) and messages[-1]["role"] == "assistant":
+        said = "the last one is the model's: prefilled answers are not supported; end with the user's"
+        raise MessageError(said, field=dialect.items_key)
     return earlier.add(base, messages[len(base) :], sources=sources, ends=ends, tools=decoded.head.tools)
 
 

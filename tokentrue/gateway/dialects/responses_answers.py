@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import orjson
 
-from tokentrue.gateway.dialects.base import Problem, RequestHead, TextOf, encode, is_cut
+from tokentrue.gateway.dialects.base import HttpProblem, RequestHead, TextOf, encode, is_cut
 from tokentrue.gateway.dialects.openai_chat import build_error, build_logprobs
 from tokentrue.gateway.dialects.signing import ReasoningSigner
 from tokentrue.json_types import JsonMapping, JsonObject
@@ -348,7 +348,7 @@ class ResponsesEncoder:
     def finish(self) -> bytes:
         return b""
 
-    def error(self, problem: Problem) -> bytes:
+    def error(self, problem: HttpProblem) -> bytes:
         error = build_error(problem)["error"]
         if not self._node:
             return self._event("error", code=error["code"], message=error["message"], param=error["param"])

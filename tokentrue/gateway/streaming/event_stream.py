@@ -8,7 +8,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 
 from tokentrue.gateway.asgi import EVENTS, Send
-from tokentrue.gateway.dialects import Encoder, Problem
+from tokentrue.gateway.dialects import Encoder, HttpProblem
 from tokentrue.types import TurnEvent
 
 
@@ -57,7 +57,7 @@ class EventStream:
         await self._write(self._encoder.finish())
         await self._end()
 
-    async def fail(self, problem: Problem) -> None:
+    async def fail(self, problem: HttpProblem) -> None:
         """Ends a started stream with the dialect's error event."""
         await self._write(self._encoder.error(problem))
         await self._end()
