@@ -31,7 +31,7 @@ def _tree(turns: int, tokens: int) -> tuple[Any, Any]:
     """A session of `turns` turns, a tenth of each turn's tokens given, the rest sampled; no engine, no tokenizer."""
     from tokentrue.ids import TokenIds
     from tokentrue.sessions import Node, SessionRecord, Tree
-    from tokentrue.sessions.certificate import next_link
+    from tokentrue.sessions.tree import next_link
     from tokentrue.types import Finish, VersionSpan
 
     tree = Tree(template="sha256:bench", tokenizer="sha256:bench")

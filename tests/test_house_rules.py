@@ -15,7 +15,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "tokentrue"
 # Every package may import these.
-SHARED = {"ids", "replay", "types", "protocols", "errors", "plain_json", "json_lines", "hub", "tracing"}
+SHARED = {"ids", "routing_replay", "types", "protocols", "errors", "plain_json", "json_lines", "hub", "tracing"}
 SHARED |= {"conversation", "json_types"}
 SERVED = {"renderers", "comparison", "sessions", "samples", "turn", "providers", "gateway"}
 TENSORS = {"mismatch", "numerics", "engine", "train"}
@@ -28,8 +28,8 @@ ALLOWED: Mapping[str, set[str]] = {
     "json_lines": set(),
     "ids": {"errors"},
     "hub": {"errors"},
-    "replay": {"errors", "ids"},
-    "types": {"errors", "ids", "json_types", "replay"},
+    "routing_replay": {"errors", "ids"},
+    "types": {"errors", "ids", "json_types", "routing_replay"},
     "protocols": {"types", "ids", "errors", "json_types"},
     "conversation": {"types", "errors", "json_types", "plain_json"},
     "__init__": {"types"},  # `import tokentrue` loads the rest by name, when it is first used

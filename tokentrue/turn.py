@@ -17,7 +17,7 @@ A turn that ends early is committed with its reason and the tokens received so f
 not streamed, a remote engine reports nothing before its end. A generation that breaks off at one engine is resumed by
 `providers/pool`; here arrive only failures that it gave up on.
 Everything runs on the event loop, except: rendering above 16,000 characters and parsing above 4,000 ids run in a thread
-(`sessions/offload`), and the journal has a writer thread of its own.
+(`sessions/limits`), and the journal has a writer thread.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from secrets import token_hex
 from typing import Any, Literal
@@ -39,29 +40,26 @@ from tokentrue.protocols import Provider, Renderer
 from tokentrue.samples import Assembly, assemble, coverage_of
 from tokentrue.sessions.client import InProcessClient
 from tokentrue.sessions.journal import Journal, Rewards, SessionRecord, copy_metadata, read_reward
+from tokentrue.sessions.journal.journal import tree_from_rows
 from tokentrue.sessions.limits import SessionLimits
 from tokentrue.sessions.matching.matcher import Matcher
-from tokentrue.sessions.singleflight import InFlightTurn, SingleFlight, mark_replayed, run_to_completion
+from tokentrue.sessions.singleflight import InFlightTurn, SingleFlight, mark_from_record, run_to_completion
 from tokentrue.sessions.stages.commits import (
-    PreparedTurn,
-    replies_from_record,
-    reply_from_node,
-    reserve_nodes,
-    rows_from_nodes,
-)
-from tokentrue.sessions.stages.generation import Choice, Draft, generate_all
-from tokentrue.sessions.stages.pinning import PinnedPrompts, check_pin
-from tokentrue.sessions.stages.prompts import build_prompt
-from tokentrue.sessions.stages.requests import (
     PinnedSampling,
+    PreparedTurn,
     check_truthful,
     format_identity,
     identify_request,
     is_same_request,
+    replies_from_record,
+    reply_from_node,
+    reserve_nodes,
     resolve_sampling,
+    rows_from_nodes,
 )
-from tokentrue.sessions.stages.serving import deltas_from_message
-from tokentrue.sessions.store import tree_from_rows
+from tokentrue.sessions.stages.generation import Choice, Draft, deltas_from_message, generate_all
+from tokentrue.sessions.stages.pinning import PinnedPrompts, check_pin
+from tokentrue.sessions.stages.prompts import build_prompt
 from tokentrue.sessions.tree import Node, Outcome, Tree, TurnKey
 from tokentrue.tracing import traced
 from tokentrue.types import (
@@ -154,7 +152,9 @@ class Session:
         )
         self.tree = _tree or Tree(template=self.record.template, tokenizer=self.record.tokenizer)
         self.revision = 0  # grows with every change of the record: what was computed at another revision is stale
-        self.counters: Counter[str] = Counter(f"edge:{node.why}" for node in self.tree.nodes.values() if node.why)
+        self.counters: Counter[str] = Counter(
+            f"edge:{node.edge_reason}" for node in self.tree.nodes.values() if node.edge_reason
+        )
         self._recorded_tokens = sum(len(node.given_ids) + len(node.sampled_ids) for node in self.tree.nodes.values())
         self.conversations = Conversations(self.limits.conversation_bytes)  # of the last requests
         self._matcher = Matcher(self.tree, renderer)
@@ -244,25 +244,32 @@ class Session:
         """Events as tokens are sampled. A request that joins a turn in flight, or repeats a recorded one, gets the
         whole message once it is committed. Closing the iterator cancels the turn if no other caller waits; its tokens
         are recorded as "disconnected"."""
-        found = self._start_or_join(request, streamed=True)
-        if isinstance(found, Started):
-            events = found.turn.events()
-            try:
-                async for event in events:
+        async with aclosing(self.stream_batches(request)) as batches:
+            async for events in batches:
+                for event in events:
                     yield event
-            finally:
-                await events.aclose()
-            return
+
+    def stream_batches(self, request: TurnRequest) -> AsyncGenerator[list[TurnEvent], None]:
+        """`stream`, with the events that are there at the same time in one list. The turn starts at once: the iterator
+        must be read."""
+        found = self._start_or_join(request, streamed=True)
+        return found.turn.events() if isinstance(found, Started) else self._stream_again(found)
+
+    async def _stream_again(self, found: Joined | Recorded) -> AsyncGenerator[list[TurnEvent], None]:
         for index, reply in enumerate(await self._wait_or_read(found)):
-            yield TurnEvent(index=index, node=reply.node)
-            for delta in deltas_from_message(reply.message):
-                yield TurnEvent(index=index, node=reply.node, delta=delta)
-            yield TurnEvent(index=index, node=reply.node, reply=reply)
+            deltas = [
+                TurnEvent(index=index, node_id=reply.node, delta=each) for each in deltas_from_message(reply.message)
+            ]
+            yield [
+                TurnEvent(index=index, node_id=reply.node),
+                *deltas,
+                TurnEvent(index=index, node_id=reply.node, reply=reply),
+            ]
 
     async def _wait_or_read(self, found: Joined | Recorded) -> tuple[Reply, ...]:
         """The replies to a request that starts no turn."""
         if isinstance(found, Joined):
-            return mark_replayed(await found.turn.wait())
+            return mark_from_record(await found.turn.wait())
         return await replies_from_record(found.nodes, tree=self.tree, renderer=self.renderer)
 
     def _start_or_join(self, request: TurnRequest, *, streamed: bool) -> Started | Joined | Recorded:
@@ -364,7 +371,7 @@ class Session:
                 del self._turns_in_flight[resolution.turn_key]
         if turn.streamed:
             for index, reply in enumerate(replies):
-                turn.emit(TurnEvent(index=index, node=reply.node, reply=reply))
+                turn.emit(TurnEvent(index=index, node_id=reply.node, reply=reply))
         return replies
 
     async def _generate(self, turn: InFlightTurn, prepared: PreparedTurn) -> list[Draft]:
@@ -373,7 +380,7 @@ class Session:
         choices = [
             Choice(
                 index=index,
-                node=token_hex(16),
+                node_id=token_hex(16),
                 prompt=prepared.prompt,
                 tools=prepared.tools,
                 sampling=prepared.sampling,
@@ -436,8 +443,8 @@ class Session:
             self._pinned_prompts.add(node)
             self._recorded_tokens += len(node.given_ids) + len(node.sampled_ids)
             self.revision += 1
-            if node.why:
-                self.counters[f"edge:{node.why}"] += 1
+            if node.edge_reason:
+                self.counters[f"edge:{node.edge_reason}"] += 1
             if node.outcome != "served":
                 self.counters[node.outcome] += 1
 

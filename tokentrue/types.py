@@ -12,13 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from math import isnan
 from typing import Any, Literal, TypeAlias, cast
 
 from tokentrue.errors import InputError, SamplingError, TokenContractError
-from tokentrue.ids import EMPTY, TokenIds
+from tokentrue.ids import TokenIds
 from tokentrue.json_types import JsonMapping, JsonObject
-from tokentrue.replay import RoutedExperts as RoutedExperts
-from tokentrue.replay import SamplingMask as SamplingMask
+from tokentrue.routing_replay import RoutedExperts as RoutedExperts
+from tokentrue.routing_replay import SamplingMask as SamplingMask
 
 Ids: TypeAlias = Sequence[int]
 Message: TypeAlias = JsonMapping
@@ -55,7 +56,10 @@ def is_logprob(value: float) -> bool:
 
 
 def are_logprobs(values: Sequence[float]) -> bool:
-    return all(-9000.0 < value <= 0.0 for value in values)  # false for NaN, too
+    if len(values) == 1:
+        return -9000.0 < values[0] <= 0.0  # false for NaN, too
+    # A NaN anywhere makes the sum one; min and max alone may pass over it.
+    return not values or (min(values) > -9000.0 and max(values) <= 0.0 and not isnan(sum(values)))
 
 
 def require_mask(mask: SamplingMask, token_ids: Sequence[int]) -> None:
@@ -256,14 +260,13 @@ class Completion:
 class Chunk:
     """A piece of a streamed generation. The last one carries `final`, the whole completion."""
 
-    token_ids: TokenIds = EMPTY
-    logprobs: tuple[float, ...] = ()
+    token_ids: Ids = ()
+    logprobs: Sequence[float] = ()
     policy_version: int = UNVERSIONED
     sampling_mask: SamplingMask | None = None  # a row for each of its tokens, as in `Completion`
     final: Completion | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "token_ids", TokenIds(self.token_ids))
         if self.sampling_mask is not None:
             require_mask(self.sampling_mask, self.token_ids)
 
@@ -408,11 +411,11 @@ class Reply:
     completion: Completion
     prompt_tokens: int
     given_tokens: int  # of the prompt, how many this turn added
-    projection: str  # how the replayed history matched: "exact", "reasoning_dropped+whitespace", …; "root" where nothing was continued
-    root: str | None = (
-        None  # why a new root or fork was begun; None where a turn that nothing had continued before was continued
-    )
-    replayed: bool = False  # a retry: this is the recorded answer, nothing was added
+    projection: str
+    """How the history that was sent back matched: "exact", "reasoning_dropped+whitespace", …; "root" where nothing was
+    continued."""
+    edge_reason: str | None = None  # of a new root or fork; None where an end of the record was continued
+    from_record: bool = False  # a retry: this is the recorded answer, nothing was added
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -420,10 +423,10 @@ class TurnEvent:
     """The first of each choice names its node, the last carries the committed reply."""
 
     index: int = 0  # which of n choices
-    node: str = ""
+    node_id: str = ""
     delta: Delta | None = None
-    token_ids: TokenIds = EMPTY
-    logprobs: tuple[float, ...] = ()
+    token_ids: Ids = ()
+    logprobs: Sequence[float] = ()
     reply: Reply | None = None
 
 

@@ -17,7 +17,7 @@ class Unmasked(Parrot):
     name = "exact"
 
     async def generate(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> Completion:
-        from tokentrue.providers.transport.constraints import refuse_constraints
+        from tokentrue.providers.building import refuse_constraints
 
         refuse_constraints(self.name, sampling.extra)
         return await super().generate(prompt_ids, sampling, session=session)

@@ -168,10 +168,10 @@ def head_of(**config: Any) -> RequestHead:
 def chunks_of(case: str, head: RequestHead) -> list[dict[str, Any]]:
     deltas, done = CASES[case]
     encoder = GOOGLE.new_encoder(head, text_of)
-    stream = encoder.feed(TurnEvent(node="n0"))
+    stream = encoder.feed(TurnEvent(node_id="n0"))
     for delta in deltas:
-        stream += encoder.feed(TurnEvent(node="n0", delta=delta, token_ids=(5,), logprobs=(-0.5,)))
-    stream += encoder.feed(TurnEvent(node="n0", reply=done)) + encoder.finish()
+        stream += encoder.feed(TurnEvent(node_id="n0", delta=delta, token_ids=(5,), logprobs=(-0.5,)))
+    stream += encoder.feed(TurnEvent(node_id="n0", reply=done)) + encoder.finish()
     return [data for _, data in parsed(stream)]
 
 

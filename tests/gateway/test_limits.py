@@ -32,7 +32,7 @@ from tokentrue.gateway.asgi import problem_from
 from tokentrue.gateway.metrics.meter import CLOCK, EngineClock, MeteredProvider
 from tokentrue.ids import TokenIds
 from tokentrue.sessions import SessionLimits
-from tokentrue.sessions.offload import HUGE_CHARS, run_by_size
+from tokentrue.sessions.limits import HUGE_CHARS, run_by_size
 from tokentrue.types import Chunk, Completion, Finish, Sampling
 
 HELLO: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}

@@ -452,11 +452,10 @@ def one_big_chunk(patch: Patch) -> None:
     held: list[Any] = []
     feed = EventStream.feed
 
-    async def at_the_end(self: Any, event: Any) -> None:
-        held.append(event)
-        if event.reply is not None:
-            for one in held:
-                await feed(self, one)
+    async def at_the_end(self: Any, events: Any) -> None:
+        held.extend(events)
+        if any(event.reply is not None for event in events):
+            await feed(self, held)
             held.clear()
 
     patch.setattr(EventStream, "feed", at_the_end)

@@ -199,7 +199,7 @@ async def test_a_custom_tools_input_comes_back_as_what_the_model_wrote(arguments
         replayed = [{**one, "input": one["input"] + "!"} if edited and one is item else one for one in first["output"]]
         await responses(app, key, input=[question, *replayed, done], tools=[CUSTOM])
         node = nodes(app, session)[-1]
-        assert (node.parent is None) == edited, (node.why, node.detail, item["input"])
+        assert (node.parent is None) == edited, (node.edge_reason, node.detail, item["input"])
     await app.close()
 
 

@@ -175,7 +175,7 @@ async def test_a_call_that_breaks_off(name: str, kind: str) -> None:
     known = app.services.sessions.get_loaded(session["session_id"])
     assert known is not None and known.coverage().ratio == 1.0
     later = served(app, session)
-    assert later.parent == node.id, (later.why, later.detail)
+    assert later.parent == node.id, (later.edge_reason, later.detail)
     await app.close()
 
 

@@ -123,10 +123,10 @@ def head_of(name: str, **more: Any) -> RequestHead:
 def events_of(name: str, case: str) -> list[tuple[str, Any]]:
     deltas, done = CASES[case]
     encoder = DIALECTS[name].new_encoder(head_of(name, stream=True), text_of)
-    stream = encoder.feed(TurnEvent(node="n0"))
+    stream = encoder.feed(TurnEvent(node_id="n0"))
     for delta in deltas:
-        stream += encoder.feed(TurnEvent(node="n0", delta=delta, token_ids=(5,), logprobs=(-0.5,)))
-    stream += encoder.feed(TurnEvent(node="n0", reply=done)) + encoder.finish()
+        stream += encoder.feed(TurnEvent(node_id="n0", delta=delta, token_ids=(5,), logprobs=(-0.5,)))
+    stream += encoder.feed(TurnEvent(node_id="n0", reply=done)) + encoder.finish()
     return list(parsed(stream))
 
 

@@ -17,7 +17,7 @@ from tokentrue.mismatch.routing import (
     routing_of,
     routing_weights_of,
 )
-from tokentrue.replay import FREE, RoutedExperts
+from tokentrue.routing_replay import FREE, RoutedExperts
 from tokentrue.types import Certificate, Sample
 
 SMALL = {

@@ -16,7 +16,7 @@ import torch
 from aiohttp import web
 
 from tokentrue.providers.hf import HFProvider
-from tokentrue.replay import SamplingMask, join_masks
+from tokentrue.routing_replay import SamplingMask, join_masks
 from tokentrue.types import Completion, Finish, Sampling
 
 

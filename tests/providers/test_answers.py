@@ -17,8 +17,8 @@ from tests.providers.conformance import collected
 from tokentrue.errors import EngineContractError, EngineError, EngineRejected, PromptTooLong
 from tokentrue.ids import TokenIds
 from tokentrue.protocols import Provider
+from tokentrue.providers.remote import rejected
 from tokentrue.providers.sglang import SGLangProvider
-from tokentrue.providers.transport.http import rejected
 from tokentrue.providers.vllm import VLLMProvider
 from tokentrue.types import Completion, Sampling, SamplingMask
 

@@ -14,7 +14,7 @@ from tests import parts
 from tokentrue.errors import SamplingError
 from tokentrue.providers import sglang, vllm
 from tokentrue.providers.hf import HFProvider
-from tokentrue.providers.transport.constraints import dump_settings
+from tokentrue.providers.remote import dump_settings
 from tokentrue.renderers.call_tag import make_call_tag
 from tokentrue.renderers.families import CallForm, Family
 from tokentrue.types import Sampling

@@ -9,7 +9,7 @@ import pytest
 import pytest_asyncio
 
 from tokentrue.errors import ConfigError, EngineContractError, EngineRejected, EngineTimeout, EngineUnreachable
-from tokentrue.providers.transport.http import EngineHttp
+from tokentrue.providers.remote import EngineHttp
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
 
@@ -132,27 +132,37 @@ async def test_503_is_asked_again(at: tuple[Server, EngineHttp]) -> None:
 
 
 async def test_events_of_any_shape(at: tuple[Server, EngineHttp], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tokentrue.providers.transport.http.END_S", 5.0)  # a slow machine must not decide it
+    monkeypatch.setattr("tokentrue.providers.remote.END_S", 5.0)  # a slow machine must not decide it
     server, http = at
     body = b'data: {"a"~: 1}\n\n: ping\n\ndata:[2]\r\n\r\nda~ta: 3\n\ndata: [DONE]\n\n'
     chunks = b"".join(b"%x\r\n%s\r\n~" % (len(part), part) for part in body.split(b"~"))
     server.answers = [b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n" + chunks + b"~0\r\n\r\n"]
-    assert [event async for event in http.answers("/x", b"1")] == [b'{"a": 1}', b"[2]", b"3"]
+    reads = [read async for read in http.answers("/x", b"1")]
+    assert [event for read in reads for event in read] == [b'{"a": 1}', b"[2]", b"3"]
     await http.read("POST", "/x", b"1")  # the end of the body comes behind [DONE], and the connection is kept
     assert server.connections == 1
+
+
+async def test_events_that_arrive_together_are_one_list(at: tuple[Server, EngineHttp]) -> None:
+    """[DONE] may come with the last event, and an event in two reads: it belongs to the one that completes it."""
+    server, http = at
+    parts = [b"data: 1\n\ndata: 2\n\nda", b"ta: 3\n\ndata: 4\n\ndata: [DONE]\n\ndata: 5\n\n"]
+    chunks = b"~~".join(b"%x\r\n%s\r\n" % (len(part), part) for part in parts)
+    server.answers = [b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n~" + chunks + b"0\r\n\r\n"]
+    assert [read async for read in http.answers("/x", b"1")] == [[b"1", b"2"], [b"3", b"4"]]
 
 
 async def test_the_end_of_the_answer_ends_its_last_line(at: tuple[Server, EngineHttp]) -> None:
     server, http = at
     server.answers = [b"HTTP/1.1 200 OK\r\ncontent-length: 16\r\n\r\ndata: 1\n\nda~ta: 2"]
-    assert [event async for event in http.answers("/x", b"1")] == [b"1", b"2"]
+    assert [read async for read in http.answers("/x", b"1")] == [[b"1"], [b"2"]]
 
 
 async def test_a_reader_that_leaves_closes_its_connection(at: tuple[Server, EngineHttp]) -> None:
     server, http = at
     server.answers = [b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n" + b"9\r\ndata: 1\n\n\r\n~" * 50]
     events = http.answers("/x", b"1")
-    assert await anext(events) == b"1"
+    assert await anext(events) == [b"1"]
     await events.aclose()
     task = asyncio.ensure_future(http.read("POST", "/x", b"1"))
     server.answers = [b"~" * 40]

@@ -25,7 +25,7 @@ from tests.turn.letters import Letters, sampled
 from tests.turn.world import Engine
 from tokentrue.cli.main import run
 from tokentrue.errors import AuditError, FileFormatError
-from tokentrue.replay import RoutedExperts, SamplingMask
+from tokentrue.routing_replay import RoutedExperts, SamplingMask
 from tokentrue.samples import audit_exported, read_exported, read_samples, write_samples
 from tokentrue.samples.files import read_sound_samples
 from tokentrue.samples.formats import FORMATS

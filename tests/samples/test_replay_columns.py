@@ -16,7 +16,15 @@ from tests.samples.test_audit import forest
 from tokentrue.errors import JournalError, TokenContractError
 from tokentrue.ids import TokenIds
 from tokentrue.providers.pool import join_pieces
-from tokentrue.replay import FREE, RoutedExperts, SamplingMask, empty_rows, join_masks, join_routing, own_routing
+from tokentrue.routing_replay import (
+    FREE,
+    RoutedExperts,
+    SamplingMask,
+    empty_rows,
+    join_masks,
+    join_routing,
+    own_routing,
+)
 from tokentrue.samples import read_samples, write_samples
 from tokentrue.samples.formats import FORMATS
 from tokentrue.sessions.journal.rows import body_from_node, node_from_row, pack_replay, row_from_body, unpack_replay

@@ -29,7 +29,7 @@ lines_left = 0
 def fingerprint(node: Any, prompt: Any) -> str:
     """Ids, log-probabilities and words of a turn, to the last bit."""
     state = hashlib.sha256(prompt.tobytes() + node.sampled_ids.tobytes() + node.logprobs.tobytes())
-    state.update(repr((node.parent, node.finish, node.served, node.why, node.seq, node.choice)).encode())
+    state.update(repr((node.parent, node.finish, node.served, node.edge_reason, node.seq, node.choice)).encode())
     return state.hexdigest()
 
 

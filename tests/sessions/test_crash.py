@@ -19,7 +19,7 @@ import pytest
 
 from tests.sessions.crash_child import fingerprint, open_store
 from tokentrue.sessions import Journal
-from tokentrue.sessions.store import load_tree
+from tokentrue.sessions.journal.journal import load_tree
 
 
 def life(journal: str, seed: int, rng: random.Random, log: Path) -> list[str]:

@@ -17,7 +17,7 @@ from tests.sessions.test_journal import created, row
 from tests.turn.letters import Letters, sampled
 from tests.turn.world import Engine
 from tokentrue.errors import ConfigError, JournalError, SessionElsewhere
-from tokentrue.sessions.store import load_tree
+from tokentrue.sessions.journal.journal import load_tree
 
 psycopg = pytest.importorskip("psycopg")
 pytestmark = pytest.mark.postgres

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tokentrue.conversation.match_keys import message_key
-from tokentrue.sessions.matching.projections import find_changes, format_changes
+from tokentrue.sessions.matching.candidates import find_changes, format_changes
 
 CALL = {
     "id": "call_1",

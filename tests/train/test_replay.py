@@ -23,7 +23,7 @@ from tokentrue.mismatch import diagnose, loss_named, support_log_mass_of
 from tokentrue.mismatch.routing import replay_routing, routing_of
 from tokentrue.numerics import exact, score
 from tokentrue.providers import load
-from tokentrue.replay import RoutedExperts, SamplingMask
+from tokentrue.routing_replay import RoutedExperts, SamplingMask
 from tokentrue.samples import audit, read_samples, write_samples
 from tokentrue.samples.recorded_turns import read_turns
 from tokentrue.train import ExactScorer, OptimConfig, PlainScorer, TrainConfig, Trainer

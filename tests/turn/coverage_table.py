@@ -36,7 +36,9 @@ class Row:
     def cells(self) -> list[str]:
         cover = self.coverage
         left_out = Counter(item.why for item in cover.untrained for _ in range(item.tokens))
-        edges = Counter(node.why for node in self.session.tree.nodes.values() if node.why not in (None, "first"))
+        edges = Counter(
+            node.edge_reason for node in self.session.tree.nodes.values() if node.edge_reason not in (None, "first")
+        )
         return [
             self.behaviour,
             str(cover.sampled),
@@ -184,7 +186,7 @@ async def twice_in_flight() -> Any:
     history = list(OPENING)
     for turn in range(TURNS):
         first, second = await asyncio.gather(session.chat(history, TOOLS), session.chat(list(history), TOOLS))
-        assert first.node == second.node and second.replayed
+        assert first.node == second.node and second.from_record
         history = [*history, first.message, *answer_to(first.message, turn)]
     return session
 

@@ -19,7 +19,7 @@ from tests.turn.world import OPENING, Engine, renderer
 from tokentrue.errors import EngineContractError, EngineUnreachable
 from tokentrue.providers.scripted import invent_logprob
 from tokentrue.sessions import Journal
-from tokentrue.sessions.offload import INLINE_IDS
+from tokentrue.sessions.limits import INLINE_IDS
 from tokentrue.types import Chunk, TurnRequest
 
 

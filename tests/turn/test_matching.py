@@ -73,7 +73,7 @@ async def test_a_thinking_part_beside_the_reasoning_is_an_edit() -> None:
     with pytest.raises(MessageError, match="only text parts can be rendered, got type 'thinking'"):
         await ask(session, with_part(first, "other way"), USER)
     follow = await ask(session, {**first.message, "reasoning": "other way"}, USER)
-    assert session.tree.get(follow.node).parent is None and follow.root == "edited"
+    assert session.tree.get(follow.node).parent is None and follow.edge_reason == "edited"
     for reply, thinking in ((first, "one way"), (second, "other way")):
         follow = await ask(session, with_part(reply, thinking), USER)
         assert session.tree.get(follow.node).parent == reply.node and follow.projection == "parts"
@@ -146,7 +146,7 @@ async def test_an_edit_of_one_character_never_matches(edit: int) -> None:
     ][edit]
     follow = await ask(session, edited, USER)
     node = session.tree.get(follow.node)
-    assert node.parent is None and node.why == "edited"
+    assert node.parent is None and node.edge_reason == "edited"
     assert tuple(node.given_ids) == engine.prompts[-1]
     assert session.coverage().ratio == 1.0 and len(session.samples()) == 2
 
@@ -157,7 +157,7 @@ async def test_an_edited_question_forks() -> None:
     await ask(session, first.message, {"role": "user", "content": "yes"})
     other = await ask(session, first.message, {"role": "user", "content": "yes "})
     assert session.tree.get(other.node).parent == first.node
-    assert other.root == "branch"
+    assert other.edge_reason == "branch"
 
 
 async def test_swapped_tool_results_fork() -> None:
@@ -176,13 +176,13 @@ async def test_swapped_tool_results_fork() -> None:
 
     straight = await ask(session, reply.message, *results(one, other))
     swapped = await ask(session, reply.message, *results(other, one))
-    assert straight.root is None and swapped.root == "branch"
+    assert straight.edge_reason is None and swapped.edge_reason == "branch"
     # Rewritten ids that keep the order are the same results; those that swap it are not.
     renamed = {**reply.message, "tool_calls": [{**c, "id": f"x{i}"} for i, c in enumerate(reply.message["tool_calls"])]}
     again = await ask(session, renamed, *results("x0", "x1"))
-    assert again.root == "retry"
+    assert again.edge_reason == "retry"
     swapped_again = await ask(session, renamed, *results("x1", "x0"))
-    assert swapped_again.root == "retry"
+    assert swapped_again.edge_reason == "retry"
     assert session.tree.answers_like(session.tree.get(swapped.node))[-1].id == swapped_again.node
 
 
@@ -210,7 +210,7 @@ async def test_other_tools_begin_a_new_root() -> None:
     session, _ = session_of(*[said(f"a{i}", "r") for i in range(3)])
     first = await session.chat(OPENING, OTHER_TOOLS)
     changed = await session.chat([*OPENING, first.message, USER], TOOLS)
-    assert changed.root == "tools_changed"
+    assert changed.edge_reason == "tools_changed"
     node = session.tree.get(changed.node)
     assert node.parent is None and node.origin == first.node
     third = await session.chat([*OPENING, bare(first.message), USER, changed.message, USER], TOOLS)
@@ -247,10 +247,10 @@ async def test_a_name_counts_where_the_template_prints_it(
     history[place] = named(history[place], now)
     third = await session.chat([*history, second.message, USER])
     if prints:
-        assert third.root == "edited" and session.tree.get(third.node).parent == (first.node if place else None)
+        assert third.edge_reason == "edited" and session.tree.get(third.node).parent == (first.node if place else None)
     else:
         assert session.tree.get(third.node).parent == second.node
-        assert (third.root, third.projection) == (None, "exact") and session.coverage().ratio == 1.0
+        assert (third.edge_reason, third.projection) == (None, "exact") and session.coverage().ratio == 1.0
 
 
 @pytest.mark.parametrize("first", ["ann", "bob"])
@@ -263,7 +263,7 @@ async def test_sub_agents_that_differ_only_by_name_keep_their_own_turns(first: s
     for name in sorted(asked, reverse=first == "bob"):
         follow = await session.chat([*asked[name], bare(replies[name].message), USER])
         assert session.tree.get(follow.node).parent == replies[name].node
-        assert follow.root is None and "ambiguous" not in follow.projection
+        assert follow.edge_reason is None and "ambiguous" not in follow.projection
     assert len(session.samples()) == 2 and session.coverage().ratio == 1.0
 
 
@@ -326,7 +326,7 @@ async def replay_arguments(served: str, replayed: str) -> tuple[str | None, str]
     call = first.message["tool_calls"][0]
     message = {**first.message, "tool_calls": [{**call, "function": {**call["function"], "arguments": replayed}}]}
     follow = await session.chat([USER, message, {"role": "tool", "tool_call_id": call["id"], "content": "r"}])
-    return follow.root, follow.projection
+    return follow.edge_reason, follow.projection
 
 
 @pytest.mark.parametrize(("served", "replayed", "by"), REPLAYED)
@@ -442,7 +442,7 @@ async def test_a_request_key_is_honoured_where_siblings_are_ambiguous() -> None:
     first, _ = await session.turn(TurnRequest(messages=OPENING, tools=TOOLS, n=2))
     request = TurnRequest(messages=[*OPENING, bare(first.message), USER], tools=TOOLS, request_key="k")
     (one,), (again,) = await session.turn(request), await session.turn(request)
-    assert one.node == again.node and again.replayed and len(engine.prompts) == 3
+    assert one.node == again.node and again.from_record and len(engine.prompts) == 3
 
 
 async def test_going_back_before_a_new_root_gives_up_what_followed_it() -> None:

@@ -78,7 +78,7 @@ async def test_a_retry_under_another_clock_gets_the_recorded_answer() -> None:
     session, engine = new_session(2)
     (first,) = await session.turn(TurnRequest(messages=[told(0), TASK], tools=TOOLS, request_key="a"))
     (again,) = await session.turn(TurnRequest(messages=[told(1), TASK], tools=TOOLS, request_key="a"))
-    assert again.node == first.node and again.replayed and len(engine.prompts) == 1
+    assert again.node == first.node and again.from_record and len(engine.prompts) == 1
 
 
 def key_request(key: str | None, clock: int, *more: Message) -> TurnRequest:
@@ -97,14 +97,14 @@ async def test_a_retry_in_flight_has_the_prompt_of_its_key(reopened: bool, tmp_p
             await asyncio.sleep(0)
         engine.hold.set()
         replies = [(await turn)[0] for turn in turns]
-        assert [reply.replayed for reply in replies] == [False, False, True, True] and len(engine.prompts) == 2
+        assert [reply.from_record for reply in replies] == [False, False, True, True] and len(engine.prompts) == 2
         assert replies[0].node == replies[2].node != replies[1].node == replies[3].node
         if reopened:
             session = await tt.Session.open(journal, session.id, renderer=renderer("own"), provider=engine)
         for (key, _), reply in zip(asked, replies, strict=True):
             for clock in (0, 1, 9):
                 (again,) = await session.turn(key_request(key, clock))
-                assert again.replayed and again.node == reply.node, "a retry gets its answer, whatever the time is"
+                assert again.from_record and again.node == reply.node, "a retry gets its answer, whatever the time is"
         with pytest.raises(KeyConflict):
             await session.turn(key_request("K0", 0, {"role": "user", "content": "and this"}))
         for clock, reply in ((5, replies[0]), (6, replies[1])):

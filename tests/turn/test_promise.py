@@ -71,7 +71,7 @@ async def test_a_second_key_that_joined_a_request_in_flight_gets_its_answer_late
     for who in (session, reopened):
         for request in requests if who is reopened else ():
             (again,) = await who.turn(request)
-            assert again.node == first.node and again.replayed
+            assert again.node == first.node and again.from_record
     assert len(engine.prompts) == 1
     journal.close()
 
@@ -109,7 +109,7 @@ async def test_the_same_request_after_hanging_up_starts_anew_while_the_engine_st
     leaving = asyncio.create_task(events.aclose())
     await asyncio.sleep(0.05)
     (reply,) = await session.turn(TurnRequest(messages=OPENING))
-    assert reply.message["content"] == "b" and not reply.replayed
+    assert reply.message["content"] == "b" and not reply.from_record
     await leaving
 
 
@@ -273,7 +273,7 @@ async def test_deleted_visible_text_is_an_edit_and_an_inlined_replay_of_it_is_no
     first = await session.chat([USER])
     assert first.message["content"] == served
     cut = await session.chat([USER, {"role": "assistant", "content": "No, 42."}, USER])
-    assert session.tree.get(cut.node).parent is None and cut.root == "edited"
+    assert session.tree.get(cut.node).parent is None and cut.edge_reason == "edited"
     inlined = await session.chat([USER, {"role": "assistant", "content": f"<think>r</think>{served}"}, USER])
     assert session.tree.get(inlined.node).parent == first.node and inlined.projection == "reasoning_inlined"
     doubled = await session.chat(
@@ -299,7 +299,7 @@ async def test_changed_tools_that_are_changed_back_continue_in_meaning() -> None
     for tools in (TOOLS, OTHER_TOOLS, TOOLS):
         replies.append(await session.chat(history, tools))
         history += [bare(replies[-1].message), {"role": "user", "content": f"next {len(history)}"}]
-    assert [reply.root for reply in replies] == ["first", "tools_changed", "rejoined"]
+    assert [reply.edge_reason for reply in replies] == ["first", "tools_changed", "rejoined"]
     assert session.tree.get(replies[2].node).origin == replies[1].node
 
 
@@ -325,7 +325,7 @@ async def test_given_parts_that_render_otherwise_are_an_edit(differ: bool) -> No
     first = await session.chat([{"role": "user", "content": "123"}])
     follow = await session.chat([{"role": "user", "content": PARTS}, first.message, USER])
     assert session.tree.get(follow.node).parent == (None if differ else first.node)
-    assert follow.root == ("edited" if differ else None)
+    assert follow.edge_reason == ("edited" if differ else None)
 
 
 def tool(default: Any) -> dict[str, Any]:
@@ -337,7 +337,7 @@ async def test_tools_that_render_otherwise_are_other_tools(tools: Any) -> None:
     session, _ = letters_session(sampled("r", "a"), sampled("s", "b"))
     first = await session.chat([USER], [tool(True), tool("b")])
     follow = await session.chat([USER, first.message, USER], tools)
-    assert follow.root == "tools_changed" and session.tree.get(follow.node).origin == first.node
+    assert follow.edge_reason == "tools_changed" and session.tree.get(follow.node).origin == first.node
 
 
 async def test_a_whole_answer_is_preferred_to_an_equal_one_that_broke_off() -> None:
@@ -395,13 +395,13 @@ async def test_a_key_that_joins_while_the_turn_is_written_gets_its_answer_later_
     go_on.set()
     ((one,), (two,)) = await asyncio.gather(first, second)
     (again,) = await session.turn(TurnRequest(messages=OPENING, request_key="k2"))
-    assert one.node == two.node == again.node and again.replayed and len(engine.prompts) == 1
+    assert one.node == two.node == again.node and again.from_record and len(engine.prompts) == 1
     journal.close()
     journal = Journal(tmp_path / "j.db")  # a restart: the key is in the record
     reopened = await tt.Session.open(journal, session.id, renderer=renderer("own"), provider=engine)
     for key in ("k1", "k2"):
         (again,) = await reopened.turn(TurnRequest(messages=OPENING, request_key=key))
-        assert again.node == one.node and again.replayed and len(engine.prompts) == 1
+        assert again.node == one.node and again.from_record and len(engine.prompts) == 1
     with pytest.raises(SessionConflict, match="k2"):
         await reopened.turn(TurnRequest(messages=[*OPENING, GIVEN, USER], request_key="k2"))
     journal.close()
@@ -454,7 +454,7 @@ async def test_what_a_caller_does_to_its_objects_changes_nothing_recorded() -> N
     assert session.tree.get(third.node).parent is None, "an edit in place is an edit"
     messages[0]["content"][0]["text"] = "ho"
     assert session.tree.get(first.node).given[0]["content"][0]["text"] == "hi"  # type: ignore[index]
-    assert (await session.chat(messages)).root == "new_conversation"
+    assert (await session.chat(messages)).edge_reason == "new_conversation"
 
 
 # Two objects for one session.
@@ -530,7 +530,7 @@ async def test_messages_that_json_cannot_hold_are_refused_before_anything_is_gen
 async def test_overlapping_stop_strings_cut_a_stream_where_they_cut_the_record(
     stops: tuple[str, ...], size: int
 ) -> None:
-    from tokentrue.sessions.stages.serving import StreamedMessage, find_stop
+    from tokentrue.sessions.stages.generation import StreamedMessage, find_stop
     from tokentrue.types import Delta
 
     text = "xxabcabc xyz"
@@ -571,7 +571,7 @@ async def test_a_request_that_comes_while_another_is_being_written_did_not_repla
     await asyncio.sleep(0.05)  # the first answer is sampled, and its row is being written
     second = asyncio.create_task(session.turn(TurnRequest(messages=OPENING, sampling=tt.Sampling(seed=2))))
     (one,), (two,) = await first, await second
-    assert one.node != two.node and two.root == "parallel"
+    assert one.node != two.node and two.edge_reason == "parallel"
     assert session.coverage().ratio == 1.0, "neither was given up for the other"
     journal.close()
 

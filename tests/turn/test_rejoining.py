@@ -83,7 +83,7 @@ async def test_the_longest_recorded_prefix_of_the_right_branch_is_rejoined() -> 
     right += [bare(other.message), {"role": "user", "content": "and back"}]
     back = await session.chat(right, TOOLS)
     assert (parent(session, back), copies(session, back)) == (on_right.node, [other.node])
-    assert back.root == "rejoined" and back.projection == "reasoning_dropped"
+    assert back.edge_reason == "rejoined" and back.projection == "reasoning_dropped"
     assert session.tree.get(back.node).origin == other.node
     check(session, engine)
 
@@ -102,7 +102,7 @@ async def test_an_edit_between_the_branches_is_no_copy() -> None:
             asked = [*asked[:-1], {**USER, "content": "go  on"}]
         back = await session.chat([*asked, replayed, USER], TOOLS)
         assert parent(session, back) == first.node and copies(session, back) == []
-        assert back.root == "edited"
+        assert back.edge_reason == "edited"
         assert not any(span.why == "sampled_elsewhere" for sample in check(session, engine) for span in sample.spans)
 
 
@@ -145,7 +145,7 @@ async def test_a_retry_of_a_rejoined_turn_is_a_retry() -> None:
     history = [*OPENING, first.message, USER, other.message, USER]
     once = await session.chat(history, TOOLS)
     again = await session.chat([*history[:4], bare(other.message), USER], TOOLS)
-    assert again.root == "retry" and parent(session, again) == first.node
+    assert again.edge_reason == "retry" and parent(session, again) == first.node
     (left_out,) = session.coverage().untrained
     assert (left_out.node, left_out.why) == (once.node, "retried")
     last = await session.chat([*history, again.message, USER], TOOLS)
@@ -278,7 +278,7 @@ async def test_history_template_rejoins_only_what_its_template_would_not_rewrite
             replies.append(await session.chat(history, tools))
             history += [replies[-1].message, *answer_to(replies[-1].message, turn)]
         assert parent(session, replies[2]) == (replies[0].node if tool_result else None)
-        assert replies[2].root == ("rejoined" if tool_result else "history_rewritten")
+        assert replies[2].edge_reason == ("rejoined" if tool_result else "history_rewritten")
         expected = renderer("qwen3", "template").render(history[:-2], TOOLS).token_ids
         text = renderer().decode
         assert tool_result or text(engine.prompts[2]) == text(expected)

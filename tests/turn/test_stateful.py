@@ -82,7 +82,7 @@ class Conversations(RuleBasedStateMachine):
         assert reply.completion.token_ids == tuple(node.sampled_ids)
         self.known[reply.node] = (prompt, reply.completion.token_ids)
         if not forked:
-            assert node.parent == parent, f"{reply.root}: expected to follow {parent}"
+            assert node.parent == parent, f"{reply.edge_reason}: expected to follow {parent}"
             if parent is not None:
                 before, said = self.known[parent]
                 assert prompt[: len(before) + len(said)] == (*before, *said)
@@ -154,7 +154,7 @@ class Conversations(RuleBasedStateMachine):
             return await asyncio.gather(self.session.turn(request), self.session.turn(request))
 
         (one,), (other,) = self.run_async(both())
-        assert one.node == other.node and other.replayed
+        assert one.node == other.node and other.from_record
         self.record(one, self.engine.prompts[-1], parent)
         self.follow(one, history, "none", tools)
 
@@ -167,7 +167,7 @@ class Conversations(RuleBasedStateMachine):
             events = self.session.stream(TurnRequest(messages=history, tools=TOOLS[:tools] or None))
             name, heard = "", 0
             async for event in events:
-                name, heard = event.node, heard + len(event.token_ids)
+                name, heard = event.node_id, heard + len(event.token_ids)
                 if heard >= tokens:
                     break
             await events.aclose()

@@ -58,9 +58,9 @@ async def test_a_stream_tells_the_same_as_the_whole_turn() -> None:
     streamed, _ = session_of(sampled_turn(1, tokens=160, name="own"))
     reply = await whole.chat(OPENING, TOOLS)
     events = await heard(streamed, TurnRequest(messages=OPENING, tools=TOOLS))
-    assert events[0].node and events[0].delta is None and events[0].reply is None
+    assert events[0].node_id and events[0].delta is None and events[0].reply is None
     last = events[-1].reply
-    assert last is not None and last.node == events[0].node
+    assert last is not None and last.node == events[0].node_id
     assert sum((event.token_ids for event in events), EMPTY) == last.completion.token_ids == reply.completion.token_ids
     assert sum((event.logprobs for event in events), ()) == last.completion.logprobs
     deltas = [event.delta for event in events if event.delta is not None]
@@ -103,7 +103,7 @@ async def test_hanging_up_cancels_the_engine_and_keeps_what_was_sampled(tmp_path
     # The same key asks again: the broken answer is not the recorded one.
     engine.answers.append(said("a", "1"))
     (reply,) = await session.turn(TurnRequest(messages=OPENING, tools=TOOLS, request_key="k"))
-    assert not reply.replayed and reply.root == "retry"
+    assert not reply.from_record and reply.edge_reason == "retry"
     journal.close()
 
 
@@ -126,7 +126,7 @@ async def test_a_cancelled_call_leaves_only_a_counter_and_frees_the_turn() -> No
         await task
     assert len(session.tree) == 0 and session.counters["cancelled"] == 1
     engine.hold = None
-    assert (await session.chat(OPENING)).root == "first"
+    assert (await session.chat(OPENING)).edge_reason == "first"
 
 
 async def test_the_same_request_in_flight_is_one_turn_even_if_the_first_caller_leaves() -> None:
@@ -139,7 +139,7 @@ async def test_the_same_request_in_flight_is_one_turn_even_if_the_first_caller_l
     await asyncio.sleep(0.01)
     engine.hold.set()
     events = await second
-    assert events[-1].reply is not None and events[-1].reply.replayed
+    assert events[-1].reply is not None and events[-1].reply.from_record
     assert len(engine.prompts) == 1 and len(session.tree) == 1
     assert "".join(event.delta.content for event in events if event.delta) == "a"
 
@@ -150,7 +150,9 @@ async def test_a_request_key_gives_the_recorded_answer_also_after_a_restart(tmp_
     request = TurnRequest(messages=OPENING, tools=TOOLS, request_key="abc", n=2)
     first = await session.turn(request)
     again = await session.turn(request)
-    assert [reply.node for reply in again] == [reply.node for reply in first] and all(reply.replayed for reply in again)
+    assert [reply.node for reply in again] == [reply.node for reply in first] and all(
+        reply.from_record for reply in again
+    )
     reopened = await tt.Session.open(journal, session.id, renderer=renderer("own"), provider=engine)
     events = await heard(reopened, request)
     replies = [event.reply for event in events if event.reply is not None]
@@ -193,7 +195,7 @@ async def test_a_failed_generation_leaves_only_a_counter() -> None:
             await call
     assert len(session.tree) == 0 and session.counters["failed:engine_contract"] == 2
     engine.fail = None
-    assert (await session.chat(OPENING)).root == "first"
+    assert (await session.chat(OPENING)).edge_reason == "first"
 
 
 async def test_an_engine_that_counts_another_prompt_is_refused() -> None:
@@ -226,7 +228,7 @@ async def test_a_prompt_that_leaves_the_record_is_never_committed(
         patch.setattr("tokentrue.turn.build_prompt", changed)
         await (heard(session, follow_up) if streamed else session.turn(follow_up))
     assert len(session.tree) == 1 and len(engine.prompts) == 2
-    assert (await session.turn(follow_up))[0].root is None and len(session.tree) == 2
+    assert (await session.turn(follow_up))[0].edge_reason is None and len(session.tree) == 2
 
 
 async def test_filters_that_the_engine_cannot_account_for_are_refused_in_training() -> None:
@@ -281,7 +283,7 @@ async def test_a_turn_cut_off_by_length_goes_on() -> None:
     first = await session.chat(OPENING, TOOLS, sampling=tt.Sampling(max_tokens=30))
     assert first.completion.finish is Finish.LENGTH
     second = await session.chat([*OPENING, first.message, USER], TOOLS)
-    assert session.tree.get(second.node).parent == first.node, second.root
+    assert session.tree.get(second.node).parent == first.node, second.edge_reason
     assert engine.prompts[1][: len(engine.prompts[0]) + 30] == (*engine.prompts[0], *first.completion.token_ids)
     (sample,) = session.samples()
     assert sum(sample.loss_mask) == 30 + 160
@@ -307,16 +309,16 @@ async def test_template_history_forks_where_the_template_rewrites_it() -> None:
     session = tt.Session(renderer=renderer("qwen3", "template"), provider=engine, history="template")
     first = await session.chat(OPENING)
     second = await session.chat([*OPENING, first.message, USER])
-    assert second.root == "history_rewritten"
+    assert second.edge_reason == "history_rewritten"
     node = session.tree.get(second.node)
     assert node.parent is None and node.origin == first.node
     # What the engine was given is the template's own view of the history.
     assert engine.prompts[1] == renderer("qwen3", "template").render([*OPENING, first.message, USER]).token_ids
     third = await session.chat([*OPENING, {"role": "assistant", "content": "a0"}, USER, second.message, USER])
-    assert third.root == "history_rewritten" and session.tree.get(third.node).origin == second.node
+    assert third.edge_reason == "history_rewritten" and session.tree.get(third.node).origin == second.node
     assert len(session.samples()) == 3 and session.coverage().ratio == 1.0
     again = await session.chat([*OPENING, {"role": "assistant", "content": "a0"}, USER, second.message, USER])
-    assert again.root == "retry" and session.tree.get(again.node).origin == second.node
+    assert again.edge_reason == "retry" and session.tree.get(again.node).origin == second.node
     assert [span.why for span in session.coverage().untrained] == ["retried"]
     with pytest.raises(ConfigError, match="history"):
         tt.Session(renderer=renderer("qwen3"), provider=engine, history="template")
@@ -414,7 +416,7 @@ async def test_thinking_may_be_switched_from_turn_to_turn() -> None:
     session, _ = session_of(*[said("a", "1")] * 3)
     first = await session.chat(OPENING)
     second = await session.chat([*OPENING, first.message, USER], template_kwargs={"enable_thinking": False})
-    assert second.root is None
+    assert second.edge_reason is None
 
 
 # Agents.

@@ -143,7 +143,7 @@ def build_store(path: Path) -> Path:
 
 def store_samples(path: Path) -> list[Sample]:
     from tokentrue.samples import assemble
-    from tokentrue.sessions.store import load_tree
+    from tokentrue.sessions.journal.journal import load_tree
 
     journal = Journal(f"sqlite:{path}", read_only=True)
     try:

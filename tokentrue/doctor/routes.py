@@ -12,8 +12,7 @@ from tokentrue.errors import EngineContractError, EngineRejected
 from tokentrue.ids import TokenIds
 from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.protocols import Provider
-from tokentrue.providers.transport.http import EngineHttp
-from tokentrue.providers.transport.tokens import read_tokens
+from tokentrue.providers.remote import EngineHttp, read_tokens
 
 
 class EngineRoutes(Protocol):

@@ -99,9 +99,9 @@ class WatchedSend:
     def started(self) -> bool:
         return self.status > 0
 
-    async def __call__(self, message: MutableMapping[str, Any]) -> None:
+    def __call__(self, message: MutableMapping[str, Any]) -> Awaitable[None]:
         self.status = message.get("status", self.status)
-        await self._send(message)
+        return self._send(message)
 
 
 def read_header(headers: Iterable[tuple[bytes, bytes]], wanted: bytes) -> str | None:

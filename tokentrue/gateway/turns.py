@@ -34,7 +34,7 @@ from tokentrue.gateway.metrics.meter import CLOCK, EngineClock
 from tokentrue.gateway.services import Services
 from tokentrue.gateway.sessions import SessionHandle
 from tokentrue.gateway.streaming import EventStream, cancel_on_disconnect
-from tokentrue.sessions.offload import count_chars, run_by_size
+from tokentrue.sessions.limits import count_chars, run_by_size
 from tokentrue.tracing import annotate
 from tokentrue.types import Reply, TurnRequest
 
@@ -172,11 +172,10 @@ class TurnHandler:
         stream = scope[STREAM] = EventStream(send, dialect.new_encoder(head, handle.session.renderer.decode))
         replies: list[Reply] = []
         with stream.keep_alive(self._services.config.keep_alive_s):
-            async with aclosing(handle.session.stream(request)) as events:
-                async for event in events:
-                    if event.reply is not None:
-                        replies.append(event.reply)
-                    await stream.feed(event)
+            async with aclosing(handle.session.stream_batches(request)) as batches:
+                async for events in batches:
+                    replies += [event.reply for event in events if event.reply is not None]
+                    await stream.feed(events)
                     if clock.first_byte is None and stream.started:
                         clock.first_byte = time.perf_counter()
         await stream.finish()
@@ -204,7 +203,7 @@ class TurnHandler:
         sampled = sum(len(reply.completion.token_ids) for reply in replies)
         metrics.note_turn(dialect.name, first, sampled, streamed=head.stream)
         added_s = (
-            None if first.replayed else now - clock.started - clock.engine_s
+            None if first.from_record else now - clock.started - clock.engine_s
         )  # one that joined waited for another's engine call
         if added_s is not None:
             metrics.added.labels(dialect.name).observe(added_s)
@@ -224,8 +223,8 @@ class TurnHandler:
                 "added_ms": None if added_s is None else round(added_s * 1000, 3),
                 "engine_ms": round(clock.engine_s * 1000, 3),
                 "projection": first.projection,
-                "fork": first.root,
-                "replayed": first.replayed,
+                "fork": first.edge_reason,
+                "replayed": first.from_record,
                 "policy_version": first.completion.policy_version,
                 "finish": first.completion.finish_reason,
             }

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from tokentrue.errors import InputError
-from tokentrue.replay import FREE
+from tokentrue.routing_replay import FREE
 from tokentrue.types import RoutedExperts, Sample
 
 

@@ -14,7 +14,7 @@ from tokentrue.errors import EngineUnreachable
 from tokentrue.ids import TokenIds
 from tokentrue.json_types import JsonMapping
 from tokentrue.protocols import Streaming
-from tokentrue.providers.transport.constraints import refuse_constraints
+from tokentrue.providers.building import refuse_constraints
 from tokentrue.types import FILTERS, UNVERSIONED, Chunk, Ids, Sampling
 
 
@@ -40,10 +40,16 @@ class ExactProvider(Streaming):
     ) -> None:
         """`adapters` are loaded at start: name -> directory that peft saved."""
         self.engine = ExactEngine(
-            model, device=device, dtype=dtype, pipeline=pipeline, version=version, read=decode, limits=limits, max_len=max_len,
+            model,
+            device=device,
+            dtype=dtype,
+            pipeline=pipeline,
+            version=version,
+            read=decode,
+            limits=limits,
+            max_len=max_len,
             kv_tokens=kv_tokens,
-        )  # fmt: skip
-
+        )
         for name, folder in (adapters or {}).items():
             self.engine.load_adapter(name, folder)
 

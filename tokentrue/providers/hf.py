@@ -18,8 +18,7 @@ from tokentrue.hub import load_causal_model
 from tokentrue.ids import TokenIds
 from tokentrue.json_types import JsonMapping
 from tokentrue.protocols import Streaming
-from tokentrue.providers.transport.building import CompletionBuilder, refuse_unknown_extra
-from tokentrue.providers.transport.constraints import refuse_constraints
+from tokentrue.providers.building import CompletionBuilder, refuse_constraints, refuse_unknown_extra
 from tokentrue.types import TRUNCATIONS, UNVERSIONED, Chunk, Finish, Ids, Sampling
 
 

@@ -20,8 +20,8 @@ from tokentrue.errors import ConfigError, EngineContractError, EngineError, Engi
 from tokentrue.ids import TokenIds
 from tokentrue.json_types import JsonMapping
 from tokentrue.protocols import Adapting, Interruptible, Measured, Provider, Rejoining, Streaming, WeightSink
-from tokentrue.providers.transport.building import CompletionBuilder
-from tokentrue.replay import join_masks_if_whole, join_routing
+from tokentrue.providers.building import CompletionBuilder
+from tokentrue.routing_replay import join_masks_if_whole, join_routing
 from tokentrue.types import UNVERSIONED, Chunk, Completion, Finish, Ids, RoutedExperts, Sampling, spans_from_runs
 
 RESUMABLE = (EngineUnreachable, EngineTimeout)

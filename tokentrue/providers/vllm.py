@@ -11,49 +11,117 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from typing import Unpack
 from uuid import uuid4
 
+import msgspec
 import numpy as np
 import orjson
 
-from tokentrue.errors import EngineContractError, EngineError, EngineRejected, SamplingError
+from tokentrue.errors import EngineContractError, EngineRejected, SamplingError
 from tokentrue.ids import TokenIds
 from tokentrue.json_types import JsonMapping, JsonObject
-from tokentrue.protocols import Streaming
-from tokentrue.providers.transport.answers import (
-    VLLMAnswer,
-    VLLMChoice,
-    VLLMLogprobs,
-    VLLMModel,
-    VLLMModels,
-    VLLMToken,
-    VLLMTop,
-    VLLMUsage,
-    VLLMVersions,
-    VLLMWeights,
+from tokentrue.providers.building import CONSTRAINTS, CompletionBuilder, refuse_unknown_extra
+from tokentrue.providers.publishing import WrittenWeights
+from tokentrue.providers.remote import (
+    Connection,
+    EngineFault,
+    RemoteEngine,
     decode_answer,
+    dump_settings,
+    engine_settings,
+    find_constraint,
     raise_fault,
-    require_version,
+    read_tokens,
+    response_schema,
+    structural_tag,
     version_from,
 )
-from tokentrue.providers.transport.building import CompletionBuilder, answer_limit, refuse_unknown_extra
-from tokentrue.providers.transport.constraints import CONSTRAINTS, dump_settings, for_vllm, plain
-from tokentrue.providers.transport.http import EngineHttp
-from tokentrue.providers.transport.publishing import DiskPublisher
-from tokentrue.providers.transport.running import RunningRequests
-from tokentrue.providers.transport.scoring import score_prompt
-from tokentrue.providers.transport.tokens import read_tokens
-from tokentrue.providers.transport.weights import WrittenWeights
-from tokentrue.types import FILTERS, UNVERSIONED, Chunk, Completion, Finish, Ids, RoutedExperts, Sampling, VersionSpan
+from tokentrue.types import FILTERS, UNVERSIONED, Completion, Finish, Ids, RoutedExperts, Sampling, VersionSpan
 
 EXTRA = CONSTRAINTS | frozenset(
     {"structured_outputs", "min_tokens", "logit_bias", "ignore_eos", "allowed_token_ids", "bad_words"}
 )
+
+
+class VLLMTop(msgspec.Struct):
+    token_id: int
+    logprob: float | None
+
+
+class VLLMToken(msgspec.Struct):
+    token_id: int
+    logprob: float | None
+    top_logprobs: list[VLLMTop] = []
+
+
+class VLLMLogprobs(msgspec.Struct):
+    """Rows on the token route (`content`); columns on /v1/completions, where a token is "token_id:N"."""
+
+    content: list[VLLMToken] | None = None
+    tokens: list[str] = []
+    token_logprobs: list[float | None] = []
+    top_logprobs: list[dict[str, float] | None] | None = None
+
+
+class VLLMVersions(msgspec.Struct):
+    start: int
+    end: int
+    version: str | int
+
+
+class VLLMChoice(msgspec.Struct):
+    token_ids: list[int] | None = None
+    logprobs: VLLMLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    weight_versions: list[VLLMVersions] | None = None
+    routed_experts: str | None = None
+    sampling_mask: list[list[int]] | None = None
+
+
+class VLLMUsage(msgspec.Struct):
+    prompt_tokens: int | None = None
+
+
+class VLLMEvent(msgspec.Struct):
+    """A whole answer, or one event of a stream; the event with the usage has no choices."""
+
+    choices: list[VLLMChoice] = []
+    usage: VLLMUsage | None = None
+    error: EngineFault | str | None = None
+
+
+class VLLMScored(msgspec.Struct):
+    logprob: float | None = None
+
+
+class VLLMScoredChoice(msgspec.Struct):
+    """By prompt token: the ids that have a log-probability there, the prompt's own among them; null for the first."""
+
+    prompt_logprobs: list[dict[str, VLLMScored] | None] | None = None
+
+
+class VLLMScores(msgspec.Struct):
+    choices: list[VLLMScoredChoice] = []
+
+
+class VLLMModel(msgspec.Struct):
+    id: str
+    root: str | None = None
+    max_model_len: int | None = None
+
+
+class VLLMModels(msgspec.Struct):
+    data: list[VLLMModel]
+
+
+class VLLMWeights(msgspec.Struct):
+    """/weight_info."""
+
+    weight_version: str | int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,25 +134,15 @@ class Abilities:
     processed: bool
 
 
-class VLLMProvider(Streaming):
+class VLLMProvider(RemoteEngine):
+    """Publishing needs a server that was started with VLLM_SERVER_DEV_MODE=1."""
+
     name = "vllm"
 
     def __init__(
-        self,
-        url: str,
-        *,
-        model: str | None = None,
-        timeout_s: float = 600.0,
-        connect_s: float = 5.0,
-        retries: int = 3,
-        api_key: str | None = None,
-        weights_dir: str | Path | None = None,
-        version: int = UNVERSIONED,
+        self, url: str, *, model: str | None = None, version: int = UNVERSIONED, **connection: Unpack[Connection]
     ) -> None:
-        self._http = EngineHttp(url, timeout_s=timeout_s, connect_s=connect_s, retries=retries, api_key=api_key)
-        self.url = self._http.url
-        self._running = RunningRequests()
-        self._publisher = DiskPublisher(self, weights_dir, place=self._http.place)
+        super().__init__(url, **connection)
         self._loaded = version  # of the weights that the server loaded last
         self._model = model
         self._abilities: Abilities | None = None
@@ -97,38 +155,13 @@ class VLLMProvider(Streaming):
             return None
         return FILTERS if self._abilities.processed else frozenset()
 
-    async def stream(
-        self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None, whole: bool = False
-    ) -> AsyncIterator[Chunk]:
-        abilities, ids = await self._ready(sampling), TokenIds(prompt_ids)
-        builder = CompletionBuilder(self.name, ids)
-        last: VLLMChoice | None = None
-        usage: VLLMUsage | None = None
-        async with self._running.hold(self._abort) as request_id:
-            path, body = self._body(abilities, ids, sampling, request_id=request_id, stream=not whole)
-            answers = self._http.answers(path, body, whole=whole, limit=answer_limit(ids, sampling))
-            async with aclosing(answers) as events:
-                async for data in events:
-                    answer = self._decode(data)
-                    usage = answer.usage or usage
-                    if last is not None:
-                        continue  # what follows the end is no part of this generation
-                    for choice in answer.choices[:1]:
-                        chunk = self._add(builder, choice, sampling)
-                        if chunk.token_ids:
-                            yield chunk
-                        last = choice if choice.finish_reason else None
-            if last is None:
-                raise EngineContractError("vllm ended its answer without a finish reason")
-        yield Chunk(final=self._complete(builder, last, usage))
-
     async def health(self) -> JsonMapping:
         """Always asks the server; learns its abilities the first time."""
         served = await self._served_model()
         abilities = await self._learn()
         return {
             "engine": self.name,
-            "url": self._http.url,
+            "url": self.url,
             "model": abilities.model,
             "path": served.root,
             "max_model_len": served.max_model_len,
@@ -143,16 +176,19 @@ class VLLMProvider(Streaming):
         return await read_tokens(self._http, "/tokenize", body)
 
     async def score(self, token_ids: Ids) -> Sequence[float]:
-        return await score_prompt(self._http, (await self._served_model()).id, TokenIds(token_ids))
-
-    async def publish(self, weights: Iterable[tuple[str, Any]], *, version: int) -> None:
-        """Writes the weights below `weights_dir` and has the server load them (VLLM_SERVER_DEV_MODE=1), also in
-        mid-generation."""
-        await self._publisher.publish(weights, version=version)
-
-    async def rejoin(self) -> None:
-        """Loads the weights that were written last: for a server that was away when they were published."""
-        await self._publisher.rejoin()
+        """Of temperature 1 without filters, whatever the request says; bypasses the engine's prefix cache."""
+        model, where = (await self._served_model()).id, f"{self.url}/v1/completions"
+        asked = {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0, "add_special_tokens": False}
+        data = await self._http.read("POST", "/v1/completions", {"model": model, "prompt": list(token_ids), **asked})
+        choices = decode_answer(data, VLLMScores, where=where).choices
+        rows = (choices[0].prompt_logprobs if choices else None) or []
+        scored = [(row or {}).get(str(token)) for row, token in zip(rows[1:], token_ids[1:], strict=False)]
+        found = [each.logprob for each in scored if each is not None and each.logprob is not None]
+        if len(rows) != len(token_ids) or len(found) != len(token_ids) - 1:
+            raise EngineContractError(
+                f"{where} returned no log-probability for some of the {len(token_ids)} tokens to score"
+            )
+        return found
 
     async def pause_for_weights(self) -> None:
         await self._post("/pause?mode=keep")
@@ -162,13 +198,11 @@ class VLLMProvider(Streaming):
         await self._post(
             "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(written.directory)}}
         )
-        answer = orjson.loads(
-            await self._http.read("POST", "/reset_prefix_cache?reset_running_requests=true", {}, retry=False) or b"{}"
-        )
+        answer = orjson.loads(await self._post("/reset_prefix_cache?reset_running_requests=true") or b"{}")
         if not answer.get("success", False):
             raise EngineRejected("vllm did not clear its prefix cache, which holds keys and values of the old weights")
         await self._post("/update_weight_version", {"new_version": str(written.version)})
-        require_version(self.name, await self.weight_version(), written.version)
+        await self._require_version(written.version)
         self._loaded = written.version
 
     async def weight_version(self) -> int:
@@ -180,20 +214,17 @@ class VLLMProvider(Streaming):
         self.version = self._loaded
 
     async def interrupt(self) -> int:
-        """Aborts every generation of ours at the engine; each returns what it has. Without the token route they go
-        on."""
-        if not (await self._learn()).token_route:
-            return 0
+        """Without the token route, generations go on."""
+        return await super().interrupt() if (await self._learn()).token_route else 0
 
-        async def abort(request_ids: Sequence[str]) -> None:
-            await self._post("/inference/v1/abort_requests", {"request_ids": names_of(request_ids)})
+    async def _abort(self, request_ids: Sequence[str]) -> None:
+        """Closing the connection cancels too; this makes it certain behind a router. The server puts the route's name
+        before the id that it was given."""
+        if self._abilities is not None and self._abilities.token_route:
+            names = [name for each in request_ids for name in (each, f"generate-tokens-{each}")]
+            await self._post("/inference/v1/abort_requests", {"request_ids": names})
 
-        return await self._running.abort_all(abort)
-
-    async def close(self) -> None:
-        await self._http.close()
-
-    async def _ready(self, sampling: Sampling) -> Abilities:
+    async def _prepare(self, sampling: Sampling) -> None:
         refuse_unknown_extra(self.name, sampling, EXTRA)
         abilities = await self._learn()
         if not abilities.processed and sampling.temperature not in (0.0, 1.0):
@@ -201,7 +232,9 @@ class VLLMProvider(Streaming):
                 f"this vLLM reports log-probabilities of temperature 1, not of {sampling.temperature:g}: "
                 "start it with --logprobs-mode processed_logprobs, or sample at temperature 1"
             )
-        return abilities
+
+    def _new_answer(self, builder: CompletionBuilder, sampling: Sampling) -> VLLMAnswer:
+        return VLLMAnswer(builder, sampling, self.url, version=lambda: self.version)
 
     async def _learn(self) -> Abilities:
         async with self._probing:
@@ -212,14 +245,14 @@ class VLLMProvider(Streaming):
             return self._abilities
 
     async def _served_model(self) -> VLLMModel:
-        where = f"{self._http.url}/v1/models"
+        where = f"{self.url}/v1/models"
         served = decode_answer(await self._http.read("GET", "/v1/models"), VLLMModels, where=where).data
         if not served:
             raise EngineContractError(f"{where} names no model")
         found = next((model for model in served if self._model in (None, model.id)), None)
         if found is None:
             raise EngineContractError(
-                f"vllm at {self._http.url} serves {', '.join(model.id for model in served)}, not {self._model}"
+                f"vllm at {self.url} serves {', '.join(model.id for model in served)}, not {self._model}"
             )
         return found
 
@@ -237,49 +270,44 @@ class VLLMProvider(Streaming):
         tops: list[Mapping[int, float]] = []
         for temperature in (1.0, 0.5):
             sampling = Sampling(temperature=temperature, max_tokens=1, top_logprobs=2, seed=1)
-            builder = CompletionBuilder(self.name, TokenIds([0]))
-            path, body = self._body(abilities, builder.prompt_ids, sampling, request_id=uuid4().hex, stream=False)
-            answer = self._decode(await self._http.read("POST", path, body))
-            for choice in answer.choices:
-                self._add(builder, choice, sampling)
-            if not builder.top:
+            answer = self._new_answer(CompletionBuilder(self.name, TokenIds([0])), sampling)
+            path, body = build_request(abilities, TokenIds([0]), sampling, request_id=uuid4().hex, stream=False)
+            answer.add(await self._http.read("POST", path, body))
+            if not answer.builder.top:
                 raise EngineContractError("vllm returned no top log-probabilities; is --max-logprobs 0?")
-            tops.append(builder.top[0])
+            tops.append(answer.builder.top[0])
         first, second = (sorted(top.values(), reverse=True)[0] for top in tops)
         return first != second
 
     def _body(
-        self, abilities: Abilities, ids: TokenIds, sampling: Sampling, *, request_id: str, stream: bool
+        self, ids: TokenIds, sampling: Sampling, *, session: str | None, request_id: str, stream: bool
     ) -> tuple[str, bytes]:
-        """The route and the request."""
-        prompt = np.frombuffer(ids.view, np.int32)
-        fields: JsonObject = {"model": abilities.model, "request_id": request_id, "stream": stream}
-        if stream:
-            fields["stream_options"] = {"include_usage": True}
-        if abilities.token_route:
-            params = {**sampling_params(sampling), "logprobs": sampling.top_logprobs, "detokenize": bool(sampling.stop)}
-            fields |= {"token_ids": prompt, "sampling_params": params}
-            return "/inference/v1/generate", dump_settings(fields)
-        fields |= {
-            **sampling_params(sampling),
-            "prompt": prompt,
-            "max_tokens": sampling.max_tokens,  # left out it would mean 16
-            "logprobs": sampling.top_logprobs,
-            "return_token_ids": True,
-            "return_tokens_as_token_ids": True,
-            "add_special_tokens": False,
-        }
-        return "/v1/completions", dump_settings(fields)
+        assert self._abilities is not None, "learned by _prepare"
+        return build_request(self._abilities, ids, sampling, request_id=request_id, stream=stream)
 
-    def _decode(self, data: bytes) -> VLLMAnswer:
-        answer = decode_answer(data, VLLMAnswer, where=self._http.url)
-        raise_fault(self.name, answer.error)
-        return answer
 
-    def _add(self, builder: CompletionBuilder, choice: VLLMChoice, sampling: Sampling) -> Chunk:
-        ids = choice.token_ids or []
-        if not ids:
-            return Chunk()
+class VLLMAnswer:
+    """`version` tells the weights that the server has now: events do not."""
+
+    def __init__(
+        self, builder: CompletionBuilder, sampling: Sampling, where: str, *, version: Callable[[], int]
+    ) -> None:
+        self.builder, self._sampling, self._where, self._version = builder, sampling, where, version
+        self._last: VLLMChoice | None = None  # with the finish reason
+        self._prompt_tokens: int | None = None
+
+    def add(self, event: bytes) -> None:
+        answer = decode_answer(event, VLLMEvent, where=self._where)
+        raise_fault("vllm", answer.error)
+        if answer.usage is not None:
+            self._prompt_tokens = answer.usage.prompt_tokens
+        if self._last is None and answer.choices:  # what follows the end is no part of this generation
+            choice = answer.choices[0]
+            if choice.token_ids:
+                self._append(choice, choice.token_ids)
+            self._last = choice if choice.finish_reason else None
+
+    def _append(self, choice: VLLMChoice, ids: list[int]) -> None:
         if choice.logprobs is None:
             raise EngineContractError("vllm returned no log-probabilities; is --max-logprobs 0?")
         rows = rows_from_columns(choice.logprobs) if choice.logprobs.content is None else choice.logprobs.content
@@ -287,14 +315,17 @@ class VLLMProvider(Streaming):
             raise EngineContractError(
                 "vllm's token_ids and logprobs name different tokens; is this vLLM too old for return_token_ids?"
             )
-        if sampling.top_logprobs:
-            builder.top += [
+        kept = choice.sampling_mask if self._sampling.truncates else None
+        self.builder.append(ids, [row.logprob for row in rows], version=self._version(), kept=kept)
+        if self._sampling.top_logprobs:
+            self.builder.top += [
                 {top.token_id: top.logprob for top in row.top_logprobs if top.logprob is not None} for row in rows
             ]
-        kept = choice.sampling_mask if sampling.truncates else None
-        return builder.add(ids, [row.logprob for row in rows], version=self.version, kept=kept)
 
-    def _complete(self, builder: CompletionBuilder, choice: VLLMChoice, usage: VLLMUsage | None) -> Completion:
+    def complete(self) -> Completion:
+        choice, builder = self._last, self.builder
+        if choice is None:
+            raise EngineContractError("vllm ended its answer without a finish reason")
         if choice.finish_reason not in set(Finish):
             raise EngineContractError(f"vllm ended with an unknown finish reason {choice.finish_reason!r}")
         finish, stopped_by = Finish(choice.finish_reason), choice.stop_reason
@@ -302,27 +333,35 @@ class VLLMProvider(Streaming):
             stopped_by = builder.ids[-1]  # vLLM names no reason when its own EOS ended the turn
         return builder.complete(
             finish,
-            prompt_tokens=usage.prompt_tokens if usage else None,
+            prompt_tokens=self._prompt_tokens,
             stopped_by=stopped_by,
             versions=version_spans(choice.weight_versions),
             routed_experts=routed_experts(choice.routed_experts, len(builder.prompt_ids) + len(builder.ids)),
         )
 
-    async def _post(self, path: str, body: JsonMapping | None = None) -> None:
-        await self._http.read("POST", path, body or {}, retry=False)
 
-    async def _abort(self, request_id: str) -> None:
-        """Closing the connection cancels too; this makes it certain behind a router."""
-        if self._abilities is not None and self._abilities.token_route:
-            try:
-                await self._post("/inference/v1/abort_requests", {"request_ids": names_of([request_id])})
-            except EngineError:
-                return  # the engine is gone: nothing is left to abort
-
-
-def names_of(request_ids: Sequence[str]) -> list[str]:
-    """What the server may call our requests: it puts the route's name before the id that it was given."""
-    return [name for request_id in request_ids for name in (request_id, f"generate-tokens-{request_id}")]
+def build_request(
+    abilities: Abilities, ids: TokenIds, sampling: Sampling, *, request_id: str, stream: bool
+) -> tuple[str, bytes]:
+    """The route and the request."""
+    prompt = np.frombuffer(ids.view, np.int32)
+    fields: JsonObject = {"model": abilities.model, "request_id": request_id, "stream": stream}
+    if stream:
+        fields["stream_options"] = {"include_usage": True}
+    if abilities.token_route:
+        params = {**sampling_params(sampling), "logprobs": sampling.top_logprobs, "detokenize": bool(sampling.stop)}
+        fields |= {"token_ids": prompt, "sampling_params": params}
+        return "/inference/v1/generate", dump_settings(fields)
+    fields |= {
+        **sampling_params(sampling),
+        "prompt": prompt,
+        "max_tokens": sampling.max_tokens,  # left out it would mean 16
+        "logprobs": sampling.top_logprobs,
+        "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
+        "add_special_tokens": False,
+    }
+    return "/v1/completions", dump_settings(fields)
 
 
 def rows_from_columns(logprobs: VLLMLogprobs) -> list[VLLMToken]:
@@ -379,8 +418,8 @@ def sampling_params(sampling: Sampling) -> JsonObject:
         "repetition_penalty": sampling.repetition_penalty,
         "skip_special_tokens": False,
         "include_stop_str_in_output": True,
-        **plain(sampling.extra),
-        **for_vllm(sampling.extra),
+        **engine_settings(sampling.extra),
+        **_constraint(sampling.extra),
     }
     if sampling.max_tokens is not None:
         params["max_tokens"] = sampling.max_tokens
@@ -391,3 +430,14 @@ def sampling_params(sampling: Sampling) -> JsonObject:
     if sampling.stop_token_ids:
         params["stop_token_ids"] = list(sampling.stop_token_ids)
     return params
+
+
+def _constraint(extra: JsonMapping) -> JsonObject:
+    """`structured_outputs`, with one constraint in it."""
+    asked = find_constraint(extra, own=("structured_outputs",))
+    if asked == "tool_choice":
+        return {"structured_outputs": {"structural_tag": structural_tag(extra)}}
+    if asked == "response_format":
+        schema = response_schema(extra)
+        return {"structured_outputs": {"json_object": True} if schema is None else {"json": schema}}
+    return {}

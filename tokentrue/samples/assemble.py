@@ -13,11 +13,10 @@ from dataclasses import dataclass, replace
 from tokentrue.errors import InputError, TokenContractError
 from tokentrue.ids import TokenIds
 from tokentrue.json_types import JsonMapping, JsonObject
-from tokentrue.replay import empty_rows, join_masks, join_routing
+from tokentrue.routing_replay import empty_rows, join_masks, join_routing
 from tokentrue.samples.seal import node_rows, seal
-from tokentrue.sessions.certificate import format_digest
 from tokentrue.sessions.journal import SessionRecord
-from tokentrue.sessions.tree import Node, ServedRef, Tree
+from tokentrue.sessions.tree import Node, ServedRef, Tree, format_digest
 from tokentrue.types import (
     UNVERSIONED,
     Certificate,

@@ -18,7 +18,7 @@ from tokentrue.errors import FileFormatError
 from tokentrue.ids import EMPTY, TokenIds
 from tokentrue.samples.formats import ExportedSample
 from tokentrue.samples.seal import BLOCK, NodeRow, SealedRecord, block_checksums, read_sealed_record, seal
-from tokentrue.sessions.certificate import float_bytes, format_digest, next_link, start_link
+from tokentrue.sessions.tree import float_bytes, format_digest, next_link, start_link
 from tokentrue.types import Coverage, Sample, VersionSpan
 
 

@@ -19,8 +19,7 @@ import msgspec
 from tokentrue.errors import FileFormatError
 from tokentrue.json_types import JsonObject
 from tokentrue.samples.shape import Count, decode
-from tokentrue.sessions.certificate import float_bytes
-from tokentrue.sessions.tree import Node
+from tokentrue.sessions.tree import Node, float_bytes
 from tokentrue.types import Coverage, Sample, Sampling
 
 _SHAPING = (
@@ -72,7 +71,7 @@ def node_rows(path: Sequence[Node]) -> list[JsonObject]:
                 "chain": node.chain.hex(),
                 "versions": [[span.start, span.end, span.version] for span in node.versions],
                 "finish": node.finish.value,
-                "why": node.why,
+                "why": node.edge_reason,
                 "projection": node.projection,
                 "temperature": node.sampling.temperature,
                 "sampling": describe_sampling(node.sampling),

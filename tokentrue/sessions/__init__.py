@@ -1,9 +1,9 @@
 """The record of a session: an append-only token tree, matching by what was served, and a durable journal."""
 
 from tokentrue.sessions.journal import Journal, Rewards, SessionRecord, StoreLock
+from tokentrue.sessions.journal.journal import load_tree
 from tokentrue.sessions.limits import SessionLimits
 from tokentrue.sessions.matching.matcher import Continue, Matcher, Root
-from tokentrue.sessions.store import load_tree
 from tokentrue.sessions.tree import Node, ServedRef, Tree
 
 __all__ = [

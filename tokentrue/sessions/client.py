@@ -15,7 +15,7 @@ from typing import Any, Protocol, cast
 from tokentrue.errors import InputError, SamplingError
 from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.sessions.constraints import constraints_from
-from tokentrue.sessions.stages.serving import chat_finish_reason
+from tokentrue.sessions.stages.generation import chat_finish_reason
 from tokentrue.types import Messages, Reply, Sampling, Tools, TurnEvent, TurnRequest
 
 _SAMPLING = {
@@ -187,7 +187,11 @@ async def _chunks(events: AsyncGenerator[TurnEvent, None], model: str) -> AsyncI
             finish = None if event.reply is None else chat_finish_reason(event.reply)
             choice = Fields(index=event.index, delta=_fields(delta), finish_reason=finish)
             yield Fields(
-                id=event.node, object="chat.completion.chunk", created=int(time.time()), model=model, choices=[choice]
+                id=event.node_id,
+                object="chat.completion.chunk",
+                created=int(time.time()),
+                model=model,
+                choices=[choice],
             )
     finally:
         await events.aclose()

@@ -39,7 +39,7 @@ def describe_node(node: Node) -> JsonObject:
         "id": node.id,
         "parent": node.parent,
         "origin": node.origin,
-        "why": node.why,
+        "why": node.edge_reason,
         "detail": node.detail,
         "projection": node.projection,
         "dialect": node.dialect,

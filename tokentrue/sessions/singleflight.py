@@ -22,8 +22,8 @@ T = TypeVar("T")
 
 
 class InFlightTurn:
-    """One turn being generated, and everyone who waits for it. Where its first caller streams, `emit` puts events into
-    a queue."""
+    """One turn being generated, and everyone who waits for it. Where its first caller streams, `emit` keeps events until
+    they are read."""
 
     def __init__(self, identity: bytes, *, streamed: bool, pinned: PinnedRequest) -> None:
         self.identity, self.streamed, self.pinned = identity, streamed, pinned
@@ -31,7 +31,8 @@ class InFlightTurn:
         self.outcome_if_cancelled: Outcome = "disconnected"
         self.is_complete = False  # sampled and parsed: what is left is to write it
         self._callers, self._is_cancelled, self._is_read = 0, False, streamed
-        self._events: asyncio.Queue[TurnEvent | None] = asyncio.Queue()
+        self._events: list[TurnEvent] = []  # not read yet
+        self._reader: asyncio.Future[None] | None = None  # the caller that streams waits for it
         self._task: asyncio.Task[tuple[Reply, ...]] | None = None
 
     def start(self, work: Coroutine[Any, Any, tuple[Reply, ...]], group: SingleFlight) -> None:
@@ -41,15 +42,19 @@ class InFlightTurn:
 
     def _finish(self, task: asyncio.Task[tuple[Reply, ...]]) -> None:
         self._group.finish(self)
-        self._events.put_nowait(None)
+        self._wake_reader()
         if not task.cancelled():
             task.exception()  # retrieved here, because there may be no caller left to raise it to
 
     def emit(self, event: TurnEvent) -> None:
-        """For the caller that streams; nothing is queued once it has left and others still wait. At most one turn's
-        events are queued."""
+        """For the caller that streams; nothing is kept once it has left and others still wait."""
         if self._is_read:
-            self._events.put_nowait(event)
+            self._events.append(event)
+            self._wake_reader()
+
+    def _wake_reader(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
     def add_caller(self, request_key: str | None) -> None:
         """Counts a caller, which must `wait` or read `events`."""
@@ -64,11 +69,18 @@ class InFlightTurn:
         finally:
             await self._leave()
 
-    async def events(self) -> AsyncGenerator[TurnEvent, None]:
-        """Events as they are emitted, for the caller that streams; then its error, if it failed."""
+    async def events(self) -> AsyncGenerator[list[TurnEvent], None]:
+        """For the caller that streams: all events that were emitted since it last asked; then the turn's error, if it
+        failed."""
+        assert self._task is not None
         try:
-            while (event := await self._events.get()) is not None:
-                yield event
+            while self._events or not self._task.done():
+                if not self._events:
+                    self._reader = asyncio.get_running_loop().create_future()
+                    await self._reader
+                events, self._events = self._events, []
+                if events:
+                    yield events
             await self._result()
         finally:
             self._is_read = False
@@ -136,9 +148,9 @@ class SingleFlight:
         await asyncio.gather(*(turn.cancel(outcome) for turn in list(self._running)))
 
 
-def mark_replayed(replies: tuple[Reply, ...]) -> tuple[Reply, ...]:
+def mark_from_record(replies: tuple[Reply, ...]) -> tuple[Reply, ...]:
     """For callers that joined: nothing was added for them."""
-    return tuple(replace(reply, replayed=True) for reply in replies)
+    return tuple(replace(reply, from_record=True) for reply in replies)
 
 
 async def run_to_completion(work: Coroutine[Any, Any, T]) -> T:

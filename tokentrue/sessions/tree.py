@@ -7,6 +7,7 @@ sampled id, and `prompt_digest` is the SHA-256 of those prompt ids. Nothing is e
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +19,6 @@ from tokentrue.errors import SessionConflict, TokenContractError
 from tokentrue.ids import EMPTY, HashState, TokenIds
 from tokentrue.json_types import JsonObject
 from tokentrue.plain_json import digest
-from tokentrue.sessions.certificate import next_link, start_link
 from tokentrue.types import (
     Attempt,
     Finish,
@@ -54,7 +54,7 @@ Given: TypeAlias = Message | ServedRef
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
     """One choice of one turn. `seq` is the order of commits, `started` the tree's `committed_seq` when its request was
-    resolved: `a` was over before `b` began if and only if `a.seq < b.started`. `why` is the reason on the edge (None:
+    resolved: `a` was over before `b` began if and only if `a.seq < b.started`. `edge_reason` says why it is no plain continuation (None:
     nothing had continued its parent before)."""
 
     id: str
@@ -76,7 +76,7 @@ class Node:
     attempts: tuple[Attempt, ...] = ()  # of tool calls that did not parse
     dialect: str = "openai_chat"
     projection: str = "root"
-    why: str | None = None
+    edge_reason: str | None = None
     detail: str = ""
     replaced: tuple[
         Message, ...
@@ -330,3 +330,45 @@ class Tree:
             for before in self.predecessors(node):
                 newest[before] = max(newest[before], newest[node.id])
         return newest
+
+
+# The certificate's hash chain: one SHA-256 per node over its parent's hash and everything that a trainer will compute
+# with. Ids are hashed as little-endian int32, log-probabilities as their float64 bits, so one flipped bit anywhere
+# breaks every later link.
+_START = b"tokentrue certificate 1"
+
+
+def float_bytes(values: array[float]) -> bytes:
+    """Little-endian float64."""
+    if sys.byteorder == "little":
+        return values.tobytes()
+    swapped = array(values.typecode, values)
+    swapped.byteswap()
+    return swapped.tobytes()
+
+
+def start_link(*, template: str, tokenizer: str) -> bytes:
+    """The link before every root: it binds the chain to what rendered it."""
+    state = sha256(_START)
+    for name in (template, tokenizer):
+        data = name.encode()
+        state.update(len(data).to_bytes(4, "little") + data)
+    return state.digest()
+
+
+def next_link(
+    previous: bytes,
+    *,
+    given_ids: TokenIds,
+    sampled_ids: TokenIds,
+    logprobs: array[float],
+    versions: Sequence[VersionSpan],
+) -> bytes:
+    lengths = len(given_ids).to_bytes(8, "little") + len(sampled_ids).to_bytes(8, "little")
+    parts = [previous, lengths, given_ids.tobytes(), sampled_ids.tobytes(), float_bytes(logprobs)]
+    parts += [b"%d,%d,%d;" % (span.start, span.end, span.version) for span in versions]
+    return sha256(b"".join(parts)).digest()
+
+
+def format_digest(digest: bytes) -> str:
+    return f"sha256:{digest.hex()}"

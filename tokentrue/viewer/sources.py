@@ -23,7 +23,7 @@ from tokentrue.samples.recorded_turns import read_record
 from tokentrue.samples.shape import decode
 from tokentrue.sessions import Journal, Node, SessionRecord, Tree
 from tokentrue.sessions.description import describe_node
-from tokentrue.sessions.store import load_tree
+from tokentrue.sessions.journal.journal import load_tree
 from tokentrue.types import Coverage, Sample, Untrained
 from tokentrue.viewer.records import (
     Branch,

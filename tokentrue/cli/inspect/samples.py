@@ -81,7 +81,7 @@ def _from_journal(
     source: str, names: list[str] | None, group: str | None, total: Totals, *, max_tokens: int | None, abandoned: bool
 ) -> Iterator[Sample]:
     from tokentrue.samples import assemble
-    from tokentrue.sessions.store import load_tree
+    from tokentrue.sessions.journal.journal import load_tree
 
     journal = open_recorded(source)
     try:

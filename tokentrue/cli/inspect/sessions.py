@@ -77,7 +77,7 @@ class JournalSource:
 
     def _load(self, session_id: str) -> tuple[SessionRecord, Tree, JsonObject]:
         from tokentrue.samples import coverage_of, coverage_to_json
-        from tokentrue.sessions.store import load_tree
+        from tokentrue.sessions.journal.journal import load_tree
 
         record, tree = load_tree(self._journal, session_id)
         return record, tree, coverage_to_json(coverage_of(tree, record))

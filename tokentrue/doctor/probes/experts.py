@@ -11,7 +11,7 @@ from tokentrue.doctor.observations import Observation
 from tokentrue.doctor.reference import score
 from tokentrue.errors import EngineError, InputError
 from tokentrue.mismatch.routing import from_routed, record_routing, replay_routing, routers
-from tokentrue.replay import FREE
+from tokentrue.routing_replay import FREE
 from tokentrue.types import Completion, Sampling
 
 FLIPS = {"float32": 0.002, "float16": 0.02, "bfloat16": 0.15}  # share of choices that rounding alone may flip

@@ -130,7 +130,7 @@ class AnthropicEncoder:
         self._started = False
 
     def feed(self, event: TurnEvent) -> bytes:
-        out = b"" if self._started else self._start(event.node)
+        out = b"" if self._started else self._start(event.node_id)
         if event.delta is not None:
             out += self._feed_delta(event.delta)
         if event.reply is not None:

@@ -143,7 +143,7 @@ class GoogleEncoder:
 
     def feed(self, event: TurnEvent) -> bytes:
         candidate = self._open.setdefault(event.index, OpenCandidate())
-        self._node = self._node or event.node
+        self._node = self._node or event.node_id
         out = b""
         if event.delta is not None:
             parts = self._feed_delta(candidate, event.delta)

@@ -32,7 +32,7 @@ from tokentrue.gateway.dialects.base import (
 from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.plain_json import convert
 from tokentrue.sessions.constraints import constraints_from
-from tokentrue.sessions.stages.serving import chat_finish_reason
+from tokentrue.sessions.stages.generation import chat_finish_reason
 from tokentrue.types import Delta, Message, Reply, Sampling, TurnEvent
 
 ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -127,7 +127,7 @@ class ChatEncoder:
         out = b""
         if event.index not in self._has_content:
             self._has_content[event.index] = False
-            self._base = self._base or completion_base(self._head, event.node, "chat.completion.chunk")
+            self._base = self._base or completion_base(self._head, event.node_id, "chat.completion.chunk")
             out += self._chunk(event.index, {"role": "assistant", "content": None})
         delta = delta_from(event.delta) if event.delta is not None else {}
         logprobs = None

@@ -227,8 +227,8 @@ class ResponsesEncoder:
     def feed(self, event: TurnEvent) -> bytes:
         out = b""
         if not self._node:
-            self._node = event.node
-            self._opening = response_base(self._head, event.node, int(time.time()), status="in_progress")
+            self._node = event.node_id
+            self._opening = response_base(self._head, event.node_id, int(time.time()), status="in_progress")
             out += self._event("response.created", response=self._opening)
             out += self._event("response.in_progress", response=self._opening)
         if event.delta is not None:

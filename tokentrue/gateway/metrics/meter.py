@@ -6,8 +6,8 @@ The time that a turn spends here is the engine's; the rest of the turn is what t
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Generator, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
@@ -25,17 +25,15 @@ class EngineClock:
         self._running = 0
         self._since = 0.0
 
-    @contextmanager
-    def run(self) -> Generator[None, None, None]:
+    def start(self) -> None:
         if not self._running:
             self._since = time.perf_counter()
         self._running += 1
-        try:
-            yield
-        finally:
-            self._running -= 1
-            if not self._running:
-                self.engine_s += time.perf_counter() - self._since
+
+    def stop(self) -> None:
+        self._running -= 1
+        if not self._running:
+            self.engine_s += time.perf_counter() - self._since
 
 
 CLOCK: ContextVar[EngineClock | None] = ContextVar("tokentrue_engine_clock", default=None)
@@ -69,8 +67,11 @@ class MeteredProvider(Streaming):
         stream: Any = self.inner.stream(prompt_ids, sampling, session=session, whole=whole)
         async with aclosing(stream) as chunks:
             while True:
-                with clock.run():
+                clock.start()
+                try:
                     chunk: Chunk | None = await anext(chunks, None)
+                finally:
+                    clock.stop()
                 if chunk is None:
                     return
                 if chunk.token_ids:
@@ -88,8 +89,12 @@ class MeteredProvider(Streaming):
         return replace(completion, versions=spans_from_runs(seen))
 
     async def health(self) -> JsonMapping:
-        with (CLOCK.get() or EngineClock()).run():
+        clock = CLOCK.get() or EngineClock()
+        clock.start()
+        try:
             return await self.inner.health()
+        finally:
+            clock.stop()
 
     async def close(self) -> None:
         await self.inner.close()

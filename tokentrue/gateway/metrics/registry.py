@@ -47,13 +47,13 @@ class Metrics:
 
     def note_turn(self, dialect: str, reply: Reply, sampled: int, *, streamed: bool) -> None:
         """Counts a turn of `sampled` tokens, or an answer from the record; `reply` is its first choice."""
-        if reply.replayed:
+        if reply.from_record:
             self.replays.inc()
             return
         self.turns.labels(dialect, streamed).inc()
         self.projections.labels(reply.projection).inc()
-        if reply.root not in (None, "first"):
-            self.forks.labels(reply.root).inc()
+        if reply.edge_reason not in (None, "first"):
+            self.forks.labels(reply.edge_reason).inc()
         self.prompt_tokens.inc(reply.prompt_tokens)
         self.given_tokens.inc(reply.given_tokens)
         self.sampled_tokens.inc(sampled)

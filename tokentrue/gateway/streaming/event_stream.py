@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 
 from tokentrue.gateway.asgi import EVENTS, Send
@@ -21,12 +21,13 @@ class EventStream:
         self._last_write = time.monotonic()
         self.started = self.ended = False
 
-    async def feed(self, event: TurnEvent) -> None:
-        data = self._encoder.feed(event)
-        if not self.started and not event.token_ids and event.delta is None and event.reply is None:
+    async def feed(self, events: Sequence[TurnEvent]) -> None:
+        """One write for all of them."""
+        data = b"".join(map(self._encoder.feed, events))
+        if self.started or any(event.token_ids or event.delta or event.reply for event in events):
+            await self._write(data)
+        else:
             self._held += data
-            return
-        await self._write(data)
 
     async def _write(self, data: bytes) -> None:
         if not self.started:

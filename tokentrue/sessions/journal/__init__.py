@@ -1,12 +1,10 @@
 """The durable store: SQLite in WAL mode, or PostgreSQL (`postgres.py`, imported where it is chosen). Read `journal.py`
 first."""
 
-from tokentrue.sessions.journal.database import is_postgres
+from tokentrue.sessions.journal.database import StoreLock, is_postgres
 from tokentrue.sessions.journal.journal import Journal, StoreSecret
-from tokentrue.sessions.journal.lock import StoreLock
 from tokentrue.sessions.journal.opening import open_journal
-from tokentrue.sessions.journal.records import Rewards, SessionRecord, copy_metadata, read_reward
-from tokentrue.sessions.journal.rows import Row
+from tokentrue.sessions.journal.rows import Rewards, Row, SessionRecord, copy_metadata, read_reward
 
 __all__ = [
     "Journal",

@@ -1,12 +1,22 @@
-"""What the journal's statements need of a database connection. `sqlite3.Connection` fits; `postgres.Connection` is made
-to fit."""
+"""A store: what statements need of its connection (`sqlite3.Connection` fits; `postgres.Connection` is made to fit), how
+it is named, and its lock.
+
+One server per SQLite store: an exclusive lock on a file beside it, held while the store is open for writing and freed
+when the process ends. The workers of a server share a second lock, so that workers whose supervisor was killed, and
+which end what they are generating, keep the next server waiting: two processes never write one session.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
-from tokentrue.errors import ConfigError
+from tokentrue.errors import ConfigError, JournalError
 
 
 class Found(Protocol):
@@ -70,3 +80,72 @@ def describe_store(store: str) -> str:
     user, port = parts.get("user"), parts.get("port")
     place = f"{user + '@' if user else ''}{parts.get('host', '')}{':' + port if port else ''}"
     return f"postgresql://{place}/{parts.get('dbname', '')}"
+
+
+ORPHANS_S = 60.0  # longer than workers need to end when their supervisor was killed
+
+
+def open_lock_file(store: str | Path, suffix: str) -> int:
+    # Resolved: a link to the store, or to its folder, is the same store.
+    path = Path(f"{os.path.realpath(str(store).removeprefix('sqlite:'))}.{suffix}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        raise JournalError(
+            f"cannot open the journal {store}: {error}; give a writable path, or --store memory"
+        ) from error
+
+
+class StoreLock:
+    """Taken on construction; raises where another process (or another object of this one) has it."""
+
+    def __init__(self, store: str | Path, *, orphans_s: float = ORPHANS_S) -> None:
+        self._file: int | None = open_lock_file(store, "lock")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            owner = os.read(self._file, 32).decode("ascii", "replace").strip() or "unknown"
+            self.release()
+            cure = "stop that server, or give each server a store of its own; samples and views need no lock"
+            raise JournalError(f"the store {store} is in use by process {owner}: {cure}") from error
+        os.ftruncate(self._file, 0)
+        os.write(self._file, str(os.getpid()).encode())
+        try:
+            await_workers(store, orphans_s)
+        except BaseException:
+            self.release()
+            raise
+
+    def release(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
+class WorkerLock:
+    """Shared by the workers of one server."""
+
+    def __init__(self, store: str | Path) -> None:
+        self._file: int | None = open_lock_file(store, "workers")
+        fcntl.flock(self._file, fcntl.LOCK_SH)
+
+    def release(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
+def await_workers(store: str | Path, seconds: float) -> None:
+    """Returns when no worker of an earlier server has the store open."""
+    file, end = open_lock_file(store, "workers"), time.monotonic() + seconds
+    try:
+        while True:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            if time.monotonic() > end:
+                raise JournalError(f"the store {store} is in use by workers of a server that was killed: end them")
+            time.sleep(0.1)
+    finally:
+        os.close(file)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import queue
 import secrets
 import sqlite3
 import threading
@@ -24,21 +25,22 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 from weakref import WeakValueDictionary
 
-from tokentrue.errors import JournalError, SessionConflict, SessionNotFound
-from tokentrue.sessions.journal.database import Database, DuplicateKey
-from tokentrue.sessions.journal.lock import StoreLock, WorkerLock
-from tokentrue.sessions.journal.records import (
+from tokentrue.errors import JournalError, SessionConflict, SessionNotFound, TokenTrueError
+from tokentrue.ids import TokenIds
+from tokentrue.sessions.journal.database import Database, DuplicateKey, StoreLock, WorkerLock
+from tokentrue.sessions.journal.rows import (
     COLUMNS,
     RECORD,
+    Row,
     SessionRecord,
     load_record,
+    node_from_row,
     record_from_values,
     row_digest,
     values_from_record,
 )
-from tokentrue.sessions.journal.rows import Row
 from tokentrue.sessions.journal.schema import NODE_COLUMNS, VERSION, migrate, read_version, refuse_foreign
-from tokentrue.sessions.journal.writer import Writer
+from tokentrue.sessions.tree import Tree
 
 T = TypeVar("T")
 _NODE_VALUES = attrgetter(*NODE_COLUMNS)
@@ -448,3 +450,108 @@ def _readable(connection: sqlite3.Connection) -> sqlite3.Connection:
     connection.close()
     migrate(copy)
     return copy
+
+
+Write = Callable[[Database], Any]
+_LARGEST_GROUP = 512
+
+
+class Writer:
+    """The writer thread: it owns the only connection that writes. Writes that are waiting together share a transaction
+    (group commit), each in its own savepoint, so that one that fails takes no other with it. A write's future is done
+    when its transaction was committed."""
+
+    def __init__(self, connection: Database) -> None:
+        self._connection = connection
+        self._queue: queue.SimpleQueue[tuple[Write, Future[Any]] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="tokentrue-journal", daemon=True)
+        self._thread.start()
+
+    def submit(self, write: Callable[[Database], T]) -> Future[T]:
+        future: Future[T] = Future()
+        with self._lock:
+            if self._closed:
+                raise JournalError("the journal is closed")
+            self._queue.put((write, future))
+        return future
+
+    def close(self) -> None:
+        """Waits for what is queued."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._queue.put(None)
+        self._thread.join()
+        self._connection.close()
+
+    def _run(self) -> None:
+        while (first := self._queue.get()) is not None:
+            group = [first]
+            while len(group) < _LARGEST_GROUP and not self._queue.empty():
+                item = self._queue.get()
+                if item is None:
+                    self._write_group(group)
+                    return
+                group.append(item)
+            self._write_group(group)
+
+    def _write_group(self, group: list[tuple[Write, Future[Any]]]) -> None:
+        outcomes: list[tuple[Future[Any], Any, BaseException | None]] = []
+        try:
+            self._connection.execute("BEGIN IMMEDIATE")
+            for write, future in group:
+                if future.set_running_or_notify_cancel():
+                    outcomes.append((future, *self._write_one(write)))
+            self._connection.execute("COMMIT")
+        except BaseException as error:  # the transaction failed as a whole: nothing of it may be acknowledged
+            failure = (
+                error
+                if isinstance(error, TokenTrueError)
+                else JournalError(f"the journal could not be written: {error}")
+            )
+            outcomes = [
+                (future, None, failure)
+                for _, future in group
+                if future.running() or future.set_running_or_notify_cancel()
+            ]
+            if self._connection.in_transaction:
+                self._connection.execute("ROLLBACK")
+        for future, result, error in outcomes:
+            if error is None:
+                future.set_result(result)
+            else:
+                future.set_exception(error)
+
+    def _write_one(self, write: Write) -> tuple[Any, BaseException | None]:
+        self._connection.execute("SAVEPOINT one")
+        try:
+            result = write(self._connection)
+        except Exception as error:
+            if not self._connection.in_transaction:
+                raise  # a full disk, say: SQLite has undone the whole group
+            self._connection.execute("ROLLBACK TO one")
+            self._connection.execute("RELEASE one")
+            known = isinstance(error, TokenTrueError)
+            return None, error if known else JournalError(f"the journal could not be written: {error}")
+        self._connection.execute("RELEASE one")
+        return result, None
+
+
+def tree_from_rows(record: SessionRecord, rows: list[Row]) -> Tree:
+    """Every node is checked as if it were committed now: ids, log-probabilities, prompt digest and certificate must
+    fit."""
+    tree = Tree(template=record.template, tokenizer=record.tokenizer)
+    for row in rows:
+        parent = None if row.parent is None else tree.get(row.parent)
+        tree.add(node_from_row(row, parent, tree.prompt_digest(parent, TokenIds.from_bytes(row.given_ids))))
+    for request_key, node_ids in record.late_keys.items():
+        tree.add_key(request_key, node_ids)
+    return tree
+
+
+def load_tree(journal: Journal, session_id: str) -> tuple[SessionRecord, Tree]:
+    record = journal.get(session_id)
+    return record, tree_from_rows(record, journal.rows(session_id))

@@ -22,8 +22,7 @@ from psycopg.pq import TransactionStatus
 from tokentrue.errors import InputError, JournalError, SessionElsewhere, SessionNotFound
 from tokentrue.json_types import JsonObject
 from tokentrue.sessions.journal.database import Database, DuplicateKey, Found, describe_store, read_address
-from tokentrue.sessions.journal.journal import FIRST_TOKEN, Journal, SessionClaim
-from tokentrue.sessions.journal.writer import Writer
+from tokentrue.sessions.journal.journal import FIRST_TOKEN, Journal, SessionClaim, Writer
 
 T = TypeVar("T")
 LEASE_S = 15.0

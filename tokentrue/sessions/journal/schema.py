@@ -7,8 +7,8 @@ import sqlite3
 from collections.abc import Callable
 
 from tokentrue.errors import JournalError
-from tokentrue.sessions.journal.records import COLUMNS as SESSION_COLUMNS
-from tokentrue.sessions.journal.records import row_digest
+from tokentrue.sessions.journal.rows import COLUMNS as SESSION_COLUMNS
+from tokentrue.sessions.journal.rows import row_digest
 
 NODE_COLUMNS = (
     "id",

@@ -1,4 +1,4 @@
-"""Resolve a request against the record, changing nothing: `Continue(node, tail …) | Root(why …)`.
+"""Resolve a request against the record, changing nothing: `Continue(node, tail …) | Root(edge_reason …)`.
 
 The whole list of messages is matched against the tree as it is now, in four steps:
 1. chained loose keys find the nodes whose conversation may be a prefix of the request (deepest first);
@@ -26,9 +26,8 @@ from tokentrue.conversation.match_keys import START_KEY, CallRef, calls_of, coun
 from tokentrue.errors import RenderError
 from tokentrue.plain_json import digest
 from tokentrue.protocols import Renderer
-from tokentrue.sessions.matching.candidates import CandidateIndex, chain_turns
-from tokentrue.sessions.matching.projections import find_changes, format_changes
-from tokentrue.sessions.offload import count_chars, run_by_size
+from tokentrue.sessions.limits import count_chars, run_by_size
+from tokentrue.sessions.matching.candidates import CandidateIndex, chain_turns, find_changes, format_changes
 from tokentrue.sessions.tree import Given, Node, ServedRef, Tree, TurnKey, turn_key
 from tokentrue.tracing import traced
 from tokentrue.types import Message, Messages, Tools
@@ -38,14 +37,14 @@ _MAX_KNOWN_FITS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Continue:
-    """Continue after `node`; `tail` is what is new there, its call ids being those that were served. `why` is None
+    """Continue after `node`; `tail` is what is new there, its call ids being those that were served. `edge_reason` is None
     where nothing had continued `node` before. `origin` is the last turn of the tail that was sampled elsewhere."""
 
     node: Node
     tail: tuple[Given, ...]
     projection: str
     turn_key: TurnKey
-    why: str | None = None
+    edge_reason: str | None = None
     detail: str = ""
     origin: Node | None = None
 
@@ -58,7 +57,7 @@ class Root:
     messages: tuple[Message, ...]
     given: tuple[Given, ...]
     turn_key: TurnKey
-    why: str
+    edge_reason: str
     detail: str = ""
     origin: Node | None = None
 
@@ -119,10 +118,10 @@ class Matcher:
         if not found.same_tools:
             detail = f"node {found.node.id} was sampled under other tools"
             return root_after(
-                self._tree, found.node, tail, conversation.tools, in_flight, why="tools_changed", detail=detail
+                self._tree, found.node, tail, conversation.tools, in_flight, edge_reason="tools_changed", detail=detail
             )
         key = turn_key(found.node, tail, conversation.tools)
-        why, detail = self._classify_edge(found.node.id, key, tail, in_flight)
+        edge_reason, detail = self._classify_edge(found.node.id, key, tail, in_flight)
         elsewhere = found.elsewhere
         parts = [found] if elsewhere is None else [found, elsewhere]
         changes = frozenset[str]().union(*(part.fit.changes for part in parts))
@@ -131,7 +130,7 @@ class Matcher:
             tail=tail,
             projection=format_changes(tuple(sorted(changes)), ambiguous=any(part.ambiguous for part in parts)),
             turn_key=key,
-            why=why,
+            edge_reason=edge_reason,
             detail=detail,
             origin=None if elsewhere is None else elsewhere.node,
         )
@@ -157,14 +156,17 @@ class Matcher:
     def _start_root(self, conversation: Conversation, in_flight: Mapping[TurnKey, int]) -> Root:
         messages = tuple(conversation)
         root = Root(
-            messages=messages, given=messages, turn_key=turn_key(None, messages, conversation.tools), why="first"
+            messages=messages,
+            given=messages,
+            turn_key=turn_key(None, messages, conversation.tools),
+            edge_reason="first",
         )
         if not len(self._tree) and not in_flight:
             return root
         if repeated := _classify_repeat(self._tree, root, in_flight):
             return repeated
-        why, detail = self._classify_root(conversation)
-        return replace(root, why=why, detail=detail)
+        edge_reason, detail = self._classify_root(conversation)
+        return replace(root, edge_reason=edge_reason, detail=detail)
 
     def _classify_root(self, conversation: Conversation) -> tuple[str, str]:
         """Why nothing could be continued: the first message that no recorded conversation leads through says it."""
@@ -430,18 +432,18 @@ def root_after(
     tools: Tools | None,
     in_flight: Mapping[TurnKey, int],
     *,
-    why: str,
+    edge_reason: str,
     detail: str,
     origin: Node | None = None,
 ) -> Root:
-    """The conversation to `node` and `tail`, rendered again because of `why`. Served messages are given as references
+    """The conversation to `node` and `tail`, rendered again because of `edge_reason`. Served messages are given as references
     to their nodes."""
     given = (*tree.conversation(node), *tail)
     root = Root(
         messages=(*tree.messages(node), *tree.resolve(tail)),
         given=given,
         turn_key=turn_key(None, given, tools),
-        why=why,
+        edge_reason=edge_reason,
         detail=detail,
         origin=origin or node,
     )
@@ -450,7 +452,9 @@ def root_after(
 
 def _classify_repeat(tree: Tree, root: Root, in_flight: Mapping[TurnKey, int]) -> Root | None:
     if in_flight.get(root.turn_key):
-        return replace(root, why="parallel", detail="another request for this turn was in flight")
+        return replace(root, edge_reason="parallel", detail="another request for this turn was in flight")
     if root.turn_key in tree.answers:
-        return replace(root, why="retry", detail=f"turn asked again after node {tree.answers[root.turn_key][-1].id}")
+        return replace(
+            root, edge_reason="retry", detail=f"turn asked again after node {tree.answers[root.turn_key][-1].id}"
+        )
     return None

@@ -6,19 +6,21 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 
-from tokentrue.errors import EngineContractError, MessageError, TokenContractError
-from tokentrue.plain_json import freeze, loads
-from tokentrue.protocols import Renderer
-from tokentrue.replay import own_routing
-from tokentrue.sessions.certificate import next_link
-from tokentrue.sessions.journal.rows import Row, body_from_node, row_from_body
-from tokentrue.sessions.offload import INLINE_IDS, run_inline_or_thread
+from tokentrue.conversation import Conversation
+from tokentrue.errors import EngineContractError, MessageError, SamplingError, TokenContractError
+from tokentrue.json_types import JsonMapping, JsonObject
+from tokentrue.plain_json import digest, dumps, freeze, loads
+from tokentrue.protocols import Provider, Renderer
+from tokentrue.routing_replay import own_routing
+from tokentrue.sessions.journal.rows import Row, body_from_node, row_from_body, sampling_from_json, sampling_to_json
+from tokentrue.sessions.limits import INLINE_IDS, run_inline_or_thread
 from tokentrue.sessions.stages.generation import Draft
 from tokentrue.sessions.stages.prompts import Prompt
-from tokentrue.sessions.tree import Node, Tree
+from tokentrue.sessions.tree import Node, Tree, next_link
 from tokentrue.types import (
+    PENALTIES,
     Attempt,
     Completion,
     Message,
@@ -66,11 +68,11 @@ def _node_from_draft(draft: Draft, prepared: PreparedTurn, tree: Tree, *, seq: i
         logprobs=logprobs,
         versions=done.versions,
     )
-    why, detail = prompt.why, prompt.detail
-    if draft.choice and why in (None, "first"):
-        why, detail = "choice", f"choice {draft.choice} of {prepared.request.n}"
+    edge_reason, detail = prompt.edge_reason, prompt.detail
+    if draft.choice and edge_reason in (None, "first"):
+        edge_reason, detail = "choice", f"choice {draft.choice} of {prepared.request.n}"
     return Node(
-        id=draft.node,
+        id=draft.node_id,
         seq=seq,
         started=prepared.started,
         parent=None if prompt.parent is None else prompt.parent.id,
@@ -90,7 +92,7 @@ def _node_from_draft(draft: Draft, prepared: PreparedTurn, tree: Tree, *, seq: i
         dialect=prepared.request.dialect,
         replaced=prepared.replaced,
         projection=prompt.projection,
-        why=why,
+        edge_reason=edge_reason,
         detail=detail,
         origin=None if prompt.origin is None else prompt.origin.id,
         outcome=draft.outcome,
@@ -166,7 +168,7 @@ def _row_from_node(node: Node, parent: Node | None) -> Row:
     return row
 
 
-def reply_from_node(node: Node, parsed: Parsed, completion: Completion, *, replayed: bool = False) -> Reply:
+def reply_from_node(node: Node, parsed: Parsed, completion: Completion, *, from_record: bool = False) -> Reply:
     """The client's own copy of the message: what it does with it changes nothing recorded."""
     return Reply(
         node=node.id,
@@ -176,8 +178,8 @@ def reply_from_node(node: Node, parsed: Parsed, completion: Completion, *, repla
         prompt_tokens=node.prompt_length,
         given_tokens=len(node.given_ids),
         projection=node.projection,
-        root=node.why,
-        replayed=replayed,
+        edge_reason=node.edge_reason,
+        from_record=from_record,
     )
 
 
@@ -205,5 +207,76 @@ async def replies_from_record(nodes: Sequence[Node], *, tree: Tree, renderer: Re
         parsed = await run_inline_or_thread(
             renderer.parse, is_small, node.sampled_ids, prompt_ids=tree.prompt_ids(node), tools=node.tools
         )
-        replies.append(reply_from_node(node, parsed, _completion_from_node(node), replayed=True))
+        replies.append(reply_from_node(node, parsed, _completion_from_node(node), from_record=True))
     return tuple(replies)
+
+
+_FIELDS = frozenset(f.name for f in fields(Sampling))
+_CURE = "switch it off, or use a session with training=False"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PinnedSampling:
+    """Sampling values that hold whatever the client asks for. A whole `Sampling` pins every field, a mapping those it
+    names."""
+
+    values: JsonMapping = field(default_factory=JsonObject)
+
+    @classmethod
+    def of(cls, sampling: Sampling | JsonMapping | None) -> PinnedSampling:
+        if isinstance(sampling, Sampling):
+            return cls(values={name: getattr(sampling, name) for name in _FIELDS})
+        values = dict(sampling or {})
+        if unknown := sorted(set(values) - _FIELDS):
+            raise SamplingError(f"no sampling setting named {', '.join(unknown)}; known: {', '.join(sorted(_FIELDS))}")
+        sampling_from_json(values)  # refuses bad values now, not at the first turn
+        return cls(values=values)
+
+    def apply(self, sampling: Sampling) -> Sampling:
+        if not self.values:
+            return sampling
+        pinned = sampling_from_json(self.values)
+        return replace(sampling, **{name: getattr(pinned, name) for name in self.values})
+
+
+def resolve_sampling(requested: Sampling, pinned: PinnedSampling, *, renderer: Renderer, training: bool) -> Sampling:
+    """Pinned values over the client's, the renderer's stop tokens added. Penalties are refused where a trainer is to
+    score the tokens."""
+    sampling = pinned.apply(requested)
+    stops = tuple(dict.fromkeys((*renderer.stop_token_ids, *sampling.stop_token_ids)))
+    sampling = replace(sampling, stop_token_ids=stops, extra=freeze(sampling.extra, "sampling.extra"))
+    if training and (penalties := [name for name in sampling.filters if name in PENALTIES]):
+        raise SamplingError(f"no trainer can score tokens sampled under {', '.join(penalties)}; {_CURE}")
+    return sampling
+
+
+async def check_truthful(sampling: Sampling, provider: Provider) -> None:
+    """Refuses filters under which the engine does not report the log-probabilities that it sampled from. An engine that
+    has not yet said what it can do is asked."""
+    if not sampling.filters:
+        return
+    if provider.truthful_filters is None:
+        await provider.health()
+    truthful = provider.truthful_filters or frozenset()
+    if blind := [name for name in sampling.filters if name not in truthful]:
+        raise SamplingError(f"{provider.name} cannot report true log-probabilities under {', '.join(blind)}; {_CURE}")
+
+
+def identify_request(request: TurnRequest, conversation: Conversation, sampling: Sampling) -> bytes:
+    """Equal for equal requests only: messages, tools, sampling, template settings, n, dialect and the named node,
+    exactly."""
+    try:
+        settings = dumps([sampling_to_json(sampling), request.template_kwargs])
+    except (TypeError, ValueError) as error:
+        raise SamplingError(f"sampling.extra and template_kwargs must be plain JSON values: {error}") from error
+    named = () if request.continues is None else (request.continues.encode(),)
+    return digest(conversation.digest, settings, b"%d" % request.n, request.dialect.encode(), *named)
+
+
+def format_identity(identity: bytes) -> str:
+    """As a node keeps it. Records without the prefix are older and name a request by looser keys."""
+    return f"exact:{identity.hex()}"
+
+
+def is_same_request(recorded: str | None, identity: bytes) -> bool:
+    return recorded is None or not recorded.startswith("exact:") or recorded == format_identity(identity)

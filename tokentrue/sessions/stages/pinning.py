@@ -22,7 +22,7 @@ from tokentrue.conversation import Conversation, ConversationMessage
 from tokentrue.conversation.match_keys import count_system, message_key, read_role
 from tokentrue.errors import ConfigError
 from tokentrue.plain_json import digest
-from tokentrue.sessions.matching.projections import find_changes
+from tokentrue.sessions.matching.candidates import find_changes
 from tokentrue.sessions.tree import Node, Tree
 from tokentrue.types import Message, Messages
 

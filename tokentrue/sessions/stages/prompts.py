@@ -15,9 +15,8 @@ from tokentrue.errors import TokenContractError
 from tokentrue.ids import TokenIds
 from tokentrue.json_types import JsonMapping
 from tokentrue.protocols import Renderer
-from tokentrue.sessions.limits import SessionLimits
+from tokentrue.sessions.limits import SessionLimits, count_chars, run_by_size
 from tokentrue.sessions.matching.matcher import Continue, Resolution, Root, root_after
-from tokentrue.sessions.offload import count_chars, run_by_size
 from tokentrue.sessions.tree import Given, Node, ServedRef, Tree, TurnKey
 from tokentrue.tracing import traced
 from tokentrue.types import Extension, Message, PromptSpan, Refusal, Rendered, TemplateKwargs, Tools
@@ -33,7 +32,7 @@ class Prompt:
     parent: Node | None
     given: tuple[Given, ...]
     projection: str
-    why: str | None
+    edge_reason: str | None
     detail: str
     origin: Node | None = None
 
@@ -58,7 +57,7 @@ async def build_prompt(
             return extended
         node, tail, origin = resolution.node, resolution.tail, resolution.origin
         resolution = root_after(
-            tree, node, tail, tools, in_flight, why=extended.why, detail=extended.detail, origin=origin
+            tree, node, tail, tools, in_flight, edge_reason=extended.why, detail=extended.detail, origin=origin
         )
     chars = count_chars(resolution.messages) + count_chars(tools or ())
     limits.check_text(chars)
@@ -97,7 +96,7 @@ async def _extend(
         parent=node,
         given=resolution.tail,
         projection=resolution.projection,
-        why=resolution.why,
+        edge_reason=resolution.edge_reason,
         detail=resolution.detail,
         origin=resolution.origin,
     )
@@ -177,7 +176,7 @@ async def _render(
         parent=None,
         given=resolution.given,
         projection="root",
-        why=resolution.why,
+        edge_reason=resolution.edge_reason,
         detail=resolution.detail,
         origin=resolution.origin,
     )

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from tokentrue.mismatch.routing import replay_routing, routing_of, routing_weights_of
 from tokentrue.numerics import KeptRows
-from tokentrue.replay import FREE
+from tokentrue.routing_replay import FREE
 from tokentrue.train.config import RoutingReplay
 from tokentrue.types import Sample
 

@@ -1,0 +1,457 @@
+"""Engines that are servers: HTTP by aiohttp, typed answers, and what the adapters have in common.
+
+A request is sent again only until its response begins. A generation that is not streamed begins to respond when it is
+complete: one that breaks off is sampled again, and what the engine had sampled of it never arrived. Later failures are
+the caller's to handle. A body, and a line of an event stream, has at most `limit` bytes: an engine that sends more is
+at fault, and is not read to the end. An answer of another shape than its record is an `EngineContractError` with the
+engine's own words; unknown fields are ignored, because engines add them with every release.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any, Protocol, TypedDict, TypeVar, cast
+from urllib.parse import urlsplit
+from uuid import uuid4
+
+import aiohttp
+import msgspec
+import orjson
+
+from tokentrue.errors import (
+    ConfigError,
+    EngineContractError,
+    EngineError,
+    EngineRejected,
+    EngineTimeout,
+    EngineUnreachable,
+    PromptTooLong,
+    SamplingError,
+)
+from tokentrue.ids import TokenIds
+from tokentrue.json_types import JsonMapping, JsonObject
+from tokentrue.protocols import Streaming
+from tokentrue.providers.building import CONSTRAINTS, CompletionBuilder
+from tokentrue.providers.publishing import DiskPublisher, WrittenWeights
+from tokentrue.types import MAX_INT64, UNVERSIONED, Chunk, Completion, Ids, Sampling
+
+T = TypeVar("T")
+RETRIED_STATUS = frozenset({502, 503})
+FIRST_BACKOFF_S = 0.2
+QUOTED_CHARS = 300
+TOO_LONG = re.compile(r"(context|model|allowed) length", re.IGNORECASE)
+END_S = 0.05
+ABORT_S = 30.0
+ABORT_RETRY_S = 0.1  # a request may reach the engine after the abort that was meant for it
+BODY_BYTES = 16 << 20  # of an answer, before what a generation's tokens may take
+ANSWER_BYTES = 64 << 20
+POSITION_BYTES = 4096  # of a token's log-probabilities, sampling mask and routing, in JSON
+UNBOUNDED_TOKENS = 16_384  # assumed of a request without max_tokens
+MOST_TOKENS = 65_536
+
+
+class EngineHttp:
+    """One engine's base URL. `timeout_s` bounds the silence between two reads, `connect_s` the connection."""
+
+    def __init__(
+        self, url: str, *, timeout_s: float, connect_s: float, retries: int, api_key: str | None = None
+    ) -> None:
+        self.url = url.rstrip("/")
+        parts = urlsplit(self.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(f"{url!r} is not the URL of an engine; give one such as http://127.0.0.1:30000")
+        self.place = f"{parts.hostname}-{parts.port or parts.scheme}"  # names this engine's files
+        self._timeout_s, self._retries = timeout_s, retries
+        self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect_s, sock_read=timeout_s)
+        self._headers = {"content-type": "application/json"} | (
+            {"authorization": f"Bearer {api_key}"} if api_key else {}
+        )
+        self._session: aiohttp.ClientSession | None = None
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def read(
+        self,
+        method: str,
+        path: str,
+        body: JsonMapping | bytes | None = None,
+        *,
+        retry: bool = True,
+        limit: int = BODY_BYTES,
+    ) -> bytes:
+        """The whole body of a successful response; any other response becomes a typed error with the engine's own
+        words."""
+        parts: list[bytes] = []
+        size = 0
+        async with await self._respond(method, path, body, self._retries if retry else 0) as response:
+            while part := await self._read_part(path, response):
+                parts.append(part)
+                size += len(part)
+                if size > limit:
+                    raise self._too_large(path, limit)
+        return b"".join(parts)
+
+    async def answers(
+        self, path: str, body: bytes, *, whole: bool = False, limit: int = BODY_BYTES
+    ) -> AsyncGenerator[list[bytes]]:
+        """The data of the server-sent events up to [DONE]; those that arrived together are one list. With `whole`, the
+        one body of an answer that is no stream."""
+        if whole:
+            yield [await self.read("POST", path, body, limit=limit)]
+            return
+        begun: list[bytes] = []  # parts of a line, joined once: an event may be many reads long
+        size = 0
+        async with await self._respond("POST", path, body, self._retries) as response:
+            while True:
+                part = await self._read_part(path, response)
+                first, *others = part.split(b"\n")
+                begun.append(first)
+                size += len(first)
+                if size > limit:
+                    raise self._too_large(path, limit)
+                if part and not others:
+                    continue
+                lines = [b"".join(begun), *others[:-1]]  # the last line may have no line break
+                events = [line[5:].strip() for line in lines if line.startswith(b"data:")]
+                is_over = b"[DONE]" in events
+                if is_over:
+                    del events[events.index(b"[DONE]") :]
+                if events:
+                    yield events
+                if is_over:
+                    await _read_end(response)
+                if is_over or not part:
+                    return
+                begun, size = [others[-1]], len(others[-1])
+
+    async def _read_part(self, path: str, response: aiohttp.ClientResponse) -> bytes:
+        """What has arrived of the body; empty at its end."""
+        try:
+            return await response.content.readany()
+        except TimeoutError as error:
+            raise EngineTimeout(f"{self.url}{path} sent nothing for {self._timeout_s:g} s") from error
+        except aiohttp.ClientError as error:
+            raise EngineUnreachable(f"{self.url}{path} broke off: {error or type(error).__name__}") from error
+
+    def _too_large(self, path: str, limit: int) -> EngineContractError:
+        return EngineContractError(
+            f"{self.url}{path} answers with more than {limit >> 20} MiB, which no answer to this request takes"
+        )
+
+    async def _respond(
+        self, method: str, path: str, body: JsonMapping | bytes | None, retries: int
+    ) -> aiohttp.ClientResponse:
+        """A response with status 2xx, to be used in a block: leaving it before the response's end closes the
+        connection, which cancels the request."""
+        data = body if isinstance(body, bytes | None) else orjson.dumps(body)
+        response = await self._request(method, path, data, retries)
+        if response.status < 300:
+            return response
+        async with response:
+            words = (await response.content.read(QUOTED_CHARS)).decode("utf-8", "replace").replace("\n", " ")
+            raise _refusal(self.url + path, response.status, words)
+
+    async def _request(self, method: str, path: str, data: bytes | None, retries: int) -> aiohttp.ClientResponse:
+        session = self._open()
+        attempt = 0
+        while True:
+            try:
+                response = await session.request(method, self.url + path, data=data, allow_redirects=False)
+                if response.status not in RETRIED_STATUS or attempt >= retries:
+                    return response
+                response.release()
+            except aiohttp.SocketTimeoutError as error:
+                raise EngineTimeout(f"{self.url}{path} did not answer in {self._timeout_s:g} s") from error
+            except aiohttp.ClientConnectionError as error:
+                # A server may close an idle connection at the moment when a request is sent on it: that costs no
+                # attempt.
+                free = isinstance(error, aiohttp.ServerDisconnectedError) and attempt == 0
+                if attempt >= retries and not free:
+                    raise EngineUnreachable(
+                        f"no engine is reachable at {self.url}: {error or type(error).__name__}"
+                    ) from error
+            except aiohttp.ClientError as error:
+                raise EngineContractError(f"{self.url}{path} does not answer in HTTP: {error}") from error
+            await asyncio.sleep(FIRST_BACKOFF_S * 2**attempt)
+            attempt += 1
+
+    def _open(self) -> aiohttp.ClientSession:
+        """The client session, created on first use because aiohttp binds it to the running event loop."""
+        if self._session is None:
+            connector = aiohttp.TCPConnector(limit=0)
+            jar = aiohttp.DummyCookieJar()
+            self._session = aiohttp.ClientSession(
+                connector=connector, timeout=self._timeout, headers=self._headers, cookie_jar=jar
+            )
+        return self._session
+
+
+async def _read_end(response: aiohttp.ClientResponse) -> None:
+    """The end of the body follows [DONE] at once; a connection that has read it can be used again."""
+    with suppress(TimeoutError, aiohttp.ClientError):
+        async with asyncio.timeout(END_S):
+            await response.content.read(1)
+
+
+def rejected(message: str) -> EngineRejected:
+    """The engine's refusal in its own words; vLLM and SGLang name a prompt that is too long in words alone."""
+    return PromptTooLong(f"prompt is too long: {message}") if TOO_LONG.search(message) else EngineRejected(message)
+
+
+def _refusal(where: str, status: int, words: str) -> EngineError:
+    if status in {408, 504}:
+        return EngineTimeout(f"{where} answered {status}: {words}")
+    if status in {401, 403, 404, 405}:
+        return EngineContractError(f"{where} answered {status}: {words}; docs/engines.md says how to start the engine")
+    if status in RETRIED_STATUS:
+        return EngineUnreachable(f"{where} answered {status}: {words}")
+    return rejected(f"{where} answered {status}: {words}")
+
+
+# ---- answers ---------------------------------------------------------------------------------------------------------
+class EngineFault(msgspec.Struct):
+    """The error object of both engines; some versions send a plain text in its place."""
+
+    message: str | None = None
+
+
+class Tokenized(msgspec.Struct):
+    """/tokenize of both engines."""
+
+    tokens: list[int]
+
+
+def decode_answer(data: bytes, kind: type[T], *, where: str) -> T:
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.DecodeError as error:  # a ValidationError is one, too
+        words = data[:QUOTED_CHARS].decode("utf-8", "replace")
+        raise EngineContractError(f"{where} answered something unexpected ({error}): {words}") from error
+
+
+def raise_fault(engine: str, fault: EngineFault | str | None) -> None:
+    """Raises where the engine reported an error inside a 200 answer or a stream."""
+    if fault is not None:
+        raise rejected(f"{engine}: {fault if isinstance(fault, str) else fault.message or 'error without a message'}")
+
+
+def version_from(text: str | int | None) -> int:
+    """The integer at the end of an engine's weight version ("7", "step-7"); engines start with a word such as
+    "default"."""
+    words = "" if text is None else str(text).rstrip()
+    digits = words[len(words.rstrip("0123456789")) :]
+    version = int(digits) if digits else UNVERSIONED
+    if version > MAX_INT64:  # what the journal's integer column holds
+        raise EngineContractError(f"weight version {text!r} does not fit 64 bits; publish versions that count steps")
+    return version
+
+
+async def read_tokens(http: EngineHttp, path: str, body: JsonMapping) -> TokenIds | None:
+    """The engine's own tokenisation of a text; None where the server has no such route, or another one under its
+    name."""
+    try:
+        data = await http.read("POST", path, body, retry=False)
+        return TokenIds(decode_answer(data, Tokenized, where=http.url + path).tokens)
+    except (EngineContractError, EngineRejected):
+        return None
+
+
+# ---- what the adapters have in common --------------------------------------------------------------------------------
+class Answer(Protocol):
+    """A generation as one engine reports it."""
+
+    builder: CompletionBuilder
+
+    def add(self, event: bytes) -> None:
+        """Appends what one event, or a whole answer, reports."""
+        ...
+
+    def complete(self) -> Completion:
+        """Raises where the engine has not said that the generation is over."""
+        ...
+
+
+class Connection(TypedDict, total=False):
+    """How every server is reached; `weights_dir` is where weights are written for it."""
+
+    timeout_s: float
+    connect_s: float
+    retries: int
+    api_key: str | None
+    weights_dir: str | Path | None
+
+
+class RemoteEngine(Streaming):
+    """A server that generates, aborts by request id, and loads weights from a directory that it sees (`weights_dir`).
+
+    A request whose caller leaves or fails is aborted at the engine, which must not go on sampling.
+    """
+
+    name: str
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        timeout_s: float = 600.0,
+        connect_s: float = 5.0,
+        retries: int = 3,
+        api_key: str | None = None,
+        weights_dir: str | Path | None = None,
+    ) -> None:
+        self._http = EngineHttp(url, timeout_s=timeout_s, connect_s=connect_s, retries=retries, api_key=api_key)
+        self.url = self._http.url
+        self._running: set[str] = set()  # request ids
+        self._publisher = DiskPublisher(self, weights_dir, place=self._http.place)
+
+    async def stream(
+        self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None, whole: bool = False
+    ) -> AsyncIterator[Chunk]:
+        await self._prepare(sampling)
+        ids = TokenIds(prompt_ids)
+        answer = self._new_answer(CompletionBuilder(self.name, ids), sampling)
+        tokens = min(sampling.max_tokens or UNBOUNDED_TOKENS, MOST_TOKENS)
+        limit = ANSWER_BYTES + POSITION_BYTES * (len(ids) + tokens)
+        async with self._hold() as request_id:
+            path, body = self._body(ids, sampling, session=session, request_id=request_id, stream=not whole)
+            async with aclosing(self._http.answers(path, body, whole=whole, limit=limit)) as reads:
+                async for events in reads:
+                    for chunk in answer.builder.take_read(events, answer.add):
+                        yield chunk
+            completion = answer.complete()
+        yield Chunk(final=completion)
+
+    async def _prepare(self, sampling: Sampling) -> None:
+        """Refuses what the engine cannot do."""
+        raise NotImplementedError
+
+    def _new_answer(self, builder: CompletionBuilder, sampling: Sampling) -> Answer:
+        raise NotImplementedError
+
+    def _body(
+        self, ids: TokenIds, sampling: Sampling, *, session: str | None, request_id: str, stream: bool
+    ) -> tuple[str, bytes]:
+        """The route and the request."""
+        raise NotImplementedError
+
+    async def _abort(self, request_ids: Sequence[str]) -> None:
+        raise NotImplementedError
+
+    async def pause_for_weights(self) -> None:
+        raise NotImplementedError
+
+    async def load_from_disk(self, written: WrittenWeights) -> None:
+        """Loads the weights, drops what was cached with other ones, and stamps the version; raises EngineError where
+        any of it fails."""
+        raise NotImplementedError
+
+    async def resume_with_weights(self) -> None:
+        raise NotImplementedError
+
+    async def weight_version(self) -> int:
+        raise NotImplementedError
+
+    @asynccontextmanager
+    async def _hold(self) -> AsyncGenerator[str]:
+        """A new request id for the block in which the engine samples; aborted if the block is left by an exception."""
+        request_id = uuid4().hex
+        self._running.add(request_id)
+        try:
+            yield request_id
+        except BaseException:
+            self._running.discard(request_id)
+            with suppress(EngineError):  # the engine is gone: nothing is left to abort
+                await self._abort([request_id])
+            raise
+        finally:
+            self._running.discard(request_id)
+
+    async def interrupt(self) -> int:
+        """Aborts every generation of ours at the engine and waits until each has returned what it has; returns how
+        many there were."""
+        count, end = len(self._running), time.monotonic() + ABORT_S
+        while self._running:
+            if time.monotonic() > end:
+                raise EngineTimeout(
+                    f"the engine did not end {len(self._running)} aborted generations within {ABORT_S:g} s"
+                )
+            await self._abort(sorted(self._running))
+            await asyncio.sleep(ABORT_RETRY_S if self._running else 0)
+        return count
+
+    async def publish(self, weights: Iterable[tuple[str, Any]], *, version: int) -> None:
+        """Writes the weights below `weights_dir` and has the server load them, also in mid-generation."""
+        await self._publisher.publish(weights, version=version)
+
+    async def rejoin(self) -> None:
+        """Loads the weights that were written last: for a server that was away when they were published."""
+        await self._publisher.rejoin()
+
+    async def _require_version(self, version: int) -> None:
+        """Raises where the engine does not say that it has the weights which were just loaded."""
+        reported = await self.weight_version()
+        if reported != version:
+            raise EngineRejected(f"{self.name} reports weight version {reported} after loading version {version}")
+
+    async def _post(self, path: str, body: JsonMapping | None = None) -> bytes:
+        return await self._http.read("POST", path, body or {}, retry=False)
+
+    async def close(self) -> None:
+        await self._http.close()
+
+
+# ---- what a request wants enforced while sampling --------------------------------------------------------------------
+# The mask that enforces a constraint is part of the distribution that is sampled from, so the reported
+# log-probabilities are those under the mask.
+def engine_settings(extra: JsonMapping) -> JsonObject:
+    """What is the engine's own already."""
+    return {name: value for name, value in extra.items() if name not in CONSTRAINTS}
+
+
+def find_constraint(extra: JsonMapping, *, own: tuple[str, ...]) -> str | None:
+    """The one of CONSTRAINTS that is asked for; `own` are the engine's own names of constraints."""
+    given = [name for name in (*sorted(CONSTRAINTS), *own) if extra.get(name) is not None]
+    if len(given) > 1:
+        raise SamplingError(f"{' and '.join(given)} cannot be enforced together; send one of them")
+    return given[0] if given and given[0] in CONSTRAINTS else None
+
+
+def structural_tag(extra: JsonMapping) -> str:
+    """`tool_choice` as JSON text."""
+    tag = _object(extra["tool_choice"])
+    if tag.get("type") != "structural_tag":
+        raise SamplingError("tool_choice: must be a structural tag, as the renderer's call_tag gives it")
+    return dump_settings(tag).decode()
+
+
+def response_schema(extra: JsonMapping) -> JsonMapping | None:
+    """The JSON schema that `response_format` asks for; None for any object."""
+    asked = _object(extra["response_format"])
+    if asked.get("type") == "json_object":
+        return None
+    schema = _object(asked.get("json_schema")).get("schema")
+    if asked.get("type") != "json_schema" or not isinstance(schema, Mapping):
+        raise SamplingError("response_format: must be of type json_object, or json_schema with a json_schema.schema")
+    return cast("JsonMapping", schema)
+
+
+def _object(value: object) -> JsonMapping:
+    """A JSON object; anything else reads as an empty one."""
+    return cast("JsonMapping", value) if isinstance(value, Mapping) else {}
+
+
+def dump_settings(value: object) -> bytes:
+    """The JSON that an engine is sent. Schemas and strings come from the client: what JSON cannot hold in them is its
+    mistake."""
+    try:
+        return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
+    except TypeError as error:
+        raise SamplingError(f"the sampling settings cannot be sent to an engine: {error}") from error
