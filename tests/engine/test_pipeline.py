@@ -41,7 +41,7 @@ def checked(run: Run, stages: int) -> None:
 @pytest.mark.parametrize(
     ("kind", "stages", "dtype", "sizes"),
     [
-        ("qwen3", 2, "bfloat16", {"num_hidden_layers": 3}),
+        pytest.param("qwen3", 2, "bfloat16", {"num_hidden_layers": 3}, marks=pytest.mark.slow),
         ("qwen3_5", 2, "float32", HYBRID),
         pytest.param("llama", 4, "float32", FIVE, marks=pytest.mark.slow),
     ],

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from tests.engine.world import alone, build, judge, random_run
-from tests.marks import slow_except
+from tests.marks import IS_THOROUGH, slow_except
 
 REQUIRED = ["qwen3", "llama", "qwen2", "qwen3_moe"]
 FURTHER = [
@@ -50,18 +50,13 @@ def check(kind: str, dtype: str, seed: int, tokens: int, replays: int) -> int:
     ),
 )
 def test_random_schedule(kind: str, dtype: str) -> None:
-    check(kind, dtype, seed=REQUIRED.index(kind), tokens=300, replays=3)
+    check(kind, dtype, seed=REQUIRED.index(kind), tokens=300 if IS_THOROUGH else 150, replays=2)
 
 
 @pytest.mark.parametrize("kind", slow_except({"qwen3_next", "gpt_oss"}, FURTHER))
 def test_random_schedule_of_further_families(kind: str) -> None:
-    check(
-        kind,
-        "bfloat16" if kind in {"gemma3", "qwen3_5", "olmo3", "gpt_oss"} else "float32",
-        seed=7,
-        tokens=200,
-        replays=2,
-    )
+    dtype = "bfloat16" if kind in {"gemma3", "qwen3_5", "olmo3", "gpt_oss"} else "float32"
+    check(kind, dtype, seed=7, tokens=200 if IS_THOROUGH else 100, replays=2)
 
 
 @pytest.mark.parametrize("kind", slow_except({"qwen3"}, ["qwen3", "qwen3_moe"]))

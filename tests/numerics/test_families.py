@@ -99,6 +99,7 @@ def test_an_engine_that_forgets_the_sinks_is_refused_at_load() -> None:
         engine_of(build("gpt_oss"), "float32", None, ops=WithoutSinks())
 
 
+@pytest.mark.slow
 def test_experts_without_their_biases_are_caught() -> None:
     run = random_run(build("gpt_oss"), "float32", 3, tokens=100, ops=WithoutBias(), loads=0)
     assert judge(run)[1] > 0

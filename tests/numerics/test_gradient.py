@@ -7,6 +7,7 @@ import subprocess
 import sys
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -85,6 +86,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_fsdp2_scores_have_the_same_bits_and_gradients_flow() -> None:
     from pathlib import Path
 

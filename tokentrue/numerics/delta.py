@@ -49,7 +49,7 @@ def recurrent_scan(
 def scan_sequences(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, lengths: Sequence[int], state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """`Ops.delta_scan` in plain torch, without gradients."""
+    """`Ops.delta_scan` in plain torch."""
     last = q.new_zeros(len(lengths), q.shape[1], q.shape[2], v.shape[2]) if state is None else state.clone()
     out = torch.empty_like(v)
     for members, rows in groups(lengths, q.device):
@@ -97,15 +97,8 @@ class DeltaScan(torch.autograd.Function):
 
 
 def differentiable_scan(
-    scan: Scan,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    decay: Tensor,
-    beta: Tensor,
-    lengths: Sequence[int],
-    state: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+    scan: Scan, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, lengths: Sequence[int], state: Tensor | None
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`scan`, with gradients where inputs need them and the sequences start from zero states."""
     if state is None and torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, decay, beta)):
         return DeltaScan.apply(q, k, v, decay, beta, tuple(lengths), scan)  # pyright: ignore[reportReturnType]
@@ -142,8 +135,8 @@ class GatedDelta:
         q, k = (self.unit(part.view(-1, self.key_heads, self.key_size)) for part in (q, k))
         beta = ops.activation(b, "sigmoid").float()
         decay = -torch.exp(m.A_log.float()) * ops.activation(a.float() + m.dt_bias, "softplus")
-        out, state = ops.delta_scan(
-            q, k, v.view(-1, self.value_heads, self.value_size).float(), decay, beta, lengths, state
+        out, state = differentiable_scan(
+            ops.delta_scan, q, k, v.view(-1, self.value_heads, self.value_size).float(), decay, beta, lengths, state
         )
         normed = ops.rms_norm(out.to(x_TK.dtype), m.norm.weight, m.norm.variance_epsilon, form=NormForm.PLAIN)
         gated = (normed.float() * ops.activation(z.float(), "silu")).to(x_TK.dtype)

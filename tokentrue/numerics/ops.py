@@ -230,7 +230,7 @@ class Ops(ABC):
     def delta_scan(
         self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, lengths: Sequence[int], state: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """(grad, from zero states) The gated delta rule over sequences back to back: q, k [T,H,K], v [T,H,V], decay,
+        """The gated delta rule over sequences back to back: q, k [T,H,K], v [T,H,V], decay,
         beta [T,H], float32 -> out [T,H,V] and the states [S,H,K,V] after each sequence; `state` None: zeros."""
 
     # ---- attention

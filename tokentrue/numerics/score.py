@@ -18,13 +18,9 @@ from tokentrue.numerics.ops import Packed, same_bits
 
 
 def score(
-    model: nn.Module,
-    ids: Tensor,
-    temperature: float | Tensor = 1.0,
-    cu_seqlens: Tensor | None = None,
-    *,
+    model: nn.Module, ids: Tensor, temperature: float | Tensor = 1.0, cu_seqlens: Tensor | None = None, *,
     kept: KeptRows | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """ids [B,T] -> float32 [B,T-1]: log-probability of ids[:,1:] under softmax(logits / temperature). Differentiable.
 
     Sequences start at position 0 and may be padded on the right with any id (causality hides it). Packed: ids [1,T] (or
@@ -37,13 +33,9 @@ def score(
 
 
 def score_with_entropy(
-    model: nn.Module,
-    ids: Tensor,
-    temperature: float | Tensor = 1.0,
-    cu_seqlens: Tensor | None = None,
-    *,
+    model: nn.Module, ids: Tensor, temperature: float | Tensor = 1.0, cu_seqlens: Tensor | None = None, *,
     kept: KeptRows | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The log-probabilities of `score`, and the entropy of the distribution that each was scored under. Both
     differentiable."""
     both = scores_of(model, ids, temperature, cu_seqlens, entropy=True, kept=kept)
@@ -51,14 +43,8 @@ def score_with_entropy(
 
 
 def scores_of(
-    model: nn.Module,
-    ids: Tensor,
-    temperature: float | Tensor,
-    cu_seqlens: Tensor | None,
-    *,
-    entropy: bool,
-    kept: KeptRows | None = None,
-) -> Tensor:
+    model: nn.Module, ids: Tensor, temperature: float | Tensor, cu_seqlens: Tensor | None, *, entropy: bool, kept: KeptRows | None
+) -> Tensor:  # fmt: skip
     if not bool((torch.as_tensor(temperature) > 0).all()):
         raise InputError(
             f"score: temperature must be > 0, got {temperature}; greedy decoding has no log-probabilities of its own"

@@ -4,13 +4,12 @@ machine for every shape of the model first."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import tokentrue.numerics.cpu.attention as cpu_attention
 from tokentrue.errors import ExactnessError
 from tokentrue.numerics.cpu.arithmetic import (
     ACTIVATIONS,
@@ -27,9 +26,23 @@ from tokentrue.numerics.cpu.arithmetic import (
     tiled_product,
     transposed_product,
 )
-from tokentrue.numerics.cpu.attention import DecodePlan, decode_buckets, hidden_decode, prefill_buckets
+from tokentrue.numerics.cpu.attention import (
+    KEYS,
+    TILES,
+    DecodePlan,
+    attention,
+    chunks,
+    decode_buckets,
+    fold,
+    head_major_one,
+    hidden_decode,
+    prefill_buckets,
+    sink_rows,
+    token_major,
+    up_to,
+)
 from tokentrue.numerics.cpu.selftest import check
-from tokentrue.numerics.delta import differentiable_scan, scan_sequences
+from tokentrue.numerics.delta import scan_sequences
 from tokentrue.numerics.ops import AttentionSpec, ExpertWeights, HeadNorm, NormForm, Ops, Packed, PagedBatch
 
 PAGE = 16
@@ -39,6 +52,7 @@ class CpuOps(Ops):
     name = "cpu"
     block_size = PAGE
     least_rows = 2
+    delta_scan = staticmethod(scan_sequences)
 
     def __init__(self) -> None:
         # K for which oneDNN's float32 rows depend on the batch, whatever N: merged weights must agree.
@@ -144,14 +158,9 @@ class CpuOps(Ops):
             total = total + scaled[:, slot]
         return total
 
-    def delta_scan(
-        self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, lengths: Sequence[int], state: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        return differentiable_scan(scan_sequences, q, k, v, decay, beta, lengths, state)
-
     # ---- attention
     def attention(self, q: Tensor, k: Tensor, v: Tensor, packed: Packed, spec: AttentionSpec) -> Tensor:
-        return cpu_attention.attention(q, k, v, packed.lengths, spec)
+        return attention(q, k, v, packed.lengths, spec)
 
     def new_cache(self, num_blocks: int, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         # Head-major underneath, so that gathered pages of a head lie as one run of keys.
@@ -228,7 +237,7 @@ class CpuOps(Ops):
     def decode_plan(self, batch: PagedBatch, members: list[int], window: int | None, heads: int) -> DecodePlan:
         contexts = [batch.contexts[i] for i in members]
         rows = slice(0, batch.num_decodes) if len(members) == batch.num_decodes else torch.tensor(members)
-        keys = cpu_attention.up_to(max(contexts), cpu_attention.KEYS)
+        keys = up_to(max(contexts), KEYS)
         hidden = hidden_decode(contexts, keys, window)
         if hidden is not None and len(members) > 1:
             hidden = hidden.repeat(heads, 1, 1)
@@ -253,8 +262,8 @@ class CpuOps(Ops):
         else:
             padded = q.new_zeros(j, s, rows, d, dtype=torch.float32)
             padded[:, :, :g].copy_(q_JSGD).mul_(spec.scale)
-        sink = cpu_attention.sink_rows(spec.sinks, j, s, 1, rows)
-        out = cpu_attention.fold(padded.reshape(j * s, rows, d), k, v, plan.hidden, spec.softcap, sink)[0]
+        sink = sink_rows(spec.sinks, j, s, 1, rows)
+        out = fold(padded.reshape(j * s, rows, d), k, v, plan.hidden, spec.softcap, sink)[0]
         return out.view(j, s, rows, d)[:, :, :g].transpose(0, 1).reshape(s, h, d).to(q.dtype)
 
     def prefill(
@@ -264,13 +273,13 @@ class CpuOps(Ops):
         s, t, h, d = q.shape
         j = k_cache.shape[1]
         g = h // j
-        keys = cpu_attention.up_to(context, cpu_attention.KEYS)
+        keys = up_to(context, KEYS)
         pages = self.pages_of(tables, keys)
         k, v = self.gather(k_cache, pages, keys, "k"), self.gather(v_cache, pages, keys, "v")
         first = context - t
-        q_XTGD = cpu_attention.head_major_one(q, j) * spec.scale
+        q_XTGD = head_major_one(q, j) * spec.scale
         out = q_XTGD.new_empty(q_XTGD.shape)
-        for chunk in cpu_attention.chunks(first, context, spec.window, g):
+        for chunk in chunks(first, context, spec.window, g):
             at = chunk.first - first
             rows = q_XTGD[:, at : at + chunk.tile].reshape(j * s, -1, d)
             least = max(chunk.tile * g, self.rows)
@@ -281,10 +290,10 @@ class CpuOps(Ops):
                 else chunk.hidden
             )
             stop = min(chunk.tile, t - at)
-            sink = cpu_attention.sink_rows(spec.sinks, j, s, stop, least)
-            result = cpu_attention.fold(rows, k[:, : chunk.keys], v[:, : chunk.keys], hidden, spec.softcap, sink)[0]
+            sink = sink_rows(spec.sinks, j, s, stop, least)
+            result = fold(rows, k[:, : chunk.keys], v[:, : chunk.keys], hidden, spec.softcap, sink)[0]
             out[:, at : at + stop] = result[:, : stop * g].view(j * s, stop, g, d)
-        return cpu_attention.token_major(out, q.shape).to(q.dtype)
+        return token_major(out, q.shape).to(q.dtype)
 
     def gather(self, cache: Tensor, pages: Tensor, keys: int, name: str) -> Tensor:
         """float32 [J*S, keys, D], in a buffer that the next call of the name reuses."""
@@ -300,7 +309,7 @@ class CpuOps(Ops):
 
     # ---- self-knowledge
     def contract(self) -> Mapping[str, str]:
-        tiles = "/".join(map(str, cpu_attention.TILES))
+        tiles = "/".join(map(str, TILES))
         linear = (
             "oneDNN linear, rows >= 2, or a product equal to it in bits, float32"
             if self.has_onednn
@@ -310,7 +319,7 @@ class CpuOps(Ops):
             "linear.float32": linear
             + (f"; {TILE}-row tiles for K in {sorted(self.structural)}" if self.structural else ""),
             "linear.16-bit": f"{TILE}-row tiles",
-            "attention": f"float32 fold over {cpu_attention.KEYS}-key blocks, query tiles {tiles}, rows >= {self.rows}, sink last",
+            "attention": f"float32 fold over {KEYS}-key blocks, query tiles {tiles}, rows >= {self.rows}, sink last",
             "rms_norm": "float32, torch rms_norm per row",
             "activation": "float32; silu as x/(1+exp(-x)), sigmoid as 1/(1+exp(-x)), softplus as max(x,0)+log1p(exp(-|x|))",
             "rotary": "elementwise, rounded after each product",

@@ -11,7 +11,6 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-import tokentrue.numerics.cpu.attention as cpu_attention
 from tokentrue.errors import ExactnessError
 from tokentrue.numerics.cpu.arithmetic import (
     PLAIN_ROWS,
@@ -24,6 +23,7 @@ from tokentrue.numerics.cpu.arithmetic import (
     tiled_product,
     transposed_product,
 )
+from tokentrue.numerics.cpu.attention import KEYS, TILES, attention, chunks, fold, head_major, head_major_one
 from tokentrue.numerics.ops import AttentionSpec, same_bits
 
 ROWS = (1, 2, 3, 8, 17, 32, 33, 64, 129, 256)
@@ -171,22 +171,22 @@ def rows_independent(product: Product, k: int, n: int, bias: bool, dtype: torch.
 def attention_independent(rows: int, h: int, j: int, d: int, threads: int) -> bool:
     """Whole sequences against decodes, chunks and batches of the same queries."""
     generator = torch.Generator().manual_seed(h * 1009 + d)
-    g, keys, spec = h // j, 3 * cpu_attention.KEYS, AttentionSpec(scale=d**-0.5)
+    g, keys, spec = h // j, 3 * KEYS, AttentionSpec(scale=d**-0.5)
     q = torch.randn(keys, h, d, generator=generator)
     k, v = (torch.randn(keys, j, d, generator=generator) for _ in range(2))
     with torch.no_grad():
-        whole = cpu_attention.attention(q, k, v, (keys,), spec)
+        whole = attention(q, k, v, (keys,), spec)
         twice = [torch.cat((x, x[:200])) for x in (q, k, v)]
-        double = cpu_attention.attention(twice[0], twice[1], twice[2], (keys, 200), spec)
+        double = attention(twice[0], twice[1], twice[2], (keys, 200), spec)
         if not same_bits(double, torch.cat((whole, whole[:200]))):
             return False
-        q_XTGD, k_XND, v_XND = cpu_attention.head_major(q[None], k[None], v[None], spec.scale)
-        wanted = cpu_attention.head_major_one(whole[None], j)
-        for tile in cpu_attention.TILES:
+        q_XTGD, k_XND, v_XND = head_major(q[None], k[None], v[None], spec.scale)
+        wanted = head_major_one(whole[None], j)
+        for tile in TILES:
             for first in (0, 1, 100, 127, 128, 255, 256, keys - tile):
-                if first % cpu_attention.KEYS + tile > cpu_attention.KEYS:
+                if first % KEYS + tile > KEYS:
                     continue
-                (chunk,) = cpu_attention.chunks(first, first + tile, None, g)
+                (chunk,) = chunks(first, first + tile, None, g)
                 m = max(tile * g, rows)
                 x = q_XTGD.new_zeros(j, m, d)
                 x[:, : tile * g] = q_XTGD[:, first : first + tile].reshape(j, tile * g, d)
@@ -194,7 +194,7 @@ def attention_independent(rows: int, h: int, j: int, d: int, threads: int) -> bo
                 hidden[: tile * g] = chunk.hidden
                 for copies in (1, 3):
                     stacked = [t.repeat(copies, 1, 1) for t in (x, k_XND[:, : chunk.keys], v_XND[:, : chunk.keys])]
-                    out = cpu_attention.fold(stacked[0], stacked[1], stacked[2], hidden, None)[0]
+                    out = fold(stacked[0], stacked[1], stacked[2], hidden, None)[0]
                     found = out[: j * copies, : tile * g].view(copies, j, tile, g, d)
                     if not same_bits(found, wanted[:, first : first + tile].expand(copies, j, tile, g, d)):
                         return False

@@ -136,17 +136,9 @@ def _fold_parts(part_ptr, part_m_ptr, part_l_ptr, sink_ptr, o_ptr, s, j, lowest,
     )
 
 
-@triton.jit(
-    do_not_specialize=[
-        "starts_ptr",
-        "context_ptr",
-        "tile_seq_ptr",
-        "tile_query_ptr",
-        "table_ptr",
-        "stride_table",
-        "max_blocks",
-    ]
-)
+@triton.jit(do_not_specialize=[
+    "starts_ptr", "context_ptr", "tile_seq_ptr", "tile_query_ptr", "table_ptr", "stride_table", "max_blocks",
+])  # fmt: skip
 def _forward_kernel(q_ptr, k_ptr, v_ptr, sink_ptr, o_ptr, lse_ptr, starts_ptr, context_ptr, tile_seq_ptr, tile_query_ptr, table_ptr, scale,
                     stride_qt, stride_head, stride_key, stride_table, part_ptr, part_m_ptr, part_l_ptr, arrived_ptr, max_blocks,
                     H: tl.constexpr, J: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, GP: tl.constexpr, BM: tl.constexpr,
@@ -230,24 +222,8 @@ def _forward_kernel(q_ptr, k_ptr, v_ptr, sink_ptr, o_ptr, lse_ptr, starts_ptr, c
         arrived = tl.atomic_add(arrived_ptr + s * J + j, 1, sem="acq_rel", scope="gpu")
         if arrived == sharing - 1:
             first_block = lowest - tl.program_id(2)
-            _fold_parts(
-                part_ptr,
-                part_m_ptr,
-                part_l_ptr,
-                sink_ptr,
-                o_ptr,
-                s,
-                j,
-                first_block,
-                num_blocks,
-                max_blocks,
-                H,
-                J,
-                D,
-                BD,
-                GP,
-                SINK,
-            )
+            _fold_parts(part_ptr, part_m_ptr, part_l_ptr, sink_ptr, o_ptr, s, j, first_block, num_blocks, max_blocks, H, J, D,
+                        BD, GP, SINK)  # fmt: skip
             tl.store(arrived_ptr + s * J + j, 0)
     else:
         if SINK:
@@ -524,16 +500,8 @@ class _Attention(torch.autograd.Function):
         shape = {"H": heads, "J": key_heads, "D": size, "BD": power_of_two(size), "BM": side, "BN": side, "WINDOW": spec.window or 0,
                  "SOFTCAP": float(spec.softcap or 0.0), "PRECISION": precision_of(q.dtype),
                  "num_warps": 4, "num_stages": 2}  # fmt: skip
-        args = (
-            packed.cu_seqlens,
-            tiles.sequence,
-            tiles.query,
-            scale,
-            spec.scale,
-            q.stride(0),
-            k.stride(0),
-            k.stride(1),
-        )
+        strides = q.stride(0), k.stride(0), k.stride(1)
+        args = (packed.cu_seqlens, tiles.sequence, tiles.query, scale, spec.scale, *strides)
         if count := len(tiles.query):
             launch(_delta_kernel, (delta.numel(),), do, out, delta, D=size, BD=power_of_two(size), num_warps=1)
             launch(_dq_kernel, (count, heads), q, k, v, do, lse, delta, dq, *args, **shape)

@@ -47,7 +47,6 @@ def scan(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, lengths: Sequence[int],
     state: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`Ops.delta_scan` without gradients."""
     q, k, v, decay, beta = (x.contiguous() for x in (q, k, v, decay, beta))
     (_, heads, key_size), value_size = q.shape, v.shape[2]
     last = q.new_zeros(len(lengths), heads, key_size, value_size) if state is None else state.clone()

@@ -113,11 +113,8 @@ def _act_mul_kernel(gate_ptr, up_ptr, y_ptr, D, stride_gate, stride_up, ACT: tl.
 def activation_grad(x: Tensor, kind: str, dy: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """(act(x), act'(x)); with `dy` (x, dy · act'(x))."""
     x = align_rows(x.contiguous())
-    dy, acted, dx = (
-        x if dy is None else align_rows(dy.contiguous()),
-        x if dy is not None else torch.empty_like(x),
-        torch.empty_like(x),
-    )
+    acted, dx = x if dy is not None else torch.empty_like(x), torch.empty_like(x)
+    dy = x if dy is None else align_rows(dy.contiguous())
     if x.numel():
         launch(
             _act_grad_kernel, (cdiv(x.numel(), 1024),), x, dy, acted, dx, x.numel(), ACT=branch_of(kind), GRADIENT=acted is x,

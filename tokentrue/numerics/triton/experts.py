@@ -119,17 +119,8 @@ class Groups:
 
 
 @triton.jit(do_not_specialize=["P", "tiles"])
-def _plan_kernel(
-    index_ptr,
-    pair_ptr,
-    expert_ptr,
-    P,
-    tiles,
-    E: tl.constexpr,
-    EP: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def _plan_kernel(index_ptr, pair_ptr, expert_ptr, P, tiles, E: tl.constexpr, EP: tl.constexpr, ROWS: tl.constexpr,
+                 BLOCK: tl.constexpr):  # fmt: skip
     """Grid (E,). Program e writes the tiles of expert e; its pairs keep their order. Integers alone: timing changes
     nothing."""
     wait_for_inputs()
@@ -284,17 +275,8 @@ def _grouped(x: Tensor, experts: ExpertWeights, groups: Groups, num_pairs: int, 
         hopper.grouped_product(x, weight, groups.pairs, groups.experts, t, y, slots=slots, act=act)
         return y
     tile = tile_for_group(groups.rows, num_pairs, x.dtype, gated=gated)
-    launch_groups(
-        x,
-        by_output,
-        bias,
-        y,
-        groups,
-        tile,
-        act=experts.act if gated else None,
-        slots=slots,
-        interleaved=experts.interleaved,
-    )
+    act = experts.act if gated else None
+    launch_groups(x, by_output, bias, y, groups, tile, act=act, slots=slots, interleaved=experts.interleaved)
     return y
 
 

@@ -204,38 +204,21 @@ def _tiles(rows: int, outputs: int, tile: Tile) -> int:
     return cdiv(rows, tile.m) * cdiv(outputs, tile.n)
 
 
-def product(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile, out: Tensor) -> None:
-    (rows, inputs), outputs = x.shape, weight.shape[0]
-    if tile not in (LARGE, MIDDLE, SMALL):
-        _few_rows(x, weight, bias, tile, out)
-        return
-    programs = min(_tiles(rows, outputs, tile), _multiprocessors(x.device) * 8 // tile.warps)
-    launch(
-        _product_kernel, (programs,), _describe(x, tile.m, tile.k), _describe(weight, tile.n, tile.k), _describe(out, tile.m, tile.n),
-        bias if bias is not None else x, rows, outputs, inputs, BM=tile.m, BN=tile.n, BK=tile.k, BIAS=bias is not None, GROUP=8,
-        num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
-
-
-def gated_product(x: Tensor, weight: Tensor, act: str, tile: Tile, out: Tensor) -> None:
-    _few_rows(x, weight, None, tile, out, act)
-
-
-def _few_rows(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    tile: Tile,
-    out: Tensor,
-    act: str | None = None,
-) -> None:
+def product(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile, out: Tensor, act: str | None = None) -> None:
+    """out = x [M, K] @ weight[N, K].T + bias, or act(x @ gate.T) * (x @ up.T) for weight = [gate; up]."""
     (rows, inputs), outputs = x.shape, out.shape[1]
-    launch(
-        _few_rows_kernel, (_tiles(rows, outputs, tile),), _describe(x, tile.m, tile.k), _describe(weight, tile.n, tile.k),
-        _describe(out, tile.m, tile.n), bias if bias is not None else x, rows, outputs, inputs, BM=tile.m, BN=tile.n, BK=tile.k,
-        BIAS=bias is not None, GROUP=8, GATED=act is not None, ACT=branch_of(act) if act is not None else 0,
-        num_warps=tile.warps, num_stages=tile.stages,
+    args = (
+        _describe(x, tile.m, tile.k), _describe(weight, tile.n, tile.k), _describe(out, tile.m, tile.n),
+        bias if bias is not None else x, rows, outputs, inputs,
     )  # fmt: skip
+    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    constants = {"BM": tile.m, "BN": tile.n, "BK": tile.k, "BIAS": bias is not None, "GROUP": 8}
+    if act is None and tile in (LARGE, MIDDLE, SMALL):
+        programs = min(_tiles(rows, outputs, tile), _multiprocessors(x.device) * 8 // tile.warps)
+        launch(_product_kernel, (programs,), *args, **constants, **options)
+        return
+    gate = {"GATED": act is not None, "ACT": branch_of(act) if act is not None else 0}
+    launch(_few_rows_kernel, (_tiles(rows, outputs, tile),), *args, **constants, **gate, **options)
 
 
 def fits_experts(x: Tensor, experts: ExpertWeights) -> bool:

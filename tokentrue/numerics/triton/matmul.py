@@ -144,7 +144,7 @@ def gated_product(x: Tensor, weight: Tensor, *, act: str = "silu", tile: Tile | 
     if rows == 0:
         return y
     if tile is None and (described := hopper.tile_for(x, weight, gated=True)) is not None:
-        hopper.gated_product(x, weight, act, described, y)
+        hopper.product(x, weight, None, described, y, act)
         return y
     t = tile or tile_for_product(rows, outputs, inputs, x.dtype, gated=True)
     grid = (cdiv(rows, t.m) * cdiv(outputs, t.n),)

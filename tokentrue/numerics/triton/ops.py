@@ -7,7 +7,7 @@ where not.
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false, reportPossiblyUnboundVariable=false
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,6 @@ import tokentrue.numerics.triton.low_rank as low_rank
 import tokentrue.numerics.triton.matmul as matmul
 import tokentrue.numerics.triton.sampling as sampling
 import tokentrue.numerics.triton.selftest as selftest
-from tokentrue.numerics.delta import differentiable_scan
 from tokentrue.numerics.ops import (
     AttentionSpec,
     HeadNorm,
@@ -69,6 +68,7 @@ class TritonOps(selftest.Fallbacks):
     token_logprobs = staticmethod(sampling.token_logprobs)
     experts = staticmethod(expert_kernels.experts)
     pack_low_ranks = staticmethod(low_rank.pack)
+    delta_scan = staticmethod(scan)
 
     # ---- rows x features
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -98,11 +98,6 @@ class TritonOps(selftest.Fallbacks):
         if entropy:
             return super().logits_gradient(logits, ids, grads, entropy=True)
         return sampling.logits_gradient(logits, ids, grads)
-
-    def delta_scan(
-        self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, lengths: Sequence[int], state: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        return differentiable_scan(scan, q, k, v, decay, beta, lengths, state)
 
     def route(self, logits: Tensor, top_k: int, normalise: bool, given: Tensor | None = None) -> tuple[Tensor, Tensor]:
         if not expert_kernels.fits_route(logits, top_k):

@@ -104,20 +104,8 @@ def logits_gradient(logits: Tensor, tokens: Tensor, grads: Tensor) -> Tensor:
     if z.shape[0]:
         grid = (z.shape[0], cdiv(z.shape[1], CHUNK))
         stats = row_stats(z.float())
-        launch(
-            _gradient_kernel,
-            grid,
-            z,
-            stats,
-            tokens,
-            grads,
-            out,
-            z.shape[1],
-            z.stride(0),
-            grads.stride(0),
-            CHUNK=CHUNK,
-            num_warps=4,
-        )
+        args = (z, stats, tokens, grads, out, z.shape[1], z.stride(0), grads.stride(0))
+        launch(_gradient_kernel, grid, *args, CHUNK=CHUNK, num_warps=4)
     return out
 
 

@@ -6,7 +6,7 @@ split; a fused launch that differs from its parts is taken apart. What has no fa
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -41,24 +41,16 @@ def run(
     key = (type(ops), torch.cuda.current_device(), dtype, frozenset(linears), frozenset(heads))
     if key in _held:
         return []
-    notes = _run(ops, linears, heads, dtype)
-    if not notes:
-        _held.add(key)
-    return notes
-
-
-def _run(
-    ops: Fallbacks, linears: set[tuple[int, int, bool]], heads: set[tuple[int, int, int]], dtype: torch.dtype
-) -> list[str]:
-    random = torch.Generator(device=DEVICE).manual_seed(1)
-    notes: list[str] = []
+    check = SelfTest(ops, dtype)
     with torch.no_grad():
-        for inputs, outputs, bias in sorted(linears):
-            notes += _linear(ops, inputs, outputs, bias, dtype, random)
-        for h, j, d in sorted(heads):
-            notes += _attention(ops, h, j, d, dtype, random)
-        notes += _check_fused(ops, sorted(linears), sorted(heads), dtype, random)
-    return notes
+        for shape in sorted(linears):
+            check.linear(*shape)
+        for shape in sorted(heads):
+            check.attention(*shape)
+        check.fused(sorted(linears), sorted(heads))
+    if not check.notes:
+        _held.add(key)
+    return check.notes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,32 +58,6 @@ class RowNorm:
     weight: Tensor
     eps: float
     form: NormForm
-
-
-def _randn(*shape: int, dtype: torch.dtype, random: torch.Generator) -> Tensor:
-    return torch.randn(shape, device=DEVICE, dtype=torch.float32, generator=random).to(dtype)
-
-
-def _linear(
-    ops: Fallbacks, inputs: int, outputs: int, bias: bool, dtype: torch.dtype, random: torch.Generator
-) -> list[str]:
-    x = _randn(ALL_ROWS, inputs, dtype=dtype, random=random)
-    w = _randn(outputs, inputs, dtype=dtype, random=random) * inputs**-0.5
-    b = _randn(outputs, dtype=dtype, random=random) if bias else None
-
-    def holds() -> list[int]:
-        whole = ops.linear(x, w, b)
-        return [m for m in ROWS if not same_bits(ops.linear(x[:m], w, b), whole[:m])]
-
-    failed = holds()
-    if not failed:
-        return []
-    ops.pinned[(inputs, outputs)] = PINNED_FLOAT32 if dtype == torch.float32 else PINNED
-    if holds():
-        raise ExactnessError(
-            f"linear {inputs}x{outputs} in {dtype} changes with the number of rows even with one tile, on this device"
-        )
-    return [f"linear {inputs}x{outputs} differs at {failed} rows: pinned to one tile"]
 
 
 def paged_copy(k: Tensor, v: Tensor, block: int, random: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
@@ -121,108 +87,105 @@ def decode_batch(position: int, table: Tensor, copies: int = 1) -> PagedBatch:
     )
 
 
-def _attention(ops: Fallbacks, h: int, j: int, d: int, dtype: torch.dtype, random: torch.Generator) -> list[str]:
-    tokens = 700
-    q, k, v = (_randn(tokens, n, d, dtype=dtype, random=random) for n in (h, j, j))
-    spec = AttentionSpec(scale=d**-0.5)
-    whole = ops.attention(q, k, v, Packed.of((tokens,), DEVICE), spec)
-    k_cache, v_cache, table = paged_copy(k, v, ops.block_size, random)
+class SelfTest:
+    def __init__(self, ops: Fallbacks, dtype: torch.dtype) -> None:
+        self.ops = ops
+        self.dtype = dtype
+        self.random = torch.Generator(device=DEVICE).manual_seed(1)
+        self.notes: list[str] = []
 
-    def holds(copies: int) -> list[int]:
-        failed = []
-        for position in (0, 1, 15, 63, 64, 65, 300, 511, 512, tokens - 1):
-            batch = decode_batch(position, table, copies)
-            out = ops.paged_attention(q[position].expand(copies, -1, -1).contiguous(), k_cache, v_cache, batch, spec)
-            if not all(same_bits(row, whole[position]) for row in out):
-                failed.append(position)
-        return failed
+    def randn(self, *shape: int) -> Tensor:
+        return torch.randn(shape, device=DEVICE, dtype=torch.float32, generator=self.random).to(self.dtype)
 
-    if failed := holds(-(-300 // j)):  # enough sequences that the blocks are not shared out
-        raise ExactnessError(
-            f"attention {h}/{j} heads of {d} in {dtype}: decode differs from prefill at positions {failed} on this device"
-        )
-    if ops.split_decode and (failed := holds(1)):
-        ops.split_decode = False
-        return [
-            f"attention {h}/{j} heads of {d}: split decode differs at positions {failed}: one program a sequence instead"
-        ]
-    return []
+    def weights(self, inputs: int, outputs: int, bias: bool = False) -> tuple[Tensor, Tensor | None]:
+        return self.randn(outputs, inputs) * inputs**-0.5, self.randn(outputs) if bias else None
 
+    def linear(self, inputs: int, outputs: int, bias: bool) -> None:
+        x, (w, b) = self.randn(ALL_ROWS, inputs), self.weights(inputs, outputs, bias)
 
-def _check_fused(
-    ops: Fallbacks,
-    linears: list[tuple[int, int, bool]],
-    heads: list[tuple[int, int, int]],
-    dtype: torch.dtype,
-    random: torch.Generator,
-) -> list[str]:
-    widths = sorted({inputs for inputs, _, _ in linears})
-    wrong = [f"residual+norm of {w}" for w in widths if not _add_norm_holds(ops, w, dtype, random)]
-    wrong += [f"head norm+rotary of {shape}" for shape in heads if not _prepare_holds(ops, shape, dtype, random)]
-    wrong += [
-        f"norm+product {k}x{n}" for k, n, bias in linears if not _norm_product_holds(ops, k, n, bias, dtype, random)
-    ]
-    wrong += [
-        f"gate-up+activation {k}x{n}"
-        for k, n, bias in linears
-        if not bias and n % 2 == 0 and not _gated_holds(ops, k, n, dtype, random)
-    ]
-    if not wrong:
-        return []
-    ops.fused = False
-    return [f"fused launches differ from their parts ({', '.join(wrong)}): taken apart"]
+        def failing_rows() -> list[int]:
+            whole = self.ops.linear(x, w, b)
+            return [m for m in ROWS if not same_bits(self.ops.linear(x[:m], w, b), whole[:m])]
 
+        if failed := failing_rows():
+            what = f"linear {inputs}x{outputs}"
+            self.ops.pinned[(inputs, outputs)] = PINNED_FLOAT32 if self.dtype == torch.float32 else PINNED
+            if failing_rows():
+                text = f"{what} in {self.dtype} changes with the number of rows even with one tile, on this device"
+                raise ExactnessError(text)
+            self.notes.append(f"{what} differs at {failed} rows: pinned to one tile")
 
-def _add_norm_holds(ops: Fallbacks, width: int, dtype: torch.dtype, random: torch.Generator) -> bool:
-    x, r = (_randn(64, width, dtype=dtype, random=random) for _ in range(2))
-    w = _randn(width, dtype=dtype, random=random)
-    y, total = ops.add_rms_norm(x, r, w, 1e-6)
-    return same_bits(total, r + x) and same_bits(y, ops.rms_norm(r + x, w, 1e-6))
+    def attention(self, h: int, j: int, d: int) -> None:
+        ops, tokens, what = self.ops, 700, f"attention {h}/{j} heads of {d}"
+        q, k, v = (self.randn(tokens, n, d) for n in (h, j, j))
+        spec = AttentionSpec(scale=d**-0.5)
+        whole = ops.attention(q, k, v, Packed.of((tokens,), DEVICE), spec)
+        k_cache, v_cache, table = paged_copy(k, v, ops.block_size, self.random)
 
+        def failing_positions(copies: int) -> list[int]:
+            failed = []
+            for position in (0, 1, 15, 63, 64, 65, 300, 511, 512, tokens - 1):
+                queries = q[position].expand(copies, -1, -1).contiguous()
+                out = ops.paged_attention(queries, k_cache, v_cache, decode_batch(position, table, copies), spec)
+                if not all(same_bits(row, whole[position]) for row in out):
+                    failed.append(position)
+            return failed
 
-def _prepare_holds(ops: Fallbacks, shape: tuple[int, int, int], dtype: torch.dtype, random: torch.Generator) -> bool:
-    h, j, d = shape
-    tokens = 70
-    qkv = _randn(tokens, (h + 2 * j) * d, dtype=dtype, random=random)
-    cos, sin = (_randn(tokens, d, dtype=dtype, random=random) for _ in range(2))
-    weights = HeadNorm(
-        q_weight=_randn(d, dtype=dtype, random=random), k_weight=_randn(d, dtype=dtype, random=random), eps=1e-6
-    )
-    batch = decode_batch(0, torch.zeros((1, 1), dtype=torch.int32, device=DEVICE))
-    slots = torch.randperm(3 * ops.block_size, device=DEVICE, generator=random)[:tokens]
-    batch = PagedBatch(positions=slots, slots=slots, cu_q=batch.cu_q, context_lens=batch.context_lens, block_tables=batch.block_tables,
-                       q_lens=(tokens,), contexts=(tokens,), num_decodes=0)  # fmt: skip
-    results = []
-    for fused in (True, False):
-        caches = torch.zeros((2, 3, j, ops.block_size, d), dtype=dtype, device=DEVICE)
-        was, ops.fused = ops.fused, fused
-        q = ops.prepare_qkv(qkv, shape, weights, cos, sin, caches[0], caches[1], batch)
-        ops.fused = was
-        results.append((q, caches))
-    return all(same_bits(a, b) for a, b in zip(*results, strict=True))
+        if failed := failing_positions(-(-300 // j)):  # enough sequences that the blocks are not shared out
+            text = f"{what} in {self.dtype}: decode differs from prefill at positions {failed} on this device"
+            raise ExactnessError(text)
+        if ops.split_decode and (failed := failing_positions(1)):
+            ops.split_decode = False
+            self.notes.append(f"{what}: split decode differs at positions {failed}: one program a sequence instead")
 
+    def fused(self, linears: list[tuple[int, int, bool]], heads: list[tuple[int, int, int]]) -> None:
+        wrong = [f"residual+norm of {w}" for w in sorted({k for k, _, _ in linears}) if not self.add_norm_holds(w)]
+        wrong += [f"head norm+rotary of {shape}" for shape in heads if not self.prepare_holds(shape)]
+        wrong += [f"norm+product {k}x{n}" for k, n, bias in linears if not self.norm_product_holds(k, n, bias)]
+        halves = [(k, n) for k, n, bias in linears if not bias and n % 2 == 0]
+        wrong += [f"gate-up+activation {k}x{n}" for k, n in halves if not self.gated_holds(k, n)]
+        if wrong:
+            self.ops.fused = False
+            self.notes.append(f"fused launches differ from their parts ({', '.join(wrong)}): taken apart")
 
-def _norm_product_holds(
-    ops: Fallbacks, inputs: int, outputs: int, bias: bool, dtype: torch.dtype, random: torch.Generator
-) -> bool:
-    """One row, plain and (where the outputs halve) gated."""
-    w = _randn(outputs, inputs, dtype=dtype, random=random) * inputs**-0.5
-    b = _randn(outputs, dtype=dtype, random=random) if bias else None
-    norm = RowNorm(weight=_randn(inputs, dtype=dtype, random=random), eps=1e-6, form=NormForm.PLAIN)
-    for kind in (None, "silu") if not bias and outputs % 2 == 0 else (None,):
-        h, r = (_randn(1, inputs, dtype=dtype, random=random) for _ in range(2))
-        found, total = ops.norm_linear(h, r, norm, w, b, kind)
-        normed = ops.rms_norm(r + h, norm.weight, 1e-6)
-        plain = ops.linear(normed, w, b)
-        apart = plain if kind is None else ops.act_mul(plain[:, : outputs // 2], plain[:, outputs // 2 :], kind)
-        if not same_bits(found, apart) or not same_bits(total, r + h):
-            return False
-    return True
+    def add_norm_holds(self, width: int) -> bool:
+        x, r, w = self.randn(64, width), self.randn(64, width), self.randn(width)
+        y, total = self.ops.add_rms_norm(x, r, w, 1e-6)
+        return same_bits(total, r + x) and same_bits(y, self.ops.rms_norm(r + x, w, 1e-6))
 
+    def prepare_holds(self, shape: tuple[int, int, int]) -> bool:
+        (h, j, d), tokens, ops = shape, 70, self.ops
+        qkv, cos, sin = self.randn(tokens, (h + 2 * j) * d), self.randn(tokens, d), self.randn(tokens, d)
+        weights = HeadNorm(q_weight=self.randn(d), k_weight=self.randn(d), eps=1e-6)
+        slots = torch.randperm(3 * ops.block_size, device=DEVICE, generator=self.random)[:tokens]
+        batch = decode_batch(0, torch.zeros((1, 1), dtype=torch.int32, device=DEVICE))
+        batch = replace(batch, positions=slots, slots=slots, q_lens=(tokens,), contexts=(tokens,), num_decodes=0)
+        results = []
+        for fused in (True, False):
+            caches = torch.zeros((2, 3, j, ops.block_size, d), dtype=self.dtype, device=DEVICE)
+            was, ops.fused = ops.fused, fused
+            q = ops.prepare_qkv(qkv, shape, weights, cos, sin, caches[0], caches[1], batch)
+            ops.fused = was
+            results.append((q, caches))
+        return all(same_bits(a, b) for a, b in zip(*results, strict=True))
 
-def _gated_holds(ops: Fallbacks, inputs: int, outputs: int, dtype: torch.dtype, random: torch.Generator) -> bool:
-    x = _randn(300, inputs, dtype=dtype, random=random)
-    w = _randn(outputs, inputs, dtype=dtype, random=random) * inputs**-0.5
-    gate, up = ops.linear(x, w).chunk(2, dim=-1)
-    apart = ops.act_mul(gate, up, "silu")
-    return all(same_bits(ops.gated_linear(x[:m], w, "silu"), apart[:m]) for m in (1, 5, 16, 17, 32, 64, 100, 256, 300))
+    def norm_product_holds(self, inputs: int, outputs: int, bias: bool) -> bool:
+        """One row, plain and (where the outputs halve) gated."""
+        ops, (w, b) = self.ops, self.weights(inputs, outputs, bias)
+        norm = RowNorm(weight=self.randn(inputs), eps=1e-6, form=NormForm.PLAIN)
+        for kind in (None, "silu") if not bias and outputs % 2 == 0 else (None,):
+            h, r = self.randn(1, inputs), self.randn(1, inputs)
+            found, total = ops.norm_linear(h, r, norm, w, b, kind)
+            apart = ops.linear(ops.rms_norm(r + h, norm.weight, 1e-6), w, b)
+            if kind is not None:
+                apart = ops.act_mul(apart[:, : outputs // 2], apart[:, outputs // 2 :], kind)
+            if not same_bits(found, apart) or not same_bits(total, r + h):
+                return False
+        return True
+
+    def gated_holds(self, inputs: int, outputs: int) -> bool:
+        ops, x, (w, _) = self.ops, self.randn(300, inputs), self.weights(inputs, outputs)
+        gate, up = ops.linear(x, w).chunk(2, dim=-1)
+        apart = ops.act_mul(gate, up, "silu")
+        rows = (1, 5, 16, 17, 32, 64, 100, 256, 300)
+        return all(same_bits(ops.gated_linear(x[:m], w, "silu"), apart[:m]) for m in rows)
