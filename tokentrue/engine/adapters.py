@@ -29,6 +29,7 @@ from tokentrue.errors import ConfigError, EngineError, ExactnessError, FileForma
 from tokentrue.json_types import JsonMapping
 from tokentrue.numerics import LowRank, LowRankStack, Ops, RowSlots
 from tokentrue.numerics.modules import replace_attribute, unguard
+from tokentrue.numerics.ops import Linears
 
 AdapterConfig = JsonMapping
 
@@ -277,7 +278,7 @@ def check_shapes(
 
 
 def check_products(adapter: Adapter, ops: Ops) -> None:
-    shapes: dict[torch.dtype, set[tuple[int, int, bool]]] = {}
+    shapes: dict[torch.dtype, Linears] = {}
     for low in adapter.weights.values():
         for factor in (low.a, low.b):
             shapes.setdefault(factor.dtype, set()).add((factor.shape[1], factor.shape[0], False))

@@ -37,7 +37,7 @@ from tokentrue.numerics.modules import (
     replacement_of,
     unguard,
 )
-from tokentrue.numerics.ops import AttentionSpec, Ops, Packed
+from tokentrue.numerics.ops import AttentionSpec, Heads, Linears, Ops, Packed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,9 +86,6 @@ def library_of(text: str) -> str:
     return "; ".join(line.strip(" -") for line in text.splitlines() if "MKL" in line and "Build settings" not in line)
 
 
-Linears = set[tuple[int, int, bool]]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShapes:
     """(K, N, bias) of every linear by dtype, routers and experts included, and (H, J, D) of every attention."""
@@ -100,7 +97,7 @@ class ModelShapes:
 
 def shapes_of(model: nn.Module) -> ModelShapes:
     linears: dict[torch.dtype, Linears] = defaultdict(set)
-    heads: set[tuple[int, int, int]] = set()
+    heads: Heads = set()
     for module in model.modules():
         if isinstance(module, nn.Linear):
             linears[module.weight.dtype].add((module.in_features, module.out_features, module.bias is not None))
@@ -109,10 +106,8 @@ def shapes_of(model: nn.Module) -> ModelShapes:
             linears[parameters["down_proj"].dtype].update(expert_shapes(module, parameters))
         elif is_router(module) and not isinstance(module, nn.Linear | nn.Embedding):
             weight = parameters["weight"]
-            linears[weight.dtype].add((weight.shape[1], weight.shape[0], "bias" in parameters))
-            linears[torch.float32].add(
-                (weight.shape[1], weight.shape[0], "bias" in parameters)
-            )  # some routers compute in float32
+            for dtype in (weight.dtype, torch.float32):  # some routers compute in float32
+                linears[dtype].add((weight.shape[1], weight.shape[0], "bias" in parameters))
         head_dim, config = head_size(module), getattr(module, "config", None)
         if isinstance(head_dim, int) and hasattr(module, "o_proj") and config is not None:
             heads.add((config.num_attention_heads, config.num_key_value_heads, head_dim))
@@ -136,9 +131,8 @@ def contract_of(model: nn.Module, ops: Ops) -> Contract:
 def contract_for(shapes: ModelShapes, ops: Ops, device: torch.device) -> Contract:
     fallbacks: list[str] = []
     for dtype, linears in shapes.linears.items():
-        fallbacks += ops.self_test(
-            linears=linears, heads=set(shapes.heads) if dtype == shapes.dtype else set(), dtype=dtype
-        )
+        heads = set(shapes.heads) if dtype == shapes.dtype else set()
+        fallbacks += ops.self_test(linears=linears, heads=heads, dtype=dtype)
     name = str(shapes.dtype).removeprefix("torch.")
     return Contract(operators=dict(ops.contract()), machine=machine_of(device), dtype=name, fallbacks=tuple(fallbacks))
 

@@ -183,14 +183,10 @@ def is_adapted(module: nn.Module) -> bool:
 def adapted_forward(name: str, module: Any, ops: Ops) -> Forward:
     """base(x) + B(A(x)) * scale for the one active adapter, in the engine's order of operations."""
     base = module.base_layer
-    other = (
-        *module.lora_magnitude_vector,
-        *module.lora_embedding_A,
-        *(name for name, bias in module.lora_bias.items() if bias),
-    )
-    variants = {
-        type(variant).__name__ for variant in getattr(module, "lora_variant", {}).values()
-    }  # of DoRA, aLoRA, KaSA, …
+    biases = (name for name, bias in module.lora_bias.items() if bias)
+    other = (*module.lora_magnitude_vector, *module.lora_embedding_A, *biases)
+    # Of DoRA, aLoRA, KaSA, …
+    variants = {type(variant).__name__ for variant in getattr(module, "lora_variant", {}).values()}
     if not isinstance(base, nn.Linear) or other or variants - {PLAIN_VARIANT}:
         raise ExactnessError(
             f"{name} ({type(base).__name__} with an adapter) has no exact form: plain LoRA of linears alone"
@@ -221,29 +217,21 @@ def is_router(module: nn.Module) -> bool:
 def softmax_router(module: Any) -> bool | None:
     """Whether the router divides the chosen probabilities by their sum, found by running its own code on another
     weight; None for a module that is no plain softmax router."""
-    if (
-        not is_router(module)
-        or isinstance(module, nn.Linear | nn.Embedding)
-        or not isinstance(getattr(module, "top_k", None), int)
-    ):
+    is_plain = is_router(module) and not isinstance(module, nn.Linear | nn.Embedding) and not list(module.buffers())
+    if not is_plain or not isinstance(getattr(module, "top_k", None), int):
         return None
-    names = set(dict(module.named_parameters(recurse=False)))
-    if not names <= {"weight", "bias"} or any(True for _ in module.buffers()):
-        return None
-    generator = torch.Generator().manual_seed(0)
+    generator, has_bias = torch.Generator().manual_seed(0), "bias" in dict(module.named_parameters(recurse=False))
     experts, size = module.weight.shape
     x, w = torch.randn(6, size, generator=generator), torch.randn(experts, size, generator=generator) / size**0.5
-    bias = torch.randn(experts, generator=generator) if "bias" in names else torch.zeros(experts)
-    found = run_stand_in(module, x, w, bias if "bias" in names else None)
+    bias = torch.randn(experts, generator=generator) if has_bias else torch.zeros(experts)
+    found = run_stand_in(module, x, w, bias if has_bias else None)
     if not isinstance(found, tuple) or len(found) != 3 or found[2].shape != (6, module.top_k):
         return None
     probs, index = torch.topk(torch.softmax(x @ w.t() + bias, -1), module.top_k, dim=-1)
+    if not torch.equal(found[2], index) or found[1].shape != probs.shape:
+        return None
     for normalise, wanted in ((True, probs / probs.sum(-1, keepdim=True)), (False, probs)):
-        if (
-            torch.equal(found[2], index)
-            and found[1].shape == wanted.shape
-            and torch.allclose(found[1], wanted, atol=1e-5)
-        ):
+        if torch.allclose(found[1], wanted, atol=1e-5):
             return normalise
     return None
 

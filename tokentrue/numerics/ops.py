@@ -24,6 +24,9 @@ from torch import Tensor
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
+Linears = set[tuple[int, int, bool]]  # (K, N, bias)
+Heads = set[tuple[int, int, int]]  # (H, J, D)
+
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Equal dtype, shape and bits: no tolerance, and -0 is not 0."""
@@ -185,7 +188,7 @@ class Ops(ABC):
     # Whether `token_logprobs` and `logits_gradient` take logits in the model's dtype.
     reads_16bit: bool = False
     # While it is a list, every mixture of experts appends its choice [T,k] and the weights.
-    routes: list[tuple[Tensor, Tensor]] | None = None  # where set, each mixture adds its experts and their weights
+    routes: list[tuple[Tensor, Tensor]] | None = None
 
     # ---- rows x features
     @abstractmethod
@@ -261,9 +264,7 @@ class Ops(ABC):
         """Operator -> implementation, tile and accumulation dtype, as text: goes into the fingerprint."""
 
     @abstractmethod
-    def self_test(
-        self, *, linears: set[tuple[int, int, bool]], heads: set[tuple[int, int, int]], dtype: torch.dtype
-    ) -> list[str]:
+    def self_test(self, *, linears: Linears, heads: Heads, dtype: torch.dtype) -> list[str]:
         """Check the invariant on this machine for these (K, N, bias) and (H, J, D), and fall back where it does not
         hold.
 

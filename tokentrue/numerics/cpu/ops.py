@@ -43,7 +43,17 @@ from tokentrue.numerics.cpu.attention import (
 )
 from tokentrue.numerics.cpu.selftest import check
 from tokentrue.numerics.delta import scan_sequences
-from tokentrue.numerics.ops import AttentionSpec, ExpertWeights, HeadNorm, NormForm, Ops, Packed, PagedBatch
+from tokentrue.numerics.ops import (
+    AttentionSpec,
+    ExpertWeights,
+    HeadNorm,
+    Heads,
+    Linears,
+    NormForm,
+    Ops,
+    Packed,
+    PagedBatch,
+)
 
 PAGE = 16
 
@@ -327,9 +337,7 @@ class CpuOps(Ops):
             "log_softmax": "float32, torch log_softmax per row",
         }
 
-    def self_test(
-        self, *, linears: set[tuple[int, int, bool]], heads: set[tuple[int, int, int]], dtype: torch.dtype
-    ) -> list[str]:
+    def self_test(self, *, linears: Linears, heads: Heads, dtype: torch.dtype) -> list[str]:
         found = check(linears=linears, heads=heads, dtype=dtype, has_onednn=self.has_onednn)
         self.structural |= found.structural
         self.plain = (self.plain | found.plain) - self.structural if dtype == torch.float32 else self.plain

@@ -24,7 +24,7 @@ from tokentrue.numerics.cpu.arithmetic import (
     transposed_product,
 )
 from tokentrue.numerics.cpu.attention import KEYS, TILES, attention, chunks, fold, head_major, head_major_one
-from tokentrue.numerics.ops import AttentionSpec, same_bits
+from tokentrue.numerics.ops import AttentionSpec, Heads, Linears, same_bits
 
 ROWS = (1, 2, 3, 8, 17, 32, 33, 64, 129, 256)
 ELEMENTWISE = ("exp", "log", "log1p", "tanh", "sqrt", "reciprocal", "cos", "sin", "erf")
@@ -45,9 +45,7 @@ class Findings:
     notes: tuple[str, ...]  # one sentence per fall-back
 
 
-def check(
-    *, linears: set[tuple[int, int, bool]], heads: set[tuple[int, int, int]], dtype: torch.dtype, has_onednn: bool
-) -> Findings:
+def check(*, linears: Linears, heads: Heads, dtype: torch.dtype, has_onednn: bool) -> Findings:
     """Raises ExactnessError where no product is independent of the batch."""
     check_functions(dtype)
     structural, plain, notes = check_linears(linears, dtype, has_onednn)
@@ -92,7 +90,7 @@ def sums_independent(name: str, width: int, threads: int) -> bool:
 
 
 def check_linears(
-    linears: set[tuple[int, int, bool]], dtype: torch.dtype, has_onednn: bool
+    linears: Linears, dtype: torch.dtype, has_onednn: bool
 ) -> tuple[frozenset[int], frozenset[int], list[str]]:
     threads, notes, plain, structural = torch.get_num_threads(), [], {}, set()
     for k, n, bias in sorted(linears):
@@ -110,7 +108,7 @@ def check_linears(
     return frozenset(structural), equal, notes
 
 
-def check_heads(heads: set[tuple[int, int, int]]) -> tuple[int, list[str]]:
+def check_heads(heads: Heads) -> tuple[int, list[str]]:
     threads, notes, least = torch.get_num_threads(), [], 1
     for h, j, d in sorted(heads):
         for rows in (least, *LEAST_ROWS):

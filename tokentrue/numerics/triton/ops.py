@@ -24,6 +24,8 @@ import tokentrue.numerics.triton.selftest as selftest
 from tokentrue.numerics.ops import (
     AttentionSpec,
     HeadNorm,
+    Heads,
+    Linears,
     LowRankStack,
     Norm,
     NormForm,
@@ -219,7 +221,5 @@ class TritonOps(selftest.Fallbacks):
             "fused": "residual+norm, head norm+rotary+store, gate-up+activation" if self.fused else "nothing",
         }
 
-    def self_test(
-        self, *, linears: set[tuple[int, int, bool]], heads: set[tuple[int, int, int]], dtype: torch.dtype
-    ) -> list[str]:
+    def self_test(self, *, linears: Linears, heads: Heads, dtype: torch.dtype) -> list[str]:
         return selftest.run(self, linears=linears, heads=heads, dtype=dtype)

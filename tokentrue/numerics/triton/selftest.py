@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tokentrue.errors import ExactnessError
-from tokentrue.numerics.ops import AttentionSpec, HeadNorm, NormForm, Ops, Packed, PagedBatch, same_bits
+from tokentrue.numerics.ops import AttentionSpec, HeadNorm, Heads, Linears, NormForm, Ops, Packed, PagedBatch, same_bits
 from tokentrue.numerics.triton.launch import Tile
 
 DEVICE = "cuda"
@@ -34,9 +34,7 @@ class Fallbacks(Ops):
 _held: set[tuple[object, ...]] = set()
 
 
-def run(
-    ops: Fallbacks, *, linears: set[tuple[int, int, bool]], heads: set[tuple[int, int, int]], dtype: torch.dtype
-) -> list[str]:
+def run(ops: Fallbacks, *, linears: Linears, heads: Heads, dtype: torch.dtype) -> list[str]:
     """One sentence for each fall-back."""
     key = (type(ops), torch.cuda.current_device(), dtype, frozenset(linears), frozenset(heads))
     if key in _held:
