@@ -16,6 +16,12 @@ def examples(count: int) -> int:
     return count if IS_THOROUGH else max(10, count // 5)
 
 
+def enough(count: int) -> float:
+    """What a test must at least have exercised: `count` in `make test-slow`; in `make test` an eighth of it, because a
+    fifth of the examples varies more."""
+    return count if IS_THOROUGH else count / 8
+
+
 def slow_except(fast: Collection[str], values: Iterable[Any], *, name: Callable[[Any], str] = str) -> list[Any]:
     """`values` as parameters, all slow but those whose name is in `fast`, each of which must exist."""
     values = list(values)

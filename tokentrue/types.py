@@ -9,13 +9,19 @@ Messages and tools are plain mappings in the OpenAI Chat Completions shape: `rol
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cache
 from math import isnan
-from typing import Any, Literal, TypeAlias, cast
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeAlias, TypeGuard, Union, cast, get_args, get_origin, get_type_hints
 
-from tokentrue.errors import InputError, SamplingError, TokenContractError
+from msgspec import Meta
+
+from tokentrue.errors import ConfigError, InputError, SamplingError, TokenContractError
 from tokentrue.ids import TokenIds
 from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.routing_replay import RoutedExperts as RoutedExperts
@@ -512,3 +518,68 @@ class Coverage:
         for item in self.untrained:
             found[item.why] = found.get(item.why, 0) + item.tokens
         return found
+
+
+# Validation of configuration records by the annotations of their fields.
+NotNegative: TypeAlias = Annotated[float, Meta(ge=0)]
+Positive: TypeAlias = Annotated[float, Meta(gt=0)]
+Share: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
+Finite: TypeAlias = Annotated[float, Meta()]
+Count: TypeAlias = Annotated[int, Meta(ge=0)]
+AtLeastOne: TypeAlias = Annotated[int, Meta(ge=1)]
+
+
+class Checked:
+    """A dataclass whose fields are checked on construction."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        check_fields(self, type(self).__name__)
+
+
+def check_fields(record: object, owner: str) -> None:
+    """Raises ConfigError where a value is none of its field's Literal, or no finite number within its bounds."""
+    for name, options in _checked_fields(type(record)):
+        value = getattr(record, name)
+        if value is None and type(None) in options:
+            continue
+        if any(isinstance(option, type) and isinstance(value, option) for option in options):
+            continue
+        for option in options:
+            if get_origin(option) is Literal and value not in get_args(option):
+                known = ", ".join(map(repr, get_args(option)))
+                raise ConfigError(f"{owner}.{name}: {value!r} is not one of {known}")
+            if get_origin(option) is Annotated:
+                _check_number(f"{owner}.{name}", value, get_args(option)[1])
+
+
+@cache
+def _checked_fields(kind: type[Any]) -> list[tuple[str, tuple[Any, ...]]]:
+    return list(_list_checked_fields(kind))
+
+
+def _list_checked_fields(kind: type[Any]) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    hints = get_type_hints(kind, include_extras=True)
+    for one in dataclasses.fields(kind):
+        hint = hints[one.name]
+        options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        if any(get_origin(option) in (Literal, Annotated) for option in options):
+            yield one.name, options
+
+
+def _check_number(key: str, value: object, bounds: Meta) -> None:
+    low, high = bounds.ge if bounds.gt is None else bounds.gt, bounds.le if bounds.lt is None else bounds.lt
+    inside = is_finite(value) and (low is None or value >= low) and (high is None or value <= high)
+    if inside and value not in (bounds.gt, bounds.lt):
+        return
+    if low is not None and high is not None:
+        limits = f" and in {'[' if bounds.gt is None else '('}{low:g}, {high:g}{']' if bounds.lt is None else ')'}"
+    else:
+        limits = "" if low is None else f" and {'>=' if bounds.gt is None else '>'} {low:g}"
+    raise ConfigError(f"{key}: {value!r} must be finite{limits}")
+
+
+def is_finite(value: object) -> TypeGuard[float]:
+    """Text, True and NaN are no finite numbers."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

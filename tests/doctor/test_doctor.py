@@ -16,13 +16,11 @@ from tests.doctor.faults import tiny_model
 from tokentrue.cli.inspect.doctor import write_page
 from tokentrue.cli.main import run
 from tokentrue.doctor import CAUSES, DoctorReport, Finding, Reference, Verdict, examine
-from tokentrue.doctor.context import Examination
-from tokentrue.doctor.examine import FOLLOWS, settle
-from tokentrue.doctor.findings import cannot_tell, fault, ok
-from tokentrue.doctor.fit import Spread, explained_share, grows_with_position, shift
-from tokentrue.doctor.layers import first_difference
-from tokentrue.doctor.probes.stability import probe_stability
-from tokentrue.doctor.routes import NoRoutes
+from tokentrue.doctor.exam import Examination
+from tokentrue.doctor.findings import FOLLOWS, cannot_tell, fault, ok, settle
+from tokentrue.doctor.routes import EngineRoutes
+from tokentrue.doctor.stability import probe_stability
+from tokentrue.doctor.weights import explained_share, first_difference, grows_with_position, shift
 from tokentrue.errors import EngineUnreachable
 from tokentrue.ids import TokenIds
 from tokentrue.providers import load
@@ -90,23 +88,23 @@ def test_a_wrong_call_is_one_line_and_exit_2(
 
 def test_one_fault_is_one_accusation() -> None:
     findings = [
-        fault("meaning", "off_by_one", "9 tokens"),
-        fault("weights", "other_weights", "mean 3"),
-        ok("stability", "0"),
+        fault("off_by_one", "9 tokens"),
+        fault("other_weights", "mean 3"),
+        ok("0"),
     ]
     settled = settle(findings)
     assert [finding.verdict for finding in settled] == [Verdict.FAULT, Verdict.CANNOT_TELL, Verdict.OK]
     assert "follows from off_by_one" in settled[1].detail
-    both = [fault("identity", "template", "3 ids"), fault("weights", "rope", "mean 2")]  # neither explains the other
+    both = [fault("template", "3 ids"), fault("rope", "mean 2")]  # neither explains the other
     assert settle(both) == both
 
 
 def test_a_coarser_dtype_explains_that_batches_differ() -> None:
     """As a real vLLM in bfloat16 does where float32 is expected."""
     findings = [
-        fault("stability", "batch_variant", "0.07"),
-        fault("stability", "prefix_cache", "0.09"),
-        fault("weights", "dtype_bfloat16", "0.03"),
+        fault("batch_variant", "0.07"),
+        fault("prefix_cache", "0.09"),
+        fault("dtype_bfloat16", "0.03"),
     ]
     assert [finding.fault for finding in settle(findings)] == ["", "", "dtype_bfloat16"]
 
@@ -124,7 +122,7 @@ def test_the_page_escapes_what_an_engine_says(tmp_path: Path) -> None:
         probe="p", verdict=Verdict.FAULT, figure="<b>", fault="template", detail="<script>alert(1)</script>"
     )
     write_page(
-        DoctorReport(engine="vllm", model="m", facts={"id": "<i>"}, findings=(finding, cannot_tell("q", "&"))),
+        DoctorReport(engine="vllm", model="m", facts={"id": "<i>"}, findings=(finding, cannot_tell("&"))),
         tmp_path / "page.html",
     )
     page = (tmp_path / "page.html").read_text()
@@ -258,7 +256,7 @@ async def judged(samples: list[Sample]) -> list[Finding]:
 @pytest.mark.parametrize(
     ("sampling", "change", "expected"),
     [
-        (Sampling(), lambda m: m, ""),
+        pytest.param(Sampling(), lambda m: m, "", marks=pytest.mark.slow),
         (Sampling(temperature=0.7), lambda m: m, "sampled_temperature"),
         pytest.param(Sampling(top_k=3), lambda m: m, "sampled_filters", marks=pytest.mark.slow),
         pytest.param(Sampling(), lambda m: m.bfloat16(), "dtype_bfloat16", marks=pytest.mark.slow),
@@ -297,6 +295,7 @@ async def test_a_fault_is_seen_under_a_filter_too() -> None:
     assert (await judged(samples))[0].fault == "rope"
 
 
+@pytest.mark.slow
 async def test_log_probabilities_of_temperature_1_are_no_match_for_a_recorded_one() -> None:
     samples = await sampled(e.calculator(), Sampling(), recorded=True)
     claimed = [
@@ -312,6 +311,7 @@ async def test_log_probabilities_of_temperature_1_are_no_match_for_a_recorded_on
     assert verdict.fault == "sampled_temperature" and "temperature 1 " in verdict.detail
 
 
+@pytest.mark.slow
 async def test_samples_whose_kept_ids_were_not_recorded_are_not_judged() -> None:
     filtered = [
         replace(one, sampling_mask=None) for one in await sampled(e.calculator(), Sampling(top_k=3), recorded=True)
@@ -381,6 +381,7 @@ async def test_experts_of_a_mixture_are_compared_layer_by_layer(tmp_path: Path) 
     assert routing.fault == "routing" and "replayed" in routing.detail, routing
 
 
+@pytest.mark.slow
 async def test_an_engine_of_any_name_that_scores_is_asked_for_a_prompts_log_probabilities() -> None:
     class Renamed(ExactProvider):
         name = "mine"
@@ -400,8 +401,8 @@ async def test_nothing_to_compare_is_no_agreement() -> None:
             return Completion(token_ids=TokenIds(()), logprobs=(), finish=Finish.LENGTH)
 
     exam = Examination(
-        provider=Silent(e.calculator()), routes=NoRoutes(), renderer=load_renderer(str(e.CALCULATOR)),
-        reference=Reference.load(e.CALCULATOR), dtype="float32", spread=Spread(mean=0.0, largest=0.0),
+        provider=Silent(e.calculator()), routes=EngineRoutes(), renderer=load_renderer(str(e.CALCULATOR)),
+        reference=Reference.load(e.CALCULATOR), dtype="float32",
     )  # fmt: skip
     assert {finding.verdict for finding in await probe_stability(exam)} == {Verdict.CANNOT_TELL}
 
@@ -415,6 +416,7 @@ async def test_an_engine_that_goes_away_is_no_fault() -> None:
         await examine(Gone(e.calculator()), load_renderer(str(e.CALCULATOR)), Reference.load(e.CALCULATOR))
 
 
+@pytest.mark.slow
 async def test_a_model_without_an_uncertain_token_cannot_tell(tmp_path: Path) -> None:
     """Every probe has a way to say that it does not know."""
     model = tiny_model(tmp_path / "sure", "untied")

@@ -24,14 +24,7 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-FAST = {  # of each kind of probe one; `make test-slow` tries the others
-    "other chat template",
-    "raw log-probabilities",
-    "three decimals on the wire",
-    "log-probabilities off by one",
-    "stale prefix cache",
-    "int8 weights",
-}
+FAST = {"log-probabilities off by one", "int8 weights"}  # of each kind of probe; `make test-slow` tries the others
 
 
 async def examined(case: Case, **options: Any) -> DoctorReport:
@@ -74,7 +67,11 @@ async def test_the_fault_is_named(name: str, tmp_path: Path) -> None:
     assert report.exit_code == 1 and report.faults[0].cure
 
 
-HEALTHY = ("hf float32", pytest.param("hf bfloat16", marks=MARKS), "exact float32", "sglang", "hf biases")
+HEALTHY = (
+    "exact float32",
+    pytest.param("hf bfloat16", marks=[*MARKS, pytest.mark.slow]),
+    *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("hf float32", "sglang", "hf biases")),
+)
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))])

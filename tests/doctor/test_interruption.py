@@ -13,14 +13,14 @@ import torch
 from tests.doctor import engines as e
 from tokentrue.doctor import DoctorReport, Reference, examine
 from tokentrue.doctor.findings import Verdict
-from tokentrue.doctor.routes import NoRoutes
+from tokentrue.doctor.routes import EngineRoutes
 from tokentrue.providers.exact import ExactProvider
 from tokentrue.providers.hf import HFProvider
 from tokentrue.renderers import load_renderer
 from tokentrue.types import Chunk, Completion, Ids, Sampling
 
 
-class PausableRoutes(NoRoutes):
+class PausableRoutes(EngineRoutes):
     """Notes what it is asked; a provider may look at it."""
 
     def __init__(self, calls: list[str]) -> None:
@@ -78,7 +78,14 @@ async def verdicts(provider: Any, **options: Any) -> tuple[DoctorReport, dict[st
     return report, {finding.probe: finding.verdict for finding in report.findings}
 
 
-@pytest.mark.parametrize(("breaks", "named"), [("nothing", ()), ("resume", ("pause",)), ("preempt", ("preemption",))])
+@pytest.mark.parametrize(
+    ("breaks", "named"),
+    [
+        pytest.param("nothing", (), marks=pytest.mark.slow),
+        ("resume", ("pause",)),
+        pytest.param("preempt", ("preemption",), marks=pytest.mark.slow),
+    ],
+)
 async def test_an_interrupted_generation_must_not_change(breaks: str, named: tuple[str, ...]) -> None:
     calls: list[str] = []
     provider = Forgetful(calls, breaks)
@@ -88,6 +95,7 @@ async def test_an_interrupted_generation_must_not_change(breaks: str, named: tup
     assert found["stability: paused and resumed"] is (Verdict.FAULT if breaks == "resume" else Verdict.OK)
 
 
+@pytest.mark.slow
 async def test_without_a_route_or_the_wish_nothing_is_interrupted() -> None:
     _, found = await verdicts(HFProvider(e.calculator()), interrupt=True)
     assert found["stability: paused and resumed"] is found["stability: preempted"] is Verdict.CANNOT_TELL
@@ -95,6 +103,7 @@ async def test_without_a_route_or_the_wish_nothing_is_interrupted() -> None:
     assert "stability: preempted" not in found and found["meaning: penalties"] is Verdict.CANNOT_TELL
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "named"), [(ExactProvider, ()), (RawUnderPenalties, ("penalties_ignored",))])
 async def test_penalties_are_in_the_log_probabilities_or_named(kind: Any, named: tuple[str, ...]) -> None:
     provider = kind(e.calculator())

@@ -56,6 +56,26 @@ def test_processes_have_seeds_of_their_own_and_repeat() -> None:
     assert len({tuple(ids) for ids in (*found[0], *found[1])}) == 4, found
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_two_real_ranks_get_rollouts_of_their_own(tmp_path: Path) -> None:
+    """TRL deals the generations of one prompt to both ranks: no two of them may be equal."""
+    with BackgroundGateway(str(SMALL_MODEL)) as gateway:
+        told = {"TOKENTRUE_URL": gateway.url, "TOKENTRUE_ADMIN_KEY": gateway.admin_key, "TRL_EXPERIMENTAL_SILENCE": "1"}
+        env = {**os.environ, **told, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        command = [*launch, "-m", "tests.integrations.trl_ranks", str(tmp_path / "ranks")]
+        done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT, timeout=580)
+    assert done.returncode == 0, done.stderr[-3000:]
+    ranks = [json.loads((tmp_path / f"ranks.{rank}").read_text()) for rank in range(2)]
+    assert [len(rows) for rows in ranks] == [8, 8]
+    assert not {tuple(row["ids"]) for row in ranks[0]} & {tuple(row["ids"]) for row in ranks[1]}
+    groups: dict[tuple[int, str], list[tuple[int, ...]]] = {}
+    for row in (*ranks[0], *ranks[1]):
+        groups.setdefault((row["step"], row["prompt"]), []).append(tuple(row["ids"]))
+    assert [len(set(rollouts)) for rollouts in groups.values()] == [8, 8], groups
+
+
 @pytest.mark.timeout(600)
 def test_rows_are_equal_to_the_record_and_weights_are_published(tmp_path: Path) -> None:
     assert len(train(2, tmp_path)) >= 2

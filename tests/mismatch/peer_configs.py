@@ -8,9 +8,10 @@ from difflib import get_close_matches
 from typing import Any
 
 from tokentrue.errors import ConfigError
+from tokentrue.json_types import JsonObject
 from tokentrue.mismatch import Correction, Outlier, Reject, SecondMoment, Weights
-from tokentrue.mismatch.correction.importers import Fields, check_keys
-from tokentrue.mismatch.correction.rules import Aggregate, Estimator
+from tokentrue.mismatch.importers import check_keys
+from tokentrue.mismatch.rules import Aggregate, Estimator
 
 
 def from_areal(config: Mapping[str, Any], *, faithful: bool = False) -> Correction:
@@ -30,7 +31,7 @@ def from_areal(config: Mapping[str, Any], *, faithful: bool = False) -> Correcti
     return Correction(**fields)
 
 
-def _areal_fields(given: Mapping[str, Any], faithful: bool) -> Fields:
+def _areal_fields(given: Mapping[str, Any], faithful: bool) -> JsonObject:
     if not given["use_decoupled_loss"]:
         note = (
             ("rejection_sampling works only with use_decoupled_loss: AReaL ignores it here",)

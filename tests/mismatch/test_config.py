@@ -3,18 +3,14 @@ string."""
 
 from __future__ import annotations
 
-import ast
 import math
 from dataclasses import FrozenInstanceError
-from graphlib import TopologicalSorter
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from tests.mismatch.peer_configs import from_areal, from_skyrl
-from tokentrue import mismatch
 from tokentrue.errors import ConfigError, InputError
 from tokentrue.mismatch import (
     PRESETS,
@@ -102,26 +98,6 @@ TOKEN = Weights(upper=2.0)
 def test_nonsense_is_refused_with_a_reason(make: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         make()
-
-
-def test_files_and_sub_packages_import_in_one_direction() -> None:
-    """No cycle, imports inside functions included."""
-    package = Path(mismatch.__file__).parent
-    files: dict[str, set[str]] = {}
-    folders: dict[str, set[str]] = {}
-    for file in package.rglob("*.py"):
-        name = ".".join(file.relative_to(package).with_suffix("").parts)
-        nodes = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ImportFrom)]
-        inner = [node for node in nodes if (node.module or "").startswith("tokentrue.mismatch.")]
-        modules = {(node.module or "").removeprefix("tokentrue.mismatch.") for node in inner}
-        modules |= {
-            f"{node.module}.{alias.name}".removeprefix("tokentrue.mismatch.") for node in inner for alias in node.names
-        }
-        files[name] = {module for module in modules if (package / module.replace(".", "/")).with_suffix(".py").exists()}
-        folder = name.partition(".")[0]
-        folders.setdefault(folder, set()).update({module.partition(".")[0] for module in files[name]} - {folder})
-    assert len(list(TopologicalSorter(files).static_order())) >= 19  # raises CycleError on a cycle
-    assert len(list(TopologicalSorter(folders).static_order())) >= 8
 
 
 def test_frozen() -> None:

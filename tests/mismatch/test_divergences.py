@@ -33,7 +33,7 @@ from tokentrue.mismatch import (
     diagnose,
     policy_loss,
 )
-from tokentrue.mismatch.estimators import k3
+from tokentrue.mismatch.metrics import k3
 
 D = torch.float64
 

@@ -276,7 +276,7 @@ def test_imported_losses_have_their_frameworks_defaults_and_refuse_the_rest() ->
     assert loss_from_verl({}) == loss_named("decoupled_ppo")
     for read, given, words in (
         (loss_from_trl, {"loss_type": "luspo"}, "luspo"),
-        (loss_from_trl, {"sapo_temperatur": 1.0}, "no key"),
+        (loss_from_trl, {"sapo_temperatur": 1.0}, "unknown keys sapo_temperatur"),
         (loss_from_verl, {"loss_mode": "gpg"}, "gpg"),
     ):
         with pytest.raises(ConfigError, match=words):

@@ -35,8 +35,8 @@ from tokentrue.mismatch import (
     correct,
     policy_loss,
 )
-from tokentrue.mismatch.correction.rules import Aggregate, Estimator, Level, Mode, Signal, Surrogate
-from tokentrue.mismatch.loss.config import Aggregation
+from tokentrue.mismatch.loss_config import Aggregation
+from tokentrue.mismatch.rules import Aggregate, Estimator, Level, Mode, Signal, Surrogate
 
 pytestmark = pytest.mark.filterwarnings("ignore:weights normalised over a single row")
 BOUNDS: tuple[dict[str, float], ...] = ({}, {"upper": 1.5}, {"lower": 0.5}, {"lower": 0.5, "upper": 1.5})

@@ -27,7 +27,7 @@ from tokentrue.mismatch import (
     correct,
     diagnose,
 )
-from tokentrue.mismatch.estimators import contribution, k1, k2, k3
+from tokentrue.mismatch.metrics import contribution, k1, k2, k3
 
 seeds = st.integers(0, 10**6)
 bounds = st.floats(1e-4, 5)

@@ -14,12 +14,11 @@ pytest.importorskip("torch")
 import tokentrue as tt
 from tests.turn.letters import Letters, sampled
 from tests.turn.world import Engine
-from tokentrue.doctor.probes.samples import observe, why_not_comparable
+from tokentrue.doctor.samples import observe, why_not_comparable
 from tokentrue.errors import TokenContractError, TokenTrueError
 from tokentrue.samples.recorded_turns import read_record, read_turns, scoring_temperatures, why_not_scorable
 from tokentrue.samples.trainer_rows import sampled_temperatures
-from tokentrue.train.data.advantages import is_truncated
-from tokentrue.train.data.batch import row_of
+from tokentrue.train.data.rows import is_truncated, row_from_sample
 from tokentrue.types import Completion, Sample, SamplingMask
 from tokentrue.viewer.data import ViewerData
 from tokentrue.viewer.sources import SampleList
@@ -76,7 +75,7 @@ def view(sample: Sample) -> None:
 
 
 READERS: dict[str, Callable[[Sample], object]] = {
-    "trainer": lambda sample: is_truncated(row_of(sample, "g")),
+    "trainer": lambda sample: is_truncated(row_from_sample(sample, "g")),
     "doctor": lambda sample: (why_not_comparable(sample), observe(sample)),
     "diagnose": scoring_temperatures,
     "prime-rl": sampled_temperatures,
@@ -115,7 +114,7 @@ def test_turns_stand_where_their_tokens_were_sampled(sample: Sample) -> None:
     covered = {i for turn in turns for i in range(turn.start, turn.end)}
     assert covered == {i for i, value in enumerate(sample.rollout_logprobs) if value is not None}
     assert [value for value in sampled_temperatures(sample) if value != 1.0].count(0.3) == turns[2].end - turns[2].start
-    row = row_of(sample, "g")
+    row = row_from_sample(sample, "g")
     for turn in turns:
         assert row.temperatures[turn.start : turn.end].tolist() == [pytest.approx(turn.row.temperature)] * (
             turn.end - turn.start
@@ -129,7 +128,7 @@ def test_turns_that_hold_other_tokens_than_the_sample_are_refused(sample: Sample
     with pytest.raises(
         TokenContractError, match=f"hold {len(sample.token_ids) + 1} tokens, the sample {len(sample.token_ids)}"
     ):
-        row_of(replace(sample, metadata={"tokentrue": own}), "g")
+        row_from_sample(replace(sample, metadata={"tokentrue": own}), "g")
 
 
 @pytest.mark.parametrize(
@@ -155,20 +154,20 @@ def test_one_rule_says_which_turns_can_be_scored(sample: Sample, sampling: dict[
     untrained = replace(greedy, loss_mask=[bit if i >= turn.end else 0 for i, bit in enumerate(sample.loss_mask)])
     expected = {i: t for one, t in ((first, 0.7), (turn, 1.0), (last, 0.3)) for i in range(one.start, one.end)}
     assert scoring_temperatures(untrained) == [expected.get(i, 1.0) for i in range(len(sample.token_ids))]
-    assert row_of(untrained, "g").temperatures.tolist() == pytest.approx(scoring_temperatures(untrained))
+    assert row_from_sample(untrained, "g").temperatures.tolist() == pytest.approx(scoring_temperatures(untrained))
     if words:
         with pytest.raises(TokenContractError, match=f"{sample.sample_id}, turn 1: sampled under"):
             scoring_temperatures(greedy)
     else:
         scoring_temperatures(greedy)
     with pytest.raises(TokenContractError, match=r"turn 1: sampled (under|at temperature 0)"):
-        row_of(greedy, "g")
+        row_from_sample(greedy, "g")
 
 
 def test_a_sample_of_another_program_needs_no_record(sample: Sample) -> None:
     foreign = replace(sample, metadata={"score": 1})
     assert read_turns(foreign) == [] and read_record(foreign).coverage is None
-    assert set(row_of(foreign, "g", 0.5).temperatures.tolist()) == {0.5}
+    assert set(row_from_sample(foreign, "g", 0.5).temperatures.tolist()) == {0.5}
     view(foreign)
     with pytest.raises(TokenContractError, match="prime-rl needs their temperatures"):
         sampled_temperatures(foreign)

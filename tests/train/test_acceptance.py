@@ -22,9 +22,8 @@ from tokentrue.mismatch import loss_named
 from tokentrue.providers.exact import ExactProvider
 from tokentrue.train import OptimConfig, Publisher, Ranks, Store, TrainConfig, Trainer, config_hash, train
 from tokentrue.train.checkpoint import find_checkpoints
-from tokentrue.train.checks.acceptance import IN_FLIGHT, UpdateGate
-from tokentrue.train.checks.probing import Probe
 from tokentrue.train.config import AcceptanceConfig
+from tokentrue.train.probing import IN_FLIGHT, Probe, UpdateGate
 
 
 class JudgingEngine(Engine):
@@ -238,7 +237,7 @@ def test_rows_of_an_engine_that_is_gone_are_scored_by_another() -> None:
     finally:
         alive.engine.close()
     assert (found.gain, found.divergence) == (0.0, 0.0), "the weights that sampled the rows"
-    assert (probed.engines, probed.delta) == (1, 0.0)
+    assert probed == {"probe/delta": 0.0, "probe/engines": 1}
     with pytest.raises(EngineUnreachable):
         asyncio.run(UpdateGate(AcceptanceConfig(), lambda: [gone])(rows, [1.0] * 3, trainer.ranks))  # type: ignore[list-item]
 

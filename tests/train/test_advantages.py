@@ -15,8 +15,14 @@ from tokentrue.errors import ConfigError
 from tokentrue.mismatch import LossConfig, Penalty, loss_named, policy_loss
 from tokentrue.train import OptimConfig, TrainConfig, Trainer
 from tokentrue.train.config import AdvantageConfig, Baseline, KlConfig, OverlongConfig, default_learning_rate
-from tokentrue.train.data.advantages import SessionRewards, mask_truncated, overlong_cost, session_advantages
-from tokentrue.train.data.batch import Row, row_of
+from tokentrue.train.data.rows import (
+    Row,
+    SessionRewards,
+    mask_truncated,
+    overlong_cost,
+    row_from_sample,
+    session_advantages,
+)
 from tokentrue.types import Sample
 
 REWARDS = {"a": [1.0, 0.0, 0.25], "b": [0.5, 0.5], "alone": [0.8]}
@@ -31,7 +37,7 @@ def rows() -> list[Row]:
             sample = sample_of(
                 [7] * len(given), given, [-1.0] * len(given), name=f"{group}{i}", group=group, reward=reward
             )
-            made.append(row_of(sample, group))
+            made.append(row_from_sample(sample, group))
     return made
 
 
@@ -156,7 +162,7 @@ def test_masked_sessions_count_in_the_baseline_and_are_not_trained_on(base: torc
     assert masked["rows_trained"] == plain["rows_trained"] - 1
     assert masked["reward"] == plain["reward"] and masked["truncated"] == plain["truncated"] > 0
     assert masked["tokens_trained"] == plain["tokens_trained"] - sum(groups[0][1].loss_mask)
-    before = [row_of(sample, "g0") for sample in groups[0]]
+    before = [row_from_sample(sample, "g0") for sample in groups[0]]
     after = mask_truncated(before)
     assert session_advantages(SessionRewards.of(after), "grpo") == session_advantages(SessionRewards.of(before), "grpo")
     everything = [[replace(sample, finish_reason="length") for sample in group] for group in groups]
@@ -208,7 +214,7 @@ def test_the_divergence_is_subtracted_from_the_reward(base: torch.nn.Module) -> 
     )
 
 
-@pytest.mark.parametrize("place", ["reward", "loss"])
+@pytest.mark.parametrize("place", ["reward", pytest.param("loss", marks=pytest.mark.slow)])
 def test_an_adaptive_coefficient_follows_its_target(base: torch.nn.Module, place: str) -> None:
     """value · (1 + clip(kl / target - 1, ±0.2) · sessions / horizon), of the divergence that the step had."""
     penalty = None if place == "reward" else Penalty(coefficient=0.1)

@@ -9,8 +9,7 @@ import torch
 
 from tests.train.rows import sample_of
 from tokentrue.errors import TokenContractError
-from tokentrue.train.data.advantages import SessionRewards, session_advantages
-from tokentrue.train.data.batch import row_of
+from tokentrue.train.data.rows import SessionRewards, row_from_sample, session_advantages
 from tokentrue.types import Sample
 
 
@@ -20,7 +19,7 @@ def one(name: str, reward: float, group: str = "g", version: int = 3) -> Sample:
 
 
 def test_a_row_keeps_what_was_recorded() -> None:
-    row = row_of(one("a", 1.0), "g")
+    row = row_from_sample(one("a", 1.0), "g")
     assert row.ids.tolist() == [5, 6, 7, 8]
     assert row.mask.tolist() == [False, True, False, True]
     assert row.rollout.tolist() == [0.0, -0.5, 0.0, -0.25]
@@ -29,11 +28,13 @@ def test_a_row_keeps_what_was_recorded() -> None:
 
 def test_a_row_without_tokens_is_refused() -> None:
     with pytest.raises(TokenContractError, match="sample a/0 has no tokens; leave it out"):
-        row_of(sample_of([], [], [], name="a", group="g", reward=1.0, version=0), "g")
+        row_from_sample(sample_of([], [], [], name="a", group="g", reward=1.0, version=0), "g")
 
 
 def test_grpo_by_hand() -> None:
-    rows = [row_of(one(name, reward), "g") for name, reward in (("a", 1.0), ("b", 0.0), ("c", 0.0), ("d", 1.0))]
+    rows = [
+        row_from_sample(one(name, reward), "g") for name, reward in (("a", 1.0), ("b", 0.0), ("c", 0.0), ("d", 1.0))
+    ]
     found = session_advantages(SessionRewards.of(rows), "grpo")
     std = (4 * 0.25 / 3) ** 0.5
     assert found == pytest.approx([0.5 / std, -0.5 / std, -0.5 / std, 0.5 / std], rel=1e-5)
@@ -42,29 +43,29 @@ def test_grpo_by_hand() -> None:
 def test_a_session_with_two_samples_counts_once() -> None:
     """Compaction leaves two samples of one session; the mean of the group is over three sessions, not four rows."""
     twice = one("a", 1.0)
-    rows = [row_of(s, "g") for s in (twice, replace(twice, sample_id="a/1"), one("b", 0.0), one("c", 0.0))]
+    rows = [row_from_sample(s, "g") for s in (twice, replace(twice, sample_id="a/1"), one("b", 0.0), one("c", 0.0))]
     found = session_advantages(SessionRewards.of(rows), "dr_grpo")
     assert found == pytest.approx([2 / 3, 2 / 3, -1 / 3, -1 / 3])
 
 
 def test_equal_rewards_give_exactly_nothing() -> None:
-    rows = [row_of(one(name, 0.1), "g") for name in "abcdefg"]
+    rows = [row_from_sample(one(name, 0.1), "g") for name in "abcdefg"]
     assert session_advantages(SessionRewards.of(rows), "grpo") == [0.0] * 7
 
 
 def test_what_cannot_be_trained_is_refused() -> None:
     good = one("a", 1.0)
     with pytest.raises(TokenContractError, match="no reward"):
-        row_of(replace(good, reward=None), "g")
+        row_from_sample(replace(good, reward=None), "g")
     with pytest.raises(TokenContractError, match="not sampled"):
-        row_of(replace(good, loss_mask=[0, 1, 1, 1]), "g")
+        row_from_sample(replace(good, loss_mask=[0, 1, 1, 1]), "g")
     with pytest.raises(TokenContractError, match="first token"):
-        row_of(replace(good, loss_mask=[1, 1, 0, 1], rollout_logprobs=[-0.1, -0.5, None, -0.25]), "g")
+        row_from_sample(replace(good, loss_mask=[1, 1, 0, 1], rollout_logprobs=[-0.1, -0.5, None, -0.25]), "g")
 
 
 def test_log_probabilities_survive_as_float32_bits() -> None:
     value = float(torch.tensor(-0.123456789, dtype=torch.float32))
-    row = row_of(replace(one("a", 1.0), rollout_logprobs=[None, value, None, -0.25]), "g")
+    row = row_from_sample(replace(one("a", 1.0), rollout_logprobs=[None, value, None, -0.25]), "g")
     assert float(row.rollout[1]) == value
 
 
@@ -74,5 +75,5 @@ def test_a_turn_sampled_under_a_penalty_is_refused(penalty: str) -> None:
     nodes = [{"given": 1, "sampled": 1}, {"given": 1, "sampled": 1, "sampling": {penalty: 0.5}}]
     sample = replace(one("a", 1.0), metadata={"tokentrue": {"nodes": nodes}})
     with pytest.raises(TokenContractError, match=f"turn 1: sampled under {penalty}"):
-        row_of(sample, "g")
-    row_of(replace(sample, loss_mask=[0, 1, 0, 0]), "g")
+        row_from_sample(sample, "g")
+    row_from_sample(replace(sample, loss_mask=[0, 1, 0, 0]), "g")

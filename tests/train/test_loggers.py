@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from tokentrue.errors import ConfigError
-from tokentrue.train import loggers
-from tokentrue.train.writer import MetricsWriter
+from tokentrue.train.writer import EXTRAS, LOGGERS, MetricsWriter
 
 ROOT = Path(__file__).resolve().parents[2]
 WRITE = """
@@ -63,6 +62,7 @@ def rows_of_wandb(file: Path) -> list[dict[str, float]]:
     return rows
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of wandb, at import
 def test_wandb_offline(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
@@ -72,6 +72,7 @@ def test_wandb_offline(tmp_path: Path) -> None:
     assert [(row["_step"], row["reward"], row["seconds/train"]) for row in rows] == [(0, 0.5, 1.0), (1, 1.5, 1.0)]
 
 
+@pytest.mark.slow
 def test_trackio_and_a_resumed_run(tmp_path: Path) -> None:
     pytest.importorskip("trackio")
     write_steps(tmp_path, "trackio", 0)
@@ -92,4 +93,4 @@ def test_a_logger_that_is_not_installed_is_named(tmp_path: Path, monkeypatch: py
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigError, match=r"wandb is not installed: pip install 'tokentrue\[wandb\]'"):
         MetricsWriter(tmp_path, provenance={}, log=("wandb",))
-    assert set(loggers.LOGGERS) == set(loggers.EXTRAS)
+    assert set(LOGGERS) == set(EXTRAS)

@@ -31,10 +31,9 @@ from tokentrue.errors import (
 from tokentrue.mismatch import loss_named
 from tokentrue.train import MetricsWriter, OptimConfig, Publisher, Store, TrainConfig, Trainer, train
 from tokentrue.train.checkpoint import find_checkpoints, load, save
-from tokentrue.train.checks.acceptance import UpdateGate
-from tokentrue.train.checks.evaluating import Evaluator, pass_at_k
-from tokentrue.train.checks.probing import Probe
 from tokentrue.train.config import AcceptanceConfig, EvaluationConfig
+from tokentrue.train.evaluation import Evaluator, pass_at_k
+from tokentrue.train.probing import Probe, UpdateGate
 from tokentrue.types import Completion, Finish
 
 

@@ -15,12 +15,10 @@ from tests.marks import slow_except
 from tests.train import test_batch, test_loop, test_trainer
 from tests.train.rows import small_model
 from tokentrue.errors import ExactnessError
-from tokentrue.train import checkpoint, loop, trainer
-from tokentrue.train.checks import exactness
-from tokentrue.train.checks.exactness import Agreement, ulps
-from tokentrue.train.data.advantages import SessionRewards
-from tokentrue.train.data.batch import Row, row_of
-from tokentrue.train.files import optimizer
+from tokentrue.train import checkpoint, exactness, loop, trainer
+from tokentrue.train.data import rows
+from tokentrue.train.data.rows import Row, SessionRewards, row_from_sample
+from tokentrue.train.exactness import Agreement, ulps
 from tokentrue.train.trainer import Trainer
 
 CAUGHT = (AssertionError, ExactnessError, pytest.fail.Exception)
@@ -95,8 +93,8 @@ def test_moments_that_are_not_resumed(part: str, tmp_path: Path, monkeypatch: py
             {key: torch.zeros_like(value) if key.endswith(f"|{part}") else value for key, value in moments.items()},
         )
 
-    plain = optimizer.restore_optimizer
-    monkeypatch.setattr(optimizer, "restore_optimizer", forgetful)
+    plain = checkpoint.restore_optimizer
+    monkeypatch.setattr(checkpoint, "restore_optimizer", forgetful)
     caught(lambda: test_loop.test_a_resumed_run_has_the_same_bits(tmp_path, 0))
 
 
@@ -152,12 +150,10 @@ def test_samples_that_carry_a_stale_version(monkeypatch: pytest.MonkeyPatch) -> 
     """Tokens stamped with the version before: nothing would be compared any more."""
 
     def stale(sample: Any, group: str, temperature: float = 1.0) -> Row:
-        row = row_of(sample, group, temperature)
+        row = row_from_sample(sample, group, temperature)
         return replace(row, versions=torch.where(row.sampled, row.versions - 1, row.versions))
 
-    from tokentrue.train.data import batch
-
-    monkeypatch.setattr(batch, "row_of", stale)
+    monkeypatch.setattr(rows, "row_from_sample", stale)
     caught(lambda: test_loop.test_round_j_is_played_by_version_j_minus_lag(0))
 
 

@@ -27,7 +27,7 @@ from tokentrue.routing_replay import RoutedExperts, SamplingMask
 from tokentrue.samples import audit, read_samples, write_samples
 from tokentrue.samples.recorded_turns import read_turns
 from tokentrue.train import ExactScorer, OptimConfig, PlainScorer, TrainConfig, Trainer
-from tokentrue.train.data.batch import rows_of
+from tokentrue.train.data.rows import rows_from_groups
 from tokentrue.types import Sample, Sampling, TurnRequest
 
 FILTERS = {
@@ -76,7 +76,7 @@ def trainer_of(model: torch.nn.Module, *, is_exact: bool, **config: Any) -> Trai
 
 
 def mean_ratio(model: torch.nn.Module, samples: Sequence[Sample], *, kept: bool) -> float:
-    rows = rows_of([samples])
+    rows = rows_from_groups([samples])
     with torch.no_grad():
         found = PlainScorer()(
             model, [r.ids for r in rows], [r.temperatures for r in rows], kept=[r.kept for r in rows] if kept else None
@@ -189,7 +189,7 @@ def test_gradient_and_entropy_are_those_of_the_kept_ids(model: torch.nn.Module, 
     ids = torch.tensor([5, 9, 11, 3, 8])
     mask = SamplingMask.from_rows([[], [9, 4, 2], [], [3], [8, 600]])
     sample = sample_of(ids.tolist(), [True, False, False, False, False], [-1.0] * 5, name="s", group="g", reward=1.0)
-    row = rows_of([[replace(sample, sampling_mask=mask)]])[0]
+    row = rows_from_groups([[replace(sample, sampling_mask=mask)]])[0]
     ours = copy.deepcopy(model)
     with scorer.active(ours):
         scores = scorer(ours, [ids], [row.temperatures], entropy=True, kept=[row.kept])

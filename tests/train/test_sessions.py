@@ -21,9 +21,8 @@ from tests.train.rows import groups_for, small_model
 from tokentrue.errors import InputError
 from tokentrue.mismatch import Correction, LossConfig, Penalty, Reject, Weights, loss_named, policy_loss
 from tokentrue.train import OptimConfig, TrainConfig, Trainer
-from tokentrue.train.data.advantages import SessionRewards, session_advantages
-from tokentrue.train.data.batch import rows_of, sessions_of
 from tokentrue.train.data.planning import Packing, plan_minibatches
+from tokentrue.train.data.rows import SessionRewards, list_sessions, rows_from_groups, session_advantages
 from tokentrue.types import Sample
 
 KEPT = Correction(
@@ -119,18 +118,18 @@ def test_updates_and_weights_after_a_step_are_those_of_one_row_per_session(
 def test_minibatches_hold_whole_sessions(
     groups: list[list[Sample]], pieces: list[int], parts: int, seed: int, shuffled: bool, mixing: int
 ) -> None:
-    rows = rows_of(cut_some(groups, pieces, seed))
+    rows = rows_from_groups(cut_some(groups, pieces, seed))
     random.Random(mixing).shuffle(rows)  # rows of a session need not be neighbours
     packing = Packing(budget=200, padded=False)
     made = plan_minibatches(rows, [True] * len(rows), packing, parts=parts, shuffle_seed=(seed,) if shuffled else None)
     assert len(made) == min(parts, 6), "as many updates as with one row per session"
     assert sorted(number for part in made for number in part.rows) == list(range(len(rows)))
-    for numbers in sessions_of(rows):
+    for numbers in list_sessions(rows):
         assert sum(bool(set(numbers) & set(part.rows)) for part in made) == 1
     counts = [len({rows[number].sample.session_id for number in part.rows}) for part in made]
     assert max(counts) - min(counts) <= 1
     advantages = session_advantages(SessionRewards.of(rows), "grpo")
-    assert all(len({advantages[number] for number in numbers}) == 1 for numbers in sessions_of(rows))
+    assert all(len({advantages[number] for number in numbers}) == 1 for numbers in list_sessions(rows))
 
 
 def test_row_tokens_go_with_the_number_of_sequences() -> None:

@@ -15,7 +15,7 @@ from tokentrue.errors import TokenContractError, TrainingError
 from tokentrue.mismatch import loss_named
 from tokentrue.numerics import score
 from tokentrue.train import OptimConfig, PlainScorer, TrainConfig, Trainer
-from tokentrue.train.data.packing import pack
+from tokentrue.train.data.planning import pack
 
 
 @pytest.fixture(scope="module")

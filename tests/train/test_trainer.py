@@ -15,7 +15,7 @@ from tests.train.rows import groups_for, small_model
 from tokentrue.errors import ConfigError, ExactnessError
 from tokentrue.mismatch import Correction, LossConfig, Normalise, Penalty, Weights, loss_named
 from tokentrue.train import OptimConfig, TrainConfig, Trainer
-from tokentrue.train.checks.exactness import ulps
+from tokentrue.train.exactness import ulps
 from tokentrue.types import Sample
 
 

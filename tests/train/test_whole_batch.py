@@ -32,8 +32,7 @@ from tokentrue.mismatch import (
 )
 from tokentrue.train import ExactScorer, OptimConfig, PlainScorer, Ranks, TrainConfig, Trainer
 from tokentrue.train.config import AdvantageConfig, KlConfig, OverlongConfig
-from tokentrue.train.data.advantages import SessionRewards, session_advantages
-from tokentrue.train.data.batch import rows_of
+from tokentrue.train.data.rows import SessionRewards, rows_from_groups, session_advantages
 from tokentrue.types import Sample
 
 KEPT = Correction(reject=(Reject(estimator="k3", aggregate="seq_mean", upper=0.0565),), loss_counts="kept")
@@ -94,7 +93,7 @@ def whole_batch(
     base: torch.nn.Module, reference: torch.nn.Module, groups: list[list[Sample]], loss: LossConfig
 ) -> tuple[Any, float]:
     model = copy.deepcopy(base)
-    rows = rows_of(groups)
+    rows = rows_from_groups(groups)
     scorer = PlainScorer()
     ids, heats = [row.ids for row in rows], [row.temperatures for row in rows]
     scores = scorer(model, ids, heats, entropy=True)

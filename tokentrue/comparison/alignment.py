@@ -1,7 +1,6 @@
-"""The shortest edit script between two sequences (Myers' greedy algorithm), with the work bounded.
+"""The shortest edit script between two sequences (Myers' greedy algorithm).
 
-Cost grows with length × differences. Past `LIMIT` differences the middle is no longer searched for matches: everything
-in it counts as replaced, which is reported as that many differences and never as fewer.
+Past `LIMIT` differences the middle is no longer searched for matches: everything in it counts as replaced.
 """
 
 from __future__ import annotations

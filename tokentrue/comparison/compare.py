@@ -1,21 +1,19 @@
 """Two id sequences in, graded and aligned differences out.
 
-Both are cut into segments: every structural token is one, every run of other tokens between them is one. The segments
-are aligned (shortest edit script), so that one extra segment is one difference and hides nothing after it. Nothing is
-trimmed. Graded:
+Both are cut into segments: every structural token, and every run of other tokens between them. The segments are
+aligned, so that one extra segment is one difference and hides nothing after it. Nothing is trimmed.
 
 * `special_token_count`: a structural token is missing or extra (hard);
-* `special_token_type`: another structural token stands in its place (hard);
-* `non_assistant_text`: text of the prompt, the user or a tool differs, or reads the same from other ids (hard);
-* `assistant_text`: text inside an assistant's turn differs (soft). Other ids with the same text are no difference here:
-  sampled tokens are never canonical.
+* `special_token_type`: another structural token in its place (hard);
+* `non_assistant_text`: other text of the prompt, the user or a tool, or the same from other ids (hard);
+* `assistant_text`: other text inside an assistant's turn (soft); sampled tokens are never canonical.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeAlias
 
 from tokentrue.comparison.alignment import align
 
@@ -24,8 +22,6 @@ Kind = Literal["special_token_count", "special_token_type", "non_assistant_text"
 
 
 class Structure(Protocol):
-    """Which ids are structure; see `tokentrue.renderers`."""
-
     @property
     def special(self) -> frozenset[int]: ...
     @property
@@ -39,8 +35,6 @@ class Structure(Protocol):
 
 
 class Reader(Protocol):
-    """What is needed of a renderer."""
-
     @property
     def structure(self) -> Structure: ...
 
@@ -49,8 +43,7 @@ class Reader(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedSpan:
-    """Tokens `[start, end)` of one sequence and their text; empty where the other sequence has something that this one
-    lacks."""
+    """Tokens `[start, end)` of one sequence and their text."""
 
     start: int
     end: int
@@ -59,11 +52,7 @@ class ComparedSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mismatch:
-    """One difference. `token` is its first token in the actual sequence.
-
-    `message` (by its opener) and `turn` (of the assistant) say where it lies; both count from 0 and are -1 before the
-    first.
-    """
+    """One difference. `message` and `turn` (of the assistant) count from 0 and are -1 before the first."""
 
     kind: Kind
     expected: ComparedSpan
@@ -88,15 +77,25 @@ class _Segment:
     assistant: bool
 
 
+Pair: TypeAlias = tuple[_Segment | None, _Segment | None]
+
+
 def compare(expected_ids: Ids, actual_ids: Ids, *, renderer: Reader) -> list[Mismatch]:
-    """Every difference between what a render gives and what a record holds, in order; an empty list where they
-    agree."""
-    expected, actual = _segments(expected_ids, renderer), _segments(actual_ids, renderer)
+    """Every difference, in order."""
     found: list[Mismatch] = []
+    expected, actual = _segments(expected_ids, renderer), _segments(actual_ids, renderer)
     for mine, theirs in _pairs(expected, actual, expected_ids, actual_ids):
-        mismatch = _difference(mine, theirs, expected_ids, actual_ids, renderer)
-        if mismatch is not None:
-            found.append(mismatch)
+        one = theirs or mine
+        assert one is not None
+        before, after = _span(mine, expected_ids, renderer, one), _span(theirs, actual_ids, renderer, one)
+        kind, detail = _grade(mine, theirs, before.text, after.text)
+        if kind is not None:
+            found.append(
+                Mismatch(
+                    kind=kind, expected=before, actual=after, turn=one.turn, message=one.message, token=after.start,
+                    detail=detail,
+                )
+            )  # fmt: skip
     return found
 
 
@@ -138,20 +137,16 @@ def _opens_assistant(ids: Ids, place: int, renderer: Reader) -> bool:
     return renderer.decode(ids[place + 1 : end]).lstrip().startswith(structure.word)
 
 
-def _pairs(
-    expected: list[_Segment], actual: list[_Segment], expected_ids: Ids, actual_ids: Ids
-) -> list[tuple[_Segment | None, _Segment | None]]:
+def _pairs(expected: list[_Segment], actual: list[_Segment], expected_ids: Ids, actual_ids: Ids) -> list[Pair]:
     """Segments side by side. First by their exact ids, then, inside what differs, by kind alone."""
-    mine = [
-        (segment.key, *(expected_ids[segment.start : segment.end] if segment.key < 0 else ())) for segment in expected
-    ]
-    theirs = [
-        (segment.key, *(actual_ids[segment.start : segment.end] if segment.key < 0 else ())) for segment in actual
-    ]
-    pairs: list[tuple[_Segment | None, _Segment | None]] = []
+
+    def keys(segments: list[_Segment], ids: Ids) -> list[tuple[int, ...]]:
+        return [(s.key, *(ids[s.start : s.end] if s.key < 0 else ())) for s in segments]
+
+    pairs: list[Pair] = []
     left: list[_Segment] = []
     right: list[_Segment] = []
-    for a, b in align(mine, theirs):
+    for a, b in align(keys(expected, expected_ids), keys(actual, actual_ids)):
         if a is not None and b is not None:
             pairs += _inner(left, right)
             left, right = [], []
@@ -161,8 +156,8 @@ def _pairs(
     return pairs + _inner(left, right)
 
 
-def _inner(left: list[_Segment], right: list[_Segment]) -> list[tuple[_Segment | None, _Segment | None]]:
-    pairs: list[tuple[_Segment | None, _Segment | None]] = []
+def _inner(left: list[_Segment], right: list[_Segment]) -> list[Pair]:
+    pairs: list[Pair] = []
     lonely_left: list[_Segment] = []
     lonely_right: list[_Segment] = []
 
@@ -186,47 +181,22 @@ def _inner(left: list[_Segment], right: list[_Segment]) -> list[tuple[_Segment |
     return pairs
 
 
-def _difference(
-    mine: _Segment | None, theirs: _Segment | None, expected_ids: Ids, actual_ids: Ids, renderer: Reader
-) -> Mismatch | None:
-    one = theirs or mine
-    assert one is not None
-    expected, actual = _part(mine, expected_ids, renderer, one), _part(theirs, actual_ids, renderer, one)
-    kind, detail = _grade(mine, theirs, expected, actual)
-    if kind is None:
-        return None
-    return Mismatch(
-        kind=kind,
-        expected=expected,
-        actual=actual,
-        turn=one.turn,
-        message=one.message,
-        token=actual.start,
-        detail=detail,
-    )
-
-
-def _grade(
-    mine: _Segment | None, theirs: _Segment | None, expected: ComparedSpan, actual: ComparedSpan
-) -> tuple[Kind | None, str]:
+def _grade(mine: _Segment | None, theirs: _Segment | None, expected: str, actual: str) -> tuple[Kind | None, str]:
     if mine is None or theirs is None:
         one, what = (theirs, "extra") if mine is None else (mine, "missing")
         assert one is not None
         if one.key >= 0:
-            return "special_token_count", f"{what}: {(expected.text or actual.text)!r}"
+            return "special_token_count", f"{what}: {(expected or actual)!r}"
         return ("assistant_text" if one.assistant else "non_assistant_text"), f"{what} text"
     if mine.key >= 0:
-        return (
-            ("special_token_type", f"{actual.text!r} instead of {expected.text!r}")
-            if mine.key != theirs.key
-            else (None, "")
-        )
+        is_same = mine.key == theirs.key
+        return (None, "") if is_same else ("special_token_type", f"{actual!r} instead of {expected!r}")
     if mine.assistant and theirs.assistant:
-        return ("assistant_text", "") if expected.text != actual.text else (None, "")
-    return "non_assistant_text", ("the same text from other ids" if expected.text == actual.text else "")
+        return ("assistant_text" if expected != actual else None), ""
+    return "non_assistant_text", ("the same text from other ids" if expected == actual else "")
 
 
-def _part(segment: _Segment | None, ids: Ids, renderer: Reader, near: _Segment) -> ComparedSpan:
+def _span(segment: _Segment | None, ids: Ids, renderer: Reader, near: _Segment) -> ComparedSpan:
     if segment is None:
         return ComparedSpan(start=min(near.start, len(ids)), end=min(near.start, len(ids)), text="")
     return ComparedSpan(start=segment.start, end=segment.end, text=renderer.decode(ids[segment.start : segment.end]))

@@ -1,9 +1,9 @@
-"""What the probes found, as data: a verdict, a figure, the likely cause, the cure, and how sure the probe is. Pure."""
+"""What the probes found, as data: a verdict, a figure, the likely cause, the cure, and how sure the probe is."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Literal, TypeAlias
 
@@ -20,7 +20,7 @@ class Verdict(StrEnum):
 class Finding:
     """One probe's answer. `fault` is the stable name of what is wrong, one of `CAUSES`; empty where nothing is."""
 
-    probe: str
+    probe: str = ""  # the name of the probe, which `exam.probe` fills in
     verdict: Verdict
     figure: str
     fault: str = ""
@@ -36,22 +36,19 @@ class Finding:
         return CAUSES[self.fault][1] if self.fault else ""
 
     def to_json(self) -> dict[str, str]:
-        return {
-            "probe": self.probe, "verdict": self.verdict.value, "figure": self.figure, "fault": self.fault, "cause": self.cause,
-            "cure": self.cure, "detail": self.detail, "confidence": self.confidence,
-        }  # fmt: skip
+        return {**asdict(self), "verdict": self.verdict.value, "cause": self.cause, "cure": self.cure}
 
 
-def ok(probe: str, figure: str, *, detail: str = "") -> Finding:
+def ok(figure: str, *, detail: str = "", probe: str = "") -> Finding:
     return Finding(probe=probe, verdict=Verdict.OK, figure=figure, detail=detail)
 
 
-def fault(probe: str, name: str, figure: str, *, confidence: Confidence = "high", detail: str = "") -> Finding:
+def fault(name: str, figure: str, *, confidence: Confidence = "high", detail: str = "", probe: str = "") -> Finding:
     return Finding(probe=probe, verdict=Verdict.FAULT, figure=figure, fault=name, confidence=confidence, detail=detail)
 
 
-def cannot_tell(probe: str, why: str) -> Finding:
-    return Finding(probe=probe, verdict=Verdict.CANNOT_TELL, figure="-", detail=why)
+def cannot_tell(why: str, *, figure: str = "-", probe: str = "") -> Finding:
+    return Finding(probe=probe, verdict=Verdict.CANNOT_TELL, figure=figure, detail=why)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +87,38 @@ class DoctorReport:
             "findings": [finding.to_json() for finding in self.findings],
         }
 
+
+def settle(findings: Sequence[Finding]) -> list[Finding]:
+    """Turns the consequences of another fault into "cannot tell": one fault shows in several probes."""
+    settled: list[Finding] = []
+    for finding in findings:
+        earlier = next((one.fault for one in findings if finding.fault in FOLLOWS.get(one.fault, ())), None)
+        if finding.verdict is Verdict.FAULT and earlier is not None:
+            finding = cannot_tell(f"{finding.figure}; follows from {earlier}", probe=finding.probe)
+        settled.append(finding)
+    return settled
+
+
+DTYPES = ("dtype_bfloat16", "dtype_float16")
+NUMBERS = ("other_weights", "rope", "int8_weights", "fp8_weights", "fp8_kv_cache", "routing")
+REPEATS = ("batch_variant", "prefix_cache", "prefill_decode", "pause", "preemption")
+FOLLOWS: Mapping[str, tuple[str, ...]] = {
+    "tokenizer": ("special_tokens", "template"),
+    "special_tokens": ("template",),
+    "off_by_one": (*NUMBERS, *DTYPES, "sampled_temperature", "greedy_logprobs", "prefill_decode"),
+    "raw_logprobs": ("sampled_temperature",),
+    "temperature_ignored": ("raw_logprobs",),
+    "wire_precision": (*NUMBERS, *DTYPES, "prefill_decode", "batch_variant"),
+    "unstable": (*REPEATS, *NUMBERS, *DTYPES),
+    "dtype_bfloat16": REPEATS,  # a coarser dtype rounds differently in every batch
+    "dtype_float16": REPEATS,
+    "batch_variant": (*NUMBERS, "prefill_decode"),
+    "prefix_cache": (*NUMBERS, "prefill_decode"),
+    "pause": ("preemption",),
+    "sampled_temperature": ("greedy_logprobs",),
+    "context_truncated": ("prefill_decode",),
+}
+"""What each fault explains: findings of these names beside it are its consequences."""
 
 CAUSES: Mapping[str, tuple[str, str]] = {
     "engine_refused": ("the engine refuses or breaks the probe's requests", "read the engine's message in the detail and its log"),

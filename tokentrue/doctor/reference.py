@@ -15,12 +15,12 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from tokentrue.doctor.observations import Observation
 from tokentrue.engine.adapters import merge_low_rank, read_directory, read_pairs
 from tokentrue.errors import ConfigError
 from tokentrue.hub import load_causal_model, load_config
 from tokentrue.json_types import JsonMapping
 from tokentrue.numerics import KeptRows, remove_filtered
+from tokentrue.types import Completion
 
 Change: TypeAlias = Callable[[Any], Any]
 """Takes a copy of the reference model; returns the model to run."""
@@ -32,6 +32,34 @@ THETAS = (10_000.0, 100_000.0, 500_000.0, 1_000_000.0, 5_000_000.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """`logprobs[k]` is the engine's log-probability of `token_ids[positions[k]]`, given everything before it."""
+
+    token_ids: tuple[int, ...]
+    positions: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    prompt_tokens: int = 0  # of `token_ids`, how many were sent rather than sampled
+    temperatures: tuple[float, ...] = ()  # that each position was sampled at, where it is known; else 1
+    kept: tuple[tuple[int, ...], ...] = ()  # ids that filters kept at each position; an empty one keeps all
+
+    @staticmethod
+    def from_completion(prompt_ids: Sequence[int], completion: Completion) -> Observation:
+        ids = (*prompt_ids, *completion.token_ids)
+        positions = tuple(range(len(prompt_ids), len(ids)))
+        return Observation(
+            token_ids=ids, positions=positions, logprobs=completion.logprobs, prompt_tokens=len(prompt_ids)
+        )
+
+    @staticmethod
+    def from_prompt(prompt_ids: Sequence[int], logprobs: Sequence[float]) -> Observation:
+        """`logprobs` are of `prompt_ids[1:]`."""
+        positions = tuple(range(1, len(prompt_ids)))
+        return Observation(
+            token_ids=tuple(prompt_ids), positions=positions, logprobs=tuple(logprobs), prompt_tokens=len(prompt_ids)
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Variant:
     """One known fault of weights or arithmetic; `fault` is its name in `findings.CAUSES`."""
 
@@ -65,8 +93,7 @@ class Reference:
         return int(getattr(self.config, "max_position_embeddings", 2048))
 
     def logprobs(self, observations: Sequence[Observation]) -> Tensor:
-        """Of every observed token, end to end, as float64: at the temperature that it was sampled at, over the ids that
-        were kept."""
+        """At the temperature that each token was sampled at, over the ids that were kept."""
         return score(self.model, observations)
 
     def logprobs_at(self, observations: Sequence[Observation], temperatures: Sequence[float]) -> Tensor:
@@ -74,14 +101,12 @@ class Reference:
         return score_at(self.model, observations, temperatures)
 
     def predict(self, variant: Variant, observations: Sequence[Observation]) -> Tensor:
-        """What an engine with this fault would report."""
         changed = variant.change(copy.deepcopy(self.model)).eval()
         return score(changed, observations, kv_dtype=variant.kv_dtype)
 
 
 def saved_dtype(config: Any) -> str:
-    """The dtype that the model was saved in, which is what engines serve by default. A loaded model's configuration has
-    that of loading."""
+    """What engines serve by default; a loaded model's configuration has the dtype of loading instead."""
     return str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
 
 
@@ -137,47 +162,36 @@ def quantising_cache(dtype: torch.dtype) -> Any:
 
 
 def dtype_variant(name: str) -> Variant:
-    return Variant(fault=f"dtype_{name}", label=name, change=lambda model: model.to(getattr(torch, name)))
+    return Variant(f"dtype_{name}", name, lambda model: model.to(getattr(torch, name)))
 
 
-def variants_of(reference: Reference, *, previous: str | Path | None = None) -> Iterator[Variant]:
+def list_variants(reference: Reference, *, previous: str | Path | None = None) -> Iterator[Variant]:
     """The faults of weights that can be simulated for this model, the likeliest first."""
-    model, config = reference.model, reference.config
+    model, config, base = reference.model, reference.config, reference.source
     if previous is not None:
-        yield Variant(
-            fault="stale_weights", label=f"weights of {Path(previous).name}", change=lambda _: load_model(previous)
-        )
-    if reference.adapter is not None and reference.source is not None:
-        base = reference.source
-        yield Variant(
-            fault="adapter_missing",
-            label=f"without adapter {reference.adapter.name}",
-            change=lambda _: load_model(base),
-        )
+        yield Variant("stale_weights", f"weights of {Path(previous).name}", lambda _: load_model(previous))
+    if reference.adapter is not None and base is not None:
+        yield Variant("adapter_missing", f"without adapter {reference.adapter.name}", lambda _: load_model(base))
     for name in ("float16", "bfloat16"):
         yield dtype_variant(name)
-    yield Variant(fault="int8_weights", label="int8 per channel", change=lambda m: quantise(m, to_int8))
-    yield Variant(fault="fp8_weights", label="float8_e4m3 per tensor", change=lambda m: quantise(m, to_fp8))
-    yield Variant(
-        fault="fp8_kv_cache", label="KV cache in float8_e4m3", change=lambda m: m, kv_dtype=torch.float8_e4m3fn
-    )
+    yield Variant("int8_weights", "int8 per channel", lambda m: quantise(m, to_int8))
+    yield Variant("fp8_weights", "float8_e4m3 per tensor", lambda m: quantise(m, to_fp8))
+    yield Variant("fp8_kv_cache", "KV cache in float8_e4m3", lambda m: m, kv_dtype=torch.float8_e4m3fn)
     if any(isinstance(module, nn.Linear) and module.bias is not None for module in model.modules()):
-        yield Variant(fault="bias_dropped", label="biases set to 0", change=drop_biases)
+        yield Variant("bias_dropped", "biases set to 0", drop_biases)
     if not getattr(config, "tie_word_embeddings", True):
-        yield Variant(fault="tied_head", label="output layer = embedding", change=tie_head)
+        yield Variant("tied_head", "output layer = embedding", tie_head)
     rope: JsonMapping = dict(getattr(config, "rope_parameters", None) or {})
     if "rope_theta" in rope:
         theta = float(rope["rope_theta"])
         for other in sorted({*THETAS, theta * 10, theta / 10} - {theta}):
-            yield Variant(
-                fault="rope", label=f"rope_theta {other:g} instead of {theta:g}", change=rope_change(rope_theta=other)
-            )
+            yield Variant("rope", f"rope_theta {other:g} instead of {theta:g}", rope_change(rope_theta=other))
         if rope.get("rope_type", "default") != "default":
-            yield Variant(fault="rope", label="no rope scaling", change=rope_change(rope_type="default"))
-        else:
-            for factor in (2.0, 4.0):
-                change = rope_change(rope_type="linear", factor=factor)
-                yield Variant(fault="rope", label=f"linear rope scaling by {factor:g}", change=change)
+            yield Variant("rope", "no rope scaling", rope_change(rope_type="default"))
+            return
+        for factor in (2.0, 4.0):
+            change = rope_change(rope_type="linear", factor=factor)
+            yield Variant("rope", f"linear rope scaling by {factor:g}", change)
 
 
 def rope_change(**changes: Any) -> Change:
@@ -225,7 +239,6 @@ def tie_head(model: Any) -> Any:
 
 
 def merge_adapter(model: Any, directory: Path) -> Any:
-    """The model with a PEFT adapter merged into its linear layers."""
     modules = dict(model.named_modules())
     for name, low in read_pairs(directory.name, *read_directory(directory)).items():
         target = modules.get(name)

@@ -1,49 +1,28 @@
-"""An engine's own routes that no provider has: how it renders a conversation, and how it is paused and preempted.
-
-Engines in this process take ids only; `NoRoutes` represents them, and a probe that needs a route then cannot tell.
-"""
+"""An engine's own routes that no provider has: how it renders a conversation, and how it is paused and preempted."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from tokentrue.errors import EngineContractError, EngineRejected
 from tokentrue.ids import TokenIds
-from tokentrue.json_types import JsonMapping, JsonObject
+from tokentrue.json_types import JsonMapping
 from tokentrue.protocols import Provider
 from tokentrue.providers.remote import EngineHttp, read_tokens
 
 
-class EngineRoutes(Protocol):
-    async def tokenize_chat(self, messages: Sequence[JsonMapping]) -> TokenIds | None:
-        """None: no such route."""
-        ...
-
-    async def pause(self) -> bool:
-        """Holds every running generation where it is. False: no such route."""
-        ...
-
-    async def preempt(self) -> bool:
-        """Of a paused engine: drops the keys and values of running generations, which are computed again. False: no
-        such route."""
-        ...
-
-    async def resume(self) -> bool: ...
-
-    async def close(self) -> None: ...
-
-
-class NoRoutes:
-    """An engine in this process."""
+class EngineRoutes:
+    """An engine in this process, which has none of them: None and False say so."""
 
     async def tokenize_chat(self, messages: Sequence[JsonMapping]) -> TokenIds | None:
         return None
 
     async def pause(self) -> bool:
+        """Holds every running generation where it is."""
         return False
 
     async def preempt(self) -> bool:
+        """Of a paused engine: drops the keys and values of running generations, which are computed again."""
         return False
 
     async def resume(self) -> bool:
@@ -53,7 +32,7 @@ class NoRoutes:
         pass
 
 
-class HttpRoutes:
+class HttpRoutes(EngineRoutes):
     """Of vLLM and of SGLang."""
 
     def __init__(self, provider: Provider, url: str, *, api_key: str | None = None) -> None:
@@ -62,9 +41,8 @@ class HttpRoutes:
 
     async def tokenize_chat(self, messages: Sequence[JsonMapping]) -> TokenIds | None:
         model = (await self._provider.health())["model"]
-        return await read_tokens(
-            self._http, "/tokenize", {"model": model, "messages": list(messages), "add_generation_prompt": True}
-        )
+        body = {"model": model, "messages": list(messages), "add_generation_prompt": True}
+        return await read_tokens(self._http, "/tokenize", body)
 
     async def pause(self) -> bool:
         return await self._post("/pause?mode=keep") or await self._post("/pause_generation", {"mode": "in_place"})
@@ -79,7 +57,7 @@ class HttpRoutes:
     async def close(self) -> None:
         await self._http.close()
 
-    async def _post(self, path: str, body: JsonObject | None = None) -> bool:
+    async def _post(self, path: str, body: dict[str, str] | None = None) -> bool:
         try:
             await self._http.read("POST", path, body or {}, retry=False)
         except (EngineContractError, EngineRejected):
@@ -88,4 +66,4 @@ class HttpRoutes:
 
 
 def routes_for(provider: Provider, url: str | None, *, api_key: str | None = None) -> EngineRoutes:
-    return NoRoutes() if url is None else HttpRoutes(provider, url, api_key=api_key)
+    return EngineRoutes() if url is None else HttpRoutes(provider, url, api_key=api_key)

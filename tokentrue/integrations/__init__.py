@@ -1,5 +1,4 @@
-"""Adapters to trainer frameworks, one file each, imported by name. None of them imports torch or its framework before
-it is called."""
+"""Adapters to trainer frameworks, one file each; none imports torch or its framework before it is called."""
 
 from __future__ import annotations
 

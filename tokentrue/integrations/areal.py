@@ -1,11 +1,4 @@
-"""AReaL: a rollout workflow whose episodes go through a gateway.
-
-    trainer.train(workflow=workflow(my_agent, url="http://gateway:8000", admin_key=KEY,
-    temperature=gconfig.temperature), …)
-
-`agent(client, data)` gets the dataset's row. Every sample of an episode is a row of the returned batch, each value at
-its token's own index, padded on the right.
-"""
+"""AReaL: a rollout workflow whose episodes go through a gateway; every sample of an episode is a row."""
 
 from __future__ import annotations
 
@@ -13,7 +6,8 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
-from tokentrue.integrations.rollouts import Agent, GatewayRollouts, group_name, reward_of, scored_settings
+from tokentrue.integrations.rollouts import Agent, GatewayRollouts, group_name, require_reward, scored_settings
+from tokentrue.json_types import JsonObject
 from tokentrue.samples.trainer_rows import fill_logprobs, token_versions
 from tokentrue.types import Sample
 
@@ -27,7 +21,7 @@ def workflow(
     rollouts = GatewayRollouts(url=url, agent=agent, admin_key=admin_key, **settings)
 
     class GatewayWorkflow(base):
-        async def arun_episode(self, engine: Any, data: dict[str, Any]) -> dict[str, Any]:
+        async def arun_episode(self, engine: Any, data: JsonObject) -> JsonObject:
             samples = await rollouts.run_rollout(
                 data, group=group_name(data), sampling=scored_settings({"temperature": temperature})
             )
@@ -36,7 +30,7 @@ def workflow(
     return GatewayWorkflow()
 
 
-def tensors_of(samples: Sequence[Sample]) -> dict[str, Any]:
+def tensors_of(samples: Sequence[Sample]) -> JsonObject:
     """`[rows, longest]` tensors; `versions` is -1 where nothing was sampled, as AReaL has it."""
     torch: Any = import_module("torch")  # AReaL has it; importing this module does not load it
     longest = max(len(sample.token_ids) for sample in samples)
@@ -50,5 +44,5 @@ def tensors_of(samples: Sequence[Sample]) -> dict[str, Any]:
         "loss_mask": padded([list(sample.loss_mask) for sample in samples], torch.int32),
         "versions": padded([token_versions(sample) for sample in samples], torch.int32, -1),
         "attention_mask": padded([[1] * len(sample.token_ids) for sample in samples], torch.bool),
-        "rewards": torch.tensor([reward_of(sample) for sample in samples], dtype=torch.float32),
+        "rewards": torch.tensor([require_reward(sample) for sample in samples], dtype=torch.float32),
     }

@@ -1,12 +1,6 @@
-"""OpenRLHF: an agent executor whose rollouts go through a gateway.
+"""OpenRLHF: an agent executor whose rollouts go through a gateway (`--train.agent_func_path`).
 
-    # my_agent_file.py, given as --train.agent_func_path
-    from tokentrue.integrations.openrlhf import agent_executor
-
-    AgentExecutor = agent_executor(my_agent, url="http://gateway:8000", admin_key=KEY)
-
-`agent(client, task)` gets `{"prompt": …, "label": …}`. OpenRLHF takes one row per rollout: the sample that trains most
-tokens is used, and `extra_logs["tokens_left_out"]` counts the rest.
+`agent(client, task)` gets `{"prompt": …, "label": …}`. One row per rollout: the sample that trains most tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +14,7 @@ from tokentrue.integrations.rollouts import (
     GatewayRollouts,
     group_name,
     largest,
-    reward_of,
+    require_reward,
     scored_settings,
     tokens_left_out,
 )
@@ -54,17 +48,23 @@ def agent_executor(agent: Agent, *, url: str, admin_key: str | None = None, **se
             chosen = largest(samples)
             if len(chosen.token_ids) > max_length:
                 raise ConfigError(
-                    f"sample {chosen.sample_id} has {len(chosen.token_ids)} tokens, OpenRLHF cuts at {max_length}: raise --data.max_len"
+                    f"sample {chosen.sample_id} has {len(chosen.token_ids)} tokens, OpenRLHF cuts at {max_length}: "
+                    "raise --data.max_len"
                 )
             logs = {"tokens_left_out": tokens_left_out(samples, chosen)}
-            return {"prompt": prompt, "label": label, "images": images, "extra_logs": logs, **columns_of(chosen)}
+            return {
+                "prompt": prompt,
+                "label": label,
+                "images": images,
+                "extra_logs": logs,
+                **columns_from_sample(chosen),
+            }
 
     return AgentExecutor
 
 
-def columns_of(sample: Sample) -> JsonObject:
-    """Log-probabilities have full length, 0.0 where nothing was sampled; `action_ranges` are the trained spans."""
-    reward = reward_of(sample)
+def columns_from_sample(sample: Sample) -> JsonObject:
+    reward = require_reward(sample)
     return {
         "reward": reward,
         "scores": reward,

@@ -1,11 +1,4 @@
-"""prime-rl: recorded samples as its own `TrainingSample`s, with group advantages on the sampled tokens.
-
-    groups = GatewayRollouts(url=url, agent=my_agent).run(tasks, names)
-    training_samples([sample for samples in groups for sample in samples])
-
-prime-rl's own seam for rollouts is a verifiers environment; this is the way past it, for a trainer that reads batches
-from elsewhere.
-"""
+"""prime-rl: recorded samples as its own `TrainingSample`s, with group advantages on the sampled tokens."""
 
 from __future__ import annotations
 
@@ -21,8 +14,7 @@ FIELDS = ("token_ids", "mask", "logprobs", "temperatures", "env_name")
 
 
 def training_samples(samples: Sequence[Sample]) -> list[Any]:
-    """One `TrainingSample` per sample; a session's advantage is its reward minus its group's mean, each session counted
-    once."""
+    """One `TrainingSample` per sample, with its session's group advantage."""
     kind: Any = import_module("prime_rl.transports.rollouts.types").TrainingSample
 
     made: list[Any] = []

@@ -1,4 +1,4 @@
-"""What the adapters share: run an agent on tasks through a gateway, one session per rollout, and return its samples."""
+"""Runs an agent on tasks through a gateway, one session per rollout: what the adapters share."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ reward."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayRollouts:
-    """Where and how rollouts run. `sampling` pins values over the agent's own; with a `seed`, each rollout gets one
-    made of it, of its group and of its place, so that a run can be repeated."""
+    """Where and how rollouts run. With a `seed`, each rollout gets one made of it, its group and its place."""
 
     url: str
     agent: Agent
@@ -35,10 +34,7 @@ class GatewayRollouts:
     timeout_s: float = 600.0
 
     def run(self, tasks: Sequence[Any], groups: Sequence[str], *, first: int = 0) -> list[list[Sample]]:
-        """The samples of each task's rollout, in the order of `tasks`; from synchronous code.
-
-        `first` is the place of the first task among those of all processes: seeds are made of it.
-        """
+        """The samples of each task's rollout. `first` is the place of the first task among those of all processes."""
         return asyncio.run(self.run_async(tasks, groups, first=first))
 
     async def run_async(self, tasks: Sequence[Any], groups: Sequence[str], *, first: int = 0) -> list[list[Sample]]:
@@ -54,11 +50,12 @@ class GatewayRollouts:
     async def run_rollout(
         self, task: Any, *, group: str, index: int | None = None, sampling: JsonMapping | None = None
     ) -> list[Sample]:
-        """The samples of one rollout, for frameworks that ask for one at a time. `sampling` adds what the framework
-        scores with, `index` is the rollout's place in its group."""
+        """The samples of one rollout. `sampling` adds what the framework scores with, `index` is its place in the
+        group."""
         if index is None and self.seed is not None:
             raise ConfigError(
-                "this trainer does not number the rollouts of a group, so one seed would make them all equal; leave it out"
+                "this trainer does not number the rollouts of a group, so one seed would make them all equal; leave "
+                "it out"
             )
         async with AsyncClient(self.url, self.admin_key, timeout_s=self.timeout_s) as client:
             return await self._run_one(client, task, group, {**(sampling or {}), **self._pinned(group, index or 0)})
@@ -82,13 +79,11 @@ class GatewayRollouts:
 
 
 def largest(samples: Sequence[Sample]) -> Sample:
-    """The sample of a rollout that trains the most tokens, for trainers that take one row per rollout; ties go to the
-    last one."""
+    """The sample that trains the most tokens, for trainers that take one row per rollout; ties go to the last one."""
     return max(reversed(samples), key=lambda sample: sum(sample.loss_mask))
 
 
 def tokens_left_out(samples: Sequence[Sample], chosen: Sample) -> int:
-    """Trained tokens of a rollout that one row does not hold."""
     return sum(sum(sample.loss_mask) for sample in samples) - sum(chosen.loss_mask)
 
 
@@ -99,8 +94,7 @@ def group_name(*parts: Any) -> str:
 
 
 def scored_settings(settings: JsonMapping | None) -> JsonObject:
-    """Of a framework's sampling settings those that it scores with. What leaves the distribution as it is, is left
-    out."""
+    """Of a framework's sampling settings those that change the distribution that it scores with."""
     temperature, top_p, top_k = ((settings or {}).get(name) for name in ("temperature", "top_p", "top_k"))
     pinned: JsonObject = {} if temperature is None else {"temperature": float(temperature)}
     if top_p is not None and top_p < 1:
@@ -111,12 +105,12 @@ def scored_settings(settings: JsonMapping | None) -> JsonObject:
 
 
 def centre_rewards(samples: Sequence[Sample]) -> list[float]:
-    """Each sample's advantage: its session's reward minus the mean of its group, where every session counts once."""
-    sessions = group_sessions((group_of(sample), sample.session_id, reward_of(sample)) for sample in samples)
+    """Each sample's session reward minus the mean of its group, where every session counts once."""
+    sessions = group_sessions((group_of(sample), sample.session_id, require_reward(sample)) for sample in samples)
     return sessions.advantages(lambda rewards: [reward - sum(rewards) / len(rewards) for reward in rewards])
 
 
-def reward_of(sample: Sample) -> float:
+def require_reward(sample: Sample) -> float:
     if sample.reward is None:
         raise ConfigError(f"session {sample.session_id} has no reward: return a number from the agent, or post one")
     return sample.reward

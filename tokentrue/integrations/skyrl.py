@@ -1,13 +1,7 @@
-"""SkyRL: a generator whose rollouts go through a gateway.
+"""SkyRL: a generator whose rollouts go through a gateway (`BasePPOExp.get_generator`).
 
-    class Exp(BasePPOExp):
-        def get_generator(self, cfg, tokenizer, inference_engine_client):
-            return generator(my_agent, url="http://gateway:8000", admin_key=KEY,
-            step_wise=cfg.generator.step_wise_trajectories)
-
-`agent(client, task)` gets `{"prompt": messages, "env_class": …, "extras": …}`. With `generator.step_wise_trajectories`
-every sample of a rollout is a row and SkyRL gives all rows of a rollout its advantage; without it SkyRL wants one row
-per prompt, so the sample that trains most tokens is used and `rollout_metrics["tokens_left_out"]` counts the rest.
+`agent(client, task)` gets `{"prompt": messages, "env_class": …, "extras": …}`. With `step_wise_trajectories` every
+sample is a row; without it SkyRL wants one row per prompt, the sample that trains most tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +17,7 @@ from tokentrue.integrations.rollouts import (
     GatewayRollouts,
     group_name,
     largest,
-    reward_of,
+    require_reward,
     scored_settings,
     tokens_left_out,
 )
@@ -81,7 +75,7 @@ def output_of(rollouts: Sequence[Sequence[Sample]], trajectories: Sequence[Any],
         "prompt_token_ids": [part.prompt_ids for part in parts],
         "response_ids": [part.response_ids for part in parts],
         "rewards": [
-            [0.0] * (len(part.response_ids) - 1) + [reward_of(sample)]
+            [0.0] * (len(part.response_ids) - 1) + [require_reward(sample)]
             for part, (sample, _, _) in zip(parts, rows, strict=True)
         ],
         "loss_masks": [part.response_mask for part in parts],

@@ -1,17 +1,7 @@
-"""slime and Miles: a generate function whose rollouts go through a gateway.
+"""slime and Miles: a generate function whose rollouts go through a gateway (`--custom-generate-function-path`).
 
-    # my_rollouts.py
-    from tokentrue.integrations.slime import generate_function
-
-    generate = generate_function(my_agent, url="http://gateway:8000", admin_key=KEY)
-
-    --custom-generate-function-path my_rollouts.generate
-    --custom-reward-post-process-path tokentrue.integrations.slime.group_rewards
-
-`agent(client, sample)` gets the framework's own `Sample` (its `prompt`, `label` and `metadata`). All samples of a
-rollout are returned; they share a `rollout_id`, so both frameworks average within the rollout and do not count it more
-than once. `group_rewards` is needed
-where rollouts have several samples: slime itself then takes the whole batch for one group.
+All samples of a rollout are returned with one `rollout_id`. Where rollouts have several, `group_rewards`
+(`--custom-reward-post-process-path`) is needed: slime itself then takes the whole batch for one group.
 """
 
 from __future__ import annotations
@@ -51,8 +41,7 @@ def generate_function(
 
 
 def _filled(sample: Any, recorded: JsonMapping) -> Any:
-    """A copy of the framework's sample with what was recorded. Rewards that the framework computes itself stay its
-    own."""
+    """A copy of the framework's sample with what was recorded."""
     made = copy.copy(sample)
     for name in FIELDS:
         setattr(made, name, recorded[name])
@@ -67,8 +56,7 @@ def _filled(sample: Any, recorded: JsonMapping) -> Any:
 
 
 def group_rewards(args: Any, samples: Sequence[Any]) -> tuple[list[float], list[float]]:
-    """Raw rewards, and rewards minus the mean of their prompt's group (over its deviation if `grpo_std_normalization`);
-    each rollout counts once, however many samples it has."""
+    """Raw rewards, and rewards centred in their prompt's group, where each rollout counts once."""
     raw = [float(sample.get_reward_value(args)) for sample in samples]
     groups: dict[Any, dict[Any, float]] = {}
     for sample, reward in zip(samples, raw, strict=True):

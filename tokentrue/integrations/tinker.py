@@ -1,10 +1,6 @@
 """Tinker: recorded samples as `Datum`s for `forward_backward(data, "importance_sampling")`, with group advantages.
 
-    groups = GatewayRollouts(url=url, agent=my_agent).run(tasks, names)
-    client.forward_backward(datums([sample for samples in groups for sample in samples]), "importance_sampling")
-
-Input is `ids[:-1]`, targets are `ids[1:]`. Tokens that were not sampled have advantage 0, because Tinker removes the
-mask.
+Input is `ids[:-1]`, targets are `ids[1:]`. Tokens that were not sampled have advantage 0: Tinker removes the mask.
 """
 
 from __future__ import annotations
@@ -14,20 +10,20 @@ from importlib import import_module
 from typing import Any
 
 from tokentrue.integrations.rollouts import centre_rewards
+from tokentrue.json_types import JsonObject
 from tokentrue.samples.trainer_rows import tinker_row
 from tokentrue.types import Sample
 
 
 def datums(samples: Sequence[Sample]) -> list[Any]:
-    """One `Datum` per sample; a session's advantage is its reward minus its group's mean, each session counted once."""
+    """One `Datum` per sample, with its session's group advantage."""
     return [datum(sample, advantage) for sample, advantage in zip(samples, centre_rewards(samples), strict=True)]
 
 
 def datum(sample: Sample, advantage: float) -> Any:
-    """A `tinker.Datum`."""
     tinker: Any = import_module("tinker")
     recorded = tinker_row(sample)
-    inputs: dict[str, Any] = {
+    inputs: JsonObject = {
         name: tinker.TensorData(**recorded["loss_fn_inputs"][name]) for name in ("target_tokens", "logprobs")
     }
     values = [advantage * bit for bit in sample.loss_mask[1:]]

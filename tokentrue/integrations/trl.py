@@ -1,14 +1,6 @@
-"""TRL: a `rollout_func` for `GRPOTrainer` whose rows are the gateway's record, bit for bit.
+"""TRL: a `rollout_func` for `GRPOTrainer` whose rows are the gateway's record; a whole run is examples/trl_grpo.py.
 
-    from tokentrue.integrations.trl import correct_with_gateway_logprobs, rollout_func
-
-    trainer = GRPOTrainer(model, reward_funcs=reward_from_rollout, rollout_func=rollout_func(agent, url=url,
-    admin_key=key), …)
-    correct_with_gateway_logprobs(trainer, publish)       # importance weights from the sampler's own log-probabilities
-    trainer.train()
-
-TRL takes one row per rollout. Where a rollout has several samples (sub-agents, compaction), the one that trains most
-tokens is used, and `tokens_left_out` counts the others; use a trainer that takes them all where that matters.
+TRL takes one row per rollout: the sample that trains most tokens. `tokens_left_out` counts the others.
 """
 
 from __future__ import annotations
@@ -34,8 +26,7 @@ def rollout_func(
     concurrency: int = 16,
     timeout_s: float = 600.0,
 ) -> Callable[[Sequence[Any], Any], dict[str, list[Any]]]:
-    """`rollout_func(prompts, trainer)` for TRL: each prompt, as the dataset has it, is one task for `agent(client,
-    prompt)`.
+    """`rollout_func(prompts, trainer)` for TRL: each prompt is one task for `agent(client, prompt)`.
 
     The temperature is pinned to the trainer's, because TRL scores completions at `args.temperature`.
     """
@@ -56,7 +47,7 @@ def rollout_func(
 
 
 def reward_from_rollout(completions: Sequence[Any], reward: Sequence[float | None], **_: Any) -> list[float]:
-    """A reward function for TRL that returns what each agent returned, or what was posted to its session."""
+    """A reward function that returns what each agent returned, or what was posted to its session."""
     missing = [index for index, value in enumerate(reward) if value is None]
     if missing:
         raise ConfigError(
@@ -66,11 +57,11 @@ def reward_from_rollout(completions: Sequence[Any], reward: Sequence[float | Non
 
 
 def correct_with_gateway_logprobs(trainer: Any, publish: Callable[[Any, int], None]) -> None:
-    """Let TRL's importance-sampling correction read the gateway's log-probabilities, and publish weights before each
+    """Lets TRL's importance-sampling correction read the gateway's log-probabilities, and publishes before each
     generation.
 
-    TRL applies that correction only where it believes that vLLM sampled; this sets the three attributes that it looks
-    at. `publish(model, step)` must return when the engine behind the gateway samples from these weights.
+    TRL corrects only where it believes that vLLM sampled; this sets the three attributes that it looks at.
+    `publish(model, step)` returns when the engine has these weights.
     """
     if not trainer.vllm_importance_sampling_correction:
         raise ConfigError("GRPOConfig.vllm_importance_sampling_correction is off; switch it on, or do not call this")

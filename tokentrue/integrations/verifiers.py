@@ -1,11 +1,5 @@
 """verifiers (0.4): any of its environments as an environment here, and the rewards of a `vf-eval` run that sampled
-through a gateway.
-
-An environment: `environment = "verifiers"` with verifiers' own `[env]` table as options. verifiers starts the harness
-and scores it; its model calls go to the rollout's session. A run of `vf-eval` itself: the gateway's address and admin
-key are its client, which sends the id of each trace as `X-Session-ID`; `record_rewards` then gives those sessions the
-rewards and groups of the traces.
-"""
+through a gateway."""
 
 from __future__ import annotations
 
@@ -31,9 +25,8 @@ MODEL = "policy"  # the gateway serves its one model under any name
 
 
 class VerifiersEnvironment:
-    """`taskset` is the id of an installed taskset; `env` is verifiers' `[env]` table, with `taskset`, the agents'
-    seats, their harness and runtime. A seat runs in this machine's processes only if its runtime says so:
-    `env.agent.runtime.type = "subprocess"`."""
+    """`taskset` is the id of an installed taskset; `env` is verifiers' `[env]` table. A seat runs in this machine's
+    processes only if `env.agent.runtime.type = "subprocess"`."""
 
     name = "verifiers"
 
@@ -50,8 +43,7 @@ class VerifiersEnvironment:
         self._env: Any = loaders.load_environment(loaders.resolve_env_config(settings))
 
     def tasks(self, count: int, *, seed: int = 0, split: Split = "train") -> Sequence[Task]:
-        """verifiers' tasks have no split: their content decides. All that are asked for in their order, fewer by
-        a draw."""
+        """verifiers' tasks have no split: their content decides."""
         taskset = self._env.taskset
         if not taskset.bounded:
             return [
@@ -65,22 +57,20 @@ class VerifiersEnvironment:
         return [as_task(task) for task in chosen]
 
     async def run(self, client: Any, task: Task) -> float:
-        """The mean reward of the episode's traces. What verifiers serves beside the agents comes up and goes with the
-        rollout."""
+        """The mean reward of the episode's traces."""
         vf, env = import_module("verifiers.v1"), copy.copy(self._env)
         with key_variable(client.api_key) as variable:
             endpoint = vf.EvalClientConfig(base_url=str(client.base_url).rstrip("/"), api_key_var=variable)
             async with env.serving():
                 episode = await env.run_episode(task.data["task"], vf.ModelContext(model=MODEL, client=endpoint))
         if not episode.ok:
-            raise AgentError(f"verifiers: {trouble_of(episode)}")
+            raise AgentError(f"verifiers: {describe_errors(episode)}")
         return sum(trace.reward for trace in episode.traces) / len(episode.traces)
 
 
 @contextmanager
 def key_variable(api_key: str) -> Generator[str]:
-    """verifiers reads keys from environment variables, and keeps those with API_KEY in their name from the agents'
-    processes."""
+    """verifiers reads keys from variables, and keeps those with API_KEY in their name from the agents' processes."""
     name = f"TOKENTRUE_API_KEY_{uuid4().hex}"
     os.environ[name] = api_key
     try:
@@ -95,16 +85,17 @@ def as_task(task: Any) -> Task:
     return Task(task_id=f"verifiers/{digest(task.key)[:16]}", prompt=text, data={"task": task})
 
 
-def trouble_of(episode: Any) -> str:
+def describe_errors(episode: Any) -> str:
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     return f"{errors[-1].type}: {errors[-1].message}" if errors else "the episode did not complete"
 
 
 def record_rewards(run: str | Path, *, url: str, admin_key: str | None = None) -> dict[str, float]:
-    """Gives the sessions of a `vf-eval` run (`output_dir/run.dir`) their rewards and ends them; by session id.
+    """Gives the sessions of a `vf-eval` run (`output_dir/run.dir`) their rewards and ends them; returns them by session
+    id.
 
-    A session's group is its task, so that the attempts at one task are compared. Traces that did not complete get no
-    reward."""
+    A session's group is its task. Traces that did not complete get no reward.
+    """
     rewards: dict[str, float] = {}
     with Client(url, admin_key) as client:
         for _, line in read_numbered_lines(Path(run) / "traces.jsonl"):

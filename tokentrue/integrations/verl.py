@@ -1,17 +1,7 @@
-"""verl: an agent loop whose rollouts go through a gateway.
+"""verl: an agent loop whose rollouts go through a gateway (`rollout.agent.agent_loop_config_path`).
 
-    # my_loops.py, importable by verl's workers
-    from tokentrue.integrations.verl import agent_loop
-
-    GatewayLoop = agent_loop(my_agent, url="http://gateway:8000", admin_key=KEY)
-
-verl finds it through `actor_rollout_ref.rollout.agent.agent_loop_config_path`, a YAML file with `name: gateway` and
-`_target_: my_loops.GatewayLoop`, and `default_agent_loop: gateway`. Set `rollout.calculate_log_probs` and
-`algorithm.rollout_correction`, or verl does not read the log-probabilities.
-
-`agent(client, row)` gets the dataset's row. The v1 trainer (TransferQueue) takes every sample of a rollout; the older
-one takes one row, so there the sample that trains most tokens is used and `extra_fields["tokens_left_out"]` counts the
-rest.
+`agent(client, row)` gets the dataset's row. The v1 trainer takes every sample of a rollout, the older one the sample
+that trains most tokens.
 """
 
 from __future__ import annotations
@@ -62,7 +52,7 @@ def agent_loop(agent: Agent, *, url: str, admin_key: str | None = None, **settin
 
 
 def output_of(sample: Sample, **extra: Any) -> Any:
-    """A sample as verl's `AgentLoopOutput`. Weight versions are the steps that verl's staleness control reads."""
+    """A sample as verl's `AgentLoopOutput`; weight versions are the steps of its staleness control."""
     verl: Any = import_module(AGENT_LOOPS)
 
     row = verl_row(sample)

@@ -1,10 +1,23 @@
 """Diagnostics, corrections and policy losses for training-inference mismatch: pure functions over tensors."""
 
 from tokentrue.mismatch.advantages import grpo_advantages, rloo_advantages, whitened_advantages
-from tokentrue.mismatch.correction.config import Correction
-from tokentrue.mismatch.correction.correct import Corrected, correct
-from tokentrue.mismatch.correction.presets import PRESETS
-from tokentrue.mismatch.correction.rules import (
+from tokentrue.mismatch.correction import Corrected, Correction, correct
+from tokentrue.mismatch.diagnosis import Diagnosis, LengthDecay, UpdateCheck, WorstRow, check_update, diagnose
+from tokentrue.mismatch.loss import policy_loss
+from tokentrue.mismatch.loss_config import (
+    LOSSES,
+    LossConfig,
+    Penalty,
+    SapoTemperatures,
+    VespoKernel,
+    loss_from_trl,
+    loss_from_verl,
+    loss_named,
+)
+from tokentrue.mismatch.metrics import Metrics
+from tokentrue.mismatch.presets import PRESETS
+from tokentrue.mismatch.routing import record_routing, replay_routing, routing_of
+from tokentrue.mismatch.rules import (
     AdaptiveMix,
     Normalise,
     OffPolicyMask,
@@ -15,14 +28,7 @@ from tokentrue.mismatch.correction.rules import (
     Veto,
     Weights,
 )
-from tokentrue.mismatch.diagnosis.diagnose import Diagnosis, WorstRow, diagnose
-from tokentrue.mismatch.loss.config import LOSSES, LossConfig, Penalty, SapoTemperatures, VespoKernel, loss_named
-from tokentrue.mismatch.loss.importers import loss_from_trl, loss_from_verl
-from tokentrue.mismatch.loss.policy_loss import policy_loss
-from tokentrue.mismatch.metrics import Metrics
-from tokentrue.mismatch.routing import record_routing, replay_routing, routing_of
-from tokentrue.mismatch.support import support_log_mass, support_log_mass_of
-from tokentrue.mismatch.updates import LengthDecay, UpdateCheck, check_update
+from tokentrue.mismatch.signals import support_log_mass, support_log_mass_of
 
 __all__ = [
     "LOSSES",

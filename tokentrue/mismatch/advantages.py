@@ -1,5 +1,4 @@
-"""Advantages from rewards: group-relative (GRPO, Dr. GRPO), leave-one-out (RLOO) and batch-whitened REINFORCE, in
-float64."""
+"""Advantages from rewards, in float64."""
 
 from __future__ import annotations
 
@@ -24,12 +23,10 @@ def grpo_advantages(
     scale: AdvantageScale = "group",
     lone: LoneGroup = "zero",
 ) -> Tensor:
-    """Reward less its group's mean, over a standard deviation (n - 1) plus `eps`; `std=False` is Dr. GRPO.
+    """Reward less its group's mean, over the deviation (n - 1) of the group or of the "batch"; `std=False` is Dr. GRPO.
 
-    The deviation is the group's own, or with `scale="batch"` that of all rewards (TRL's `scale_rewards="batch"`). A
-    group whose rewards are
-    all equal has nothing to compare: exactly 0. So has a group of one, unless `lone="reward"`: its mean is then 0 and
-    its deviation 1, as in verl.
+    A group of equal rewards gives exactly 0, and so does a group of one; with `lone="reward"` that gives its reward, as
+    in verl.
     """
     values, index, counts = _group_rows(rewards, groups)
     centred = _centre(values, index, counts)
@@ -46,8 +43,7 @@ def grpo_advantages(
 
 
 def rloo_advantages(rewards: Tensor, groups: Sequence[Hashable] | Tensor, *, lone: LoneGroup = "zero") -> Tensor:
-    """Reward less the mean of the other members of its group. A group of one has no others: 0, or with `lone="reward"`
-    its reward."""
+    """Reward less the mean of the others of its group; a group of one gives 0, or its reward."""
     values, index, counts = _group_rows(rewards, groups)
     made = _centre(values, index, counts) * (counts / (counts - 1).clamp(min=1))[index]
     if lone == "reward":
@@ -63,13 +59,10 @@ def whitened_advantages(
     tokens: Sequence[int] | Tensor | None = None,
     lone: LoneGroup = "zero",
 ) -> Tensor:
-    """Batch-whitened REINFORCE (REINFORCE++): zero mean and unit deviation over the batch; with `groups`, of
-    group-centred rewards.
+    """REINFORCE++: zero mean and unit deviation over the batch; with `groups`, of group-centred rewards.
 
-    With `tokens`, each row's number of trained tokens, mean and variance are over tokens instead of rows, and `eps` is
-    added to the
-    variance: (r - m) / sqrt(v + eps), m = sum(n r) / N, v = sum(n (r - m)^2) / (N - 1). That is verl's `masked_whiten`,
-    with eps 1e-8.
+    With `tokens` (trained tokens per row): (r - m) / sqrt(v + eps), m = sum(n r) / N, v = sum(n (r - m)^2) / (N - 1),
+    verl's `masked_whiten`.
     """
     _require_finite(rewards)
     values = rewards.double() if groups is None else grpo_advantages(rewards.double(), groups, std=False, lone=lone)

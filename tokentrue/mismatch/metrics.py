@@ -1,9 +1,10 @@
-"""Mergeable metrics: what data-parallel ranks and micro-batches combine. Nothing here calls a collective.
+"""The estimators, each defined here and nowhere else, and mergeable metrics: what data-parallel ranks and micro-batches
+combine.
 
-A `Metrics` is a read-only mapping of finished numbers over a set of statistics that keep what merging needs: sums in
-float64, counts, extremes and histograms. `a.merge(b)` equals the metrics of the whole batch but for the rounding of
-float64 sums. Every key is present on every rank, also where nothing was counted: then means and extremes read 0 and the
-counts say so.
+Estimators take log r with r = trainer ÷ rollout (or the PPO ratio that is named): `k1 = -log r`, `k2 = (log r)²/2`,
+`k3 = r - 1 - log r` estimate KL(rollout ‖ trainer) from tokens sampled by the rollout policy. `a.merge(b)` equals the
+metrics of the whole batch but for the rounding of float64 sums. Every key is present on every rank; where nothing was
+counted, means and extremes read 0.
 """
 
 from __future__ import annotations
@@ -20,6 +21,64 @@ from torch import Tensor
 
 from tokentrue.errors import InputError
 from tokentrue.json_types import JsonObject
+
+LOG_CLAMP = 20.0
+"""exp of a log-ratio is taken inside ±this (e²⁰ ≈ 4.9e8); how often that bites is a metric, `clamped`."""
+
+
+def k1(log_ratio: Tensor) -> Tensor:
+    return -log_ratio
+
+
+def k2(log_ratio: Tensor) -> Tensor:
+    return 0.5 * log_ratio * log_ratio
+
+
+def k3(log_ratio: Tensor) -> Tensor:
+    """`e^x - 1 - x`, never negative; in float64, with a relative error below 3e-11."""
+    return _K3.apply(log_ratio.double()).to(log_ratio.dtype)  # type: ignore[no-any-return]
+
+
+class _K3(torch.autograd.Function):
+    """Its derivative, e^x - 1, comes out of the same computation."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        excess, value = excess_and_k3(x)
+        ctx.save_for_backward(excess)
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0] * ctx.saved_tensors[0]
+
+
+def excess_and_k3(x: Tensor) -> tuple[Tensor, Tensor]:
+    """`e^x - 1` and `e^x - 1 - x` of float64, to the last digits; not differentiable.
+
+    x = y + z with y inside ±0.01, where series give s = e^y - 1 - y and g = e^y - 1; with h = e^z - 1, e^x - 1 = g +
+    h·(1 + g).
+    """
+    y = x.clamp(-0.01, 0.01)
+    z = x - y
+    half, sixth, last = (torch.tensor(1 / n, dtype=x.dtype, device=x.device) for n in (2, 6, 24))
+    s = torch.add(last, y, alpha=1 / 120)
+    torch.addcmul(sixth, s, y, out=s)
+    torch.addcmul(half, s, y, out=s)
+    s.mul_(y).mul_(y)
+    g = y.add_(s)
+    h = z.exp().sub_(1)
+    far = h.addcmul_(h, g)
+    return g.add_(far), far.sub_(z).add_(s)
+
+
+def contribution(log_ratio: Tensor, advantages: Tensor) -> Tensor:
+    """`C(r) = -(r - 1)·A`: what a token adds to the surrogate loss beyond its on-policy value -A."""
+    return -torch.expm1(log_ratio) * advantages
+
+
+ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
+
 
 _SHIFT = 17  # a histogram bin is a float32 without its low 17 bits: 64 bins an octave
 _OFFSET = 1 << 14  # makes bins of negative values count from 0
@@ -41,8 +100,6 @@ class Count:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mean:
-    """A sum over a count; also a fraction, when the sum counts too."""
-
     total: float = 0.0
     count: int = 0
 
@@ -85,8 +142,7 @@ class Extremes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moments:
-    """Count, mean, and the sums of squared and maybe cubed deviations from it: standard deviation, skew, and the
-    effective sample share (Σx)²/(nΣx²)."""
+    """Count, mean, and the sums of squared and maybe cubed deviations from it."""
 
     count: int = 0
     mean: float = 0.0
@@ -132,8 +188,7 @@ class Moments:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Histogram:
-    """Counts by float32 bit pattern (64 bins an octave, zero by itself): exact to merge, quantiles within 0.8% of the
-    value."""
+    """Counts by float32 bit pattern, 64 bins an octave: exact to merge, quantiles within 0.8% of the value."""
 
     counts: Mapping[int, int]
 
@@ -188,7 +243,7 @@ _KINDS: dict[str, type[Any]] = {kind.__name__.lower(): kind for kind in (Count, 
 
 
 class Metrics(Mapping[str, float]):
-    """Finished numbers by name, over statistics that merge. `metrics["corr/k3"]`, `dict(metrics)`, `a.merge(b)`."""
+    """Finished numbers by name, over statistics that merge."""
 
     def __init__(self, statistics: Mapping[str, Statistic]) -> None:
         self.statistics = dict(statistics)
@@ -217,7 +272,7 @@ class Metrics(Mapping[str, float]):
         return "Metrics(" + ", ".join(f"{key}={value:.6g}" for key, value in self.items()) + ")"
 
     def merge(self, *others: Metrics) -> Metrics:
-        """The metrics of all batches together. Statistics that only some have are kept as they are."""
+        """The metrics of all batches together."""
         merged = dict(self.statistics)
         for other in others:
             for name, stat in other.statistics.items():
@@ -226,7 +281,7 @@ class Metrics(Mapping[str, float]):
         return Metrics(merged)
 
     def to_json(self) -> str:
-        """Everything that merging needs, as text: for a file or a gather of objects between ranks."""
+        """Everything that merging needs."""
         shaped: dict[str, JsonObject] = {}
         for name, stat in self.statistics.items():
             fields = {field: getattr(stat, field) for field in stat.__slots__}

@@ -1,9 +1,8 @@
 """Routing replay for mixture-of-experts models of transformers: record which experts each token took, and make a later
 pass take them.
 
-R3: recorded at the rollout (`Completion.routed_experts`), replayed in the trainer. R2: recorded in the trainer's own
-pass for the old policy, replayed in its updates. The experts' weights come from the current router, with gradient;
-where the rollout's weights are given too, they are the values, and the gradient is still the router's.
+The experts' weights come from the current router, with gradient; where the rollout's weights are given too, they are
+the values, and the gradient is still the router's.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from tokentrue.errors import InputError
+from tokentrue.json_types import JsonObject
 from tokentrue.routing_replay import FREE
 from tokentrue.types import RoutedExperts, Sample
 
@@ -33,7 +33,8 @@ def routers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     ]
     if not found:
         raise InputError(
-            f"{type(model).__name__} has no top-k router that can be recorded; is it a mixture of experts of transformers?"
+            f"{type(model).__name__} has no top-k router that can be recorded; is it a mixture of experts of "
+            "transformers?"
         )
     return found
 
@@ -46,7 +47,7 @@ class RoutingRecord:
 
     @property
     def experts(self) -> Tensor:
-        """int16 `[tokens, layers, top_k]`; tokens in the order in which the model saw them, batch rows end to end."""
+        """int16 `[tokens, layers, top_k]`, batch rows end to end."""
         if not self.layers or any(not calls for calls in self.layers):
             raise InputError("nothing was recorded: run the model inside the block")
         return torch.stack([torch.cat(calls) for calls in self.layers], dim=1).to(torch.int16)
@@ -54,8 +55,7 @@ class RoutingRecord:
 
 @contextmanager
 def record_routing(model: nn.Module) -> Iterator[RoutingRecord]:
-    """Records every router's choice. Generate one sequence at a time: decoding steps of a batch are recorded step by
-    step."""
+    """Records every router's choice; of one sequence at a time where the model decodes."""
     found = routers(model)
     record = RoutingRecord(layers=[[] for _ in found])
     handles = [
@@ -83,11 +83,9 @@ def _recorder(router: nn.Module, calls: list[Tensor]) -> Any:
 
 @contextmanager
 def replay_routing(model: nn.Module, experts: Tensor, weights: Tensor | None = None) -> Iterator[None]:
-    """Makes each router take `experts[:, layer]`: `[tokens, layers, top_k]`, for all tokens of a pass, batch rows end
-    to end.
+    """Makes each router take `experts[:, layer]`, `[tokens, layers, top_k]`, batch rows end to end.
 
-    A token whose entries are `FREE` chooses for itself. `weights` of the same shape stand in for the router's own
-    values. Recomputed passes (gradient checkpointing) replay the same.
+    A token whose entries are `FREE` chooses for itself. `weights` of the same shape replace the router's values.
     """
     found = routers(model)
     if experts.dim() != 3 or experts.shape[1] != len(found):
@@ -100,9 +98,7 @@ def replay_routing(model: nn.Module, experts: Tensor, weights: Tensor | None = N
     try:
         for layer, (name, router) in enumerate(found):
             replayer = _replayer(name, router, experts[:, layer].long(), None if weights is None else weights[:, layer])
-            replaced.append(
-                (router, router.__dict__.get("forward"))
-            )  # one of the object's own, where `exact` is active
+            replaced.append((router, router.__dict__.get("forward")))  # set on the object where `exact` is active
             router.forward = replayer  # type: ignore[method-assign]
         yield
     finally:
@@ -131,7 +127,7 @@ def _replayer(name: str, router: Any, chosen: Tensor, weights: Tensor | None) ->
 
 
 def _with_weights(name: str, output: Any, chosen: Tensor, weights: Tensor) -> Any:
-    """The router's output with the recorded weights as values; the gradient passes to the router's own."""
+    """The recorded weights as values; the gradient passes to the router's own."""
     if not isinstance(output, tuple) or len(output) != 3 or output[1].shape != chosen.shape:
         raise InputError(f"router {name} does not return (logits, weights, experts); its weights cannot be replayed")
     logits, own, indices = output
@@ -143,15 +139,14 @@ def _with_weights(name: str, output: Any, chosen: Tensor, weights: Tensor) -> An
 
 
 class _Choice(TorchFunctionMode):
-    """Inside a router: the one topk over all experts returns the recorded ones, with the values that this router gives
-    them."""
+    """Inside a router: the one topk over all experts returns the recorded ones."""
 
     def __init__(self, top_k: int, num_experts: int, chosen: Tensor) -> None:
         super().__init__()
         self.top_k, self.num_experts, self.chosen, self.made = top_k, num_experts, chosen, 0
 
     def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: JsonObject | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         if func not in (torch.topk, torch.Tensor.topk):
@@ -186,14 +181,12 @@ def weights_from_routed(routed: RoutedExperts) -> Tensor | None:
 
 
 def routing_of(sample: Sample) -> Tensor:
-    """A sample's experts for `replay_routing`: `[len(token_ids), layers, top_k]`; the last token is no input, its row
-    is `FREE`."""
+    """A sample's experts for `replay_routing`; the last token is no input, its row is `FREE`."""
     rows = from_routed(_required_routing(sample))
     return torch.cat((rows, torch.full((1, *rows.shape[1:]), FREE, dtype=torch.int16)))
 
 
 def routing_weights_of(sample: Sample) -> Tensor | None:
-    """The weights of the experts of `routing_of`, where the engine reported them."""
     rows = weights_from_routed(_required_routing(sample))
     return None if rows is None else torch.cat((rows, torch.zeros(1, *rows.shape[1:])))
 

@@ -1,5 +1,5 @@
 """The reference trainer: samples in, gradient steps, weights out, bit for bit reproducible. Names are loaded when first
-used."""
+used: the configuration needs no torch."""
 
 from __future__ import annotations
 
@@ -17,53 +17,18 @@ if TYPE_CHECKING:
     from tokentrue.train.update.scoring import ExactScorer, PlainScorer, Scorer
     from tokentrue.train.writer import MetricsWriter
 
-_HOME = {
-    "Baseline": "tokentrue.train.config",
-    "ExactScorer": "tokentrue.train.update.scoring",
-    "Groups": "tokentrue.train.data.rounds",
-    "MetricsWriter": "tokentrue.train.writer",
-    "OptimConfig": "tokentrue.train.config",
-    "PlainScorer": "tokentrue.train.update.scoring",
-    "Publisher": "tokentrue.train.publishing",
-    "Ranks": "tokentrue.train.ranks",
-    "Rounds": "tokentrue.train.data.rounds",
-    "Scorer": "tokentrue.train.update.scoring",
-    "SourceRounds": "tokentrue.train.data.rounds",
-    "StepReport": "tokentrue.train.reporting",
-    "Store": "tokentrue.train.loop",
-    "TrainConfig": "tokentrue.train.config",
-    "Trainer": "tokentrue.train.trainer",
-    "config_hash": "tokentrue.train.config",
-    "join": "tokentrue.train.ranks",
-    "leave": "tokentrue.train.ranks",
-    "shard": "tokentrue.train.ranks",
-    "train": "tokentrue.train.loop",
-}
 __all__ = [
-    "Baseline",
-    "ExactScorer",
-    "Groups",
-    "MetricsWriter",
-    "OptimConfig",
-    "PlainScorer",
-    "Publisher",
-    "Ranks",
-    "Rounds",
-    "Scorer",
-    "SourceRounds",
-    "StepReport",
-    "Store",
-    "TrainConfig",
-    "Trainer",
-    "config_hash",
-    "join",
-    "leave",
-    "shard",
+    "Baseline", "ExactScorer", "Groups", "MetricsWriter", "OptimConfig", "PlainScorer", "Publisher", "Ranks", "Rounds",
+    "Scorer", "SourceRounds", "StepReport", "Store", "TrainConfig", "Trainer", "config_hash", "join", "leave", "shard",
     "train",
-]
+]  # fmt: skip
+_HOMES = ("config", "data.rounds", "loop", "publishing", "ranks", "reporting", "trainer", "update.scoring", "writer")
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'tokentrue.train' has no attribute {name!r}")
-    return getattr(import_module(_HOME[name]), name)
+    if name in __all__:
+        for home in _HOMES:
+            module = import_module(f"tokentrue.train.{home}")
+            if hasattr(module, name):
+                return getattr(module, name)
+    raise AttributeError(f"module 'tokentrue.train' has no attribute {name!r}")

@@ -7,41 +7,46 @@
       state.json                                     version, counters, configuration hash, digests; written last
 
 Above a size the weights are several files with an index, and `optimizer/` holds the shards of
-torch.distributed.checkpoint.
-A checkpoint is written under another name and moved into place: what is called step-… is whole. `latest` links to the
-newest.
+torch.distributed.checkpoint. A checkpoint is written under another name and moved into place: what is called step-… is
+whole. `latest` links to the newest.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
 from tokentrue.errors import FileFormatError, TrainingError
 from tokentrue.json_lines import read_numbered_lines
 from tokentrue.json_types import JsonMapping, JsonObject
-from tokentrue.train.files.digests import digests_under, require_digests
-from tokentrue.train.files.optimizer import place, read_optimizer, write_shards, write_whole
-from tokentrue.train.files.weights import read_weights, weights_bytes, write_model_files, write_weights
-from tokentrue.train.ranks import named_weights
+from tokentrue.train.ranks import Ranks, named_weights, whole
 from tokentrue.train.trainer import Trainer
 
 NAME = re.compile(r"step-(\d{6})")
-DAMAGED = (OSError, ValueError, KeyError, SafetensorError)
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+OPTIMIZER, SHARDS, MASTER = "optimizer.safetensors", "optimizer", "master"
+MODEL_FILES = (
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A loaded checkpoint's own facts; the trainer already has its weights."""
+    """What a checkpoint holds beside weights, moments and counters."""
 
     path: Path
     version: int
@@ -63,12 +68,10 @@ def save(
     counts: Mapping[int, Mapping[str, float]] | None = None,
     samples_digest: str = "",
 ) -> Path | None:
-    """Every rank calls it; rank 0 writes, and above `train.shard_checkpoint_gib` each rank its share of the optimiser's
-    state.
+    """Every rank calls it. The newest `keep` checkpoints stay, and that of step `best`.
 
-    `rounds` are plain JSON: the batches in waiting, by number; `counts` says what became of their rollouts. `model` is
-    the directory or hub id whose tokenizer belongs to the weights. `samples_digest` names the content of the file that
-    the run trains from. The newest `keep` checkpoints stay, and that of step `best`.
+    `rounds` are plain JSON: the batches in waiting; `model` is the directory or hub id whose tokenizer belongs to the
+    weights.
     """
     target = directory / f"step-{trainer.version:06d}"
     partial = directory / f".{target.name}.partial"
@@ -77,7 +80,9 @@ def save(
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
         trainer.ranks.all_gather_object(None)  # the directory is there
-        write_tensors(trainer, partial)
+        limit = int(trainer.config.shard_checkpoint_gib * 2**30)
+        write_weights(trainer.model, partial, trainer.ranks, limit_bytes=limit)
+        write_optimizer(trainer, partial, is_sharded=weights_bytes(trainer.model) > limit)
         if trainer.ranks.first:
             write_model_files(trainer.model, model, partial)
             with (partial / "rounds.jsonl").open("w") as out:
@@ -101,23 +106,15 @@ def save(
     except (OSError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise TrainingError(
-            f"step {trainer.version}: the checkpoint could not be written to {directory} ({error}); the ones before are whole: make room "
-            "and run again to resume"
+            f"step {trainer.version}: the checkpoint could not be written to {directory} ({error}); the ones before "
+            "are "
+            "whole: make room and run again to resume"
         ) from error
     for old in find_checkpoints(directory)[:-keep]:
         if best is None or old.name != f"step-{best:06d}":
             shutil.rmtree(old)
     point_to(directory / "latest", target)
     return target
-
-
-def write_tensors(trainer: Trainer, directory: Path) -> None:
-    limit = int(trainer.config.shard_checkpoint_gib * 2**30)
-    write_weights(trainer.model, directory, trainer.ranks, limit_bytes=limit)
-    if weights_bytes(trainer.model) > limit:
-        write_shards(trainer, directory)
-    else:
-        write_whole(trainer, directory)
 
 
 def point_to(link: Path, target: Path) -> None:
@@ -135,67 +132,234 @@ def find_checkpoints(directory: Path) -> list[Path]:
     return sorted(path for path in directory.iterdir() if NAME.fullmatch(path.name) and (path / "state.json").exists())
 
 
-def state_of(path: Path, *, run_hash: str, samples_digest: str = "") -> tuple[int, int]:
-    """A checkpoint's version and count of updates; refused when another configuration, or another file of samples, made
-    it.
+def latest(directory: Path) -> Path | None:
+    return next(reversed(find_checkpoints(directory)), None)
 
-    Checkpoints of older versions name no digest.
-    """
+
+def read_state(path: Path, *, run_hash: str, samples_digest: str = "") -> tuple[int, int]:
+    """A checkpoint's version and updates; refused when another configuration or file of samples made it."""
     try:
         state = json.loads((path / "state.json").read_text())
         version, updates, made_by = int(state["version"]), int(state["updates"]), state["run_hash"]
     except (OSError, ValueError, KeyError) as error:
-        raise FileFormatError(
-            f"{path}: not a whole checkpoint ({error!r}); remove it to resume from an earlier one"
-        ) from error
+        raise not_whole(path, repr(error)) from error
     if made_by != run_hash:
         raise FileFormatError(
             f"{path}: another configuration made it ({made_by}, now {run_hash}); choose another directory"
         )
-    trained_on = state.get("samples_digest", "")
+    trained_on = state.get("samples_digest", "")  # checkpoints of older versions name none
     if samples_digest and trained_on and trained_on != samples_digest:
         raise FileFormatError(
-            f"{path}: another file of samples made it (SHA-256 {trained_on[:12]}…, now {samples_digest[:12]}…); choose another directory"
+            f"{path}: another file of samples made it (SHA-256 {trained_on[:12]}…, now {samples_digest[:12]}…); choose "
+            "another directory"
         )
     return version, updates
 
 
+def not_whole(path: Path, why: str) -> FileFormatError:
+    return FileFormatError(f"{path}: not a whole checkpoint ({why}); remove it to resume from an earlier one")
+
+
 def load(trainer: Trainer, path: Path, *, run_hash: str) -> Checkpoint:
-    """Puts weights, moments and counters back in place, bit for bit. Every rank calls it."""
-    version, _ = state_of(path, run_hash=run_hash)
+    """Puts weights, moments and counters in place, bit for bit. Every rank calls it."""
+    version, _ = read_state(path, run_hash=run_hash)
     state = json.loads((path / "state.json").read_text())
     require_digests(path, state.get("digests", {}), trainer.ranks)
     try:
         rows = [json.loads(line) for _, line in read_numbered_lines(path / "rounds.jsonl")]
         rounds = {row["round"]: row["groups"] for row in rows}
         restore_weights(trainer, path)
-        read_optimizer(trainer, path)
-    except DAMAGED as error:
-        raise FileFormatError(
-            f"{path}: not a whole checkpoint ({error!r}); remove it to resume from an earlier one"
-        ) from error
+        is_sharded = (path / SHARDS).is_dir()
+        restore_optimizer(trainer, read_shards(trainer, path) if is_sharded else load_file(path / OPTIMIZER))
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise not_whole(path, repr(error)) from error
     trainer.set_counters(state)
     counts = {int(number): found for number, found in state.get("counts", {}).items()}
     return Checkpoint(path=path, version=version, rounds=rounds, evaluation=state.get("evaluation", {}), counts=counts)
 
 
 def restore_weights(trainer: Trainer, path: Path) -> None:
-    own = dict(named_weights(trainer.model))
-    left = set(own)
+    left = dict(named_weights(trainer.model))
     with torch.no_grad():
         for name, value in read_weights(path):
-            if name not in own or own[name].shape != value.shape:
+            target = left.pop(name, None)
+            if target is None or target.shape != value.shape:
                 raise FileFormatError(
                     f"{path}: its weights are those of another model ({name}); choose another directory"
                 )
-            place(own[name], value)
-            left.discard(name)
+            place(target, value)
     if left:
         raise FileFormatError(
-            f"{path}: its weights are those of another model (no {sorted(left)[0]}); choose another directory"
+            f"{path}: its weights are those of another model (no {min(left)}); choose another directory"
         )
 
 
-def latest(directory: Path) -> Path | None:
-    paths: Sequence[Path] = find_checkpoints(directory)
-    return paths[-1] if paths else None
+def file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def digests_under(directory: Path, ranks: Ranks) -> dict[str, str]:
+    """By relative name. Every rank calls it once all files are written, and hashes its share."""
+    names = ranks.from_first(
+        sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file())
+    )
+    mine = {name: file_digest(directory / name) for name in names[ranks.rank :: ranks.world]}
+    return {name: digest for found in ranks.all_gather_object(mine) for name, digest in found.items()}
+
+
+def require_digests(directory: Path, digests: Mapping[str, str], ranks: Ranks) -> None:
+    """Raises FileFormatError, on every rank, where a file changed."""
+    mine = [
+        name
+        for name in sorted(digests)[ranks.rank :: ranks.world]
+        if not (directory / name).is_file() or file_digest(directory / name) != digests[name]
+    ]
+    changed = sorted(name for found in ranks.all_gather_object(mine) for name in found)
+    if changed:
+        raise not_whole(directory, f"{changed[0]} is missing or changed")
+
+
+def weights_bytes(model: nn.Module) -> int:
+    return sum(value.numel() * value.element_size() for _, value in named_weights(model))
+
+
+def plan_files(model: nn.Module, limit_bytes: int) -> dict[str, list[str]]:
+    """Names of tensors by file, in the model's order."""
+    parts: list[list[str]] = [[]]
+    held = 0
+    for name, value in named_weights(model):
+        size = value.numel() * value.element_size()
+        if parts[-1] and held + size > limit_bytes:
+            parts.append([])
+            held = 0
+        parts[-1].append(name)
+        held += size
+    if len(parts) == 1:
+        return {SINGLE: parts[0]}
+    return {f"model-{number:05d}-of-{len(parts):05d}.safetensors": names for number, names in enumerate(parts, 1)}
+
+
+def gather_tensors(held: Iterable[tuple[str, Tensor]], ranks: Ranks) -> dict[str, Tensor]:
+    """Whole tensors on rank 0's CPU; every rank takes part."""
+    tensors: dict[str, Tensor] = {}
+    for name, value in held:
+        gathered = whole(value.detach())
+        if ranks.first:
+            tensors[name] = gathered.cpu().contiguous()
+    return tensors
+
+
+def write_weights(model: nn.Module, directory: Path, ranks: Ranks, *, limit_bytes: int) -> None:
+    """A tied parameter is written once."""
+    held = dict(named_weights(model))
+    files = plan_files(model, limit_bytes)
+    for file, names in files.items():
+        tensors = gather_tensors(((name, held[name]) for name in names), ranks)
+        if ranks.first:
+            save_file(tensors, directory / file, metadata={"format": "pt"})
+    if ranks.first and len(files) > 1:
+        table = {
+            "metadata": {"total_size": weights_bytes(model)},
+            "weight_map": {n: f for f, names in files.items() for n in names},
+        }
+        (directory / INDEX).write_text(json.dumps(table, indent=1))
+
+
+def read_weights(directory: Path) -> Iterator[tuple[str, Tensor]]:
+    files = [SINGLE]
+    if (directory / INDEX).is_file():
+        files = sorted(set(json.loads((directory / INDEX).read_text())["weight_map"].values()))
+    for file in files:
+        with safe_open(directory / file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118
+                yield name, opened.get_tensor(name)
+
+
+def write_model_files(model: Any, source: str | None, target: Path) -> None:
+    """Copied from a directory, saved for a hub id."""
+    if source is not None and Path(source).is_dir():
+        for name in MODEL_FILES:
+            if (Path(source) / name).exists():
+                shutil.copyfile(Path(source) / name, target / name)
+        return
+    model.config.save_pretrained(target)
+    if getattr(model, "generation_config", None) is not None:
+        model.generation_config.save_pretrained(target)
+    if source is not None:
+        from transformers import AutoTokenizer
+
+        AutoTokenizer.from_pretrained(source).save_pretrained(target)
+
+
+def held_tensors(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
+    for name, master in trainer.masters.named():
+        for key, value in trainer.optimizer.state.get(master, {}).items():
+            yield f"{name}|{key}", value.detach()
+    for name, master in trainer.masters.copies():
+        yield f"{name}|{MASTER}", master.detach()
+
+
+def write_optimizer(trainer: Trainer, directory: Path, *, is_sharded: bool) -> None:
+    """One file of whole tensors by rank 0, or each rank's own shards, which another number of ranks can read."""
+    if is_sharded:
+        from torch.distributed.checkpoint.state_dict_saver import save
+
+        with alone_is_meant(trainer):
+            save(dict(held_tensors(trainer)), checkpoint_id=directory / SHARDS, no_dist=trainer.ranks.world == 1)
+        return
+    tensors = gather_tensors(held_tensors(trainer), trainer.ranks)
+    if trainer.ranks.first:
+        save_file(tensors, directory / OPTIMIZER)
+
+
+def restore_optimizer(trainer: Trainer, found: Mapping[str, Tensor]) -> None:
+    by_name: dict[str, dict[str, Tensor]] = {}
+    for key, value in found.items():
+        name, _, kind = key.rpartition("|")
+        by_name.setdefault(name, {})[kind] = value
+    for name, master in trainer.masters.named():
+        mine = by_name.get(name, {})
+        if (copy := mine.pop(MASTER, None)) is not None:
+            with torch.no_grad():
+                place(master, copy)
+        if mine:
+            placed = {k: v.clone() if v.dim() == 0 else place(torch.zeros_like(master), v) for k, v in mine.items()}
+            trainer.optimizer.state[master] = placed
+
+
+def read_shards(trainer: Trainer, directory: Path) -> Mapping[str, Tensor]:
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    known = FileSystemReader(directory / SHARDS).read_metadata().state_dict_metadata
+    masters = dict(trainer.masters.named())
+    wanted: dict[str, Tensor] = {}
+    for key, facts in known.items():
+        name = key.rpartition("|")[0]
+        if name in masters and isinstance(facts, TensorStorageMetadata):
+            like = masters[name].detach()
+            wanted[key] = torch.zeros_like(like) if facts.size else torch.zeros((), dtype=facts.properties.dtype)
+    with alone_is_meant(trainer):
+        load(wanted, checkpoint_id=directory / SHARDS, no_dist=trainer.ranks.world == 1)
+    return wanted
+
+
+@contextmanager
+def alone_is_meant(trainer: Trainer) -> Iterator[None]:
+    """torch warns that one process writes alone; with one rank that is as it should be."""
+    with warnings.catch_warnings():
+        if trainer.ranks.world == 1:
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+def place(target: Tensor, value: Tensor) -> Tensor:
+    """Copies a whole tensor, or a shard like the target's own, into a parameter that may be sharded."""
+    mesh = getattr(target, "device_mesh", None)
+    if mesh is None or hasattr(value, "device_mesh"):
+        return target.copy_(value)
+    from torch.distributed.tensor import distribute_tensor
+
+    return target.copy_(distribute_tensor(value.to(target.device), mesh, target.placements))  # type: ignore[attr-defined]

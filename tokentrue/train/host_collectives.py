@@ -1,8 +1,7 @@
 """A process group for ranks that share a GPU: every collective over gloo, on copies in host memory.
 
 nccl before 2.30 refuses two ranks on one GPU, and FSDP2 over gloo's own collectives of CUDA tensors ends in a
-segmentation fault (torch 2.11). A collective here returns when it is over: the copy to the host waits for the current
-stream, and the copy back is queued on it. Nothing overlaps with it, and no value changes on the way.
+segmentation fault (torch 2.11).
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from torch.distributed import Backend, ProcessGroup, ProcessGroupGloo
 
 BACKEND = "staged"
 COLLECTIVES = {
-    "all_gather_single": "_allgather_base", "reduce_scatter_single": "_reduce_scatter_base",  # torch 2.13 has these names, too
-    **{name: name for name in (
-        "_allgather_base", "_reduce_scatter_base", "allgather", "allreduce", "alltoall", "alltoall_base", "broadcast", "gather", "recv",
-        "reduce", "reduce_scatter", "scatter", "send",
-    )},
-}  # fmt: skip
+    name: name
+    for name in (
+        "_allgather_base", "_reduce_scatter_base", "allgather", "allreduce", "alltoall", "alltoall_base", "broadcast",
+        "gather", "recv", "reduce", "reduce_scatter", "scatter", "send",
+    )
+} | {"all_gather_single": "_allgather_base", "reduce_scatter_single": "_reduce_scatter_base"}  # fmt: skip
 """A group's collectives → gloo's; each writes to its first argument."""
 COALESCED = {
     "allgather_into_tensor_coalesced": "_allgather_base",
@@ -32,7 +31,7 @@ COALESCED = {
 
 
 class HostStagedGroup(ProcessGroup):
-    """Tensors on `devices` pass through host memory; others go to gloo as they are."""
+    """Tensors on `devices` pass through host memory."""
 
     def __init__(
         self, store: Any, rank: int, size: int, timeout: timedelta, *, devices: Sequence[str] = ("cuda",)
@@ -53,7 +52,7 @@ class HostStagedGroup(ProcessGroup):
         self.gloo.shutdown()
 
 
-def collective_of(name: str) -> Callable[..., Any]:
+def make_collective(name: str) -> Callable[..., Any]:
     def collective(group: HostStagedGroup, *arguments: Any) -> Any:
         call = getattr(group.gloo, name)
         if not any(tensor.device.type in group.devices for argument in arguments for tensor in tensors_of(argument)):
@@ -68,7 +67,7 @@ def collective_of(name: str) -> Callable[..., Any]:
     return collective
 
 
-def coalesced_of(name: str) -> Callable[..., Any]:
+def make_coalesced(name: str) -> Callable[..., Any]:
     def collective(group: HostStagedGroup, outputs: list[Tensor], inputs: list[Tensor], *options: Any) -> Any:
         works = [getattr(group, name)(output, given, *options) for output, given in zip(outputs, inputs, strict=True)]
         for work in works[:-1]:
@@ -79,9 +78,9 @@ def coalesced_of(name: str) -> Callable[..., Any]:
 
 
 for _name, _of_gloo in COLLECTIVES.items():
-    setattr(HostStagedGroup, _name, collective_of(_of_gloo))
+    setattr(HostStagedGroup, _name, make_collective(_of_gloo))
 for _name, _single in COALESCED.items():
-    setattr(HostStagedGroup, _name, coalesced_of(_single))
+    setattr(HostStagedGroup, _name, make_coalesced(_single))
 
 
 def tensors_of(argument: Any) -> list[Tensor]:
@@ -97,6 +96,5 @@ def copy_to_host(argument: Any) -> Any:
 
 
 def register() -> None:
-    """Makes `torch.distributed.init_process_group("staged")` known."""
     if not hasattr(Backend, BACKEND.upper()):
         Backend.register_backend(BACKEND, HostStagedGroup, devices=["cpu", "cuda"])

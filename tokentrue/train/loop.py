@@ -1,9 +1,7 @@
 """The loop: roll out, train, publish, with a fixed lag between the policy that samples and the policy that learns.
 
-Invariants: round j is sampled by the weights of version max(0, j - lag), all of it: weights are published only when
-every round that an older version must sample has ended. So staleness is a number that the configuration sets, and a run
-repeats bit for bit whatever the timing. With lag 0 nothing overlaps; with lag 1 round j + 1 is sampled while step j
-trains.
+Round j is sampled by the weights of version max(0, j - lag), all of it: weights are published only when every round
+that an older version must sample has ended. So a run repeats bit for bit whatever the timing.
 """
 
 from __future__ import annotations
@@ -17,9 +15,9 @@ from pathlib import Path
 from tokentrue.errors import EngineError, TrainingError
 from tokentrue.json_types import JsonMapping
 from tokentrue.train import checkpoint
-from tokentrue.train.checks.evaluating import Evaluator
 from tokentrue.train.config import TrainConfig
 from tokentrue.train.data.rounds import CountingRounds, Groups, Rounds
+from tokentrue.train.evaluation import Evaluator
 from tokentrue.train.publishing import Publisher
 from tokentrue.train.reporting import StepReport, step_speeds
 from tokentrue.train.trainer import Trainer
@@ -28,8 +26,7 @@ from tokentrue.types import Sample
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Store:
-    """Where a run keeps its checkpoints. `to_json`/`from_json` turn a sample into plain JSON and back. `samples_digest`
-    names the content of the file that it trains from; a live run has none."""
+    """Where a run keeps its checkpoints. `samples_digest` names the content of the file that it trains from."""
 
     directory: Path
     run_hash: str
@@ -48,11 +45,9 @@ async def train(
     evaluator: Evaluator | None = None,
     on_step: Callable[[StepReport, Mapping[str, float]], None] | None = None,
 ) -> list[StepReport]:
-    """Runs the steps that are left. Resumes from the newest checkpoint in `store`; the result is the same as without
-    the break.
+    """Runs the steps that are left, from the newest checkpoint in `store`, with the same result as without the break.
 
-    Ctrl-C (cancellation) lets a step in progress finish and writes a checkpoint; so does an engine or environment that
-    fails.
+    Cancellation lets a step in progress finish and writes a checkpoint; so does an engine that fails.
     """
     run = Run(trainer=trainer, rounds=rounds, publish=publish, store=store, evaluator=evaluator, on_step=on_step)
     run.resume()
@@ -74,7 +69,7 @@ async def train(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedStep:
-    """A step whose weights are made and whose metrics are not written yet. `began` is of the monotonic clock."""
+    """A step whose metrics are not written yet."""
 
     report: StepReport
     began: float
@@ -91,9 +86,8 @@ class Run:
     store: Store | None
     evaluator: Evaluator | None
     on_step: Callable[[StepReport, Mapping[str, float]], None] | None
-    running: dict[int, asyncio.Task[Groups]] = field(
-        default_factory=dict[int, "asyncio.Task[Groups]"]
-    )  # this rank's parts
+    # this rank's parts
+    running: dict[int, asyncio.Task[Groups]] = field(default_factory=dict[int, "asyncio.Task[Groups]"])
     finished: dict[int, Groups] = field(default_factory=dict[int, Groups])  # whole rounds
     counts: dict[int, Mapping[str, float]] = field(default_factory=dict[int, "Mapping[str, float]"])
     reports: list[StepReport] = field(default_factory=list[StepReport])
@@ -103,8 +97,6 @@ class Run:
     kept_at: float = field(default_factory=time.monotonic)
 
     def resume(self) -> None:
-        """The newest checkpoint, where there is one: weights and counters, and the rounds that wait to be trained
-        on."""
         path = None if self.store is None else checkpoint.latest(self.store.directory)
         if path is None or self.store is None:
             return
@@ -118,7 +110,6 @@ class Run:
         self.counts = dict(loaded.counts)
 
     async def begin(self) -> None:
-        """The engines have the trainer's weights before the first round."""
         self.kept = self.trainer.version
         await self.publish.begin(self.trainer)
         if self.evaluator is not None and not self.trainer.version:
@@ -142,9 +133,7 @@ class Run:
             await trainer.ranks.meet()
             await self.publish.publish_step(trainer, report, groups, before)
         except BaseException:
-            if (
-                before is not None
-            ):  # no checkpoint has an update that nobody accepted: the round waits to be trained on again
+            if before is not None:  # no checkpoint may have an update that nobody accepted: the round is trained again
                 trainer.rewind(before)
                 self.finished[number] = groups
             elif stepping.done() and stepping.exception() is None:
@@ -159,7 +148,7 @@ class Run:
             self.keep()
 
     def report_step(self, judged: Mapping[str, float]) -> StepReport:
-        """Reports the step that was finished last, once: its row of metrics comes before a checkpoint that has it."""
+        """Reports the last finished step, once: its row of metrics comes before a checkpoint that has it."""
         done, self.unreported = self.unreported, None
         assert done is not None
         seconds = {
@@ -177,42 +166,35 @@ class Run:
         return report
 
     def start_rounds(self, *, first: int) -> None:
-        """Starts this rank's part of every round that the current weights may play and nobody has."""
+        """Starts this rank's part of every round that the current weights may play."""
         config = self.trainer.config
         for number in range(first, min(first + config.lag + 1, config.steps)):
             if number not in self.running and number not in self.finished:
                 self.running[number] = asyncio.create_task(self.play(number))
 
     async def play(self, number: int) -> Groups:
-        """This rank's part of a round. The engines must still have the weights that were published before it: nothing
-        is published until the round has ended."""
+        """This rank's part of a round, by the weights that were published before it."""
         groups = await self.rounds.play(number)
         await self.publish.require_versions(f"after round {number}")
         return groups
 
     async def gather_round(self, number: int) -> None:
-        """Waits for this rank's part of a round, then for the others', and puts them together on every rank, in rank
-        order."""
-        ranks, trouble, mine = self.trainer.ranks, None, Groups()
-        try:
+        """Puts the ranks' parts of a round together on every rank, in rank order."""
+
+        async def take() -> Groups:
             mine = await self.running.pop(number)
             if self.publish.sinks:
                 require_fresh(mine, number, lag=self.trainer.config.lag)
-        except Exception as error:  # told to all ranks: they stop together
-            trouble = error
-        await ranks.meet()
+            return mine
+
+        ranks = self.trainer.ranks
+        mine = await ranks.together(take(), f"play its part of round {number}")
         counts = dict(self.rounds.counts(number)) if isinstance(self.rounds, CountingRounds) else {}
-        parts = ranks.all_gather_object(
-            (mine, counts, None if trouble is None else f"{type(trouble).__name__}: {trouble}")
-        )
-        if trouble is not None:
-            raise trouble
-        require_no_trouble([said for _, _, said in parts], number)
-        self.finished[number] = [group for groups, _, _ in parts for group in groups]
-        self.counts[number] = add_counts([counts for _, counts, _ in parts])
+        parts = ranks.all_gather_object((mine, counts))
+        self.finished[number] = [group for groups, _ in parts for group in groups]
+        self.counts[number] = add_counts([counts for _, counts in parts])
 
     def is_due(self) -> bool:
-        """Every so many steps or minutes, when the evaluation is the best so far, and always after the last step."""
         config, version = self.trainer.config, self.trainer.version
         by_clock = bool(config.checkpoint_minutes) and time.monotonic() - self.kept_at > 60 * config.checkpoint_minutes
         by_step = bool(config.checkpoint_every) and version % config.checkpoint_every == 0
@@ -240,7 +222,7 @@ class Run:
         self.kept, self.kept_at = self.trainer.version, time.monotonic()
 
     def keep_if_possible(self) -> None:
-        """After an interruption: with several ranks nobody can say who is still there to gather the weights."""
+        """After an interruption, where no other rank is needed to gather the weights."""
         if self.store is not None and self.trainer.version > self.kept and self.trainer.ranks.world == 1:
             if self.unreported is not None:
                 self.report_step({})
@@ -253,8 +235,7 @@ class Run:
 
 
 async def finish(step: asyncio.Future[StepReport]) -> StepReport:
-    """The step's report. A thread cannot be stopped half-way, so a cancellation waits for it: weights are those of a
-    whole step."""
+    """The step's report. A thread cannot be stopped half-way, so a cancellation waits for it."""
     try:
         return await asyncio.shield(step)
     except asyncio.CancelledError:
@@ -282,19 +263,14 @@ def require_fresh(groups: Groups, number: int, *, lag: int) -> None:
             version = span.policy_version or 0
             if span.kind == "sampled" and version < oldest:
                 raise TrainingError(
-                    f"round {number}: sample {sample.sample_id} has tokens of policy version {version}, and version {oldest} was published "
-                    f"before the round (train.lag = {lag}): an engine samples from older weights. Restart it and resume the run"
+                    f"round {number}: sample {sample.sample_id} has tokens of policy version {version}, and version "
+                    f"{oldest} was published "
+                    f"before the round (train.lag = {lag}): an engine samples from older weights. Restart it and "
+                    "resume the run"
                 )
 
 
-def require_no_trouble(said: Sequence[str | None], number: int) -> None:
-    for rank, words in enumerate(said):
-        if words is not None:
-            raise EngineError(f"rank {rank} could not play its part of round {number}: {words}")
-
-
 def add_counts(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Counts of all ranks."""
     total: dict[str, float] = {}
     for counts in parts:
         for name, value in counts.items():

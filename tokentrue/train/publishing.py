@@ -1,9 +1,7 @@
-"""Weights from the trainer to the engines: every rank takes part, each hands them to its own sinks, and then the
-engines are probed. With update acceptance they also say whether the update stays.
+"""Weights from the trainer to the engines, which are probed then, and with update acceptance judge the update.
 
-With several ranks weights are gathered one tensor at a time and handed on as they come: no rank ever holds the whole
-model twice. A sink that fails half-way must not leave the others waiting in a collective, so its rank walks on through
-the rest, and then all ranks stop.
+With several ranks weights are gathered one tensor at a time: no rank holds the whole model twice. A sink that fails
+half-way must not leave the others waiting in a collective, so its rank walks on through the rest.
 """
 
 from __future__ import annotations
@@ -17,16 +15,15 @@ from typing import Any
 from torch import Tensor
 
 from tokentrue.protocols import WeightSink
-from tokentrue.train.checks.acceptance import UpdateGate
-from tokentrue.train.checks.probing import Probe
 from tokentrue.train.data.rounds import Groups
+from tokentrue.train.probing import Probe, UpdateGate
 from tokentrue.train.reporting import StepReport
 from tokentrue.train.trainer import Trainer
-from tokentrue.train.update.rollback import Snapshot
+from tokentrue.train.update.masters import Snapshot
 
 
 class Publisher:
-    """`sinks` are this rank's; other ranks have their own, or none. Every rank calls it."""
+    """`sinks` are this rank's. Every rank calls it."""
 
     def __init__(self, *sinks: WeightSink, probe: Probe | None = None, gate: UpdateGate | None = None) -> None:
         self.sinks = sinks
@@ -44,8 +41,8 @@ class Publisher:
         self.seconds = time.perf_counter() - began
 
     async def publish_step(self, trainer: Trainer, report: StepReport, groups: Groups, before: Snapshot | None) -> None:
-        """Publishes what a step made. With a gate an update that it refuses is undone, and the weights `before` it
-        published instead."""
+        """Publishes what a step made; an update that the gate refuses is undone, and the weights `before` it
+        published."""
         began = time.perf_counter()
         await self(trainer)
         if self.gate is None or before is None:
@@ -93,8 +90,7 @@ class Publisher:
         trainer.ranks.raise_together(trouble, f"publish version {trainer.version}")
 
     async def begin(self, trainer: Trainer) -> None:
-        """Before the first round: engines that are to score updates must be able to; remote engines prove that they take
-        weights, and get the trainer's; so do engines of a resumed run."""
+        """Before the first round: engines prove that they take weights, and get the trainer's."""
         if self.gate is not None and trainer.ranks.first:
             self.gate.require_scoring()
         if self.probe is not None:
@@ -103,29 +99,21 @@ class Publisher:
             await self(trainer)
 
     async def check(self, trainer: Trainer) -> None:
-        """Whether the engines have the trainer's weights."""
         if self.probe is not None:
-            found = await self.probe(trainer)
-            self.metrics = {"probe/delta": found.delta, "probe/engines": found.engines}
+            self.metrics = await self.probe(trainer)
             trainer.delta_limit = self.probe.limit
 
     async def require_versions(self, when: str) -> None:
-        """Raises where an engine of this rank has other weights than those that were published last."""
+        """Raises where an engine of this rank has other weights than those published last."""
         if self.probe is not None and self.sinks and self.version is not None:
             await self.probe.require_versions(self.version, when)
 
     async def require_versions_on_all(self, trainer: Trainer, when: str) -> None:
-        trouble: Exception | None = None
-        try:
-            await self.require_versions(when)
-        except Exception as error:  # told to all ranks
-            trouble = error
-        await trainer.ranks.meet()
-        trainer.ranks.raise_together(trouble, "ask the engines for their version")
+        await trainer.ranks.together(self.require_versions(when), "ask the engines for their version")
 
 
 class Passing(Iterable[tuple[str, Any]]):
-    """Weights that are gathered while somebody iterates; `finish` gathers, and drops, those that nobody asked for."""
+    """Weights that are gathered while somebody iterates; `finish` gathers the rest."""
 
     def __init__(self, weights: Iterator[tuple[str, Any]]) -> None:
         self._weights = weights

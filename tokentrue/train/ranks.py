@@ -1,14 +1,13 @@
-"""One process or many: the few things that a training step must ask of the others. One process is the same code with a
-world of 1."""
+"""One process or many: what a training step asks of the other ranks."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Awaitable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +15,13 @@ from torch import Tensor, nn
 from tokentrue.errors import ConfigError, EngineError
 
 POLL_S = 0.02
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
-    """`device` is this rank's own. `store` is where ranks leave word for each other without a collective."""
+    """This process among those of torchrun; a world of 1 without it. `store` carries words between ranks without a
+    collective."""
 
     rank: int = 0
     world: int = 1
@@ -41,7 +42,7 @@ class Ranks:
         return found
 
     def raise_together(self, trouble: Exception | None, doing: str) -> None:
-        """Where a rank is in trouble, it raises that, and all others an error that names it."""
+        """A rank in trouble raises it, all others an error that names it."""
         said = self.all_gather_object("" if trouble is None else f"{type(trouble).__name__}: {trouble}")
         if trouble is not None:
             raise trouble
@@ -49,8 +50,19 @@ class Ranks:
             if words:
                 raise EngineError(f"rank {rank} could not {doing}: {words}")
 
+    async def together(self, work: Awaitable[T], doing: str) -> T:
+        """The result of this rank's work, when all ranks have ended theirs, however long that takes; they also fail
+        together."""
+        trouble, found = None, list[T]()
+        try:
+            found.append(await work)
+        except Exception as error:
+            trouble = error
+        await self.meet()
+        self.raise_together(trouble, doing)
+        return found[0]
+
     def from_first(self, value: Any) -> Any:
-        """What rank 0 holds."""
         if self.world == 1:
             return value
         box = [value]
@@ -58,11 +70,7 @@ class Ranks:
         return box[0]
 
     async def meet(self) -> None:
-        """Returns when every rank has called it, however long that takes: a collective would time out, and hold up this
-        rank's event loop.
-
-        Call it before the first collective after work whose length nobody knows.
-        """
+        """Returns when every rank has called it, however long that takes: a collective would time out."""
         if self.world == 1 or self.store is None:
             return
         key = f"meeting-{next(self._meetings)}"
@@ -73,11 +81,8 @@ class Ranks:
 
 
 def join(device: str = "cpu") -> Ranks:
-    """Joins the group that torchrun describes in the environment. Each rank gets its own GPU where there are
-    enough of them.
-
-    gloo for training on CPU, nccl on GPUs; gloo on copies in host memory where ranks share a GPU, which nccl refuses.
-    """
+    """Joins the group that torchrun describes: gloo on CPU, nccl on GPUs, gloo on host copies where ranks share a
+    GPU."""
     if "RANK" not in os.environ:
         return Ranks(device=device)
     if not torch.distributed.is_available():
@@ -100,7 +105,7 @@ def join(device: str = "cpu") -> Ranks:
 
 
 def meeting_store() -> Any:
-    """A client of the store through which the group was formed; keys of an earlier attempt of torchrun are not seen."""
+    """A client of the group's store; keys of an earlier attempt of torchrun are not seen."""
     distributed: Any = torch.distributed
     store = distributed.TCPStore(
         os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, wait_for_workers=False
@@ -115,10 +120,10 @@ def leave() -> None:
 
 
 def shard(model: nn.Module, ranks: Ranks) -> nn.Module:
-    """FSDP2: each decoder layer is a unit, and the rest (embeddings, tied or not, final norm, head) is one.
+    """FSDP2: each decoder layer is a unit, and the rest is one.
 
-    Parameters are gathered whole before they are used, so that the operators see the same numbers as in one process.
-    Gradients are summed in float32.
+    Parameters are gathered whole before use, so that the operators see the numbers of one process. Gradients are summed
+    in float32.
     """
     if ranks.world == 1:
         return model
@@ -128,15 +133,15 @@ def shard(model: nn.Module, ranks: Ranks) -> nn.Module:
     kind = "cuda" if next(model.parameters()).is_cuda else "cpu"
     mesh = init_device_mesh(kind, (ranks.world,))
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
-    for unit in (*layers_of(model), model):
+    for unit in (*find_layers(model), model):
         fully_shard(unit, mesh=mesh, mp_policy=policy)
         if isinstance(unit, FSDPModule) and torch.distributed.get_backend() in ("gloo", "staged"):
             unit.set_force_sum_reduction_for_comms(True)  # gloo has no mean
     return model
 
 
-def layers_of(model: nn.Module) -> Iterable[nn.Module]:
-    """The longest list of modules: the decoder layers, whatever the family calls them."""
+def find_layers(model: nn.Module) -> Iterable[nn.Module]:
+    """The longest list of modules."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     if not lists:
         raise ConfigError(f"{type(model).__name__} has no list of layers; FSDP2 would have one unit only")
@@ -157,7 +162,6 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def whole_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Name and value of everything in `named_weights`, gathered one at a time. Every rank must walk through all of
-    them."""
+    """`named_weights`, gathered one at a time. Every rank must walk through all of them."""
     for name, value in named_weights(model):
         yield name, whole(value.detach())

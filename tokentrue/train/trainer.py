@@ -1,12 +1,8 @@
-"""One training step: rows in, one or more optimiser updates, a report out. No sockets, no files, no clock but for
-timings.
+"""One training step: recompute → check exactness → measure → update.
 
-`Trainer.step` is the list of steps: recompute → check exactness → measure → update. With `exact` the recomputed
-log-probabilities of tokens that the current weights sampled must equal the rollout's in every bit, or the step raises
-before any weight moves.
-
-Micro-batching and sharding do not change the loss, and gradients only by rounding: what a loss needs to know of the
-whole minibatch (its correction, its counts) is known on every rank before the first backward pass.
+With `exact` the recomputed log-probabilities of tokens that the current weights sampled must equal the rollout's in
+every bit, or the step raises before any weight moves. Micro-batching and sharding do not change the loss, and gradients
+only by rounding: what a loss needs to know of the whole minibatch is known on every rank before a backward pass.
 """
 
 from __future__ import annotations
@@ -24,30 +20,37 @@ from tokentrue.errors import ConfigError, EngineContractError, ExactnessError, T
 from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.mismatch import LengthDecay, LossConfig, Metrics, diagnose, policy_loss
 from tokentrue.numerics import on_device
-from tokentrue.train.checks.exactness import Agreement, agreement, require_exact, require_near, require_own_versions
 from tokentrue.train.config import OptimConfig, TrainConfig, default_learning_rate, learning_rate
-from tokentrue.train.data.advantages import SessionRewards, mask_truncated, overlong_cost, session_advantages
-from tokentrue.train.data.batch import Row, rows_of
 from tokentrue.train.data.planning import Minibatch, Packing, plan_minibatches
-from tokentrue.train.data.routing_replay import replay_experts
-from tokentrue.train.flops import flops_of
+from tokentrue.train.data.rows import (
+    Row,
+    SessionRewards,
+    mask_truncated,
+    overlong_cost,
+    rows_from_groups,
+    session_advantages,
+)
+from tokentrue.train.exactness import Agreement, agreement, require_exact, require_near, require_own_versions
 from tokentrue.train.ranks import Ranks, whole, whole_weights
-from tokentrue.train.reporting import MEASURED, Clock, StepReport, batch_metrics
-from tokentrue.train.update.correcting import MinibatchCorrection, correct_minibatch, in_one_call, per_token
-from tokentrue.train.update.divergence import KlCoefficient, divergence_sums
-from tokentrue.train.update.precision import LossScale, MasterWeights
-from tokentrue.train.update.rollback import Snapshot
-from tokentrue.train.update.scoring import ExactScorer, PlainScorer, Scorer, Scores, evaluation_mode
+from tokentrue.train.reporting import MEASURED, Clock, StepReport, batch_metrics, count_flops
+from tokentrue.train.update.correcting import (
+    KlCoefficient,
+    MinibatchCorrection,
+    correct_minibatch,
+    divergence_sums,
+    in_one_call,
+    per_token,
+)
+from tokentrue.train.update.masters import LossScale, MasterWeights, Snapshot
+from tokentrue.train.update.scoring import ExactScorer, PlainScorer, Scorer, Scores, evaluation_mode, replay_experts
 from tokentrue.types import Sample
 
-NO_ROW = torch.zeros(
-    2, dtype=torch.int64
-)  # what a rank without a row scores in a forward pass that all ranks must join
+NO_ROW = torch.zeros(2, dtype=torch.int64)  # of a rank without a row, in a forward pass that all ranks must join
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RowValues:
-    """What a step knows about its rows before any weight moves: by row number, this rank's rows only."""
+    """By row number, this rank's rows, before any weight moves."""
 
     recomputed: Mapping[int, Tensor]
     reference: Mapping[int, Tensor]
@@ -58,8 +61,6 @@ class RowValues:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class UpdateResult:
-    """One optimiser update: its loss statistics (of all ranks) and what the optimiser did."""
-
     statistics: Metrics
     loss: float
     norm: float
@@ -68,8 +69,7 @@ class UpdateResult:
 
 
 class Trainer:
-    """Owns the model's weights and the optimiser. `version` counts finished steps: the weights of version v made v
-    steps."""
+    """Owns weights and optimiser. `version` counts finished steps."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class Trainer:
         self.skipped = 0  # updates in a row
         self.delta_limit: float | None = None  # of a row's mean |δ|, where engines are probed
         self.response_lengths: list[float] = []  # mean sampled tokens per row, step by step
-        self.flops = flops_of(model)
+        self.flops = count_flops(model)
         self.masters = MasterWeights(model)
         self.scale = LossScale.of(next(model.parameters()).dtype)
         self.optimizer = torch.optim.AdamW(
@@ -142,22 +142,21 @@ class Trainer:
         return report
 
     def rows(self, groups: Sequence[Sequence[Sample]]) -> list[Row]:
-        rows = rows_of(groups, self.config.temperature)
+        rows = rows_from_groups(groups, self.config.temperature)
         return mask_truncated(rows) if self.config.overlong.mask else rows
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         return whole_weights(self.model)
 
     def snapshot(self) -> Snapshot:
-        """What `restore` needs to undo the next step's updates."""
         return Snapshot(self.masters, self.optimizer, self.counters())
 
     def restore(self, before: Snapshot) -> None:
-        """Undoes updates, bit for bit. Steps and updates stay counted, as after an update that was skipped."""
+        """Undoes updates, bit for bit. Steps and updates stay counted."""
         before.restore(self.masters, self.optimizer)
 
     def rewind(self, before: Snapshot) -> None:
-        """Undoes a step as if it had not begun: its updates and what it counted."""
+        """Undoes a step as if it had not begun."""
         self.restore(before)
         self.set_counters(before.counters)
 
@@ -189,8 +188,7 @@ class Trainer:
             return self.scorer(self.model, [torch.tensor(ids, dtype=torch.int64)], [temperatures]).logprobs[0]
 
     def gradient(self, groups: Sequence[Sequence[Sample]]) -> tuple[Tensor, dict[str, float]]:
-        """What a step would add up, without a step: the flat gradient of the whole batch, and the mismatch it was
-        computed under."""
+        """The flat gradient of the whole batch, without a step, and its metrics."""
         rows = self.rows(groups)
         with self.scorer.active(self.model):
             values, ((part,), *_) = self.recompute(rows)
@@ -200,19 +198,15 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         return flat, found
 
-    # ---- plan ---------------------------------------------------------------------------------------------------------------------
     def is_trained(self, row: Row, advantage: float) -> bool:
-        """Whether a row gets a forward and a backward pass: without advantage only where something else gives it a
-        gradient."""
+        """Whether a row gets a forward and a backward pass."""
         has_gradient = advantage != 0.0 or self.loss.penalty is not None or self.loss.entropy_coefficient != 0
-        has_gradient = (
-            has_gradient or self.config.kl.reward_coefficient != 0
-        )  # advantages are known only after the rows are scored
+        # With a cost of divergence, advantages are known only after the rows are scored.
+        has_gradient = has_gradient or self.config.kl.reward_coefficient != 0
         return bool(row.mask.any()) and (has_gradient or not self.config.drop_idle_rows)
 
     def plan(self, rows: Sequence[Row], advantages: Sequence[float]) -> list[list[Minibatch]]:
-        """The minibatches of every epoch. All epochs split the rows in the same way, so that a row stays on its
-        rank."""
+        """The minibatches of every epoch; all epochs split alike, so that a row stays on its rank."""
         trained = [self.is_trained(row, advantage) for row, advantage in zip(rows, advantages, strict=True)]
         packing = Packing(
             budget=self.config.micro_tokens, padded=self.scorer.is_padded, rank=self.ranks.rank, world=self.ranks.world
@@ -221,32 +215,33 @@ class Trainer:
         parts = plan_minibatches(rows, trained, packing, parts=self.config.minibatches, shuffle_seed=seed)
         return [parts] * self.config.epochs
 
-    # ---- recompute ----------------------------------------------------------------------------------------------------------------
     @torch.no_grad()
     def recompute(self, rows: Sequence[Row]) -> tuple[RowValues, list[list[Minibatch]]]:
-        """Log-probabilities of this rank's rows under the weights before the step, and under the reference model if
-        there is one; then rewards and advantages. Also the minibatches of every epoch."""
+        """Log-probabilities of this rank's rows before the step, rewards, advantages, and the minibatches of every
+        epoch."""
         sessions = SessionRewards.of(rows)
         if self.config.overlong.max_tokens:
             sessions = sessions.less(overlong_cost(sessions.sampled, self.config.overlong))
         advantages = self.advantages(sessions)
         epochs = self.plan(rows, advantages)
-        mine, reference = dict[int, Tensor](), dict[int, Tensor]()
-        with evaluation_mode(self.model):
+        mine, reference = self.score_parts(rows, epochs[0]), dict[int, Tensor]()
+        if self.reference is not None:
             for bin_ in (bin_ for part in epochs[0] for bin_ in part.bins):
-                mine |= self.score_bin(rows, bin_)
-                if self.reference is not None:
-                    reference |= zip(bin_, self.score_rows(self.reference, rows, bin_).logprobs, strict=False)
+                reference |= zip(bin_, self.score_rows(self.reference, rows, bin_).logprobs, strict=False)
         kl = 0.0
         if self.config.kl.reward_coefficient:
             sums = divergence_sums(rows, mine, reference, self.config.kl, self.ranks)
             kl = sum(sums.values()) / max(1, sum(sessions.trained))
             sessions = sessions.less(self.kl.value * sessions.sum_rows(sums))
             advantages = self.advantages(sessions)
-        shaped = float(sessions.rewards.mean())
-        return RowValues(
-            recomputed=mine, reference=reference, advantages=advantages, shaped_reward=shaped, reward_kl=kl
-        ), epochs
+        values = RowValues(
+            recomputed=mine,
+            reference=reference,
+            advantages=advantages,
+            shaped_reward=float(sessions.rewards.mean()),
+            reward_kl=kl,
+        )
+        return values, epochs
 
     def advantages(self, sessions: SessionRewards) -> list[float]:
         return session_advantages(sessions, self.config.baseline, self.config.advantages)
@@ -258,17 +253,15 @@ class Trainer:
         temperatures = [rows[i].temperatures for i in numbers] or [torch.ones(2)]
         return self.scorer(model, ids, temperatures, entropy=entropy, kept=[rows[i].kept for i in numbers] or None)
 
-    def score_bin(self, rows: Sequence[Row], bin_: Sequence[int]) -> dict[int, Tensor]:
-        with self.replaying(rows, bin_):
-            return dict(zip(bin_, self.score_rows(self.model, rows, bin_).logprobs, strict=False))
-
     @torch.no_grad()
     def score_parts(self, rows: Sequence[Row], parts: Sequence[Minibatch]) -> dict[int, Tensor]:
-        """Log-probabilities of this rank's rows under the current weights, by row number."""
+        """This rank's rows under the current weights."""
+        found: dict[int, Tensor] = {}
         with evaluation_mode(self.model):
-            return {
-                i: values for part in parts for bin_ in part.bins for i, values in self.score_bin(rows, bin_).items()
-            }
+            for bin_ in (bin_ for part in parts for bin_ in part.bins):
+                with self.replaying(rows, bin_):
+                    found |= zip(bin_, self.score_rows(self.model, rows, bin_).logprobs, strict=False)
+        return found
 
     def require_scores(self, rows: Sequence[Row], advantages: Sequence[float], scores: Sequence[Tensor]) -> None:
         """Raises on every rank where an engine scored a row with other weights than the current ones."""
@@ -291,7 +284,6 @@ class Trainer:
         self.ranks.raise_together(trouble, "compare its rows with the engines'")
 
     def replaying(self, rows: Sequence[Row], numbers: Sequence[int]) -> AbstractContextManager[None]:
-        """Forward and backward passes over these rows inside the block take the experts of the rollout."""
         chosen = [rows[i] for i in numbers]
         return replay_experts(self.model, chosen, padded=self.scorer.is_padded, mode=self.config.routing_replay)
 
@@ -320,7 +312,7 @@ class Trainer:
         return reduce(Agreement.merge, (part for part, _ in everyone))
 
     def measure(self, rows: Sequence[Row], values: RowValues) -> dict[str, float]:
-        """How far the trainer's log-probabilities are from the rollout's, over all trained tokens, stale ones too."""
+        """Mismatch over all trained tokens, stale ones too."""
         numbers = sorted(values.recomputed)
         chosen = [rows[i] for i in numbers]
         mine: Metrics | None = None
@@ -339,10 +331,8 @@ class Trainer:
         merged = everyone[0].merge(*everyone[1:])
         return {f"mismatch/{name}": merged[key] for name, key in MEASURED.items()}
 
-    # ---- update -------------------------------------------------------------------------------------------------------------------
     def update(self, rows: Sequence[Row], values: RowValues, part: Minibatch, *, is_first: bool) -> UpdateResult:
-        """One optimiser update over a minibatch. A gradient that is not finite changes no weight, and too many of them
-        stop the run."""
+        """One optimiser update. A gradient that is not finite changes no weight."""
         rate = learning_rate(self.optim, self.updates, self.config.steps * self.config.updates_per_step)
         if self.optim.length_surge:
             rate *= LengthDecay(surge=self.optim.length_surge).scale(self.response_lengths)
@@ -366,14 +356,15 @@ class Trainer:
         allowed = self.config.max_skipped_updates
         if self.skipped > allowed and self.scale.value <= 1.0:
             raise TrainingError(
-                f"step {self.version}: gradient norm {norm}, loss {loss}: not finite in {self.skipped} updates in a row, all skipped; "
+                f"step {self.version}: gradient norm {norm}, loss {loss}: not finite in {self.skipped} updates in a "
+                "row, all skipped; "
                 "look at rewards and log-probabilities of this step, lower optim.lr, or train in float32"
             )
 
     def accumulate(
         self, rows: Sequence[Row], values: RowValues, part: Minibatch, *, is_first: bool
     ) -> tuple[Metrics, float]:
-        """The gradient of one minibatch, left on the master weights, with the statistics and the loss of all ranks."""
+        """The gradient of one minibatch, on the master weights; statistics and loss of all ranks."""
         self.optimizer.zero_grad(set_to_none=True)
         for parameter in self.masters.parameters:  # a minibatch without gradient is an update with gradient 0, not none
             parameter.grad = torch.zeros_like(parameter)
@@ -393,7 +384,7 @@ class Trainer:
     def correction(
         self, rows: Sequence[Row], values: RowValues, part: Minibatch, *, is_first: bool
     ) -> MinibatchCorrection:
-        """The minibatch's correction; from another forward pass where it looks at weights that have moved."""
+        """From another forward pass where a rule looks at weights that have moved."""
         current = values.recomputed
         if not is_first and self.loss.correction.needs_current:
             current = self.score_parts(rows, [part])
@@ -427,7 +418,6 @@ class Trainer:
             row_tokens=[correction.session_tokens[i] for i in numbers],
         )
 
-    # ---- report -------------------------------------------------------------------------------------------------------------------
     def report(
         self,
         rows: Sequence[Row],
@@ -467,7 +457,7 @@ class Trainer:
         )  # fmt: skip
 
     def utilisation(self, rows: Sequence[Row], advantages: Sequence[float], clock: Clock) -> dict[str, float]:
-        """The share of the devices' peak that scoring and updates used; nothing where peak or model are not known."""
+        """The share of the devices' peak that scoring and updates used."""
         if self.flops is None or not self.config.peak_tflops:
             return {}
         scored = self.flops.forward([row.length for row in rows])
@@ -485,7 +475,6 @@ class Trainer:
 
 
 def resolve_rate(optim: OptimConfig, model: nn.Module) -> OptimConfig:
-    """The same configuration with a learning rate: the model's size chooses one where none is given."""
     if optim.lr is not None:
         return optim
     return replace(optim, lr=default_learning_rate(sum(parameter.numel() for parameter in model.parameters())))

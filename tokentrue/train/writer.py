@@ -1,31 +1,109 @@
-"""Metrics to JSON lines, and to the loggers that were asked for. Every row names its run, its policy version and the
-machine.
+"""Metrics to JSON lines, and to TensorBoard, Weights & Biases or Trackio, each imported when it is named.
 
-A row is JSON: a number that is not finite is null. What is on file is replaced only by a file that is whole.
+A row is JSON: a number that is not finite is null. Every row names its run, its policy version and the machine. What is
+on file is replaced only by a file that is whole. wandb and trackio take their own variables (WANDB_MODE, TRACKIO_DIR).
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import json
 import math
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tokentrue.errors import TrainingError
+from tokentrue.errors import ConfigError, TrainingError
 from tokentrue.json_types import JsonMapping
-from tokentrue.train.loggers import LOGGERS, LoggedRun, LoggerName
+from tokentrue.train.config import LoggerName
+
+PROJECT = "tokentrue"  # where WANDB_PROJECT or TRACKIO_PROJECT names no other
+EXTRAS: Mapping[str, str] = {"tensorboard": "train", "wandb": "wandb", "trackio": "trackio"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoggedRun:
+    """`directory` names the run: a resumed one has the same id."""
+
+    directory: Path
+    config: JsonMapping
+    first_step: int = 0
+
+    @property
+    def name(self) -> str:
+        return self.directory.resolve().name
+
+    @property
+    def id(self) -> str:
+        return hashlib.sha256(str(self.directory.resolve()).encode()).hexdigest()[:12]
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsLogger:
+    log: Callable[[int, Mapping[str, float]], None]
+    close: Callable[[], None]
+
+
+def open_tensorboard(run: LoggedRun) -> MetricsLogger:
+    module = import_logger("tensorboard", "torch.utils.tensorboard.writer")
+    board = module.SummaryWriter(str(run.directory / "tensorboard"), purge_step=run.first_step or None)
+
+    def log(step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            board.add_scalar(name, value, step)
+
+    return MetricsLogger(log, board.close)
+
+
+def open_wandb(run: LoggedRun) -> MetricsLogger:
+    wandb = import_logger("wandb", "wandb")
+    is_online = os.environ.get("WANDB_MODE", "online") == "online"
+    opened = wandb.init(
+        project=os.environ.get("WANDB_PROJECT", PROJECT),
+        dir=str(run.directory),
+        id=run.id,
+        name=run.name,
+        config=dict(run.config),
+        resume="allow" if is_online else None,  # offline, wandb cannot look up what it has of a run
+        settings=wandb.Settings(silent=True),
+    )
+    return MetricsLogger(lambda step, metrics: opened.log(dict(metrics), step=step), opened.finish)
+
+
+def open_trackio(run: LoggedRun) -> MetricsLogger:
+    trackio = import_logger("trackio", "trackio")
+    name = f"{run.name}-{run.id}"  # trackio has no ids: the name is what a resumed run is found by
+    project = os.environ.get("TRACKIO_PROJECT", PROJECT)
+    opened = trackio.init(project=project, name=name, config=dict(run.config), resume="allow", embed=False)
+    return MetricsLogger(lambda step, metrics: opened.log(dict(metrics), step=step), opened.finish)
+
+
+LOGGERS: Mapping[str, Callable[[LoggedRun], MetricsLogger]] = {
+    "tensorboard": open_tensorboard,
+    "wandb": open_wandb,
+    "trackio": open_trackio,
+}
+
+
+def import_logger(name: str, module: str) -> Any:
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            f"log: {name} is not installed: pip install 'tokentrue[{EXTRAS[name]}]', or leave it out of log"
+        ) from error
 
 
 class MetricsWriter:
-    """Appends. A resumed run continues the file; rows of steps that it repeats move to `metrics.before-N.jsonl`:
-    nothing is erased."""
+    """Appends. Rows of steps that a resumed run repeats move to `metrics.before-N.jsonl`."""
 
     def __init__(
         self,
@@ -36,7 +114,6 @@ class MetricsWriter:
         first_step: int = 0,
         log: Sequence[LoggerName] = ("tensorboard",),
     ) -> None:
-        """`device` is the trainer's: its hardware is named in every row."""
         directory.mkdir(parents=True, exist_ok=True)
         self.path = directory / "metrics.jsonl"
         self._provenance = {**provenance, "hardware": hardware(device), "torch": torch.__version__}
@@ -47,7 +124,8 @@ class MetricsWriter:
             self._file = self.path.open("a")
         except OSError as error:
             raise TrainingError(
-                f"{self.path}: the rows before step {first_step} could not be written again ({error.strerror}); the file is as it was: "
+                f"{self.path}: the rows before step {first_step} could not be written again ({error.strerror}); the "
+                "file is as it was: "
                 "make room and run again to resume"
             ) from error
 
@@ -72,7 +150,8 @@ class MetricsWriter:
             self._file.flush()
         except OSError as error:
             raise TrainingError(
-                f"{self.path}: the row of step {step} could not be written ({error.strerror}); the rows before are whole: make room and "
+                f"{self.path}: the row of step {step} could not be written ({error.strerror}); the rows before are "
+                "whole: make room and "
                 "run again to resume"
             ) from error
         for logger in self._loggers:
@@ -86,7 +165,7 @@ class MetricsWriter:
 
 
 def json_line(row: JsonMapping) -> str:
-    """The row as JSON, which has no NaN and no infinity: both are null."""
+    """JSON has no NaN and no infinity: both are null."""
     return json.dumps(finite_or_null(row), allow_nan=False)
 
 
@@ -112,7 +191,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def is_before(line: str, first_step: int) -> bool:
-    """Whether a line on file is a whole row of an earlier step; a crash may have left half a line."""
+    """Whether a line is a whole row of an earlier step; a crash may have left half a line."""
     try:
         return json.loads(line)["step"] < first_step
     except (ValueError, KeyError, TypeError):

@@ -13,8 +13,7 @@ from tokentrue.app.wiring import AtLeastOne, EngineConfig, ModelConfig
 from tokentrue.environments import SMALL_MODEL, RolloutConfig
 from tokentrue.errors import ConfigError
 from tokentrue.json_types import JsonMapping, JsonObject
-from tokentrue.train.config import EvaluationConfig, OptimConfig, TrainConfig
-from tokentrue.train.loggers import LoggerName
+from tokentrue.train.config import EvaluationConfig, LoggerName, OptimConfig, TrainConfig
 
 if TYPE_CHECKING:
     from tokentrue.mismatch import Correction, LossConfig

@@ -20,9 +20,8 @@ from tokentrue.providers.registry import REMOTE
 
 if TYPE_CHECKING:
     from tokentrue.train import OptimConfig, Store, TrainConfig
-    from tokentrue.train.checks.acceptance import UpdateGate
-    from tokentrue.train.checks.evaluating import Evaluator
-    from tokentrue.train.checks.probing import Probe
+    from tokentrue.train.evaluation import Evaluator
+    from tokentrue.train.probing import Probe, UpdateGate
 
 
 def trainer_for(settings: TrainRun, ranks: Any) -> tuple[Any, str]:
@@ -86,13 +85,12 @@ def store_for(settings: TrainRun, run_hash: str) -> tuple[Store, int]:
     before anything of it is touched."""
     from tokentrue.samples import sample_from_json, sample_to_json
     from tokentrue.train import Store
-    from tokentrue.train.checkpoint import latest, state_of
-    from tokentrue.train.files.digests import digest_of
+    from tokentrue.train.checkpoint import file_digest, latest, read_state
 
-    digest = "" if settings.samples is None else digest_of(settings.samples)
+    digest = "" if settings.samples is None else file_digest(settings.samples)
     directory = settings.out / "checkpoints"
     newest = latest(directory)
-    first = 0 if newest is None else state_of(newest, run_hash=run_hash, samples_digest=digest)[0]
+    first = 0 if newest is None else read_state(newest, run_hash=run_hash, samples_digest=digest)[0]
     store = Store(
         directory=directory, run_hash=run_hash, model=settings.model_path, to_json=sample_to_json, from_json=sample_from_json,
         samples_digest=digest,
@@ -155,7 +153,7 @@ def open_run_sessions(here: Embedded, rollout: RolloutConfig) -> GatewaySessions
 
 
 def evaluator_for(settings: TrainRun, here: Embedded | None, ranks: Any) -> Evaluator | None:
-    from tokentrue.train.checks.evaluating import Evaluator
+    from tokentrue.train.evaluation import Evaluator
 
     wanted = settings.evaluation
     if not wanted.every:
@@ -185,7 +183,7 @@ def engine_for(settings: TrainRun) -> EngineConfig:
 
 def probe_for(settings: TrainRun, pool: Any) -> Probe | None:
     """Remote engines are probed after every publication; the exact engine is compared in every token of every step."""
-    from tokentrue.train.checks.probing import Probe
+    from tokentrue.train.probing import Probe
 
     if settings.engine.name not in REMOTE:
         return None
@@ -193,7 +191,7 @@ def probe_for(settings: TrainRun, pool: Any) -> Probe | None:
 
 
 def gate_for(settings: TrainRun, pool: Any) -> UpdateGate | None:
-    from tokentrue.train.checks.acceptance import UpdateGate
+    from tokentrue.train.probing import UpdateGate
 
     wanted = settings.train.acceptance
     return UpdateGate(wanted, lambda: pool.in_use) if wanted.enabled else None

@@ -252,7 +252,7 @@ def load_scorer(
 
     from tokentrue.hub import load_causal_model
     from tokentrue.samples.recorded_turns import scoring_temperatures
-    from tokentrue.train.data.routing_replay import kept_rows
+    from tokentrue.train.data.rows import kept_rows
     from tokentrue.train.update.scoring import ExactScorer, PlainScorer
 
     logging.disable_progress_bar()  # ours is enough

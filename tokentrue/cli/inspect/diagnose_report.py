@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tokentrue.mismatch.diagnosis.measure import SIGNS, TAILS
+from tokentrue.mismatch.diagnosis import SIGNS, TAILS
 from tokentrue.mismatch.metrics import Mean
 from tokentrue.samples.trainer_logprobs import TrainerLogprobs
 from tokentrue.viewer import Chart, Report, ReportTable, SampleList, write_report

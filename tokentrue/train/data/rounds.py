@@ -1,5 +1,4 @@
-"""Where batches come from. Round j is the batch of step j: sampled live by the current weights, or read from a source
-of samples."""
+"""Where batches come from: round j is the batch of step j."""
 
 from __future__ import annotations
 
@@ -15,17 +14,13 @@ Groups = list[list[Sample]]
 
 
 class Rounds(Protocol):
-    """`play(j)` returns the groups of round j, in a fixed order. With a lag, several rounds are in progress at once.
-
-    With several ranks `play` returns this rank's part, and the parts in rank order are the
-    round.
-    """
+    """`play(j)` returns the groups of round j in a fixed order; with several ranks, this rank's part."""
 
     async def play(self, number: int) -> Groups: ...
 
 
 class NoRounds:
-    """Of a rank that plays nothing: another one reads the file, or holds the connections to the engines."""
+    """Of a rank that plays nothing."""
 
     async def play(self, number: int) -> Groups:
         return []
@@ -33,19 +28,15 @@ class NoRounds:
 
 @runtime_checkable
 class CountingRounds(Protocol):
-    """Rounds that can say what became of their rollouts."""
-
     def counts(self, number: int) -> Mapping[str, float]:
-        """Of a round that has ended: rollouts, failures, time-outs. Forgets them."""
+        """Rollouts, failures and time-outs of a round that has ended; forgets them."""
         ...
 
 
 class SourceRounds:
-    """Recorded groups in the source's order, `groups_per_step` of them per step. When they run out the next step starts
-    again.
+    """Recorded groups, `groups_per_step` per step; when they run out the next step starts again.
 
-    A step never holds a group twice: the last step of a pass, or every step of a small source, has fewer groups.
-    Rounds asked for in order are read in one pass; any other is found from the beginning.
+    A step never holds a group twice. Rounds asked for in order are read in one pass.
     """
 
     def __init__(self, source: SampleSource, groups_per_step: int) -> None:

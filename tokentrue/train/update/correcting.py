@@ -1,10 +1,8 @@
-"""The correction of a whole minibatch, for any cut of it.
+"""The correction of a whole minibatch, and the divergence from the reference model.
 
 Some rules look at the minibatch as a whole (a mean that weights are normalised by, M2PO's second moment, the counts
 that a loss divides by). So every rank gathers the log-probabilities of all rows, corrects the whole minibatch in one
-call, and takes its own rows from it:
-nothing depends on which rows share a rank or a forward pass. Log-probabilities are four bytes a token; correcting is
-0.2% of a step.
+call, and takes its own rows from it. Log-probabilities are four bytes a token; correcting is 0.2% of a step.
 """
 
 from __future__ import annotations
@@ -15,16 +13,18 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from tokentrue.errors import ConfigError
 from tokentrue.mismatch import Corrected, Correction, LossConfig, Metrics, correct
-from tokentrue.train.data.batch import Row, sessions_of
+from tokentrue.mismatch.metrics import ESTIMATORS
+from tokentrue.train.config import KlConfig
 from tokentrue.train.data.planning import Minibatch
+from tokentrue.train.data.rows import Row, list_sessions
 from tokentrue.train.ranks import Ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MinibatchCorrection:
-    """Weights and kept tokens by row number; without `weights` nothing is corrected. Counts are the whole minibatch's:
-    a sequence, where a loss takes means over sequences, is a session, whose rows are all in the minibatch."""
+    """Weights and kept tokens by row number, and the whole minibatch's counts; a session counts as one sequence."""
 
     correction: Correction
     weights: Mapping[int, Tensor] | None
@@ -43,7 +43,6 @@ class MinibatchCorrection:
 
 
 def in_one_call(loss: LossConfig) -> LossConfig:
-    """The same loss, its weights normalised within the one call that corrects the minibatch."""
     weights = loss.correction.weights
     if weights is None or weights.normalise is None:
         return loss
@@ -82,7 +81,7 @@ def correct_minibatch(
     counts = [
         int(mask.sum()) for mask in (masks if made is None or loss.correction.loss_counts == "original" else made.mask)
     ]
-    sessions = sessions_of([rows[i] for i in part.rows])
+    sessions = list_sessions([rows[i] for i in part.rows])
     totals = [sum(counts[k] for k in numbers) for numbers in sessions]
     return MinibatchCorrection(
         correction=loss.correction,
@@ -98,10 +97,51 @@ def correct_minibatch(
 
 
 def gather_rows(values: Mapping[int, Tensor], part: Minibatch, ranks: Ranks) -> dict[int, Tensor]:
-    """The minibatch's rows of all ranks, on the CPU."""
     mine = {i: values[i].detach().cpu() for i in part.mine}
     return {i: value for found in ranks.all_gather_object(mine) for i, value in found.items()}
 
 
 def per_token(row: Row, value: float, device: torch.device) -> Tensor:
     return torch.full((row.length,), value, dtype=torch.float64, device=device)
+
+
+LARGEST_ERROR = 0.2  # of kl / target - 1
+
+
+@dataclass(slots=True)
+class KlCoefficient:
+    """Of the reward's divergence, or of the loss's penalty."""
+
+    config: KlConfig
+    value: float
+
+    @staticmethod
+    def of(config: KlConfig, loss: LossConfig) -> KlCoefficient:
+        penalty = 0.0 if loss.penalty is None else loss.penalty.coefficient
+        if config.target and config.reward_coefficient and penalty:
+            raise ConfigError(
+                "train.kl.target: adapts one coefficient; use train.kl.reward_coefficient or loss.penalty, not both"
+            )
+        if config.target and not (config.reward_coefficient or penalty):
+            raise ConfigError(
+                "train.kl.target: there is no coefficient to adapt; set train.kl.reward_coefficient or loss.penalty"
+            )
+        return KlCoefficient(config=config, value=config.reward_coefficient or penalty)
+
+    def adapt(self, kl: float, sessions: int) -> None:
+        """After a step whose mean divergence was `kl`; without a target nothing changes."""
+        if self.config.target:
+            error = max(-LARGEST_ERROR, min(LARGEST_ERROR, kl / self.config.target - 1))
+            self.value *= 1 + error * sessions / self.config.horizon
+
+
+def divergence_sums(
+    rows: Sequence[Row], policy: Mapping[int, Tensor], reference: Mapping[int, Tensor], config: KlConfig, ranks: Ranks
+) -> dict[int, float]:
+    """Over each row's trained tokens, for the rows of all ranks."""
+    estimate = ESTIMATORS[config.reward_estimator]
+    mine: dict[int, float] = {}
+    for i, values in policy.items():
+        x = reference[i].double() - values.double()
+        mine[i] = float(estimate(x)[rows[i].mask.to(x.device)].sum())
+    return {i: value for found in ranks.all_gather_object(mine) for i, value in found.items()}

@@ -1,8 +1,7 @@
 """Log-probabilities of whole rows under a model: packed through the exact operators, or padded through the model's own
-forward.
+forward; and what the forward passes replay of the rollout: kept ids and experts.
 
-Both return, for each row, one float32 value per token: entry i is log p(token i | tokens before i), and entry 0 is 0 by
-convention.
+Each row has one float32 value per token: entry i is log p(token i | tokens before i), and entry 0 is 0 by convention.
 """
 
 from __future__ import annotations
@@ -15,24 +14,23 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from tokentrue.mismatch.routing import replay_routing
 from tokentrue.numerics import KeptRows
-from tokentrue.train.data.routing_replay import join_kept
+from tokentrue.routing_replay import FREE
+from tokentrue.train.config import RoutingReplay
+from tokentrue.train.data.rows import Row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Scores:
-    """By row; `entropy` where it was asked for."""
-
     logprobs: list[Tensor]
     entropy: list[Tensor] | None = None
 
 
 class Scorer(Protocol):
-    """`ids` and `temperatures` are rows of equal lengths; the answer is in the same order. `active()` wraps a training
-    step.
+    """Scores rows in their order. `active()` wraps a training step.
 
-    `kept` has, for each row, the ids that the sampler's filters kept for each of its tokens: the scores are of what is
-    left. `is_padded`: a forward pass costs rows × longest row instead of the sum of the rows.
+    `kept` has the ids that the sampler's filters kept for each token. `is_padded`: a pass costs rows × longest row.
     """
 
     name: str
@@ -107,12 +105,8 @@ class PlainScorer:
         ids_BT = nn.utils.rnn.pad_sequence(list(ids), batch_first=True).to(device)
         logits = model(input_ids=ids_BT, use_cache=False).logits[:, :-1].float()
         if one_temperature(temperatures) != 1.0:
-            logits = (
-                logits
-                / nn.utils.rnn.pad_sequence(list(temperatures), batch_first=True, padding_value=1.0).to(device)[
-                    :, 1:, None
-                ]
-            )
+            padded = nn.utils.rnn.pad_sequence(list(temperatures), batch_first=True, padding_value=1.0)
+            logits = logits / padded.to(device)[:, 1:, None]
         lengths = [int(row.shape[0]) for row in ids]
         joined = join_kept(kept or [None] * len(ids), lengths, pad_to=ids_BT.shape[1])
         if joined is not None:
@@ -140,8 +134,6 @@ def unpad(values_BT: Tensor, lengths: Sequence[int]) -> list[Tensor]:
 
 
 def split_rows(flat: Tensor, lengths: Sequence[int]) -> list[Tensor]:
-    """Rows of a packed score of N-1 entries; the one that would predict a row's first token is already 0, but for the
-    first row's."""
     return list(nn.functional.pad(flat, (1, 0)).split(list(lengths)))
 
 
@@ -154,3 +146,47 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         model.train(was_training)
+
+
+def join_kept(rows: Sequence[KeptRows | None], lengths: Sequence[int], *, pad_to: int | None = None) -> KeptRows | None:
+    """Rows end to end, each padded with empty ones to `pad_to`."""
+    if all(row is None for row in rows):
+        return None
+    ids: list[Tensor] = []
+    counts: list[Tensor] = []
+    for row, length in zip(rows, lengths, strict=True):
+        own = torch.zeros(length, dtype=torch.int64) if row is None else row.offsets.diff()
+        counts.append(own if pad_to is None else nn.functional.pad(own, (0, pad_to - length)))
+        if row is not None:
+            ids.append(row.token_ids)
+    return KeptRows(token_ids=torch.cat(ids), offsets=nn.functional.pad(torch.cat(counts).cumsum(0), (1, 0)))
+
+
+@contextmanager
+def replay_experts(model: nn.Module, rows: Sequence[Row], *, padded: bool, mode: RoutingReplay) -> Iterator[None]:
+    """Forward and backward passes over these rows take the recorded experts."""
+    known = [row.experts for row in rows if row.experts is not None]
+    if mode == "off" or not known:
+        yield
+        return
+    longest, shape = max(row.length for row in rows), known[0].shape[1:]
+    lengths = [longest if padded else row.length for row in rows]
+    experts = torch.cat(
+        [_filled(row.experts, length, shape, FREE, torch.int16) for row, length in zip(rows, lengths, strict=True)]
+    )
+    weights = None
+    if mode == "weights" and all(row.expert_weights is not None for row in rows if row.experts is not None):
+        found = [
+            _filled(row.expert_weights, length, shape, 0, torch.float32)
+            for row, length in zip(rows, lengths, strict=True)
+        ]
+        weights = torch.cat(found)
+    with replay_routing(model, experts, weights):
+        yield
+
+
+def _filled(table: Tensor | None, length: int, shape: torch.Size, value: int, dtype: torch.dtype) -> Tensor:
+    whole = torch.full((length, *shape), value, dtype=dtype)
+    if table is not None:
+        whole[: table.shape[0]] = table
+    return whole

@@ -1,0 +1,120 @@
+"""What every probe is given: the engine, the reference, the prompts, and the spread that counts as rounding."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import ParamSpec
+
+from tokentrue.doctor.findings import Finding, cannot_tell
+from tokentrue.doctor.reference import Observation, Reference
+from tokentrue.doctor.routes import EngineRoutes
+from tokentrue.errors import EngineError, InputError, TokenContractError
+from tokentrue.protocols import Provider
+from tokentrue.renderers import Renderer
+from tokentrue.types import Completion, Sampling
+
+P = ParamSpec("P")
+FLOAT32_SPREAD = 5e-5  # mean |e| of two correct float32 implementations stays below this
+BAND = 3.0  # a dtype's spread is known to within this factor: kernels differ
+QUESTIONS = (
+    "What is 12 + 7?",
+    "Name three rivers and say where they flow.",
+    "Write one sentence about the sea in winter.",
+    "Is 91 a prime number? Explain in a few words.",
+)
+STORY = (
+    "The lamp on the pier had burned all night, and when the boats came in at six the harbour was still grey. Anna "
+    "counted the crates, wrote 14 into the book, then 9, then 31, and asked twice whether the ice would last until "
+    "noon. "
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """Mean and largest |e| that the expected dtype gives by itself, e = engine - reference."""
+
+    mean: float = 0.0
+    largest: float = 0.0
+
+    @property
+    def limit(self) -> float:
+        """A mean |e| above this is no rounding."""
+        return max(BAND * self.mean, FLOAT32_SPREAD)
+
+    @property
+    def largest_limit(self) -> float:
+        """A single |e| above this is no rounding."""
+        return max(BAND * self.largest, 20 * FLOAT32_SPREAD)
+
+
+@dataclass(slots=True, kw_only=True)
+class Examination:
+    """Mutable: the first probes add what they observe, which later ones use."""
+
+    provider: Provider
+    routes: EngineRoutes
+    renderer: Renderer
+    reference: Reference
+    dtype: str  # what the engine is expected to compute in
+    spread: Spread = Spread()  # of that dtype against float32
+    previous: str | Path | None = None
+    max_tokens: int = 32
+    seed: int = 7
+    observations: list[Observation] = field(default_factory=list[Observation])
+    uncertain: list[tuple[int, ...]] = field(default_factory=list[tuple[int, ...]])  # prompts with an uncertain next id
+    tops: list[Mapping[int, float]] = field(default_factory=list[Mapping[int, float]])  # at `open_prompts`, T = 1
+
+    def render(self, text: str) -> tuple[int, ...]:
+        return tuple(self.renderer.render([{"role": "user", "content": text}]).token_ids)
+
+    def prompts(self) -> list[tuple[int, ...]]:
+        """Chat prompts of the model's own template."""
+        return [self.render(text) for text in QUESTIONS]
+
+    def open_prompts(self) -> list[tuple[int, ...]]:
+        """Prompts after which several tokens are likely; where none is known, the plain ones."""
+        return self.uncertain or self.prompts()
+
+    def long_prompt(self, tokens: int = 400) -> tuple[int, ...]:
+        """A prompt of about `tokens` ids that no probe has sent before, well inside the context."""
+        tokens = min(tokens, self.reference.max_positions // 2)
+        words = STORY.split()
+        while len(self.render(" ".join(words))) < tokens:
+            words += STORY.split()
+        low, high = 1, len(words)
+        while low < high:  # the longest text whose prompt still fits
+            middle = (low + high + 1) // 2
+            fits = len(self.render(" ".join(words[:middle]))) <= tokens
+            low, high = (middle, high) if fits else (low, middle - 1)
+        return self.render(" ".join(words[:low]))
+
+    async def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Completion]:
+        """All at once; where one fails the others end before its error is raised."""
+        found = await asyncio.gather(
+            *(self.provider.generate(prompt, sampling) for prompt in prompts), return_exceptions=True
+        )
+        for one in found:
+            if isinstance(one, BaseException):
+                raise one
+        return [one for one in found if isinstance(one, Completion)]
+
+
+def probe(name: str) -> Callable[[Callable[P, Awaitable[Finding]]], Callable[P, Awaitable[Finding]]]:
+    """A probe of this name. Where the engine refuses what it asks, the probe cannot tell."""
+
+    def wrap(ask: Callable[P, Awaitable[Finding]]) -> Callable[P, Awaitable[Finding]]:
+        @functools.wraps(ask)
+        async def run(*args: P.args, **kwargs: P.kwargs) -> Finding:
+            try:
+                found = await ask(*args, **kwargs)
+            except (EngineError, InputError, TokenContractError) as error:
+                found = cannot_tell(str(error))
+            return replace(found, probe=name)
+
+        return run
+
+    return wrap

@@ -1,0 +1,255 @@
+"""What the engine's log-probabilities mean: temperature and filters in or out, greedy, precision on the wire.
+
+These probes compare the engine with itself, so that they hold whatever weights it has.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import median
+
+import torch
+
+from tokentrue.doctor.exam import Examination, probe
+from tokentrue.doctor.findings import Finding, cannot_tell, fault, ok
+from tokentrue.doctor.reference import Observation
+from tokentrue.errors import (
+    EngineContractError,
+    EngineError,
+    EngineUnreachable,
+    InputError,
+    SamplingError,
+    TokenContractError,
+)
+from tokentrue.types import Completion, Sampling
+
+CLEAR_GAP = 0.3  # nats between the two likeliest tokens: at temperature 0.02 the second is e^-15 times as likely
+DECIMALS = 5
+ENOUGH = 20
+
+
+async def gather_observations(exam: Examination) -> Finding:
+    """Samples at temperature 1; what the engine's answers break is a finding."""
+    try:
+        found = await _observe(exam)
+    except EngineUnreachable:
+        raise  # nothing can be probed
+    except (EngineContractError, TokenContractError) as error:
+        found = _broken_contract(str(error))
+    except (EngineError, InputError) as error:
+        found = fault("engine_refused", "no answer", detail=str(error))
+    return replace(found, probe="contract: ids and log-probabilities")
+
+
+async def _observe(exam: Examination) -> Finding:
+    prompts = [*exam.prompts(), exam.long_prompt()]
+    sampling = Sampling(temperature=1.0, max_tokens=exam.max_tokens, seed=exam.seed, top_logprobs=4)
+    completions = await exam.generate(prompts, sampling)
+    for prompt, completion in zip(prompts, completions, strict=True):
+        if completion.token_ids:
+            exam.observations.append(Observation.from_completion(prompt, completion))
+    exam.uncertain = _uncertain(prompts, completions)
+    size = exam.reference.vocab_size
+    outside = [i for seen in exam.observations for i in seen.token_ids[seen.prompt_tokens :] if i >= size]
+    if outside:
+        return fault("other_model", f"sampled id {max(outside)} of {size}")
+    shifted, told = _shifted_tops(completions)
+    if shifted > told / 2:
+        detail = "log-probabilities are those of the neighbour's top list"
+        return fault("off_by_one", f"{shifted} of {told} tokens", detail=detail)
+    tokens = sum(len(seen.positions) for seen in exam.observations)
+    return ok(f"{tokens} sampled tokens") if tokens else cannot_tell("the engine sampled nothing")
+
+
+def _uncertain(prompts: Sequence[Sequence[int]], completions: Sequence[Completion]) -> list[tuple[int, ...]]:
+    """Prefixes of what was sampled at which the likeliest token is clear and yet least likely."""
+    found: list[tuple[float, tuple[int, ...]]] = []
+    for prompt, completion in zip(prompts, completions, strict=True):
+        for index, top in enumerate(completion.top_logprobs or ()):
+            values = sorted(top.values(), reverse=True)
+            if len(values) > 1 and values[0] - values[1] > CLEAR_GAP:
+                found.append((values[0], (*prompt, *completion.token_ids[:index])))
+    return [prefix for _, prefix in sorted(found)[:4]]
+
+
+def _broken_contract(words: str) -> Finding:
+    counted = re.search(r"counted (\d+) prompt tokens where (\d+) were sent", words)
+    if counted is None:
+        return fault("bad_logprobs", "refused", detail=words)
+    theirs, sent = int(counted[1]), int(counted[2])
+    known = "bos_added" if theirs == sent + 1 else "context_truncated" if theirs < sent else "prompt_changed"
+    return fault(known, f"{theirs} prompt tokens of {sent}", detail=words)
+
+
+def _shifted_tops(completions: Sequence[Completion]) -> tuple[int, int]:
+    """How many log-probabilities are in the neighbour's top list instead of their token's; and how many could be
+    told."""
+    shifted = told = 0
+    for completion in completions:
+        tops = completion.top_logprobs or ()
+        own = [top.get(token) for token, top in zip(completion.token_ids, tops, strict=False)]
+        for index, (value, mine) in enumerate(zip(completion.logprobs, own, strict=False)):
+            neighbours = (*own[max(0, index - 1) : index], *own[index + 1 : index + 2])
+            around = [other for other in neighbours if other is not None]
+            if mine is not None and around and all(abs(mine - other) > 1e-3 for other in around):
+                told += 1
+                shifted += abs(value - mine) > 1e-3 and any(abs(value - other) < 1e-6 for other in around)
+    return shifted, told
+
+
+async def probe_meaning(exam: Examination) -> list[Finding]:
+    tops = await _read_tops(exam)
+    if tops.verdict != "ok":
+        return [tops, await _wire(exam)]
+    asked = (_temperature, _low_temperature, _filters, _greedy, _penalties, _wire)
+    return [await ask(exam) for ask in asked]
+
+
+@probe("meaning")
+async def _read_tops(exam: Examination) -> Finding:
+    prompts = exam.open_prompts()
+    plain = await exam.generate(prompts, Sampling(temperature=1.0, max_tokens=1, seed=exam.seed, top_logprobs=4))
+    exam.tops = [completion.top_logprobs[0] for completion in plain if completion.top_logprobs]
+    if len(exam.tops) != len(prompts):
+        return cannot_tell("the engine gives no top log-probabilities")
+    return ok(f"top log-probabilities of {len(prompts)} prompts")
+
+
+@probe("meaning: temperature")
+async def _temperature(exam: Examination) -> Finding:
+    """Gaps between two tokens' log-probabilities double at temperature 0.5."""
+    cold_sampling = Sampling(temperature=0.5, max_tokens=1, seed=exam.seed, top_logprobs=4)
+    try:
+        found = await exam.generate(exam.open_prompts(), cold_sampling)
+    except SamplingError as error:
+        return fault("raw_logprobs", "refused by the adapter", detail=str(error))
+    ratios: list[float] = []
+    for warm, completion in zip(exam.tops, found, strict=True):
+        cold = (completion.top_logprobs or ({},))[0]
+        first = max(warm, key=lambda token: warm[token])
+        both = [t for t in warm if first in cold and t in cold and warm[first] - warm[t] > 0.01]
+        ratios += [(cold[first] - cold[t]) / (warm[first] - warm[t]) for t in both]
+    if not ratios:
+        return cannot_tell("no prompt has two tokens that are told apart")
+    middle = median(ratios)
+    figure = f"gaps grow {middle:.3f}-fold at T = 0.5, expected 2"
+    if abs(middle - 2.0) < 0.1:
+        return ok(figure)
+    if abs(middle - 1.0) < 0.1:
+        return fault("raw_logprobs", figure)
+    return fault("temperature_ignored", figure, confidence="medium")
+
+
+@probe("meaning: sampling follows the temperature")
+async def _low_temperature(exam: Examination) -> Finding:
+    """At temperature 0.02 the likeliest token is sampled, where it is clearly likelier."""
+    asked = wrong = 0
+    for n in range(3):
+        found = await exam.generate(exam.open_prompts(), Sampling(temperature=0.02, max_tokens=1, seed=exam.seed + n))
+        for top, completion in zip(exam.tops, found, strict=True):
+            first, second = sorted(top.values(), reverse=True)[:2]
+            if completion.token_ids and first - second > CLEAR_GAP:
+                asked += 1
+                wrong += completion.token_ids[0] != max(top, key=lambda token: top[token])
+    if not asked:
+        return cannot_tell("no prompt has a clearly likeliest first token")
+    if wrong:
+        return fault("temperature_ignored", f"{wrong} of {asked} samples are not the likeliest token at T = 0.02")
+    return ok(f"{asked} of {asked} samples are the likeliest token at T = 0.02")
+
+
+@probe("meaning: filters")
+async def _filters(exam: Examination) -> Finding:
+    if "top_k" not in (exam.provider.truthful_filters or ()):
+        return cannot_tell(
+            "this engine reports no renormalised log-probabilities; the gateway refuses filters in training sessions"
+        )
+    sampling = Sampling(temperature=1.0, top_k=2, max_tokens=1, seed=exam.seed)
+    limit = max(exam.spread.limit, 1e-3)
+    inside: list[float] = []
+    outside: list[float] = []
+    for top, completion in zip(exam.tops, await exam.generate(exam.open_prompts(), sampling), strict=True):
+        kept, values = sorted(top, key=lambda token: -top[token])[:2], sorted(top.values(), reverse=True)
+        if len(values) > 2 and values[1] - values[2] < CLEAR_GAP:
+            continue  # which tokens are the two likeliest may depend on rounding
+        token = completion.token_ids[0]
+        if token not in kept:
+            return fault("filters_ignored", f"top_k = 2 sampled token {token}, which is not among the two likeliest")
+        mass = math.log(sum(math.exp(top[t]) for t in kept))
+        if abs(mass) <= 3 * limit:
+            continue  # what the filter drops weighs too little to be seen
+        inside.append(abs(completion.logprobs[0] - (top[token] - mass)))
+        outside.append(abs(completion.logprobs[0] - top[token]))
+    if not inside:
+        return cannot_tell("no prompt has two tokens that are clearly the likeliest and leave some mass to the rest")
+    return _either("filters_ignored", "renormalised", median(inside), "unfiltered", median(outside), limit)
+
+
+def _either(name: str, right: str, inside: float, wrong: str, outside: float, limit: float) -> Finding:
+    """Which of two readings the numbers are within `limit` of."""
+    if inside <= limit:
+        return ok(f"{right} within {inside:.2g}")
+    if outside <= limit:
+        return fault(name, f"equal to the {wrong} within {outside:.2g}")
+    return cannot_tell(f"neither {right} ({inside:.2g} off) nor {wrong} ({outside:.2g} off)")
+
+
+@probe("meaning: penalties")
+async def _penalties(exam: Examination) -> Finding:
+    """Sampled under a presence penalty: the reference's logits with the penalty, or without it?"""
+    if "presence_penalty" not in (exam.provider.truthful_filters or ()):
+        return cannot_tell(
+            "this engine does not claim to report penalised log-probabilities; training sessions refuse penalties"
+        )
+    prompt, penalty = exam.prompts()[1], 1.0
+    found = await exam.provider.generate(prompt, Sampling(max_tokens=24, seed=exam.seed, presence_penalty=penalty))
+    with torch.no_grad():
+        ids = torch.tensor([[*prompt, *found.token_ids]])
+        logits = exam.reference.model(ids).logits[0, len(prompt) - 1 : -1].double()
+    counted = torch.zeros_like(logits)
+    for index, token in enumerate(found.token_ids[:-1]):
+        counted[index + 1 :, token] = penalty
+    targets = ids[0, len(prompt) :, None]
+    theirs = torch.tensor(found.logprobs, dtype=torch.float64)
+    plain, penalised = (x.log_softmax(-1).gather(-1, targets)[:, 0] for x in (logits, logits - counted))
+    limit = max(exam.spread.limit, 1e-3)
+    clear = (plain - penalised).abs() > 3 * limit
+    if not bool(clear.any()):
+        return cannot_tell("the penalty changes no sampled token's log-probability visibly")
+    inside, outside = (float((theirs - side)[clear].abs().median()) for side in (penalised, plain))
+    return _either("penalties_ignored", "penalised", inside, "unpenalised", outside, limit)
+
+
+@probe("meaning: greedy")
+async def _greedy(exam: Examination) -> Finding:
+    found = await exam.generate(exam.open_prompts(), Sampling(temperature=0.0, max_tokens=1))
+    limit = max(exam.spread.limit, 1e-3)
+    pairs = [(max(top.values()), completion.logprobs[0]) for top, completion in zip(exam.tops, found, strict=True)]
+    pairs = [(ours, theirs) for ours, theirs in pairs if ours < -3 * limit]
+    if not pairs:
+        return cannot_tell("the likeliest token is certain at every prompt")
+    off = median(abs(ours - theirs) for ours, theirs in pairs)
+    if off <= limit:
+        return ok(f"greedy reports temperature 1 within {off:.2g}")
+    if all(theirs > -1e-6 for _, theirs in pairs):
+        return fault("greedy_logprobs", "greedy reports 0, the log-probability of certainty")
+    return cannot_tell(f"greedy is {off:.2g} away from temperature 1, and not 0 either")
+
+
+@probe("meaning: precision on the wire")
+async def _wire(exam: Examination) -> Finding:
+    """Full float32 values have more digits than any rounding leaves."""
+    values = [value for seen in exam.observations for value in seen.logprobs if abs(value) > 1e-3]
+    if len(values) < ENOUGH:
+        return cannot_tell(f"only {len(values)} log-probabilities differ from 0")
+    for digits in range(1, DECIMALS + 1):
+        if all(round(value, digits) == value for value in values):
+            return fault("wire_precision", f"{digits} decimals")
+    exact = torch.tensor(values, dtype=torch.float64)
+    for dtype in (torch.bfloat16, torch.float16):
+        if bool((exact.to(dtype).double() == exact).all()):
+            return fault("wire_precision", str(dtype).removeprefix("torch."))
+    return ok(f"{len(values)} values in full precision")

@@ -1,1 +1,0 @@
-"""One file per family of probes; each probe returns findings and changes nothing."""

@@ -1,0 +1,133 @@
+"""From samples alone: recorded log-probabilities against the reference forward, by position, turn, version and role.
+
+The reference scores each token at the temperature of its turn and over the ids that its filters kept, as far as the
+sample records them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from tokentrue.doctor.exam import Examination
+from tokentrue.doctor.findings import Finding, cannot_tell, fault, ok
+from tokentrue.doctor.reference import Observation
+from tokentrue.doctor.weights import Difference, grows_with_position, judge_difference, spread_of
+from tokentrue.samples.recorded_turns import read_turns, scoring_temperatures, why_not_scorable
+from tokentrue.types import Sample, Span
+
+MOST_TOKENS = 3000
+STALE_FACTOR = 5.0
+
+
+def probe_samples(exam: Examination, samples: Sequence[Sample]) -> list[Finding]:
+    name = "samples: recorded log-probabilities against the model directory"
+    judged = [(sample, why_not_comparable(sample)) for sample in samples]
+    refused = [why for _, why in judged if why]
+    pairs = [(sample, seen) for sample, why in judged if not why and (seen := observe(sample)) is not None]
+    chosen = _first_tokens([pair for pair in pairs if len(pair[1].token_ids) <= exam.reference.max_positions])
+    left_out: list[Finding] = []
+    if refused:
+        why = f"{len(refused)} of {len(samples)} samples; the first: {refused[0]}"
+        left_out.append(cannot_tell(why, probe="samples: not compared"))
+    if not chosen:
+        return left_out or [cannot_tell("no sample holds log-probabilities of sampled tokens", probe=name)]
+    seen = Difference.of(exam.reference, [observation for _, observation in chosen])
+    groups = {
+        "position": [_bucket(position) for _, one in chosen for position in one.positions],
+        "turn": _keys(chosen, lambda span: str(span.turn)),
+        "policy version": _keys(chosen, lambda span: str(span.policy_version)),
+    }
+    means = {label: mean_by_key(seen.e, keys) for label, keys in groups.items()}
+    verdict = _filters(exam, seen) or _one_version(exam, means["policy version"]) or judge_difference(exam, seen)
+    rows = [
+        ok(", ".join(f"{key}: {mean:.2g}" for key, mean in found.items()), probe=f"samples: mean |δ| by {label}")
+        for label, found in means.items()
+        if len(found) > 1
+    ]
+    growth = f"last third of positions ÷ first third: {grows_with_position(seen.e, seen.positions):.2f}"
+    rows.append(ok(growth, probe="samples: growth of |δ| with the position"))
+    return [replace(verdict, probe=name), *left_out, *rows]
+
+
+def observe(sample: Sample) -> Observation | None:
+    positions = tuple(i for i, value in enumerate(sample.rollout_logprobs) if value is not None and i > 0)
+    if not positions:
+        return None
+    temperatures, mask = scoring_temperatures(sample), sample.sampling_mask
+    return Observation(
+        token_ids=tuple(sample.token_ids),
+        positions=positions,
+        logprobs=tuple(float(value) for i in positions if (value := sample.rollout_logprobs[i]) is not None),
+        prompt_tokens=positions[0],
+        temperatures=tuple(temperatures[i] for i in positions),
+        kept=() if mask is None else tuple(tuple(mask.row(i).tolist()) for i in positions),
+    )
+
+
+def why_not_comparable(sample: Sample) -> str:
+    """Empty where the distribution that the tokens were drawn from can be computed again."""
+    for number, turn in enumerate(read_turns(sample)):
+        if why := why_not_scorable(sample, turn):
+            return f"sample {sample.sample_id}, turn {number}: {why}"
+    return ""
+
+
+def _first_tokens(chosen: list[tuple[Sample, Observation]]) -> list[tuple[Sample, Observation]]:
+    total, kept = 0, []
+    for pair in chosen:
+        total += len(pair[1].token_ids)
+        if kept and total > MOST_TOKENS:
+            break
+        kept.append(pair)
+    return kept
+
+
+def _filters(exam: Examination, seen: Difference) -> Finding | None:
+    """Renormalised over what a filter kept, every log-probability is above the reference's, never below."""
+    spread = spread_of(seen.e)
+    if spread.mean <= exam.spread.limit or seen.e.numel() < 20:
+        return None
+    below = float((seen.e < -max(exam.spread.largest_limit, 1e-3)).double().mean())
+    if below > 0.01 or float(seen.e.mean()) < 0.5 * spread.mean:
+        return None
+    mass = float((-seen.e).exp().mean())
+    figure = f"mean ratio {mass:.3f}, {100 * below:.1f}% of tokens below the reference"
+    detail = f"the filter kept {100 * mass:.0f}% of the mass"
+    return fault("sampled_filters", figure, confidence="medium", detail=detail)
+
+
+def _one_version(exam: Examination, means: dict[str, float]) -> Finding | None:
+    """The difference is that of one policy version: its samples were drawn with other weights."""
+    if len(means) < 2:
+        return None
+    worst = max(means, key=lambda version: means[version])
+    rest = max(mean for version, mean in means.items() if version != worst)
+    if means[worst] <= exam.spread.limit or means[worst] < STALE_FACTOR * max(rest, exam.spread.limit / STALE_FACTOR):
+        return None
+    figure = f"version {worst}: mean |δ| {means[worst]:.2g}; all others at most {rest:.2g}"
+    detail = f"samples of version {worst} were drawn with other weights"
+    return fault("stale_weights", figure, confidence="medium", detail=detail)
+
+
+def _keys(chosen: Sequence[tuple[Sample, Observation]], key: Callable[[Span], str]) -> list[str]:
+    found: list[str] = []
+    for sample, seen in chosen:
+        spans = iter(sample.spans)
+        span = next(spans, None)
+        for position in seen.positions:
+            while span is not None and position >= span.end:
+                span = next(spans, None)
+            found.append("?" if span is None else key(span))
+    return found
+
+
+def _bucket(position: int) -> str:
+    return next((f"<{edge}" for edge in (64, 256, 1024, 4096) if position < edge), ">=4096")
+
+
+def mean_by_key(e: Tensor, keys: Sequence[str]) -> dict[str, float]:
+    return {key: float(e[torch.tensor([k == key for k in keys])].abs().mean()) for key in dict.fromkeys(keys)}

@@ -1,0 +1,248 @@
+"""`Correction`, a denominator, weights and rejection rules in one frozen record, and `correct`, which applies it to a
+batch. Nothing here is differentiated through."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Annotated, Literal, Unpack
+
+import torch
+from msgspec import Meta
+from torch import Tensor
+
+from tokentrue.errors import ConfigError, InputError
+from tokentrue.json_types import JsonMapping
+from tokentrue.mismatch import importers
+from tokentrue.mismatch.layout import Values, dtype_of
+from tokentrue.mismatch.metrics import LOG_CLAMP, Count, Mean, Metrics, Statistic
+from tokentrue.mismatch.rules import (
+    Normalise,
+    OffPolicyMask,
+    Outlier,
+    Reject,
+    Rule,
+    SecondMoment,
+    Staleness,
+    Surrogate,
+    Veto,
+    Weights,
+)
+from tokentrue.mismatch.signals import BatchOptions, Judge, Need, NonFinite, Signals, read_signals
+from tokentrue.types import check_fields
+
+MISSING: Mapping[Need, str] = {
+    "old": "trainer_logprobs: missing",
+    "current": "logprobs: the current policy's log-probabilities are missing",
+    "advantages": "advantages: missing",
+    "versions": "versions, version: the policy version of each token (or row) and the current one are missing",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Correction:
+    """Denominator of the PPO ratio, weights, and rules that must all agree to keep a token; `Correction()` changes
+    nothing.
+
+    `non_finite` valid log-probabilities: "raise", count as agreement ("unit"), or drop the "token" or its "sequence".
+    """
+
+    denominator: Literal["trainer", "rollout"] = "trainer"
+    weights: Weights | None = None
+    reject: tuple[Reject, ...] = ()
+    veto: Veto | None = None
+    outlier: Outlier | None = None
+    off_policy_mask: OffPolicyMask | None = None
+    staleness: Staleness | None = None
+    second_moment: SecondMoment | None = None
+    align_support: bool = False
+    loss_counts: Literal["original", "kept"] = "original"  # what the loss divides by after rejection
+    surrogate: Surrogate = "ppo"  # the objective that `policy_loss` uses when it is given no other
+    staged: bool = False  # each rule sees only what earlier ones kept: outlier, token rules, weights, row rules (SkyRL)
+    non_finite: NonFinite = "raise"
+    log_clamp: Annotated[float, Meta(gt=0, le=80)] = LOG_CLAMP
+    clamp_tokens: bool = False  # clamps each log-ratio before it is summed, as verl does, instead of the sum
+    notes: tuple[str, ...] = ()  # what an importer wants the user to know
+
+    def __post_init__(self) -> None:
+        check_fields(self, "Correction")
+        if isinstance(self.reject, Reject):
+            object.__setattr__(self, "reject", (self.reject,))
+        if not isinstance(self.reject, tuple) or not all(isinstance(rule, Reject) for rule in self.reject):
+            raise ConfigError("Correction.reject: must be a tuple of Reject rules")
+        if self.weights is None or self.surrogate == "reinforce":
+            return
+        if self.denominator == "rollout":
+            raise ConfigError(
+                f"Correction: with the rollout as denominator the {self.surrogate} ratio already holds trainer ÷ "
+                "rollout; importance weights would count it twice. Use denominator='trainer', surrogate='reinforce', "
+                "or "
+                "no weights"
+            )
+        if self.weights.signal != "corr":
+            raise ConfigError(
+                f"Correction: weights of {self.weights.signal} on the {self.surrogate} surrogate count the policy's "
+                "drift twice; use signal='corr', or surrogate='reinforce'"
+            )
+
+    @property
+    def rules(self) -> tuple[Rule, ...]:
+        """Every rule that is set, in the order of the fields."""
+        values = [getattr(self, field.name) for field in fields(self)]
+        found = [rule for value in values for rule in (value if isinstance(value, tuple) else (value,))]
+        return tuple(rule for rule in found if isinstance(rule, Rule))
+
+    @property
+    def is_active(self) -> bool:
+        return bool(self.rules)
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        return frozenset(need for rule in self.rules for need in rule.needs)
+
+    @property
+    def needs_current(self) -> bool:
+        return "current" in self.needs
+
+    def require(self, has: Callable[[Need], bool]) -> None:
+        """Raises InputError, which names the keyword, where a batch lacks what a rule needs."""
+        for rule in self.rules:
+            for need in sorted(rule.needs):
+                if not has(need):
+                    raise InputError(f"{MISSING[need]}; {type(rule).__name__} needs them")
+
+    def explain(self) -> str:
+        """The formula in words, and what it costs."""
+        base = "π_rollout (bypass)" if self.denominator == "rollout" else "π_old, recomputed by the trainer"
+        lines = [f"surrogate: {self.surrogate}, ratio over {base}"]
+        lines += ["weights: none"] if self.weights is None else []
+        lines += [rule.explain() for rule in self.rules]
+        lines.append(f"the loss divides by the {self.loss_counts} counts")
+        needs_old = self.denominator == "trainer" or "old" in self.needs
+        lines.append("cost: one extra forward pass per step for π_old" if needs_old else "cost: no extra forward pass")
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+    @classmethod
+    def from_verl(cls, config: JsonMapping, *, faithful: bool = False) -> Correction:
+        return cls(**importers.from_verl(config, faithful=faithful))
+
+    @classmethod
+    def from_miles(cls, config: JsonMapping, *, faithful: bool = False) -> Correction:
+        return cls(**importers.from_miles(config, faithful=faithful))
+
+    @classmethod
+    def from_trl(cls, config: JsonMapping, *, faithful: bool = False) -> Correction:
+        return cls(**importers.from_trl(config, faithful=faithful))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Corrected:
+    """`weights` (0 at masked positions) and `mask` have the layout of the inputs.
+
+    With a normalisation over a step, add up `totals` over micro-batches and ranks, then call `normalised`.
+    """
+
+    weights: Values
+    mask: Values
+    metrics: Metrics
+    correction: Correction
+    totals: tuple[float, int] | None = None
+    pending: bool = False
+
+    def normalised(self, total: float, count: int) -> Corrected:
+        """These weights over the step's mean."""
+        mean = total / count if count else 0.0
+        if mean <= 1e-8:
+            return replace(self, pending=False)
+        weights = self.weights
+        scaled = weights / mean if isinstance(weights, Tensor) else [row / mean for row in weights]
+        return replace(self, weights=scaled, pending=False)
+
+
+def correct(
+    trainer_logprobs: Values,
+    rollout_logprobs: Values,
+    mask: Values | None = None,
+    correction: Correction | None = None,
+    **options: Unpack[BatchOptions],
+) -> Corrected:
+    """Weights and mask of `correction` for this batch. `weights` never encode rejection, and `mask` carries it, except
+    where a mode or an action is "mask"."""
+    config = correction or Correction()
+    with torch.no_grad():
+        signals = read_signals(
+            trainer_logprobs, rollout_logprobs, mask, options,
+            non_finite=config.non_finite, align_support=config.align_support,
+        )  # fmt: skip
+        return finish(correct_signals(signals, config), config, dtype_of(trainer_logprobs))
+
+
+def correct_signals(signals: Signals, config: Correction) -> Judge:
+    config.require(signals.has)
+    judge = Judge.of(signals, log_clamp=config.log_clamp, clamp_tokens=config.clamp_tokens)
+    if signals.bad is not None and config.non_finite == "sequence":
+        judge.drop("bad", signals.bad, whole_rows=True)
+    rules = sorted(config.rules, key=lambda rule: rule.order)
+    for rule in rules:
+        if rule.order == 0:
+            rule.apply(judge)
+    if config.staged:
+        judge.active = ~judge.dropped
+    for rule in rules:
+        if rule.order > 0:
+            rule.apply(judge)
+    judge.weights = judge.weights.masked_fill(judge.zeroed, 0)
+    return judge
+
+
+def finish(judge: Judge, config: Correction, dtype: torch.dtype) -> Corrected:
+    layout, rows = judge.signals.layout, judge.rows
+    weights, totals, pending = normalise(judge, config.weights)
+    return Corrected(
+        weights=layout.scatter(rows, weights, dtype),
+        mask=layout.scatter(rows, ~judge.dropped, torch.bool),
+        metrics=judge_metrics(judge),
+        correction=config,
+        totals=totals,
+        pending=pending,
+    )
+
+
+def judge_metrics(judge: Judge) -> Metrics:
+    rows = judge.rows
+    full = rows.num_full_rows
+    left = rows.any(~judge.dropped)
+    hits = {**judge.hits, "rejected": int(judge.dropped.sum()), "rows_rejected": full - int(left.sum())}
+    statistics: dict[str, Statistic] = {"tokens": Count(count=rows.tokens), "rows": Count(count=full)}
+    for name, hit in sorted(hits.items()):
+        of = full if name.endswith("_rows") or name == "rows_rejected" else rows.tokens
+        statistics[f"fraction/{name}"] = Mean(total=hit, count=of)
+    statistics["weight/applied_mean"] = Mean(total=float(judge.applied.sum()), count=rows.tokens)
+    return Metrics(statistics)
+
+
+def normalise(judge: Judge, how: Weights | None) -> tuple[Tensor, tuple[float, int] | None, bool]:
+    """Weights over their mean, its totals, and whether the caller has still to divide."""
+    if how is None or how.normalise is None:
+        return judge.weights, None, False
+    total, count = weight_totals(judge, how.normalise)
+    if how.normalise.scope == "step":
+        return judge.weights, (total, count), True
+    if judge.rows.num_full_rows == 1 and how.level != "token":
+        warnings.warn(
+            "weights normalised over a single row become 1: the correction is cancelled; use scope='step'", stacklevel=4
+        )
+    mean = total / count if count else 0.0
+    return (judge.weights / mean if mean > 1e-8 else judge.weights), (total, count), False
+
+
+def weight_totals(judge: Judge, how: Normalise) -> tuple[float, int]:
+    rows = judge.rows
+    counted = rows.flags(True) if how.over != "kept" else ~judge.dropped & (judge.weights > 0)
+    source = judge.unmasked if how.over == "raw" else judge.weights
+    sums, counts = rows.sum(torch.where(counted, source, 0.0)), rows.count(counted)
+    if how.level == "token":
+        return float(sums.sum()), int(counts.sum())
+    number = rows.num_rows if how.empty_rows else int((counts > 0).sum())
+    return float((sums / counts.clamp(min=1)).sum()), number

@@ -1,1 +1,0 @@
-"""What a correction is made of, and `correct`."""

@@ -1,1 +1,0 @@
-"""`diagnose` and its report."""

@@ -1,0 +1,233 @@
+"""Other frameworks' own configuration dictionaries as the fields of a `Correction`.
+
+By default a key means what its framework's documentation says. Where the code behaves differently, `faithful=True`
+reproduces the code, and the correction's `notes` say so. Unknown keys are refused: a silent typo is a silent run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import cast
+
+from tokentrue.errors import ConfigError
+from tokentrue.json_types import JsonMapping, JsonObject
+from tokentrue.mismatch.rules import (
+    Aggregate,
+    Estimator,
+    Level,
+    Mode,
+    Normalise,
+    OffPolicyMask,
+    Outlier,
+    Reject,
+    Veto,
+    Weights,
+)
+from tokentrue.mismatch.signals import Signal
+
+VERL_KEYS: JsonMapping = {
+    "rollout_is": None, "rollout_is_threshold": 2.0, "rollout_is_batch_normalize": False, "rollout_rs": None,
+    "rollout_rs_threshold": None, "bypass_mode": False, "loss_type": "ppo_clip",
+}  # fmt: skip
+MILES_KEYS: JsonMapping = {
+    "use_tis": True, "use_rs": True, "tis_level": "token", "rs_level": "token", "tis_mode": "truncate",
+    "tis_lower_bound": 0.5, "tis_upper_bound": 2.0, "rs_lower_bound": None, "rs_upper_bound": None,
+    "rs_veto_threshold": 1e-4, "tis_batch_normalize": True, "use_rollout_logprobs": False, "use_opsm": False,
+    "opsm_delta": 1e-4, "tis_clip": None, "tis_clip_low": None, "custom_tis_function_path": None,
+}  # fmt: skip
+TRL = "vllm_importance_sampling"
+TRL_KEYS: JsonMapping = {
+    f"{TRL}_correction": True, f"{TRL}_mode": "sequence_mask", f"{TRL}_clip_max": 3.0, f"{TRL}_clip_min": None,
+    "off_policy_mask_threshold": None,
+}  # fmt: skip
+ROW_RATIO: Mapping[Level, Aggregate] = {"token": "token", "sequence": "seq_sum", "geometric": "geometric"}
+VERL_RATIO: Mapping[str, Aggregate] = {"token": "token", "seq_sum": "seq_sum", "seq_mean": "geometric"}
+
+
+def from_verl(config: JsonMapping, *, faithful: bool = False) -> JsonObject:
+    """verl's `algorithm.rollout_correction`."""
+    given = check_keys("verl", config, VERL_KEYS)
+    require_one_of("verl.loss_type", given["loss_type"], ("ppo_clip", "reinforce"))
+    bypass = bool(given["bypass_mode"])
+    reinforce = bypass and given["loss_type"] == "reinforce"  # verl reads loss_type in bypass mode only
+    signal: Signal = "ppo_rollout" if bypass else "corr"
+    notes: list[str] = []
+    weights = _verl_weights(given, signal)
+    if weights is not None and bypass and not reinforce:
+        notes.append(
+            "bypass PPO-clip applies no importance weights: its ratio holds them already; rollout_is is only measured"
+        )
+        weights = None
+    return dict(
+        denominator="rollout" if bypass else "trainer",
+        weights=weights,
+        reject=_verl_rules(given, signal, faithful, notes),
+        surrogate="reinforce" if reinforce else "ppo",
+        loss_counts="kept" if faithful and not bypass else "original",
+        clamp_tokens=faithful,
+        notes=tuple(notes),
+    )
+
+
+def _verl_weights(given: JsonMapping, signal: Signal) -> Weights | None:
+    level, threshold = given["rollout_is"], given["rollout_is_threshold"]
+    if level is None or threshold is None:
+        return None
+    require_one_of("verl.rollout_is", level, ("token", "sequence"))
+    lower, upper = _range("verl.rollout_is_threshold", threshold)
+    normalise = Normalise(scope="call", level=level, over="valid") if given["rollout_is_batch_normalize"] else None
+    mode: Mode = "truncate" if lower is None else "mask"
+    return Weights(level=level, mode=mode, lower=lower, upper=upper, signal=signal, normalise=normalise)
+
+
+def _verl_rules(given: JsonMapping, signal: Signal, faithful: bool, notes: list[str]) -> tuple[Reject, ...]:
+    if given["rollout_rs"] is None:
+        return ()
+    options = list(dict.fromkeys(_split(given["rollout_rs"])))
+    threshold = given["rollout_rs_threshold"]
+    if threshold is None:
+        raise ConfigError("verl.rollout_rs_threshold: missing; rollout_rs needs one")
+    parts = _split(threshold) if isinstance(threshold, str) else [threshold]
+    if len(parts) not in (1, len(options)):
+        raise ConfigError(f"verl.rollout_rs_threshold: {len(parts)} thresholds for {len(options)} options")
+    parts = parts * len(options) if len(parts) == 1 else parts
+    return tuple(_verl_rule(option, part, signal, faithful, notes) for option, part in zip(options, parts, strict=True))
+
+
+def _verl_rule(option: str, threshold: object, signal: Signal, faithful: bool, notes: list[str]) -> Reject:
+    aggregate, _, estimator = option.rpartition("_")
+    known = aggregate in ("token", "seq_sum", "seq_mean", "seq_max") and estimator in ("k1", "k2", "k3")
+    if not known or option == "seq_max_k1":
+        raise ConfigError(f"verl.rollout_rs: no option {option!r}")
+    lower, upper = _range(f"verl.rollout_rs_threshold of {option}", threshold)
+    if estimator != "k1":
+        if lower is not None:
+            raise ConfigError(f"verl.rollout_rs_threshold: {option} takes one upper bound, got {threshold!r}")
+        kinds = cast("Estimator", estimator), cast("Aggregate", aggregate)
+        return Reject(estimator=kinds[0], aggregate=kinds[1], upper=upper, signal=signal)
+    lower = 1.0 / upper if lower is None else lower
+    if faithful:  # verl compares -log r with log lo and log hi, which bounds 1/r
+        notes.append(f"{option}: bounds [{lower}, {upper}] hold for rollout ÷ trainer, as verl's code does")
+        lower, upper = 1.0 / upper, 1.0 / lower
+    return Reject(estimator="ratio", aggregate=VERL_RATIO[aggregate], lower=lower, upper=upper, signal=signal)
+
+
+def from_miles(config: JsonMapping, *, faithful: bool = False) -> JsonObject:
+    """Miles' and slime's arguments. `custom_tis_function_path` names what corrects: the mismatch helper (also where
+    neither it nor `tis_clip` is given), `icepop_function`, or the built-in truncation to `tis_clip`."""
+    given = check_keys("miles", config, MILES_KEYS)
+    bypass, use_tis, use_rs = given["use_rollout_logprobs"], given["use_tis"], given["use_rs"]
+    if bypass and use_tis and "use_tis" in config:
+        raise ConfigError("miles: use_rollout_logprobs and use_tis exclude each other")
+    opsm = None
+    if given["use_opsm"]:
+        opsm = OffPolicyMask(threshold=given["opsm_delta"], signal="ppo_rollout" if bypass else "ppo_train")
+    if bypass:
+        return dict(denominator="rollout", off_policy_mask=opsm)
+    path = str(given["custom_tis_function_path"] or "")
+    icepop = path.endswith("icepop_function")
+    if icepop or (given["tis_clip"] is not None and "compute_mis_weights" not in path):
+        if path and not icepop and not path.endswith("vanilla_tis_function"):
+            raise ConfigError(
+                f"miles.custom_tis_function_path: {path!r} is a function of your own; write its Correction by hand"
+            )
+        low, high = given["tis_clip_low"] or None, 2.0 if given["tis_clip"] is None else given["tis_clip"]
+        mode: Mode = "mask" if icepop else "clip" if low else "truncate"
+        return dict(weights=Weights(mode=mode, lower=low, upper=high) if use_tis else None, off_policy_mask=opsm)
+    if not use_tis and (faithful or not use_rs):
+        note = ("use_tis is off, so Miles rejects nothing: use_rs works only inside it",) if use_rs else ()
+        return dict(off_policy_mask=opsm, notes=note)
+    return {**_miles_helper(given, faithful), "off_policy_mask": opsm}
+
+
+def _miles_helper(given: JsonMapping, faithful: bool) -> JsonObject:
+    upper, threshold, notes = given["tis_upper_bound"], given["rs_veto_threshold"], list[str]()
+    lower = 1.0 / upper if given["tis_lower_bound"] is None else given["tis_lower_bound"]
+    rules: list[Reject] = []
+    weights = _miles_weights(given, lower, upper, faithful, notes) if given["use_tis"] else None
+    if given["use_tis"] and given["tis_mode"] == "mask":
+        rules.append(Reject(estimator="ratio", aggregate=ROW_RATIO[given["tis_level"]], lower=lower, upper=upper))
+    if given["use_rs"]:
+        low = lower if given["rs_lower_bound"] is None else given["rs_lower_bound"]
+        high = upper if given["rs_upper_bound"] is None else given["rs_upper_bound"]
+        rules.append(Reject(estimator="ratio", aggregate=ROW_RATIO[given["rs_level"]], lower=low, upper=high))
+    veto, outlier = None, None
+    if threshold is not None and faithful and given["use_rs"]:
+        notes.append(
+            "faithful: the veto bounds the ratio trainer ÷ rollout and works only with use_rs, as Miles' code does"
+        )
+        outlier = Outlier(lower=threshold, upper=None)
+    elif threshold is not None and not faithful:
+        veto = Veto(below=threshold)
+    return dict(weights=weights, reject=tuple(rules), veto=veto, outlier=outlier, notes=tuple(notes))
+
+
+def _miles_weights(given: JsonMapping, lower: float, upper: float, faithful: bool, notes: list[str]) -> Weights:
+    level, mode = given["tis_level"], given["tis_mode"]
+    normalise = None
+    if given["tis_batch_normalize"]:
+        if faithful and level == "geometric":
+            raise ConfigError(
+                "miles: tis_batch_normalize with tis_level 'geometric' raises in Miles; leave faithful off to have it"
+            )
+        if faithful and mode == "mask":
+            notes.append(
+                "faithful: the mean for normalisation includes the weights of masked tokens, as Miles' code does"
+            )
+        over = "valid" if mode != "mask" else "raw" if faithful else "kept"
+        rows = level != "token"
+        normalise = Normalise(
+            scope="call", level="sequence" if rows else "token", over=over, empty_rows=faithful and rows
+        )
+    low = None if mode == "truncate" else lower
+    return Weights(level=level, mode=mode, lower=low, upper=upper, normalise=normalise)
+
+
+def from_trl(config: JsonMapping, *, faithful: bool = False) -> JsonObject:
+    """The `vllm_importance_sampling_*` keys and `off_policy_mask_threshold` of TRL's GRPOConfig, which may hold
+    others."""
+    mine = {key: value for key, value in config.items() if key in TRL_KEYS or key.startswith(TRL)}
+    given = check_keys("trl", mine, TRL_KEYS)
+    threshold = given["off_policy_mask_threshold"]
+    opsm = None if threshold is None else OffPolicyMask(threshold=threshold, signal="ppo_rollout")
+    if not given[f"{TRL}_correction"]:
+        return dict(off_policy_mask=opsm, non_finite="unit")
+    level, _, mode = str(given[f"{TRL}_mode"]).rpartition("_")
+    if level not in ("token", "sequence") or mode not in ("truncate", "mask"):
+        raise ConfigError(f"trl.{TRL}_mode: no mode {given[f'{TRL}_mode']!r}")
+    low, high = given[f"{TRL}_clip_min"], given[f"{TRL}_clip_max"]
+    kind: Mode = "mask" if mode == "mask" else "truncate" if low is None else "clip"
+    if low is None and high is None:
+        kind = "raw"
+    weights = Weights(level=cast("Level", level), mode=kind, lower=low, upper=high)
+    return dict(weights=weights, off_policy_mask=opsm, non_finite="unit", log_clamp=80.0)
+
+
+def check_keys(owner: str, config: JsonMapping, keys: JsonMapping) -> JsonObject:
+    """The defaults with what is given."""
+    unknown = sorted(set(config) - set(keys))
+    if unknown:
+        raise ConfigError(f"{owner}: unknown keys {', '.join(unknown)}; known are {', '.join(keys)}")
+    return {**keys, **config}
+
+
+def require_one_of(key: str, value: object, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ConfigError(f"{key}: {value!r} is not one of {', '.join(map(repr, known))}")
+
+
+def _split(text: object) -> list[str]:
+    return [part.strip() for part in str(text).split(",") if part.strip()]
+
+
+def _range(owner: str, value: object) -> tuple[float | None, float]:
+    """verl's threshold: a number, or "lower_upper" in a string."""
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise ConfigError(f"{owner}: {value!r} is not a number or 'lower_upper'")
+    try:
+        parts = [float(part) for part in value.split("_", 1)] if isinstance(value, str) else [float(value)]
+    except ValueError as error:
+        raise ConfigError(f"{owner}: {value!r} is not a number or 'lower_upper'") from error
+    if any(part <= 0 for part in parts):
+        raise ConfigError(f"{owner}: {value!r} must be positive")
+    return (parts[0], parts[1]) if len(parts) == 2 else (None, parts[0])

@@ -1,1 +1,0 @@
-"""Surrogates, penalties and `policy_loss`."""

@@ -1,0 +1,185 @@
+"""`LossConfig`: one policy loss as a frozen record, by the names of papers or from other frameworks' configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, Literal, TypeAlias
+
+from msgspec import Meta
+
+from tokentrue.errors import ConfigError
+from tokentrue.json_types import JsonMapping
+from tokentrue.mismatch.correction import Correction
+from tokentrue.mismatch.importers import check_keys
+from tokentrue.mismatch.metrics import LOG_CLAMP
+from tokentrue.mismatch.rules import SecondMoment, Surrogate
+from tokentrue.types import AtLeastOne, Checked, Finite, NotNegative, Positive, check_fields
+
+Aggregation: TypeAlias = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "fixed_length", "token_sum"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Penalty(Checked):
+    """A divergence of the current policy from another, added to the loss.
+
+    With x = log other - log current: k1 = -x, k2 = x²/2, k3 = eˣ - 1 - x; "unbiased" (DeepSeek-V3.2) is r·k3 with r the
+    PPO ratio, differentiated too. x is clamped to ±`clamp` (None in TRL), the estimate to ±`ceiling` (10 in verl).
+    """
+
+    coefficient: NotNegative
+    estimator: Literal["k1", "k2", "k3", "unbiased"] = "k3"
+    against: Literal["reference", "rollout", "trainer"] = "reference"
+    tokens: Literal["kept", "valid"] = "kept"
+    clamp: Positive | None = LOG_CLAMP
+    ceiling: Positive | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SapoTemperatures(Checked):
+    """SAPO's gate σ(τ(r - 1))·4/τ (arXiv 2511.20347): τ by the sign of the advantage."""
+
+    positive: Positive = 1.0
+    negative: Positive = 1.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VespoKernel(Checked):
+    """VESPO's weight of a row (arXiv 2602.10693): φ(W) = W^k · e^(λ(1 - W)), k and λ by the sign of the advantage."""
+
+    k_positive: NotNegative = 2.0
+    lambda_positive: NotNegative = 3.0
+    k_negative: NotNegative = 3.0
+    lambda_negative: NotNegative = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossConfig:
+    """One policy loss. `surrogate=None` takes the correction's.
+
+    Clips bound the ratio to [1 - low, 1 + high] or, for DPPO, the change of probability. `dual_clip` caps the loss of
+    negative advantages at that ratio. `ratio_cap` makes DPPO's ratio a constant min(r, cap) on the log-probability.
+    GSPO's gradient flows through each token or through the row's mean.
+    """
+
+    correction: Correction = field(default_factory=Correction)
+    surrogate: Surrogate | None = None
+    clip_low: NotNegative | None = 0.2
+    clip_high: NotNegative | None = 0.2
+    dual_clip: Finite | None = None
+    ratio_cap: Annotated[float, Meta(ge=1)] | None = None
+    gspo_gradient: Literal["token", "sequence"] = "token"
+    sapo: SapoTemperatures = SapoTemperatures()
+    vespo: VespoKernel = VespoKernel()
+    aggregate: Aggregation = "token_mean"
+    fixed_length: AtLeastOne | None = None
+    penalty: Penalty | None = None
+    entropy_coefficient: Finite = 0.0
+
+    def __post_init__(self) -> None:
+        check_fields(self, "LossConfig")
+        if self.surrogate is not None and self.surrogate != self.correction.surrogate:
+            # `Correction` refuses a surrogate that counts a ratio twice.
+            object.__setattr__(self, "correction", replace(self.correction, surrogate=self.surrogate))
+        kind = self.correction.surrogate
+        if kind in ("ppo", "gspo", "dppo_tv") and (self.clip_low is None or self.clip_high is None):
+            raise ConfigError(f"LossConfig: {kind} needs clip_low and clip_high")
+        if kind in ("ppo", "gspo") and (self.clip_low or 0) >= 1:
+            raise ConfigError(
+                f"LossConfig.clip_low: {self.clip_low} leaves no lower bound on a ratio; it must be below 1 for {kind}"
+            )
+        if self.dual_clip is not None and not (kind == "ppo" and self.dual_clip > 1 + (self.clip_high or 0)):
+            raise ConfigError(
+                f"LossConfig.dual_clip: {self.dual_clip!r} must be above 1 + clip_high, and belongs to ppo"
+            )
+        if self.ratio_cap is not None and kind != "dppo_tv":
+            raise ConfigError("LossConfig.ratio_cap: belongs to dppo_tv")
+        if kind == "vespo" and self.correction.weights is not None:
+            raise ConfigError(
+                "LossConfig: vespo weighs rows by their whole ratio; use denominator='rollout' instead of weights"
+            )
+        if (self.aggregate == "fixed_length") != (self.fixed_length is not None):
+            raise ConfigError(
+                "LossConfig.fixed_length: a number of tokens, goes with aggregate='fixed_length' and no other"
+            )
+
+
+LOSSES: Mapping[str, JsonMapping] = {
+    "reinforce": {"surrogate": "reinforce"},
+    "ppo": {"surrogate": "ppo"},
+    "grpo": {"surrogate": "ppo", "aggregate": "seq_mean_token_mean"},
+    "dapo": {"surrogate": "ppo", "clip_low": 0.2, "clip_high": 0.28, "aggregate": "token_mean"},
+    "decoupled_ppo": {"surrogate": "ppo", "dual_clip": 3.0},
+    "bypass_ppo": {"correction": Correction(denominator="rollout")},
+    "gspo": {"surrogate": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "aggregate": "seq_mean_token_mean"},
+    "cispo": {"surrogate": "cispo", "clip_low": None, "clip_high": 4.0},
+    "dppo_tv": {
+        "correction": Correction(denominator="rollout", surrogate="dppo_tv"),
+        "clip_low": 0.2,
+        "clip_high": 0.2,
+    },
+    "sapo": {"surrogate": "sapo", "aggregate": "seq_mean_token_mean"},
+    "vespo": {"correction": Correction(denominator="rollout", surrogate="vespo")},
+    "m2po": {
+        "correction": Correction(denominator="rollout", surrogate="ratio", second_moment=SecondMoment(threshold=0.04))
+    },
+}
+"""Losses by the name they go by in papers: starting points for `loss_named`."""
+
+
+def loss_named(name: str, **changes: Any) -> LossConfig:
+    """`loss_named("grpo", clip_high=0.28, correction=PRESETS["decoupled_token_is"])`."""
+    if name not in LOSSES:
+        raise ConfigError(f"no loss {name!r}; choose one of {', '.join(LOSSES)}")
+    return LossConfig(**{**LOSSES[name], **changes})
+
+
+TRL_KEYS = {
+    "loss_type": "dapo", "epsilon": 0.2, "epsilon_high": None,
+    "sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05,
+    "vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0,
+}  # fmt: skip
+VERL_KEYS = {
+    "loss_mode": "vanilla",
+    "clip_ratio": 0.2,
+    "clip_ratio_low": None,
+    "clip_ratio_high": None,
+    "tau_pos": 1.0,
+    "tau_neg": 1.05,
+}
+
+
+def loss_from_trl(config: JsonMapping) -> LossConfig:
+    """TRL's `GRPOConfig`: loss_type grpo, dapo, sapo or vespo."""
+    given = check_keys("trl", config, TRL_KEYS)
+    kind = given["loss_type"]
+    if kind in ("grpo", "dapo"):
+        high = given["epsilon"] if given["epsilon_high"] is None else given["epsilon_high"]
+        return loss_named(kind, clip_low=given["epsilon"], clip_high=high)
+    if kind == "sapo":
+        return loss_named(
+            kind, sapo=SapoTemperatures(positive=given["sapo_temperature_pos"], negative=given["sapo_temperature_neg"])
+        )
+    if kind == "vespo":
+        kernel = VespoKernel(
+            k_positive=given["vespo_k_pos"], lambda_positive=given["vespo_lambda_pos"],
+            k_negative=given["vespo_k_neg"], lambda_negative=given["vespo_lambda_neg"],
+        )  # fmt: skip
+        return loss_named(kind, vespo=kernel)
+    raise ConfigError(f"trl.loss_type: {kind!r} is not one of grpo, dapo, sapo, vespo; write its LossConfig by hand")
+
+
+def loss_from_verl(config: JsonMapping) -> LossConfig:
+    """verl's `policy_loss` and clip ratios: loss_mode vanilla or sapo."""
+    given = check_keys("verl", config, VERL_KEYS)
+    if given["loss_mode"] == "sapo":
+        return loss_named("sapo", sapo=SapoTemperatures(positive=given["tau_pos"], negative=given["tau_neg"]))
+    if given["loss_mode"] == "vanilla":
+        low, high = (
+            given["clip_ratio"] if given[name] is None else given[name]
+            for name in ("clip_ratio_low", "clip_ratio_high")
+        )
+        return loss_named("ppo", clip_low=low, clip_high=high, dual_clip=3.0)
+    raise ConfigError(
+        f"verl.loss_mode: {given['loss_mode']!r} is not one of vanilla, sapo; write its LossConfig by hand"
+    )

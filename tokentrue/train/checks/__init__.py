@@ -1,1 +1,0 @@
-"""What is checked between updates: exactness, the engines' weights, held-out reward."""

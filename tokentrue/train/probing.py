@@ -1,0 +1,234 @@
+"""Do the engines have the trainer's weights, and is the policy that they sample from better after an update?
+
+`Probe`: after every publication each engine samples a few tokens, and the trainer scores them. The prompt is always the
+same and longer than a block of an engine's prefix cache: stale weights and a stale cache both show. At the start
+deliberately changed weights are published, and each engine must be nearer to them than to the trainer's own.
+
+`UpdateGate`: the engines score the step's rows with the new weights, and a bad update is undone (MIPU, arXiv
+2606.29526). Nothing is sampled between the publication of an update and its acceptance.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from tokentrue.errors import (
+    ConfigError,
+    EngineContractError,
+    EngineError,
+    EngineRejected,
+    EngineTimeout,
+    EngineUnreachable,
+    TrainingError,
+)
+from tokentrue.mismatch import UpdateCheck, check_update
+from tokentrue.protocols import Provider, Scoring, Versioned
+from tokentrue.train.config import AcceptanceConfig
+from tokentrue.train.data.rows import Row
+from tokentrue.train.exactness import PROBED_TOKENS
+from tokentrue.train.ranks import Ranks
+from tokentrue.train.trainer import Trainer
+from tokentrue.train.update.correcting import per_token
+from tokentrue.types import Completion, Sampling
+
+PROMPT_TOKENS = 320
+FLOOR = 1e-3  # mean |δ| that is never called stale: float32 engines have 2e-5
+FACTOR = 5.0  # times the start's mean |δ|
+CHANGE = 1.05  # factor on every matrix that proves the path
+
+
+class Probe:
+    """`engines` returns those in use. Every rank calls it."""
+
+    def __init__(self, engines: Callable[[], Sequence[Provider]], *, vocabulary: int) -> None:
+        rng = random.Random(0)
+        self._engines = engines
+        self._prompt = [rng.randrange(vocabulary) for _ in range(PROMPT_TOKENS)]
+        self.limit: float | None = None
+
+    async def __call__(self, trainer: Trainer) -> dict[str, float]:
+        """Metrics. Raises TrainingError where an engine's log-probabilities are not those of the trainer's weights."""
+        found = await self._sampled(trainer)
+        worst = max(self._delta(trainer, completion) for completion in found)
+        if self.limit is None:
+            self.limit = max(FLOOR, FACTOR * worst)
+        elif worst > self.limit:
+            raise TrainingError(
+                f"policy version {trainer.version}: an engine's log-probabilities are {worst:.3g} away from the "
+                "trainer's in the mean "
+                f"(limit {self.limit:.3g}): it samples from other weights than those that were published. Restart it "
+                "and resume the run"
+            )
+        return {"probe/delta": worst, "probe/engines": len(found)}
+
+    async def require_versions(self, version: int, when: str) -> None:
+        """Raises EngineContractError where an engine says that it has the weights of another version."""
+        for engine in self._engines():
+            if isinstance(engine, Versioned):
+                found = version
+                with contextlib.suppress(EngineUnreachable, EngineTimeout):
+                    found = await engine.weight_version()
+                if found != version:
+                    raise EngineContractError(
+                        f"{engine.name} at {engine.url} has weight version {found} {when}, and version {version} was "
+                        "published: it was "
+                        "restarted, or given other weights. Nothing of it is trained on; run again to resume"
+                    )
+
+    async def prove(self, trainer: Trainer, publish: Callable[[Trainer], Awaitable[None]]) -> None:
+        """Raises TrainingError unless every engine follows changed weights; the trainer's own are put back."""
+        own = [parameter.detach().clone() for parameter in trainer.model.parameters()]
+        with torch.no_grad():
+            for parameter in trainer.model.parameters():
+                parameter.mul_(CHANGE if parameter.dim() >= 2 else 1.0)
+        try:
+            await publish(trainer)
+            found = await self._sampled(trainer)
+            changed = [self._delta(trainer, completion) for completion in found]
+        finally:
+            with torch.no_grad():
+                for parameter, value in zip(trainer.model.parameters(), own, strict=True):
+                    parameter.copy_(value)
+        for near, completion in zip(changed, found, strict=True):
+            far = self._delta(trainer, completion)
+            if near > far / 2:
+                raise TrainingError(
+                    f"an engine does not take published weights: changed on purpose, they are {near:.3g} away from "
+                    "its log-probabilities, "
+                    f"the unchanged ones {far:.3g}. See docs/engines.md for the server's options"
+                )
+
+    async def _sampled(self, trainer: Trainer) -> list[Completion]:
+        """What each engine sampled, on every rank."""
+        mine = await self._sample(trainer) if trainer.ranks.first else None
+        await trainer.ranks.meet()
+        found = trainer.ranks.from_first(mine)
+        if not found:
+            raise EngineError("no engine answered the probe")
+        return found
+
+    async def _sample(self, trainer: Trainer) -> list[Completion]:
+        asked = Sampling(temperature=trainer.config.temperature, max_tokens=PROBED_TOKENS, seed=trainer.version)
+        found: list[Completion] = []
+        for engine in self._engines():
+            with contextlib.suppress(EngineUnreachable, EngineTimeout):
+                found.append(await engine.generate(self._prompt, asked))
+        return found
+
+    def _delta(self, trainer: Trainer, completion: Completion) -> float:
+        ids = [*self._prompt, *completion.token_ids]
+        mine = trainer.score(ids)[len(self._prompt) :].double().cpu()
+        return float((mine - torch.tensor(list(completion.logprobs), dtype=torch.float64)).abs().mean())
+
+
+IN_FLIGHT = 32  # rows that an engine is asked to score at once
+
+
+class UpdateGate:
+    """The first rank's engines score the rows; every rank calls it."""
+
+    def __init__(self, config: AcceptanceConfig, engines: Callable[[], Sequence[Provider]]) -> None:
+        self.config = config
+        self._engines = engines
+        self.refused = 0  # updates in a row
+
+    async def __call__(
+        self,
+        rows: Sequence[Row],
+        advantages: Sequence[float],
+        ranks: Ranks,
+        *,
+        require: Callable[[Sequence[Tensor]], Awaitable[None]] | None = None,
+    ) -> UpdateCheck:
+        """Judges the weights that the engines have. `require` raises where the scores are of other weights."""
+        mine = await ranks.together(self._score(rows if ranks.first else ()), "judge the update")
+        updated: list[Tensor] = ranks.from_first(mine)
+        if require is not None:
+            await require(updated)
+        cpu = torch.device("cpu")
+        scored = [slice(len(values)) for values in updated]
+        found = check_update(
+            updated,
+            [row.rollout[part] for row, part in zip(rows, scored, strict=True)],
+            [per_token(row, value, cpu)[part] for row, value, part in zip(rows, advantages, scored, strict=True)],
+            [row.mask[part] for row, part in zip(rows, scored, strict=True)],
+            min_gain=self.config.min_gain,
+            max_divergence=self.config.max_divergence or None,
+        )
+        self.refused = 0 if found.accepted else self.refused + 1
+        return found
+
+    def require_scoring(self) -> None:
+        """Raises ConfigError where an engine cannot judge."""
+        for engine in self._engines():
+            require_scoring(engine)
+
+    def require_progress(self, found: UpdateCheck, *, step: int) -> None:
+        """Raises TrainingError when too many updates in a row were refused."""
+        if self.refused > self.config.max_refused:
+            raise TrainingError(
+                f"step {step}: {self.refused} updates in a row were refused by update acceptance and undone (the "
+                "last: gain "
+                f"{found.gain:.3g}, divergence {found.divergence:.3g}); lower optim.lr, look at the mismatch of "
+                "engine and trainer, or "
+                "change train.acceptance"
+            )
+
+    async def _score(self, rows: Sequence[Row]) -> list[Tensor]:
+        """Rows are dealt to the engines in turn; those of an engine that cannot be reached go to the next one."""
+        if not rows:
+            return []  # also on every rank but the first
+        engines = deque(require_scoring(engine) for engine in self._engines())
+        gate = asyncio.Semaphore(IN_FLIGHT * len(engines))
+
+        async def score(row: Row) -> Tensor:
+            require_plain_sampling(row)
+            engines.rotate()
+            order = list(engines)  # now: rows that wait at the gate have their turn already
+            ids = row.ids.tolist()
+            async with gate:
+                try:
+                    values = await score_with_first(order, ids)
+                except EngineRejected:
+                    del ids[-1]
+                    values = await score_with_first(order, ids)
+            if len(values) != len(ids) - 1:
+                raise EngineContractError(
+                    f"an engine gave {len(values)} log-probabilities of {len(ids)} tokens, not {len(ids) - 1}"
+                )
+            return torch.tensor([0.0, *values], dtype=torch.float64).float()
+
+        return list(await asyncio.gather(*(score(row) for row in rows)))
+
+
+async def score_with_first(engines: Sequence[Scoring], token_ids: Sequence[int]) -> Sequence[float]:
+    """The answer of the first engine that can be reached."""
+    for engine in engines[:-1]:
+        with contextlib.suppress(EngineUnreachable, EngineTimeout):
+            return await engine.score(token_ids)
+    return await engines[-1].score(token_ids)
+
+
+def require_scoring(engine: Provider) -> Scoring:
+    if not isinstance(engine, Scoring):
+        raise ConfigError(
+            f"train.acceptance: engine {engine.name!r} does not score given tokens; use exact or vllm, or turn it off"
+        )
+    return engine
+
+
+def require_plain_sampling(row: Row) -> None:
+    """Engines score given tokens at temperature 1 without filters."""
+    if row.kept is not None or bool((row.temperatures[row.mask] != 1.0).any()):
+        raise ConfigError(
+            f"train.acceptance: sample {row.sample.sample_id} was sampled at another temperature than 1, or under "
+            "filters; engines score "
+            "given tokens without them"
+        )
