@@ -15,7 +15,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol, TypedDict, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 from urllib.parse import urlsplit
 from uuid import uuid4
 
@@ -277,16 +277,6 @@ class Answer(Protocol):
     def complete(self) -> Completion:
         """Raises where the engine has not said that the generation is over."""
         ...
-
-
-class Connection(TypedDict, total=False):
-    """How every server is reached; `weights_dir` is where weights are written for it."""
-
-    timeout_s: float
-    connect_s: float
-    retries: int
-    api_key: str | None
-    weights_dir: str | Path | None
 
 
 class RemoteEngine(Streaming):

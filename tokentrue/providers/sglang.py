@@ -12,7 +12,7 @@ import base64
 from array import array
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Unpack
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -23,7 +23,6 @@ from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.providers.building import CONSTRAINTS, CompletionBuilder, refuse_unknown_extra
 from tokentrue.providers.publishing import WrittenWeights
 from tokentrue.providers.remote import (
-    Connection,
     EngineFault,
     RemoteEngine,
     decode_answer,
@@ -96,9 +95,15 @@ class SGLangProvider(RemoteEngine):
         *,
         sampling_mask: bool = False,
         routed_experts: tuple[int, int] | None = None,
-        **connection: Unpack[Connection],
+        timeout_s: float = 600.0,
+        connect_s: float = 5.0,
+        retries: int = 3,
+        api_key: str | None = None,
+        weights_dir: str | Path | None = None,
     ) -> None:
-        super().__init__(url, **connection)
+        super().__init__(
+            url, timeout_s=timeout_s, connect_s=connect_s, retries=retries, api_key=api_key, weights_dir=weights_dir
+        )
         self._sampling_mask, self._routed = sampling_mask, routed_experts
 
     @property

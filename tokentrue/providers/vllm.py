@@ -13,7 +13,7 @@ import base64
 import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Unpack
+from pathlib import Path
 from uuid import uuid4
 
 import msgspec
@@ -26,7 +26,6 @@ from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.providers.building import CONSTRAINTS, CompletionBuilder, refuse_unknown_extra
 from tokentrue.providers.publishing import WrittenWeights
 from tokentrue.providers.remote import (
-    Connection,
     EngineFault,
     RemoteEngine,
     decode_answer,
@@ -140,9 +139,20 @@ class VLLMProvider(RemoteEngine):
     name = "vllm"
 
     def __init__(
-        self, url: str, *, model: str | None = None, version: int = UNVERSIONED, **connection: Unpack[Connection]
+        self,
+        url: str,
+        *,
+        model: str | None = None,
+        version: int = UNVERSIONED,
+        timeout_s: float = 600.0,
+        connect_s: float = 5.0,
+        retries: int = 3,
+        api_key: str | None = None,
+        weights_dir: str | Path | None = None,
     ) -> None:
-        super().__init__(url, **connection)
+        super().__init__(
+            url, timeout_s=timeout_s, connect_s=connect_s, retries=retries, api_key=api_key, weights_dir=weights_dir
+        )
         self._loaded = version  # of the weights that the server loaded last
         self._model = model
         self._abilities: Abilities | None = None
