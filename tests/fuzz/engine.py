@@ -196,13 +196,13 @@ class Engine:
             return web.json_response(self._malformed(generation, plan.fault[10:]))
         if plan.fault == "excess":
             generation.delivered, generation.ended = count, "failed"
-            return web.json_response(self._with_more(generation, finish))
+            return web.json_response(self._with_more(generation, finish, new=count))
         generation.delivered, generation.ended = count, "finished"
         return web.json_response(self._answer(generation, count, finish, new=count))
 
-    def _with_more(self, generation: Generation, finish: dict[str, Any]) -> dict[str, Any]:
-        """The whole answer and three tokens that nobody asked for."""
-        answer = self._answer(generation, len(generation.sampled), finish, new=1)
+    def _with_more(self, generation: Generation, finish: dict[str, Any], *, new: int) -> dict[str, Any]:
+        """The last answer, with `new` tokens not told before and three that nobody asked for."""
+        answer = self._answer(generation, len(generation.sampled), finish, new=new)
         more = [generation.sampled[0]] * 3
         answer["output_ids"] += more
         answer["meta_info"]["output_token_logprobs"] += [[-0.5, token, None] for token in more]
@@ -295,7 +295,7 @@ class Engine:
         elif fault in {"excess", "after_finish"}:
             await self._send(response, generation, sent, total, {} if fault == "excess" else finish)
             generation.ended = "failed" if fault == "excess" else "finished"
-            await response.write(event(self._with_more(generation, finish)))
+            await response.write(event(self._with_more(generation, finish, new=0)))
         elif fault == "error_event":
             await response.write(event({"error": {"message": "the worker died"}}))
         elif fault.startswith("malformed:"):
