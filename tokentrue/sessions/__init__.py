@@ -1,4 +1,4 @@
-"""The record of a session: an append-only token tree, matching by what was served, and a durable journal."""
+"""The record of a session: an append-only token tree, request matching and a durable journal."""
 
 from tokentrue.sessions.journal import Journal, Rewards, SessionRecord, StoreLock
 from tokentrue.sessions.journal.journal import load_tree

@@ -1,7 +1,6 @@
-"""An in-process stand-in for an OpenAI client: `client.chat.completions.create(...)`, backed by a session instead of
-HTTP.
+"""An in-process OpenAI client: `client.chat.completions.create(...)`, backed by a session instead of HTTP.
 
-`await client(messages, tools=None)` and `await client.chat(messages, tools=None)` are the short form and give a
+`await client(messages, tools=None)` and `await client.chat(messages, tools=None)` are the short form and return a
 `Reply`.
 """
 
@@ -34,7 +33,7 @@ _IGNORED = {
 
 
 class Turns(Protocol):
-    """What the client needs of a session."""
+    """The part of a session that the client calls."""
 
     async def turn(self, request: TurnRequest) -> tuple[Reply, ...]: ...
 
@@ -42,7 +41,7 @@ class Turns(Protocol):
 
 
 class Fields:
-    """An answer: fields as attributes, as items, or as plain data (`model_dump()`)."""
+    """An OpenAI response: fields as attributes, as items, or as plain data (`model_dump()`)."""
 
     def __init__(self, **values: Any) -> None:
         self.__dict__.update(values)
@@ -80,7 +79,7 @@ def _fields(value: Any) -> Any:
 
 
 class InProcessClient:
-    """See the module. `client.chat` is both callable and the OpenAI namespace."""
+    """An OpenAI client of one session. `client.chat` is both callable and the OpenAI namespace."""
 
     def __init__(self, session: Turns) -> None:
         self.chat = _Chat(session)
@@ -141,7 +140,7 @@ def _request(body: JsonMapping) -> TurnRequest:
 
 
 def _message(message: Any) -> Any:
-    """SDK objects are taken as what they dump to."""
+    """Converts SDK objects to plain data."""
     dump: Callable[..., Any] | None = getattr(message, "model_dump", None)
     return message if dump is None else dump(exclude_none=True)
 

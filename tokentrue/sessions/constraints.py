@@ -1,5 +1,4 @@
-"""What an engine must enforce: `tool_choice` and `response_format` in the words of Chat Completions, checked once for
-every client."""
+"""Validates `tool_choice` and `response_format` (as in Chat Completions), which the engine must enforce."""
 
 from __future__ import annotations
 
@@ -12,8 +11,8 @@ from tokentrue.json_types import JsonObject, JsonValue
 def constraints_from(
     choice: str | JsonObject | None, format_: JsonObject | None, tools: tuple[JsonObject, ...] | None
 ) -> tuple[JsonObject, tuple[JsonObject, ...] | None]:
-    """What only the engine can enforce goes on in `Sampling.extra`, by name; "none" takes the tools out of the
-    prompt."""
+    """Returns the entries for `Sampling.extra` that the engine enforces, and the tools of the prompt (none for
+    "none")."""
     extra: JsonObject = {}
     if choice == "none":
         tools = None
@@ -50,5 +49,5 @@ def named_choice(choice: JsonObject, tools: tuple[JsonObject, ...]) -> JsonObjec
 
 
 def _echo(value: JsonValue) -> str:
-    """A short, harmless echo of a foreign value for an error message."""
+    """Quotes an untrusted value, shortened and escaped, for an error message."""
     return repr(value)[:40]

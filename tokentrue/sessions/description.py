@@ -1,5 +1,4 @@
-"""A session and its nodes as plain JSON values, without tokens: what GET /sessions, the viewer and `tokentrue sessions`
-show of them."""
+"""Sessions and nodes as JSON, without tokens, for GET /sessions, the viewer and `tokentrue sessions`."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ def describe_session(record: SessionRecord, tree: Tree, coverage: JsonMapping) -
 
 
 def summarise_session(record: SessionRecord, tree: Tree, coverage: JsonMapping) -> JsonObject:
-    """Without its nodes."""
+    """The session without its nodes."""
     return {**describe_record(record), "turns": len(tree), "coverage": coverage}
 
 

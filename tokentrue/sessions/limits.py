@@ -1,7 +1,7 @@
-"""Sizes that one session may reach, each a setting; and where rendering and parsing run.
+"""Size limits of one session, all configurable, and the choice of thread for rendering and parsing.
 
-Small inputs run inline, large ones in a thread, so that one long document does not stall every other session. A text
-takes about a hundred times its size while it is encoded: huge ones run one at a time, in their own thread.
+Small inputs run inline and large ones in a thread, so that one long document does not stall other sessions. Encoding
+a text takes about a hundred times its size in memory: huge ones run one at a time in a dedicated thread.
 """
 
 from __future__ import annotations
@@ -21,10 +21,8 @@ from tokentrue.types import MAX_CHOICES
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionLimits:
     """None means no limit. `max_tokens` counts recorded tokens (given and sampled), `max_in_flight` turns being
-    generated, `max_new_chars`
-    the characters of one request that are not recorded yet: a text takes about a hundred times its size while it is
-    encoded. `conversation_bytes` are those of the last requests' conversations that are kept to read the next one; 0
-    keeps none."""
+    generated, `max_new_chars` a request's characters that are not recorded yet. `conversation_bytes` bounds the
+    cache of recent requests' conversations; 0 disables it."""
 
     max_nodes: int | None = 10_000
     max_tokens: int | None = 20_000_000
@@ -35,7 +33,7 @@ class SessionLimits:
     conversation_bytes: int = 32 << 20
 
     def check_turn(self, *, n: int, nodes: int, tokens: int, in_flight: int) -> None:
-        """Before anything is generated."""
+        """Raises before anything is generated."""
         if not 1 <= n <= self.max_n:
             raise InputError(f"n must be between 1 and {self.max_n}, got {n}")
         if self.max_nodes is not None and nodes + n > self.max_nodes:
@@ -49,7 +47,7 @@ class SessionLimits:
             )
 
     def check_text(self, chars: int) -> None:
-        """Before it is rendered."""
+        """Raises before anything is rendered."""
         if self.max_new_chars is not None and chars > self.max_new_chars:
             limit = f"max_new_chars={self.max_new_chars}"
             raise LimitExceeded(
@@ -75,14 +73,14 @@ async def run_inline_or_thread(work: Callable[P, T], small: bool, /, *args: P.ar
 
 
 async def run_by_size(work: Callable[P, T], chars: int, /, *args: P.args, **kwargs: P.kwargs) -> T:
-    """Runs `work` on a text of `chars` characters."""
+    """Runs `work` inline or in a thread, depending on `chars`."""
     if chars < HUGE_CHARS:
         return await run_inline_or_thread(work, chars < INLINE_CHARS, *args, **kwargs)
     return await asyncio.get_running_loop().run_in_executor(HUGE, partial(work, *args, **kwargs))
 
 
 def count_chars(messages: Iterable[JsonMapping]) -> int:
-    """About how much text there is to render."""
+    """The approximate number of characters to render."""
     return sum(_count_in(value) for message in messages for value in message.values())
 
 

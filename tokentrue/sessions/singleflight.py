@@ -1,9 +1,9 @@
-"""Single-flight: equal requests that are in flight together are one turn, generated once.
+"""Single-flight: concurrent equal requests share one turn, generated once.
 
-A turn runs in its own task. It is cancelled when its last caller leaves, and from that moment on nobody can join it:
-the same request asked again starts anew, even while the engine is still aborting. A turn that is complete and being
-written is not cancelled: whoever comes back meanwhile joins it, so that no key ever names two answers. A turn that is
-cancelled because its session ends raises `SessionConflict` to its callers, wherever it was.
+A turn runs in a task. It is cancelled when its last caller leaves; from then on it cannot be joined, and the same
+request starts a new turn even while the engine is still aborting. A complete turn that is being written is not
+cancelled: a returning caller joins it, so no key ever names two answers. If its session ends, the turn is cancelled
+and its callers get `SessionConflict`.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ T = TypeVar("T")
 
 
 class InFlightTurn:
-    """One turn being generated, and everyone who waits for it. Where its first caller streams, `emit` keeps events until
-    they are read."""
+    """One turn being generated, and its callers. If the first caller streams, `emit` buffers events until they are
+    read."""
 
     def __init__(self, identity: bytes, *, streamed: bool, pinned: PinnedRequest) -> None:
         self.identity, self.streamed, self.pinned = identity, streamed, pinned
-        self.request_keys: list[str] = []  # of its callers, the first caller's first
+        self.request_keys: list[str] = []  # of all callers, the first caller's first
         self.outcome_if_cancelled: Outcome = "disconnected"
-        self.is_complete = False  # sampled and parsed: what is left is to write it
+        self.is_complete = False  # sampled and parsed, not yet written
         self._callers, self._is_cancelled, self._is_read = 0, False, streamed
         self._events: list[TurnEvent] = []  # not read yet
-        self._reader: asyncio.Future[None] | None = None  # the caller that streams waits for it
+        self._reader: asyncio.Future[None] | None = None  # set to wake the streaming caller
         self._task: asyncio.Task[tuple[Reply, ...]] | None = None
 
     def start(self, work: Coroutine[Any, Any, tuple[Reply, ...]], group: SingleFlight) -> None:
@@ -47,7 +47,7 @@ class InFlightTurn:
             task.exception()  # retrieved here, because there may be no caller left to raise it to
 
     def emit(self, event: TurnEvent) -> None:
-        """For the caller that streams; nothing is kept once it has left and others still wait."""
+        """Buffers an event for the streaming caller; drops it if that caller has left and others still wait."""
         if self._is_read:
             self._events.append(event)
             self._wake_reader()
@@ -63,14 +63,14 @@ class InFlightTurn:
             self.request_keys.append(request_key)
 
     async def wait(self) -> tuple[Reply, ...]:
-        """The replies, for one of its callers."""
+        """Returns the replies to one of its callers."""
         try:
             return await self._result()
         finally:
             await self._leave()
 
     async def events(self) -> AsyncGenerator[list[TurnEvent], None]:
-        """For the caller that streams: all events that were emitted since it last asked; then the turn's error, if it
+        """Yields, to the streaming caller, all events since the last read; then raises the turn's error, if it
         failed."""
         assert self._task is not None
         try:
@@ -101,7 +101,7 @@ class InFlightTurn:
             await self.cancel("disconnected")
 
     async def cancel(self, outcome: Outcome) -> None:
-        """Ends the turn, and returns when what was sampled of it is recorded under `outcome`, or as served where it is
+        """Ends the turn. Returns when its sampled tokens are recorded under `outcome`, or as served if it is
         complete."""
         if self._task is None or self._task.done():
             return
@@ -115,7 +115,7 @@ class InFlightTurn:
 
 
 class SingleFlight:
-    """The turns of one session that are in flight, by the exact request."""
+    """One session's turns in flight, by the exact request."""
 
     def __init__(self) -> None:
         self._turns: dict[bytes, InFlightTurn] = {}  # those that can be joined
@@ -128,7 +128,6 @@ class SingleFlight:
         return self._turns.get(identity)
 
     def find_key(self, request_key: str) -> InFlightTurn | None:
-        """The turn that a request with this key waits for."""
         return next((turn for turn in self._turns.values() if request_key in turn.request_keys), None)
 
     def start(self, turn: InFlightTurn, work: Coroutine[Any, Any, tuple[Reply, ...]]) -> None:
@@ -149,12 +148,12 @@ class SingleFlight:
 
 
 def mark_from_record(replies: tuple[Reply, ...]) -> tuple[Reply, ...]:
-    """For callers that joined: nothing was added for them."""
+    """For callers that joined: nothing was added to the record for them."""
     return tuple(replace(reply, from_record=True) for reply in replies)
 
 
 async def run_to_completion(work: Coroutine[Any, Any, T]) -> T:
-    """Runs `work` to its end even if the caller is cancelled meanwhile; the cancellation is raised afterwards."""
+    """Runs `work` to its end even if the caller is cancelled; the cancellation is raised afterwards."""
     task = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():

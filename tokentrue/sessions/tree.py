@@ -1,8 +1,8 @@
 """The record of one session: a forest of immutable nodes, each of which stores only what it adds.
 
 A node is one sampled turn with the messages given before it. Invariants, checked when a node is added:
-`prompt_ids(node) == prompt_ids(parent) + sampled_ids(parent) + given_ids(node)`, bit for bit, one log-probability per
-sampled id, and `prompt_digest` is the SHA-256 of those prompt ids. Nothing is ever changed or removed.
+`prompt_ids(node) == prompt_ids(parent) + sampled_ids(parent) + given_ids(node)`, bit for bit, one log-probability
+per sampled id, and `prompt_digest` is the SHA-256 of those prompt ids. Nodes are never changed or removed.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from tokentrue.types import (
 )
 
 Outcome: TypeAlias = Literal["served", "disconnected", "engine_failed", "deleted"]
-"""served: the generation completed. disconnected: no caller was left, or the deadline of the turn passed.
-engine_failed: this choice, or another one of its turn, failed. deleted: the session was ended meanwhile."""
+"""served: the generation completed. disconnected: all callers left, or the turn's deadline passed. engine_failed:
+this choice, or another one of its turn, failed. deleted: the session was ended meanwhile."""
 
 TurnKey: TypeAlias = tuple[str | None, bytes]
-"""(parent, digest of the given messages): nodes with one key are answers to exactly the same turn."""
+"""(parent, digest of the given messages): nodes with the same key answer exactly the same turn."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServedRef:
-    """A given message that repeats what node `node` served. In a root the message is rendered again; after a parent the
-    node's sampled ids are repeated as they are, given there and trained at `node` alone."""
+    """A given message that repeats what node `node` served. In a root the message is rendered again; after a parent
+    the node's sampled ids are repeated unchanged, given there and trained only at `node`."""
 
     node: str
 
@@ -53,9 +53,9 @@ Given: TypeAlias = Message | ServedRef
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """One choice of one turn. `seq` is the order of commits, `started` the tree's `committed_seq` when its request was
-    resolved: `a` was over before `b` began if and only if `a.seq < b.started`. `edge_reason` says why it is no plain continuation (None:
-    nothing had continued its parent before)."""
+    """One choice of one turn. `seq` is the commit order, `started` the tree's `committed_seq` when its request was
+    resolved: `a` was over before `b` began if and only if `a.seq < b.started`. `edge_reason` says why it is not a
+    plain continuation (None: nothing had continued its parent before)."""
 
     id: str
     seq: int
@@ -71,16 +71,14 @@ class Node:
     served: Message
     chain: bytes
     prompt_length: int
-    prompt_digest: bytes  # SHA-256 of the prompt ids: what the provider says it sent, equal to what is recorded
+    prompt_digest: bytes  # SHA-256 of the prompt ids, as reported by the provider and equal to what is recorded
     stopped_by: int | str | None = None
     attempts: tuple[Attempt, ...] = ()  # of tool calls that did not parse
     dialect: str = "openai_chat"
     projection: str = "root"
     edge_reason: str | None = None
     detail: str = ""
-    replaced: tuple[
-        Message, ...
-    ] = ()  # the system prompt that the client sent, where a pinned one was given to the model instead
+    replaced: tuple[Message, ...] = ()  # the client's system prompt, where a pinned one replaced it
     origin: str | None = None  # the node whose conversation it continues with other tokens: as a root, or on `parent`
     outcome: Outcome = "served"
     tools: Tools | None = None
@@ -94,18 +92,18 @@ class Node:
     routed_experts: RoutedExperts | None = (
         None  # of the positions that this turn added: from the parent's last token to its own last input
     )
-    sampling_mask: SamplingMask | None = None  # a row for each sampled token
+    sampling_mask: SamplingMask | None = None  # one row per sampled token
     top_logprobs: tuple[Mapping[int, float], ...] | None = None
     fingerprint: str | None = None
 
     @property
     def length(self) -> int:
-        """Tokens from the start of the conversation to the end of what was sampled."""
+        """Tokens from the start of the conversation to the end of the sampled ids."""
         return self.prompt_length + len(self.sampled_ids)
 
     @property
     def copies(self) -> list[tuple[int, int, str]]:
-        """Stretches of the given ids that repeat what another node sampled: start, end and that node."""
+        """(start, end, node id) of given ids that repeat what another node sampled."""
         if self.parent is None:  # a root renders served messages again
             return []
         return [
@@ -125,13 +123,13 @@ class _Path:
 
 
 def turn_key(parent: Node | None, given: tuple[Given, ...], tools: Tools | None) -> TurnKey:
-    """Names a turn exactly: what it continues, and every message given after that (for a root, the tools too)."""
+    """Identifies a turn exactly: its parent and every message given after that (for a root, also the tools)."""
     items = [{"served": item.node} if isinstance(item, ServedRef) else item for item in given]
     return (None, digest(items, tools)) if parent is None else (parent.id, digest(items))
 
 
 class Tree:
-    """Nodes by id, and what follows what. Nodes are only added, by `add`."""
+    """Nodes by id, with their children. Append-only, through `add`."""
 
     def __init__(self, *, template: str, tokenizer: str) -> None:
         self.template, self.tokenizer = template, tokenizer
@@ -143,18 +141,18 @@ class Tree:
         self.next_seq = 0
         self._reserved: dict[
             int, tuple[Node, HashState]
-        ] = {}  # checked and being written, by their place, with their prompt's SHA-256
+        ] = {}  # checked and being written: seq -> node and the SHA-256 of its prompt
         self._turn_keys: dict[str, TurnKey] = {}
         self._hashes: dict[str, HashState] = {}  # node -> SHA-256 state over its prompt and sampled ids
         self._arguments: dict[str, list[str]] = defaultdict(list)  # id of a served call -> its arguments
         self._start = start_link(template=template, tokenizer=tokenizer)
-        self._newest = _Path("", EMPTY, ())  # the one asked for last: its children begin with it
+        self._newest = _Path("", EMPTY, ())  # the last one requested: its children begin with it
 
     def __len__(self) -> int:
         return len(self.nodes)
 
     def reserve(self, nodes: Sequence[Node]) -> None:
-        """Checks nodes that are about to be written, all of them or none, and keeps their places until `add` or
+        """Checks nodes that are about to be written, all or none, and reserves their places until `add` or
         `release`."""
         self._reserved |= {node.seq: (node, self.check(node)) for node in nodes}
         self.next_seq += len(nodes)
@@ -165,7 +163,7 @@ class Tree:
 
     @property
     def committed_seq(self) -> int:
-        """Every node with a smaller `seq` is in the tree; one that is still being written is not."""
+        """Every node with a smaller `seq` is in the tree; nodes that are being written are not."""
         return min(self._reserved, default=self.next_seq)
 
     def get(self, node_id: str) -> Node:
@@ -185,7 +183,7 @@ class Tree:
         return found[::-1]
 
     def predecessors(self, node: Node) -> list[str]:
-        """The nodes that `node` continues: its parent, and its origin."""
+        """The nodes that `node` continues: its parent and its origin."""
         return [name for name in (node.parent, node.origin) if name is not None]
 
     def conversation(self, node: Node) -> list[Given]:
@@ -200,18 +198,18 @@ class Tree:
         return self.full_ids(node)[: node.prompt_length]
 
     def resolve(self, given: Iterable[Given]) -> list[Message]:
-        """The messages themselves, in place of references."""
+        """Replaces references by their messages."""
         return [self.nodes[item.node].served if isinstance(item, ServedRef) else item for item in given]
 
     def given_messages(self, node: Node) -> list[Message]:
         return self.resolve(node.given)
 
     def messages(self, node: Node | None) -> list[Message]:
-        """The conversation up to and including what `node` served, as recorded (not as some client replayed it)."""
+        """The conversation up to and including what `node` served, as recorded (not as a client replayed it)."""
         return [] if node is None else list(self._full_path(node).messages)
 
     def _full_path(self, node: Node) -> _Path:
-        """Walks back to the root, or to the path that was asked for last: the next turn of a conversation costs what it
+        """Walks back to the root or to the cached last path, so the next turn of a conversation costs only what it
         adds."""
         known, steps, at = self._newest, list[Node](), node
         while at.id != known.node:
@@ -224,13 +222,13 @@ class Tree:
             return known
         steps.reverse()
         ids = TokenIds.concat([known.ids, *(ids for step in steps for ids in (step.given_ids, step.sampled_ids))])
-        ids.sha256()  # the prompts that go on from here hash what they add
+        ids.sha256()  # later prompts hash only what they add
         added = [message for step in steps for message in (*self.given_messages(step), step.served)]
         self._newest = _Path(node.id, ids, [*known.messages, *added])
         return self._newest
 
     def find_arguments(self, call_id: str) -> Sequence[str]:
-        """The arguments of every call that was served under this id, as the model wrote them, oldest first."""
+        """The arguments of every call served under this id, as the model wrote them, oldest first."""
         return self._arguments.get(call_id, ())
 
     def answers_like(self, node: Node) -> list[Node]:
@@ -239,7 +237,7 @@ class Tree:
 
     # Certificates and digests.
     def link(self, node: Node) -> bytes:
-        """The certificate's link for `node`, computed from what it holds."""
+        """The certificate's link for `node`, computed from its content."""
         return next_link(
             self.link_before(self.parent(node)),
             given_ids=node.given_ids,
@@ -252,8 +250,7 @@ class Tree:
         return self._start if parent is None else parent.chain
 
     def prompt_digest(self, parent: Node | None, given_ids: TokenIds) -> bytes:
-        """SHA-256 of the prompt that follows `parent` with `given_ids`, computed from the recorded bytes in the time of
-        the new ones."""
+        """SHA-256 of the prompt that follows `parent` with `given_ids`; hashes only the new ids."""
         return self._hash_prompt(parent, given_ids).digest()
 
     def _hash_prompt(self, parent: Node | None, given_ids: TokenIds) -> HashState:
@@ -262,7 +259,7 @@ class Tree:
         return state
 
     def check(self, node: Node) -> HashState:
-        """Everything that must hold before `node` may enter the record. Returns the SHA-256 of its prompt."""
+        """Raises unless `node` may enter the record. Returns the SHA-256 state of its prompt."""
         if node.id in self.nodes:
             raise SessionConflict(f"node {node.id} is already in the record")
         if node.parent is not None and node.parent not in self.nodes:
@@ -284,8 +281,8 @@ class Tree:
         return state
 
     def add(self, node: Node) -> None:
-        """The node is checked as a whole first, unless it was reserved: nothing of the record that it was checked
-        against changes."""
+        """Adds a node after checking it, unless it was reserved."""
+        # A reserved node was checked already, and the tree never changes what it was checked against.
         reserved, state = self._reserved.pop(node.seq, (None, None))
         if state is None or reserved is not node:
             state = self.check(node)
@@ -306,12 +303,11 @@ class Tree:
                     self.nodes_by_key[request_key].append(node)
 
     def add_key(self, request_key: str, node_ids: Sequence[str]) -> None:
-        """A request that joined after these nodes were written: its retry gets them, too. The session's record holds
-        the key."""
+        """Makes a retry of a request that joined late return these nodes. The session's record stores the key."""
         self.nodes_by_key[request_key] = [self.get(node_id) for node_id in node_ids]
 
     def snapshot(self) -> Tree:
-        """As it is now, for another thread to read while this one grows."""
+        """A copy of the current state, for another thread to read while this tree grows."""
         copy = Tree(template=self.template, tokenizer=self.tokenizer)
         copy.nodes, copy.next_seq = dict(self.nodes), self.next_seq
         copy._turn_keys, copy._hashes = dict(self._turn_keys), dict(self._hashes)
@@ -324,7 +320,7 @@ class Tree:
         return sorted(self.nodes.values(), key=lambda node: node.seq)
 
     def last_activity(self) -> dict[str, int]:
-        """For each node the newest `seq` among all that followed it."""
+        """For each node the largest `seq` among its descendants."""
         newest = {node.id: node.seq for node in self.nodes.values()}
         for node in reversed(self.in_order()):
             for before in self.predecessors(node):
@@ -332,7 +328,7 @@ class Tree:
         return newest
 
 
-# The certificate's hash chain: one SHA-256 per node over its parent's hash and everything that a trainer will compute
+# The certificate's hash chain: one SHA-256 per node over its parent's hash and everything that a trainer computes
 # with. Ids are hashed as little-endian int32, log-probabilities as their float64 bits, so one flipped bit anywhere
 # breaks every later link.
 _START = b"tokentrue certificate 1"
@@ -348,7 +344,7 @@ def float_bytes(values: array[float]) -> bytes:
 
 
 def start_link(*, template: str, tokenizer: str) -> bytes:
-    """The link before every root: it binds the chain to what rendered it."""
+    """The link before every root: binds the chain to the template and tokenizer that rendered it."""
     state = sha256(_START)
     for name in (template, tokenizer):
         data = name.encode()

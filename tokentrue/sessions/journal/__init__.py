@@ -1,4 +1,4 @@
-"""The durable store: SQLite in WAL mode, or PostgreSQL (`postgres.py`, imported where it is chosen). Read `journal.py`
+"""The durable store: SQLite in WAL mode, or PostgreSQL (`postgres.py`, imported only when used). Read `journal.py`
 first."""
 
 from tokentrue.sessions.journal.database import StoreLock, is_postgres

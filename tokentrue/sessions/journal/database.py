@@ -1,9 +1,9 @@
-"""A store: what statements need of its connection (`sqlite3.Connection` fits; `postgres.Connection` is made to fit), how
-it is named, and its lock.
+"""The connection protocol of a store (`sqlite3.Connection` implements it, `postgres.Connection` adapts to it), its name
+and its locks.
 
-One server per SQLite store: an exclusive lock on a file beside it, held while the store is open for writing and freed
-when the process ends. The workers of a server share a second lock, so that workers whose supervisor was killed, and
-which end what they are generating, keep the next server waiting: two processes never write one session.
+One server per SQLite store: it holds an exclusive lock on a file beside the store while the store is open for
+writing; the lock ends with the process. The server's workers share a second lock. If the supervisor is killed, its
+workers first finish what they generate, and the next server waits for them: two processes never write one session.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def is_postgres(store: str) -> bool:
 
 
 def read_address(store: str) -> Mapping[str, str]:
-    """The connection parameters in a `postgresql://` URL, as libpq reads them. One that cannot be read is not quoted:
-    it may hold a password."""
+    """The connection parameters of a `postgresql://` URL, parsed by libpq."""
+    # An invalid URL is not quoted in the error: it may hold a password.
     import psycopg
     from psycopg.conninfo import conninfo_to_dict
 
@@ -59,7 +59,7 @@ def read_address(store: str) -> Mapping[str, str]:
         found = {name: str(value) for name, value in conninfo_to_dict(store).items() if value is not None}
     except psycopg.ProgrammingError:
         found = {"host": "@"}
-    # A password with a bare @ or / ends up in the host, the port or the database's name, which libpq quotes in its errors.
+    # A password with an unescaped @ or / ends up in the host, port or database name, which libpq quotes in its errors.
     port, place = found.get("port", ""), found.get("host", "") + found.get("dbname", "")
     if "@" in place or (port and not port.replace(",", "").isdecimal()):
         raise ConfigError(
@@ -70,7 +70,7 @@ def read_address(store: str) -> Mapping[str, str]:
 
 
 def describe_store(store: str) -> str:
-    """A store as it may be shown: of a PostgreSQL URL the user, host and database alone."""
+    """The store's name without secrets: of a PostgreSQL URL only user, host and database."""
     if not is_postgres(store):
         return store
     try:
@@ -82,11 +82,11 @@ def describe_store(store: str) -> str:
     return f"postgresql://{place}/{parts.get('dbname', '')}"
 
 
-ORPHANS_S = 60.0  # longer than workers need to end when their supervisor was killed
+ORPHANS_S = 60.0  # longer than workers need to end after their supervisor was killed
 
 
 def open_lock_file(store: str | Path, suffix: str) -> int:
-    # Resolved: a link to the store, or to its folder, is the same store.
+    # Resolved: a link to the store or to its folder names the same store.
     path = Path(f"{os.path.realpath(str(store).removeprefix('sqlite:'))}.{suffix}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -98,7 +98,7 @@ def open_lock_file(store: str | Path, suffix: str) -> int:
 
 
 class StoreLock:
-    """Taken on construction; raises where another process (or another object of this one) has it."""
+    """Taken on construction; raises if another process, or another object of this process, holds it."""
 
     def __init__(self, store: str | Path, *, orphans_s: float = ORPHANS_S) -> None:
         self._file: int | None = open_lock_file(store, "lock")
@@ -137,7 +137,7 @@ class WorkerLock:
 
 
 def await_workers(store: str | Path, seconds: float) -> None:
-    """Returns when no worker of an earlier server has the store open."""
+    """Waits until no worker of an earlier server has the store open."""
     file, end = open_lock_file(store, "workers"), time.monotonic() + seconds
     try:
         while True:

@@ -1,11 +1,11 @@
-"""The durable store: SQLite in WAL mode. Whoever awaits a write resumes only after it was committed.
+"""The durable store: SQLite in WAL mode. An awaited write returns only after its commit.
 
-One writer thread makes every write (`writer`); reads use a connection of their own. Kill the process at any point:
-every acknowledged write is there and no other is half there. One process owns a store for writing (`lock`); one object
-at a time owns a session (`claim`).
-Damage is noticed: rows carry digests, sessions the number of their nodes, the store the number of its sessions, and
-opening runs SQLite's `quick_check`. `Journal("memory")` is the same store without a file. `synchronous="FULL"` also
-survives a loss of power.
+One writer thread makes every write (`Writer`); reads use a separate connection. After a crash at any point every
+acknowledged write is present and no write is partial. One process owns a store for writing (`lock`); one object at a
+time owns a session (`claim`).
+Corruption is detected: rows carry digests, sessions the number of their nodes, the store the number of its sessions,
+and opening runs SQLite's `quick_check`. `Journal("memory")` is the same store without a file. `synchronous="FULL"`
+also survives a loss of power.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class SessionClaim:
 
     def __init__(self, session_id: str, turns: Sized, token: int) -> None:
         self.session_id, self.turns = session_id, turns  # the turns that its holder is generating
-        self.token = token  # of the owner that the session had when it was claimed
+        self.token = token  # the session's owner when it was claimed
         self._revoked = False
 
     def revoke(self) -> None:
@@ -76,8 +76,7 @@ class StoreSecret:
 
 
 class Journal:
-    """See the module. Every write has an awaitable form; reads are plain calls (run them in a thread where they may be
-    large).
+    """Sessions and their nodes in SQLite. Writes are awaitable; reads block (run large ones in a thread).
 
     `lock=False` is for worker processes whose parent holds a `StoreLock`; `read_only=True` needs no lock and refuses
     writes; `check=False` skips `quick_check`, which reads the whole file.
@@ -101,7 +100,7 @@ class Journal:
         self._reading = threading.Lock()
         self._claims: WeakValueDictionary[str, SessionClaim] = (
             WeakValueDictionary()
-        )  # each is kept by the object that holds it
+        )  # weak: each is kept alive by the object that holds it
         self._lock = None if read_only or self._in_memory else StoreLock(self.path) if lock else WorkerLock(self.path)
         try:
             self._open(check)
@@ -122,10 +121,9 @@ class Journal:
         self._reader = None if self._in_memory else self._connect()
 
     def _create_file(self) -> None:
-        """Readable by its owner alone; SQLite gives its other files the same mode. A file that is there must not be
-        opened besides SQLite:
-        closing it drops the locks that SQLite holds on it for this process, and a reader then deletes the log with the
-        newest turns."""
+        """Creates the file, readable by its owner only; SQLite gives its other files the same mode."""
+        # Never open an existing file outside SQLite: closing it drops the POSIX locks that SQLite holds on it in this
+        # process, and a reader could then delete the WAL with the newest turns.
         if self._in_memory or self._read_only:
             return
         try:
@@ -163,7 +161,7 @@ class Journal:
         return connection
 
     def _check_file(self, db: sqlite3.Connection) -> None:
-        """Is the file whole? SQLite's own structure check, the row of every session, and the counts."""
+        """Runs `quick_check`, and checks every session's row and the counts."""
         try:
             found = db.execute("PRAGMA quick_check(1)").fetchone()[0]
             if found != "ok":
@@ -185,7 +183,7 @@ class Journal:
                 )
 
     def close(self) -> None:
-        """Waits for what is queued."""
+        """Waits for queued writes."""
         self._writer.close()
         with self._reading:
             self._closed = True
@@ -199,13 +197,12 @@ class Journal:
 
     # One object writes a session at a time.
     def acquire(self, session_id: str) -> int:
-        """Before a session is read in order to be continued: the fencing token of its new owner. SQLite stores have one
-        owner."""
+        """Returns the new owner's fencing token; call it before reading a session to continue it. SQLite stores have
+        one owner."""
         return FIRST_TOKEN
 
     def claim(self, session_id: str, turns: Sized, token: int = FIRST_TOKEN) -> SessionClaim:
-        """Takes a session over. Refused while another object generates for it; otherwise the other object can write no
-        more."""
+        """Takes a session over: its previous holder can write no more. Raises while that holder is generating."""
         held = self._claims.get(session_id)
         if held is not None:
             if len(held.turns):
@@ -218,12 +215,12 @@ class Journal:
 
     @property
     def lease_number(self) -> int:
-        """Grows when this process may have lost its sessions to another one; raises while it cannot know."""
+        """Increases when another process may have taken this one's sessions; raises while that is unknown."""
         return 0
 
     # Reading and writing.
     def submit(self, write: Callable[[Database], T]) -> Future[T]:
-        """Queue a write. The future is done when the transaction that holds it was committed."""
+        """Queues a write; the future completes after the commit of its transaction."""
         if self._read_only:
             raise JournalError(f"the journal {self.target} was opened for reading")
         return self._writer.submit(write)
@@ -243,7 +240,7 @@ class Journal:
                 raise JournalError(f"the journal {self.target} could not be read: {error}") from error
 
     def read_secret(self, name: str) -> StoreSecret:
-        """A secret of this store, created when it is first asked for. Every gateway on the store gets the same one."""
+        """A secret of this store, created on first use and shared by every gateway on the store."""
 
         def write(db: Database) -> StoreSecret:
             values = (name, secrets.token_bytes(32), time.time())
@@ -272,13 +269,14 @@ class Journal:
         return self.submit(write)
 
     def note_owner(self, db: Database, session_id: str) -> None:
-        """In the transaction that creates a session."""
+        """Called in the transaction that creates a session."""
 
     def check_owner(self, db: Database, session_id: str, claim: SessionClaim | None) -> None:
-        """In the transaction of every write to a session; raises where another process owns it by now."""
+        """Called in the transaction of every write to a session; raises if another process owns it now."""
 
     async def append_nodes(self, session_id: str, rows: Sequence[Row], claim: SessionClaim | None = None) -> None:
-        """Compare-and-swap: the session is open, the parent is there, the place `seq` is free. All rows, or none."""
+        """Appends all rows or none. Requires an open session, an existing parent and an unused `seq`
+        (compare-and-swap)."""
 
         def write(db: Database) -> None:
             self.check_owner(db, session_id, claim)
@@ -289,7 +287,7 @@ class Journal:
     async def update(
         self, session_id: str, change: Callable[[SessionRecord], SessionRecord], claim: SessionClaim | None = None
     ) -> SessionRecord:
-        """Read, change and write a session's record in one transaction."""
+        """Reads, changes and writes a session's record in one transaction."""
 
         def write(db: Database) -> SessionRecord:
             self.check_owner(db, session_id, claim)
@@ -302,11 +300,11 @@ class Journal:
         return await self.write(write)
 
     async def delete(self, session_id: str) -> None:
-        """Removes the session and everything sampled in it."""
+        """Deletes the session and all its nodes."""
         await self.write(lambda db: _delete_sessions(db, [session_id]))
 
     async def purge(self, *, older_than_s: float, ended_only: bool = True, now: float | None = None) -> list[str]:
-        """Removes sessions by age (since they ended; with `ended_only=False` also open ones, since their last turn)."""
+        """Deletes sessions by age since their end (with `ended_only=False` also open ones, since their last turn)."""
         limit = (time.time() if now is None else now) - older_than_s
 
         def write(db: Database) -> list[str]:
@@ -331,8 +329,7 @@ class Journal:
         group: str | None = None,
         after: tuple[float, str] | None = None,
     ) -> list[SessionRecord]:
-        """Newest first. `after`: those that come after the session that was created then with this id, which may be
-        gone by now."""
+        """Newest first. `after` (creation time, id) starts after that session, which may be deleted by now."""
         where, values = _filter_sessions(state, group)
         if after is not None:
             where, values = f"{where} AND (created < ? OR (created = ? AND id > ?))", (*values, after[0], *after)
@@ -340,7 +337,7 @@ class Journal:
         return self.read(lambda db: list(map(record_from_values, db.execute(sql, (*values, limit, offset)).fetchall())))
 
     def all_sessions(self, *, group: str | None = None) -> Iterator[SessionRecord]:
-        """Oldest first, page by page: sessions that are added or removed meanwhile do not disturb it."""
+        """Oldest first, in pages; concurrent inserts and deletes do not disturb it."""
         last = (0.0, "")
         clause = "" if group is None else "AND grp=?"
         sql = f"SELECT {RECORD} FROM sessions WHERE (created, id) > (?, ?) {clause} ORDER BY created, id LIMIT 100"
@@ -356,11 +353,11 @@ class Journal:
         )
 
     def rows(self, session_id: str) -> list[Row]:
-        """The nodes of a session in the order of their commits, each checked against its digest."""
+        """A session's nodes in commit order, each checked against its digest."""
         sql = f"SELECT {', '.join(NODE_COLUMNS)}, digest FROM nodes WHERE session=? ORDER BY seq"
 
         def read(db: Database) -> list[Row]:
-            both = f"SELECT (SELECT nodes FROM sessions WHERE id=?), * FROM ({sql}) AS listed"  # one statement reads one state of the store
+            both = f"SELECT (SELECT nodes FROM sessions WHERE id=?), * FROM ({sql}) AS listed"  # one statement, one snapshot
             found = db.execute(both, (session_id, session_id)).fetchall()
             noted = found[0][0] if found else _count_noted(db, session_id)
             if noted != len(found):
@@ -429,19 +426,19 @@ def _delete_sessions(db: Database, session_ids: Sequence[str]) -> None:
 
 
 def _filter_sessions(state: str | None, group: str | None) -> tuple[str, tuple[Any, ...]]:
-    """The condition of a query, and its values."""
+    """The WHERE clause and its parameters."""
     given = [(column, value) for column, value in (("state", state), ("grp", group)) if value is not None]
     return " AND ".join(["1=1", *(f"{column}=?" for column, _ in given)]), tuple(value for _, value in given)
 
 
 def _count_sessions(db: Database, change: int) -> None:
-    if isinstance(db, sqlite3.Connection):  # one row for all: many gateways would wait for each other
+    if isinstance(db, sqlite3.Connection):  # one row per store would make gateways wait for each other
         db.execute("UPDATE totals SET count = count + ? WHERE name='sessions'", (change,))
 
 
 def _readable(connection: sqlite3.Connection) -> sqlite3.Connection:
-    """The journal for reading. An older one is copied into memory and brought up to date there: a reader changes no
-    file."""
+    """The journal for reading."""
+    # A reader changes no file: an older journal is copied into memory and migrated there.
     if read_version(connection) >= VERSION:
         migrate(connection)  # refuses a newer one; there is nothing to do for this one
         return connection
@@ -457,9 +454,11 @@ _LARGEST_GROUP = 512
 
 
 class Writer:
-    """The writer thread: it owns the only connection that writes. Writes that are waiting together share a transaction
-    (group commit), each in its own savepoint, so that one that fails takes no other with it. A write's future is done
-    when its transaction was committed."""
+    """The thread that owns the only writing connection.
+
+    Queued writes share a transaction (group commit), each in a savepoint, so a failing write does not affect the
+    others. A write's future completes after the commit.
+    """
 
     def __init__(self, connection: Database) -> None:
         self._connection = connection
@@ -478,7 +477,7 @@ class Writer:
         return future
 
     def close(self) -> None:
-        """Waits for what is queued."""
+        """Waits for queued writes."""
         with self._lock:
             if self._closed:
                 return
@@ -506,7 +505,7 @@ class Writer:
                 if future.set_running_or_notify_cancel():
                     outcomes.append((future, *self._write_one(write)))
             self._connection.execute("COMMIT")
-        except BaseException as error:  # the transaction failed as a whole: nothing of it may be acknowledged
+        except BaseException as error:  # the transaction failed as a whole: none of its writes may be acknowledged
             failure = (
                 error
                 if isinstance(error, TokenTrueError)
@@ -531,7 +530,7 @@ class Writer:
             result = write(self._connection)
         except Exception as error:
             if not self._connection.in_transaction:
-                raise  # a full disk, say: SQLite has undone the whole group
+                raise  # for example a full disk: SQLite has rolled back the whole group
             self._connection.execute("ROLLBACK TO one")
             self._connection.execute("RELEASE one")
             known = isinstance(error, TokenTrueError)
@@ -541,8 +540,7 @@ class Writer:
 
 
 def tree_from_rows(record: SessionRecord, rows: list[Row]) -> Tree:
-    """Every node is checked as if it were committed now: ids, log-probabilities, prompt digest and certificate must
-    fit."""
+    """Rebuilds the tree, checking every node as on commit: ids, log-probabilities, prompt digest and certificate."""
     tree = Tree(template=record.template, tokenizer=record.tokenizer)
     for row in rows:
         parent = None if row.parent is None else tree.get(row.parent)

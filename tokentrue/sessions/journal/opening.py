@@ -1,4 +1,4 @@
-"""The journal that a store names: `sqlite:PATH`, `postgresql://…` or `memory`."""
+"""Opens the journal that a store names: `sqlite:PATH`, `postgresql://…` or `memory`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def open_journal(
     address: str = "",
     lease_s: float = 15.0,
 ) -> Journal:
-    """`lock=False` for workers: their supervisor holds the store's lock. `name`, `address`, `lease_s`: of a gateway on
+    """`lock=False` is for workers, whose supervisor holds the lock. `name`, `address` and `lease_s` apply to
     PostgreSQL."""
     if is_postgres(store):
         from tokentrue.sessions.journal.postgres import PostgresJournal

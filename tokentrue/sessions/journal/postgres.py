@@ -1,10 +1,9 @@
 """The journal on PostgreSQL, shared by several gateways.
 
-Each gateway process holds a lease that it renews (`Lease`); times are the server's. A session belongs to one gateway,
-under a fencing
-token that grows with every change of owner. Every write checks owner and token in its own transaction: a gateway that
-was paused or cut off can never write after its successor. A session whose gateway's lease has expired goes to the
-gateway that opens it next, before it is read.
+Each gateway process renews a lease (`Lease`), timed by the database server's clock. A session belongs to one
+gateway, under a fencing token that grows with every change of owner. Every write checks owner and token in its
+transaction, so a gateway that was paused or cut off can never write after its successor. When a gateway's lease has
+expired, the next gateway to open one of its sessions acquires it before reading it.
 """
 
 from __future__ import annotations
@@ -50,8 +49,8 @@ CREATE INDEX IF NOT EXISTS sessions_by_group ON sessions(grp);
 CREATE INDEX IF NOT EXISTS sessions_by_age ON sessions(state, ended);
 CREATE INDEX IF NOT EXISTS sessions_by_creation ON sessions(created, id)
 """
-# A connection that is cut is noticed within seconds, and a transaction of a paused process does not keep its locks.
-# What the URL says counts instead (`?connect_timeout=60`).
+# Notice a cut connection within seconds, and do not let a paused process's transaction keep its locks.
+# Values in the URL take precedence (`?connect_timeout=60`).
 CONNECT: JsonObject = {
     "connect_timeout": 5,
     "keepalives_idle": 5,
@@ -71,8 +70,7 @@ _RENEW = """
 
 
 class Connection:
-    """A connection that fits `Database`: `?` marks parameters, and one that was lost is opened again by the next
-    statement."""
+    """Adapts psycopg to `Database`: `?` marks parameters, and the next statement reopens a lost connection."""
 
     def __init__(self, url: str, *, read_only: bool = False) -> None:
         self._url, self._read_only = url, read_only
@@ -90,7 +88,7 @@ class Connection:
         return status in (TransactionStatus.INTRANS, TransactionStatus.INERROR)
 
     def execute(self, sql: str, parameters: Sequence[Any] = (), /) -> Found:
-        if sql == "BEGIN IMMEDIATE":  # SQLite's word for a transaction that writes
+        if sql == "BEGIN IMMEDIATE":  # SQLite's statement for a write transaction
             if self._connection.closed:
                 self._connection = self._connect()
             sql = "BEGIN"
@@ -103,7 +101,7 @@ class Connection:
         return cast("Found", found)
 
     def retry_read(self, read: Callable[[Database], T]) -> T:
-        """Reads once more on a new connection where the old one was lost."""
+        """Retries a read once on a new connection if the old one was lost."""
         try:
             return read(self)
         except psycopg.OperationalError:
@@ -116,12 +114,12 @@ class Connection:
 
 
 class Lease:
-    """The lease of one gateway process, renewed by a thread every third of its length."""
+    """The lease of one gateway process; a thread renews it every third of its length."""
 
     def __init__(self, url: str, *, name: str, address: str, length_s: float) -> None:
         self._url, self._values, self._length_s = url, (name, name, address, length_s), length_s
         self._connection: Connection | None = None
-        self._held_until = 0.0  # of the monotonic clock; earlier than the server's own end
+        self._held_until = 0.0  # monotonic clock; earlier than the expiry on the server
         self._number = 0
         self._stopped = threading.Event()
         self.renew()
@@ -158,7 +156,7 @@ class Lease:
             self._connection = None
 
     def release(self) -> None:
-        """Others may take the sessions over at once."""
+        """Lets other gateways take the sessions over at once."""
         self._stopped.set()
         self._thread.join()
         try:
@@ -170,7 +168,7 @@ class Lease:
 
 
 class PostgresJournal(Journal):
-    """`name` is this gateway's own, `address` the URL at which other gateways reach it. `read_only=True` needs
+    """`name` is unique to this gateway, `address` the URL at which other gateways reach it; `read_only=True` needs
     neither."""
 
     _greatest = "greatest"
@@ -242,14 +240,14 @@ class PostgresJournal(Journal):
         return self.submit(write).result()
 
     def claim(self, session_id: str, turns: Sized, token: int = FIRST_TOKEN) -> SessionClaim:
-        """An older object of this session is fenced off by the token; what it is generating cannot be committed."""
+        """The token fences off an older object of this session: its running generation cannot be committed."""
         if held := self._claims.get(session_id):
             held.revoke()
         claim = self._claims[session_id] = SessionClaim(session_id, turns, token)
         return claim
 
     def check_owner(self, db: Database, session_id: str, claim: SessionClaim | None) -> None:
-        """Locks the session's row until the transaction ends, so that no other gateway acquires it in between."""
+        """Locks the session's row until the transaction ends, so no other gateway acquires it meanwhile."""
         if claim is None:
             return
         held = db.execute(
@@ -272,7 +270,7 @@ def find_owner(db: Database, session_id: str) -> Exception:
 
 
 def create_schema(connection: Connection) -> None:
-    """Creates the schema under a lock; refuses a schema from the future."""
+    """Creates the schema under a lock; refuses a schema from a newer release."""
     connection.execute("SELECT pg_advisory_lock(?)", (SCHEMA_LOCK,))
     try:
         for statement in SCHEMA.split(";"):

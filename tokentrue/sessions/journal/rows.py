@@ -1,6 +1,6 @@
 """Nodes as rows: ids and log-probabilities as raw little-endian bytes (exact), everything else as one JSON object.
 
-Tools stand in a row only where they differ from the parent's: a tool set of 70 kB is stored once per conversation.
+A row stores tools only if they differ from the parent's: a tool set of 70 kB is stored once per conversation.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _OPTIONAL: JsonMapping = {
     "stopped_by": None, "detail": "", "origin": None, "request_key": None, "request_digest": None, "choice": 0,
     "fingerprint": None,
 }  # fmt: skip
-"""Left out of a row where they have this value."""
+"""Omitted from a row when they have this value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One line of the nodes table."""
+    """One row of the nodes table."""
 
     id: str
     seq: int
@@ -56,7 +56,7 @@ class Row:
 
 
 def body_from_node(node: Node, parent: Node | None) -> tuple[JsonObject, bytes | None]:
-    """The JSON object of a row, and the blob of what a trainer replays from."""
+    """The JSON object of a row, and the blob of routing and mask that a trainer replays."""
     body: JsonObject = {
         "started": node.started,
         "given": [{"served": item.node} if isinstance(item, ServedRef) else {"message": item} for item in node.given],
@@ -108,7 +108,7 @@ def row_from_body(node: Node, body: JsonMapping, replay: bytes | None) -> Row:
 
 
 def node_from_row(row: Row, parent: Node | None, prompt_digest: bytes | None = None) -> Node:
-    """`prompt_digest` stands in where the row is older than the record of it."""
+    """`prompt_digest` is used for rows of releases that did not store it."""
     try:
         return _node(row, cast("JsonObject", loads(row.body)), parent, prompt_digest)
     except (ValueError, KeyError, TypeError, TokenContractError) as error:
@@ -160,7 +160,7 @@ def _node(row: Row, body: JsonObject, parent: Node | None, prompt_digest: bytes 
 
 
 def pack_replay(routing: RoutedExperts | None, mask: SamplingMask | None) -> tuple[bytes | None, JsonObject]:
-    """The one blob of a row that a trainer replays from (experts, their weights, kept ids, offsets), and its layout."""
+    """The blob that a trainer replays (experts, their weights, kept ids, offsets), and its layout."""
     layout: JsonObject = {}
     parts: list[bytes] = []
     if routing is not None:
@@ -181,7 +181,7 @@ def pack_replay(routing: RoutedExperts | None, mask: SamplingMask | None) -> tup
 
 def unpack_replay(blob: bytes | None, body: JsonMapping) -> tuple[RoutedExperts | None, SamplingMask | None]:
     layout = cast("JsonMapping | None", body.get("replay"))
-    if layout is None and blob is not None:  # a row of an older release: experts of the positions that sampled
+    if layout is None and blob is not None:  # a row of an older release: experts of the sampled positions only
         return RoutedExperts(shape=tuple(body["routed_shape"]), data=blob, start=body["prompt_length"] - 1), None
     if layout is None:
         return None, None
@@ -217,7 +217,7 @@ def _given_from_json(item: JsonMapping) -> Given:
 
 
 def sampling_to_json(sampling: Sampling) -> JsonObject:
-    """Only what differs from the defaults."""
+    """Only the values that differ from the defaults."""
     values = {name: value for name, default in _DEFAULTS.items() if (value := getattr(sampling, name)) != default}
     return values | {name: list(values[name]) for name in ("stop", "stop_token_ids") if name in values}
 
@@ -227,7 +227,7 @@ def sampling_from_json(values: JsonMapping) -> Sampling:
 
 
 class _OldSampling(Sampling):
-    """Values that a release before this one took and recorded, and that are refused now."""
+    """Accepts values that an earlier release recorded and this one refuses."""
 
     __slots__ = ()
 
@@ -248,7 +248,7 @@ RECORD = f"{', '.join(COLUMNS)}, digest"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rewards:
-    """`session` is the reward of the whole session; `leaves` those of single leaves; both carry free metadata."""
+    """`session` is the reward of the whole session, `leaves` those of single leaves; both carry free metadata."""
 
     session: float | None = None
     leaves: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -257,11 +257,11 @@ class Rewards:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionRecord:
-    """What is stored of a session besides its nodes.
+    """A session's stored fields, without its nodes.
 
-    `sampling` holds the pinned values, `pin` names the pinned prompts. `key_hash` is that of its API key,
-    `first_key_hash` that of its first one, where it was replaced: signatures on reasoning are verified with it.
-    `late_keys` are request keys that joined a turn while its nodes were being written, with the ids of those nodes.
+    `sampling` holds the pinned values, `pin` names the pinned prompts. `key_hash` belongs to its API key and
+    `first_key_hash` to the first one, if that was replaced: it verifies signatures on reasoning. `late_keys` maps
+    request keys that joined a turn while its nodes were being written to the ids of those nodes.
     """
 
     id: str
@@ -283,7 +283,7 @@ class SessionRecord:
 
 
 def copy_metadata(metadata: JsonMapping | None) -> JsonObject:
-    """The user's own, checked before it is stored. Samples keep their own data under `tokentrue`."""
+    """Validates and copies the user's metadata; `tokentrue` is a reserved key."""
     if "tokentrue" in (metadata or {}):
         raise MessageError("is reserved; use another name", field="metadata.tokentrue")
     return freeze(metadata or {}, "metadata")
@@ -300,7 +300,7 @@ def read_reward(value: Any) -> float:
 
 
 def row_digest(values: tuple[Any, ...]) -> bytes:
-    """Of a row's columns, types included: a flipped bit anywhere in them changes it."""
+    """Digest of a row's columns, types included."""
     parts: list[bytes] = []
     for value in values:
         data = value if isinstance(value, bytes) else repr(value).encode("utf-8", "surrogatepass")
@@ -338,7 +338,7 @@ def load_record(db: Database, session_id: str) -> SessionRecord:
 
 
 def record_from_values(row: tuple[Any, ...]) -> SessionRecord:
-    """From what `RECORD` selects."""
+    """From a row that `RECORD` selects."""
     *values, digest = row
     if digest != row_digest(tuple(values)):
         raise JournalError(

@@ -1,5 +1,4 @@
-"""The journal's tables, and how an older journal becomes today's. A step is never edited after a release: add another
-one."""
+"""The journal's tables and migrations. Never edit a released step: add another one."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ NODE_COLUMNS = (
 
 
 def _fill_digests(db: sqlite3.Connection) -> None:
-    """Digests and counts of the rows that an older journal already has."""
+    """Adds digests and counts to the rows of an older journal."""
     for row in db.execute(f"SELECT {', '.join(SESSION_COLUMNS)} FROM sessions").fetchall():
         count = db.execute("SELECT count(*) FROM nodes WHERE session=?", (row[0],)).fetchone()[0]
         db.execute("UPDATE sessions SET digest=?, nodes=? WHERE id=?", (row_digest(row), count, row[0]))
@@ -88,7 +87,7 @@ def read_version(connection: sqlite3.Connection) -> int:
 
 
 def refuse_foreign(connection: sqlite3.Connection) -> None:
-    """A database without our version, but with tables, is another program's."""
+    """Raises for a database that has tables but not our version: it belongs to another program."""
     version, tables = connection.execute(
         "SELECT (SELECT user_version FROM pragma_user_version), count(*) FROM sqlite_master"
     ).fetchone()
@@ -97,11 +96,11 @@ def refuse_foreign(connection: sqlite3.Connection) -> None:
 
 
 def migrate(connection: sqlite3.Connection) -> None:
-    """Brings the tables to `VERSION`, each step in its own transaction; refuses a journal from the future."""
+    """Migrates the tables to `VERSION`, each step in a transaction; refuses a journal from a newer release."""
     while (version := read_version(connection)) < VERSION:
         connection.execute("BEGIN IMMEDIATE")
         try:
-            if read_version(connection) == version:  # another process may have been quicker
+            if read_version(connection) == version:  # another process may have migrated it meanwhile
                 statements, fill = STEPS[version]
                 for statement in filter(str.strip, statements.split(";")):
                     connection.execute(statement)

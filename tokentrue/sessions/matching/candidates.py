@@ -1,4 +1,4 @@
-"""An index from the loose key of a conversation, with and without its system prompt, to the recorded turns that end
+"""An index from a conversation's loose key, with and without its system prompt, to the recorded turns that end
 there."""
 
 from __future__ import annotations
@@ -31,9 +31,8 @@ from tokentrue.types import Message
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The key of the conversation after a node's served message, and how many messages lead through it. `turns_key`
-    leaves out the `num_system` messages of the system prompt. `tools` names the tools exactly, `loose_tools` whatever
-    their order."""
+    """The key of the conversation after a node's served message, and its number of messages. `turns_key` excludes
+    the `num_system` messages of the system prompt. `tools` identifies the tools exactly, `loose_tools` in any order."""
 
     key: bytes
     depth: int
@@ -44,14 +43,14 @@ class Place:
 
 
 class CandidateIndex:
-    """Grows with the tree: `add` every node after the tree has it."""
+    """Call `add` for every node after it was added to the tree."""
 
     def __init__(self, tree: Tree) -> None:
         self._tree = tree
         self._places: dict[str, Place] = {}
         self.ends: dict[bytes, list[Node]] = defaultdict(list)  # key after the served message -> nodes
         self.turns: dict[bytes, list[Node]] = defaultdict(list)  # the same without the system prompt
-        # key after any message -> the first node whose conversation leads through it
+        # key after any message -> the first node whose conversation contains it
         self.passed: dict[bytes, Node] = {}
         for node in tree.in_order():
             self.add(node)
@@ -85,7 +84,7 @@ class CandidateIndex:
         self.passed.setdefault(place.key, node)
 
     def _root_place(self, given: Sequence[Message]) -> Place:
-        """Before the first message of a root."""
+        """The place before the first message of a root."""
         return Place(
             key=START_KEY,
             depth=0,
@@ -96,8 +95,8 @@ class CandidateIndex:
         )
 
     def _reference(self, message: Message, parent: Node | None, seen: Mapping[str, CallRef]) -> CallRef | str | None:
-        """Where a tool result points: to a call of this node's own given messages, else to the nearest one on the path
-        before it."""
+        """The call that a tool result answers: one in this node's given messages, else the nearest one earlier on
+        the path."""
         call_id = message.get("tool_call_id")
         if not isinstance(call_id, str) or read_role(message) == "assistant":
             return None
@@ -116,7 +115,7 @@ class CandidateIndex:
 
 
 def chain_turns(previous: bytes, key: bytes, reference: CallRef | str | None, index: int, num_system: int) -> bytes:
-    """`chain_key` of a conversation without its system prompt: message `index` is counted from after it."""
+    """`chain_key` without the system prompt: message indices are counted from after it."""
     if index < num_system:
         return START_KEY
     if isinstance(reference, tuple):
@@ -125,8 +124,8 @@ def chain_turns(previous: bytes, key: bytes, reference: CallRef | str | None, in
 
 
 def _shows_anything(served: Message) -> bool:
-    """False for a turn that broke off before a client saw anything of it: no client can replay it, and its ids may be
-    unreadable."""
+    """False for a turn that ended before a client saw any of it: no client can replay it, and its ids may not
+    decode."""
     return bool(text_of(served.get("content")) or reasoning_of(served) or calls_of(served))
 
 
@@ -135,14 +134,14 @@ _TAGS = ("think", "thinking", "thought")
 
 
 def find_changes(served: Message, replayed: Message) -> tuple[str, ...] | None:
-    """Is a message that was sent back a known lossy projection of what was served? Returns the changes, sorted; `()`
-    where nothing visible differs; None where it is an edit.
+    """Compares a message that a client sent back with the one that was served. Returns the changes, sorted, if it is a
+    known lossy projection; `()` if nothing visible differs; None if it is an edit.
 
     The changes that harnesses are known to cause: `reasoning_dropped`, `reasoning_inlined`, `call_ids`, `arguments`,
-    `parts`, `empty_content`, `whitespace`, `extra_fields`. A wrong match is worse than a fork, so a replay that *adds*
-    to what was served (reasoning that was not there, one more call) is an edit too. The served text is never taken
-    apart: a think tag in it is text that the model wrote. Only the replay is searched for the served reasoning, inlined
-    before the served text.
+    `parts`, `empty_content`, `whitespace`, `extra_fields`. A wrong match is worse than a fork, so a replay that
+    *adds* to what was served (new reasoning, one more call) is an edit too. The served text is never split: a think
+    tag in it is text that the model wrote. Only the replay is searched for the served reasoning, inlined before the
+    served text.
     """
     if served is replayed:
         return ()
@@ -153,7 +152,7 @@ def find_changes(served: Message, replayed: Message) -> tuple[str, ...] | None:
 
 
 def _text_changes(served: Message, replayed: Message) -> set[str] | None:
-    """Of reasoning and visible text."""
+    """Changes of reasoning and visible text."""
     was, now = text_of(served.get("content")), text_of(replayed.get("content"))
     thought, given = reasoning_of(served), reasoning_of(replayed)
     if given.strip() and given.strip() != thought.strip():
@@ -176,8 +175,7 @@ def _text_changes(served: Message, replayed: Message) -> set[str] | None:
 
 
 def _find_inlined(replayed: str, *, thought: str, text: str) -> str | None:
-    """The reasoning that stands before `text` in a replay: `thought`, or nothing in an empty block; None where neither
-    does."""
+    """The reasoning before `text` in a replay: `thought`, or "" for an empty block; None if neither is there."""
     for block, rest in _inlined_blocks(replayed.strip()):
         if rest.strip() == text and block.strip() in ("", thought):
             return block.strip()
@@ -194,7 +192,7 @@ def _inlined_blocks(replayed: str) -> Iterator[tuple[str, str]]:
 
 
 def _split_at(text: str, mark: str) -> Iterator[tuple[str, str]]:
-    """Every way to cut `text` at `mark`."""
+    """Every split of `text` at `mark`."""
     at = text.find(mark)
     while at >= 0:
         yield text[:at], text[at + len(mark) :]
@@ -234,6 +232,6 @@ def _extra_changes(replayed: Message) -> set[str]:
 
 
 def format_changes(changes: tuple[str, ...], *, ambiguous: bool = False) -> str:
-    """`"exact"`, or the changes joined by `+`; an ambiguous choice between siblings says so."""
+    """`"exact"`, or the changes joined by `+`, marked if the choice between siblings is ambiguous."""
     names = list(changes) or ["exact"]
     return "+".join([*names, "ambiguous"] if ambiguous else names)

@@ -1,17 +1,17 @@
-"""Resolve a request against the record, changing nothing: `Continue(node, tail …) | Root(edge_reason …)`.
+"""Resolves a request against the record without changing it: `Continue(node, tail …) | Root(edge_reason …)`.
 
-The whole list of messages is matched against the tree as it is now, in four steps:
+The whole list of messages is matched against the current tree, in four steps:
 1. chained loose keys find the nodes whose conversation may be a prefix of the request (deepest first);
-2. every served turn on a candidate's path must be replayed exactly or with a known loss (`projections`);
+2. every served turn on a candidate's path must be replayed exactly or with a known loss (`find_changes`);
 3. every given message and the tools must be equal as JSON, or else render to the same ids;
-4. among those that fit, the one is chosen that was served whole, has the fewest given messages spelled otherwise, then
-   the fewest changes, is named by the request, was not asked again since, was not continued by this very request
-   before, and is the newest, in this order; where several have equally few of both and none is named, the match is
-   marked ambiguous.
-An agent may alternate between tool sets or system prompts (plan and act, a sub-agent with fewer tools). A request then
-rejoins the deepest turn under its own tools and system prompt; the turns after that were sampled elsewhere, are found
-by steps 1 to 4 under any tools (or, word for word, under any system prompt) and become references to their nodes.
-Nothing is remembered from one request to the next but how exactly these messages fit a path (`KnownFits`).
+4. candidates that fit are ranked: served whole, fewest given messages written differently, fewest changes, named by the
+   request, not asked again since, not continued by this very request before, newest. If several are equal in both
+   counts and none is named, the match is marked ambiguous.
+
+An agent may alternate between tool sets or system prompts (plan and act, a sub-agent with fewer tools). A request
+then rejoins the deepest turn under its own tools and system prompt. The later turns were sampled elsewhere: steps 1
+to 4 find them under any tools (or, if equal to the letter, under any system prompt), and they become references to
+their nodes. The only state kept between requests is how exactly their messages fit a path (`KnownFits`).
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _MAX_KNOWN_FITS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Continue:
-    """Continue after `node`; `tail` is what is new there, its call ids being those that were served. `edge_reason` is None
-    where nothing had continued `node` before. `origin` is the last turn of the tail that was sampled elsewhere."""
+    """Continues after `node` with the new messages `tail`, whose call ids are those that were served. `edge_reason`
+    is None if nothing had continued `node` before. `origin` is the last turn of the tail that was sampled elsewhere."""
 
     node: Node
     tail: tuple[Given, ...]
@@ -51,8 +51,8 @@ class Continue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Root:
-    """Nothing recorded can be continued token by token. `origin` is the node whose conversation it continues with other
-    tokens, if any."""
+    """Nothing recorded can be continued token by token. `origin` is the node whose conversation it continues with
+    other tokens, if any."""
 
     messages: tuple[Message, ...]
     given: tuple[Given, ...]
@@ -67,8 +67,8 @@ Resolution = Continue | Root
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PathFit:
-    """How the first `depth` messages of a request fit the path to a node: what changed in the served messages that it
-    sends back, and how many given messages are spelled otherwise."""
+    """How the first `depth` messages of a request fit the path to a node: the changes in replayed served messages,
+    and the number of given messages that are written differently."""
 
     depth: int = 0
     num_changes: int = 0
@@ -77,8 +77,8 @@ class PathFit:
 
 
 class KnownFits:
-    """The last fits of one session, by node and by the exact messages that they were found for: the next request of a
-    conversation walks only what it adds to the path."""
+    """A session's most recent fits, by node and exact messages: the next request of a conversation compares only
+    what it adds."""
 
     def __init__(self) -> None:
         self._fits: OrderedDict[tuple[str, bytes], PathFit] = OrderedDict()
@@ -93,23 +93,22 @@ class KnownFits:
 
 
 class Matcher:
-    """Resolves requests of one session."""
+    """Resolves the requests of one session."""
 
     def __init__(self, tree: Tree, renderer: Renderer) -> None:
         self._tree, self._renderer = tree, renderer
         self._index, self._fits = CandidateIndex(tree), KnownFits()
 
     def add(self, node: Node) -> None:
-        """`node` was added to the tree."""
+        """Call it after `node` was added to the tree."""
         self._index.add(node)
 
     @traced("resolve")
     async def resolve(
         self, conversation: Conversation, in_flight: Mapping[TurnKey, int], *, named: str | None = None
     ) -> Resolution:
-        """`in_flight` counts the turns that are being generated; `named` is the node that the request says it
-        continues. Waits only where long histories must be rendered to be compared; turns that are committed meanwhile
-        are not candidates."""
+        """`in_flight` counts the turns being generated; `named` is the node that the request says it continues.
+        Awaits only if long histories must be rendered to be compared; turns committed meanwhile are not candidates."""
         search = _Search(self._tree, self._index, self._renderer, self._fits, conversation, in_flight, named)
         found = await search.find_deepest()
         if found is None:
@@ -169,7 +168,7 @@ class Matcher:
         return replace(root, edge_reason=edge_reason, detail=detail)
 
     def _classify_root(self, conversation: Conversation) -> tuple[str, str]:
-        """Why nothing could be continued: the first message that no recorded conversation leads through says it."""
+        """Why nothing could be continued, judged by the first message that no recorded conversation contains."""
         passed = self._index.passed
         shared = next((i for i, key in enumerate(conversation.keys) if key not in passed), len(conversation.keys))
         if shared == 0:
@@ -188,8 +187,8 @@ class Matcher:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Match:
-    """The recorded turn to continue, how the request fits it, and whether others fit as well. `elsewhere` is a deeper
-    turn of the same conversation that was sampled under other tools or another system prompt."""
+    """The recorded turn to continue, how the request fits it, and whether others fit as well. `elsewhere` is a
+    deeper turn of the same conversation that was sampled under other tools or another system prompt."""
 
     node: Node
     fit: PathFit
@@ -199,7 +198,7 @@ class Match:
 
 
 class _Search:
-    """One request against every candidate."""
+    """Compares one request with every candidate."""
 
     def __init__(
         self,
@@ -216,7 +215,7 @@ class _Search:
         self._conversation, self._in_flight, self._named = conversation, in_flight, named
 
     async def find_deepest(self) -> Match | None:
-        """Under the request's own tools where there is such a turn, else under others."""
+        """The deepest turn under the request's own tools, else under others."""
         other: Match | None = None
         for at in range(len(self._conversation.facts) - 1, -1, -1):
             if self._conversation.facts[at].role != "assistant":
@@ -228,26 +227,26 @@ class _Search:
         return other
 
     async def _find_at(self, at: int, other: Match | None) -> Match | None:
-        """The turn that ends at message `at`. Once `other` is found, a turn under other tools does not matter."""
+        """The turn that ends at message `at`. Once `other` is found, turns under other tools are ignored."""
         nodes = self._index.ends.get(self._conversation.keys[at], ())
         if other is not None:
             nodes = [node for node in nodes if self._may_have_same_tools(node)]
         fits = [(node, fit) for node in nodes if (fit := self._fit(node)) is not None]
         fits = [(node, fit) for node, fit in fits if not fit.num_respelled or await self._renders_alike(node)]
-        # A whole answer before one that broke off.
+        # Prefer a complete answer to one that broke off.
         fits = [(node, fit) for node, fit in fits if node.outcome == "served"] or fits
         same = [(node, fit) for node, fit in fits if await self._has_same_tools(node)]
         if other is None:
             return self._choose(same or fits, same_tools=bool(same)) if fits else None
         if not same:
             return None
-        # Of twins, the one whose conversation went on to `other`.
+        # Of equal nodes, prefer the one whose conversation leads to `other`.
         passed = self._tree.conversation(other.node)
         same = [(node, fit) for node, fit in same if ServedRef(node.id) in passed] or same
         return self._choose(same, other=other)
 
     def _find_elsewhere(self, found: Match) -> Match:
-        """Looks for the later turns of the request under other system prompts, where nothing but that may differ."""
+        """Finds later turns of the request under other system prompts, where nothing else may differ."""
         facts = self._conversation.facts
         first = (found.elsewhere or found).fit.depth
         if all(facts[at].role != "assistant" for at in range(first, len(facts))):
@@ -274,11 +273,11 @@ class _Search:
         return found
 
     def _fit_turns(self, node: Node, num_system: int, joined: Node) -> PathFit | None:
-        """How the request after its system prompt fits the conversation of `node` after its own; None where a given
-        message is not the same to the letter."""
+        """Fits the request and the conversation of `node`, each after its system prompt; None unless all given
+        messages are identical."""
         items = self._tree.conversation(node)[self._index.place(node).num_system :]
-        # Under the first prompt of a kind, the turns to `joined` are the client's copies of what was served: they need
-        # not be spelled as in this request, which fits `joined` itself.
+        # Under the first prompt of a kind, the turns to `joined` are the client's copies of what was served: they may be
+        # written differently from this request, which fits `joined` itself.
         served = self._tree.conversation(joined)[num_system:]
         for at, (item, known) in enumerate(zip(items, served, strict=False)):
             if isinstance(known, ServedRef) and not isinstance(item, ServedRef):
@@ -317,8 +316,8 @@ class _Search:
         return replaced, key in self._tree.answers or bool(self._in_flight.get(key)), -node.seq
 
     def _fit(self, node: Node) -> PathFit | None:
-        """None where a turn on the path was edited. Siblings share the walk to their parent, as does the next
-        request."""
+        """None if a turn on the path was edited. Fits are cached: siblings, and the next request, reuse their
+        parent's."""
         fits, parent = self._fits, self._tree.parent(node)
         if node.id not in fits:
             if parent is not None and parent.id not in fits:
@@ -352,7 +351,7 @@ class _Search:
         )
 
     def _may_have_same_tools(self, node: Node) -> bool:
-        """False where the tools differ in more than their order."""
+        """False if the tools differ in more than their order."""
         place = self._index.place(node)
         return place.tools == self._conversation.tools_digest or place.loose_tools == self._loose_tools
 
@@ -369,8 +368,7 @@ class _Search:
         return tools_key(self._conversation.tools)
 
     async def _renders_alike(self, node: Node) -> bool:
-        """Are the given messages on the path to `node`, as they are spelled now, rendered to the same ids as the
-        recorded ones?"""
+        """True if the given messages on the path to `node`, as written in this request, render to the recorded ids."""
         recorded, now = self._tree.messages(node), list[Message]()
         for item, message in zip(self._tree.conversation(node), recorded, strict=True):
             sent = message if isinstance(item, ServedRef) else self._conversation.facts[len(now)].message
@@ -394,9 +392,9 @@ class _Search:
 
 
 def build_tail(tree: Tree, index: CandidateIndex, match: Match, conversation: Conversation) -> tuple[Given, ...]:
-    """What is new after `match.node`: recorded messages and references as far as `match.elsewhere` leads, then the
-    request's own. Tool results get the call ids that were served: templates may print them, and the sampled tokens may
-    hold them."""
+    """The new messages after `match.node`: recorded messages and references up to `match.elsewhere`, then the
+    request's own."""
+    # Tool results get the call ids that were served: templates may print them, and sampled tokens may contain them.
     depth = index.place(match.node).depth
     recorded: list[Given] = []
     if match.elsewhere is not None:
@@ -413,7 +411,7 @@ def build_tail(tree: Tree, index: CandidateIndex, match: Match, conversation: Co
 def _restore(
     tree: Tree, node: Node, depth: int, recorded: Sequence[Message], item: Given, reference: CallRef | str | None
 ) -> Given:
-    """`recorded` are the messages from index `depth` on that were recorded elsewhere."""
+    """`recorded` holds the messages from index `depth` on that were recorded elsewhere."""
     if isinstance(item, ServedRef) or not isinstance(reference, tuple) or reference[0] >= depth + len(recorded):
         return item  # no tool result, or one that answers a call of the request's own messages
     at, position = reference
@@ -436,8 +434,8 @@ def root_after(
     detail: str,
     origin: Node | None = None,
 ) -> Root:
-    """The conversation to `node` and `tail`, rendered again because of `edge_reason`. Served messages are given as references
-    to their nodes."""
+    """Renders the conversation to `node` and `tail` again because of `edge_reason`; served messages become
+    references."""
     given = (*tree.conversation(node), *tail)
     root = Root(
         messages=(*tree.messages(node), *tree.resolve(tail)),

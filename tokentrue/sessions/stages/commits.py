@@ -1,5 +1,4 @@
-"""A finished generation becomes a node with its place in the order of commits, and a node becomes a reply. `turn`
-writes them."""
+"""Builds nodes from finished generations, and replies from nodes. `turn` writes them."""
 
 from __future__ import annotations
 
@@ -47,12 +46,12 @@ class PreparedTurn:
     started: int
     identity: str
     request_keys: Sequence[str]  # grows while equal requests join
-    replaced: tuple[Message, ...] = ()  # what the client sent where a pinned system prompt stands
+    replaced: tuple[Message, ...] = ()  # the client's system prompt, where a pinned one replaces it
 
 
 def reserve_nodes(drafts: Sequence[Draft], prepared: PreparedTurn, tree: Tree) -> list[Node]:
-    """Builds the nodes, checks them (the prompt that was sent is the recorded one, the certificate fits) and reserves
-    their places."""
+    """Builds the nodes, checks them (recorded prompt equals the sent one, certificate fits) and reserves their
+    places."""
     nodes = [_node_from_draft(draft, prepared, tree, seq=tree.next_seq + index) for index, draft in enumerate(drafts)]
     tree.reserve(nodes)
     return nodes
@@ -122,7 +121,7 @@ def _own_routing(done: Completion, prompt: Prompt) -> RoutedExperts | None:
 
 
 def _storable(attempt: Attempt) -> Attempt:
-    """Arguments that JSON cannot hold (1e400, say) are kept only in `raw`."""
+    """Keeps arguments that JSON cannot represent (1e400, for example) only in `raw`."""
     try:
         return replace(attempt, arguments=freeze(attempt.arguments, "arguments"))
     except MessageError:
@@ -130,8 +129,8 @@ def _storable(attempt: Attempt) -> Attempt:
 
 
 def _sent_digest(completion: Completion, prompt: Prompt, tree: Tree) -> bytes:
-    """SHA-256 of what the provider sent to the engine, which must be what the record holds: compared by content, at
-    every commit."""
+    """SHA-256 of the prompt that the provider sent; raises unless it is the recorded prompt. Compared at every
+    commit."""
     recorded = tree.prompt_digest(prompt.parent, prompt.given_ids)
     sent = prompt.ids.sha256() if completion.prompt_digest is None else completion.prompt_digest
     if sent != recorded:
@@ -148,8 +147,7 @@ def _sent_digest(completion: Completion, prompt: Prompt, tree: Tree) -> bytes:
 
 
 def rows_from_nodes(nodes: Sequence[Node], parent: Node | None) -> list[Row]:
-    """What the journal cannot hold exactly is refused here: ids and log-probabilities are stored as they are, and the
-    JSON of everything else must give back what was written."""
+    """Raises if the journal cannot store a node exactly: its JSON must round-trip."""
     return [_row_from_node(node, parent) for node in nodes]
 
 
@@ -169,7 +167,7 @@ def _row_from_node(node: Node, parent: Node | None) -> Row:
 
 
 def reply_from_node(node: Node, parsed: Parsed, completion: Completion, *, from_record: bool = False) -> Reply:
-    """The client's own copy of the message: what it does with it changes nothing recorded."""
+    """The message is a copy: a client that changes it does not change the record."""
     return Reply(
         node=node.id,
         message=freeze(node.served, "served"),
@@ -200,7 +198,7 @@ def _completion_from_node(node: Node) -> Completion:
 
 
 async def replies_from_record(nodes: Sequence[Node], *, tree: Tree, renderer: Renderer) -> tuple[Reply, ...]:
-    """The answers that were given, from the record alone."""
+    """Rebuilds earlier replies from the record alone."""
     replies: list[Reply] = []
     for node in sorted(nodes, key=lambda node: node.choice):
         is_small = len(node.sampled_ids) < INLINE_IDS
@@ -217,7 +215,7 @@ _CURE = "switch it off, or use a session with training=False"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PinnedSampling:
-    """Sampling values that hold whatever the client asks for. A whole `Sampling` pins every field, a mapping those it
+    """Sampling values that override the client's. A whole `Sampling` pins every field, a mapping only the fields it
     names."""
 
     values: JsonMapping = field(default_factory=JsonObject)
@@ -240,8 +238,8 @@ class PinnedSampling:
 
 
 def resolve_sampling(requested: Sampling, pinned: PinnedSampling, *, renderer: Renderer, training: bool) -> Sampling:
-    """Pinned values over the client's, the renderer's stop tokens added. Penalties are refused where a trainer is to
-    score the tokens."""
+    """Pinned values over the client's, plus the renderer's stop tokens. Refuses penalties if a trainer will score
+    the tokens."""
     sampling = pinned.apply(requested)
     stops = tuple(dict.fromkeys((*renderer.stop_token_ids, *sampling.stop_token_ids)))
     sampling = replace(sampling, stop_token_ids=stops, extra=freeze(sampling.extra, "sampling.extra"))
@@ -251,8 +249,8 @@ def resolve_sampling(requested: Sampling, pinned: PinnedSampling, *, renderer: R
 
 
 async def check_truthful(sampling: Sampling, provider: Provider) -> None:
-    """Refuses filters under which the engine does not report the log-probabilities that it sampled from. An engine that
-    has not yet said what it can do is asked."""
+    """Refuses filters under which the engine does not report the log-probabilities that it sampled from. Queries the
+    engine if its capabilities are not known yet."""
     if not sampling.filters:
         return
     if provider.truthful_filters is None:
@@ -263,8 +261,7 @@ async def check_truthful(sampling: Sampling, provider: Provider) -> None:
 
 
 def identify_request(request: TurnRequest, conversation: Conversation, sampling: Sampling) -> bytes:
-    """Equal for equal requests only: messages, tools, sampling, template settings, n, dialect and the named node,
-    exactly."""
+    """A digest of the exact request: messages, tools, sampling, template settings, n, dialect and named node."""
     try:
         settings = dumps([sampling_to_json(sampling), request.template_kwargs])
     except (TypeError, ValueError) as error:
@@ -274,7 +271,7 @@ def identify_request(request: TurnRequest, conversation: Conversation, sampling:
 
 
 def format_identity(identity: bytes) -> str:
-    """As a node keeps it. Records without the prefix are older and name a request by looser keys."""
+    """The form that a node stores. Records without the prefix are older and identify a request by looser keys."""
     return f"exact:{identity.hex()}"
 
 

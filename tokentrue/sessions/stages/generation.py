@@ -1,8 +1,7 @@
-"""The n choices of a turn: the engine is asked, whole or streamed, and its tokens are checked and parsed. Nothing is
-written here.
+"""Generates the n choices of a turn, whole or streamed, and checks and parses their tokens. Writes nothing.
 
-A choice keeps what the engine has reported so far, so that a turn that ends early (the client left, the engine failed,
-the session was deleted) can still be recorded.
+A choice keeps the tokens received so far, so that a turn that ends early (the client left, the engine failed, the
+session was deleted) can still be recorded.
 """
 
 from __future__ import annotations
@@ -51,19 +50,19 @@ MOST_SAMPLED = 1 << 20  # tokens of one choice whose request has no max_tokens
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
-    """One sampled turn that is not in the record yet."""
+    """One sampled turn that is not recorded yet."""
 
     node_id: str
     choice: int
     completion: Completion
     parsed: Parsed
     served: Message
-    sampling: Sampling  # of this choice: its own seed
+    sampling: Sampling  # this choice's sampling, with its seed
     outcome: Outcome = "served"
 
 
 class Choice:
-    """One of the n answers to one request; `node_id` is the name reserved for it. With `emit`, the answer is streamed."""
+    """One of the n answers to one request; `node_id` is reserved for it. With `emit`, the answer is streamed."""
 
     def __init__(
         self,
@@ -89,7 +88,7 @@ class Choice:
         self._streamed: tuple[Parsed, Message] | None = None
 
     async def generate(self, provider: Provider, session_id: str) -> None:
-        """Asks the engine. The answer is kept here; `parse` gives it."""
+        """Calls the engine and keeps the completion for `parse`."""
         view = None if self._emit is None else _StreamView(self, self._renderer, self._emit)
         try:
             self._completion = await self._read(provider, session_id, view)
@@ -99,7 +98,7 @@ class Choice:
             self._streamed = view.finish()
 
     async def _read(self, provider: Provider, session_id: str, view: _StreamView | None) -> Completion:
-        """Chunks are checked and kept as they come, in case that the end does not; then the whole is checked."""
+        """Checks and keeps chunks as they arrive, in case the stream breaks off; then checks the whole."""
         final: Completion | None = None
         stream = provider.stream(self.prompt.ids, self.sampling, session=session_id, whole=view is None)
         async with aclosing(cast("AsyncGenerator[Chunk, None]", stream)) as chunks:
@@ -121,12 +120,11 @@ class Choice:
 
     @traced("parse")
     async def parse(self) -> Draft:
-        """The finished answer."""
         assert self._completion is not None
         return await self._build_draft(self._completion, "served")
 
     async def parse_partial(self, outcome: Outcome) -> Draft | None:
-        """Whatever the engine has reported, labelled with why it is not served; None where that is nothing."""
+        """The tokens received so far, labelled with why they are not served; None if there are none."""
         completion = self._completion or self._received.completion(len(self.prompt.ids))
         if completion is None or not completion.token_ids or self._is_invalid(completion):
             completion = self._received.completion(len(self.prompt.ids))
@@ -134,13 +132,13 @@ class Choice:
             return None
         try:
             return await self._build_draft(completion, outcome)
-        except EngineContractError:  # what cannot be parsed is still recorded: the ids are what matters
+        except EngineContractError:  # record it even if it cannot be parsed: the ids are what matters
             empty: Message = {"role": "assistant", "content": ""}
             parsed = Parsed(message=empty)
             return self._make_draft(completion, parsed, empty, outcome)
 
     def _is_invalid(self, completion: Completion) -> bool:
-        """True for an answer that cannot be recorded."""
+        """True if the answer cannot be recorded."""
         try:
             check_completion(completion, self.prompt)
         except EngineContractError:
@@ -172,7 +170,7 @@ class Choice:
 
 
 class _StreamView:
-    """A choice as its client sees it grow: what each chunk adds is emitted at once."""
+    """Emits what each chunk adds to a choice."""
 
     def __init__(self, choice: Choice, renderer: Renderer, emit: Callable[[TurnEvent], None]) -> None:
         self._choice, self._emit = choice, emit
@@ -203,7 +201,7 @@ class _StreamView:
 
 
 def _parse(parse: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    """Sampled ids that no tokenizer knows are the engine's fault, not the client's."""
+    """Raises an engine error, not a client error, for sampled ids that the tokenizer does not know."""
     try:
         return parse(*args, **kwargs)
     except (RenderError, TokenContractError) as error:
@@ -211,7 +209,7 @@ def _parse(parse: Callable[..., T], *args: Any, **kwargs: Any) -> T:
 
 
 def check_completion(completion: Completion, prompt: Prompt) -> None:
-    """The engine's own account must agree with what it was sent, and the record must be able to hold it."""
+    """Raises unless the engine's report agrees with what it was sent and can be recorded."""
     if completion.prompt_tokens is not None and completion.prompt_tokens != len(prompt.ids):
         raise EngineContractError(
             f"the engine counted {completion.prompt_tokens} prompt tokens of the {len(prompt.ids)} that were sent"
@@ -230,7 +228,7 @@ def _check_version(version: int) -> None:
 
 
 class _Received:
-    """What the engine has reported so far, each chunk checked before anyone sees it; at most `limit` tokens."""
+    """The tokens received so far, at most `limit`; each chunk is checked before it is passed on."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -240,14 +238,14 @@ class _Received:
         self._masks: list[SamplingMask | None] = []  # of each chunk
 
     def add(self, chunk: Chunk) -> Chunk:
-        """The chunk, cut where the token limit is reached."""
+        """Returns the chunk, cut at the token limit."""
         if len(chunk.token_ids) != len(chunk.logprobs) or not are_logprobs(chunk.logprobs):
             raise EngineContractError(
                 f"{len(chunk.token_ids)} streamed ids came with log-probabilities {list(chunk.logprobs)!r}"
             )
         _check_version(chunk.policy_version)
         if min(chunk.token_ids) < 0 or max(chunk.token_ids) > MAX_INT32:
-            TokenIds(chunk.token_ids)  # raises, and names the place
+            TokenIds(chunk.token_ids)  # raises with the position
         room = self._limit - len(self.token_ids)
         if len(chunk.token_ids) > room:
             mask = None if chunk.sampling_mask is None else chunk.sampling_mask.cut(0, room)
@@ -260,12 +258,12 @@ class _Received:
         return chunk
 
     def is_all_of(self, final: Completion) -> bool:
-        """What was streamed, and what is recorded, are the same tokens with the same log-probabilities."""
+        """True if the streamed and the final tokens and log-probabilities are equal."""
         is_same = final.token_ids == TokenIds(self.token_ids)
         return is_same and array("d", final.logprobs) == self._logprobs
 
     def completion(self, prompt_tokens: int) -> Completion | None:
-        """An aborted one; None where nothing was reported."""
+        """The received tokens as an aborted completion; None if there are none."""
         if not len(self.token_ids):
             return None
         versions = spans_from_runs(self._runs)
@@ -281,8 +279,7 @@ class _Received:
 
 @traced("generate")
 async def generate_all(choices: Sequence[Choice], provider: Provider, session_id: str) -> None:
-    """Returns when every choice has its answer, or raises the first failure after the others were cancelled and have
-    ended."""
+    """Returns when every choice is complete, or raises the first failure after cancelling and awaiting the others."""
     await _run_all([choice.generate(provider, session_id) for choice in choices])
 
 
@@ -298,16 +295,16 @@ async def _run_all(works: list[Coroutine[Any, Any, None]]) -> None:
         await asyncio.wait(tasks)
         for task in tasks:
             if not task.cancelled():
-                task.exception()  # retrieved: the first one is being raised
+                task.exception()  # retrieve the exceptions: the first one is being raised
         raise
 
 
-_MADE_UP = re.compile(r"call_[0-9a-f]{24}")  # by a parser, for a format that carries no ids
+_MADE_UP = re.compile(r"call_[0-9a-f]{24}")  # generated by a parser, for a format that carries no ids
 
 
 def make_call_id(node_id: str, index: int) -> str:
-    """The same in a stream and in the committed turn; two answers to one prompt never share an id. An id that the model
-    wrote itself stays (it is in its tokens), unless it has the form of those that parsers make up."""
+    """The call id, equal in a stream and in the committed turn, and different in two answers to one prompt. An id
+    that the model wrote is kept (it is in its tokens), unless it has the form that parsers generate."""
     return f"call_{node_id[:20]}{index:04x}"
 
 
@@ -316,7 +313,7 @@ def _choose_id(written: str, node_id: str, index: int) -> str:
 
 
 def serve_message(parsed: Parsed, node_id: str, *, stops: Sequence[str]) -> Message:
-    """The message of a whole turn. Of the visible text, the client sees what precedes the first stop string."""
+    """The message of a whole turn; visible text ends before the first stop string."""
     message: JsonObject = dict(parsed.message)
     calls = calls_of(message)
     if calls:
@@ -332,24 +329,23 @@ def _with_id(call: JsonMapping, node_id: str, index: int) -> JsonObject:
 
 
 def chat_finish_reason(reply: Reply) -> str:
-    """`finish_reason` of a chat completion. An aborted turn is left open, too; the protocol has no other word for it
-    than "length"."""
+    """`finish_reason` of a chat completion."""
+    # An aborted turn is incomplete, too; "length" is the protocol's only word for it.
     if reply.completion.finish is not Finish.STOP:
         return "length"
     return "tool_calls" if reply.message.get("tool_calls") else "stop"
 
 
 def find_stop(text: str, stops: Sequence[str]) -> int | None:
-    """Where the stop string begins that is complete first (of two complete at once, the longer): the one at which an
-    engine stops."""
+    """The start of the stop string that completes first (the longer of two): the one at which an engine stops."""
     found = [(at + len(stop), at) for stop in stops if stop and (at := text.find(stop)) >= 0]
     return min(found)[1] if found else None
 
 
 class StreamedMessage:
-    """What a stream has shown of a message so far. Its final state is the served message.
+    """The message as streamed so far; its final state is the served message.
 
-    Text that may be the beginning of a stop string is held back until it is known not to be.
+    Text that may begin a stop string is held back until that is decided.
     """
 
     def __init__(self, node_id: str, stops: Sequence[str]) -> None:
@@ -359,7 +355,7 @@ class StreamedMessage:
         self._calls: list[dict[str, str]] = []
 
     def feed(self, delta: Delta) -> Delta | None:
-        """The delta as the client may see it; None where it shows nothing."""
+        """The delta that the client may see; None if it shows nothing."""
         if delta.call is not None:
             delta = self._feed_call(delta)
         self._reasoning += delta.reasoning
@@ -391,11 +387,10 @@ class StreamedMessage:
         return shown
 
     def finish(self, served: Message) -> tuple[list[Delta], Message]:
-        """The deltas that are still missing from `served`, and the message that the client then has.
+        """Returns the deltas still missing from `served`, and the message that the client then has.
 
-        The two are equal to what the whole turn serves, unless the stream has shown something that the whole parse
-        takes back (a call that broke off): then the record keeps what was shown, because that is what the client has
-        and will replay.
+        That message is `served`, unless the stream has shown something that the whole parse takes back (a call that
+        broke off). The record then keeps what was shown, because the client has it and will replay it.
         """
         deltas: list[Delta] = []
         message = dict(served)
@@ -440,5 +435,5 @@ class StreamedMessage:
 
 
 def deltas_from_message(message: Message) -> Iterator[Delta]:
-    """A whole message as deltas: for a recorded answer that is streamed again."""
+    """Splits a whole message into deltas, to stream a recorded answer again."""
     yield from StreamedMessage("", ()).finish(message)[0]

@@ -1,14 +1,14 @@
-"""Pinned prompts: the first system prompt of a conversation stays, whatever the agent sends in its place later.
+"""Pinned prompts: a conversation keeps its first system prompt, whatever the agent sends later.
 
-Some agents put a clock or a list of files into their system prompt: every turn then begins with other tokens and is a
-separate conversation. With `pin=("system",)` a request that continues a recorded turn is read as if it began with the
-system prompt of that turn. That is what the model is given and what is recorded and trained on; the node keeps what the
-client sent instead (`replaced`).
+Some agents put a clock or a list of files into their system prompt, so that every turn begins with other tokens and
+becomes a separate conversation. With `pin=("system",)` a request that continues a recorded turn is read as if it began
+with that turn's system prompt: the model gets it, and it is recorded and trained on. The node keeps the client's prompt
+in `replaced`.
 
-Whether a turn is continued, the tools and all messages after the system prompt say. A request that continues none opens
-a conversation with its own prompt: sub-agents and side requests keep theirs, also where they begin with the same
-message. Only the record decides: a turn that was refused or failed leaves nothing behind, and a reopened session knows
-the same prompts.
+The tools and all messages after the system prompt decide whether a turn is continued. A request that continues none
+opens a conversation with its own prompt: sub-agents and side requests keep theirs, even if they begin with the same
+message. Only the record decides: a refused or failed turn has no effect, and a reopened session has the same
+prompts.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ PINNABLE = ("system",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PinnedRequest:
-    """`conversation` is what the model is given, `prompt` the system prompt that it begins with; `replaced` is the one
-    that the client sent, where it is another."""
+    """`conversation` is what the model gets, `prompt` its system prompt; `replaced` is the client's prompt, if it
+    differs."""
 
     conversation: Conversation
     prompt: tuple[Message, ...] = ()
@@ -45,12 +45,12 @@ class PinnedPrompts:
     def __init__(self, pin: Sequence[str], tree: Tree) -> None:
         self._is_on = "system" in pin
         self._tree = tree
-        self._roots: dict[bytes, list[Node]] = defaultdict(list)  # by their tools and first message
+        self._roots: dict[bytes, list[Node]] = defaultdict(list)  # by tools and first message
         for node in tree.in_order():
             self.add(node)
 
     def add(self, node: Node) -> None:
-        """A committed turn that begins a conversation pins its prompt."""
+        """Pins the prompt of a committed turn that begins a conversation."""
         if not self._is_on or node.parent is not None:
             return
         messages = self._tree.given_messages(node)
@@ -59,7 +59,7 @@ class PinnedPrompts:
             self._roots[_root_key(messages[length], digest(node.tools))].append(node)
 
     def apply(self, conversation: Conversation, *, retried: tuple[Message, ...] = ()) -> PinnedRequest:
-        """`retried` is the prompt of the earlier request that has the key of this one."""
+        """`retried` is the prompt of the earlier request with the same key."""
         length = count_system(read.role for read in conversation.facts) if self._is_on else 0
         if not 0 < length < len(conversation):
             return PinnedRequest(conversation=conversation)
@@ -74,9 +74,9 @@ class PinnedPrompts:
         return tuple(messages[: _count_prompt(messages)])
 
     def _find_prompt(self, sent: tuple[Message, ...], conversation: Conversation) -> tuple[Message, ...]:
-        """The prompt of the conversation that the messages after `sent` continue; `sent` where they continue none. Of
-        several that they continue equally far, the one counts that was sent this very prompt; otherwise nothing tells
-        which is meant, and a new conversation is better than the wrong one."""
+        """The prompt of the conversation that the messages after `sent` continue; `sent` if they continue none."""
+        # Of several continued equally far, take the one that was sent this very prompt. Otherwise the choice would be a
+        # guess, and a new conversation is better than the wrong one.
         rest = conversation.facts[len(sent) :]
         roots = self._roots.get(_root_key(rest[0].message, conversation.tools_digest), ())
         found = {root.id: self.prompt(root) for root in roots if self._end_of_replay(root, rest, 0)}
@@ -89,7 +89,7 @@ class PinnedPrompts:
         return sent if not found or _has_several(found.values()) else next(iter(found.values()))
 
     def _find_deepest(self, root: Node, rest: Sequence[ConversationMessage]) -> tuple[Node, int]:
-        """The last turn after `root` that `rest` replays, and how many of its messages lead through it."""
+        """The last turn after `root` that `rest` replays, and the number of messages up to it."""
         best, waiting = (root, 0), [(root, 0)]
         while waiting:
             node, start = waiting.pop()
@@ -99,7 +99,7 @@ class PinnedPrompts:
         return best
 
     def _end_of_replay(self, node: Node, rest: Sequence[ConversationMessage], start: int) -> int:
-        """Where the messages of `node` end if `rest` has them from `start` on; 0 where it does not."""
+        """The end of the messages of `node` if `rest` has them from `start` on; otherwise 0."""
         recorded = [*self._tree.given_messages(node), node.served]
         recorded = recorded if start else recorded[_count_prompt(recorded) :]
         now = rest[start : start + len(recorded)]

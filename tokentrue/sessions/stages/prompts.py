@@ -1,8 +1,8 @@
-"""A resolution becomes a prompt: the recorded ids, untouched, and what the renderer adds; or a new root where it
+"""Builds a prompt from a resolution: the recorded ids, untouched, and what the renderer adds; or a new root if it
 refuses.
 
-Turns that were sampled elsewhere (under other tools, say) follow the recorded ids as if they had been sampled there:
-the renderer adds the messages before each of them, then come its own sampled ids.
+Turns that were sampled elsewhere (under other tools, for example) are appended as if they had been sampled here: the
+renderer adds the messages before each of them, then come their recorded sampled ids.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tokentrue.types import Extension, Message, PromptSpan, Refusal, Rendered, T
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """What the engine is given, and where it comes from. `ids == full_ids(parent) + given_ids`."""
+    """The engine's prompt and its provenance. `ids == full_ids(parent) + given_ids`."""
 
     ids: TokenIds
     given_ids: TokenIds
@@ -48,7 +48,7 @@ async def build_prompt(
     limits: SessionLimits,
     in_flight: Mapping[TurnKey, int],
 ) -> Prompt:
-    """`in_flight` counts the turns that are being generated."""
+    """`in_flight` counts the turns being generated."""
     if isinstance(resolution, Continue):
         chars = count_chars(tree.resolve(resolution.tail))
         limits.check_text(chars)
@@ -111,8 +111,8 @@ def _extend_by_parts(
     node: Node,
     kwargs: TemplateKwargs,
 ) -> tuple[TokenIds, tuple[PromptSpan, ...]] | Refusal:
-    """`ids` of `node` and after them `tail`, with the spans of what was added. A part of the tail ends with a turn that
-    was sampled elsewhere, or with the tail."""
+    """`ids` of `node` extended by `tail`, with the spans of what was added. Each part of the tail ends with a turn
+    that was sampled elsewhere, or with the tail."""
     messages, spans, start = list(history), list[PromptSpan](), len(ids)
     first = 0
     ends = [at for at, item in enumerate(tail) if isinstance(item, ServedRef)]
@@ -153,8 +153,8 @@ def _move_spans(spans: Sequence[PromptSpan], *, by: int, first_message: int) -> 
 
 
 def _opens_alike(extension: Extension, copied: Node) -> bool:
-    """Do the added ids open the model's turn as they did where it was sampled? What a turn says depends on that: text
-    after an open think tag is reasoning."""
+    """True if the added ids open the model's turn as they did where it was sampled."""
+    # The opening decides what a turn means: text after an open think tag is reasoning.
     opened_at = extension.spans[-1].start if extension.spans and extension.spans[-1].message is None else 0
     opener = extension.added_ids[opened_at:]
     return copied.given_ids[-len(opener) :] == opener
@@ -165,7 +165,7 @@ async def _render(
 ) -> Prompt:
     def render() -> Rendered:
         rendered = renderer.render(resolution.messages, tools, template_kwargs=dict(template_kwargs) or None)
-        rendered.token_ids.sha256()  # the provider will ask for it
+        rendered.token_ids.sha256()  # the provider will request it
         return rendered
 
     rendered = await run_by_size(render, chars)
@@ -185,7 +185,7 @@ async def _render(
 async def _has_same_context(
     renderer: Renderer, tree: Tree, node: Node, tools: Tools | None, kwargs: JsonMapping
 ) -> bool:
-    """Do these template settings change only how the generation prompt ends? Compared on the root's own messages."""
+    """True if these template settings change only the end of the generation prompt. Compared on the root's messages."""
     root = tree.path(node)[0]
     messages = tree.given_messages(root)
 
@@ -197,6 +197,6 @@ async def _has_same_context(
         short, long = sorted(renders, key=len)
         return (
             long[: len(short) - 1] == short[:-1]
-        )  # one goes on where the other ends, or they part at the very last token
+        )  # one continues where the other ends, or they differ only in the last token
 
     return await run_by_size(compare, count_chars(messages))
