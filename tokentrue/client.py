@@ -56,8 +56,8 @@ Request: TypeAlias = tuple[str, str, JsonMapping | None]  # method, path and bod
 
 
 class SessionSettings(TypedDict, total=False):
-    """`training=False` admits sampling that no trainer can score; `pin=["system"]` keeps the first system prompt of
-    each conversation."""
+    """`training=False` admits sampling that no trainer can score; `pin=["system"]` keeps each conversation's first
+    system prompt."""
 
     session_id: str | None
     group: str | None
@@ -79,7 +79,7 @@ def _connection_options(url: str, admin_key: str | None, timeout_s: float) -> di
 
 
 def _raise_unreachable(url: httpx.URL, error: Exception) -> NoReturn:
-    if isinstance(error, GatewayUnreachable):  # it answered, with a failure of its own
+    if isinstance(error, GatewayUnreachable):  # it responded, with an error status
         raise error
     raise GatewayUnreachable(
         f"no gateway is reachable at {str(url).rstrip('/')}: {error or type(error).__name__}; is `tokentrue serve` running?"
@@ -98,7 +98,7 @@ def _encode_body(body: JsonMapping | None) -> JsonObject:
 
 
 def _decode_answer(method: str, path: str, response: httpx.Response) -> JsonValue:
-    """The JSON of a successful answer; any other becomes a typed error with the gateway's message."""
+    """The JSON of a successful response; any other response raises a typed error with the gateway's message."""
     if response.is_success:
         return orjson.loads(response.content) if response.content else None
     try:
@@ -171,8 +171,6 @@ class _SessionAddress:
 
 
 class ClientSession(_SessionAddress):
-    """One session of a gateway."""
-
     def __init__(self, client: Client, opened: JsonMapping) -> None:
         super().__init__(opened)
         self._client = client
@@ -196,11 +194,11 @@ class ClientSession(_SessionAddress):
         return self._client.session_samples(self.id)
 
     def state(self) -> JsonObject:
-        """As GET /sessions/{id} gives it."""
+        """The response of GET /sessions/{id}."""
         return self._client.session_state(self.id)
 
     def end(self, *, purge: bool = False) -> None:
-        """No further turn is admitted; samples stay readable unless `purge`."""
+        """Admits no further turn; samples stay readable unless `purge`."""
         self.close()
         self._client.call(*_end_request(self.id, purge=purge))
 
@@ -211,7 +209,7 @@ class ClientSession(_SessionAddress):
 
 
 class Client:
-    """Administers a gateway. `admin_key` may come from TOKENTRUE_ADMIN_KEY."""
+    """Administers a gateway. `admin_key` defaults to TOKENTRUE_ADMIN_KEY."""
 
     def __init__(self, url: str, admin_key: str | None = None, *, timeout_s: float = 600.0) -> None:
         self._http = httpx.Client(**_connection_options(url, admin_key, timeout_s))
@@ -231,8 +229,8 @@ class Client:
 
     @contextmanager
     def session(self, **settings: Unpack[SessionSettings]) -> Generator[ClientSession, None, None]:
-        """`open`, as a context manager: the session ends with the block. After an exception it stays open, to be
-        inspected or resumed."""
+        """`open` as a context manager that ends the session. After an exception it stays open, to be inspected or
+        resumed."""
         session = self.open(**settings)
         try:
             yield session
@@ -243,23 +241,23 @@ class Client:
     def sessions(
         self, *, limit: int = 100, offset: int = 0, group: str | None = None, after: JsonMapping | None = None
     ) -> list[JsonObject]:
-        """Newest first. `after`, an item of an earlier list: those behind it. Unlike `offset` it leaves none out and
-        gives none twice while sessions are opened and purged."""
+        """Newest first. `after` is an item of an earlier list; unlike `offset`, it neither skips nor repeats
+        sessions while others are opened and purged."""
         return self.call(*_list_request(limit, offset, group, after))["sessions"]
 
     def session_state(self, session_id: str) -> JsonObject:
-        """What GET /sessions/{id} gives."""
+        """The response of GET /sessions/{id}."""
         return self.call("GET", session_path(session_id))
 
     def session_samples(self, session_id: str) -> SessionSamples:
         return _samples_from(self.call("GET", f"{session_path(session_id)}/samples"))
 
     def reward_session(self, session_id: str, reward: float, *, group: str | None = None) -> None:
-        """Of a session that another program opened. `group` names its group where it has none."""
+        """Rewards a session that another program opened. `group` sets its group if it has none."""
         self.call(*_reward_request(session_id, reward=reward, group=group))
 
     def end_session(self, session_id: str) -> None:
-        """No further turn is admitted; samples stay readable."""
+        """Admits no further turn; samples stay readable."""
         self.call(*_end_request(session_id, purge=False))
 
     def delete_session(self, session_id: str) -> None:
@@ -279,7 +277,7 @@ class Client:
             time.sleep(0.2)
 
     def call(self, method: str, path: str, body: JsonMapping | None = None) -> JsonValue:
-        """The JSON that any administrative route answers."""
+        """The JSON response of any administrative route."""
         try:
             return _decode_answer(method, path, self._http.request(method, path, **_encode_body(body)))
         except httpx.TransportError as error:
@@ -324,8 +322,7 @@ class AsyncClientSession(_SessionAddress):
 
 
 class AsyncClient:
-    """`Client` with `await`; its methods say what each does. `retries` is how often a call is repeated while the gateway
-    is away."""
+    """`Client` with `await`. `retries` is how often a call is repeated while the gateway is unreachable."""
 
     def __init__(self, url: str, admin_key: str | None = None, *, timeout_s: float = 600.0, retries: int = 0) -> None:
         options = _connection_options(url, admin_key, timeout_s)

@@ -35,7 +35,7 @@ from __future__ import annotations
 
 
 class TokenTrueError(Exception):
-    """Root of everything that tokentrue raises on purpose. `code` is stable and machine-readable."""
+    """Root of every exception that tokentrue raises deliberately. `code` is stable and machine-readable."""
 
     code = "error"
 
@@ -91,7 +91,7 @@ class SessionNotFound(SessionError):
 
 
 class SessionElsewhere(SessionError):
-    """`url` is the address of the gateway that owns the session, where it is known."""
+    """`url` is the address of the gateway that owns the session, if known."""
 
     code = "session_elsewhere"
     retry_after_s = 1.0
@@ -110,8 +110,8 @@ class KeyConflict(SessionConflict):
 
 
 class LimitExceeded(SessionError):
-    """A size, a count or an age. With `retry_after_s` the limit is on what is in flight, and the same request may
-    succeed later."""
+    """A size, count or age. With `retry_after_s` the limit is on work in flight, and the same request may succeed
+    later."""
 
     code = "limit_exceeded"
 
@@ -141,7 +141,7 @@ class EngineRejected(EngineError):
 
 
 class PromptTooLong(EngineRejected):
-    """The code is OpenAI's and the words "prompt is too long" are Anthropic's: agents look for them and shorten their
+    """The code is OpenAI's and "prompt is too long" is Anthropic's: agents look for them and shorten the
     conversation."""
 
     code = "context_length_exceeded"

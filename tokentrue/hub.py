@@ -1,8 +1,7 @@
-"""Where a model's files are, a directory or a hub id whose files the hub serves or its cache holds; and the one place
-that loads them.
+"""Locates and loads a model's files: a directory, or a hub id whose files come from the hub or its cache.
 
-transformers asks a hub that it cannot reach for file after file, each six times over 23 seconds. One request, sent
-before, tells whether the hub answers; where it does not, the cache is used, or the error says what to do.
+transformers requests file after file from an unreachable hub, each six times over 23 seconds. One request in advance
+shows whether the hub responds; if not, the cache is used, or the error says what to do.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ SMALL_FILES = (
     "*.txt",
     "*.model",
     "*.tiktoken",
-)  # tokenizer, templates and configurations: everything but weights
+)  # everything but weights
 
 
 def load_causal_model(model: str | Path, *, dtype: str, **options: Any) -> Any:
-    """On the host; `options` are those of transformers."""
+    """Loads to host memory; `options` are those of transformers."""
     from transformers import AutoModelForCausalLM
 
     return _load(AutoModelForCausalLM, model, dtype=dtype, **options)
@@ -40,7 +39,7 @@ def _load(kind: Any, model: str | Path, **options: Any) -> Any:
     located = locate_model(model)
     try:
         return kind.from_pretrained(located, **options)
-    except Exception as error:  # transformers raises many kinds; to the user they are one
+    except Exception as error:  # transformers raises many kinds of error; users see one
         raise ConfigError(f"model: cannot load {str(model)!r}: {one_line(error)}") from error
 
 
@@ -49,7 +48,7 @@ def one_line(error: Exception) -> str:
 
 
 def locate_model(model: str | Path) -> str:
-    """`model` itself, or the cached directory of a hub id while the hub cannot be reached."""
+    """`model` itself, or the cached directory of a hub id while the hub is unreachable."""
     if _is_directory(model):
         return str(model)
     reason = why_unreachable()
@@ -64,7 +63,7 @@ def locate_small_files(model: str | Path) -> Path:
 
 
 def _is_directory(model: str | Path) -> bool:
-    """False for a hub id. A `Path`, and a text that is no hub id, must be a directory."""
+    """False for a hub id. Raises if a `Path`, or a text that is not a hub id, is not a directory."""
     if Path(model).is_dir():
         return True
     if isinstance(model, Path) or not is_hub_id(model):
@@ -75,13 +74,13 @@ def _is_directory(model: str | Path) -> bool:
 
 
 def _download(model: str, reason: str | None, **options: Any) -> str:
-    """`reason` is why the hub cannot be reached, None where it can."""
+    """`reason` says why the hub is unreachable; None if it is reachable."""
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
         return str(snapshot_download(model, local_files_only=reason is not None, **options))
-    except Exception as error:  # the library raises many kinds; to the user they are one
+    except Exception as error:  # the library raises many kinds of error; users see one
         if reason is not None and isinstance(error, LocalEntryNotFoundError):
             raise ConfigError(
                 f"model: {model!r} is neither a directory here nor in the hub's cache, and the hub cannot be reached ({reason}); "
@@ -91,7 +90,7 @@ def _download(model: str, reason: str | None, **options: Any) -> str:
 
 
 def is_hub_id(model: str) -> bool:
-    """Any other name is a path, for which no hub is asked."""
+    """Any other name is a path, for which no hub is queried."""
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
     try:
@@ -102,7 +101,7 @@ def is_hub_id(model: str) -> bool:
 
 
 def why_unreachable() -> str | None:
-    """None where the hub answers, whatever it says."""
+    """None if the hub responds, with any status."""
     import httpx
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session

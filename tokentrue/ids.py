@@ -1,13 +1,12 @@
-"""TokenIds: the one form of token ids outside tensors.
+"""TokenIds: the representation of token ids outside tensors.
 
-An immutable sequence of int32 over `bytes`. A slice is a view of the same bytes; prefix test, equality and hash are
-operations on bytes; the journal stores `tobytes()` as it is. Because nothing can change ids after they were made,
-whoever holds the same object holds
-the same content: what was checked is what is sent, and what was sent is what is recorded.
+An immutable sequence of int32 over `bytes`. A slice is a view of the same bytes; prefix test, equality and hash work on
+bytes; the journal stores `tobytes()` unchanged. Ids cannot change after construction, so what was checked is what is
+sent, and what was sent is what is recorded.
 
-    >>> ids = TokenIds([151644, 872, 198, 17])
-    >>> ids[1:3], ids.startswith(ids[:2]), ids == (151644, 872, 198, 17)
-    (TokenIds([872, 198]), True, True)
+>>> ids = TokenIds([151644, 872, 198, 17])
+>>> ids[1:3], ids.startswith(ids[:2]), ids == (151644, 872, 198, 17)
+(TokenIds([872, 198]), True, True)
 """
 
 from __future__ import annotations
@@ -38,16 +37,16 @@ class HashState(Protocol):
 
 
 class TokenIds(Sequence[int]):
-    """See the module. Build from any iterable of integers, or from stored bytes with `from_bytes`."""
+    """Immutable token ids. Build from any iterable of integers, or from stored bytes with `from_bytes`."""
 
     __slots__ = ("_hash", "_view")
     _view: memoryview  # read-only, format "i", over bytes
     _hash: (
         HashState | None
-    )  # SHA-256 over the ids, once it was asked for; ids that are made by appending to these go on from it
+    )  # SHA-256 state over the ids, once requested; ids made by appending to these continue from it
 
     def __new__(cls, ids: Iterable[int] = ()) -> TokenIds:
-        """`TokenIds(ids)` of ids that are TokenIds already is the same object."""
+        """Returns the same object if `ids` is a TokenIds already."""
         return ids if isinstance(ids, TokenIds) else cls._of(_view_of_bytes(_pack(ids)))
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -55,7 +54,7 @@ class TokenIds(Sequence[int]):
 
     @classmethod
     def from_bytes(cls, data: bytes) -> TokenIds:
-        """Ids from the little-endian bytes that `tobytes` gives."""
+        """From little-endian int32 bytes, as `tobytes` returns them."""
         if len(data) % _SIZE:
             raise TokenContractError(f"{len(data)} bytes are not a whole number of token ids ({_SIZE} bytes each)")
         if sys.byteorder == "big":
@@ -64,7 +63,7 @@ class TokenIds(Sequence[int]):
 
     @classmethod
     def concat(cls, parts: Iterable[TokenIds]) -> TokenIds:
-        """The parts end to end, in one copy. Where the SHA-256 of the first is known, only the others are hashed."""
+        """Concatenates in one copy. If the SHA-256 state of the first part is known, only the others are hashed."""
         parts = [part for part in parts if len(part._view)]
         known = parts[0]._hash if parts else None
         if known is not None:
@@ -82,7 +81,7 @@ class TokenIds(Sequence[int]):
 
     @property
     def view(self) -> memoryview:
-        """The ids as a read-only buffer of native int32, for numpy and torch: no copy."""
+        """A read-only buffer of native int32, for numpy and torch, without a copy."""
         return self._view
 
     def tobytes(self) -> bytes:
@@ -94,7 +93,7 @@ class TokenIds(Sequence[int]):
         return self._view.tolist()
 
     def sha256(self) -> bytes:
-        """The digest of `tobytes()`, computed once: the ids cannot change."""
+        """The digest of `tobytes()`, computed once."""
         known = self._hash
         if known is None:
             known = sha256(self._little_endian())
@@ -105,7 +104,6 @@ class TokenIds(Sequence[int]):
         return self._view if sys.byteorder == "little" else self.tobytes()
 
     def startswith(self, prefix: Sequence[int]) -> bool:
-        """Bit for bit."""
         return _bytes_of(self._view).startswith(
             prefix._view if isinstance(prefix, TokenIds) else TokenIds(prefix)._view
         )
@@ -145,7 +143,7 @@ class TokenIds(Sequence[int]):
         return TokenIds.concat((TokenIds(other), self))
 
     def __eq__(self, other: object) -> bool:
-        """Equal to another TokenIds with the same bytes, and to a tuple or list of the same integers."""
+        """Equal to a TokenIds with the same bytes, and to a tuple or list of the same integers."""
         if isinstance(other, TokenIds):
             # bytes compare by memcmp; two memoryviews would be compared item by item.
             return self._view is other._view or (
@@ -176,13 +174,13 @@ class TokenIds(Sequence[int]):
 
 
 def _pack(ids: Iterable[int]) -> bytes:
-    """Native int32 bytes of plain integers; anything that is not a token id is refused with its place."""
+    """Native int32 bytes; refuses anything that is not a token id and names its position."""
     if not isinstance(ids, (list, tuple, array)):
-        tolist: Any = getattr(ids, "tolist", None)  # numpy arrays and tensors give their integers at once
+        tolist: Any = getattr(ids, "tolist", None)  # numpy arrays and tensors convert at once
         ids = tolist() if tolist is not None else list(ids)
     with contextlib.suppress(TypeError, OverflowError, ValueError):
         packed = array("i", ids).tobytes()
-        if packed[_SIGN_BYTE::_SIZE].isascii():  # no sign bit is set: the quickest way to see that none is negative
+        if packed[_SIGN_BYTE::_SIZE].isascii():  # no sign bit is set: the fastest test that none is negative
             return packed
     place, value = next((i, v) for i, v in enumerate(ids) if not _is_id(v))
     raise TokenContractError(f"token id {value!r} at {place} is not an integer from 0 to 2147483647")
@@ -197,7 +195,7 @@ def _view_of_bytes(data: bytes) -> memoryview:
 
 
 def _bytes_of(view: memoryview) -> bytes:
-    """The bytes behind a view: the object itself where the view covers it whole, else a copy."""
+    """The bytes of a view: the object itself if the view covers it whole, else a copy."""
     whole = view.obj
     return whole if isinstance(whole, bytes) and len(whole) == view.nbytes else view.tobytes()
 

@@ -8,10 +8,8 @@ from pathlib import Path
 
 
 def read_numbered_lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
-    """The lines that are not blank, without their ends, each with its number; the first is 1.
-
-    As bytes: a line that a crash cut inside a character is that line's error, and the lines before it are whole.
-    """
+    """The lines that are not blank, without line ends, numbered from 1."""
+    # Bytes, not text: a line that a crash cut inside a character is only that line's error.
     with Path(path).open("rb") as file:
         for number, line in enumerate(file, start=1):
             if line.strip():

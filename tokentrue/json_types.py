@@ -1,4 +1,4 @@
-"""JSON for the type checker: what callers, models and files hold."""
+"""JSON types for the type checker."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias, TypeGuard
 
 JsonValue: TypeAlias = Any
-"""None, bool, int, float, str, or a list or object of them. Every reader checks what it takes."""
+"""None, bool, int, float, str, or a list or object of them. Readers check what they use."""
 JsonObject: TypeAlias = dict[str, Any]
 JsonMapping: TypeAlias = Mapping[str, Any]
-"""An object that is only read."""
+"""A read-only object."""
 
 
 def is_object(value: object) -> TypeGuard[JsonMapping]:
@@ -17,5 +17,5 @@ def is_object(value: object) -> TypeGuard[JsonMapping]:
 
 
 def is_array(value: object) -> TypeGuard[Sequence[JsonValue]]:
-    """A sequence that is no text."""
+    """A sequence that is not a string."""
     return isinstance(value, (list, Sequence)) and not isinstance(value, (str, bytes, bytearray))

@@ -1,9 +1,8 @@
-"""JSON values as the record keeps them: `freeze` copies and checks them, `dumps` and `loads` return exactly what went
-in.
+"""JSON values as the record stores them: `freeze` copies and checks them, `dumps` and `loads` round-trip exactly.
 
-What JSON cannot hold exactly (NaN, a set, a key that is no string), and what is nested too deeply, is refused here,
-before anything is generated or committed: later readers fail on deep values, orjson at 254 levels, Python at about a
-thousand calls.
+Values that JSON cannot represent exactly (NaN, a set, a key that is not a string), or that are nested too deeply,
+are refused before anything is generated or committed: later readers fail on deep values, orjson at 254 levels,
+Python at about a thousand calls.
 """
 
 from __future__ import annotations
@@ -36,12 +35,11 @@ _WORDS = {
 }
 _LEAVES = frozenset({str, int, float, bool, type(None)})
 _EXACT_MARK = b" "
-"""Before JSON that only the standard library reads back exactly: integers beyond 64 bits, lone surrogates."""
+"""Prefix of JSON that only the standard library reads back exactly: integers beyond 64 bits, lone surrogates."""
 
 
 def dumps(value: JsonValue) -> bytes:
-    """JSON in the order of the keys. orjson writes it where it can; the rest goes through the standard library, marked
-    as such."""
+    """JSON in key order, written by orjson where that is exact, else by the standard library and marked."""
     try:
         return orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS)
     except TypeError:
@@ -58,7 +56,7 @@ def loads(data: bytes) -> JsonValue:
 
 
 def is_utf8(text: str) -> bool:
-    """False for text with lone surrogates: JSON can write them, and UTF-8 cannot hold them."""
+    """False for text with lone surrogates, which JSON can escape and UTF-8 cannot encode."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -67,7 +65,7 @@ def is_utf8(text: str) -> bool:
 
 
 def check_depth(value: JsonValue, field: str, *, most: int = MAX_DEPTH) -> None:
-    """Refuses a value of more than `most` levels."""
+    """Refuses a value with more than `most` levels."""
     level = [value]
     for _ in range(most):
         level = [item for outer in level for item in _items_in(outer) if type(item) not in _LEAVES]
@@ -87,8 +85,7 @@ def _too_deep(field: str) -> MessageError:
 
 
 def freeze(value: JsonValue, field: str) -> JsonValue:
-    """A copy of `value` made of plain dicts, lists, strings and numbers, so that a later change by the caller reaches
-    nothing recorded."""
+    """A copy made of plain dicts, lists, strings and numbers: later changes by the caller do not affect it."""
     return _copy(value, field, MAX_DEPTH)
 
 
@@ -113,8 +110,8 @@ def _copy(value: JsonValue, field: str, levels: int) -> JsonValue:
 
 
 def digest(*values: JsonValue) -> bytes:
-    """16 bytes that name these values exactly: `true` is not `1`, and the order of keys counts, because templates print
-    both."""
+    """16 bytes that identify these values exactly: `true` differs from `1`, and key order counts, because templates
+    print both."""
     parts: list[bytes] = []
     for value in values:
         data = value if isinstance(value, bytes) else dumps(value)
@@ -122,9 +119,9 @@ def digest(*values: JsonValue) -> bytes:
     return blake2b(b"".join(parts), digest_size=16).digest()
 
 
-# Foreign values into typed records, with complaints that name the field and say what it must be.
+# Conversion of foreign values to typed records; errors name the field and what it must be.
 def convert(value: Any, type_: type[T], path: str = "", *, strict: bool = True) -> T:
-    """`path` names the value in errors. Not `strict`: numbers and booleans may be text, as in a query."""
+    """`path` names the value in errors. With `strict=False` numbers and booleans may be text, as in a query string."""
     try:
         return msgspec.convert(value, type_, strict=strict)
     except msgspec.ValidationError as error:
@@ -156,7 +153,7 @@ def join_path(path: str, name: str) -> str:
 
 
 def literals(type_: Any, name: str) -> list[str]:
-    """The words that a value of `type_`, or its field `name`, may hold."""
+    """The values that the Literal `type_`, or its field `name`, allows."""
     field = name.partition("[")[0]
     hint = get_type_hints(type_).get(field) if field and isinstance(type_, type) else type_
     if get_origin(hint) is Literal:

@@ -1,4 +1,4 @@
-"""Interfaces between packages. A class that has these methods fits; nobody needs to inherit from them."""
+"""Structural interfaces between packages; no inheritance is needed."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from tokentrue.types import (
 
 class TurnParser(Protocol):
     def feed(self, token_ids: Ids) -> list[Delta]:
-        """Never half a UTF-8 character, never half a marker."""
+        """Never returns half a UTF-8 character or half a marker."""
         ...
 
     def finish(self) -> tuple[list[Delta], Parsed]:
-        """What was held back, and the whole turn: its message is what all deltas add up to."""
+        """The deltas held back, and the whole turn; all deltas add up to its message."""
         ...
 
 
@@ -49,7 +49,7 @@ class Renderer(Protocol):
 
     @property
     def history(self) -> Literal["keep", "template"]:
-        """Whether recorded turns stay as they are, or follow a template that rewrites them."""
+        """keep: recorded turns stay unchanged. template: they follow a template that rewrites them."""
         ...
 
     def render(
@@ -71,13 +71,13 @@ class Renderer(Protocol):
     def parse(self, sampled_ids: Ids, *, prompt_ids: Ids = (), tools: Tools | None = None) -> Parsed: ...
 
     def parser(self, *, prompt_ids: Ids = (), tools: Tools | None = None, early: bool = True) -> TurnParser:
-        """`early`: calls are shown while they are written."""
+        """`early`: emits calls while they are being written."""
         ...
 
     def decode(self, token_ids: Ids) -> str: ...
 
     def encode_sampled(self, text: str) -> Sequence[int]:
-        """Text as a model would write it, special tokens included; for scripts and probes."""
+        """Encodes text as a model would write it, special tokens included; for scripts and probes."""
         ...
 
     def call_tag(self, tools: Tools, *, name: str | None = None) -> JsonMapping | Refusal:
@@ -86,14 +86,14 @@ class Renderer(Protocol):
 
 
 class Streaming(Protocol):
-    """An engine's `stream`. A class that inherits from this one gets `generate` from it."""
+    """An engine's `stream`; subclasses inherit `generate`."""
 
     def stream(
         self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None, whole: bool = False
     ) -> AsyncIterator[Chunk]:
-        """Chunks of sampled tokens, then one with the whole completion (`final`). Closing the iterator early cancels
-        the generation. `session` is a hint for prefix caches. `whole`: the caller waits for the end, so one chunk will
-        do."""
+        """Yields chunks of sampled tokens, then one with the whole completion (`final`). Closing the iterator early
+        cancels the generation. `session` is a hint for prefix caches. `whole`: the caller waits for the end, so one
+        chunk suffices."""
         ...
 
     async def generate(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> Completion:
@@ -106,16 +106,16 @@ class Streaming(Protocol):
 
 
 class Provider(Streaming, Protocol):
-    """An engine: ids in, ids and log-probabilities out. Completions carry `prompt_digest`, the digest of the ids that
-    were sent."""
+    """An engine: ids in, ids and log-probabilities out. `prompt_digest` of a completion is the digest of the ids
+    that were sent."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def truthful_filters(self) -> frozenset[str] | None:
-        """Filters under which reported log-probabilities are those of the distribution sampled from; None until
-        `health()` has asked the engine."""
+        """Filters under which the reported log-probabilities are those of the sampled distribution; None until
+        `health()` has queried the engine."""
         ...
 
     async def health(self) -> JsonMapping:
@@ -141,34 +141,34 @@ class Scoring(Protocol):
 
 @runtime_checkable
 class Versioned(Protocol):
-    """A remote engine that can say which weights it has."""
+    """A remote engine that reports its weight version."""
 
     url: str
 
     async def weight_version(self) -> int:
-        """0 for a server that nothing was published to."""
+        """0 if nothing was published to the server."""
         ...
 
 
 @runtime_checkable
 class Rejoining(Protocol):
-    """A remote engine that can load the weights which were published while it was away."""
+    """A remote engine that can load weights published while it was unreachable."""
 
     async def rejoin(self) -> None: ...
 
 
 @runtime_checkable
 class Interruptible(Protocol):
-    """An engine whose running generations must end before it can take new weights."""
+    """An engine whose running generations must end before it can load new weights."""
 
     async def interrupt(self) -> int:
-        """Aborts them; each returns what it has. Returns how many there were."""
+        """Aborts them; each returns the tokens it has. Returns their number."""
         ...
 
 
 @runtime_checkable
 class Measured(Protocol):
-    """An engine in this process that has figures of its own for /metrics."""
+    """An embedded engine with metrics for /metrics."""
 
     def metrics(self) -> Mapping[str, float]: ...
 
@@ -179,21 +179,21 @@ class Adapting(Protocol):
 
     @property
     def adapters(self) -> Sequence[str]:
-        """Names of those loaded now."""
+        """Names of the loaded adapters."""
         ...
 
 
 @runtime_checkable
 class Tokenizing(Protocol):
-    """Only used to compare an engine's tokens with ours."""
+    """Only used to compare an engine's tokenizer with ours."""
 
     async def tokenize(self, text: str) -> TokenIds | None:
-        """Ids without special tokens; None where this server does not offer it."""
+        """Ids without special tokens; None if this server does not offer it."""
         ...
 
 
 class EngineControl(Provider, Measured, Protocol):
-    """What a gateway does with its engines besides generating."""
+    """What a gateway calls on its engines besides generating."""
 
     def pause(self) -> None:
         """New and aborted generations wait until `resume`."""
@@ -202,13 +202,13 @@ class EngineControl(Provider, Measured, Protocol):
     def resume(self) -> None: ...
 
     async def interrupt(self) -> int:
-        """`pause`, and abort what is running where an engine needs that; each is resumed after `resume`."""
+        """Pauses, and aborts running generations if an engine needs that; they continue after `resume`."""
         ...
 
     async def publish(self, weights: Iterable[tuple[str, Any]], *, version: int) -> None: ...
 
     def watch(self) -> None:
-        """Start periodic health checks."""
+        """Starts periodic health checks."""
         ...
 
 

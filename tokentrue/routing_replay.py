@@ -1,8 +1,7 @@
-"""What a trainer must replay to compute the rollout's distribution: the experts of a mixture, and the ids that sampling
-filters kept.
+"""What a trainer replays to compute the rollout's distribution: the routed experts, and the ids that sampling filters
+kept.
 
-Both are raw little-endian bytes, so that they are recorded, hashed and exported without a change of any bit. Standard
-library only.
+Both are raw little-endian bytes, recorded, hashed and exported bit for bit. Standard library only.
 """
 
 from __future__ import annotations
@@ -15,19 +14,19 @@ from tokentrue.errors import TokenContractError
 from tokentrue.ids import EMPTY, TokenIds
 
 FREE = -1
-"""As an expert: not known; the router chooses for itself at this position."""
+"""Unknown expert: the trainer's router chooses at this position."""
 _FREE_BYTES = FREE.to_bytes(2, "little", signed=True)
 _ZERO_WEIGHT = bytes(4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutedExperts:
-    """Experts of a mixture by position. `data` is little-endian int16 of `shape` `[positions, layers, top_k]`, experts
-    in slot order.
+    """Routed experts by position. `data` is little-endian int16 of `shape` `[positions, layers, top_k]`, experts in
+    slot order.
 
-    Row i belongs to position `start + i` of prompt and sampled ids. The last sampled token is never an input, so it has
-    no row. `weights`, little-endian float32 of the same shape, are what the experts' outputs were multiplied by; None
-    where the engine does not report them.
+    Row i belongs to position `start + i` of prompt and sampled ids. The last sampled token is never an input, so it
+    has no row. `weights`, little-endian float32 of the same shape, multiplied the experts' outputs; None if the
+    engine does not report them.
     """
 
     shape: tuple[int, int, int]
@@ -48,11 +47,10 @@ class RoutedExperts:
 
     @property
     def end(self) -> int:
-        """The position after the last row."""
         return self.start + self.shape[0]
 
     def cut(self, start: int, end: int) -> RoutedExperts:
-        """The rows of positions `[start, end)`, as far as they are known."""
+        """The known rows of positions `[start, end)`."""
         first, last = max(start, self.start), min(end, self.end)
         rows, width = slice(first - self.start, max(first, last) - self.start), self.shape[1] * self.shape[2]
         kept = max(0, last - first)
@@ -67,7 +65,7 @@ class RoutedExperts:
 
 
 def join_routing(parts: Sequence[RoutedExperts]) -> RoutedExperts:
-    """Parts in order of position as one table from the first part's start; positions between two parts are FREE."""
+    """One table from the first part's start; parts are in order of position, and gaps between them are FREE."""
     if len({part.shape[1:] for part in parts}) != 1:
         raise TokenContractError(f"routed experts differ in shape: {sorted({part.shape[1:] for part in parts})}")
     _, layers, top_k = parts[0].shape
@@ -91,12 +89,12 @@ class SamplingMask:
     """The ids that top-p, top-k and min-p kept, as compressed sparse rows: row i is `token_ids[offsets[i]:offsets[i +
     1]]`.
 
-    In a completion row i belongs to sampled token i, in a sample to token i. An empty row: nothing was removed, or
-    nothing was sampled.
+    In a completion row i belongs to sampled token i, in a sample to token i. An empty row means that nothing was
+    removed, or nothing was sampled.
 
-        >>> mask = SamplingMask.from_rows([[5, 9], [], [7]])
-        >>> mask.offsets, mask.row(0)
-        (TokenIds([0, 2, 2, 3]), TokenIds([5, 9]))
+    >>> mask = SamplingMask.from_rows([[5, 9], [], [7]])
+    >>> mask.offsets, mask.row(0)
+    (TokenIds([0, 2, 2, 3]), TokenIds([5, 9]))
     """
 
     token_ids: TokenIds
@@ -132,7 +130,7 @@ class SamplingMask:
         return SamplingMask(token_ids=self.token_ids[first : self.offsets[end]], offsets=TokenIds(offsets))
 
     def first_missing(self, sampled_ids: Sequence[int]) -> int | None:
-        """The first sampled token that is not in its own row; None where each is, or its row is empty."""
+        """The first sampled token that is missing from its non-empty row; None if there is none."""
         for index, token in enumerate(sampled_ids):
             row = self.row(index)
             if row and token not in row:
@@ -141,7 +139,6 @@ class SamplingMask:
 
 
 def join_masks(parts: Sequence[SamplingMask]) -> SamplingMask:
-    """All rows, part after part."""
     offsets = [0]
     for part in parts:
         base = offsets[-1]
@@ -150,7 +147,7 @@ def join_masks(parts: Sequence[SamplingMask]) -> SamplingMask:
 
 
 def join_masks_if_whole(parts: Sequence[SamplingMask | None]) -> SamplingMask | None:
-    """None where a part has none: an empty row would say that nothing was removed."""
+    """None if any part has none: an empty row would mean that nothing was removed."""
     known = [part for part in parts if part is not None]
     return join_masks(known) if known and len(known) == len(parts) else None
 
@@ -160,9 +157,10 @@ def empty_rows(count: int) -> SamplingMask:
 
 
 def own_routing(routing: RoutedExperts | None, *, parent_length: int, length: int) -> RoutedExperts | None:
-    """What a turn adds to its parent's routing: the parent's last sampled token became an input only now.
+    """What a turn adds to its parent's routing, including the parent's last sampled token, which was not an input
+    before.
 
-    `parent_length` and `length` count prompt and sampled tokens; 0 where there is no parent.
+    `parent_length` and `length` count prompt and sampled tokens; 0 without a parent.
     """
     if routing is None:
         return None

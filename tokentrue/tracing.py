@@ -1,9 +1,9 @@
-"""OpenTelemetry traces: a span for each model request and for each stage of its turn (resolve, prompt, generate, parse,
+"""OpenTelemetry traces: a span for each model request and each stage of its turn (resolve, prompt, generate, parse,
 commit).
 
-Off unless `start_tracing` was called, which `serve` does where `server.trace_url` names a collector; then the `otel`
-extra is needed. Off, a stage costs one comparison. Spans hold ids, counts and times; no key and no text of a
-conversation.
+Off until `start_tracing` is called, which `serve` does if `server.trace_url` names a collector; needs the `otel`
+extra. While off, a stage costs one comparison. Spans hold ids, counts and times, but no keys and no conversation
+text.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ SERVICE = "tokentrue"
 
 
 class _Tracing:
-    """The process's tracer, as in OpenTelemetry itself: spans find their parent through the context of the task."""
+    """The process-wide tracer; spans find their parent through the task's context."""
 
     tracer: Any = None
     provider: Any = None
 
 
 def start_tracing(url: str, *, exporter: Any = None) -> None:
-    """Sends spans to the OTLP/HTTP collector at `url` (http://host:4318). Once for a process."""
+    """Sends spans to the OTLP/HTTP collector at `url` (http://host:4318). Call it once per process."""
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
@@ -44,7 +44,7 @@ def start_tracing(url: str, *, exporter: Any = None) -> None:
 
 
 def stop_tracing() -> None:
-    """Sends what is left. Waits for the collector, so not on an event loop."""
+    """Flushes spans. Blocks on the collector: do not call it on an event loop."""
     provider, _Tracing.provider, _Tracing.tracer = _Tracing.provider, None, None
     if provider is not None:
         provider.shutdown()
@@ -52,7 +52,7 @@ def stop_tracing() -> None:
 
 @contextmanager
 def _span(name: str, **settings: Any) -> Generator[None, None, None]:
-    """An error is marked by its type alone: its message may quote a conversation."""
+    # Record only the type of an error: its message may quote a conversation.
     from opentelemetry.trace import StatusCode
 
     with _Tracing.tracer.start_as_current_span(
@@ -93,7 +93,7 @@ def is_traced() -> bool:
 
 @contextmanager
 def trace_request(name: str, headers: Iterable[tuple[bytes, bytes]]) -> Generator[None, None, None]:
-    """The child of the caller's span where the headers carry a `traceparent`. Only while `is_traced()`."""
+    """A child of the caller's span if the headers carry a `traceparent`. Requires `is_traced()`."""
     from opentelemetry.trace import SpanKind
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 

@@ -1,23 +1,21 @@
 """One turn of an agent, and the first file to read: resolve → prompt → generate → parse → commit.
 
 Over HTTP, `gateway/turns.TurnHandler` calls `Session.turn` or `Session.stream`; `gateway/dialects` convert to and from
-the client's JSON. A `Session` is the record of a conversation, with an engine to continue it. Messages come in, a reply
-goes out, and everything between is kept as exact token ids. `Session._start_or_join` reads the request and finds out
-whether it is a retry of a recorded turn or equal to one in flight; if not, `Session._run_turn` runs it:
-1. resolve  (`sessions/matching`)           which recorded turn do these messages continue?
-2. prompt   (`sessions/stages/prompts`)     its recorded ids, untouched, plus what the renderer adds for the new
-   messages
-3. generate (`sessions/stages/generation`)  the engine samples n choices; a stream emits events as tokens come
-4. parse    (`sessions/stages/generation`)  sampled ids become the message that is served; a stream is parsed while it
-   is generated
-5. commit   (`sessions/stages/commits`)     nodes are checked, written to the journal and added to the tree; then the
-   keys of equal requests
-                                            that joined meanwhile are recorded; only then is the reply returned
-A turn that ends early is committed with its reason and the tokens received so far, streamed or not; of a turn that is
-not streamed, a remote engine reports nothing before its end. A generation that breaks off at one engine is resumed by
-`providers/pool`; here arrive only failures that it gave up on.
-Everything runs on the event loop, except: rendering above 16,000 characters and parsing above 4,000 ids run in a thread
-(`sessions/limits`), and the journal has a writer thread.
+the client's JSON. A `Session` records conversations as exact token ids and has an engine to continue them.
+`Session._start_or_join` checks whether a request retries a recorded turn or equals one in flight; if not,
+`Session._run_turn` runs it:
+1. resolve  (`sessions/matching`): find the recorded turn that the messages continue
+2. prompt   (`sessions/stages/prompts`): its recorded ids, untouched, plus what the renderer adds for the new messages
+3. generate (`sessions/stages/generation`): the engine samples n choices; a stream emits events as tokens arrive
+4. parse    (`sessions/stages/generation`): sampled ids become the served message; a stream is parsed incrementally
+5. commit   (`sessions/stages/commits`): check the nodes, write them to the journal, add them to the tree, record the
+   keys of equal requests that joined meanwhile; only then return the reply
+
+A turn that ends early is committed with its reason and the tokens received so far; for a turn that is not streamed, a
+remote engine reports no tokens before its end. `providers/pool` resumes a generation that breaks off at one engine;
+only failures that it gave up on arrive here.
+Everything runs on the event loop, except: rendering above 16,000 characters and parsing above 4,000 ids run in a
+thread (`sessions/limits`), and the journal has a writer thread.
 """
 
 from __future__ import annotations
@@ -76,20 +74,19 @@ from tokentrue.types import (
 )
 
 History = Literal["keep", "template"]
-"""keep: recorded tokens stay as they are. template: a new root is begun where the template would rewrite earlier
-turns."""
+"""keep: recorded tokens stay unchanged. template: begins a new root where the template would rewrite earlier turns."""
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A request that is the first to ask for its turn."""
+    """The first request for its turn."""
 
     turn: InFlightTurn
 
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A request that is equal to one in flight: it waits for the same turn."""
+    """A request equal to one in flight: it waits for the same turn."""
 
     turn: InFlightTurn
 
@@ -102,10 +99,9 @@ class Recorded:
 
 
 class Session:
-    """One record of conversations: a tree, since histories are edited and sub-agents share a session. `sampling` pins
-    values over the client's; `training=False` allows settings that no trainer can score.
-    `pin=("system",)` keeps the first system prompt of each conversation (`sessions/stages/pinning`).
-    """
+    """A record of conversations: a tree, since histories are edited and sub-agents share a session. `sampling`
+    overrides the client's values; `training=False` allows settings that no trainer can score. `pin=("system",)`
+    keeps each conversation's first system prompt (`sessions/stages/pinning`)."""
 
     def __init__(
         self,
@@ -128,7 +124,7 @@ class Session:
     ) -> None:
         self.renderer, self.provider, self.journal = renderer, provider, journal
         self.limits = limits or SessionLimits()
-        # A recorded session opens whatever it pinned; values that are refused now are refused at its next turn.
+        # Open a recorded session whatever it pinned; values that are refused now are refused at its next turn.
         self._pinned_sampling = (
             PinnedSampling.of(sampling) if _record is None else PinnedSampling(values=_record.sampling)
         )
@@ -151,7 +147,7 @@ class Session:
             created=time.time(),
         )
         self.tree = _tree or Tree(template=self.record.template, tokenizer=self.record.tokenizer)
-        self.revision = 0  # grows with every change of the record: what was computed at another revision is stale
+        self.revision = 0  # incremented with every change of the record: results of another revision are stale
         self.counters: Counter[str] = Counter(
             f"edge:{node.edge_reason}" for node in self.tree.nodes.values() if node.edge_reason
         )
@@ -163,7 +159,7 @@ class Session:
         self._turns_in_flight: Counter[TurnKey] = Counter()
         self._is_ending = False
         self._created = journal.create(self.record) if journal is not None and _record is None else None
-        # A new session is claimed when it is in the journal: an id that is taken must not revoke the session that has
+        # Claim a new session only once it is in the journal: a taken id must not revoke the session that has
         # it.
         self._claim = None
         if journal is not None and self._created is None:
@@ -204,15 +200,15 @@ class Session:
 
     @property
     def recorded_tokens(self) -> int:
-        """Given and sampled, each once."""
+        """Given and sampled tokens, each counted once."""
         return self._recorded_tokens
 
     async def wait_created(self) -> None:
-        """Returns when the session itself is in the journal."""
+        """Returns when the session is in the journal."""
         created = self._created
         if created is not None:
             await asyncio.shield(asyncio.wrap_future(created))
-            if self._created is created and self.journal is not None:  # the first of those who waited
+            if self._created is created and self.journal is not None:  # the first of the waiting callers
                 self._created = None
                 self._claim = self.journal.claim(self.record.id, self._single_flight)
 
@@ -225,8 +221,8 @@ class Session:
         sampling: Sampling | None = None,
         template_kwargs: TemplateKwargs | None = None,
     ) -> Reply:
-        """An agent's next model call: the whole conversation in, the model's turn out. Several answers at once: `turn`
-        with `n`."""
+        """An agent's next model call: the whole conversation in, the model's turn out. Use `turn` with `n` for
+        several answers."""
         kwargs: TemplateKwargs = {} if template_kwargs is None else template_kwargs
         (reply,) = await self.turn(
             TurnRequest(messages=messages, tools=tools, sampling=sampling or Sampling(), template_kwargs=kwargs)
@@ -234,24 +230,24 @@ class Session:
         return reply
 
     async def turn(self, request: TurnRequest) -> tuple[Reply, ...]:
-        """The n replies to one request. Equal requests in flight share one turn; use `n` or different seeds for several
-        samples. Where the request key was answered before, the recorded replies are returned. A turn that failed or was
-        cancelled is generated again."""
+        """The n replies to one request. Equal requests in flight share one turn: use `n` or different seeds for
+        several samples. Returns the recorded replies if the request key was answered before; generates a failed or
+        cancelled turn again."""
         found = self._start_or_join(request, streamed=False)
         return await found.turn.wait() if isinstance(found, Started) else await self._wait_or_read(found)
 
     async def stream(self, request: TurnRequest) -> AsyncGenerator[TurnEvent, None]:
         """Events as tokens are sampled. A request that joins a turn in flight, or repeats a recorded one, gets the
-        whole message once it is committed. Closing the iterator cancels the turn if no other caller waits; its tokens
-        are recorded as "disconnected"."""
+        whole message once it is committed. Closing the iterator cancels the turn if no other caller waits; its
+        tokens are recorded as "disconnected"."""
         async with aclosing(self.stream_batches(request)) as batches:
             async for events in batches:
                 for event in events:
                     yield event
 
     def stream_batches(self, request: TurnRequest) -> AsyncGenerator[list[TurnEvent], None]:
-        """`stream`, with the events that are there at the same time in one list. The turn starts at once: the iterator
-        must be read."""
+        """`stream`, with events that are ready together in one list. The turn starts at once: the iterator must be
+        read."""
         found = self._start_or_join(request, streamed=True)
         return found.turn.events() if isinstance(found, Started) else self._stream_again(found)
 
@@ -273,7 +269,7 @@ class Session:
         return await replies_from_record(found.nodes, tree=self.tree, renderer=self.renderer)
 
     def _start_or_join(self, request: TurnRequest, *, streamed: bool) -> Started | Joined | Recorded:
-        """Reads the request, names it, and starts its turn unless there is one already."""
+        """Identifies the request, and starts its turn unless there is one already."""
         self.check_open()
         request = replace(request, template_kwargs=freeze(request.template_kwargs, "template_kwargs"))
         conversation = self.conversations.read(request.messages, request.tools)
@@ -298,7 +294,7 @@ class Session:
         return Started(turn)
 
     def _find_prompt(self, request: TurnRequest) -> tuple[Message, ...]:
-        """The pinned prompt of an earlier request with this key; empty where there is none."""
+        """The pinned prompt of an earlier request with this key, if any."""
         if request.request_key is None:
             return ()
         if recorded := self.tree.nodes_by_key.get(request.request_key):
@@ -307,8 +303,7 @@ class Session:
         return () if in_flight is None else in_flight.pinned.prompt
 
     def _find_recorded(self, request_key: str, identity: bytes) -> Sequence[Node]:
-        """The nodes that answered a request with this key; refused where the key names another request, recorded or in
-        flight."""
+        """The nodes that answered this key; raises if the key names another request, recorded or in flight."""
         recorded = self.tree.nodes_by_key.get(request_key, ())
         if recorded:
             is_same = is_same_request(recorded[0].request_digest, identity)
@@ -320,7 +315,7 @@ class Session:
         return recorded
 
     def check_open(self) -> None:
-        """Raises where no further turn is admitted."""
+        """Raises if no further turn is admitted."""
         if self.record.state != "open" or self._is_ending:
             raise SessionConflict(f"session {self.id!r} has ended; its samples stay readable")
         if self._claim is not None:
@@ -329,7 +324,6 @@ class Session:
     async def _run_turn(
         self, turn: InFlightTurn, request: TurnRequest, conversation: Conversation, sampling: Sampling
     ) -> tuple[Reply, ...]:
-        """Resolve, prompt, generate, parse, commit."""
         await self.wait_created()
         if self.record.training:
             await check_truthful(sampling, self.provider)
@@ -375,8 +369,8 @@ class Session:
         return replies
 
     async def _generate(self, turn: InFlightTurn, prepared: PreparedTurn) -> list[Draft]:
-        """The engine's n answers, parsed. If one fails or the turn is cancelled, all of them end, and the tokens that
-        were received are committed."""
+        """The engine's n answers, parsed. If one fails or the turn is cancelled, all end and the received tokens are
+        committed."""
         choices = [
             Choice(
                 index=index,
@@ -400,15 +394,15 @@ class Session:
             raise
 
     async def _commit_partial(self, choices: Sequence[Choice], prepared: PreparedTurn, outcome: Outcome) -> None:
-        """What the engine has reported of a turn that ends early."""
+        """Commits the tokens received of a turn that ends early."""
         partial = [await choice.parse_partial(outcome) for choice in choices]
         await self._commit([draft for draft in partial if draft is not None], prepared)
 
     @traced("commit")
     async def _commit(self, drafts: Sequence[Draft], prepared: PreparedTurn) -> tuple[Reply, ...]:
-        """All or nothing: the journal first, then the tree. A turn that is complete is not cancelled any more. Where
-        the journal fails, the tree is unchanged and the callers get the error; `SessionRegistry.pin` then drops the
-        session, and the next request reads it from the journal, since the write may have happened."""
+        """Writes all or nothing: the journal first, then the tree. A complete turn can no longer be cancelled."""
+        # If the journal fails, the tree is unchanged and the callers get the error. The write may still have happened,
+        # so `SessionRegistry.pin` drops the session, and the next request reads it from the journal.
         nodes = reserve_nodes(drafts, prepared, self.tree)
         try:
             await self._append(nodes, prepared.prompt.parent)
@@ -419,9 +413,8 @@ class Session:
         )
 
     async def _close_turn(self, turn: InFlightTurn, node_ids: Sequence[str]) -> None:
-        """Records the keys that joined during the commit, then removes the turn, so that nobody can join it. A crash
-        before this loses the
-        late keys alone: their retries are generated again."""
+        """Records the keys that joined during the commit, then removes the turn so that it cannot be joined."""
+        # A crash before this loses only the late keys: their retries are generated again.
         while late := [key for key in turn.request_keys if key not in self.tree.nodes_by_key]:
             await self._record_late_keys(late, node_ids)
         self._single_flight.remove(turn)
@@ -448,7 +441,7 @@ class Session:
             if node.outcome != "served":
                 self.counters[node.outcome] += 1
 
-    # What comes out.
+    # Samples, rewards and the end.
     def samples(
         self,
         *,
@@ -463,7 +456,7 @@ class Session:
         ).samples
 
     async def assembly(self) -> Assembly:
-        """`samples` and `coverage` as they are now, built in a thread: other sessions' turns do not wait for it."""
+        """The current `samples` and `coverage`, built in a thread so that other sessions' turns do not wait."""
         return await asyncio.to_thread(assemble, self.tree.snapshot(), self.record)
 
     def coverage(self, *, max_tokens: int | None = None, include_abandoned: bool = False) -> Coverage:
@@ -477,7 +470,7 @@ class Session:
         metadata: JsonMapping | None = None,
         group: str | None = None,
     ) -> None:
-        """Of the whole session, or of one node (`leaf` is its id). `group` names the group of a session that was opened
+        """Rewards the whole session, or one node (`leaf` is its id). `group` sets the group of a session opened
         without one."""
         if group is not None and self.record.group not in (None, group):
             raise SessionConflict(f"session {self.id!r} is of group {self.record.group!r}, not {group!r}")
@@ -501,8 +494,8 @@ class Session:
         )
 
     async def end(self) -> None:
-        """No further turn is admitted, and turns in flight end here: tokens received are recorded as "deleted", and
-        their callers get `SessionConflict`. The record stays readable."""
+        """Admits no further turn and ends turns in flight: received tokens are recorded as "deleted", and callers
+        get `SessionConflict`. The record stays readable."""
         self._is_ending = True
         try:
             await self._single_flight.cancel_all("deleted")
@@ -521,11 +514,10 @@ class Session:
 
 
 async def rollout(agent: Callable[[InProcessClient, Any], Awaitable[Any]], task: Any, session: Session) -> Sample:
-    """Run an agent function on a task and return what it did as a training sample (of the newest leaf, where there are
-    several).
+    """Runs an agent function on a task and returns a training sample (of the newest leaf, if there are several).
 
-    The agent gets one object that is both a chat callable and an OpenAI-like client. A number that it returns is the
-    reward.
+    The agent gets one object that is both a chat callable and an OpenAI-like client. If it returns a number, that is
+    the reward.
     """
     outcome = await agent(InProcessClient(session), task)
     if isinstance(outcome, (int, float)):

@@ -1,10 +1,10 @@
 """The data types that every package shares: frozen records, standard library only.
 
-Glossary: `token_ids` any ids; `prompt_ids` what the engine was given; `sampled_ids` what the model chose (its stop
-token included); `rollout_logprobs` what the sampler reported; `trainer_logprobs` what the trainer recomputed. A session
-has turns, and a turn has one node per choice.
-Messages and tools are plain mappings in the OpenAI Chat Completions shape: `role`, `content` (string, parts or None),
-`reasoning_content`, `tool_calls[].{id,function.{name,arguments}}`, `tool_call_id`, `name`.
+Glossary: `token_ids` any ids; `prompt_ids` the engine's input; `sampled_ids` what the model chose (its stop token
+included); `rollout_logprobs` reported by the sampler; `trainer_logprobs` recomputed by the trainer. A session has
+turns, and a turn has one node per choice.
+Messages and tools are plain mappings in the OpenAI Chat Completions shape: `role`, `content` (string, parts or
+None), `reasoning_content`, `tool_calls[].{id,function.{name,arguments}}`, `tool_call_id`, `name`.
 """
 
 from __future__ import annotations
@@ -38,38 +38,38 @@ MAX_CHOICES = 128  # answers to one request
 MAX_INT32 = 2**31 - 1
 MAX_INT64 = 2**63 - 1
 UNVERSIONED = 0
-"""Policy version of an engine that has not been told one."""
+"""Policy version of an engine that has none set."""
 
 
 def is_temperature(value: float) -> bool:
-    """0 is greedy; others must divide logits in float32."""
+    """0 is greedy; other values must divide logits in float32."""
     return value == 0 or 1e-30 <= value <= 1e30  # false for NaN, too
 
 
 def is_seed(value: int) -> bool:
-    """A signed 64-bit integer: what vLLM and SGLang take."""
+    """A signed 64-bit integer, as vLLM and SGLang accept."""
     return -MAX_INT64 - 1 <= value <= MAX_INT64
 
 
 def choice_seed(seed: int, index: int) -> int:
-    """`seed + index`, which wraps around after the largest seed, so that no two choices share one."""
+    """`seed + index`, wrapping around after the largest seed: no two choices share a seed."""
     return (seed + index + MAX_INT64 + 1) % 2**64 - MAX_INT64 - 1
 
 
 def is_logprob(value: float) -> bool:
-    """Finite, not positive, and no sentinel: engines write -9999 where they have none."""
+    """Finite, not positive, and not a sentinel: engines write -9999 for a missing value."""
     return are_logprobs((value,))
 
 
 def are_logprobs(values: Sequence[float]) -> bool:
     if len(values) == 1:
         return -9000.0 < values[0] <= 0.0  # false for NaN, too
-    # A NaN anywhere makes the sum one; min and max alone may pass over it.
+    # NaN anywhere makes the sum NaN; min and max alone may miss it.
     return not values or (min(values) > -9000.0 and max(values) <= 0.0 and not isnan(sum(values)))
 
 
 def require_mask(mask: SamplingMask, token_ids: Sequence[int]) -> None:
-    """One row for each token, which must be among the ids that were kept for it."""
+    """Requires one row per token, containing that token if not empty."""
     if len(mask) != len(token_ids):
         raise TokenContractError(f"the sampling mask has {len(mask)} rows for {len(token_ids)} tokens")
     if (index := mask.first_missing(token_ids)) is not None:
@@ -83,14 +83,14 @@ class Finish(StrEnum):
 
     STOP = "stop"  # a stop token (kept in the sampled ids) or a stop string
     LENGTH = "length"  # the token limit: the turn is left open
-    ABORT = "abort"  # cancelled by the caller or the engine: what was sampled is kept, labelled
+    ABORT = "abort"  # cancelled by the caller or the engine: the sampled tokens are kept and labelled
 
 
 TRUNCATIONS = ("top_p", "top_k", "min_p")
-"""Settings that remove ids: a trainer scores over those that were kept."""
+"""Settings that remove ids: a trainer scores over the kept ones."""
 
 PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
-"""They make a token's probability depend on the text before it in a way that no trainer computes."""
+"""They make a token's probability depend on earlier text in a way that no trainer computes."""
 
 FILTERS = frozenset({*TRUNCATIONS, *PENALTIES})
 """All settings that make the sampled distribution differ from softmax(logits / temperature)."""
@@ -118,9 +118,9 @@ _SAMPLING_RULES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """What the sampler was asked to do; defaults mean "off". `stop_token_ids` are added to the renderer's own. `extra`
-    holds settings that a provider either understands by name or refuses. What an engine's integers and float32 cannot
-    hold is refused."""
+    """Sampling settings; defaults mean "off". `stop_token_ids` are added to the renderer's. `extra` holds settings
+    that a provider either knows by name or refuses. Refuses values that an engine's integers and float32 cannot
+    represent."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -145,7 +145,7 @@ class Sampling:
         for token in self.stop_token_ids:
             if not 0 <= token <= MAX_INT32:
                 raise SamplingError(f"stop_token_ids must be from 0 to 2^31 - 1, got {_show(token)}")
-        for name in _NUMBERS:  # 10**20 is a temperature, but no integer that the JSON of a request can hold
+        for name in _NUMBERS:  # 10**20 is a valid temperature, but not an integer that a request's JSON can hold
             value = getattr(self, name)
             if isinstance(value, int) and abs(value) > MAX_INT64:
                 object.__setattr__(self, name, float(value))
@@ -168,7 +168,7 @@ class Sampling:
 
     @property
     def filters(self) -> tuple[str, ...]:
-        """The settings that make the sampled distribution differ from softmax(logits / temperature)."""
+        """The active settings among `FILTERS`."""
         return tuple(name for name, rest in _FILTERS_AT_REST.items() if getattr(self, name) != rest)
 
 
@@ -176,7 +176,7 @@ _FILTERS_AT_REST = {name: getattr(Sampling(), name) for name in (*TRUNCATIONS, *
 
 
 def _show(value: object) -> str:
-    """Python writes no integer of more than 4,300 digits."""
+    # Python refuses to print integers of more than 4,300 digits.
     return (
         f"an integer of {value.bit_length()} bits"
         if isinstance(value, int) and value.bit_length() > 128
@@ -194,7 +194,7 @@ class VersionSpan:
 
 
 def spans_from_runs(runs: Iterable[tuple[int, int]]) -> tuple[VersionSpan, ...]:
-    """Of `(number of tokens, version)` in order; neighbours of one version are one span."""
+    """From `(number of tokens, version)` in order; adjacent runs of one version are merged."""
     spans: list[VersionSpan] = []
     end = 0
     for count, version in runs:
@@ -208,7 +208,7 @@ def spans_from_runs(runs: Iterable[tuple[int, int]]) -> tuple[VersionSpan, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """One generation, as the engine reported it; nothing in it is invented, padded or trimmed. `logprobs` are those of
+    """One generation, exactly as the engine reported it: not invented, padded or trimmed. `logprobs` are those of
     the distribution sampled from; `versions` covers the tokens without gap or overlap."""
 
     token_ids: TokenIds
@@ -219,17 +219,15 @@ class Completion:
     stopped_by: int | str | None = None
     top_logprobs: tuple[Mapping[int, float], ...] | None = None
     raw_logprobs: tuple[float, ...] | None = (
-        None  # of softmax(logits / temperature) before filters, where the engine has them
+        None  # of softmax(logits / temperature) before filters, if the engine reports them
     )
     routed_experts: RoutedExperts | None = None  # rows for positions of prompt and sampled ids, up to the last input
     sampling_mask: SamplingMask | None = (
-        None  # a row for each sampled token, where filters removed ids and the engine says which it kept
+        None  # one row per sampled token, if filters removed ids and the engine reports the kept ones
     )
     fingerprint: str | None = None  # of the exact engine's numerics
-    prompt_logprobs: tuple[float, ...] | None = (
-        None  # of prompt_ids[1:], where they were asked for and the engine has them
-    )
-    prompt_digest: bytes | None = None  # sha256 of the prompt ids, taken where the request to the engine was built
+    prompt_logprobs: tuple[float, ...] | None = None  # of prompt_ids[1:], if requested and supported
+    prompt_digest: bytes | None = None  # sha256 of the prompt ids, computed where the request to the engine was built
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", TokenIds(self.token_ids))
@@ -269,7 +267,7 @@ class Chunk:
     token_ids: Ids = ()
     logprobs: Sequence[float] = ()
     policy_version: int = UNVERSIONED
-    sampling_mask: SamplingMask | None = None  # a row for each of its tokens, as in `Completion`
+    sampling_mask: SamplingMask | None = None  # one row per token, as in `Completion`
     final: Completion | None = None
 
     def __post_init__(self) -> None:
@@ -301,9 +299,8 @@ class Rendered:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extension:
     """The recorded prefix, untouched, plus `added_ids`: all given, none sampled. `spans` count from the start of
-    `added_ids`. `join` says how the recorded turn had ended: at the template's own stop, at an alias of it (harmony's
-    <|return|>), at a foreign stop token or at none; then `added_ids` begins with the template's own closing of the
-    turn."""
+    `added_ids`. `join` says how the recorded turn ended: at the template's stop token, at an alias of it (harmony's
+    <|return|>), at a foreign stop token or at none; then `added_ids` begins with the template's closing of the turn."""
 
     prefix_ids: TokenIds
     added_ids: TokenIds
@@ -322,14 +319,14 @@ class Extension:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """`why` is a stable code, `detail` a sentence that names the place and the cure."""
+    """`why` is a stable code, `detail` a sentence that names the place and the remedy."""
 
     why: str
     detail: str = ""
 
 
 class Status(StrEnum):
-    """What became of a tool call that the model tried to write."""
+    """The result of a tool call that the model tried to write."""
 
     OK = "ok"
     INVALID_JSON = "invalid_json"
@@ -353,7 +350,7 @@ class Attempt:
 
 
 class Ended(StrEnum):
-    """How a sampled turn ended, as its own ids show."""
+    """How a sampled turn ended, judged by its ids."""
 
     STOP = "stop"  # at a stop token
     OPEN = "open"  # no stop token: a length cut-off, a stop string or an abort
@@ -373,8 +370,8 @@ class Parsed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
-    """What one streamed piece adds to the message. `call` is the index of the tool call that `call_id`/`name` open or
-    that `arguments` (JSON text) continue."""
+    """What one streamed piece adds to the message. `call` is the index of the tool call that `call_id`/`name` open
+    or `arguments` (JSON text) continue."""
 
     reasoning: str = ""
     content: str = ""
@@ -386,10 +383,10 @@ class Delta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnRequest:
-    """An agent's next model call, in any dialect, already in the OpenAI shape: the whole conversation, every time.
-    `request_key` names the request for retries (over HTTP the `Idempotency-Key`, or the body's digest where the client
-    counts its retries): the same key, or the same content while the first is in flight, is the same turn. `continues`
-    is the node whose answer the caller says it continues."""
+    """An agent's next model call in the OpenAI shape, with the whole conversation. `request_key` identifies the
+    request for retries (over HTTP the `Idempotency-Key`, or the body's digest if the client counts its retries): the
+    same key, or the same content while the first is in flight, is the same turn. `continues` is the node whose
+    answer the caller says it continues."""
 
     messages: Messages
     tools: Tools | None = None
@@ -416,17 +413,16 @@ class Reply:
     parsed: Parsed
     completion: Completion
     prompt_tokens: int
-    given_tokens: int  # of the prompt, how many this turn added
+    given_tokens: int  # prompt tokens that this turn added
     projection: str
-    """How the history that was sent back matched: "exact", "reasoning_dropped+whitespace", …; "root" where nothing was
-    continued."""
-    edge_reason: str | None = None  # of a new root or fork; None where an end of the record was continued
-    from_record: bool = False  # a retry: this is the recorded answer, nothing was added
+    """How the replayed history matched: "exact", "reasoning_dropped+whitespace", …; "root" if nothing was continued."""
+    edge_reason: str | None = None  # of a new root or fork; None if an end of the record was continued
+    from_record: bool = False  # a retry: the recorded answer, nothing was added
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnEvent:
-    """The first of each choice names its node, the last carries the committed reply."""
+    """The first event of each choice names its node, the last carries the committed reply."""
 
     index: int = 0  # which of n choices
     node_id: str = ""
@@ -452,7 +448,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Certificate:
-    """`chain` hashes every node on the sample's path in order; the other two name what rendered it."""
+    """`chain` hashes every node on the sample's path in order; the other two identify what rendered it."""
 
     chain: str
     template: str
@@ -475,7 +471,7 @@ class Sample:
     metadata: JsonMapping
     certificate: Certificate
     routed_experts: RoutedExperts | None = None  # of positions 0 to the last input
-    sampling_mask: SamplingMask | None = None  # a row for each token; empty where nothing was removed or sampled
+    sampling_mask: SamplingMask | None = None  # one row per token; empty if nothing was removed or sampled
 
     def __post_init__(self) -> None:
         lengths = (len(self.token_ids), len(self.loss_mask), len(self.rollout_logprobs))
@@ -530,7 +526,7 @@ AtLeastOne: TypeAlias = Annotated[int, Meta(ge=1)]
 
 
 class Checked:
-    """A dataclass whose fields are checked on construction."""
+    """A dataclass that checks its fields on construction."""
 
     __slots__ = ()
 
@@ -539,7 +535,7 @@ class Checked:
 
 
 def check_fields(record: object, owner: str) -> None:
-    """Raises ConfigError where a value is none of its field's Literal, or no finite number within its bounds."""
+    """Raises ConfigError if a value is not in its field's Literal, or not a finite number within its bounds."""
     for name, options in _checked_fields(type(record)):
         value = getattr(record, name)
         if value is None and type(None) in options:
@@ -581,5 +577,5 @@ def _check_number(key: str, value: object, bounds: Meta) -> None:
 
 
 def is_finite(value: object) -> TypeGuard[float]:
-    """Text, True and NaN are no finite numbers."""
+    """False for text, True and NaN."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
