@@ -1,4 +1,4 @@
-"""Adapters from the engines people run to the one seam `Provider`; each is imported only when it is named."""
+"""Adapters from engines to the `Provider` protocol; each is imported only when it is named."""
 
 from tokentrue.providers.closeness import Closeness, check_logprobs_close
 from tokentrue.providers.registry import ENGINES, EngineKind, load

@@ -1,5 +1,4 @@
-"""Builds a completion from what an engine reports, checking every piece; refuses settings that an engine does not
-know."""
+"""Builds a completion from an engine's reports, checking every piece; refuses settings that an engine does not know."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ from tokentrue.types import (
 )
 
 CONSTRAINTS = frozenset({"response_format", "tool_choice"})
-"""Names of `Sampling.extra` that mean the same for every engine: `response_format` as Chat Completions has it, and
+"""Names in `Sampling.extra` with the same meaning for every engine: `response_format` as in Chat Completions, and
 `tool_choice`, a structural tag (`Renderer.call_tag`)."""
 
 
@@ -37,12 +36,12 @@ class _Run:
 
     tokens: int
     version: int
-    masks: list[SamplingMask]  # of what filters kept; empty where the engine does not say
+    masks: list[SamplingMask]  # what filters kept; empty if the engine does not report it
 
 
 class CompletionBuilder:
-    """One generation. `prompt_ids` are those that the request to the engine was built from. What is appended becomes
-    chunks by `take`: one for each policy version, however many events brought it."""
+    """Collects one generation for the sent `prompt_ids`. `take` returns the appended tokens as one chunk per policy
+    version, regardless of the number of events."""
 
     def __init__(self, engine: str, prompt_ids: TokenIds) -> None:
         self.engine, self.prompt_ids = engine, prompt_ids
@@ -50,7 +49,7 @@ class CompletionBuilder:
         self.logprobs: list[float] = []
         self.top: list[Mapping[int, float]] = []
         self.raw: list[float] = []
-        self._masks: list[SamplingMask | None] = []  # of each chunk that was taken
+        self._masks: list[SamplingMask | None] = []  # of each chunk taken
         self._runs: list[tuple[int, int]] = []  # (tokens, policy version) of each
         self._new: list[_Run] = []  # not taken yet
         self._taken = 0
@@ -63,7 +62,6 @@ class CompletionBuilder:
         version: int,
         kept: Sequence[Sequence[int]] | None = None,
     ) -> Chunk:
-        """Append tokens, and take them as a chunk."""
         self.append(ids, logprobs, version=version, kept=kept)
         return next(self.take(), Chunk())
 
@@ -75,8 +73,8 @@ class CompletionBuilder:
         version: int,
         kept: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        """Tokens of one policy version. `kept`: the ids that filters kept, a row for each token, where the engine
-        reports them. Nothing is appended where any of it is refused."""
+        """Appends tokens of one policy version, all or none. `kept`: the ids that filters kept, one row per token,
+        if the engine reports them."""
         if len(ids) != len(logprobs):
             raise EngineContractError(f"{self.engine} returned {len(ids)} ids and {len(logprobs)} log-probabilities")
         if not ids:
@@ -85,7 +83,7 @@ class CompletionBuilder:
         masks: list[SamplingMask] = []
         try:
             if min(ids) < 0 or max(ids) > MAX_INT32:
-                TokenIds(ids)  # raises, and names the place
+                TokenIds(ids)  # raises with the position
             if kept is not None:
                 masks = [SamplingMask.from_rows([sorted(row) for row in kept])]
                 require_mask(masks[0], ids)
@@ -101,7 +99,7 @@ class CompletionBuilder:
         self.logprobs += checked
 
     def _check_logprobs(self, logprobs: Sequence[float | None]) -> Sequence[float]:
-        """Engines are known to send null, NaN and sentinels."""
+        """Refuses null, NaN and sentinels, which engines are known to send."""
         if None not in logprobs and are_logprobs(cast("Sequence[float]", logprobs)):
             return cast("Sequence[float]", logprobs)
         place, wrong = next(
@@ -112,7 +110,7 @@ class CompletionBuilder:
         raise EngineContractError(f"{self.engine} returned {wrong!r} as log-probability of sampled token {place}")
 
     def take(self) -> Iterator[Chunk]:
-        """What was appended since the last call."""
+        """The tokens appended since the last call."""
         runs, self._new = self._new, []
         for run in runs:
             start, self._taken = self._taken, self._taken + run.tokens
@@ -127,7 +125,7 @@ class CompletionBuilder:
             )
 
     def take_read(self, events: Iterable[bytes], add: Callable[[bytes], None]) -> Iterator[Chunk]:
-        """The chunks of one read from the engine. Where `add` refuses an event, the tokens of those before it come
+        """The chunks of one read from the engine. If `add` refuses an event, yields the tokens of earlier events
         first."""
         try:
             for event in events:
@@ -144,7 +142,7 @@ class CompletionBuilder:
         routed_experts: RoutedExperts | None = None,
         versions: Sequence[VersionSpan] | None = None,
     ) -> Completion:
-        """The whole generation. `prompt_tokens` is the engine's own count, which must be ours."""
+        """`prompt_tokens` is the engine's count, which must equal ours."""
         if prompt_tokens is not None and prompt_tokens != len(self.prompt_ids):
             raise EngineContractError(
                 f"{self.engine} counted {prompt_tokens} prompt tokens where {len(self.prompt_ids)} were sent"
@@ -163,7 +161,7 @@ class CompletionBuilder:
                 sampling_mask=join_masks_if_whole(self._masks),
                 prompt_digest=self.prompt_ids.sha256(),
             )
-        except TokenContractError as error:  # version spans of the engine's own that do not fit its tokens
+        except TokenContractError as error:  # the engine's version spans do not fit its tokens
             raise EngineContractError(f"{self.engine}: {error}") from error
 
 

@@ -1,4 +1,4 @@
-"""Do two providers agree on one prompt? A verdict to read, not a tolerance to trust."""
+"""Compares two providers on one prompt: a verdict to read, not a tolerance to trust."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from tokentrue.types import Completion, Ids, Sampling
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Closeness:
-    """`compared` tokens of the common prefix; `first_difference` is the first token where the two went apart, or
-    None."""
+    """`compared` tokens of the common prefix; `first_difference` is the first differing token, or None."""
 
     close: bool
     exact: bool
@@ -31,8 +30,7 @@ async def check_logprobs_close(
     sampling: Sampling | None = None,
     tolerance: float = 1e-3,
 ) -> Closeness:
-    """Greedy on both (unless `sampling` says otherwise); log-probabilities are compared up to the first token that
-    differs."""
+    """Compares log-probabilities up to the first differing token; greedy unless `sampling` is set."""
     asked = sampling if sampling is not None else Sampling(temperature=0.0, max_tokens=32)
     a = first if isinstance(first, Completion) else await first.generate(prompt_ids, asked)
     b = second if isinstance(second, Completion) else await second.generate(prompt_ids, asked)

@@ -1,5 +1,4 @@
-"""The embedded exact engine as a provider and a weight sink: log-probabilities are the trainer's, bit for bit, under
-every filter."""
+"""The embedded exact engine: log-probabilities equal the trainer's, bit for bit, under every filter."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from tokentrue.types import FILTERS, UNVERSIONED, Chunk, Ids, Sampling
 
 
 class ExactProvider(Streaming):
-    """`model` is a directory, a hub id or a model object; `decode` (a renderer's) is needed for stop strings only."""
+    """`model` is a directory, a hub id or a model object; `decode` (a renderer's) is needed only for stop strings."""
 
     name = "exact"
     truthful_filters = FILTERS
@@ -38,7 +37,7 @@ class ExactProvider(Streaming):
         kv_tokens: int | None = None,
         adapters: Mapping[str, str | Path] | None = None,
     ) -> None:
-        """`adapters` are loaded at start: name -> directory that peft saved."""
+        """`adapters` are loaded at start: name -> directory saved by peft."""
         self.engine = ExactEngine(
             model,
             device=device,

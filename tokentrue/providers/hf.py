@@ -1,6 +1,6 @@
-"""Hugging Face transformers, one forward pass per token with a KV cache: slow, plain, the ground truth for tests.
+"""Hugging Face transformers, one forward pass per token with a KV cache: slow and plain, the ground truth for tests.
 
-Log-probabilities are those of the distribution sampled from: after temperature, top-k, top-p and min-p; greedy reports
+Log-probabilities are those of the sampled distribution, after temperature, top-k, top-p and min-p; greedy reports
 temperature 1.
 """
 
@@ -23,7 +23,7 @@ from tokentrue.types import TRUNCATIONS, UNVERSIONED, Chunk, Finish, Ids, Sampli
 
 
 class HFProvider(Streaming):
-    """`decode` (a renderer's) is needed for stop strings only."""
+    """`decode` (a renderer's) is needed only for stop strings."""
 
     name = "hf"
     truthful_filters = frozenset(TRUNCATIONS)
@@ -62,7 +62,7 @@ class HFProvider(Streaming):
         ids, cache = builder.prompt_ids.tolist(), None
         finish, stopped_by = Finish.LENGTH, None
         for _ in range(limit):
-            async with self._lock:  # one forward at a time; between tokens others, and new weights, get their turn
+            async with self._lock:  # one forward at a time; other requests, and new weights, run between tokens
                 logits, cache = await asyncio.to_thread(self._forward, ids, cache)
                 version = self.version
             token, logprob, top, kept = pick(logits, sampling, generator)
@@ -116,8 +116,8 @@ class HFProvider(Streaming):
 def pick(
     logits_V: torch.Tensor, sampling: Sampling, generator: torch.Generator
 ) -> tuple[int, float, Mapping[int, float], list[int]]:
-    """One token, its log-probability under the distribution it was drawn from, the top few, and the ids that filters
-    kept (none: all)."""
+    """A token, its log-probability under the sampled distribution, the top few, and the ids that filters kept (none:
+    all)."""
     if sampling.temperature == 0:
         logprobs_V = torch.log_softmax(logits_V, dim=-1)
         token = int(logprobs_V.argmax())
@@ -133,7 +133,7 @@ def pick(
 
 
 def filter_logprobs(logprobs_V: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Top-k, then top-p, then min-p, renormalised; what is filtered out has log-probability -inf."""
+    """Top-k, then top-p, then min-p, renormalised; removed ids have log-probability -inf."""
     keep = torch.ones_like(logprobs_V, dtype=torch.bool)
     ordered, order = torch.sort(logprobs_V, descending=True, stable=True)
     if sampling.top_k:

@@ -1,8 +1,8 @@
-"""Several replicas of one engine behind one Provider: sticky by session, health-checked, moved on failure.
+"""Several replicas of one engine as one Provider: sticky by session, health-checked, with failover.
 
-Ids are sent, so any replica continues any session exactly; stickiness only saves the prefix cache. A generation that
-breaks off at an engine (a crash, an abort for a weight update) is resumed from the tokens it already gave, on this
-replica or another: the spans keep their own policy versions, and nothing that was sampled is sampled again.
+Token ids are sent, so any replica continues any session exactly; stickiness only preserves the prefix cache. A
+generation that breaks off (a crash, an abort for a weight update) is resumed from the tokens received, on this
+replica or another: spans keep their policy versions, and no token is sampled twice.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ RESUMABLE = (EngineUnreachable, EngineTimeout)
 
 
 class Pool(Streaming):
-    """A Provider and an EngineControl. `pause()` holds new and aborted generations back until `resume()`.
+    """A Provider and an EngineControl. `pause()` holds new and aborted generations until `resume()`.
 
     A generation is resumed at most `resumptions` times, and after failures only within `give_up_s` of its start.
     """
@@ -45,7 +45,7 @@ class Pool(Streaming):
             raise ConfigError("a pool needs at least one engine")
         self._replicas = list(replicas)
         self._adapting = [replica for replica in replicas if isinstance(replica, Adapting)]
-        self._down: set[int] = set()  # replicas that failed; each gets the weights again before it is used
+        self._down: set[int] = set()  # failed replicas; each gets the weights again before it is used
         self._restoring = asyncio.Lock()
         self._stale: set[int] = set()  # replicas that missed the last publication
         self._not_paused = asyncio.Event()
@@ -59,13 +59,13 @@ class Pool(Streaming):
 
     @property
     def truthful_filters(self) -> frozenset[str] | None:
-        """Those of every replica that has said so far."""
+        """The intersection over all replicas that have reported."""
         known = [filters for replica in self._replicas if (filters := replica.truthful_filters) is not None]
         return known[0].intersection(*known) if known else None
 
     @property
     def adapters(self) -> Sequence[str]:
-        """Those that every replica has loaded."""
+        """The adapters that every replica has loaded."""
         if len(self._adapting) < len(self._replicas):
             return ()
         first, *others = (set(replica.adapters) for replica in self._adapting)
@@ -78,15 +78,15 @@ class Pool(Streaming):
         self._not_paused.set()
 
     def metrics(self) -> Mapping[str, float]:
-        """Figures of an embedded engine; remote ones have metrics pages of their own."""
+        """Metrics of an embedded engine; remote engines have their own metrics pages."""
         only = self._replicas[0] if len(self._replicas) == 1 else None
         return only.metrics() if isinstance(only, Measured) else {}
 
     async def interrupt(self) -> int:
-        """Pause, and abort what is running at engines that must be idle to take weights. Returns how many were aborted.
+        """Pauses, and aborts generations at engines that must be idle to load weights. Returns how many were aborted.
 
-        Each is resumed after `resume()` from the tokens it has. An engine that takes weights between two tokens is not
-        interrupted.
+        They continue after `resume()` from the tokens received. An engine that loads weights between two tokens is
+        not interrupted.
         """
         self.pause()
         return sum(
@@ -124,7 +124,7 @@ class Pool(Streaming):
         yield Chunk(final=generation.join())
 
     async def health(self) -> JsonMapping:
-        """Asks every replica; raises when none answers."""
+        """Queries every replica; raises if none responds."""
         answers = await asyncio.gather(*(replica.health() for replica in self._replicas), return_exceptions=True)
         failed = {i for i, answer in enumerate(answers) if isinstance(answer, BaseException)}
         for answer in answers:
@@ -141,7 +141,7 @@ class Pool(Streaming):
         return {**alive[0], "replicas": len(answers), "healthy": len(alive)}
 
     async def publish(self, weights: Iterable[tuple[str, Any]], *, version: int) -> None:
-        """Every replica takes the weights; generations wait meanwhile."""
+        """Sends the weights to every replica; generations wait meanwhile."""
         sinks = [replica for replica in self._replicas if isinstance(replica, WeightSink)]
         if len(sinks) != len(self._replicas):
             raise ConfigError(f"engine {self.name!r} takes no weights")
@@ -156,7 +156,7 @@ class Pool(Streaming):
         self._note_publication(results)
 
     def _note_publication(self, results: Sequence[BaseException | None]) -> None:
-        """A replica that cannot be reached leaves until it has the weights; one that refuses them is an error."""
+        """Excludes unreachable replicas until they have the weights; raises if a replica refused them."""
         for result in results:
             if isinstance(result, BaseException) and not isinstance(result, (EngineUnreachable, EngineTimeout)):
                 raise result
@@ -166,12 +166,12 @@ class Pool(Streaming):
 
     @property
     def in_use(self) -> list[Provider]:
-        """The replicas that have the weights which were published last."""
+        """The replicas with the last published weights."""
         return [replica for i, replica in enumerate(self._replicas) if i not in self._stale]
 
     async def _restore(self, index: int) -> None:
-        """Gives a replica that failed, or missed a publication, the weights: it may have been started anew, with those
-        of its start."""
+        """Publishes to a replica that failed or missed a publication."""
+        # It may have restarted with its initial weights.
         replica = self._replicas[index]
         async with self._restoring:
             if index not in self._down | self._stale:
@@ -187,7 +187,7 @@ class Pool(Streaming):
         await asyncio.gather(*(replica.close() for replica in self._replicas))
 
     def watch(self) -> None:
-        """Starts the health checks: a replica that comes back gets its sessions back."""
+        """Starts health checks; a recovered replica gets its sessions back."""
         self._checker = asyncio.create_task(self._watch())
 
     async def _watch(self) -> None:
@@ -196,10 +196,10 @@ class Pool(Streaming):
             try:
                 await self.health()
             except EngineError:
-                continue  # all down: the next generation says so to its caller
+                continue  # all down: the next generation reports it to its caller
 
     def order(self, session: str | None) -> list[int]:
-        """Replicas by rendezvous hashing, healthy ones first: losing one moves only its own sessions."""
+        """Replicas by rendezvous hashing, healthy ones first: losing one moves only its sessions."""
         if len(self._replicas) == 1:
             return [0]
         current = [i for i in range(len(self._replicas)) if i not in self._stale]
@@ -215,19 +215,19 @@ class Pool(Streaming):
         return order[0]
 
     async def _wait_for_replica(self, session: str | None) -> int:
-        """The replica to ask, once generations are not paused."""
+        """The replica to use, once generations are not paused."""
         await self._not_paused.wait()
         return self._choose(session)
 
     def _note_failure(self, index: int, generation: _Generation) -> bool:
-        """The replica failed. True where the generation may be resumed."""
+        """True if the generation may be resumed."""
         self._down.add(index)
         generation.failures += 1
         most = len(self._replicas) + (self._resumptions if generation.done else 0)
         return generation.failures < most and time.monotonic() <= generation.started + self._give_up_s
 
     def _accept_piece(self, index: int, generation: _Generation, final: Completion | None) -> None:
-        """The replica answered: the generation is resumed only where it was aborted."""
+        """Records a response; the generation continues only if it was aborted."""
         if final is None:
             raise EngineContractError(f"{self.name} ended a stream without its final answer")
         if final.prompt_digest not in (None, generation.ids.sha256()):
@@ -238,9 +238,9 @@ class Pool(Streaming):
 
 
 class _Generation:
-    """One generation across aborts and failures. `done`: the pieces sampled so far. `ids`, `rest`: the prompt and the
-    settings for what is left; `rest` is None when the generation is over. `end`: why nothing is left of one that broke
-    off right at a stop token or at its token limit."""
+    """One generation across aborts and failures. `done`: the pieces sampled so far. `ids`, `rest`: prompt and
+    settings for the remainder; `rest` is None when the generation is over. `end`: the finish of one that broke off
+    right at a stop token or its token limit."""
 
     def __init__(self, prompt_ids: TokenIds, sampling: Sampling) -> None:
         self._prompt_ids, self._sampling = prompt_ids, sampling
@@ -264,7 +264,7 @@ class _Generation:
             self.end = Finish.LENGTH
 
     def _has_stopped(self) -> bool:
-        """The engine sampled a stop token, and its last word was lost: what it would sample next is no part of this."""
+        """True if a stop token was sampled and only the engine's final event was lost."""
         is_new = len(self.ids) > len(self._prompt_ids)
         return is_new and self.ids[-1] in self._sampling.stop_token_ids and not self._sampling.extra.get("ignore_eos")
 
@@ -276,8 +276,8 @@ class _Generation:
 
 
 def copy_to_cpu(weights: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    """A list that can be sent to several replicas: the iterable gathers each weight once, and all of them may not fit
-    on a GPU."""
+    """Makes the weights reusable for several replicas."""
+    # The iterable yields each weight once, and all of them may not fit on a GPU.
     return [(name, tensor.detach().cpu()) for name, tensor in weights]
 
 
@@ -286,7 +286,7 @@ def _rendezvous_hash(session: str | None, index: int) -> bytes:
 
 
 def _pieces(chunks: Sequence[Chunk], ids: TokenIds) -> list[Completion]:
-    """What a broken stream had already given, as a completion of its own."""
+    """The chunks of a broken stream as a completion."""
     builder = CompletionBuilder("pool", ids)
     for chunk in chunks:
         kept = None if chunk.sampling_mask is None else chunk.sampling_mask.rows()
@@ -297,7 +297,7 @@ def _pieces(chunks: Sequence[Chunk], ids: TokenIds) -> list[Completion]:
 def _remaining(
     prompt_ids: TokenIds, sampling: Sampling, done: Sequence[Completion]
 ) -> tuple[TokenIds, Sampling | None]:
-    """The prompt and settings for the rest of a generation; no settings where its token limit is reached."""
+    """Prompt and settings for the rest of a generation; no settings if its token limit is reached."""
     ids = TokenIds.concat([prompt_ids, *(piece.token_ids for piece in done)]) if done else prompt_ids
     if sampling.max_tokens is None:
         return ids, sampling
@@ -306,7 +306,8 @@ def _remaining(
 
 
 def join_pieces(pieces: Sequence[Completion], prompt_ids: TokenIds) -> Completion:
-    """Pieces of one generation, end to end; what not every piece has (top log-probabilities, say) is left out."""
+    """Concatenates the pieces of one generation; drops what not every piece has (top log-probabilities, for
+    example)."""
     if len(pieces) == 1:
         return pieces[0]
     runs = [run for piece in pieces for run in _version_runs(piece)] if any(piece.versions for piece in pieces) else []
@@ -333,7 +334,7 @@ def _version_runs(piece: Completion) -> list[tuple[int, int]]:
 
 
 def join_piece_routing(pieces: Sequence[Completion], prompt_ids: TokenIds) -> RoutedExperts | None:
-    """Each piece's prompt holds the pieces before it: of those positions the piece that sampled from them counts."""
+    # Each piece's prompt contains the earlier pieces; for those positions the piece that sampled from them counts.
     parts: list[RoutedExperts] = []
     end = len(prompt_ids)
     for piece in pieces:

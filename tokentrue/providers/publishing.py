@@ -1,11 +1,10 @@
-"""Publishing through a directory that a server sees: write a version, pause the server, have it load the version,
-resume it.
+"""Publishing through a shared directory: write a version, pause the server, have it load the version, resume it.
 
     ROOT/version-000007/model.safetensors      every name, no index; tied heads written out
 
-An index would name the shards of the first checkpoint, and an engine that finds one loads those. A tied head is written
-as its own tensor: an engine that holds it apart from the embedding would keep the old one. A server that refuses a
-version gets the version before again; only then does the refusal reach the caller. One that has no version before stays
+There is no index because an engine would load the shards of the first checkpoint that it names. A tied head is
+written as a separate tensor: an engine that holds it apart from the embedding would keep the old one. If a server
+refuses a version, the previous one is loaded again before the error is raised. Without a previous version it stays
 paused: it may hold half of the new weights.
 """
 
@@ -34,7 +33,7 @@ class WrittenWeights:
 
 
 class LoadsFromDisk(Protocol):
-    """An engine's own calls."""
+    """The engine's own calls."""
 
     @property
     def name(self) -> str: ...
@@ -47,7 +46,7 @@ class LoadsFromDisk(Protocol):
 
 
 class DiskPublisher:
-    """The weights of one engine, below `root`. `place` names this engine's files there."""
+    """Publishes weights to one engine below `root`; `place` names this engine's files there."""
 
     def __init__(self, engine: LoadsFromDisk, root: str | Path | None, *, place: str) -> None:
         self._engine = engine
@@ -65,7 +64,7 @@ class DiskPublisher:
             await self._load(self._written)
 
     async def rejoin(self) -> None:
-        """Loads the weights that were written last: for a server that was away when they were published."""
+        """Loads the last written weights into a server that missed their publication."""
         async with self._loading:
             if self._written is not None:
                 await self._load(self._written)
@@ -92,7 +91,7 @@ class DiskPublisher:
 def write_weights(
     weights: Iterable[tuple[str, Any]], root: Path, *, version: int, keep: Iterable[Path] = ()
 ) -> WrittenWeights:
-    """Writes a version whole, then removes all others but those in `keep`. Blocks: call it in a thread."""
+    """Writes a version completely, then removes all others but those in `keep`. Blocks: call it in a thread."""
     from safetensors import torch as safetensors_torch
 
     save_file: Any = vars(safetensors_torch)["save_file"]
@@ -112,7 +111,7 @@ def write_weights(
 
 
 def check_weights(weights: Iterable[tuple[str, Any]], *, version: int) -> dict[str, Any]:
-    """By name, each with memory of its own; weights that are not finite are refused before any engine sees them."""
+    """Weights by name, each with separate memory; refuses values that are not finite before any engine sees them."""
     kept = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in weights}
     for name, tensor in kept.items():
         if tensor.is_floating_point() and not bool(tensor.isfinite().all()):

@@ -1,5 +1,5 @@
-"""The one table of engines. Naming an engine imports its adapter and nothing else; commands, help texts and pages take
-their lists from here."""
+"""The table of engines. Loading an engine imports only its adapter; commands, help texts and docs derive their lists
+from here."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PLUGINS = "tokentrue.providers"  # the group of entry points: NAME = "module:Pro
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineKind:
     """`remote`: a server, reached by `--url`, which may have replicas. `needs_torch`: the model is loaded into this
-    process. `is_served`: `--engine` takes it; the others are built in Python, from other providers."""
+    process. `is_served`: `--engine` accepts it; the others are built in Python from other providers."""
 
     address: str
     remote: bool = False
@@ -54,8 +54,8 @@ def find_address(name: str) -> str:
 
 
 def load(name: str, **settings: Any) -> Provider:
-    """The provider called `name`, built with its own settings (`url=` for servers, `model=` for embedded engines,
-    `script=`). Other packages add theirs as entry points."""
+    """The provider `name`, built with its settings (`url=` for servers, `model=` for embedded engines, `script=`).
+    Other packages add theirs as entry points."""
     module, _, attribute = find_address(name).partition(":")
     try:
         kind = getattr(import_module(module), attribute)

@@ -1,10 +1,10 @@
-"""Engines that are servers: HTTP by aiohttp, typed answers, and what the adapters have in common.
+"""Engines that are servers: HTTP by aiohttp, typed responses, and the adapters' common base.
 
-A request is sent again only until its response begins. A generation that is not streamed begins to respond when it is
-complete: one that breaks off is sampled again, and what the engine had sampled of it never arrived. Later failures are
-the caller's to handle. A body, and a line of an event stream, has at most `limit` bytes: an engine that sends more is
-at fault, and is not read to the end. An answer of another shape than its record is an `EngineContractError` with the
-engine's own words; unknown fields are ignored, because engines add them with every release.
+A request is retried only until its response begins. A generation that is not streamed responds when it is complete:
+if it breaks off, it is sampled again, since none of its tokens arrived. Later failures are the caller's to handle. A
+body, and a line of an event stream, has at most `limit` bytes; reading stops there. A response of the wrong shape is
+an `EngineContractError` that quotes the engine; unknown fields are ignored, because engines add them with every
+release.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ TOO_LONG = re.compile(r"(context|model|allowed) length", re.IGNORECASE)
 END_S = 0.05
 ABORT_S = 30.0
 ABORT_RETRY_S = 0.1  # a request may reach the engine after the abort that was meant for it
-BODY_BYTES = 16 << 20  # of an answer, before what a generation's tokens may take
+BODY_BYTES = 16 << 20  # of a response, besides the share of a generation's tokens
 ANSWER_BYTES = 64 << 20
-POSITION_BYTES = 4096  # of a token's log-probabilities, sampling mask and routing, in JSON
-UNBOUNDED_TOKENS = 16_384  # assumed of a request without max_tokens
+POSITION_BYTES = 4096  # per token: log-probabilities, sampling mask and routing, in JSON
+UNBOUNDED_TOKENS = 16_384  # assumed for a request without max_tokens
 MOST_TOKENS = 65_536
 
 
@@ -87,8 +87,7 @@ class EngineHttp:
         retry: bool = True,
         limit: int = BODY_BYTES,
     ) -> bytes:
-        """The whole body of a successful response; any other response becomes a typed error with the engine's own
-        words."""
+        """The whole body of a successful response; any other response raises a typed error that quotes the engine."""
         parts: list[bytes] = []
         size = 0
         async with await self._respond(method, path, body, self._retries if retry else 0) as response:
@@ -102,12 +101,12 @@ class EngineHttp:
     async def answers(
         self, path: str, body: bytes, *, whole: bool = False, limit: int = BODY_BYTES
     ) -> AsyncGenerator[list[bytes]]:
-        """The data of the server-sent events up to [DONE]; those that arrived together are one list. With `whole`, the
-        one body of an answer that is no stream."""
+        """The data of the server-sent events up to [DONE], in one list per read. With `whole`, the single body of a
+        response that is not streamed."""
         if whole:
             yield [await self.read("POST", path, body, limit=limit)]
             return
-        begun: list[bytes] = []  # parts of a line, joined once: an event may be many reads long
+        begun: list[bytes] = []  # parts of a line, joined once: an event may span many reads
         size = 0
         async with await self._respond("POST", path, body, self._retries) as response:
             while True:
@@ -133,7 +132,7 @@ class EngineHttp:
                 begun, size = [others[-1]], len(others[-1])
 
     async def _read_part(self, path: str, response: aiohttp.ClientResponse) -> bytes:
-        """What has arrived of the body; empty at its end."""
+        """The next part of the body; empty at its end."""
         try:
             return await response.content.readany()
         except TimeoutError as error:
@@ -149,8 +148,7 @@ class EngineHttp:
     async def _respond(
         self, method: str, path: str, body: JsonMapping | bytes | None, retries: int
     ) -> aiohttp.ClientResponse:
-        """A response with status 2xx, to be used in a block: leaving it before the response's end closes the
-        connection, which cancels the request."""
+        """Yields a 2xx response. Leaving the block early closes the connection, which cancels the request."""
         data = body if isinstance(body, bytes | None) else orjson.dumps(body)
         response = await self._request(method, path, data, retries)
         if response.status < 300:
@@ -171,8 +169,8 @@ class EngineHttp:
             except aiohttp.SocketTimeoutError as error:
                 raise EngineTimeout(f"{self.url}{path} did not answer in {self._timeout_s:g} s") from error
             except aiohttp.ClientConnectionError as error:
-                # A server may close an idle connection at the moment when a request is sent on it: that costs no
-                # attempt.
+                # A server may close an idle connection at the moment a request is sent on it: that does not count as
+                # an attempt.
                 free = isinstance(error, aiohttp.ServerDisconnectedError) and attempt == 0
                 if attempt >= retries and not free:
                     raise EngineUnreachable(
@@ -184,7 +182,7 @@ class EngineHttp:
             attempt += 1
 
     def _open(self) -> aiohttp.ClientSession:
-        """The client session, created on first use because aiohttp binds it to the running event loop."""
+        # Created on first use, because aiohttp binds the session to the running event loop.
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=0)
             jar = aiohttp.DummyCookieJar()
@@ -195,14 +193,14 @@ class EngineHttp:
 
 
 async def _read_end(response: aiohttp.ClientResponse) -> None:
-    """The end of the body follows [DONE] at once; a connection that has read it can be used again."""
+    """Reads the end of the body, which follows [DONE] at once, so that the connection can be reused."""
     with suppress(TimeoutError, aiohttp.ClientError):
         async with asyncio.timeout(END_S):
             await response.content.read(1)
 
 
 def rejected(message: str) -> EngineRejected:
-    """The engine's refusal in its own words; vLLM and SGLang name a prompt that is too long in words alone."""
+    """The engine's refusal, quoted. vLLM and SGLang report a prompt that is too long only in the text."""
     return PromptTooLong(f"prompt is too long: {message}") if TOO_LONG.search(message) else EngineRejected(message)
 
 
@@ -216,9 +214,9 @@ def _refusal(where: str, status: int, words: str) -> EngineError:
     return rejected(f"{where} answered {status}: {words}")
 
 
-# ---- answers ---------------------------------------------------------------------------------------------------------
+# ---- responses -------------------------------------------------------------------------------------------------------
 class EngineFault(msgspec.Struct):
-    """The error object of both engines; some versions send a plain text in its place."""
+    """The error object of both engines; some versions send plain text instead."""
 
     message: str | None = None
 
@@ -238,7 +236,7 @@ def decode_answer(data: bytes, kind: type[T], *, where: str) -> T:
 
 
 def raise_fault(engine: str, fault: EngineFault | str | None) -> None:
-    """Raises where the engine reported an error inside a 200 answer or a stream."""
+    """Raises if the engine reported an error inside a 200 response or a stream."""
     if fault is not None:
         raise rejected(f"{engine}: {fault if isinstance(fault, str) else fault.message or 'error without a message'}")
 
@@ -255,8 +253,7 @@ def version_from(text: str | int | None) -> int:
 
 
 async def read_tokens(http: EngineHttp, path: str, body: JsonMapping) -> TokenIds | None:
-    """The engine's own tokenisation of a text; None where the server has no such route, or another one under its
-    name."""
+    """The engine's tokenisation of a text; None if the server has no such route, or a different one of that name."""
     try:
         data = await http.read("POST", path, body, retry=False)
         return TokenIds(decode_answer(data, Tokenized, where=http.url + path).tokens)
@@ -264,25 +261,25 @@ async def read_tokens(http: EngineHttp, path: str, body: JsonMapping) -> TokenId
         return None
 
 
-# ---- what the adapters have in common --------------------------------------------------------------------------------
+# ---- common base of the adapters -------------------------------------------------------------------------------------
 class Answer(Protocol):
-    """A generation as one engine reports it."""
+    """Accumulates one engine's reports of a generation."""
 
     builder: CompletionBuilder
 
     def add(self, event: bytes) -> None:
-        """Appends what one event, or a whole answer, reports."""
+        """Appends one event, or a whole response."""
         ...
 
     def complete(self) -> Completion:
-        """Raises where the engine has not said that the generation is over."""
+        """Raises if the engine has not reported the end of the generation."""
         ...
 
 
 class RemoteEngine(Streaming):
-    """A server that generates, aborts by request id, and loads weights from a directory that it sees (`weights_dir`).
+    """A server that generates, aborts by request id, and loads weights from a shared directory (`weights_dir`).
 
-    A request whose caller leaves or fails is aborted at the engine, which must not go on sampling.
+    If a request's caller leaves or fails, the request is aborted at the engine.
     """
 
     name: str
@@ -329,7 +326,7 @@ class RemoteEngine(Streaming):
     def _body(
         self, ids: TokenIds, sampling: Sampling, *, session: str | None, request_id: str, stream: bool
     ) -> tuple[str, bytes]:
-        """The route and the request."""
+        """The route and the request body."""
         raise NotImplementedError
 
     async def _abort(self, request_ids: Sequence[str]) -> None:
@@ -339,8 +336,8 @@ class RemoteEngine(Streaming):
         raise NotImplementedError
 
     async def load_from_disk(self, written: WrittenWeights) -> None:
-        """Loads the weights, drops what was cached with other ones, and stamps the version; raises EngineError where
-        any of it fails."""
+        """Loads the weights, drops caches of older ones, and stamps the version; raises EngineError if any of it
+        fails."""
         raise NotImplementedError
 
     async def resume_with_weights(self) -> None:
@@ -351,22 +348,22 @@ class RemoteEngine(Streaming):
 
     @asynccontextmanager
     async def _hold(self) -> AsyncGenerator[str]:
-        """A new request id for the block in which the engine samples; aborted if the block is left by an exception."""
+        """A request id for the block in which the engine samples; aborts it if the block raises."""
         request_id = uuid4().hex
         self._running.add(request_id)
         try:
             yield request_id
         except BaseException:
             self._running.discard(request_id)
-            with suppress(EngineError):  # the engine is gone: nothing is left to abort
+            with suppress(EngineError):  # the engine is unreachable: nothing is left to abort
                 await self._abort([request_id])
             raise
         finally:
             self._running.discard(request_id)
 
     async def interrupt(self) -> int:
-        """Aborts every generation of ours at the engine and waits until each has returned what it has; returns how
-        many there were."""
+        """Aborts all our generations at the engine and waits until each has returned its tokens; returns their
+        number."""
         count, end = len(self._running), time.monotonic() + ABORT_S
         while self._running:
             if time.monotonic() > end:
@@ -378,15 +375,15 @@ class RemoteEngine(Streaming):
         return count
 
     async def publish(self, weights: Iterable[tuple[str, Any]], *, version: int) -> None:
-        """Writes the weights below `weights_dir` and has the server load them, also in mid-generation."""
+        """Writes the weights below `weights_dir` and has the server load them, even during generations."""
         await self._publisher.publish(weights, version=version)
 
     async def rejoin(self) -> None:
-        """Loads the weights that were written last: for a server that was away when they were published."""
+        """Loads the last written weights into a server that missed their publication."""
         await self._publisher.rejoin()
 
     async def _require_version(self, version: int) -> None:
-        """Raises where the engine does not say that it has the weights which were just loaded."""
+        """Raises unless the engine reports the version that was just loaded."""
         reported = await self.weight_version()
         if reported != version:
             raise EngineRejected(f"{self.name} reports weight version {reported} after loading version {version}")
@@ -398,16 +395,16 @@ class RemoteEngine(Streaming):
         await self._http.close()
 
 
-# ---- what a request wants enforced while sampling --------------------------------------------------------------------
-# The mask that enforces a constraint is part of the distribution that is sampled from, so the reported
+# ---- constraints enforced while sampling -----------------------------------------------------------------------------
+# The mask that enforces a constraint is part of the sampled distribution, so the reported
 # log-probabilities are those under the mask.
 def engine_settings(extra: JsonMapping) -> JsonObject:
-    """What is the engine's own already."""
+    """The settings that have the engine's own names."""
     return {name: value for name, value in extra.items() if name not in CONSTRAINTS}
 
 
 def find_constraint(extra: JsonMapping, *, own: tuple[str, ...]) -> str | None:
-    """The one of CONSTRAINTS that is asked for; `own` are the engine's own names of constraints."""
+    """The requested one of CONSTRAINTS; `own` are the engine's own names of constraints."""
     given = [name for name in (*sorted(CONSTRAINTS), *own) if extra.get(name) is not None]
     if len(given) > 1:
         raise SamplingError(f"{' and '.join(given)} cannot be enforced together; send one of them")
@@ -423,7 +420,7 @@ def structural_tag(extra: JsonMapping) -> str:
 
 
 def response_schema(extra: JsonMapping) -> JsonMapping | None:
-    """The JSON schema that `response_format` asks for; None for any object."""
+    """The JSON schema that `response_format` requests; None for any object."""
     asked = _object(extra["response_format"])
     if asked.get("type") == "json_object":
         return None
@@ -434,13 +431,12 @@ def response_schema(extra: JsonMapping) -> JsonMapping | None:
 
 
 def _object(value: object) -> JsonMapping:
-    """A JSON object; anything else reads as an empty one."""
+    """Reads anything but a JSON object as an empty one."""
     return cast("JsonMapping", value) if isinstance(value, Mapping) else {}
 
 
 def dump_settings(value: object) -> bytes:
-    """The JSON that an engine is sent. Schemas and strings come from the client: what JSON cannot hold in them is its
-    mistake."""
+    """The engine's request as JSON. Values that JSON cannot hold come from the client, so they are its error."""
     try:
         return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
     except TypeError as error:

@@ -1,12 +1,10 @@
-"""A public engine without a model: answers come from a JSON-lines script, in order, so that users can test their
-harness.
+"""An engine without a model, for testing harnesses: answers come from a JSON-lines script, in order.
 
 One line per generation: `{"text": …}` or `{"token_ids": […]}`, optional `logprobs`, `finish_reason` (stop, length,
 abort), `delay_s` (before the first token), `status` (an HTTP status to fail with). A text that ends with "stop" gets
-the model's stop token behind it, as a model would sample it. Log-probabilities that the script leaves out are made up,
-reproducibly, from id and position.
-The whole script is checked and encoded when the provider is built: a bad line is refused by its place, before anything
-is served.
+the model's stop token appended, as a model would sample it. Missing log-probabilities are derived reproducibly from id
+and position.
+The whole script is checked and encoded on construction; errors name the line.
 """
 
 from __future__ import annotations
@@ -52,9 +50,9 @@ class ScriptedTurn:
 
 
 class ScriptedProvider(Streaming):
-    """`encode` turns script texts into ids (a renderer's `encode_sampled`); `stop_id` is the token put behind them.
+    """`encode` turns script texts into ids (a renderer's `encode_sampled`); `stop_id` is appended to them.
 
-    `seen` keeps the prompts that were asked for. With `loop=True` the script starts again at its end.
+    `seen` keeps the received prompts. With `loop=True` the script restarts at its end.
     """
 
     name = "scripted"
@@ -138,7 +136,7 @@ def invent_logprob(position: int, token_id: int) -> float:
 
 
 def read_script(path: str | Path) -> Iterator[tuple[str, JsonValue]]:
-    """The JSON of every line, with its place."""
+    """The JSON of every line, with its location."""
     try:
         lines = list(read_numbered_lines(path))
     except OSError as error:

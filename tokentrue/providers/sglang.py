@@ -1,8 +1,8 @@
-"""SGLang: its native /generate, ids in, ids and log-probabilities out, streamed.
+"""SGLang's native /generate: ids in, ids and log-probabilities out, streamed.
 
 SGLang reports log softmax(logits / temperature). Filters change the distribution further; recent versions return the
-renormalised log-probabilities with `return_sampling_mask`, which is requested as soon as a filter is on. A server
-started with SGLANG_RETURN_ORIGINAL_LOGPROB=1 reports temperature 1 whatever was sampled: do not set it for training.
+renormalised log-probabilities with `return_sampling_mask`, which is requested whenever a filter is on. A server
+started with SGLANG_RETURN_ORIGINAL_LOGPROB=1 always reports temperature 1: do not set it for training.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class SGLangMeta(msgspec.Struct):
 
 
 class SGLangEvent(msgspec.Struct):
-    """A whole answer of /generate, or one event of its stream."""
+    """A whole response of /generate, or one event of its stream."""
 
     meta_info: SGLangMeta | None = None
     output_ids: list[int] | None = None
@@ -85,7 +85,7 @@ class SGLangUpdate(msgspec.Struct):
 
 
 class SGLangProvider(RemoteEngine):
-    """`routed_experts=(layers, top_k)` asks a MoE server for its routing, for all positions but the last."""
+    """`routed_experts=(layers, top_k)` requests a MoE server's routing, for all positions but the last."""
 
     name = "sglang"
 
@@ -129,11 +129,11 @@ class SGLangProvider(RemoteEngine):
         return decode_answer(data, SGLangInfo, where=f"{self.url}/model_info")
 
     async def tokenize(self, text: str) -> TokenIds | None:
-        """/tokenize, which compares the server's tokenizer with ours; older servers do not have it."""
+        """Older servers have no /tokenize."""
         return await read_tokens(self._http, "/tokenize", {"prompt": text, "add_special_tokens": False})
 
     async def pause_for_weights(self) -> None:
-        """Running requests are retracted: their keys and values belong to the old weights."""
+        # Running requests are retracted: their keys and values belong to the old weights.
         await self._post("/pause_generation", {"mode": "retract"})
 
     async def load_from_disk(self, written: WrittenWeights) -> None:
@@ -184,7 +184,8 @@ class SGLangProvider(RemoteEngine):
 
 
 class SGLangAnswer:
-    """Events are cumulative or incremental by the server's setting; the running count tells how many tokens are new."""
+    """Events are cumulative or incremental, depending on the server; the running count shows how many tokens are
+    new."""
 
     def __init__(
         self,
@@ -202,7 +203,7 @@ class SGLangAnswer:
 
     def add(self, event: bytes) -> None:
         if self._last is not None and self._last.finish_reason is not None:
-            return  # what follows the end is no part of this generation
+            return  # what follows the end is not part of this generation
         answer = decode_answer(event, SGLangEvent, where=self._where)
         raise_fault("sglang", answer.error)
         meta = answer.meta_info
@@ -270,7 +271,7 @@ class SGLangAnswer:
 
 def sampling_params(sampling: Sampling) -> JsonObject:
     params: JsonObject = {
-        "max_new_tokens": sampling.max_tokens,  # left out it would mean 128; null means "up to the context"
+        "max_new_tokens": sampling.max_tokens,  # omitted, it would mean 128; null means "up to the context"
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "min_p": sampling.min_p,

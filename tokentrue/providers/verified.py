@@ -1,12 +1,12 @@
-"""Exactness over any engine: it proposes, the trainer's forward pass decides.
+"""Exactness over any engine: it proposes tokens, and the trainer's forward pass verifies them.
 
 A chunk of proposed tokens is scored in one exact forward over the whole sequence, and every position is drawn again
-with the engine's own counter-based Gumbel noise from the trainer's logits. The longest prefix that agrees is accepted,
-the first disagreement is replaced by the trainer's own draw, and the proposer goes on from there. So tokens and
-log-probabilities are those of the exact engine with the same seed, whatever proposed them; a poor proposer costs time,
-never exactness. `accepted / proposed` says how good it is.
+from the trainer's logits with the exact engine's counter-based Gumbel noise. The longest agreeing prefix is accepted,
+the first disagreement is replaced by the trainer's draw, and the proposer continues from there. So tokens and
+log-probabilities equal the exact engine's with the same seed, for any proposer; a poor proposer costs time, never
+exactness. `accepted / proposed` measures it.
 
-The proposer has to be asked for what the trainer would draw: with the same noise if it is ours, else greedily
+The proposer should propose what the trainer would draw: with the same noise if it is ours, else greedily
 (temperature 0) or by its own sampling, where agreement is a matter of probability.
 """
 
@@ -33,7 +33,7 @@ CHUNK = 32
 
 @dataclass(slots=True)
 class Acceptance:
-    """Counts over the provider's life."""
+    """Totals since construction."""
 
     proposed: int = 0
     accepted: int = 0
@@ -102,7 +102,7 @@ class VerifiedProvider(Streaming):
         return list((await self.proposer.generate(ids, asked, session=session)).token_ids)
 
     def verify(self, ids: list[int], proposed: list[int], sampling: Sampling, seed: int) -> tuple[list[Sampled], int]:
-        """Between two steps of the engine, so that no weight load falls into it."""
+        # Runs between two engine steps, so that no weight load falls into it.
         with self.engine.paused():
             core = self.engine.core
             drawn = redraw(core.forward, core.model, ids, proposed, sampling, seed, capacity=core.capacity)
@@ -138,7 +138,8 @@ class VerifiedProvider(Streaming):
         )
 
     async def publish(self, weights: Iterable[tuple[str, Any]], *, version: int) -> None:
-        """To the verifier, and to the proposer where it takes weights; a proposer with old ones is only slower."""
+        """Publishes to the verifier, and to the proposer if it accepts weights; a proposer with old ones is only
+        slower."""
         pairs = list(weights)
         await self.engine.publish(dict(pairs), version=version)
         if isinstance(self.proposer, WeightSink):

@@ -1,9 +1,8 @@
-"""vLLM: token-in, token-out, streamed; over /inference/v1/generate where the server has it, over /v1/completions where
-not.
+"""vLLM: ids in, ids out, streamed; over /inference/v1/generate if the server has it, else over /v1/completions.
 
-Start the server with `--logprobs-mode processed_logprobs` (vLLM's own default reports temperature 1 and no filters,
-whatever was sampled) and, for exact version spans, with `--enable-scale-out`. The first `health()` or generation asks
-the server which of the two it reports; what it would report untruthfully is refused, not recorded.
+Start the server with `--logprobs-mode processed_logprobs` (vLLM's default reports temperature 1 without filters,
+whatever was sampled) and, for exact version spans, with `--enable-scale-out`. The first `health()` or generation
+detects which of the two the server reports; requests whose log-probabilities would be wrong are refused.
 """
 
 from __future__ import annotations
@@ -86,7 +85,7 @@ class VLLMUsage(msgspec.Struct):
 
 
 class VLLMEvent(msgspec.Struct):
-    """A whole answer, or one event of a stream; the event with the usage has no choices."""
+    """A whole response, or one event of a stream; the event with the usage has no choices."""
 
     choices: list[VLLMChoice] = []
     usage: VLLMUsage | None = None
@@ -98,7 +97,7 @@ class VLLMScored(msgspec.Struct):
 
 
 class VLLMScoredChoice(msgspec.Struct):
-    """By prompt token: the ids that have a log-probability there, the prompt's own among them; null for the first."""
+    """By prompt token: the ids that have a log-probability there, including the prompt's; null for the first."""
 
     prompt_logprobs: list[dict[str, VLLMScored] | None] | None = None
 
@@ -125,7 +124,7 @@ class VLLMWeights(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Abilities:
-    """What one server can do, as it showed: its token route, and whether log-probabilities are of the sampled
+    """Detected abilities of one server: its token route, and whether log-probabilities are of the sampled
     distribution."""
 
     model: str
@@ -166,7 +165,7 @@ class VLLMProvider(RemoteEngine):
         return FILTERS if self._abilities.processed else frozenset()
 
     async def health(self) -> JsonMapping:
-        """Always asks the server; learns its abilities the first time."""
+        """Always queries the server; detects its abilities the first time."""
         served = await self._served_model()
         abilities = await self._learn()
         return {
@@ -181,12 +180,11 @@ class VLLMProvider(RemoteEngine):
         }
 
     async def tokenize(self, text: str) -> TokenIds | None:
-        """/tokenize, which compares the server's tokenizer with ours."""
         body = {"model": (await self._served_model()).id, "prompt": text, "add_special_tokens": False}
         return await read_tokens(self._http, "/tokenize", body)
 
     async def score(self, token_ids: Ids) -> Sequence[float]:
-        """Of temperature 1 without filters, whatever the request says; bypasses the engine's prefix cache."""
+        """At temperature 1 without filters, whatever the request says; bypasses the engine's prefix cache."""
         model, where = (await self._served_model()).id, f"{self.url}/v1/completions"
         asked = {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0, "add_special_tokens": False}
         data = await self._http.read("POST", "/v1/completions", {"model": model, "prompt": list(token_ids), **asked})
@@ -204,7 +202,8 @@ class VLLMProvider(RemoteEngine):
         await self._post("/pause?mode=keep")
 
     async def load_from_disk(self, written: WrittenWeights) -> None:
-        """Reload, recompute every cached key and value, stamp the version and ask for it. Each answer is required."""
+        """Reloads, recomputes every cached key and value, stamps the version and verifies it. Every step must
+        succeed."""
         await self._post(
             "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(written.directory)}}
         )
@@ -224,12 +223,12 @@ class VLLMProvider(RemoteEngine):
         self.version = self._loaded
 
     async def interrupt(self) -> int:
-        """Without the token route, generations go on."""
+        """Without the token route, generations continue."""
         return await super().interrupt() if (await self._learn()).token_route else 0
 
     async def _abort(self, request_ids: Sequence[str]) -> None:
-        """Closing the connection cancels too; this makes it certain behind a router. The server puts the route's name
-        before the id that it was given."""
+        # Closing the connection cancels, too; this makes it certain behind a router. The server prefixes the request id
+        # with the route's name.
         if self._abilities is not None and self._abilities.token_route:
             names = [name for each in request_ids for name in (each, f"generate-tokens-{each}")]
             await self._post("/inference/v1/abort_requests", {"request_ids": names})
@@ -272,11 +271,11 @@ class VLLMProvider(RemoteEngine):
         except EngineContractError:
             return False  # 403 or 404: the server was started without --enable-scale-out
         except EngineRejected:
-            return True  # it complains about the empty request, so it is there
+            return True  # it rejects the empty request, so the route exists
         return True
 
     async def _reports_processed(self, abilities: Abilities) -> bool:
-        """The same prompt at two temperatures: processed log-probabilities differ, raw ones do not."""
+        """Compares one prompt at two temperatures: processed log-probabilities differ, raw ones do not."""
         tops: list[Mapping[int, float]] = []
         for temperature in (1.0, 0.5):
             sampling = Sampling(temperature=temperature, max_tokens=1, top_logprobs=2, seed=1)
@@ -297,7 +296,7 @@ class VLLMProvider(RemoteEngine):
 
 
 class VLLMAnswer:
-    """`version` tells the weights that the server has now: events do not."""
+    """`version` returns the server's current weight version: events do not carry it."""
 
     def __init__(
         self, builder: CompletionBuilder, sampling: Sampling, where: str, *, version: Callable[[], int]
@@ -311,7 +310,7 @@ class VLLMAnswer:
         raise_fault("vllm", answer.error)
         if answer.usage is not None:
             self._prompt_tokens = answer.usage.prompt_tokens
-        if self._last is None and answer.choices:  # what follows the end is no part of this generation
+        if self._last is None and answer.choices:  # what follows the end is not part of this generation
             choice = answer.choices[0]
             if choice.token_ids:
                 self._append(choice, choice.token_ids)
@@ -340,7 +339,7 @@ class VLLMAnswer:
             raise EngineContractError(f"vllm ended with an unknown finish reason {choice.finish_reason!r}")
         finish, stopped_by = Finish(choice.finish_reason), choice.stop_reason
         if finish is Finish.STOP and stopped_by is None and builder.ids:
-            stopped_by = builder.ids[-1]  # vLLM names no reason when its own EOS ended the turn
+            stopped_by = builder.ids[-1]  # vLLM gives no reason when its own EOS ended the turn
         return builder.complete(
             finish,
             prompt_tokens=self._prompt_tokens,
@@ -353,7 +352,7 @@ class VLLMAnswer:
 def build_request(
     abilities: Abilities, ids: TokenIds, sampling: Sampling, *, request_id: str, stream: bool
 ) -> tuple[str, bytes]:
-    """The route and the request."""
+    """The route and the request body."""
     prompt = np.frombuffer(ids.view, np.int32)
     fields: JsonObject = {"model": abilities.model, "request_id": request_id, "stream": stream}
     if stream:
@@ -365,7 +364,7 @@ def build_request(
     fields |= {
         **sampling_params(sampling),
         "prompt": prompt,
-        "max_tokens": sampling.max_tokens,  # left out it would mean 16
+        "max_tokens": sampling.max_tokens,  # omitted, it would mean 16
         "logprobs": sampling.top_logprobs,
         "return_token_ids": True,
         "return_tokens_as_token_ids": True,
@@ -375,7 +374,6 @@ def build_request(
 
 
 def rows_from_columns(logprobs: VLLMLogprobs) -> list[VLLMToken]:
-    """The columns of /v1/completions as rows."""
     columns = (logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs or [None] * len(logprobs.tokens))
     if len({len(column) for column in columns}) != 1:
         raise EngineContractError(f"vllm's logprobs columns differ in length: {[len(column) for column in columns]}")
@@ -390,7 +388,7 @@ def rows_from_columns(logprobs: VLLMLogprobs) -> list[VLLMToken]:
 
 
 def _id_in(token: str) -> int:
-    """The id in "token_id:N"; -1, which is no id, for any other spelling."""
+    """The id in "token_id:N"; -1, which is not an id, for any other form."""
     number = token.removeprefix("token_id:")
     return int(number) if number != token and number.isdecimal() else -1
 
@@ -402,7 +400,7 @@ def version_spans(spans: Sequence[VLLMVersions] | None) -> list[VersionSpan] | N
 
 
 def routed_experts(encoded: str | None, tokens: int) -> RoutedExperts | None:
-    """vLLM sends a .npy of the prompt's and the sampled tokens' positions but the last, and no weights."""
+    """vLLM sends a .npy of all prompt and sampled positions but the last, without weights."""
     if not encoded:
         return None
     try:
