@@ -1,4 +1,4 @@
-"""Records become training samples, with coverage, certificates and exporters."""
+"""Builds training samples from records, with coverage, certificates and exporters."""
 
 from tokentrue.samples.assemble import Assembly, assemble, coverage_of, coverage_to_json, find_left_out
 from tokentrue.samples.audit import Audit, AuditFinding, audit, audit_exported

@@ -1,7 +1,7 @@
-"""The record becomes training samples: one contiguous sample per surviving leaf, in time linear in its tokens.
+"""Builds training samples from a record: one contiguous sample per surviving leaf, in time linear in its tokens.
 
-Invariants, checked while it is built: every node's certificate link holds; each sampled token is trainable in exactly
-one sample or listed in the coverage with its reason; log-probabilities are the engine's own, and None exactly where
+Invariants, checked during assembly: every node's certificate link holds; each sampled token is trainable in exactly
+one sample or listed in the coverage with its reason; log-probabilities are the engine's, and None exactly where
 nothing was sampled.
 """
 
@@ -44,8 +44,8 @@ def assemble(
     include_abandoned: bool = False,
     metadata: JsonMapping | None = None,
 ) -> Assembly:
-    """`max_tokens` cuts a sample after the last sampled span that fits; `include_abandoned` trains what was given up,
-    too."""
+    """`max_tokens` cuts a sample after the last sampled span that fits; `include_abandoned` also trains abandoned
+    turns."""
     _check_links(tree)
     owner, drafts, abandoned = _drafts(tree, record, max_tokens, include_abandoned)
     coverage = _coverage(tree, owner, abandoned)
@@ -59,7 +59,7 @@ def assemble(
 def coverage_of(
     tree: Tree, record: SessionRecord, *, max_tokens: int | None = None, include_abandoned: bool = False
 ) -> Coverage:
-    """In time linear in the nodes; certificates are checked where samples are built."""
+    """In time linear in the nodes; certificates are checked only when samples are built."""
     owner, _, abandoned = _drafts(tree, record, max_tokens, include_abandoned)
     return _coverage(tree, owner, abandoned)
 
@@ -67,7 +67,7 @@ def coverage_of(
 def _drafts(
     tree: Tree, record: SessionRecord, max_tokens: int | None, include_abandoned: bool
 ) -> tuple[dict[str, str], list[tuple[Node, list[Node]]], dict[str, str]]:
-    """Which sample trains a node, the leaf and path of each sample, and what was given up."""
+    """Which sample trains a node, the leaf and path of each sample, and why nodes were abandoned."""
     if max_tokens is not None and max_tokens <= 0:
         raise InputError(f"max_tokens must be positive, got {max_tokens}")
     abandoned = find_left_out(tree, record.rewards.leaves)
@@ -90,7 +90,7 @@ def _check_links(tree: Tree) -> None:
 
 
 def _leaves(tree: Tree, kept: set[str]) -> list[Node]:
-    """Kept nodes without a kept child, first committed first."""
+    """Kept nodes without a kept child, in commit order."""
     return [
         node
         for node in tree.in_order()
@@ -119,7 +119,7 @@ def _coverage(tree: Tree, owner: Mapping[str, str], abandoned: Mapping[str, str]
 
 @dataclass(frozen=True, slots=True)
 class _Builder:
-    """Builds samples of one session."""
+    """Builds the samples of one session."""
 
     tree: Tree
     record: SessionRecord
@@ -247,7 +247,7 @@ def _attempts(path: Sequence[Node]) -> list[JsonObject]:
 
 
 def _given_roles(node: Node) -> Iterator[tuple[int, int, str]]:
-    """Spans without gap: the renderer's, and `structure` between them."""
+    """Spans without gaps: the renderer's, and `structure` between them."""
     at, length = 0, len(node.given_ids)
     if length and not node.given_spans:
         roles = {"assistant" if isinstance(item, ServedRef) else str(item.get("role")) for item in node.given}
@@ -264,7 +264,7 @@ def _given_roles(node: Node) -> Iterator[tuple[int, int, str]]:
 
 
 def _join_routing(path: Sequence[Node]) -> RoutedExperts | None:
-    """Of all positions but the last; None unless every turn has it."""
+    """Routing of all positions but the last; None unless every turn has it."""
     parts = [node.routed_experts for node in path]
     whole = [part for part in parts if part is not None]
     if not parts or len(whole) < len(parts):
@@ -281,7 +281,7 @@ def _join_routing(path: Sequence[Node]) -> RoutedExperts | None:
 
 
 def _join_masks(path: Sequence[Node]) -> SamplingMask | None:
-    """None where no turn has one, or where it is not known what a turn's filters kept."""
+    """None if no turn has one, or if a turn's filters are on and its kept ids are unknown."""
     if all(node.sampling_mask is None for node in path) or any(
         node.sampling_mask is None and node.sampling.truncates for node in path
     ):
@@ -293,15 +293,14 @@ def _join_masks(path: Sequence[Node]) -> SamplingMask | None:
 
 
 def find_left_out(tree: Tree, rewarded: Collection[str] = ()) -> dict[str, str]:
-    """Node id -> reason, for every node that was given up and that training leaves out.
+    """Node id -> reason, for every abandoned node that training leaves out.
 
     * `retried`: the same turn was asked again after this answer was complete, and this answer was never continued.
     * `rolled_back`: it had been continued, then the agent went back and asked the same turn again.
-    * `not_chosen`: another answer to the same turn was continued (n > 1, requests in flight together, or an earlier
-      answer after all).
-    * `disconnected`, `engine_failed`, `deleted`, `aborted`: the client never got the whole of it, and nothing follows.
+    * `not_chosen`: another answer to the same turn was continued (n > 1, concurrent requests, or an earlier answer).
+    * `disconnected`, `engine_failed`, `deleted`, `aborted`: the client never got the whole answer, and nothing follows.
 
-    What follows a node that was given up is given up for the same reason, unless a reward on its leaf keeps the path.
+    Descendants of an abandoned node are abandoned for the same reason, unless a reward on their leaf keeps the path.
     """
     rewarded_paths = {node.id for leaf in rewarded if leaf in tree.nodes for node in tree.path(tree.nodes[leaf])}
     newest = tree.last_activity()
@@ -329,7 +328,7 @@ def _unserved_reason(node: Node) -> str | None:
 
 
 def _losers(tree: Tree, answers: list[Node], newest: dict[str, int]) -> dict[str, str]:
-    """Of several answers to one turn the one with the latest activity survives, and every parallel one that was
+    """Among answers to one turn, the one with the latest activity survives, and every parallel one that was
     continued."""
     served = [node for node in answers if _unserved_reason(node) is None or tree.followers.get(node.id)]
     if not served:

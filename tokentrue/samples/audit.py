@@ -1,9 +1,9 @@
-"""Re-check exported samples from the file alone: certificates, masks, log-probabilities, prefix identity, coverage.
+"""Audits exported samples from the file alone: certificates, masks, log-probabilities, prefix identity, coverage.
 
-Nothing is trusted but the file: every link of the chain is computed again from its ids, log-probabilities and versions,
-and every field of a trainer's row is made again from its sample. A finding says which sample, which turn and which
-tokens. A file that passes was not damaged; it is no proof against someone who rewrites it wholly, for that compare
-`certificate.chain` with the one that the gateway reported.
+Every link of the chain is recomputed from the file's ids, log-probabilities and versions, and every field of a
+trainer's row is rebuilt from its sample. A finding names the sample, the turn and the tokens. A passing file is
+undamaged; this does not prove that nobody rewrote it entirely: for that, compare `certificate.chain` with the one
+that the gateway reported.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tokentrue.types import Coverage, Sample, VersionSpan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditFinding:
-    """Something that does not hold, at tokens `[start, end)` where they are known."""
+    """A violation, at tokens `[start, end)` if known."""
 
     sample: str
     what: str
@@ -51,20 +51,18 @@ class Audit:
 
     @property
     def coverage(self) -> float:
-        """Of what was sampled in the sessions of the file."""
+        """The trained share of all tokens sampled in the file's sessions."""
         sampled = sum(session.claimed.sampled for session in self.sessions.values() if session.claimed is not None)
         return self.trained / sampled if sampled else 1.0
 
 
 @dataclass(slots=True)
 class _SessionAudit:
-    """What the samples of one session say together."""
+    """State over the samples of one session."""
 
     claimed: Coverage | None = None
     seen: set[str] = field(default_factory=set[str])
-    links: dict[str, tuple[str, int]] = field(
-        default_factory=dict[str, tuple[str, int]]
-    )  # node -> its chain and where it starts
+    links: dict[str, tuple[str, int]] = field(default_factory=dict[str, tuple[str, int]])  # node -> its chain and start
     sampled: dict[str, bytes] = field(default_factory=dict[str, bytes])  # node -> SHA-256 of its sampled ids
     copies: list[_Copy] = field(default_factory=list["_Copy"])
     trained_by: dict[str, str] = field(default_factory=dict[str, str])
@@ -87,7 +85,7 @@ def audit(samples: Iterable[Sample]) -> Audit:
 
 
 def audit_exported(rows: Iterable[ExportedSample]) -> Audit:
-    """The rows themselves are checked as well."""
+    """Also checks the rows themselves."""
     result = Audit()
     for row in rows:
         sample = row.sample
@@ -141,7 +139,7 @@ def _check_columns(sample: Sample) -> Iterator[AuditFinding]:
 
 
 def _check_replay(sample: Sample) -> Iterator[AuditFinding]:
-    """Routing covers the inputs, and a sampled token is among the ids that were kept for it."""
+    """Routing covers the inputs, and each sampled token is among its kept ids."""
     routed, mask = sample.routed_experts, sample.sampling_mask
     inputs = max(0, len(sample.token_ids) - 1)
     if routed is not None and (routed.start, routed.end) != (0, inputs):
@@ -174,7 +172,7 @@ def _check_seal(sample: Sample, own: SealedRecord) -> Iterator[AuditFinding]:
 
 
 def _check_links(sample: Sample, nodes: list[NodeRow]) -> Iterator[AuditFinding]:
-    """A broken link is narrowed down by its block checksums."""
+    """Block checksums narrow a broken link down."""
     previous = start_link(template=sample.certificate.template, tokenizer=sample.certificate.tokenizer)
     at, sent = 0, sha256()  # over the sample's own ids, up to each turn
     for turn, node in enumerate(nodes):
@@ -213,7 +211,7 @@ def _link(sample: Sample, node: NodeRow, previous: bytes, at: int, given_end: in
 
 
 def _versions(sample: Sample, node: NodeRow, given_end: int, end: int) -> list[tuple[int, int, int]]:
-    """From the spans: what the trainer reads is what is checked."""
+    """Read from the spans, because the trainer reads those."""
     if not node.versions:
         return []
     return [
@@ -246,7 +244,7 @@ def _locate_change(
 
 
 def _check_session(sample: Sample, own: SealedRecord, session: _SessionAudit) -> Iterator[AuditFinding]:
-    """Prefix identity between the samples of a session, and no token trained twice."""
+    """Checks prefix identity between a session's samples, and that no token is trained twice."""
     if sample.sample_id in session.seen:
         yield _finding(sample, "this sample is in the file twice")
     session.seen.add(sample.sample_id)

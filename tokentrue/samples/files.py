@@ -1,5 +1,5 @@
-"""Samples on disk: write in a named format, read any of them back, and check a file before anybody trains on it. A file
-is written beside its place and moved there whole; a link stays a link, and a device or pipe is written into."""
+"""Sample files: writes a named format, reads any of them, and audits a file before training. A file is written under
+a temporary name and renamed; links stay links, and devices and pipes are written to directly."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ MEDIA_TYPES = {
 
 
 def write_samples(samples: Iterable[Sample], path: str | Path, *, format: str = "jsonl") -> int:
-    """How many samples were written."""
+    """Returns the number of samples written."""
     chosen, target = find_format(format), Path(path)
     if not target.name or target.is_dir():
         raise FileFormatError(f"cannot write {str(path)!r}: it is no file name")
     try:
         with suppress(FileNotFoundError):
-            target.stat()  # links in a circle are an OSError here, and a RuntimeError of resolve()
+            target.stat()  # a cycle of links is an OSError here, and a RuntimeError in resolve()
         if is_stream(target):
             return _write_stream(chosen, samples, target)
         return _write_file(chosen, samples, target.resolve())
@@ -45,7 +45,7 @@ def find_format(name: str) -> SampleFormat:
 
 
 def is_stream(path: Path) -> bool:
-    """A device, a pipe or an open descriptor (`/dev/stdout`, whatever that is): nothing that may be replaced."""
+    """True for a device, a pipe or an open descriptor (`/dev/stdout`), which must not be replaced."""
     linked = path.parent / path.readlink() if path.is_symlink() else path
     is_descriptor = any(os.path.realpath(each.parent).startswith("/proc/") for each in (path, linked))
     return is_descriptor or (path.exists() and not path.is_file())
@@ -71,7 +71,7 @@ def _write_file(format: SampleFormat, samples: Iterable[Sample], target: Path) -
 
 
 def export_bytes(samples: Iterable[Sample], *, format: str) -> tuple[bytes, str]:
-    """The bytes of such a file and their media type."""
+    """The file's bytes and media type."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "samples"
         write_samples(samples, path, format=format)
@@ -79,7 +79,7 @@ def export_bytes(samples: Iterable[Sample], *, format: str) -> tuple[bytes, str]
 
 
 def read_samples(path: str | Path, *, format: str | None = None) -> Iterator[Sample]:
-    """Recognises the format by the first row. A trainer's row that contradicts its own sample is refused."""
+    """Detects the format by the first row. Refuses a trainer's row that contradicts its own sample."""
     for row in read_exported(path, format=format):
         if row.differences:
             raise AuditError(
@@ -89,7 +89,7 @@ def read_samples(path: str | Path, *, format: str | None = None) -> Iterator[Sam
 
 
 def read_exported(path: str | Path, *, format: str | None = None) -> Iterator[ExportedSample]:
-    """The same, with those contradictions: what an audit reads."""
+    """Like `read_samples`, but reports contradictions in the result, for an audit."""
     source = Path(path)
     if not source.is_file():
         raise FileFormatError(f"{source}: no such file")
@@ -100,7 +100,7 @@ def recognise_format(path: Path) -> str:
     with path.open("rb") as file:
         start = file.read(8)
     is_object = start.lstrip().startswith(b"{")
-    # The content decides; a damaged file is called what its name says.
+    # The content decides; for a damaged file, its name.
     named = "" if is_object or not start.strip() else path.suffix
     if start[:4] == b"PAR1" or named == ".parquet":
         return _find_marked(".parquet", table_columns(path)) or "verl"
@@ -122,7 +122,7 @@ def _find_marked(suffix: str, columns: Iterable[str]) -> str | None:
 
 
 def is_text(start: bytes) -> bool:
-    """Whether this can be UTF-8 text; the last character may be cut off."""
+    """True if this can be the start of UTF-8 text; the last character may be cut."""
     try:
         start.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -131,7 +131,7 @@ def is_text(start: bytes) -> bool:
 
 
 def read_sound_samples(path: str | Path, *, trust: bool = False) -> list[Sample]:
-    """All samples of a file that passes its audit. With `trust` certificates, masks and duplicates are not checked."""
+    """All samples of a file that passes its audit. `trust` skips the checks of certificates, masks and duplicates."""
     if trust:
         samples = list(read_samples(path))
     else:
@@ -147,7 +147,7 @@ def read_sound_samples(path: str | Path, *, trust: bool = False) -> list[Sample]
 
 
 def require_model(samples: Sequence[Sample], *, model: str, tokenizer: str | None, vocabulary: int) -> None:
-    """By the hash of the model's tokenizer (None where it has none) and the number of its embeddings."""
+    """Compares the hash of the model's tokenizer (None if it has none) and the number of its embeddings."""
     cure = "use the model that it was sampled from"
     for sample in samples:
         recorded = sample.certificate.tokenizer

@@ -1,9 +1,9 @@
-"""The formats of sample files, in one table: `FORMATS`. Adding a trainer is `*_row` and `*_columns` in
-`trainer_rows.py` and one entry here; the command line, the gateway and the recognition of files follow.
+"""The table of sample file formats: `FORMATS`. To add a trainer, write `*_row` and `*_columns` in `trainer_rows.py` and
+add one entry here; the command line, the gateway and format detection follow.
 
-Every row of a trainer also carries `tokentrue`: the sample's fields that the trainer has no place for. So any file can
-be audited, and what is audited is the trainer's own row: the sample is read back from it, the row is made again from
-the sample, and the two are compared.
+Every trainer's row also carries `tokentrue`: the sample's fields that the trainer has no place for. So any file can
+be audited: the sample is read back from the trainer's row, the row is rebuilt from the sample, and the two are
+compared.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _TENSOR_TYPES = {"token_ids": "int32", "loss_mask": "uint8", "rollout_logprobs":
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportedSample:
-    """A sample as a file holds it. `differences` are the fields of a trainer's row that contradict the sample."""
+    """A sample as read from a file. `differences` are the fields of a trainer's row that contradict the sample."""
 
     sample: Sample
     where: str
@@ -60,8 +60,8 @@ class ExportedSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleFormat:
-    """`follows` names the release whose fields it writes. `mark` is the column that tells its rows from those of other
-    formats in the same container. `write` returns how many samples it wrote."""
+    """`follows` names the release whose fields it writes. `mark` is the column that distinguishes its rows from
+    other formats in the same container. `write` returns the number of samples written."""
 
     name: str
     suffix: Literal[".jsonl", ".parquet", ".safetensors"]
@@ -187,8 +187,8 @@ class TensorsHeader(msgspec.Struct):
 
 
 def _write_tensors(samples: Iterable[Sample], path: Path) -> int:
-    """All samples' columns end to end; `offsets` (one more than samples) cuts them apart. Log-probabilities are NaN
-    where nothing was sampled; everything else is JSON in the header."""
+    """Concatenates the columns of all samples; `offsets` (one more than samples) separates them. Log-probabilities
+    are NaN where nothing was sampled; everything else is JSON in the header."""
     np: Any = import_module("numpy")
     held = list(samples)
     columns: dict[str, list[float]] = {
@@ -231,7 +231,7 @@ def _read_tensors(path: Path) -> Iterator[ExportedSample]:
 
 
 def _require_tensors(tensors: Mapping[str, Any], samples: int, where: str) -> None:
-    """Every tensor has its type, and `offsets` cuts all of each column into `samples` parts."""
+    """Every tensor has its type, and `offsets` divides each column completely into `samples` parts."""
     for name, tensor in tensors.items():
         if tensor.ndim != 1 or str(tensor.dtype) != _TENSOR_TYPES[name]:
             shown = f"{tensor.dtype} of shape {list(tensor.shape)}"
@@ -257,8 +257,8 @@ def _trainer_format(
     added: Set[str] = frozenset(),
     types: Mapping[str, str] | None = None,
 ) -> SampleFormat:
-    """JSON lines, or a parquet table with columns of `types`. `added` names fields that a user adds to the row: nothing
-    in the file says what they should be."""
+    """JSON lines, or a parquet table with columns of `types`. `added` names fields that users add to the row, which
+    are not compared."""
 
     def write(samples: Iterable[Sample], path: Path) -> int:
         pairs = ((row(sample), head_to_json(sample)) for sample in samples)
@@ -288,7 +288,8 @@ def _trainer_format(
 
 
 def _sample_columns(columns: Columns, head: SampleHead, where: str) -> SampleColumns:
-    """Adds the given prefix that a trainer leaves out; None where the spans say that nothing was sampled."""
+    """Adds the given prefix that a trainer omits; log-probabilities become None where the spans say that nothing was
+    sampled."""
     ids, mask, logprobs = columns
     whole = [*[None] * (len(ids) - len(logprobs)), *logprobs]
     for span in head.spans:
@@ -302,7 +303,7 @@ def _sample_columns(columns: Columns, head: SampleHead, where: str) -> SampleCol
 def find_differences(
     written: JsonValue, found: JsonValue, field: str = "", *, added: Set[str] = frozenset()
 ) -> Iterator[str]:
-    """Where a row differs from the one that the exporter writes; of a list, the first place."""
+    """The fields in which a row differs from the exporter's; of a list, the first position."""
     if isinstance(written, dict) and isinstance(found, dict):
         written, found = cast("JsonObject", written), cast("JsonObject", found)
         for key in {**written, **found}:
@@ -328,8 +329,7 @@ def find_differences(
 
 
 def _is_retyped(written: Set[type], found: Set[type]) -> bool:
-    """Python takes True and 1.0 for 1; a trainer need not. A float that is written as a whole number is still the
-    same."""
+    # Python treats True and 1.0 as 1; a trainer may not. A float that is written as a whole number is still equal.
     return (bool in written) != (bool in found) or (float in found and float not in written)
 
 

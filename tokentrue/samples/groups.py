@@ -1,9 +1,9 @@
-"""Which sessions a group's baseline compares, and the one reward of each: the same for trainer, viewer, `tokentrue
-diagnose` and adapters.
+"""The sessions that a group's baseline compares, and the reward of each, for trainer, viewer, `tokentrue diagnose` and
+adapters.
 
-A session may leave several samples (compaction, sub-agents, forks). It counts once, with the reward of its first
-sample, also where its leaves have rewards of their own; and all its samples share its advantage. A session without a
-group is a group of its own.
+A session may have several samples (compaction, sub-agents, forks). It counts once, with the reward of its first
+sample, even if its leaves have separate rewards; all its samples share its advantage. A session without a group
+forms a group alone.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from tokentrue.types import Sample
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupedSessions:
-    """`groups` and `rewards` of the sessions, in the order of their first sample; `of_sample` has each sample's session
-    number."""
+    """`groups` and `rewards` are by session, in the order of first samples; `of_sample` maps each sample to its
+    session number."""
 
     groups: list[str]
     rewards: list[float]
     of_sample: list[int]
 
     def advantages(self, formula: Callable[[list[float]], list[float]]) -> list[float]:
-        """One for each sample; `formula` takes the rewards of a group's sessions."""
+        """One per sample; `formula` gets the rewards of a group's sessions."""
         members: dict[str, list[int]] = {}
         for number, group in enumerate(self.groups):
             members.setdefault(group, []).append(number)
@@ -35,7 +35,7 @@ class GroupedSessions:
 
 
 def group_sessions(samples: Iterable[tuple[str, str, float]]) -> GroupedSessions:
-    """Of each sample its group, its session and its reward."""
+    """From (group, session, reward) of each sample."""
     numbers: dict[tuple[str, str], int] = {}
     rewards: list[float] = []
     of_sample: list[int] = []

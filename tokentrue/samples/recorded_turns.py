@@ -1,8 +1,7 @@
-"""The turns on a sample's path, as its `metadata.tokentrue.nodes` records them: the one reader for trainer, doctor,
-viewer and exporters.
+"""Reads the turns on a sample's path from `metadata.tokentrue.nodes`, for trainer, doctor, viewer and exporters.
 
-Samples of other programs record no turns, or of a turn no more than `given` and `sampled`. What is there must have its
-type, and all turns together must hold the sample's tokens.
+Samples of other programs record no turns, or only `given` and `sampled` of each. Present fields must have their
+type, and the turns together must cover the sample's tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from tokentrue.types import PENALTIES, TRUNCATIONS, Coverage, Sample, is_tempera
 
 
 class TurnRow(msgspec.Struct, kw_only=True):
-    """`sampling` holds the settings that differ from the defaults; `versions` are start, end and policy version."""
+    """`sampling` holds the settings that differ from the defaults; `versions` are (start, end, policy version)."""
 
     given: Count
     sampled: Count
@@ -37,7 +36,7 @@ class MalformedCall(msgspec.Struct, kw_only=True):
 
 
 class SampleRecord(msgspec.Struct, kw_only=True):
-    """`metadata.tokentrue`, as far as it is needed to read the sample."""
+    """The part of `metadata.tokentrue` that is needed to read the sample."""
 
     leaf: str | None = None
     nodes: list[TurnRow] = []
@@ -63,7 +62,7 @@ class RecordedTurn:
 
 
 def read_record(sample: Sample) -> SampleRecord:
-    """Empty where the sample carries none."""
+    """Empty if the sample has none."""
     return decode(sample.metadata.get("tokentrue", {}), SampleRecord, f"sample {sample.sample_id}: metadata.tokentrue")
 
 
@@ -85,8 +84,7 @@ def read_turns(sample: Sample) -> list[RecordedTurn]:
 
 
 def why_not_scorable(sample: Sample, turn: RecordedTurn) -> str:
-    """Empty where the distribution that the tokens were drawn from can be computed again. Under top-p, top-k or min-p
-    that takes the ids that were kept."""
+    """Empty if the sampled distribution can be recomputed; under top-p, top-k or min-p that needs the kept ids."""
     if turn.penalties:
         cure = "a penalty depends on the text before the token, and no trainer scores it; sample without it"
         return f"sampled under {', '.join(turn.penalties)}: {cure}"
@@ -97,8 +95,8 @@ def why_not_scorable(sample: Sample, turn: RecordedTurn) -> str:
 
 
 def scoring_temperatures(sample: Sample, default: float = 1.0) -> list[float]:
-    """Of each token: its turn's; `default` where none is recorded and in greedy turns, which engines report at 1.
-    Raises TokenContractError for a trained turn that cannot be scored."""
+    """Each token's temperature, that of its turn; `default` if none is recorded and in greedy turns, which engines
+    report at 1. Raises TokenContractError for a trained turn that cannot be scored."""
     found = [default] * len(sample.token_ids)
     for number, turn in enumerate(read_turns(sample)):
         if any(sample.loss_mask[turn.start : turn.end]) and (why := why_not_scorable(sample, turn)):

@@ -1,9 +1,8 @@
-"""What a sample carries so that a stranger can check it: one row per node on its path, and a seal over the rest.
+"""What lets a third party verify a sample: one row per node on its path, and a seal over the rest.
 
-The certificate's chain binds ids, log-probabilities and versions. The seal binds what the chain does not: mask, spans,
-reward, names, coverage, node rows, routing and sampling mask. A node row says where its link ends, so that a broken one
-can be located, what the engine was sent (`prompt_sha256`) and with which settings it sampled (`sampling`, whatever
-differs from the defaults).
+The certificate's chain binds ids, log-probabilities and versions. The seal binds mask, spans, reward, names,
+coverage, node rows, routing and sampling mask. A node row says where its link ends, so that a broken one can be
+located, which prompt the engine was sent (`prompt_sha256`) and its sampling settings that differ from the defaults.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ _SHAPING = (
     "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "extra",
 )  # fmt: skip
 BLOCK = 64
-"""Tokens per checksum: how closely a changed token can be located."""
+"""Tokens per checksum: the precision with which a changed token is located."""
 
 
 class NodeRow(msgspec.Struct, kw_only=True):
-    """One turn on a sample's path. `copies` are stretches of its given tokens (start, end, node) that repeat what
+    """One turn on a sample's path. `copies` are ranges of its given tokens (start, end, node) that repeat what
     another node sampled. Older files have no `prompt_sha256`."""
 
     node: str
@@ -46,7 +45,7 @@ class NodeRow(msgspec.Struct, kw_only=True):
 
 
 class SealedRecord(msgspec.Struct, kw_only=True):
-    """`metadata.tokentrue` of a sample that can be checked."""
+    """`metadata.tokentrue` of a sample that can be verified."""
 
     nodes: list[NodeRow]
     coverage: Coverage | None = None
@@ -91,13 +90,13 @@ def describe_sampling(sampling: Sampling) -> JsonObject:
 
 
 def block_checksums(data: bytes, width: int) -> str:
-    """CRC-32 of each block of tokens: no proof (the chain is), but it says where to look."""
+    """CRC-32 of each block of tokens: not a proof (the chain is), but it locates changes."""
     step = BLOCK * width
     return "".join(f"{zlib.crc32(data[at : at + step]):08x}" for at in range(0, len(data), step))
 
 
 def seal(sample: Sample) -> str:
-    """SHA-256 over everything in a sample that its chain does not hold, but the seal itself."""
+    """SHA-256 over everything in a sample that its chain does not cover, except the seal."""
     own = {key: value for key, value in sample.metadata.get("tokentrue", {}).items() if key != "seal"}
     spans = [[s.start, s.end, s.kind, s.role, s.turn, s.policy_version, s.trainable, s.why] for s in sample.spans]
     held = {

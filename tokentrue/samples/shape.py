@@ -1,8 +1,6 @@
-"""Samples as plain JSON objects and back: the documented fields, nothing lost. Log-probabilities survive to the last
-bit.
+"""Converts samples to plain JSON objects and back, losslessly; log-probabilities keep every bit.
 
-A file is foreign input: `decode` is the one place where its values get their types, and what does not fit is named by
-its path (`$.spans[3].start`).
+A file is foreign input: `decode` types its values, and errors name the path (`$.spans[3].start`).
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ T = TypeVar("T")
 Count = Annotated[int, msgspec.Meta(ge=0)]
 MaskBit = Literal[0, 1]
 Utf8 = Annotated[str, msgspec.Meta(pattern=r"^[^\ud800-\udfff]*$")]
-"""Text without lone surrogates, which JSON can spell and UTF-8 cannot."""
+"""Text without lone surrogates, which JSON can escape and UTF-8 cannot encode."""
 
 
 def head_to_json(sample: Sample) -> JsonObject:
@@ -87,7 +85,7 @@ class CertificateRow(msgspec.Struct):
 
 
 class RoutedExpertsRow(msgspec.Struct):
-    """`shape` is bounded: a damaged number must not ask for gigabytes."""
+    """`shape` is bounded: a damaged number must not allocate gigabytes."""
 
     shape: tuple[Count, Annotated[int, msgspec.Meta(ge=1, le=4096)], Annotated[int, msgspec.Meta(ge=1, le=4096)]]
     data: bytes
@@ -122,7 +120,7 @@ class SampleColumns(msgspec.Struct):
 
 
 def decode(value: JsonValue, kind: type[T], where: str) -> T:
-    """Raises FileFormatError with the path of what does not fit."""
+    """Raises FileFormatError with the path of the bad value."""
     try:
         return msgspec.convert(value, kind)
     except (msgspec.ValidationError, UnicodeEncodeError) as error:

@@ -1,6 +1,5 @@
-"""The file of `--trainer-logprobs`: JSON lines `{"sample_id": …, "logprobs": [per token, null where unknown]}`, with an
-optional `"entropy"` list of the same length, in nats. It is foreign input: what is no log-probability is refused with
-its line and token."""
+"""The file of `--trainer-logprobs`: JSON lines `{"sample_id": …, "logprobs": [per token, null where unknown]}`, with
+an optional `"entropy"` list of the same length, in nats. Invalid values are refused with line and token."""
 
 from __future__ import annotations
 
@@ -15,12 +14,12 @@ from tokentrue.errors import FileFormatError
 from tokentrue.json_types import JsonValue
 from tokentrue.types import Sample
 
-MOST_LOGPROB = 1e-3  # rounding may put the logarithm of a probability of 1 this far above 0
+MOST_LOGPROB = 1e-3  # rounding may put the logarithm of probability 1 this far above 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerLogprobs:
-    """Token by token; None where it is unknown."""
+    """One value per token; None if unknown."""
 
     logprobs: Sequence[float | None]
     entropy: Sequence[float | None] | None = None

@@ -1,8 +1,8 @@
-"""A sample as the row of a trainer, and ids, mask and log-probabilities back from it. The table of formats is in
+"""Converts a sample to a trainer's row, and ids, mask and log-probabilities back. The table of formats is in
 `formats.py`.
 
-`*_row` makes all fields that the trainer reads; `*_columns` returns the three columns that a sample is read back from,
-which may leave out a given prefix.
+`*_row` makes all fields that the trainer reads; `*_columns` returns the three columns of the sample, which may omit
+a given prefix.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from tokentrue.samples.shape import encode_bytes
 from tokentrue.types import Sample
 
 Columns: TypeAlias = tuple[Sequence[JsonValue], Sequence[JsonValue], Sequence[JsonValue]]
-"""Ids, mask and log-probabilities as a file holds them: not checked yet."""
+"""Ids, mask and log-probabilities as read from a file, unchecked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """A sample as prompt and response: the prompt ends where the first token was sampled."""
+    """A sample as prompt and response: the prompt ends at the first sampled token."""
 
     prompt_ids: list[int]
     response_ids: list[int]
     response_mask: list[int]
-    response_logprobs: list[float]  # 0.0 where nothing was sampled, as trainers want it; the mask says where
+    response_logprobs: list[float]  # 0.0 where nothing was sampled, as trainers expect; the mask says where
 
 
 def split(sample: Sample) -> Split:
@@ -53,7 +53,7 @@ def fill_logprobs(logprobs: Iterable[float | None]) -> list[float]:
 
 
 def list_versions(sample: Sample) -> list[int]:
-    """Policy versions of the sampled spans, in order, each once in a row."""
+    """Policy versions of the sampled spans, in order, without repeats in a row."""
     found: list[int] = []
     for span in sample.spans:
         if span.kind == "sampled" and span.policy_version is not None and found[-1:] != [span.policy_version]:
@@ -66,13 +66,13 @@ def token_versions(sample: Sample, *, start: int = 0) -> list[int]:
     found = [-1] * len(sample.token_ids)
     for span in sample.spans:
         if span.kind == "sampled" and span.policy_version is not None:
-            end = min(span.end, len(found))  # a span of a damaged file may reach further
+            end = min(span.end, len(found))  # a span of a damaged file may be too long
             found[span.start : end] = [span.policy_version] * (end - span.start)
     return found[start:]
 
 
 def expert_table(sample: Sample) -> list[list[list[int]]] | None:
-    """[positions, layers, top_k] of all inputs, from position 0; -1 where the engine did not say."""
+    """[positions, layers, top_k] of all inputs, from position 0; -1 if the engine did not report it."""
     routed = sample.routed_experts
     if routed is None:
         return None
@@ -85,8 +85,8 @@ def expert_table(sample: Sample) -> list[list[list[int]]] | None:
 
 
 def verl_row(sample: Sample) -> JsonObject:
-    """`AgentLoopOutput(metrics=…, **row)` takes it. verl has no name for kept ids: they are compressed rows, one for
-    each response token."""
+    """For `AgentLoopOutput(metrics=…, **row)`. verl has no field for kept ids: they are compressed rows, one per
+    response token."""
     parts = split(sample)
     start = len(parts.prompt_ids)
     versions = token_versions(sample, start=start)
@@ -132,7 +132,7 @@ def trl_columns(row: JsonMapping) -> Columns:
 
 
 def slime_row(sample: Sample) -> JsonObject:
-    """The dictionary that `Sample.from_dict` of slime and miles takes."""
+    """The dictionary for `Sample.from_dict` of slime and miles."""
     parts = split(sample)
     start = len(parts.prompt_ids)
     replay: JsonObject = {}
@@ -165,7 +165,7 @@ def slime_columns(row: JsonMapping) -> Columns:
 
 
 def prime_rl_row(sample: Sample) -> JsonObject:
-    """The fields of `TrainingSample`, aligned per token. Replay columns are raw bytes (base64 in JSON), a row for each
+    """The fields of `TrainingSample`, aligned per token. Replay columns are raw bytes (base64 in JSON), one row per
     token, the last without experts."""
     row: JsonObject = {
         "token_ids": list(sample.token_ids),
@@ -193,7 +193,7 @@ def prime_rl_row(sample: Sample) -> JsonObject:
 
 
 def sampled_temperatures(sample: Sample) -> list[float]:
-    """The temperature that each token was sampled at; 1.0 where none was sampled."""
+    """The temperature at which each token was sampled; 1.0 where nothing was sampled."""
     found = [1.0] * len(sample.token_ids)
     turns = read_turns(sample)
     for turn in turns:
@@ -212,8 +212,8 @@ def prime_rl_columns(row: JsonMapping) -> Columns:
 
 
 def tinker_row(sample: Sample) -> JsonObject:
-    """A `Datum`: position i of the input predicts token i + 1, so every column is shifted by one. Advantages are the
-    algorithm's business: add `loss_fn_inputs["advantages"]`, zero where `mask` is."""
+    """A `Datum`: position i of the input predicts token i + 1, so every column is shifted by one. Add
+    `loss_fn_inputs["advantages"]`, zero where `mask` is."""
     ids = list(sample.token_ids)
 
     def tensor(data: Sequence[float], dtype: str) -> JsonObject:
@@ -231,7 +231,7 @@ def tinker_row(sample: Sample) -> JsonObject:
 
 
 def tinker_columns(row: JsonMapping) -> Columns:
-    """The targets, and the first token before them; the rest of `model_input` repeats the targets."""
+    """The targets, with the first token prepended; the rest of `model_input` repeats the targets."""
     inputs = row["loss_fn_inputs"]
     ids = [*row["model_input"]["chunks"][0]["tokens"][:1], *inputs["target_tokens"]["data"]]
     return ids, [int(bit == 1) for bit in inputs["mask"]["data"]], inputs["logprobs"]["data"]
