@@ -1,5 +1,6 @@
-"""A call that must be made, as a structural tag: any text first (the model may think), then at least one call in the
-model's own format."""
+"""Structural tag for a required tool call: free text first (the model may think), then at least one call in the model's
+format.
+"""
 
 from __future__ import annotations
 

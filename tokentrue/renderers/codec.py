@@ -1,8 +1,8 @@
-"""Text <-> ids for one tokenizer: as the engine would, and so that content can never become an added token.
+"""Text <-> ids for one tokenizer: either as the engine encodes, or so that content can never become an added token.
 
-Both ways give the same ids where content holds no added-token literal. `ContentShield` marks literals in content before
-rendering; the rendered text is split at the literals that are left (tokenizers do that first anyway), marks are dropped,
-and what lies between is encoded by the same model without its added tokens. Recorded ids are never encoded again.
+Both give the same ids where content contains no added-token literal. `ContentShield` marks literals in content before
+rendering. The rendered text is split at the unmarked literals (as tokenizers do first), the marks are dropped, and the
+text between is encoded by the same model without its added tokens. Recorded ids are never encoded again.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 
 EDGE = f"\ufdef{secrets.token_hex(8)}\ufdef"
-"""An added token of helper tokenizers only, different in every process: no text can hold it on purpose."""
+"""Added token of the helper tokenizers only; random per process, so no input can contain it deliberately."""
 
 
 class LiteralSpan(NamedTuple):
-    """`text[start:end]` is an added token, `literal`, with the blanks it absorbs."""
+    """`text[start:end]` is the added token `literal` plus the blanks it absorbs."""
 
     start: int
     end: int
@@ -37,7 +37,7 @@ class LiteralSpan(NamedTuple):
 
 
 class LiteralFinder:
-    """Finds a set of added tokens; the set is made when first needed, because some tokenizers have thousands."""
+    """Finds added tokens in text. The literals are collected on first use: some tokenizers have thousands."""
 
     def __init__(self, make_tokens: Callable[[], list[AddedToken]]) -> None:
         self._make_tokens = make_tokens
@@ -50,15 +50,15 @@ class LiteralFinder:
         return [LiteralSpan(start, end, literal) for literal, (start, end) in spans if literal in self._literals]
 
     def may_start_in(self, text: str) -> bool:
-        """Whether the text has the first character of one."""
         return any(first in text for first in self._firsts)
 
     def may_end_in(self, text: str) -> bool:
         return any(last in text for last in self._lasts)
 
     def may_touch(self, text: str) -> bool:
-        """False where no literal can stand in the text, end in it or begin in it: ASCII without any first or last
-        character of one."""
+        """False only if no literal can be in the text or overlap its ends: it is ASCII without any first or last
+        character of a literal.
+        """
         return not text.isascii() or self._edges.search(text) is not None
 
     @cached_property
@@ -85,7 +85,7 @@ class LiteralFinder:
 
     @cached_property
     def _library(self) -> Tokenizer:
-        """A tokenizer that knows these tokens and nothing else: some absorb blanks or count only as a whole word."""
+        """Tokenizer with only these tokens: some absorb blanks or match only whole words."""
         from tokenizers import AddedToken, Tokenizer
         from tokenizers.models import WordLevel
 
@@ -112,7 +112,7 @@ ID_BYTES = 4
 
 
 class EncodedTexts:
-    """Ids by tokenizer and text. Rendering may run in several threads."""
+    """Thread-safe cache of ids by tokenizer and text."""
 
     def __init__(self, limit_bytes: int = LIMIT_BYTES) -> None:
         self.limit_bytes = limit_bytes
@@ -121,8 +121,7 @@ class EncodedTexts:
         self._entries: OrderedDict[tuple[int, str], TokenIds] = OrderedDict()
 
     def encode(self, tokenizer: Tokenizer, text: str) -> TokenIds:
-        """The ids of a whole text, without tokens that the tokenizer would add around it. `tokenizer` outlives this
-        object."""
+        """Encodes a whole text, without BOS/EOS. `tokenizer` must outlive this object."""
         key = (id(tokenizer), text)
         with self._lock:
             known = self._entries.get(key)
@@ -165,7 +164,7 @@ _ALPHABET = _gpt2_alphabet()
 
 
 class TokenBytes(dict[int, bytes]):
-    """Id to its bytes for one `tokenizers.Tokenizer`; each is worked out when first asked for."""
+    """Lazy map from id to its bytes, for one `tokenizers.Tokenizer`."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__()
@@ -178,7 +177,6 @@ class TokenBytes(dict[int, bytes]):
         return piece
 
     def split(self, token_ids: Ids) -> list[bytes]:
-        """The piece of each id."""
         return list(map(self.__getitem__, token_ids))
 
     def join(self, token_ids: Ids) -> bytes:
@@ -212,8 +210,7 @@ def _is_byte_level(tokenizer: Tokenizer) -> bool:
 
 
 class TokenTexts(dict[int, str | None]):
-    """Id to its text where that is whole characters and no marker, else None; each is worked out when first asked
-    for."""
+    """Lazy map from id to its text; None for markers and for ids that are not whole characters."""
 
     def __init__(self, pieces: TokenBytes, marker_ids: frozenset[int]) -> None:
         super().__init__()
@@ -235,8 +232,7 @@ _BLANKS = " \t\r\n▁"
 
 
 class Codec:
-    """`tokenizer` is a `tokenizers.Tokenizer`; its added tokens are taken from it, whatever their `special` flag
-    says."""
+    """Encoder and decoder of one `tokenizers.Tokenizer`. All its added tokens count, whatever their `special` flag."""
 
     def __init__(self, tokenizer: Tokenizer, cache_bytes: int = LIMIT_BYTES) -> None:
         self.backend = tokenizer
@@ -258,16 +254,17 @@ class Codec:
     # literals in text
 
     def find_guarded(self, text: str) -> list[LiteralSpan]:
-        """The literals that content must not have as tokens."""
+        """Finds the literals that content must not encode to tokens."""
         return self._guard.find(text)
 
     def may_touch_literal(self, text: str) -> bool:
-        """False for text that can neither hold such a literal nor be part of one: most strings, found by one search."""
+        """False only if no literal is in the text or overlaps its ends; most strings need one search."""
         return self._guard.may_touch(text)
 
     def split(self, text: str, mark: str = "") -> Iterator[tuple[str, str, int]]:
-        """Plain text, the literal after it and where that ends; the last literal is empty. A literal right after a mark
-        is content."""
+        """Yields (plain text, the literal after it, where that ends); the last literal is "". A literal right after
+        `mark` is content.
+        """
         done = 0
         for start, end, literal in self._all.find(text):
             if mark and len(literal) == 1 and text[max(start - 1, 0)] == mark:
@@ -277,14 +274,12 @@ class Codec:
         yield text[done:], "", len(text)
 
     def ends_like_literal(self, text: str) -> bool:
-        """Whether it ends with the beginning of a literal, blanks aside."""
         if not self._guard.may_start_in(text[-self._longest - 64 :]):
             return False
         bare = text.rstrip()
         return any(bare[-size:] in self._beginnings for size in range(1, min(len(bare), self._longest) + 1))
 
     def starts_like_literal(self, text: str) -> bool:
-        """Whether it begins with the end of a literal, blanks aside."""
         if not self._guard.may_end_in(text[: self._longest + 64]):
             return False
         bare = text.lstrip()
@@ -304,24 +299,24 @@ class Codec:
 
     @cached_property
     def absorbs_blanks(self) -> set[str]:
-        """The literals to which the blanks after them belong."""
+        """Literals that absorb the blanks after them."""
         return {token.content for token in self.added.values() if token.rstrip}
 
     # text -> ids
 
     def encode(self, text: str) -> TokenIds:
-        """As the engine would: every literal in the text becomes its token."""
+        """Encodes as the engine does: every literal in the text becomes its token."""
         return self.encoded.encode(self.backend, text)
 
     def encode_with_offsets(self, text: str) -> Encoding:
         return self.backend.encode(text, add_special_tokens=False)
 
     def encode_after(self, text: str, *, literal: str) -> TokenIds:
-        """What a whole text has after `literal`, as the engine would."""
+        """Ids that `text` has after `literal` in a whole text, encoded as the engine does."""
         return self.encode(self._lead + self._strip_after(text, literal))[1:]
 
     def encode_shielded(self, text: str, mark: str) -> TokenIds:
-        """A whole text rendered from shielded content: only unbroken literals become tokens."""
+        """Encodes a whole text rendered from shielded content: only unmarked literals become tokens."""
         return self._encode_pieces(text, mark, at_start=True)
 
     def encode_shielded_after(self, text: str, mark: str, *, literal: str) -> TokenIds:
@@ -329,7 +324,7 @@ class Codec:
 
     @cached_property
     def _lead(self) -> str:
-        """A literal to put before text that does not stand at the start of a text."""
+        """Literal to put before text that is not at the start of a text."""
         return next((text for text in self._guarded if text not in self.absorbs_blanks), "")
 
     def _strip_after(self, text: str, literal: str) -> str:
@@ -346,7 +341,7 @@ class Codec:
         return TokenIds(ids)
 
     def _encode_plain(self, text: str, *, at_start: bool) -> list[int]:
-        """Text in which no literal counts, except those that are runs of blanks."""
+        """Encodes text whose literals do not count, except runs of blanks."""
         ids: list[int] = []
         done = 0
         for start, end, literal in self._blanks.find(text):
@@ -375,7 +370,7 @@ class Codec:
 
 
 def _copy_without_added_tokens(tokenizer: Tokenizer) -> Tokenizer:
-    """The same model, normalizer and pre-tokenizer (shared, not copied); its only added token is the edge."""
+    """Shares (does not copy) model, normalizer and pre-tokenizer; the only added token is EDGE."""
     from tokenizers import AddedToken
     from tokenizers import Tokenizer as Bare
 
@@ -394,7 +389,6 @@ MARKS = tuple(chr(code) for code in range(0xFDD0, 0xFDEF))  # noncharacters: nev
 
 
 def needs_shield(codec: Codec, value: Any) -> bool:
-    """Whether `ContentShield` would change any string in it."""
     return any(codec.may_touch_literal(text) and _touches_literal(codec, text) for text in _strings_in(value))
 
 
@@ -421,7 +415,7 @@ def _touches_literal(codec: Codec, text: str) -> bool:
 
 
 class ContentShield:
-    """Breaks literals in the strings of one call. `mark` is a character that none of `values` contains."""
+    """Breaks literals in the strings of one call with `mark`, a character that none of `values` contains."""
 
     def __init__(self, codec: Codec, values: Any) -> None:
         self._codec = codec
@@ -432,7 +426,6 @@ class ContentShield:
             )
 
     def shield(self, value: Any) -> Any:
-        """The same JSON value with every string shielded."""
         if isinstance(value, str):
             return self.shield_text(value)
         if is_object(value):
@@ -442,7 +435,7 @@ class ContentShield:
         return value
 
     def shield_text(self, text: str) -> str:
-        """Marks inside literals, and at an end that the template's own text could complete to one."""
+        """Puts marks inside literals, and at an end that the template's text could complete to a literal."""
         out, codec, mark = text, self._codec, self.mark
         while found := [
             hit

@@ -1,6 +1,6 @@
-"""Runs a new chat template's proof in a child process, under the operating system's limits of time and memory.
+"""Runs the proof of a new chat template in a child process with operating-system limits on time and memory.
 
-Jinja's sandbox confines what a template can reach, not what it costs.
+Jinja's sandbox limits what a template can access, not what it costs.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ class ProcessLimits:
 
 
 def run_confined(work: Callable[[], Any], limits: ProcessLimits | None = None) -> Any:
-    """The JSON value that `work` returns in a child process; a TokenTrueError that it raises is raised here.
-    TemplateLimitError where the child went past a limit."""
+    """Runs `work` in a child process and returns its JSON result. A TokenTrueError of `work` is raised here;
+    TemplateLimitError if the child exceeded a limit.
+    """
     limits = limits or ProcessLimits()
     reader, writer = os.pipe()
     with _without_parallel_tokenizers():
@@ -65,8 +66,7 @@ def run_confined(work: Callable[[], Any], limits: ProcessLimits | None = None) -
 
 @contextmanager
 def _without_parallel_tokenizers() -> Generator[None, None, None]:
-    """tokenizers' thread pool has no threads in a forked child, which therefore must not use it; said by this variable,
-    tokenizers prints no warning about it."""
+    """The tokenizers thread pool has no threads in a forked child. This variable disables it and its warning."""
     before = os.environ.get(PARALLELISM)
     os.environ[PARALLELISM] = "false"
     try:
@@ -112,7 +112,7 @@ def _limit(kind: int, value: int) -> None:
 
 
 def _address_space() -> int | None:
-    """Bytes that this process has mapped; None where the system does not say, and then has no such limit either."""
+    """Bytes mapped by this process; None on systems that do not report it (they have no such limit either)."""
     try:
         with open("/proc/self/statm") as statm:
             return int(statm.read().split()[0]) * resource.getpagesize()

@@ -1,5 +1,4 @@
-"""`load_renderer`: a model's directory or hub id -> Renderer, proven. Only this file and proof_cache.py touch
-files."""
+"""`load_renderer`: a model directory or hub id -> a proven Renderer. Only this file and proof_cache.py touch files."""
 
 from __future__ import annotations
 
@@ -44,8 +43,9 @@ def load_renderer(
     extend_plans: int = MAX_PLANS,
     render_deadline: AbstractContextManager[Any] | None = None,
 ) -> Renderer:
-    """`model` is a local directory or a hub id; `chat_template` the text of a template, or the path of a file that
-    holds it. Every rendering runs within `render_deadline`."""
+    """`model`: a local directory or a hub id; `chat_template`: a template's text or the path of its file.
+    `render_deadline` limits every rendering.
+    """
     for name, value, choices in (
         ("history", history, ("keep", "template")),
         ("injection", injection, ("safe", "engine")),
@@ -81,7 +81,7 @@ def renderer_of(
     extend_plans: int = MAX_PLANS,
     render_deadline: AbstractContextManager[Any] | None = None,
 ) -> Renderer:
-    """A renderer for a transformers tokenizer that is already loaded; `directory` is where its files are."""
+    """Builds a renderer for a loaded transformers tokenizer; `directory` holds its files."""
     source = _find_source(tokenizer, chat_template)
     codec = Codec(tokenizer.backend_tokenizer, encode_cache_bytes)
     family = family_for(source, tokenizer, codec.literals)
@@ -171,8 +171,7 @@ def _load_tokenizer(model: str | Path, directory: Path) -> Any:
 
 
 def _hash_tokenizer(directory: Path | None, tokenizer: Any) -> str:
-    """Over the files that define the vocabulary where they are at hand, else over the tokenizer as it serialises
-    itself."""
+    """Hashes the vocabulary files if available, else the serialised tokenizer."""
     files = (
         [directory / name for name in _TOKENIZER_FILES if (directory / name).is_file()] if directory is not None else []
     )

@@ -1,6 +1,7 @@
-"""Messages and tools as callers send them -> the plain shape that one template takes; bad input becomes a MessageError
-naming the field. Arguments are parsed from JSON text, null content becomes empty, parts are joined where the template
-takes strings, tool results get the name and id of their call. No text is changed.
+"""Normalises messages and tools to the plain shape that one template takes; bad input is a MessageError with the field.
+
+Arguments are parsed from JSON text, null content becomes "", parts are joined if the template takes strings, tool
+results get the name and id of their call. No text is changed.
 """
 
 from __future__ import annotations
@@ -49,13 +50,12 @@ def _normalise_tool(tool: Any, field: str, inputs: InputFormat) -> JsonObject:
 def normalise_messages(
     messages: Messages, inputs: InputFormat, *, first: int = 0, field: str = "messages"
 ) -> list[JsonObject]:
-    """`first` is the index of `messages[0]` in the caller's own list, for the field in errors."""
+    """`first` is the index of `messages[0]` in the caller's list, for errors."""
     check_messages(messages, field, first=first)
     return [_normalise_message(message, f"{field}[{first + index}]", inputs) for index, message in enumerate(messages)]
 
 
 def check_messages(messages: Any, field: str, *, first: int = 0) -> None:
-    """Refuses what is no list of objects."""
     if not is_array(messages):
         raise MessageError(f"must be a list of message objects, got {type(messages).__name__}", field=field)
     if set(map(type, messages)) <= {dict}:
@@ -140,8 +140,9 @@ def _normalise_calls(calls: Any, field: str, inputs: InputFormat) -> list[JsonOb
 
 
 def _normalise_arguments(arguments: Any, inputs: InputFormat) -> Any:
-    """A JSON object where it is one. Text that is not JSON, is nested too deeply or escapes a lone surrogate stays
-    text, and the template decides what becomes of it."""
+    """Parses a JSON object. Text that is not JSON, is nested too deeply or escapes a lone surrogate stays text; the
+    template decides what to do with it.
+    """
     if isinstance(arguments, str) and arguments.strip():
         try:
             parsed: Any = json.loads(arguments)
@@ -158,8 +159,9 @@ def _normalise_arguments(arguments: Any, inputs: InputFormat) -> Any:
 
 
 def fill_in_tool_names(messages: list[JsonObject], calls: Sequence[JsonObject] = ()) -> list[JsonObject]:
-    """Tool messages get the name (and, where there is none, the id) of the call they answer. `calls` are those of the
-    turn before."""
+    """Gives tool messages the name (and a missing id) of the call they answer. `calls` are those of the turn
+    before.
+    """
     names = {call["id"]: call["function"]["name"] for call in calls if call["id"]}
     waiting = list(calls)
     for index, message in enumerate(messages):
@@ -180,8 +182,7 @@ def fill_in_tool_names(messages: list[JsonObject], calls: Sequence[JsonObject] =
 
 
 def _find_answered(messages: Sequence[JsonObject], index: int, waiting: Sequence[JsonObject]) -> JsonObject | None:
-    """By its id; else by its name; else by its place, where there is one result for each call that waits. Never by a
-    guess."""
+    """Matches by id, else by name, else by position if there is one result per waiting call. Never guesses."""
     message = messages[index]
     if call_id := message.get("tool_call_id"):
         return next((call for call in waiting if call["id"] == call_id), None)
@@ -192,7 +193,7 @@ def _find_answered(messages: Sequence[JsonObject], index: int, waiting: Sequence
 
 
 def make_short_id(call_id: str) -> str:
-    """Nine letters or digits, the same for the same id; one that already fits is kept."""
+    """Nine letters or digits, a function of the id; an id that already fits is kept."""
     if len(call_id) == 9 and call_id.isascii() and call_id.isalnum():
         return call_id
     number = int.from_bytes(hashlib.sha256(call_id.encode()).digest()[:8], "big")
@@ -200,7 +201,7 @@ def make_short_id(call_id: str) -> str:
 
 
 def _copy_json(value: Any, field: str) -> Any:
-    """A copy in plain JSON types: what a sandboxed template sees has no methods of ours."""
+    """Copies to plain JSON types, so that a sandboxed template never sees objects with methods of ours."""
     if isinstance(value, str):
         if not value.isascii() and (lone := _LONE_SURROGATE.search(value)):
             raise MessageError(

@@ -1,4 +1,4 @@
-"""The records of a proof: what holds for one template and tokenizer."""
+"""Records of a proof: what holds for one template and tokenizer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from tokentrue.renderers.template import InputFormat
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """`outcome`: "proven" (a dummy context suffices), "history", "refused", "unsupported" (the template cannot render
-    it) or "wrong"."""
+    it) or "wrong".
+    """
 
     shape: str
     role: str
@@ -26,9 +27,10 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
-    """`roles`: "proven", "history" (the real history must be the context) or "refused"; `why` names the refused shapes.
-    `stops` are token strings per kind of turn; `boundary` the text between a stop and the next turn's content;
-    `rewrites`: the template writes earlier turns otherwise once such a message follows."""
+    """`roles`: "proven", "history" (needs the real history as context) or "refused"; `why`: the refused shapes.
+    `stops`: token strings per kind of turn; `boundary`: the text between a stop and the next turn's content;
+    `rewrites`: the template changes earlier turns once such a message follows.
+    """
 
     roles: Mapping[str, str] = field(default_factory=dict[str, str])
     why: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -39,13 +41,13 @@ class Proof:
     tools: Literal["rendered", "ignored", ""] = ""  # whether the template shows a request's tools to the model
     warnings: tuple[str, ...] = ()
     inputs: InputFormat = field(default_factory=InputFormat)
-    short_plans: bool = True  # what the template asks of earlier messages is known, and was tried
+    short_plans: bool = True  # the template's use of earlier messages is known and was tested
     template_hash: str = ""
     tokenizer_hash: str = ""
 
     @property
     def ok(self) -> bool:
-        """Nothing is wrong, and both an answer and a tool's result can follow the model's turn."""
+        """Nothing is wrong, and user and tool messages can follow the model's turn."""
         settled = all(self.roles.get(role) in {"proven", "history"} for role in ("user", "tool"))
         return settled and not any(case.outcome == "wrong" for case in self.cases)
 
@@ -54,4 +56,4 @@ class Proof:
 
 
 UNPROVEN = Proof()
-"""Of a renderer that is about to be proven."""
+"""Placeholder while a renderer is being proven."""

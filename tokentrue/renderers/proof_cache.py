@@ -1,6 +1,6 @@
-"""Proofs kept between processes: one small JSON file per template, tokenizer, settings and version of the code.
+"""Disk cache of proofs: one small JSON file per template, tokenizer, settings and code version.
 
-A file is renamed into place; one that cannot be read is proven again; without a writable directory nothing is kept.
+Writes are atomic renames; an unreadable file is proven again; without a writable directory nothing is cached.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ _LIBRARIES = ("jinja2", "tokenizers", "transformers")
 
 @lru_cache
 def hash_code() -> str:
-    """Of everything that can change what is proven: all code of this package, and the versions of the libraries that it
-    renders and encodes with."""
+    """Hashes everything that can change a proof: this package's code and the versions of the libraries it renders and
+    encodes with.
+    """
     package = Path(__file__).parent
     files = sorted(package.rglob("*.py"))
     code = b"".join(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes() for path in files)
@@ -64,8 +65,7 @@ def write(key: str, data: JsonMapping) -> None:
 
 
 def hash_file(path: Path) -> str:
-    """sha256 of a file; remembered by its path, size and time of change, because tokenizer files are tens of
-    megabytes."""
+    """sha256 of a file, cached by path, size and mtime: tokenizer files are tens of megabytes."""
     stat = path.stat()
     key = make_key(
         {"file": str(path.resolve()), "size": stat.st_size, "changed": stat.st_mtime_ns, "inode": stat.st_ino}

@@ -1,6 +1,7 @@
-"""What holds for one template and tokenizer, found by trying: shapes of conversation × roles appended, each compared in
-ids with the truth: the real conversation rendered and encoded whole, cut after the last turn's last word (`zlastz`) and
-stop by their offsets. `zn0z` is the first new content.
+"""Proves a template and tokenizer by trial: shapes of conversation × roles appended, compared in ids with the truth.
+
+The truth is the real conversation rendered and encoded whole, cut by offsets after the last turn's last word (`zlastz`)
+and stop. `zn0z` is the first new content.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ MAX_WORDS = 8
 
 
 def list_questions(words: Sequence[str]) -> Iterator[tuple[tuple[Message, ...], tuple[Message, ...]]]:
-    """Conversations of two shapes, without and with each word in the earlier messages, and what follows them."""
+    """Conversations of two shapes, with and without each word in the earlier messages, and what follows them."""
     for word in ("za", *words[:MAX_WORDS]):
         ask, say = {"role": "user", "content": f"{word} zb"}, {"role": "assistant", "content": f"za {word}"}
         yield (ask, say, _user("zc"), _turn("zlastz")), (ANSWER,)
@@ -160,8 +161,9 @@ def prove(renderer: Renderer) -> Proof:
 
 
 def _check_short_plans(renderer: Renderer) -> bool:
-    """Whether requests get the ids of their real history where plans of other requests are cached, with and without the
-    words of the template's conditions in earlier messages."""
+    """True if requests get the ids of their real history despite cached plans of other requests, with and without the
+    words of the template's conditions in earlier messages.
+    """
     if renderer.history_use.why:
         return True  # there are none
     for history, new in list_questions(_list_words(renderer.template.source)):
@@ -239,8 +241,9 @@ def find_truth(
     stop: str,
     join: str = "stop",
 ) -> TokenIds | None:
-    """What follows the last turn's stop in the real conversation, by offsets in the whole encoding; None where it has
-    no such place."""
+    """Ids after the last turn's stop in the real conversation, by offsets in the whole encoding; None if there is no
+    such place.
+    """
     plain = fill_in_tool_names(normalise_messages([*history, *new], renderer.inputs))
     text = renderer.template.render(
         plain, normalise_tools(tools, renderer.inputs), renderer.template_kwargs, inputs=renderer.inputs
@@ -250,7 +253,7 @@ def find_truth(
     ids, starts = encoding.ids, [start for start, _ in encoding.offsets]
     between = [index for index, start in enumerate(starts) if max(word, 0) < start < first]
     hits = [index for index in between if ids[index] == renderer.codec.literals[stop]]
-    if word < 0:  # the template shows no calls: the turn before the new message is this one, whatever it holds
+    if word < 0:  # the template shows no calls: the turn before the new message is this one
         return TokenIds(ids[hits[-1] + 1 :]) if hits else None
     if join == "foreign":  # the recorded stop stays; all that closes the turn comes after it
         return renderer.codec.encode_after(text[word + len("zlastz") :], literal="")

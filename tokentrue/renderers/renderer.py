@@ -1,6 +1,6 @@
-"""The renderer: messages to tokens and back for one tokenizer and one template; see protocols.Renderer.
+"""Messages to tokens and back for one tokenizer and template; see protocols.Renderer.
 
-Recorded ids are never encoded or changed; `extend` returns what the template puts after them, or a Refusal.
+Recorded ids are never encoded or changed; `extend` returns what the template writes after them, or a Refusal.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ Injection: TypeAlias = Literal["safe", "engine"]
 
 
 class Renderer:
-    """Built by `load_renderer`. `family` adds what a template cannot tell (how to parse, pinned kwargs); `proof` is
-    what was proven."""
+    """Built by `load_renderer`. `family`: what the template does not say (parsing, default kwargs); `proof`: what was
+    proven.
+    """
 
     def __init__(
         self,
@@ -97,7 +98,6 @@ class Renderer:
 
     @property
     def history_use(self) -> HistoryUse:
-        """What the template takes from earlier messages."""
         return self._extender.keeper.use
 
     def rewrites(
@@ -108,12 +108,11 @@ class Renderer:
         *,
         template_kwargs: TemplateKwargs | None = None,
     ) -> bool:
-        """Whether the template itself would write the history otherwise once `new` follows (reasoning stripped,
-        say)."""
+        """True if the template itself changes the history once `new` follows (for example strips reasoning)."""
         return self._extender.rewrites(messages, new, tools, self._merge(template_kwargs))
 
     def encode_sampled(self, text: str) -> list[int]:
-        """Text that stands for a model's own output, its markers as tokens; for engines that answer from a script."""
+        """Encodes text as a model's output, markers as tokens; for scripted engines."""
         return self.codec.encode_after(text, literal="").tolist()
 
     def _normalise(self, messages: Messages) -> list[JsonObject]:
@@ -143,7 +142,7 @@ class Renderer:
     def _grammar(self) -> Grammar:
         try:
             opening = self.render([{"role": "user", "content": "x"}]).token_ids
-        except TokenTrueError:  # a template that wants more than one user turn opens nothing that we could know of
+        except TokenTrueError:  # the template needs more than one user turn: the opening is unknown
             opening = EMPTY
         return compile_grammar(
             self.codec.spelling, self.family, stop_token_ids=self.stop_token_ids, generation_ids=opening
@@ -152,13 +151,12 @@ class Renderer:
     # for other packages
 
     def call_tag(self, tools: Tools, *, name: str | None = None) -> JsonMapping | Refusal:
-        """The structural tag that makes an engine sample at least one call of these tools (of tool `name`, and only
-        it)."""
+        """Structural tag that makes an engine sample at least one call of these tools (only of `name`, if given)."""
         return make_call_tag(self.family, self.codec, tools, name=name)
 
     @cached_property
     def structure(self) -> Structure:
-        """Which ids are structure and how turns open, for `tokentrue.compare`."""
+        """Structure ids and turn openers, for `tokentrue.compare`."""
 
         def render_text(messages: list[Message], generate: bool) -> str:
             given = fill_in_tool_names(normalise_messages(messages, self.inputs))

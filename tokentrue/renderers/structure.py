@@ -1,4 +1,4 @@
-"""How turns begin and end in ids, found by rendering: `tokentrue.compare` reads a sequence by it."""
+"""How turns begin and end in ids, found by rendering; used by `tokentrue.compare`."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ from tokentrue.types import Ids, Message
 _USER, _ASSISTANT, _SYSTEM = "qzuserqz", "qzassistantqz", "qzsystemqz"
 
 RenderText = Callable[[list[Message], bool], str]
-"""Messages, and whether the generation prompt is wanted, to the template's text."""
+"""(messages, whether to add the generation prompt) -> the template's text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Structure:
-    """`assistant` is the token that opens an assistant's turn; `word` the text right after it, where other roles share
-    the token.
+    """`assistant`: the token that opens an assistant turn; `word`: the text right after it if other roles share the
+    token; `openers`: the tokens that open a turn of any role.
 
-    Qwen3: `<|im_start|>` and "assistant"; GLM: `<|assistant|>` and ""; `openers` are the tokens that open a turn of any
-    role.
+    Qwen3: `<|im_start|>` and "assistant"; GLM: `<|assistant|>` and "".
     """
 
     special: frozenset[int]

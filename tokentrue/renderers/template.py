@@ -1,6 +1,6 @@
-"""A chat template, compiled by transformers in its own sandbox, and which inputs this particular template takes.
+"""A chat template compiled in transformers' sandbox, and the inputs that it accepts.
 
-Invariant: for inputs already in the shape the template takes, `Template.render` gives the string of
+Invariant: for inputs in the shape the template takes, `Template.render` returns the string of
 `apply_chat_template(tokenize=False)`.
 """
 
@@ -19,11 +19,11 @@ from tokentrue.json_types import JsonMapping, JsonObject
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputFormat:
-    """What a template can take, found by rendering small conversations; the defaults are what most templates take."""
+    """What a template accepts, found by rendering small conversations; the defaults suit most templates."""
 
     parts: bool = False  # content parts are understood
     text: bool = True  # plain strings are understood
-    no_tools: Literal["none", "empty"] = "none"  # what stands for "no tools"
+    no_tools: Literal["none", "empty"] = "none"  # the value for "no tools"
     bare_tools: bool = False  # takes the function objects themselves, not {"type": "function", "function": …}
     arguments: Literal["object", "string"] = "object"
     short_ids: bool = False  # call ids must be nine letters or digits
@@ -37,8 +37,7 @@ def make_content(text: str, inputs: InputFormat) -> Any:
 
 
 class Template:
-    """`render` gives text; failures of the template, whatever their kind, become one TemplateError. Each rendering runs
-    within `deadline`."""
+    """Failures of the template of any kind are raised as TemplateError. `deadline` limits each rendering."""
 
     def __init__(
         self, source: str, *, variables: JsonMapping, deadline: AbstractContextManager[Any] | None = None
@@ -50,7 +49,7 @@ class Template:
 
     @cached_property
     def _compiled(self) -> Any:
-        """Compiled when first rendered: what a warm load needs to know about the template is in the cache."""
+        """Lazy: with a cached proof, loading does not need the compiled template."""
         from transformers.utils.chat_template_utils import (
             _compile_jinja_template,  # pyright: ignore[reportPrivateUsage]
         )
@@ -59,13 +58,12 @@ class Template:
             return _compile_jinja_template(self.source)
         except MemoryError:
             raise
-        except Exception as error:  # of syntax, and of constants that jinja computes while it compiles
+        except Exception as error:  # syntax errors, and errors in constants that jinja folds
             raise TemplateError(
                 f"chat_template: does not compile: {error}; pass a corrected one as chat_template=…"
             ) from error
 
     def compile(self) -> None:
-        """Raises TemplateError where it does not compile."""
         _ = self._compiled
 
     def render(
@@ -77,13 +75,13 @@ class Template:
         generate: bool = True,
         inputs: InputFormat | None = None,
     ) -> str:
-        """`generate`: with the generation prompt at the end."""
+        """`generate` adds the generation prompt."""
         if not tools:
             tools = [] if inputs is not None and inputs.no_tools == "empty" else None
         return self.render_other(self._compiled, kwargs, messages=messages, tools=tools, add_generation_prompt=generate)
 
     def render_other(self, compiled: Any, kwargs: JsonMapping, **given: Any) -> str:
-        """A template that was compiled in the same sandbox, with this one's variables."""
+        """Renders another template of the same sandbox with this one's variables."""
         variables = {**self._variables, "documents": None, "add_generation_prompt": True, **kwargs, **given}
         try:
             with self._deadline:
@@ -99,8 +97,9 @@ class Template:
 
 
 def find_input_format(template: Template, kwargs: JsonMapping) -> InputFormat:
-    """Each fact is decided by whether marked words survive a render, never by the template's name. Raises if it does
-    not compile."""
+    """Decides each fact by whether marked words survive a render, never by the template's name. Raises if it does not
+    compile.
+    """
     template.compile()
     inputs = InputFormat(developer="developer" in template.source)
     inputs = _find_content_format(template, kwargs, inputs)
@@ -115,7 +114,7 @@ def _find_content_format(template: Template, kwargs: JsonMapping, inputs: InputF
             return False
         quoted = any(
             quote + word in text for word in words for quote in ("'", '"')
-        )  # a list that was printed, not understood
+        )  # the list was printed as is, not interpreted
         return all(text.count(word) == 1 for word in words) and not quoted
 
     empty = replace(inputs, no_tools="empty")

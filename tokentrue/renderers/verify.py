@@ -1,4 +1,4 @@
-"""`verify`: the proof of a model's template, as a report."""
+"""`verify`: a report on the proof of a model's template."""
 
 from __future__ import annotations
 
@@ -65,8 +65,9 @@ def _check_turn(renderer: Renderer, turn: Message) -> str:
 
 
 def encode_turn(renderer: Renderer, turn: Message) -> tuple[TokenIds, TokenIds] | str:
-    """The prompt's ids and those that a model would sample to write `turn` as the template does; or why that cannot be
-    told."""
+    """Returns the prompt's ids and the ids that a model samples to write `turn` as the template does; or why they
+    cannot be determined.
+    """
     ask, answer = normalise_messages(_ASK, renderer.inputs), normalise_messages([turn], renderer.inputs)
     tools = normalise_tools(TOOLS if turn.get("tool_calls") else None, renderer.inputs)
     prompt = renderer.template.render(ask, tools, renderer.template_kwargs, inputs=renderer.inputs)
@@ -104,7 +105,7 @@ def _summarise(message: Message) -> JsonObject:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification(Proof):
-    """The proof of `model`; `parse` says how each kind of rendered turn parses back."""
+    """The proof of `model`; `parse`: how each kind of rendered turn parses back."""
 
     model: str
     family: str
@@ -119,6 +120,6 @@ class Verification(Proof):
 def verify(
     model: str | Path, chat_template: str | None = None, template_kwargs: JsonMapping | None = None
 ) -> Verification:
-    """Proves or refutes, in id space, that the model's template can be extended; works offline on a directory."""
+    """Proves or refutes in ids that the model's template can be extended; works offline on a directory."""
     renderer = load_renderer(model, chat_template=chat_template, template_kwargs=template_kwargs)
     return Verification.of(renderer, str(model))

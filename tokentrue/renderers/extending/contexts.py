@@ -1,5 +1,4 @@
-"""Conversations to render instead of the real one: a sentinel in place of what was sampled, marked words in place of
-new contents."""
+"""Conversations rendered instead of the real one: a sentinel for what was sampled, marked words for new contents."""
 
 from __future__ import annotations
 
@@ -16,19 +15,21 @@ from tokentrue.renderers.template import InputFormat, make_content
 from tokentrue.types import Message, Tools
 
 ContextKind: TypeAlias = Literal["light", "dummy", "history"]
-"""What precedes the assistant's turn in a render: the kept messages; the real system message and tools as well; the
-whole history."""
+"""What precedes the assistant turn in a render. "light": the kept messages; "dummy": also the real system message and
+tools; "history": the whole history.
+"""
 
 SentinelPlace: TypeAlias = Literal["content", "argument"]
 
 Join: TypeAlias = Literal["stop", "alias", "foreign", "open"]
-"""How the recorded turn ended, seen from the template: at a token it writes there itself; at one that it writes only
-while nothing follows (harmony's <|return|>); at a stop token that it does not write there; at no stop token at all. The
-last two get the template's own closing."""
+"""How the recorded turn ended. "stop": at a token that the template writes there; "alias": at one that it writes only
+if nothing follows (harmony's <|return|>); "foreign": at a stop token that it does not write there; "open": at no stop
+token. The last two get the template's closing.
+"""
 
 
 class ExtendError(Exception):
-    """Becomes a `Refusal` at the door of `Extender.extend`."""
+    """`Extender.extend` turns it into a `Refusal`."""
 
     def __init__(self, why: str, detail: str) -> None:
         super().__init__(detail)
@@ -37,9 +38,9 @@ class ExtendError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class ExtendRequest:
-    """One call of `extend`, normalised for the template; tools and `system`, the real leading system message, only
-    where a render asks for them. `kept` are the earlier messages that the new text depends on, None where that is the
-    whole history."""
+    """One `extend` call, normalised for the template. Tools and `system` (the leading system message) are set only if
+    the render needs them. `kept`: the earlier messages that the new text depends on; None for the whole history.
+    """
 
     last: JsonObject  # the recorded assistant turn
     new: Sequence[JsonObject]
@@ -51,8 +52,8 @@ class ExtendRequest:
     needs_tools: bool  # the new text depends on the tools or the system message
     stop: str | None  # the literal of the last recorded id, where it is an added token
     is_stop: bool
-    in_reasoning: bool = False  # the turn was cut off while reasoning
-    shows_text: bool = False  # the sentinel follows the turn's own text, which the new text depends on
+    in_reasoning: bool = False  # the turn was cut off during reasoning
+    shows_text: bool = False  # the sentinel follows the turn's text, because the new text depends on it
 
     @cached_property
     def tools(self) -> list[JsonObject] | None:
@@ -65,8 +66,9 @@ class ExtendRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExtendPlan:
-    """Where to cut in a render: after `gap`, which follows the sentinel; `closing` is inserted before what the template
-    has there. `gap` has the marks of `mark_ids` for the ids of the turn's calls."""
+    """Where to cut a render: after `gap`, which follows the sentinel. `closing` is inserted before the template's text
+    there. In `gap`, `mark_ids` has replaced the turn's call ids.
+    """
 
     context: ContextKind
     place: SentinelPlace
@@ -74,11 +76,11 @@ class ExtendPlan:
     literal: str  # the added token that the gap ends with; empty where it ends in text
     join: Join
     closing: str = ""
-    template_texts: tuple[str, ...] = ()  # what the template writes around the new contents, `closing` included
+    template_texts: tuple[str, ...] = ()  # the template's text around the new contents, `closing` included
 
 
 def mark_ids(text: str, last: JsonObject, *, back: bool = False) -> str:
-    """`text` with a mark for each call id of the turn `last`; `back`: the marks are replaced by the ids."""
+    """Replaces each call id of the turn `last` by a mark; `back=True` replaces the marks by the ids."""
     for index, call in enumerate(last.get("tool_calls") or ()):
         pair = call["id"], f"\0{index}\0"
         if call["id"]:
@@ -87,9 +89,9 @@ def mark_ids(text: str, last: JsonObject, *, back: bool = False) -> str:
 
 
 class ContextBuilder:
-    """`sentinel` stands for what was sampled, `own` for text beside sampled calls, `thought` for reasoning. They are
-    different in every
-    process: no text can hold them on purpose."""
+    """Placeholders: `sentinel` for what was sampled, `own` for text beside sampled calls, `thought` for reasoning.
+    Random per process, so no input can contain them deliberately.
+    """
 
     def __init__(self, inputs: InputFormat) -> None:
         self._inputs = inputs
@@ -106,8 +108,9 @@ class ContextBuilder:
         *,
         real: bool = True,
     ) -> list[JsonObject]:
-        """The conversation up to the assistant's turn, with the sentinel in it; `real`: the turn has its own texts
-        where the sentinel is not."""
+        """Returns the conversation up to the assistant turn, which contains the sentinel. `real`: the turn keeps its
+        texts elsewhere.
+        """
         last = self.build_turn(request.last, place, real=real)
         if request.shows_text and place == "content":
             content = request.last["content"]
@@ -123,8 +126,9 @@ class ContextBuilder:
         return [request.system, *request.kept, last]
 
     def build_turn(self, last: JsonObject, place: SentinelPlace, *, real: bool) -> JsonObject:
-        """The recorded turn with the sentinel for what was sampled: calls keep names and ids, text stays text, nothing
-        else is kept."""
+        """Returns the recorded turn with the sentinel for what was sampled. Only text, call names and call ids are
+        kept.
+        """
         out: JsonObject = {"role": "assistant"}
         if real and place == "argument":
             out = {key: value for key, value in last.items() if key != "tool_calls"}
@@ -154,8 +158,9 @@ class ContextBuilder:
         return value
 
     def mark(self, messages: Sequence[JsonObject]) -> tuple[list[JsonObject], list[str]]:
-        """The messages with a unique word for each content, and the words; a message of calls alone has its word in the
-        last argument."""
+        """Replaces each content by a unique word; returns the messages and the words. If a message has only calls, its
+        word is in the last argument.
+        """
         out: list[JsonObject] = []
         words = [f"{self._base}n{index}e" for index in range(len(messages))]
         for message, word in zip(messages, words, strict=True):

@@ -1,8 +1,8 @@
-"""`extend`: the ids that follow a recorded prefix when new messages come, or a Refusal.
+"""`extend`: the ids that follow a recorded prefix when new messages arrive, or a Refusal.
 
-Normalise the request, find its plan (made once per shape of request, on the real history), render the plan's short
-context with the new messages, cut, encode. The cost depends on what is new, except where a template needs the real
-history ("history" plans) and for the first request of a shape.
+Steps: normalise the request; get its plan (made on the real history, once per shape of request); render the plan's
+short context with the new messages; cut; encode. The cost depends only on the new messages, except for "history" plans
+and the first request of a shape.
 """
 
 from __future__ import annotations
@@ -35,10 +35,12 @@ MAX_PLANS = 4096
 
 
 class Extender:
-    """`safe`: content cannot become structure, and tool messages get the name of the call they answer; an engine's own
-    template gets them as the client sent them. `max_plans`: how many plans are cached; 0 plans every request on the
-    real history. On and off in one run of `benchmarks.gateway`: turn 8 3.9 and 7.6, turn 128 2.6 and 31 times the bare
-    proxy's time."""
+    """`safe`: content cannot become structure, and tool messages get the name of the call they answer; without it an
+    engine's template gets messages as the client sent them.
+
+    `max_plans`: cache size; 0 plans every request on the real history. Cost of `benchmarks.gateway` relative to the
+    bare proxy, cache on and off: turn 8 3.9 and 7.6, turn 128 2.6 and 31.
+    """
 
     def __init__(
         self,
@@ -69,7 +71,7 @@ class Extender:
         *,
         use_plans: bool = True,
     ) -> Extension | Refusal:
-        """`use_plans=False`: on the real history, whatever is cached."""
+        """`use_plans=False` ignores the plan cache and renders the real history."""
         if refusal := _check_inputs(prefix_ids, messages, new):
             return refusal
         request, key = self._read_request(prefix_ids, messages, new, tools, kwargs)
@@ -97,15 +99,13 @@ class Extender:
         )
 
     def rewrites(self, messages: Messages, new: Messages, tools: Tools | None, kwargs: JsonMapping) -> bool:
-        """Whether the template itself would write the history otherwise once `new` follows (reasoning stripped,
-        say)."""
         request, _ = self._read_request((0,), messages, new, tools, kwargs)
         return self.splicer.rewrites(request, self._normalise_past(messages))
 
     def _render_tail(
         self, request: ExtendRequest, key: PlanKey, messages: Messages, *, use_plans: bool
     ) -> tuple[ExtendPlan, str, str]:
-        """A plan on the real history is made again each time: its gap belongs to that history."""
+        """Plans on the real history are not reused: their gap belongs to that history."""
         if not use_plans:
             past = self._normalise_past(messages)
             plan = self.splicer.plan(request, past, only_history=True)
@@ -129,8 +129,9 @@ class Extender:
     def _check_turn(
         self, request: ExtendRequest, messages: Messages, plan: ExtendPlan, tail: str, mark: str
     ) -> tuple[ExtendPlan, str, str]:
-        """The template may ask what the recorded turn says, and the sentinel gives another answer: then the turn's own
-        text stands before the sentinel, after the real history."""
+        """If the template reads the recorded turn's text, the sentinel can change the result: then the plan puts the
+        real text before the sentinel, after the real history.
+        """
         past = self._normalise_past(messages) if plan.context == "history" else []
         if self.splicer.is_true_tail(plan, request, past, tail, mark):
             return plan, tail, mark
@@ -194,12 +195,13 @@ class Extender:
         return fill_in_tool_names(past) if self._safe else past
 
     def _is_in_reasoning(self, prefix_ids: Ids, last: JsonObject, kwargs: JsonMapping) -> bool:
-        """Whether an open turn was cut off while reasoning: it has reasoning and nothing else, and its end of reasoning
-        is not there."""
+        """True if an open turn was cut off during reasoning: it has only reasoning, without the end-of-reasoning
+        marker.
+        """
         if not last.get("reasoning_content") or last["content"] or last.get("tool_calls"):
             return False
         closing = self.splicer.render_reasoning_end(kwargs).strip()
-        end = self._codec.decode(prefix_ids[-64:])  # with no content, only blanks can stand after it
+        end = self._codec.decode(prefix_ids[-64:])  # with no content, only blanks can follow it
         return bool(closing) and closing not in end
 
 

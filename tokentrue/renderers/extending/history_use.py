@@ -1,15 +1,22 @@
-"""What a template takes from the messages before the recorded turn, read from its syntax tree.
+"""Static analysis of a chat template: which earlier messages does the text after the recorded turn depend on?
 
-The text after the recorded turn may depend on earlier messages through namespaces that a loop over the messages writes
-("the last user message holds /think"), through positions, neighbours and the first message. `analyse` answers with a
-`HistoryUse`: which messages must be rendered for that text to be the one of the whole conversation. What it does not
-understand (counts, arithmetic with positions, texts that are collected) has a reason in `why`, and only the real
-history is rendered.
+`extend` needs only the text that the template writes after the recorded assistant turn. Rendering the whole history for
+it costs more at every turn, so `analyse` reads the template's syntax tree and returns a `HistoryUse`: the messages that
+must be rendered to get the same text. Example, a template that remembers a switch:
 
-The rule that makes a few messages enough: a variable that every loop overwrites, under conditions on the current
-message alone, has the value that its last writer gave it. So the last writer of each variable is kept, in order; the
-other messages have no effect. Positions are only compared with each other, and keeping some messages in order changes
-no such comparison.
+    {% for m in messages %}
+      {% if m.role == "user" and "/think" in m.content %}{% set ns.think = true %}{% endif %} ...
+    {% endfor %}
+    {% if add_generation_prompt and not ns.think %}<think></think>{% endif %}
+
+The text at the end reads `ns.think`. Every write to it overwrites the value and is conditioned on the current message
+alone, so its last writer decides: keep the last user message with "/think" and drop the rest. Comparisons of positions
+are safe, too: dropping messages does not change the order of the others.
+
+How: a walk over the tree labels each expression with `Flags` (see template_nodes), which say what its value depends on.
+Walks repeat until the labels are stable. `_decide` collects the flags that decide about text after the turn (`tail`);
+`find_use` translates those. Anything not understood (counts, arithmetic on positions, collected texts) is a "bad:WHY"
+flag: `HistoryUse.why` is then set and the caller renders the real history.
 """
 
 from __future__ import annotations
@@ -53,21 +60,23 @@ HARMLESS_STATEMENTS = (nodes.Continue, nodes.ExprStmt)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HistoryUse:
-    """`why` is empty where the template is understood. `effects` prints which of `variables` one message writes
-    (only messages of these roles do, where they are known); `fields` are the message's fields that it reads. The others
-    say what else the text after the turn reads."""
+    """What the text after the recorded turn reads. `why`: the reason if the template is not understood, else empty.
+
+    `effects`: a template that prints which of `variables` one message writes. `variables`: name to the roles that write
+    it, None if unknown. `fields`: the message fields that `effects` reads.
+    """
 
     why: str = ""
     effects: Any = None
     variables: Mapping[str, frozenset[str] | None] = field(default_factory=dict[str, "frozenset[str] | None"])
     fields: tuple[str, ...] = ()
-    first: bool = False  # the first message
-    second: bool = False  # the first one that is no system message
+    first: bool = False  # reads the first message
+    second: bool = False  # reads the first message that is not a system message
     tools: bool = False
-    roles: frozenset[str] = frozenset()  # the last message of these roles
-    neighbour: bool = False  # the message before the recorded turn
-    asks_turn: bool = False  # what the recorded turn says
-    gaps: bool = False  # whether two messages are neighbours
+    roles: frozenset[str] = frozenset()  # reads the last message of these roles
+    neighbour: bool = False  # reads the message before the recorded turn
+    asks_turn: bool = False  # reads the text of the recorded turn
+    gaps: bool = False  # reads whether two messages are adjacent
 
     @property
     def reads_turn(self) -> bool:
@@ -77,27 +86,29 @@ class HistoryUse:
 def analyse(source: str) -> HistoryUse:
     try:
         return _Analysis(chat_environment().parse(source)).find_use()
-    except (AttributeError, RecursionError) as error:  # a node of a form that is not expected here
+    except (AttributeError, RecursionError) as error:  # a node has an unexpected form
         return HistoryUse(why=f"its form is not known ({error})")
 
 
 @dataclass
 class _Findings:
-    """What one walk over the tree found; walks are repeated until nothing changes."""
+    """Results of one walk over the tree."""
 
     variables: dict[str, Flags] = field(default_factory=lambda: {"messages": MESSAGES, "tools": make_flags("tools")})
-    control: dict[str, Flags] = field(default_factory=dict[str, Flags])  # what decides whether a name is set
+    control: dict[str, Flags] = field(default_factory=dict[str, Flags])  # what decides if a name is set
     kinds: dict[str, Flags] = field(default_factory=dict[str, Flags])
-    """What a name holds: "content" a message's, "part" a part of one or a character, "text", or "other"."""
+    """What a name holds: "content" of a message, "part" of a content or a character, "text", or "other"."""
     macros: dict[str, Flags] = field(default_factory=dict[str, Flags])
-    namespaces: set[str] = field(default_factory=set[str])  # set outside loops and macros: they carry state
+    namespaces: set[str] = field(default_factory=set[str])  # created outside loops and macros: they carry state
     initial: dict[str, list[nodes.Node]] = field(default_factory=dict[str, "list[nodes.Node]"])
     writes: dict[str, list[Write]] = field(default_factory=dict[str, "list[Write]"])
-    faults: dict[str, str] = field(default_factory=dict[str, str])  # why a variable's last writer does not decide
-    lists: dict[str, int] = field(default_factory=lambda: {"messages": 1})  # times that a list of messages is set
+    faults: dict[str, str] = field(
+        default_factory=dict[str, str]
+    )  # why a variable's last writer does not decide its value
+    lists: dict[str, int] = field(default_factory=lambda: {"messages": 1})  # how often a list of messages is assigned
 
     def summarise(self) -> object:
-        """Everything but the nodes, which compare by all that is in them."""
+        """Everything except the nodes, which compare by their whole content."""
         writes = {name: [write.flags for write in found] for name, found in self.writes.items()}
         return self.variables, self.control, self.kinds, self.macros, self.namespaces, writes, self.lists, self.faults
 
@@ -117,15 +128,15 @@ class _Analysis:
         self.macros = {macro.name: macro for macro in template.find_all(nodes.Macro)}
         self.known = _Findings()
         self.found = self.known
-        self.tail: set[str] = set()  # flags that decide about the text after the recorded turn
-        self.cut: set[str] = set()  # flags that decide which messages a list has
+        self.tail: set[str] = set()  # flags that decide the text after the recorded turn
+        self.cut: set[str] = set()  # flags that decide which messages a list contains
         self.has_printed = False
-        self.slices: set[int] = set()  # places where the first message is cut off
+        self.slices: set[int] = set()  # where a slice drops the first message
 
     def find_use(self) -> HistoryUse:
         for number in range(20):
             self._walk_once()
-            if number < 5:  # what looks bad while namespaces are not known yet would keep itself alive
+            if number < 5:  # "bad" found before all namespaces are known would persist
                 self.found.forget_bad()
             if self.found.summarise() == self.known.summarise() and number >= 5:
                 break
@@ -155,7 +166,7 @@ class _Analysis:
         except NotUnderstood as error:
             return HistoryUse(why=str(error))
         if {"name", "tool_call_id"} & set(fields):
-            return HistoryUse(why="it carries the names of calls")  # a result's may be filled in from its call
+            return HistoryUse(why="it carries the names of calls")  # a tool result may get its name from its call
         is_carried = any(not roles or "assistant" in roles for roles in variables.values())
         return HistoryUse(
             effects=effects,
@@ -313,7 +324,7 @@ class _Analysis:
                 self._store(name, flags, place, self._find_kinds(node.node, place) if is_one else OTHER)
 
     def _find_cut(self, value: nodes.Node, place: Place) -> Flags:
-        """What decides which messages a list has, apart from "without the system message"."""
+        """Flags that decide which messages a list contains, except "without the system message"."""
         tests = [(guard.test, guard.flags) for guard in place.guards]
         while isinstance(value, nodes.CondExpr):
             tests.append((value.test, self._test(value.test, place)))
@@ -324,7 +335,7 @@ class _Analysis:
         return join(flags) | {flag for flag in self._flags(value, place) if flag.startswith("bad:")}
 
     def _store(self, name: str, flags: Flags, place: Place, kinds: Flags = TEXT) -> None:
-        """What decides whether a name is set at all is asked only where it may not be."""
+        """The guards' flags matter only if the name may be unset."""
         full, top = place.scope + name, NONE if place.scope else make_flags("top")
         guards = place.guard_flags
         self.found.add(full, flags | top | (guards if name in place.bound else NONE), kinds)
@@ -344,7 +355,7 @@ class _Analysis:
             self.found.writes.setdefault(full, []).append(Write(node, value, place.guards, place.loop))
 
     def _decide(self, flags: Flags, place: Place, *, always: bool = False) -> None:
-        """These flags decide about text. Before the first message is written, that text is before the turn."""
+        """Adds flags that decide about text. Text before the first message precedes the turn and does not count."""
         if not (place.loop or place.in_macro or self.has_printed or always):
             return
         if any(
@@ -352,7 +363,7 @@ class _Analysis:
         ):
             flags = make_flags("start")  # the new messages are never the first
         if "neighbour" in flags and _excludes_assistant(place.guards):
-            flags -= {"neighbour"}  # the recorded turn is an assistant's: its neighbour before it is not asked
+            flags -= {"neighbour"}  # the recorded turn is an assistant's: what precedes it is not read
         self.tail |= flags
 
     # expressions
@@ -404,7 +415,6 @@ class _Analysis:
                 return self._plain(node, place)
 
     def _logic(self, node: nodes.And | nodes.Or | nodes.Not, place: Place) -> Flags:
-        """`messages or []` is a list of messages."""
         if isinstance(node, nodes.Not):
             return self._test(node, place)
         return self._flags(node.left, place) | self._flags(node.right, place)
@@ -439,7 +449,7 @@ class _Analysis:
                 return OTHER
 
     def _asks_for_media(self, test: nodes.Node, place: Place) -> bool:
-        """Whether a content part would have to be an image or the like: all contents are text here."""
+        """True if the test needs a content part that is not text (an image, say): all contents are text here."""
         match test:
             case nodes.Or():
                 return self._asks_for_media(test.left, place) and self._asks_for_media(test.right, place)
@@ -456,7 +466,7 @@ class _Analysis:
     def _name(self, name: str, place: Place) -> Flags:
         if name in {"loop", "cycler", "joiner", "caller", "varargs", "kwargs", "lipsum"}:
             return bad(name)
-        if name in self.known.namespaces:  # under another name, it can be written unseen
+        if name in self.known.namespaces:  # an alias could be written unnoticed
             self.cut.add(f"bad:the namespace {name} is used as a value")
             return bad(f"the namespace {name} is used as a value")
         if name in self.macros and name not in place.bound:
@@ -639,7 +649,7 @@ class _Analysis:
     # variables that carry state from message to message
 
     def _find_fault(self, full: str, writes: Sequence[Write]) -> str:
-        """Why the last writer does not decide the variable's value; empty where it does."""
+        """Returns why the last writer does not decide the variable's value; empty if it does."""
         values = [write.node.node for write in writes]
         is_one_value = all(isinstance(value, nodes.Const) for value in values) and (
             len({repr(cast("nodes.Const", value).value) for value in values}) == 1
@@ -651,7 +661,7 @@ class _Analysis:
             is_latched = False
             for expression, holds, guard in literals(write.guards):
                 if name_attribute(expression) == full:
-                    # Both branches of one condition: the value is turned over, not overwritten.
+                    # Both branches of one condition: the value is toggled, not overwritten.
                     is_other_branch = asked.setdefault(id(guard.test), holds) is not holds
                     if is_other_branch or not self._overwrites(full, write.node.node, holds, values):
                         return f"{full} depends on itself"
@@ -679,14 +689,15 @@ class _Analysis:
                 return self._test(node, guard.place) <= {"msg"}
 
     def _overwrites(self, full: str, value: nodes.Node, holds: bool, values: Sequence[nodes.Node]) -> bool:
-        """`if ns.x: set ns.x = false` leaves the same as `set ns.x = false`, where x is true or false."""
+        """If x is a boolean, `if ns.x: set ns.x = false` has the same effect as `set ns.x = false`."""
         initial = self.found.initial.get(full, [])
         every = [constant(node) for node in (*values, *initial)]
         return bool(initial) and all(isinstance(one, bool) for one in every) and constant(value) is (not holds)
 
     def _is_latch(self, expression: nodes.Node, holds: bool, write: Write, writes: Sequence[Write]) -> bool:
-        """`if ns.open and …: set ns.open = false; set ns.x = …` in a loop from the end: x is set once, at the last
-        message that fits."""
+        """`if ns.open and …: set ns.open = false; set ns.x = …` in a reversed loop: x is set once, at the last message
+        that fits.
+        """
         latch = name_attribute(expression)
         shut = self.found.writes.get(latch, [])
         return (
@@ -707,7 +718,7 @@ def _make_value(flags: Flags, *, keep_positions: bool = False) -> Flags:
 
 
 def _read_shape(node: nodes.Getattr | nodes.Getitem) -> nodes.Expr | None:
-    """`loop.previtem` of `loop.previtem.role`: of the turn before, this asks nothing that was sampled."""
+    """`loop.previtem` of `loop.previtem.role`: reads nothing sampled from the turn before."""
     owner = read_field(node, "role")
     return owner if isinstance(owner, (nodes.Getattr, nodes.Getitem)) else None
 
@@ -721,7 +732,7 @@ def _is_namespace(node: nodes.Node) -> bool:
 
 
 def _last_of(owner: Flags) -> Flags:
-    """The last message of a list: a new one, or the last of a role, which is kept."""
+    """Flags of a list's last message: a new one, or the last of a role (kept)."""
     return frozenset({"now", *(f"last:{flag[5:]}" for flag in owner if flag.startswith("role:"))})
 
 

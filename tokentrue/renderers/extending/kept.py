@@ -1,5 +1,6 @@
-"""Which earlier messages a prompt's end depends on: those that `history_use` found the template to need, chosen from a
-request's history. Their number does not grow with the history."""
+"""Chooses from a request's history the messages that the template needs (see history_use). Their number does not grow
+with the history.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from tokentrue.types import Messages
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageShape:
-    """What of a message can decide about structure: its role, whether it has text, its calls' names; never its text."""
+    """What can affect structure: role, presence of text, names of calls; never the text."""
 
     role: str
     has_content: bool
@@ -34,10 +35,10 @@ class MessageShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanKey:
-    """Everything that decides where to cut. Two requests with equal keys share a plan.
+    """Everything that decides where to cut. Requests with equal keys share a plan.
 
-    `kept` describes the earlier messages that are rendered with the new ones.
-    `answers_older_call`: a tool message answers a call of an earlier turn, which only the real history shows.
+    `kept` describes the earlier messages that are rendered with the new ones. `answers_older_call`: a tool message
+    answers a call of an earlier turn, visible only in the real history.
     """
 
     shapes: tuple[MessageShape, ...]
@@ -67,36 +68,37 @@ def answers_older_call(last: JsonObject, new: Sequence[JsonObject]) -> bool:
 
 
 def spell(value: Any) -> bytes:
-    """Tells apart what compares equal and is printed otherwise: `True` and `1`, other orders of keys."""
+    """Serialises a value so that `True` and `1`, or different key orders, differ."""
     try:
         data = orjson.dumps(value)
-    except TypeError:  # no plain JSON
+    except TypeError:  # not plain JSON
         return repr(value).encode()
     return data + repr(value).encode() if b"null" in data else data  # orjson writes NaN as null
 
 
 def name_value(value: Any) -> bytes:
-    """Names a request's tools or its system message exactly, in few bytes; empty where there is none."""
+    """Short exact key for a request's tools or system message; empty if there is none."""
     return b"" if value is None else digest(spell(value))
 
 
 MAX_CACHED_CHARS = 32 << 20
 Effect: TypeAlias = tuple[str, frozenset[str]]
-"""What a message writes, as `HistoryUse.effects` prints it, and the variables among that."""
+"""What a message writes, as `HistoryUse.effects` prints it, and the names of the variables."""
 NO_EFFECT: Effect = ("", frozenset())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptMessages:
-    """`messages` are the kept ones without a leading system message, unless that one is needed for its text.
-    `signature` is what a plan may depend on: their shapes and what they write."""
+    """`messages`: the kept ones; a leading system message only if its text is needed. `signature`: what a plan may
+    depend on, their shapes and what they write.
+    """
 
     messages: Sequence[JsonObject]
     signature: tuple[tuple[MessageShape, str], ...]
 
 
 class MessageKeeper:
-    """Chooses the messages; what a message writes is worked out once for each text."""
+    """Chooses the messages; caches what each text writes."""
 
     def __init__(self, template: Template, codec: Codec, inputs: InputFormat, *, safe: bool, is_allowed: bool) -> None:
         self._is_allowed = is_allowed
@@ -113,8 +115,9 @@ class MessageKeeper:
     def choose(
         self, messages: Messages, turn: JsonObject, kwargs: JsonMapping, spelled: str, dummy: JsonObject
     ) -> KeptMessages | None:
-        """From the messages before the recorded turn, which is the last one; None where the template needs them all.
-        `turn` is that turn as it will be rendered; `spelled` tells `kwargs` apart."""
+        """Chooses from `messages`, whose last one is the recorded turn; None if the template needs them all. `turn` is
+        that turn as it will be rendered; `spelled` is the key of `kwargs`.
+        """
         use, end = self.use, len(messages) - 1
         start = 1 if end and messages[0].get("role") in ("system", "developer") else 0
         if use.why or end == start:
@@ -143,7 +146,7 @@ class MessageKeeper:
                     answer = {
                         "role": "assistant",
                         "content": dummy["content"],
-                    }  # some templates want turns to alternate
+                    }  # some templates require alternating turns
                     if not (answer_effect := find_effect(answer))[0] and not (use.neighbour and index == end - 1):
                         kept.append(answer)
                         effects.append(answer_effect)
@@ -170,12 +173,13 @@ class MessageKeeper:
         known: Mapping[Any, Effect],
         find_effect: Callable[[JsonMapping], Effect],
     ) -> tuple[list[int], dict[str, int]]:
-        """Indices of the last message before `end` that writes each variable that the turn itself does not write, and
-        of the last one of each role that is asked for."""
+        """Indices of the last message before `end` that writes each variable not written by the turn itself, and of the
+        last message of each role that is read.
+        """
         read_fields, writers = self._read_fields, list[int]()
         last: dict[str, int] = {}
         missing = {**self.use.variables}
-        if missing and {"role", "tool_calls"}.issuperset(self.use.fields):  # its texts are not the ones rendered
+        if missing and {"role", "tool_calls"}.issuperset(self.use.fields):  # the texts rendered differ from its own
             for name in find_effect(turn)[1] & find_effect(history[end])[1]:
                 missing.pop(name, None)
         wanted = _list_roles(missing, self.use.roles)
@@ -189,7 +193,7 @@ class MessageKeeper:
                 last.setdefault(role, index)
             if not missing:
                 continue
-            try:  # most messages were seen before: a long history is scanned at every turn
+            try:  # fast path: a long history is scanned at every turn and most messages are cached
                 written = known[read_fields(history[index])][1]
             except (KeyError, TypeError):
                 written = find_effect(history[index])[1]
@@ -220,7 +224,7 @@ class MessageKeeper:
 
     @cached_property
     def _fields(self) -> tuple[str, ...]:
-        """At least two, so that `_read_fields` gives a tuple."""
+        """At least two, so that `_read_fields` returns a tuple."""
         fields = ("role", *(self.use.fields or ("role",)))
         return fields if set(fields).isdisjoint(REASONING) else (*fields, *REASONING)
 
@@ -241,7 +245,7 @@ class MessageKeeper:
 
 
 def _list_roles(missing: Mapping[str, frozenset[str] | None], asked: frozenset[str]) -> set[str] | None:
-    """The roles of messages that can write these variables; None for any. A developer may become a system message."""
+    """Roles that can write these variables; None for any. A developer message may become a system message."""
     found = {"developer", *asked}
     for roles in missing.values():
         if roles is None:

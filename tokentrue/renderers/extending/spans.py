@@ -1,7 +1,7 @@
-"""Which tokens of a prompt come from which message: the template's own text is known from a marked render, the rest is
+"""Attributes each token of a prompt to a message: the template's text is known from a marked render, the rest is
 content.
 
-Spans cover all tokens. A token of both structure and content counts as content. Where the places cannot be told,
+Spans cover all tokens. A token of both structure and content counts as content. If the positions cannot be determined,
 everything is structure.
 """
 
@@ -18,7 +18,7 @@ BLOCK_IDS = 4096
 
 
 def split_at_words(text: str, words: Sequence[str]) -> tuple[str, ...]:
-    """The template's own text around the marked words; empty where they are not there once and in order."""
+    """Returns the template's text around the marked words; empty unless each occurs once and in order."""
     out: list[str] = []
     for word in words:
         before, found, text = text.partition(word)
@@ -31,8 +31,7 @@ def split_at_words(text: str, words: Sequence[str]) -> tuple[str, ...]:
 def compute_spans(
     codec: Codec, text: str, mark: str, ids: Ids, template_texts: Sequence[str], roles: Sequence[str]
 ) -> tuple[PromptSpan, ...]:
-    """`text` is what `ids` encode; `template_texts` stand around the contents of the messages of these `roles`, in
-    order."""
+    """`ids` encode `text`; `template_texts` surround the contents of the messages of `roles`, in order."""
     if not len(ids):
         return ()
     places = _find_contents(text, mark, template_texts)
@@ -80,10 +79,9 @@ def _find_contents(text: str, mark: str, template_texts: Sequence[str]) -> list[
 
 
 def _find_token_ends(codec: Codec, text: str, mark: str, ids: Ids) -> list[int] | None:
-    """Where each token ends, in bytes of the text; None where they do not spell it (a normalizer changed it).
+    """End of each token, in bytes of the text; None if the tokens do not decode to it (a normalizer changed it).
 
-    SentencePiece puts a blank of its own before text after an added token; some added tokens absorb the blanks after
-    them.
+    SentencePiece inserts a blank before text after an added token; some added tokens absorb the blanks after them.
     """
     data = (text.replace(mark, "") if mark else text).encode("utf-8", "surrogatepass")
     if (ends := _find_plain_ends(codec, data, ids)) is not None:
@@ -108,8 +106,7 @@ def _find_token_ends(codec: Codec, text: str, mark: str, ids: Ids) -> list[int] 
 
 
 def _find_plain_ends(codec: Codec, data: bytes, ids: Ids) -> list[int] | None:
-    """The ends where the tokens spell `data` exactly. Block by block: a call that takes long would keep all other
-    threads waiting."""
+    """Token ends if the tokens decode to `data` exactly. In blocks: one long call would block all other threads."""
     ends: list[int] = []
     at = 0
     for start in range(0, len(ids), BLOCK_IDS):

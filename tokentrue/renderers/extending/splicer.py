@@ -1,10 +1,10 @@
-"""What a template puts after a recorded assistant turn: found with a sentinel in place of what was sampled, cut at the
-recorded stop id.
+"""Finds what a template writes after a recorded assistant turn: renders a sentinel in place of what was sampled and
+cuts at the recorded stop id.
 
-`Splicer.render_tail` gives the text that follows the recorded prefix, or raises `ExtendError`; it never guesses. A short
-context (`ContextKind`) is used only after it gave what the real history gives, on the messages of a first request and on
-a render with marked words; `ExtendPlan` remembers that per shape of request. Where the template raises on the real
-history there is nothing to compare with. Checks on the marked render: the sentinel once; each new message's mark once,
+`Splicer.render_tail` returns the text that follows the recorded prefix or raises `ExtendError`; it never guesses. A
+short context (`ContextKind`) is used only if it gave the same text as the real history, for the messages of a first
+request and for a render with marked words; `ExtendPlan` stores that per shape of request. If the template raises on the
+real history there is nothing to compare. The marked render must have the sentinel once; each new message's mark once,
 in order and after it; the turn's own text not after them; the recorded stop once between sentinel and first mark.
 """
 
@@ -33,8 +33,7 @@ from tokentrue.renderers.template import InputFormat, Template, make_content
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Boundary:
-    """`gap` is the part of the region that the recorded turn already has; `literal` is the added token that it ends
-    with."""
+    """`gap`: the part of the region that the recorded turn already has; `literal`: the added token at its end."""
 
     join: Join
     gap: str
@@ -43,8 +42,9 @@ class Boundary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MarkedRender:
-    """`region` lies between sentinel and first new content, `rest` after that. `render_alone` gives what follows the
-    sentinel where nothing follows the turn."""
+    """`region` lies between the sentinel and the first new content, `rest` after that. `render_alone` returns what
+    follows the sentinel if nothing follows the turn.
+    """
 
     region: str
     rest: str
@@ -52,14 +52,14 @@ class MarkedRender:
 
 
 def find_boundary(codec: Codec, stops: Stops, request: ExtendRequest, render: MarkedRender) -> Boundary:
-    """Raises ExtendError where the recorded end of the turn does not fit the template's."""
+    """Raises ExtendError if the recorded end of the turn does not match the template's."""
     ends = _list_literals(codec, render.region)
     if not ends:
         raise ExtendError("no_stop", "the template closes the assistant's turn with no token of its own")
     if request.stop is not None:
         hits = [end for literal, end in ends if literal == request.stop]
         own = _find_own_stop(ends, stops, request)
-        if not request.is_stop:  # cut off inside the closing: what it already has of it is not written again
+        if not request.is_stop:  # cut off inside the closing: the part already there is not repeated
             hits = [end for end in hits if end <= own]
         if len(hits) == 1:
             join: Join = "stop" if request.is_stop or hits[0] == own else "open"
@@ -80,8 +80,9 @@ def _list_literals(codec: Codec, text: str) -> list[tuple[str, int]]:
 
 
 def _find_alias(codec: Codec, ends: list[tuple[str, int]], stop: str, render: MarkedRender) -> Boundary | None:
-    """The recorded stop closes the turn only while nothing follows; the token in its place (which closes the new message
-    as well, else it would be the next turn's opener) is not written again."""
+    """The recorded stop closes the turn only if nothing follows. The template's token in its place is not written
+    again; it must also close the new message, otherwise it is the next turn's opener.
+    """
     after = render.render_alone()
     if after.count(stop) != 1:
         return None
@@ -99,7 +100,7 @@ def _find_own_stop(ends: list[tuple[str, int]], stops: Stops, request: ExtendReq
 
 
 def _find_closing(ends: list[tuple[str, int]], stops: Stops, request: ExtendRequest) -> int:
-    """Text turns are closed from the end of the text on; after complete calls only the turn itself is closed."""
+    """A text turn is closed from the end of its text; after complete calls only the turn itself is closed."""
     if not request.last.get("tool_calls"):
         return 0
     for candidates in (stops.call or stops.text, stops.all):  # GLM: what follows may open with another stop token
@@ -115,7 +116,9 @@ class Splicer:
         self._contexts = ContextBuilder(inputs)
 
     def plan(self, request: ExtendRequest, history: Sequence[JsonObject], *, only_history: bool) -> ExtendPlan:
-        """The cheapest context that gives what the real history gives; raises ExtendError where that gives nothing."""
+        """Finds the cheapest context that gives the same text as the real history; ExtendError if the real history
+        gives none.
+        """
         truth, why_not = self._try_context("history", request, history)
         if truth is None and (only_history or why_not.why != "template_raises"):
             raise why_not
@@ -145,7 +148,6 @@ class Splicer:
         return self._contexts.dummy_user
 
     def build_turn(self, last: JsonObject) -> JsonObject:
-        """The recorded turn as every plan renders it, up to the place of the sentinel."""
         return self._contexts.build_turn({**last, "content": ""}, "content", real=False)
 
     def _try_context(
@@ -159,8 +161,7 @@ class Splicer:
             return None, ExtendError("template_raises", str(error))
 
     def render_tail(self, plan: ExtendPlan, request: ExtendRequest, history: Sequence[JsonObject]) -> tuple[str, str]:
-        """The text after the recorded prefix, and the mark that shields content in it (empty where nothing had to be
-        shielded)."""
+        """Returns the text after the recorded prefix and the mark that shields its content ("" if none was needed)."""
         context = self._contexts.build(plan.context, plan.place, request, history)
         text, mark = self._render_request(plan.context, request, [*context, *request.new])
         _, found, rest = text.partition(self._contexts.sentinel)
@@ -177,13 +178,13 @@ class Splicer:
     def is_true_tail(
         self, plan: ExtendPlan, request: ExtendRequest, history: Sequence[JsonObject], tail: str, mark: str
     ) -> bool:
-        """Whether the same text ends the conversation where the turn has its own text and no sentinel."""
+        """True if the conversation ends with the same text when the turn has its real text and no sentinel."""
         if not request.last.get("tool_calls") and not str(request.last["content"]).strip(" \n[]"):
-            return True  # it says nothing; a template may leave such a turn out
+            return True  # an empty turn; a template may omit it
         context = self._contexts.build(plan.context, plan.place, request, history)[:-1]
         try:
             text, own_mark = self._render_request(plan.context, request, [*context, request.last, *request.new])
-        except TemplateError:  # on what the model wrote: there is nothing to compare with
+        except TemplateError:  # the template raised on what the model wrote: nothing to compare
             return True
         tail = tail[len(plan.closing) :]
         return _remove(own_mark, text).endswith(_remove(mark, tail))
@@ -202,8 +203,9 @@ class Splicer:
         *,
         generate: bool = True,
     ) -> tuple[str, str]:
-        """Rendered from shielded content, with the mark if one was needed; as it is where injection is not guarded
-        against."""
+        """Renders shielded content; returns the text and the mark ("" if none was needed or injection is not guarded
+        against).
+        """
         values = [*messages, *(tools or ())]
         if not self._safe or not needs_shield(self._codec, values):
             return self._template.render(messages, tools, kwargs, generate=generate, inputs=self._inputs), ""
@@ -217,7 +219,7 @@ class Splicer:
     def mark_text(
         self, messages: Sequence[JsonObject], tools: Sequence[JsonObject] | None, kwargs: JsonMapping
     ) -> tuple[str, ...]:
-        """The template's own texts around the contents of a whole conversation; empty where they cannot be told."""
+        """Returns the template's texts around the contents of a conversation; empty if they cannot be told apart."""
         marked, words = self._contexts.mark(messages)
         try:
             return split_at_words(self._template.render(marked, tools, kwargs, inputs=self._inputs), words)
@@ -225,8 +227,6 @@ class Splicer:
             return ()
 
     def rewrites(self, request: ExtendRequest, history: Sequence[JsonObject]) -> bool:
-        """Whether the template writes the conversation before the last turn's end otherwise once the new messages
-        follow."""
         last = self._contexts.build_turn(request.last, _find_place(request), real=True)
         thought = self._contexts.thought if request.last.get("reasoning_content") else ""
         if thought:
@@ -243,7 +243,7 @@ class Splicer:
         return thought not in followed or render_head(past, generate=False) != followed
 
     def render_reasoning_end(self, kwargs: JsonMapping) -> str:
-        """What the template writes between reasoning and content, for a turn that was cut off while reasoning."""
+        """Returns what the template writes between reasoning and content, for a turn cut off during reasoning."""
         thought, own = self._contexts.thought, self._contexts.own
         turn: JsonObject = {"role": "assistant", "content": make_content(own, self._inputs)}
         turn |= {"reasoning_content": thought, "thinking": thought}
@@ -297,7 +297,7 @@ class Splicer:
         )
 
     def _find_region(self, text: str, words: Sequence[str]) -> str:
-        """What lies between the sentinel and the first new message, after the order checks."""
+        """Checks the order and returns the text between the sentinel and the first new message."""
         sentinel = self._contexts.sentinel
         if text.count(sentinel) != 1:
             raise ExtendError("turn_lost", "the assistant's turn does not show once when these messages follow it")

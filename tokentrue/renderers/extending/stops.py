@@ -1,6 +1,7 @@
-"""Which tokens end an assistant's turn: those that the model's files declare and those that its template writes.
+"""Which tokens end an assistant turn: those that the model's files declare and those that its template writes.
 
-They tell the engine when to stop and where an open turn must be closed. A recorded turn is cut at its own stop id.
+They tell the engine when to stop, and where an open turn must be closed. A recorded turn is cut at its recorded stop
+id.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ FOLLOWER = "qzFollowerqz"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stops:
-    """Literals per kind of turn; `declared` come from generation_config.json and the tokenizer's own eos."""
+    """Stop literals per kind of turn; `declared` come from generation_config.json and the tokenizer's eos."""
 
     text: tuple[str, ...] = ()
     call: tuple[str, ...] = ()
@@ -34,7 +35,7 @@ class Stops:
 
 
 def read_declared_stops(directory: Path | None, codec: Codec, eos_token: str | None) -> tuple[str, ...]:
-    """eos ids of generation_config.json (one or a list), then the tokenizer's eos."""
+    """Reads the eos ids of generation_config.json (one or a list), then the tokenizer's eos."""
     ids: list[int] = []
     path = directory / "generation_config.json" if directory is not None else None
     if path is not None and path.is_file():
@@ -49,9 +50,10 @@ def read_declared_stops(directory: Path | None, codec: Codec, eos_token: str | N
 def derive_stops(
     template: Template, codec: Codec, inputs: InputFormat, kwargs: JsonMapping, declared: tuple[str, ...]
 ) -> Stops:
-    """A text turn ends with the last token that the template closes it with; else with the one that it writes while nothing
-    follows (harmony's <|return|>); else with the next turn's opener (GLM). A turn of calls ends with the same token where
-    that follows them; else with the last one there (harmony's <|call|>), or with an opener where text turns do."""
+    """A text turn ends with the last token of the template's closing; else with the one written only if nothing follows
+    (harmony's <|return|>); else with the next turn's opener (GLM). A turn of calls ends with the same token if that
+    follows the calls; else with the last token there (harmony's <|call|>), or with an opener if text turns do.
+    """
 
     def literals(text: str) -> list[str]:
         return [literal for _, literal, _ in codec.split(text) if literal]
@@ -83,7 +85,7 @@ def derive_stops(
 def _render_after(
     template: Template, inputs: InputFormat, kwargs: JsonMapping, turn: JsonObject, role: str
 ) -> tuple[str, str]:
-    """What the template writes after a turn that nothing follows, and between it and a message of `role`."""
+    """Returns what the template writes after a final turn, and between the turn and a message of `role`."""
     context = [{"role": "user", "content": make_content("Hello.", inputs)}, turn]
     tools = [make_tool(inputs)] if turn.get("tool_calls") else None
     follower = {"role": role, "content": make_content(FOLLOWER, inputs)}

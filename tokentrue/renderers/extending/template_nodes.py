@@ -1,5 +1,6 @@
-"""What one message writes into the variables that a template carries from message to message, as a template that prints
-it: the loops over messages with nothing but these assignments left."""
+"""Vocabulary of history_use (flags, guards, places), and `build_effects`: a template that prints what one message
+writes into the variables that a template carries from message to message.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +12,11 @@ from typing import Any, Literal, TypeAlias
 from jinja2 import nodes
 
 Flags: TypeAlias = frozenset[str]
-"""What decides about a value: "msg" the current message; "last" whether it is the last one; "now" something that is
-equal in the short context, but not in every iteration; "first", "second" the first messages; "tools"; "top" a variable
-that is set outside loops; "pos:FROM:LIST" it is a position; "near:LIST" a position beside one; "state:NS.ATTR"; "msgs",
-"reversed", "future", "chosen" it is a list of messages; "bad:WHY" not understood."""
+"""What a value depends on. "msg": the current message; "last": whether it is the last one; "now": something equal in
+the short context but not in every iteration; "first", "second": the first messages; "tools"; "top": a variable set
+outside loops; "pos:FROM:LIST": a position; "near:LIST": a position beside one; "state:NS.ATTR"; "msgs", "reversed",
+"future", "chosen": a list of messages; "bad:WHY": not understood.
+"""
 NONE: Flags = frozenset()
 
 
@@ -28,7 +30,7 @@ class MessageLoop:
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """A condition that holds (or does not) where a statement runs."""
+    """A condition that is true (or false) where a statement runs."""
 
     test: nodes.Node
     holds: bool
@@ -48,14 +50,15 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a statement is: its conditions inside the outermost message loop, that loop, whether a loop inside it is
-    around the statement, and whether the statement is in a macro."""
+    """Context of a statement: its conditions inside the outermost message loop, that loop, the inner loop around it if
+    any, and its macro.
+    """
 
     guards: tuple[Guard, ...] = ()
     loop: MessageLoop | None = None
     inner: Literal["", "fields", "future"] = ""
     in_macro: str = ""
-    bound: frozenset[str] = frozenset()  # names that are set before, in this loop or macro
+    bound: frozenset[str] = frozenset()  # names already set in this loop or macro
 
     @property
     def guard_flags(self) -> Flags:
@@ -63,17 +66,17 @@ class Place:
 
     @property
     def knows_first(self) -> bool:
-        """Whether `loop.first` is false for the new messages there."""
+        """True if `loop.first` is false for the new messages here."""
         return self.loop is not None and not self.inner and not (self.loop.is_filtered or self.loop.is_reversed)
 
     @property
     def knows_last(self) -> bool:
-        """Whether `loop.last` is false for the earlier messages there."""
+        """True if `loop.last` is false for the earlier messages here."""
         return self.knows_first
 
     @property
     def scope(self) -> str:
-        """Names that are set in a loop or macro live there."""
+        """Prefix of names set in a loop or macro, which are local to it."""
         return f"{self.in_macro}(" if self.in_macro else f"{id(self.loop.node)} " if self.loop else ""
 
     def under(self, guard: Guard) -> Place:
@@ -113,7 +116,7 @@ def name_attribute(node: nodes.Node) -> str:
 
 
 def read_field(node: nodes.Node | None, name: str) -> nodes.Expr | None:
-    """`x` of `x.name`, `x["name"]` and `x.get("name")`."""
+    """Returns `x` of `x.name`, `x["name"]` or `x.get("name")`."""
     match node:
         case nodes.Getattr(attr=attribute) if attribute == name:
             return node.node
@@ -126,7 +129,6 @@ def read_field(node: nodes.Node | None, name: str) -> nodes.Expr | None:
 
 
 def list_targets(node: nodes.Node) -> list[str]:
-    """Names that this statement sets."""
     if not isinstance(node, (nodes.Assign, nodes.AssignBlock)):
         return []
     targets = node.target.items if isinstance(node.target, nodes.Tuple) else [node.target]
@@ -134,7 +136,7 @@ def list_targets(node: nodes.Node) -> list[str]:
 
 
 def literals(guards: Sequence[Guard]) -> Iterator[tuple[nodes.Node, bool, Guard]]:
-    """The conditions that all hold (or do not) where these guards do."""
+    """Splits the guards into conditions that are all true (or false) together."""
 
     def split(node: nodes.Node, holds: bool) -> Iterator[tuple[nodes.Node, bool]]:
         if isinstance(node, nodes.Not):
@@ -158,7 +160,7 @@ def list_names(node: nodes.Node) -> Iterator[str]:
 
 
 def only_raises(body: Sequence[nodes.Node]) -> bool:
-    """Whether these statements write nothing and only ever refuse the conversation."""
+    """True if the statements write nothing and can only reject the conversation."""
     found = False
     for node in body:
         if isinstance(node, nodes.Output):
@@ -207,8 +209,9 @@ Kept: TypeAlias = dict[int, tuple[str, Write]]
 def build_effects(
     writes: dict[str, list[Write]], wanted: set[str], macros: Iterable[nodes.Macro]
 ) -> tuple[Any, dict[str, frozenset[str] | None], tuple[str, ...]]:
-    """A template that prints, for the one message in `history`, the variables that each loop sets and their values:
-    the loops with only these assignments left. And the roles of the messages that write each variable."""
+    """Builds a template that prints, for the one message in `history`, the variables set by each loop and their values:
+    the loops with only these assignments. Also returns the roles that write each variable, and the fields read.
+    """
     if not wanted:
         return None, {}, ()
     kept: Kept = {id(write.node): (name, write) for name in sorted(wanted) for write in writes[name]}
@@ -242,7 +245,7 @@ def build_effects(
 
 
 def _list_roles(write: Write, message: str) -> frozenset[str]:
-    """The roles that a message can have that writes this; empty where no condition says it."""
+    """Roles of messages that can make this write; empty if no condition restricts them."""
 
     def list_roles(node: nodes.Node) -> frozenset[str]:
         match node:
@@ -289,7 +292,7 @@ def _prune(
 
 
 def _open(test: nodes.Node, states: set[str], *, inner: bool) -> Any:
-    """The condition for a message that others follow, where every variable that it asks allows it."""
+    """The test for a message that others follow, with every variable in it assumed to allow it."""
     match test:
         case nodes.And():
             return nodes.And(_open(test.left, states, inner=inner), _open(test.right, states, inner=inner))

@@ -1,4 +1,4 @@
-"""Families of models: what a chat template cannot tell about its model."""
+"""Model families: what a chat template does not say about its model."""
 
 from tokentrue.renderers.families.base import PLAIN, CallForm, Clues, Family
 from tokentrue.renderers.families.registry import FAMILIES, family_for

@@ -1,8 +1,7 @@
-"""What a family may say (only what a chat template cannot tell), and the formats of reasoning and calls that families
-share.
+"""The `Family` record (only what a chat template does not say), and formats of reasoning and calls that families share.
 
-A call format has two fields: `tool_calls`, and where that needs a captured name `broken_calls`, the same block with
-anything else inside, so that a failed attempt is seen as one.
+A call format has two fields: `tool_calls` and, if that captures a name, `broken_calls`: the same block with any other
+body, so that a failed attempt is recognised as one.
 """
 
 from __future__ import annotations
@@ -14,13 +13,15 @@ from typing import Literal, TypeAlias
 from tokentrue.json_types import JsonMapping, JsonObject
 
 PLAIN: JsonMapping = {"start_anchor_pattern": r"\A(?!)", "fields": {"content": {}}}
-"""The response template of a model about which nothing is known: all text is content."""
+"""Response template of an unknown model: all text is content."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallForm:
     """How the model writes a call: `opening`, `begin` with the tool's name for NAME (`"NAME"`: as a JSON string), the
-    arguments in JSON, `end`. Of ordinary tokens, or added ones that are not special: engines keep those out of grammars."""
+    arguments in JSON, `end`. Only ordinary tokens, or added ones that are not special: engines exclude special tokens
+    from grammars.
+    """
 
     opening: str
     begin: str
@@ -29,10 +30,10 @@ class CallForm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """`response_template` is a schema of `transformers.utils.chat_parsing`; `template_kwargs` are pinned where the
-    caller gives none.
+    """`response_template`: a schema of `transformers.utils.chat_parsing`; `template_kwargs`: defaults for kwargs that
+    the caller omits.
 
-    `call_ids`: "openai" (`call_` and hex), or "short" where the template insists on nine letters and digits (Mistral).
+    `call_ids`: "openai" (`call_` and hex), or "short" if the template requires nine letters and digits (Mistral).
     """
 
     name: str
@@ -45,13 +46,13 @@ class Family:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clues:
-    """What a family is recognised by: its template's text and its tokenizer's added tokens. Never the model's name."""
+    """Evidence to recognise a family: the template's text and the tokenizer's added tokens, never the model's name."""
 
     template: str
     tokens: frozenset[str]
 
     def has(self, *markers: str) -> bool:
-        """Every marker is written in the template."""
+        """True if the template contains every marker."""
         return all(marker in self.template for marker in markers)
 
 
@@ -65,9 +66,9 @@ _KEEPING = {
 
 
 def keep_reasoning(clues: Clues) -> JsonObject:
-    """The switches that this template offers against dropping earlier reasoning, set to keep it.
+    """Returns the template's switches against dropping earlier reasoning, set to keep it.
 
-    A template shows that it has such a switch, not which way a recorded history wants it.
+    A template shows that it has such a switch, not which setting a recorded history needs.
     """
     return {name: value for name, value in _KEEPING.items() if name in clues.template}
 
@@ -76,10 +77,10 @@ Field: TypeAlias = JsonMapping
 Fields: TypeAlias = Mapping[str, Field]
 
 NAMED = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
-"""A call whose name is captured by the opening pattern and whose body is the arguments."""
+"""The opening pattern captures the name; the body is the arguments."""
 
 INSIDE = {"type": "function", "function": {"name": "{content.name}", "arguments": "{content.arguments}"}}
-"""A call whose body is a JSON object with its name and arguments."""
+"""The body is a JSON object with name and arguments."""
 
 THINK: Field = {"open": "<think>", "close": "</think>"}
 
@@ -130,7 +131,7 @@ def calls_as_invocations(block: str, *, tag: str = "", attribute: str = "") -> F
     """`<BLOCK>⏎<invoke name="NAME">⏎<parameter name="KEY">VALUE</parameter>⏎</invoke>⏎</BLOCK>`: several calls share
     one block.
 
-    `tag` stands before each tag's word (DeepSeek's `｜DSML｜`), `attribute` is a pattern for further attributes of a
+    `tag` precedes each tag's word (DeepSeek's `｜DSML｜`); `attribute` is a pattern for further attributes of a
     parameter.
     """
     opens, closes = f"<{tag}{block}>", f"</{tag}{block}>"
@@ -152,11 +153,10 @@ def calls_as_invocations(block: str, *, tag: str = "", attribute: str = "") -> F
 def calls_between_tokens(
     *, section: tuple[str, str], call: tuple[str, str], head: str, tail: str = "", transform: JsonMapping = NAMED
 ) -> Fields:
-    """Calls in JSON between two marker tokens, all of them between two section tokens that belong to the first and the
-    last call.
+    """JSON calls, each between two marker tokens, all between two section tokens that belong to the first and last
+    call.
 
-    Patterns: `head` reads what stands between the call's opening token and its arguments and captures the name, `tail`
-    what follows them.
+    `head` is the pattern between a call's opening token and its arguments and captures the name; `tail` follows them.
     """
     begin, end = rf"(?:{section[0]}\s*)?{call[0]}", rf"{call[1]}(?:\s*{section[1]})?"
     return {
@@ -172,7 +172,7 @@ def calls_between_tokens(
 
 
 def response(calls: Fields, *, anchors: Sequence[str], reasoning: Field | None = THINK) -> Field:
-    """A response template: reasoning (if any) and calls inside content, the turn opened by one of `anchors`."""
+    """Builds a response template: optional reasoning and calls inside content; one of `anchors` opens the turn."""
     fields: dict[str, Field] = {"content": {}}
     if reasoning is not None:
         fields["reasoning_content"] = reasoning

@@ -1,8 +1,8 @@
-"""gpt-oss (harmony): every message names its channel; a recipient makes a call.
+"""gpt-oss (harmony): every message names its channel; a recipient makes it a call.
 
-The shipped template departs from the models' own library, openai-harmony: it quotes tool results, writes text beside a
-call as if it were reasoning, the first of several calls only, and drops later system messages. `correct_template` puts
-that right, and lets `conversation_start_date` fix the date.
+The shipped template differs from openai-harmony, the models' library: it quotes tool results, writes text beside a call
+as reasoning, writes only the first of several calls, and drops later system messages. `correct_template` fixes that and
+lets `conversation_start_date` set the date.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _TEMPLATE = {
             "join": "\n",
         },
         "tool_calls": {
-            # the recipient stands before the channel (as templates write it) or behind it (as the model does)
+            # the recipient is before the channel (as templates write it) or after it (as the model does)
             "open_pattern": rf"{_OPENER}\s*(?:{_TO}\s*{_CHANNEL}{_KIND}|{_CHANNEL}\s+{_TO}{_KIND})",
             "close": _ENDS,
             "content": "json",
@@ -94,7 +94,7 @@ _TALK = """\
 
 
 def correct_template(template: str) -> str | None:
-    """The shipped template with the conversation as the library writes it; None where the template is not that one."""
+    """Returns the shipped template changed to match the library; None if the template is a different one."""
     head, found, _ = template.partition(_BEGIN)
     if not found or head.count(_BLANK_LINES) != 1 or head.count(_TODAY) != 1:
         return None

@@ -1,4 +1,4 @@
-"""The families, and which one a template belongs to. A new family is one function and its name in `FAMILIES`."""
+"""The families and how a template is matched to one. A new family is one function and its name in `FAMILIES`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _INKLING_BLOCK = {"close": "<|end_message|>", "repeats": True}
 
 
 def recognise_inkling(clues: Clues) -> Family | None:
-    """Every part of a turn (thinking, text, a call in JSON) is a block that ends with `<|end_message|>`."""
+    """Each part of a turn (thinking, text, a call in JSON) is a block that ends with `<|end_message|>`."""
     if not clues.has("<|message_model|>", "<|content_invoke_tool_json|>"):
         return None
     thinking, text = (_INKLING_OPENER + rf"<\|content_{kind}\|>" for kind in ("thinking", "text"))
@@ -64,15 +64,14 @@ def recognise_kimi(clues: Clues) -> Family | None:
 
 
 def recognise_minimax(clues: Clues) -> Family | None:
-    """MiniMax-M2, M2.5, M2.7: thinking that the prompt opens, calls as `<invoke name=…>`."""
+    """MiniMax-M2, M2.5, M2.7: the prompt opens the thinking; calls are `<invoke name=…>`."""
     if not clues.has("]~b]ai", "minimax:tool_call"):
         return None
     return _make_family("minimax-m2", clues, calls_as_invocations("minimax:tool_call"), "]~b]ai\n")
 
 
 def recognise_deepseek(clues: Clues) -> Family | None:
-    """R1 and V3 (calls as fenced JSON), V3.1 (plain JSON), V3.2 and V4 (`｜DSML｜` tags that say which values are
-    strings)."""
+    """R1 and V3 (calls as fenced JSON), V3.1 (plain JSON), V3.2 and V4 (`｜DSML｜` tags that mark string values)."""
     if not clues.has("<｜Assistant｜>"):
         return None
     section = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
@@ -113,7 +112,7 @@ def recognise_coder(clues: Clues) -> Family | None:
 
 
 def recognise_k2v3(clues: Clues) -> Family | None:
-    """K2V3: Hermes calls, and thinking that the prompt opens at one of three efforts."""
+    """K2V3: Hermes calls; the prompt opens the thinking at one of three efforts."""
     if not clues.has("<|im_start|>", "<tool_call>", "think_fast", "think_faster"):
         return None
     efforts = ("think", "think_fast", "think_faster")
@@ -123,7 +122,7 @@ def recognise_k2v3(clues: Clues) -> Family | None:
 
 
 def recognise_hermes(clues: Clues) -> Family | None:
-    """Hermes-2-Pro and Hermes-3: another vocabulary, and the call format that bears their name; no thinking."""
+    """Hermes-2-Pro and Hermes-3: the original Hermes call format, another vocabulary, no thinking."""
     if not clues.has("<|im_start|>", "<tool_call>", "You are a function calling AI model"):
         return None
     template = response(HERMES, anchors=CHATML, reasoning=None)
@@ -188,8 +187,7 @@ def recognise_gemma(clues: Clues) -> Family | None:
 
 
 def recognise_generic(clues: Clues) -> Family | None:
-    """Any other template: what its own text shows of `<think>` and of Hermes calls, behind the openers in common
-    use."""
+    """Any other template: `<think>` and Hermes calls if its text shows them, after the common openers."""
     if not clues.has("messages"):
         return None
     openers = ("<|start_of_role|>assistant<|end_of_role|>", "<|assistant|>", "<|Assistant|>")
@@ -223,8 +221,9 @@ FAMILIES: tuple[Callable[[Clues], Family | None], ...] = (
 
 
 def family_for(template_text: str, tokenizer: Any, tokens: Iterable[str] | None = None) -> Family:
-    """The family of a template, or "plain": all text is content, no calls. A response template that the tokenizer ships
-    wins over ours. `tokens` are the tokenizer's added tokens, where the caller has them already."""
+    """Returns the template's family, or "plain" (all text is content, no calls). A response template shipped with the
+    tokenizer overrides ours. `tokens`: the tokenizer's added tokens, if the caller has them.
+    """
     if tokens is None:
         tokens = (str(token.content) for token in tokenizer.added_tokens_decoder.values())
     clues = Clues(template=template_text, tokens=frozenset(tokens))

@@ -1,9 +1,9 @@
-"""Reads a tool call while it is written, and says at its end what it is: a call, or the reason why it is none.
+"""Reads a tool call incrementally; at its end returns the call or the reason why it is not one.
 
-`feed` returns what of the arguments may be shown by then, `end` the call. JSON formats hand on the model's own text; in
-untyped formats each parameter goes out when it is whole, because its value needs its type. The last brace is kept back
-until the whole call has been read: what a client holds of a call that breaks off is never valid JSON. What a reader does
-not know (`end` is None), and formats without a reader, `read_whole` reads by transformers' own content parsers.
+`feed` returns the argument text that may be shown so far, `end` the call. JSON formats pass on the model's text;
+untyped formats emit each parameter when it is complete, because its value needs its type. The last brace is held back
+until the whole call has been read, so the arguments of an aborted call are never valid JSON. Bodies that a reader does
+not know (`end` returns None) and formats without a reader go to `read_whole`, which uses transformers' content parsers.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from tokentrue.renderers.parsing.partial_json import JsonValueReader
 from tokentrue.types import Status, Tools
 
 Schemas = Mapping[str, JsonMapping]
-"""Tool name to the schemas of its parameters."""
+"""Tool name to its parameters' schemas."""
 
 _TRUE, _FALSE = {"true", "1"}, {"false", "0"}
 _PYTHON_TYPES = {"str": "string", "int": "integer", "float": "number", "bool": "boolean", "NoneType": "null"}
 
 
 def list_parameter_schemas(tools: Tools | None) -> dict[str, JsonMapping]:
-    """Tools may be wrapped (`{"type": "function", "function": …}`) or bare."""
+    """Accepts wrapped (`{"type": "function", "function": …}`) and bare tools."""
     found: dict[str, JsonMapping] = {}
     for tool in cast("tuple[Any, ...]", tuple(tools or ())):
         function = _as_object(_as_object(tool).get("function", tool))
@@ -40,8 +40,7 @@ def list_parameter_schemas(tools: Tools | None) -> dict[str, JsonMapping]:
 
 
 def type_match(match: Any, schema: Any) -> Any:
-    """The value of one matched parameter: as it says itself (DeepSeek's `string="true"`), else as the schema types
-    it."""
+    """Value of one matched parameter, typed by its own attribute (DeepSeek's `string="true"`), else by the schema."""
     declared, value = match.groupdict().get("string"), match["value"]
     if declared is None:
         return type_value(value, schema)
@@ -54,7 +53,7 @@ def type_match(match: Any, schema: Any) -> Any:
 
 
 def type_value(value: Any, schema: Any) -> Any:
-    """`value` as the schema types it; what does not fit stays the model's own string."""
+    """Converts `value` to the schema's type; a value that does not fit stays the model's string."""
     if not isinstance(value, str):
         return value
     types = _list_types(schema)
@@ -112,7 +111,7 @@ def _as_object(value: Any) -> JsonMapping:
 
 
 ForeignField: TypeAlias = Any
-"""A field of a response template, as `transformers` compiles it: its attributes have no types."""
+"""A field of a response template, compiled by `transformers`; its attributes are untyped."""
 
 _process_field: Callable[[str, ForeignField, dict[str, str]], Any] = cast("Any", content_parsers).process_field
 _NAMES, _ARGUMENTS = ("name", "function_name", "tool_name"), ("arguments", "parameters", "args", "input")
@@ -124,7 +123,7 @@ _SPACE = " \t\r\n"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedCall:
-    """`arguments` is JSON text, `values` what it says; `call_id` is empty unless the model wrote one."""
+    """`arguments` is JSON text, `values` its parsed form; `call_id` is empty unless the model wrote one."""
 
     name: str
     arguments: str
@@ -134,8 +133,6 @@ class ParsedCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallFailure:
-    """Why a region is no call."""
-
     status: Status
     detail: str
     name: str | None = None
@@ -143,8 +140,7 @@ class CallFailure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JsonCallFormat:
-    """Where a call in JSON has its name and its arguments: under a key of the body, or (None) captured and the whole
-    body."""
+    """Keys of a JSON call's name and arguments in the body; None: captured by the marker, or the whole body."""
 
     name: str | None
     arguments: str | None
@@ -152,7 +148,7 @@ class JsonCallFormat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TagCallFormat:
-    """A call whose body is one tag per parameter; `closing` is the text that every tag ends with."""
+    """One tag per parameter; every tag ends with `closing`."""
 
     pattern: Any
     closing: str
@@ -162,8 +158,7 @@ CallFormat: TypeAlias = JsonCallFormat | TagCallFormat
 
 
 def find_call_format(field: ForeignField | None) -> CallFormat | None:
-    """None where a call can only be read whole: several in one list, or a dialect of JSON that must be translated
-    first."""
+    """None if calls can only be read whole: several in one list, or a JSON dialect that must be translated first."""
     if field is None or field.transform_each or not is_object(field.transform):
         return None
     function: JsonMapping = field.transform.get("function", field.transform)
@@ -187,8 +182,9 @@ def _read_placeholder(text: object) -> tuple[str | None, str | None]:
 
 
 class CallReader(Protocol):
-    """`feed` returns the arguments' text that may be shown now; `name` and `call_id` are known by then. `end` returns
-    None where the body is not written in this format."""
+    """`feed` returns the argument text that may be shown now; `name` and `call_id` are known by then. `end` returns
+    None if the body is not in this format.
+    """
 
     name: str
     call_id: str
@@ -210,16 +206,16 @@ def _captured_id(captures: Mapping[str, str]) -> str:
 
 
 class JsonCallReader:
-    """The body is the arguments, or an object that has the name and the arguments under keys of its own."""
+    """The body is the arguments, or an object with name and arguments under keys."""
 
     def __init__(self, call_format: JsonCallFormat, name: str, call_id: str) -> None:
         self.name, self.call_id = name if call_format.name is None else "", call_id
         self._format = call_format
         self._expected = "value" if call_format.arguments is None else "{"  # or "key", ":", ",", "end"
-        self._key = call_format.arguments  # of the value that is being read, or comes next
-        self._value: JsonValueReader | None = None  # of the key or value that is being read
+        self._key = call_format.arguments  # of the current or next value
+        self._value: JsonValueReader | None = None  # of the current key or value
         self._text: list[str] = []  # of it
-        self._shows = False  # it is the arguments, and may be shown
+        self._shows = False  # the current value is the arguments, which may be shown
         self._keys: list[str | None] = []  # of the members so far
         self._arguments = ""
         self._is_lost = False
@@ -242,7 +238,7 @@ class JsonCallReader:
         return shown
 
     def _read_structure(self, char: str) -> int:
-        """The number of characters that are read: a value's first one is left to its reader."""
+        """Returns the number of characters consumed; the first character of a value is left to its reader."""
         if self._expected == "value" or (self._expected == "key" and char == '"'):
             self._value, self._text = JsonValueReader(), []
             is_first = self._expected == "value" and self._key == self._format.arguments not in self._keys
@@ -285,7 +281,7 @@ class JsonCallReader:
 
 
 class TagCallReader:
-    """One tag per parameter; each becomes a member of the arguments when it is whole."""
+    """Each complete tag becomes a member of the arguments."""
 
     def __init__(self, call_format: TagCallFormat, name: str, call_id: str, schemas: JsonMapping) -> None:
         self.name, self.call_id = name, call_id
@@ -329,7 +325,7 @@ class TagCallReader:
 
 
 def _write_member(key: str, value: Any, *, first: bool) -> str:
-    """The next piece of the text that `json.dumps` gives for the whole object."""
+    """The next piece of what `json.dumps` returns for the whole object."""
     return f"{'{' if first else ', '}{json.dumps(key, ensure_ascii=False)}: {json.dumps(value, ensure_ascii=False)}"
 
 
@@ -402,7 +398,7 @@ def _get_first(mapping: JsonMapping, keys: Sequence[str]) -> Any:
 
 
 def _find_spelling(body: str, values: JsonMapping) -> str:
-    """The model's own text of the arguments inside `body`, or "" where they cannot be told apart."""
+    """Returns the model's text of the arguments inside `body`; "" if ambiguous."""
     places = [match.end() for match in regex.finditer(r'"(?:arguments|parameters|args|input)"\s*:\s*', body)]
     for begin in (max(body.find("{"), 0), *places):
         try:
@@ -425,7 +421,9 @@ def _load_json(text: str) -> Any:
 def _diagnose(
     field: ForeignField, body: str, captures: Mapping[str, str], schemas: Schemas, error: Exception
 ) -> list[ParsedCall] | CallFailure:
-    """Why `process_field` refused. A JSON call of a known tool that only lacks its arguments is a call without any."""
+    """Why `process_field` failed. A JSON call of a known tool that lacks only its arguments is a call without
+    arguments.
+    """
     if field.content != "json":
         return CallFailure(status=Status.MALFORMED, detail=str(error).splitlines()[0], name=captures.get("name"))
     try:

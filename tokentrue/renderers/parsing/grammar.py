@@ -1,5 +1,6 @@
-"""What parsing needs to know about one renderer, as plain data: a response template (`transformers.utils.chat_parsing`:
-declarative fields with open and close markers), compiled, and the tokens that its markers are."""
+"""Parsing data of one renderer: a compiled response template (`transformers.utils.chat_parsing`: declarative fields
+with open and close markers) and the tokens of its markers.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from tokentrue.renderers.parsing.calls import CallFormat, ForeignField, find_cal
 from tokentrue.types import Ids
 
 ESCAPE = "\ufdd0"  # a Unicode noncharacter: legal in UTF-8, never assigned
-BREAK = ESCAPE + "\ufdd2"  # stands inside a look-alike
+BREAK = ESCAPE + "\ufdd2"  # inserted into a look-alike
 ESCAPED_ESCAPE = ESCAPE + "\ufdd1"  # the model wrote ESCAPE itself
 
 
@@ -30,7 +31,7 @@ def unshield(text: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MarkerSet:
-    """The markers that are added tokens: a pattern for a whole one, and all their proper beginnings."""
+    """The markers that are added tokens: a pattern for whole markers, and all their proper prefixes."""
 
     texts: tuple[str, ...]
     whole: re.Pattern[str]
@@ -49,14 +50,13 @@ def compile_markers(texts: tuple[str, ...]) -> MarkerSet:
 
 
 class MarkerShield:
-    """Breaks look-alikes of markers in the text of ordinary tokens. Holds back an end that may still become one."""
+    """Breaks look-alikes of markers in the text of ordinary tokens. Holds back a suffix that may still become one."""
 
     def __init__(self, markers: MarkerSet) -> None:
         self._markers = markers
         self._held = ""
 
     def add(self, text: str) -> str:
-        """The shielded text that is settled now."""
         markers = self._markers
         text = markers.whole.sub(_break, self._held + text.replace(ESCAPE, ESCAPED_ESCAPE))
         sizes = range(min(markers.longest_beginning, len(text)), 0, -1)
@@ -66,7 +66,7 @@ class MarkerShield:
         return text[:settled]
 
     def flush(self) -> str:
-        """The held text: no more ordinary text follows it."""
+        """Returns the held text; call it when no more ordinary text follows."""
         held, self._held = self._held, ""
         return held
 
@@ -76,7 +76,7 @@ def _break(match: re.Match[str]) -> str:
 
 
 class ShieldedOffsets:
-    """Character offsets of the shielded text to offsets of the true text."""
+    """Maps character offsets of the shielded text to those of the true text."""
 
     def __init__(self) -> None:
         self._offsets: list[int] = []
@@ -84,7 +84,6 @@ class ShieldedOffsets:
         self._length = 0
 
     def add(self, text: str) -> None:
-        """Records the next piece of shielded text."""
         place = text.find(ESCAPE)
         while place >= 0:
             self._offsets.append(self._length + place)
@@ -100,10 +99,10 @@ CALLS, BROKEN = "tool_calls", "broken_calls"
 TEXT_FIELDS = {"content": "content", "final": "content", "preamble": "content"} | dict.fromkeys(
     ("reasoning_content", "reasoning", "thinking"), "reasoning_content"
 )
-"""Fields of a response template that are text, and the field of the message that they become."""
+"""Text fields of a response template, and the message fields they become."""
 
 ForeignTemplate: TypeAlias = Any
-"""A response template, as `transformers` compiles it."""
+"""A response template compiled by `transformers`."""
 
 _load_template: Callable[[Any], ForeignTemplate] = cast("Any", response_templates).load_response_template
 
@@ -123,8 +122,7 @@ class Delimiter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextLayout:
-    """How the segments of a text of the message are put together: whether its ends are trimmed, and what joins
-    segments."""
+    """How segments form a text field: whether its ends are trimmed, and the separator."""
 
     strip: bool = True
     join: str | None = None
@@ -132,15 +130,16 @@ class TextLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grammar:
-    """`delimiters` by the region that is open (None: none is). `generation_ids` open an assistant turn, for callers
-    that give no prompt."""
+    """`delimiters`: by open region (None: no region is open). `generation_ids` open an assistant turn, for callers that
+    give no prompt.
+    """
 
     fields: Mapping[str, ForeignField]
     implicit: str | None  # the field of text outside all markers
     anchor: Pattern  # where the assistant's turn begins in a prompt
     delimiters: Mapping[str | None, tuple[Delimiter, ...]]
     layouts: Mapping[str, TextLayout]
-    call_format: CallFormat | None  # of a call that is read while it is written
+    call_format: CallFormat | None  # of a call that can be read incrementally
     pieces: TokenBytes
     texts: TokenTexts
     markers: MarkerSet
@@ -150,7 +149,6 @@ class Grammar:
     call_ids: Literal["openai", "short"]
 
     def ends_with_turn(self, field: str) -> bool:
-        """Whether the region may run to the end of the turn: the end closes it."""
         closes = self.fields[field].close_re
         return closes is None or closes.fullmatch("") is not None
 
@@ -185,8 +183,7 @@ def _is_named(text: str, declared: str) -> bool:
 
 
 def _list_delimiters(template: ForeignTemplate) -> dict[str | None, tuple[Delimiter, ...]]:
-    """Outside explicit regions every opening counts, and the implicit field's own closing; inside one only its
-    closing."""
+    """Outside explicit regions: every opening, and the implicit field's closing. Inside a region: only its closing."""
     outside = [_read_opening(field) for field in template.fields.values() if field.open_re is not None]
     implicit = template.fields.get(template.implicit or "")
     if implicit is not None and implicit.close_re is not None:
@@ -209,7 +206,7 @@ def _read_closing(field: ForeignField) -> Delimiter:
 
 
 def _list_layouts(template: ForeignTemplate) -> dict[str, TextLayout]:
-    """The first field of a name says whether it is trimmed, the first that joins says how."""
+    """The first field of a name decides the trimming, the first with a separator decides that."""
     layouts: dict[str, TextLayout] = {}
     for field, declared in template.fields.items():
         if name := TEXT_FIELDS.get(field):

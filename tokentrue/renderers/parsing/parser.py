@@ -1,10 +1,10 @@
-"""Sampled ids to an OpenAI message, while they are being sampled; a whole turn is fed at once and finished.
+"""Parses sampled ids to an OpenAI message, incrementally; a complete turn is fed at once and finished.
 
-ids → bytes → text (never half a character) → regions (never half a marker) → reasoning, content and tool calls. Any
-chunks give the same message; the deltas add up to it; `raw` is every byte the model wrote. A call that cannot be read
-reaches the client as text and is recorded as an attempt. A stream shows a call while it is written (`early`) and cannot
-take it back: one that breaks off stays a call with the arguments that were shown, which are no JSON. Bytes that are not
-UTF-8 are lone surrogates in `raw` (`errors="surrogateescape"`), `�` in the message.
+ids → bytes → text (never half a character) → regions (never half a marker) → reasoning, content and tool calls. The
+message does not depend on the chunks; the deltas add up to it; `raw` is every byte the model wrote. A call that cannot
+be parsed reaches the client as text and is recorded as an attempt. With `early`, a stream shows calls while the model
+writes them and cannot retract them: an aborted call keeps the arguments that were shown, which are not valid JSON.
+Bytes that are not UTF-8 are lone surrogates in `raw` (`errors="surrogateescape"`) and `�` in the message.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 @dataclass(slots=True)
 class TextField:
-    """One text field of the message. Whitespace at its ends is structure and dropped; inside it is kept, and held until
-    more text follows.
+    """One text field of the message. Whitespace at its ends is structure and dropped; inner whitespace is kept, and
+    held until more text follows.
 
-    With `layout.join`, each segment is trimmed by itself and the segments are joined by that string.
+    With `layout.join`, each segment is trimmed and the segments are joined by that string.
     """
 
     layout: TextLayout
@@ -86,14 +86,15 @@ class TextField:
 
 
 class MessageBuilder:
-    """The message that the client sees, and every call that the model tried to write. `early`: calls are shown while
-    they are written."""
+    """The message that the client sees, and every call that the model tried to write. `early`: shows calls while they
+    are written.
+    """
 
     def __init__(self, grammar: Grammar, tools: Tools | None, *, prompt_ids: Ids, early: bool) -> None:
         self._grammar = grammar
         self._has_tools = tools is not None
         self._schemas = list_parameter_schemas(tools)
-        # seeds call ids: how long the prompt is, and how it ends
+        # seeds call ids: the prompt's length and end
         self._seed = len(prompt_ids).to_bytes(8, "big") + array("q", prompt_ids[-32:]).tobytes()
         self._texts: dict[str, TextField] = {}
         self._calls: list[JsonObject] = []
@@ -140,7 +141,6 @@ class MessageBuilder:
         self._captures, self._body, self._shown_call = captures, [], None
 
     def add_body(self, text: str) -> list[Delta]:
-        """More of the body of the open region."""
         text = _replace_surrogates(text)
         self._body.append(text)
         arguments = self._reader.feed(text) if self._reader is not None else ""
@@ -154,10 +154,9 @@ class MessageBuilder:
         return [*deltas, Delta(call=self._shown_call, arguments=arguments)]
 
     def close_region(self, field: str, *, closed: bool, raw: str, span: tuple[int, int]) -> list[Delta]:
-        """The open region has ended, `closed` by its own marker or not; `raw` is its text with its markers, `span` the
-        tokens of that.
+        """Ends the open region; `closed`: by its own marker. `raw` is its text with markers, `span` the tokens of that.
 
-        A region that is no call becomes text; one that was already shown as a call stays the call that was shown.
+        A region that is not a call becomes text, unless it was already shown as a call.
         """
         if field not in (CALLS, BROKEN):
             self._extra[field] = "".join(self._body)
@@ -232,7 +231,7 @@ class MessageBuilder:
         return [Delta(call=index, call_id=call_id, name=name)]
 
     def _make_id(self, index: int) -> str:
-        """The same turn gives the same id, another turn of the conversation another one."""
+        """Deterministic per turn; differs between turns of a conversation."""
         digest = hashlib.blake2b(self._seed + index.to_bytes(4, "big"), digest_size=12).hexdigest()
         return digest[:9] if self._grammar.call_ids == "short" else f"call_{digest}"
 
@@ -255,7 +254,7 @@ def parse_turn(grammar: Grammar, sampled_ids: Ids, *, prompt_ids: Ids = (), tool
 
 
 class Parser:
-    """`protocols.TurnParser` for one sampled turn. `early`: calls are shown while they are written."""
+    """`protocols.TurnParser` for one sampled turn. `early`: shows calls while they are written."""
 
     def __init__(
         self, grammar: Grammar, *, prompt_ids: Ids = (), tools: Tools | None = None, early: bool = False
@@ -267,7 +266,7 @@ class Parser:
         self._source = TokenSource(grammar)
         self._offsets = ShieldedOffsets()
         self._held_stop: int | None = (
-            None  # the last id where that is a stop token: it ends the turn only if nothing follows
+            None  # the last id if it is a stop token: it ends the turn only if nothing follows
         )
         self._reasoning_tokens = 0
 
@@ -337,8 +336,7 @@ class Parser:
 
 
 def _find_opening(grammar: Grammar, prompt_ids: Ids) -> str:
-    """What the prompt wrote of the assistant's turn: the (shielded) text after the turn's last opening. Only the
-    prompt's end is read."""
+    """Returns the (shielded) prompt text after the turn's last opening. Reads only the prompt's end."""
     if len(grammar.fields) == 1:
         return ""
     for window in _ANCHOR_WINDOWS:

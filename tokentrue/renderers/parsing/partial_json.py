@@ -1,5 +1,6 @@
-"""JSON while it is being written: how far a text is a proper beginning of one value. Strict: what is let through, any
-JSON reader takes."""
+"""Incremental JSON: how much of a text is a valid prefix of one value. Strict: any JSON reader accepts what it
+accepts.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +16,7 @@ _VALUE, _VALUE_OR_END, _KEY, _KEY_OR_END, _COLON, _NEXT = range(6)
 
 
 class JsonValueReader:
-    """One JSON value. `feed` takes characters up to its end, or up to the first that cannot belong to it
-    (`is_broken`)."""
+    """Reads one JSON value up to its end, or up to the first invalid character (`is_broken`)."""
 
     __slots__ = ("_escape", "_in_key", "_in_string", "_stack", "_want", "_word", "is_broken", "is_done")
 
@@ -29,7 +29,7 @@ class JsonValueReader:
         self.is_done = self.is_broken = False
 
     def feed(self, text: str, place: int) -> int:
-        """The place up to which `text` belongs to the value."""
+        """Returns the index up to which `text` belongs to the value."""
         end = len(text)
         while place < end and not (self.is_done or self.is_broken):
             if self._in_string:

@@ -1,7 +1,7 @@
-"""Splits sampled ids into the regions of a response template, while they are being sampled.
+"""Splits sampled ids into the regions of a response template, incrementally.
 
-Half a character, the look-alike of a marker and a partial match of a delimiter are held back until more text decides. A
-region that cannot be read as a call is not an error here: its body is handed on as it is.
+Half a character, a possible look-alike of a marker and a partial match of a delimiter are held back until more text
+decides. A region that is not a readable call is no error here: its body is passed on unchanged.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ _UTF8 = codecs.getincrementaldecoder("utf-8")
 
 
 class TokenSource:
-    """`add` gives shielded text; `slice` and `find_tokens` answer for the true text.
+    """`add` returns shielded text; `slice` and `find_tokens` refer to the true text.
 
-    Half a character is held back until its last byte comes; the text of ordinary tokens is held back while it may
-    become the look-alike of a marker.
+    Holds back incomplete characters, and ordinary text that may become the look-alike of a marker.
     """
 
     def __init__(self, grammar: Grammar) -> None:
@@ -50,21 +49,20 @@ class TokenSource:
         return "".join(out)
 
     def flush(self) -> str:
-        """What is still held back: the turn is over, but for its stop token."""
+        """Returns the held text at the end of the turn, before its stop token."""
         return self._release()
 
     @property
     def raw(self) -> str:
-        """The true text so far; its bytes are the bytes of the ids."""
+        """The true text so far; its bytes are those of the ids."""
         self._text = ["".join(self._text)]
         return self._text[0]
 
     def slice(self, start: int, end: int) -> str:
-        """Characters `[start, end)` of the true text."""
         return self.raw[start:end]
 
     def find_tokens(self, start: int, end: int) -> tuple[int, int]:
-        """The tokens `[first, last)` that hold bytes of the characters `[start, end)`."""
+        """Tokens `[first, last)` with bytes of the characters `[start, end)`."""
         known = len(self._ends)
         sizes = map(len, self._pieces.split(self._ids[known:]))
         self._ends += list(accumulate(sizes, initial=self._ends[-1] if known else 0))[1:]
@@ -89,7 +87,7 @@ class TokenSource:
         return text
 
     def _release(self) -> str:
-        """The bytes of a character that stays incomplete, and what can no longer become the look-alike of a marker."""
+        """Releases the bytes of a character that stays incomplete, and text that can no longer become a look-alike."""
         shown = ""
         if self._has_half:
             shown = self._add_text(self._decoder.decode(b"", final=True))
@@ -103,22 +101,17 @@ _TRIM_AT = 1024
 
 
 class RegionOpened(NamedTuple):
-    """A region that is no text begins."""
-
     field: str
     captures: Mapping[str, str]
 
 
 class RegionText(NamedTuple):
-    """More text of a region."""
-
     field: str
     text: str
 
 
 class TextEnded(NamedTuple):
-    """A text region has ended; more text of its field is another segment. `[start, end)` is its body, without
-    markers."""
+    """A text region has ended; more text of its field is another segment. `[start, end)`: its body without markers."""
 
     field: str
     start: int
@@ -126,9 +119,9 @@ class TextEnded(NamedTuple):
 
 
 class RegionClosed(NamedTuple):
-    """A region that is no text has ended. `[start, end)` are characters of the sampled text, markers included.
+    """A region other than text has ended. `[start, end)` are characters of the sampled text, markers included.
 
-    `closed`: by its own marker. A region that runs to the end of the turn has none, and is closed by the end.
+    `closed`: by its own marker, or by the end of the turn if the region may run to it.
     """
 
     field: str
@@ -142,8 +135,9 @@ Match: TypeAlias = Any
 
 
 class RegionScanner:
-    """`prefix` is what the prompt already wrote of this turn (an opened `<think>`). It gives no events, except those of
-    a call that it leaves open. Offsets in events count characters of the text that was fed."""
+    """`prefix` is the part of this turn in the prompt (an opened `<think>`). It emits no events except those of a call
+    that it leaves open. Offsets in events count characters of the text that was fed.
+    """
 
     def __init__(self, grammar: Grammar, *, prefix: str) -> None:
         self._grammar = grammar
@@ -151,7 +145,7 @@ class RegionScanner:
         self._buffer, self._pos = prefix, 0
         self._base = -len(prefix)  # the offset of the buffer's first character
         self._field: str | None = grammar.implicit
-        self._has_begun = False  # the open region has a marker or text of its own
+        self._has_begun = False  # the open region has a marker or text
         self._opened_at = self._body_at = self._base
         if prefix:
             self._advance(at_end=False)
@@ -160,7 +154,7 @@ class RegionScanner:
 
     @property
     def is_inside(self) -> bool:
-        """In a region that has a marker of its own."""
+        """True in a region that has an opening marker."""
         return self._field is not None and self._field != self._grammar.implicit
 
     def feed(self, text: str) -> list[ScanEvent]:
@@ -185,7 +179,7 @@ class RegionScanner:
         return events
 
     def _advance(self, *, at_end: bool) -> None:
-        """Handles every delimiter that is certain, then passes on the text before the first one that is not."""
+        """Handles every delimiter that is certain, then emits the text before the first that is not."""
         while True:
             found, hold = self._find(at_end=at_end)
             if found is None:
@@ -205,8 +199,7 @@ class RegionScanner:
             self._pos = hold
 
     def _find(self, *, at_end: bool) -> tuple[tuple[Delimiter, Match] | None, int]:
-        """The earliest delimiter that is certain (the longest of those), and where the first begins that more text may
-        complete."""
+        """Returns the earliest certain delimiter (the longest of those), and where the first incomplete one begins."""
         buffer, pos = self._buffer, self._pos
         edge = hold = len(buffer)
         best: tuple[Delimiter, Match] | None = None
@@ -227,8 +220,9 @@ class RegionScanner:
         return best, hold
 
     def _can_grow(self, delimiter: Delimiter, start: int) -> bool:
-        """Whether more text may make the match at `start` longer: all that follows it may belong to an optional end
-        (`</invoke>`, a line break, and perhaps the block's `</tool_calls>`)."""
+        """True if more text may extend the match at `start`: the text after it may belong to an optional end
+        (`</invoke>`, a line break, and perhaps the block's `</tool_calls>`).
+        """
         if delimiter.is_final:
             return False
         return delimiter.pattern.fullmatch(self._buffer, start, partial=True) is not None
