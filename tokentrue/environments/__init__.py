@@ -1,4 +1,4 @@
-"""Environments: tasks, and agents that do them with an OpenAI client in hand."""
+"""Environments: tasks, and agents that solve them through an OpenAI client."""
 
 from tokentrue.environments.base import (
     ENVIRONMENTS,

@@ -1,8 +1,8 @@
-"""What an environment is, where it is found by name, and the configuration of its rollouts.
+"""The environment protocol, its registry by name, and the configuration of rollouts.
 
-An environment lists tasks and runs one with an OpenAI client in hand. It never sees tokens, sessions or the trainer,
-and sets no sampling values: the session pins them. `client` is anything with the OpenAI client's
-`chat.completions.create(...)`: the real `openai.AsyncOpenAI` pointed at a gateway, or a stand-in with the same call.
+An environment lists tasks and runs one with an OpenAI client. It never sees tokens, sessions or the trainer, and
+sets no sampling values: the session pins them. `client` is anything with the OpenAI client's
+`chat.completions.create(...)`: `openai.AsyncOpenAI` pointed at a gateway, or an object with the same call.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LOG.addHandler(logging.NullHandler())
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One thing to do. `task_id` is stable: the same text gives the same id in every process.
+    """One task. `task_id` is stable: the same text has the same id in every process.
 
     >>> Task(task_id="calculator/0f3a", prompt="Tom has 3 pens. Tom gets 4 more. How many now?", answer=7)
     """
@@ -54,7 +54,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """A reward, and what a reader of the results should know about how it came about."""
+    """A reward, with a note for readers of the results."""
 
     reward: float
     note: str | None = None
@@ -75,7 +75,7 @@ def digest(text: str) -> str:
 
 
 def choose_split(text: str) -> Split:
-    """Which split a task belongs to, from its text alone: no list to keep, no overlap possible."""
+    """Determined by the text alone, so splits cannot overlap."""
     return "heldout" if int(digest(text)[:8], 16) < HELDOUT_SHARE * 16**8 else "train"
 
 
@@ -86,11 +86,11 @@ def load_environment(name: str, options: JsonMapping | None = None) -> Environme
     if not attribute:
         raise ConfigError(f"environment: no {name!r}; one of {', '.join(ENVIRONMENTS)}, or package.module:Class")
     if name not in ENVIRONMENTS and os.getcwd() not in sys.path:
-        # The script `tokentrue` is in a folder of programs: a module beside the user's files is not on its path.
+        # The script `tokentrue` is in a folder of programs, so modules in the user's folder are not on its path.
         sys.path.insert(0, os.getcwd())
     try:
         made = getattr(import_module(module_name), attribute)(**(options or {}))
-    except ConfigError:  # an environment that names what is wrong with its options
+    except ConfigError:  # an environment that reports what is wrong with its options
         raise
     except Exception as error:  # the module is the user's: it may raise anything
         LOG.error("environment %s cannot be loaded", address, exc_info=True)
@@ -106,8 +106,8 @@ def load_environment(name: str, options: JsonMapping | None = None) -> Environme
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutConfig:
-    """`tasks` groups of `group_size` rollouts each. `sampling` values are pinned on every session, whatever the agent
-    asks for."""
+    """`tasks` groups of `group_size` rollouts each. `sampling` values are pinned on every session and override the
+    agent's."""
 
     environment: str = "calculator"
     options: JsonMapping = field(default_factory=JsonObject)
@@ -116,12 +116,12 @@ class RolloutConfig:
     group_size: int = 8
     temperature: float = 1.0
     max_tokens: int = 64
-    # ("system",) keeps the first system prompt of each conversation; None: as the environment asks
+    # ("system",) keeps each conversation's first system prompt; None: the environment decides
     pin: tuple[str, ...] | None = None
     concurrency: int = 64
     timeout_s: float = 120.0
-    max_failed: float = 0.5  # share of a training round's rollouts that may fail; more stop the run
-    resample: int = 0  # of a training round: how often groups whose rewards are all equal are replaced by other tasks
+    max_failed: float = 0.5  # share of a training round's rollouts that may fail; beyond it the run stops
+    resample: int = 0  # per training round: how often groups with equal rewards are replaced by other tasks
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -145,6 +145,5 @@ class RolloutConfig:
 
     @property
     def sampling(self) -> JsonMapping:
-        """Filters are pinned off: agents ask for them, and log-probabilities would then be those of another
-        distribution."""
+        """Filters are pinned off: agents request them, and log-probabilities would then be of another distribution."""
         return {"temperature": self.temperature, "max_tokens": self.max_tokens, "top_p": 1.0, "top_k": 0}

@@ -1,7 +1,7 @@
-"""One model call through an OpenAI client, streamed or not, folded into one assistant message.
+"""One model call through an OpenAI client, streamed or not, merged into one assistant message.
 
-The message is what an ordinary harness keeps: content and tool calls. Reasoning is shown by the model and dropped here,
-as most harnesses do; the gateway's record does not depend on it.
+The message has content and tool calls. Reasoning is dropped, as in most harnesses; the gateway's record does not
+depend on it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Chat = list[JsonObject]
 async def ask(
     client: Any, messages: Sequence[JsonMapping], *, tools: Sequence[JsonMapping] = (), stream: bool = True
 ) -> JsonObject:
-    """The assistant's next message, in the shape in which it goes back into `messages`."""
+    """The assistant's next message, ready to append to `messages`."""
     request: JsonObject = {"model": "tokentrue", "messages": list(messages)}
     if tools:
         request["tools"] = list(tools)
@@ -67,9 +67,10 @@ async def message_from_stream(stream: Any) -> JsonObject:
 async def work(
     client: Any, chat: Chat, *, tools: Mapping[str, tuple[JsonMapping, Any]], max_turns: int, stream: bool = True
 ) -> str | None:
-    """Lets the model call tools until it answers; returns the answer's text, or None when the turns ran out.
+    """Lets the model call tools until it answers; returns the answer's text, or None after `max_turns`.
 
-    `tools` maps a name to its definition and to a function from the argument text to the result. `chat` grows in place.
+    `tools` maps a name to its definition and to a function from the argument text to the result. `chat` grows in
+    place.
     """
     definitions = [definition for definition, _ in tools.values()]
     for _ in range(max_turns):

@@ -1,8 +1,8 @@
-"""Sessions on a gateway over HTTP: opened by the admin routes, used with the real OpenAI client, closed with a reward.
+"""Sessions on a gateway over HTTP: opened by the admin routes, used with the OpenAI client, closed with a reward.
 
-Every model call carries an Idempotency-Key made of its body and of how often this rollout has sent that body before. A
-retry, or a rollout that is begun again in its session after a crash, therefore gets the recorded answers and adds
-nothing; only what was never answered is sampled.
+Every model call carries an Idempotency-Key made of its body and the number of times this rollout sent that body
+before. A retry, or a rollout that restarts in its session after a crash, therefore gets the recorded answers and
+adds nothing; only unanswered calls are sampled.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tokentrue.environments.runner import Plan, session_settings
 from tokentrue.errors import ConfigError, SessionConflict
 from tokentrue.json_types import JsonMapping, JsonObject
 
-END_S = 10.0  # to end the session of a rollout that failed
+END_S = 10.0  # to end the session of a failed rollout
 SESSION_IN_PATH = re.compile(r"/sessions/([^/]+)/v1/")
 
 
@@ -29,7 +29,7 @@ def resumed_id(plan: Plan) -> str:
 
 
 class GatewaySession:
-    """One open session; `client` is an `openai.AsyncOpenAI` that knows its key."""
+    """One open session; `client` is an `openai.AsyncOpenAI` with its key."""
 
     def __init__(self, owner: GatewaySessions, session_id: str, client: Any) -> None:
         self.session_id = session_id
@@ -43,9 +43,9 @@ class GatewaySession:
 
 
 class GatewaySessions:
-    """A pool of connections to one gateway, as an async context manager. `resume` (which takes the admin key) names
-    sessions after their rollouts, so that a rollout that is begun again resumes its session; `is_retried` holds of
-    errors after which it is begun again. `retries` is how often a call is tried again while the gateway is away."""
+    """A connection pool to one gateway, as an async context manager. `resume` (needs the admin key) names sessions
+    after their rollouts, so that a restarted rollout resumes its session; `is_retried` selects errors after which it
+    restarts. `retries` is how often a call is retried while the gateway is unreachable."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class GatewaySessions:
         await self.admin.close()
 
     async def _name(self, request: Any) -> None:
-        """Puts the Idempotency-Key on a model call. The client says which requests are its own retries."""
+        """Sets the Idempotency-Key of a model call. The client marks its own retries."""
         found = SESSION_IN_PATH.search(request.url.path)
         if found is None or request.method != "POST":
             return
@@ -108,13 +108,13 @@ class GatewaySessions:
 
     @contextlib.asynccontextmanager
     async def open(self, plan: Plan) -> AsyncGenerator[GatewaySession, None]:
-        """A session for one rollout, ended with the block. It stays open only where the rollout will be resumed."""
+        """A session for one rollout, ended with the block. It stays open only if the rollout will be resumed."""
         session_id, base_url, api_key = await self._create(plan)
         try:
             yield GatewaySession(self, session_id, self._openai.with_options(base_url=base_url, api_key=api_key))
         except BaseException as error:
             if not self._is_kept(error):
-                # a resumable session is purged: under its name the rollout may be run again
+                # purge a resumable session: the rollout may run again under its name
                 ending = asyncio.ensure_future(self._end(session_id, purge=self._purge or self._resume))
                 with contextlib.suppress(Exception):
                     await asyncio.wait_for(asyncio.shield(ending), END_S)
@@ -136,14 +136,13 @@ class GatewaySessions:
         session_id = resumed_id(plan)
         try:
             key = (await self.admin.open(**settings, session_id=session_id)).api_key
-        except SessionConflict:  # it was begun before: an agent is given a key of this session, never the admin key
+        except SessionConflict:  # it was started before: an agent gets a key of this session, never the admin key
             self.forget(session_id)
             key = (await self.admin.call("POST", f"{session_path(session_id)}/key"))["api_key"]
         return session_id, f"{self.base_url}{session_path(session_id)}/v1", key
 
     async def read_ended(self, plan: Plan) -> tuple[str, float, Sequence[JsonObject], JsonMapping]:
-        """Session, reward, samples and coverage of a rollout that has ended before. Raises SessionConflict where it has
-        not."""
+        """Session, reward, samples and coverage of a rollout that has ended. Raises SessionConflict if it has not."""
         session_id = resumed_id(plan)
         state = await self.admin.session_state(session_id)
         if state["state"] != "ended" or state["reward"] is None:

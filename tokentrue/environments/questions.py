@@ -18,9 +18,9 @@ from tokentrue.json_lines import read_numbered_lines
 
 
 class Questions:
-    """Reward 1 when the reply's last number (or, for an answer that is no number, its last line) is the answer, else 0.
+    """Reward 1 if the reply's last number (or its last line, if the answer is not a number) is the answer, else 0.
 
-    A question belongs to the training or the held-out split by its text. Tasks are drawn with replacement.
+    A question's split is determined by its text. Tasks are drawn with replacement.
     """
 
     name = "questions"

@@ -1,6 +1,6 @@
-"""Runs groups of rollouts: n per task, a bounded number at once, each with its own time limit and its own failure.
+"""Runs groups of rollouts: n per task, with bounded concurrency and a time limit each.
 
-Invariants: every planned rollout ends in exactly one `Rollout`; an exception or a time-out costs that rollout alone;
+Invariants: every planned rollout ends in exactly one `Rollout`; an exception or a time-out fails only that rollout;
 what a rollout samples depends on its seed and not on what runs beside it.
 """
 
@@ -23,8 +23,7 @@ from tokentrue.plain_json import is_utf8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """One rollout to be run. `key` is unique in a run and names its session, so that a resumed run knows what is
-    done."""
+    """One rollout to run. `key` is unique in a run and names its session, so that a resumed run knows what is done."""
 
     key: str
     group: str
@@ -35,8 +34,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """`reward` is None where it failed, and then `error` says how and `trace` holds the traceback. `note` says what the
-    environment noticed."""
+    """If it failed, `reward` is None, `error` says how and `trace` holds the traceback. `note` is the environment's."""
 
     plan: Plan
     session_id: str
@@ -57,7 +55,7 @@ class OpenSession(Protocol):
     def client(self) -> Any: ...
 
     async def finish(self, reward: float) -> tuple[Sequence[JsonObject], JsonMapping]:
-        """Notes the reward; returns the samples and the coverage."""
+        """Records the reward; returns the samples and the coverage."""
         ...
 
 
@@ -66,21 +64,21 @@ class Sessions(Protocol):
 
 
 Player: TypeAlias = Callable[[Plan], Awaitable[Rollout]]
-"""Plays one rollout: here (`player_in`), or on another machine."""
+"""Runs one rollout: here (`player_in`), or on another machine."""
 
 
 def player_in(environment: Environment, sessions: Sessions, *, timeout_s: float) -> Player:
-    """Plays rollouts of `environment` in this process."""
+    """Runs rollouts of `environment` in this process."""
     return lambda plan: run_one(environment, plan, sessions, timeout_s=timeout_s)
 
 
 def derive_seed(*parts: object) -> int:
-    """A 31-bit seed that depends on nothing but its parts: rollouts repeat whatever else runs beside them."""
+    """A 31-bit seed that depends only on its parts."""
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:4]) >> 1
 
 
 def plan_groups(tasks: Sequence[Task], *, n: int, seed: int, tag: str = "") -> list[Plan]:
-    """`tag` tells rounds apart: the same task in another round has another group and other seeds."""
+    """`tag` separates rounds: the same task in another round has another group and other seeds."""
     plans: list[Plan] = []
     for task in tasks:
         if not is_utf8(task.task_id):
@@ -96,8 +94,7 @@ def plan_groups(tasks: Sequence[Task], *, n: int, seed: int, tag: str = "") -> l
 
 
 def session_settings(plan: Plan, sampling: JsonMapping, pin: Sequence[str] | None = None) -> JsonObject:
-    """What a rollout's session is opened with. `pin` None leaves it to the task (`data["pin"]`), and then to the
-    gateway."""
+    """`pin` None leaves it to the task (`data["pin"]`), and then to the gateway."""
     metadata = {"task": plan.task.task_id, "index": plan.index, "rollout": plan.key}
     settings: JsonObject = {"group": plan.group, "metadata": metadata, "sampling": {**sampling, "seed": plan.seed}}
     said = plan.task.data.get("pin") if pin is None else pin
@@ -112,16 +109,15 @@ async def run_one(
     timeout_s: float,
     is_raised: Callable[[Exception], bool] = lambda _: False,
 ) -> Rollout:
-    """An agent may raise anything, SystemExit and the CancelledError of a task of its own included; it costs this
-    rollout alone.
+    """Whatever an agent raises, SystemExit and CancelledError of its own tasks included, fails only this rollout.
 
-    A cancellation of the rollout itself, and errors of which `is_raised` holds, are left to the caller.
+    A cancellation of the rollout itself, and errors that satisfy `is_raised`, propagate.
     """
     began = time.perf_counter()
     session_id = ""
     limit, cancellations = asyncio.timeout(timeout_s), count_cancellations()
     try:
-        # the limit is inside: the session then sees a time-out as an error, and no cancellation, and is ended
+        # the limit is inside, so the session sees a time-out as an error, not a cancellation, and is ended
         async with sessions.open(plan) as session, limit:
             session_id = session.session_id
             outcome = await environment.run(session.client, plan.task)
@@ -133,7 +129,7 @@ async def run_one(
             raise
         return failed_rollout(plan, error, began, session_id=session_id)
     except Exception as error:
-        if isinstance(error, TimeoutError) and limit.expired():  # any other TimeoutError is the agent's own
+        if isinstance(error, TimeoutError) and limit.expired():  # any other TimeoutError is the agent's
             return failed_rollout(plan, f"timed out after {timeout_s:g} s", began, session_id=session_id)
         if is_raised(error):
             raise
@@ -167,13 +163,13 @@ def failed_rollout(plan: Plan, error: BaseException | str, began: float, *, sess
 
 
 def escape_surrogates(text: str) -> str:
-    """Lone surrogates as `\\udce9`: files, logs and terminals take UTF-8. An error that names such a file holds
-    them."""
+    """Writes lone surrogates as backslash escapes: files, logs and terminals need UTF-8, and errors may quote such
+    file names."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 async def run_plans(play: Player, plans: Sequence[Plan], *, concurrency: int | None = None) -> AsyncGenerator[Rollout]:
-    """Yields rollouts as they end. Closing the iterator cancels what still runs."""
+    """Yields rollouts as they end. Closing the iterator cancels the running ones."""
     gate = asyncio.Semaphore(concurrency or max(1, len(plans)))
 
     async def guarded(plan: Plan) -> Rollout:
@@ -186,7 +182,7 @@ async def run_plans(play: Player, plans: Sequence[Plan], *, concurrency: int | N
             done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 rollout = task.result()
-                if rollout.trace:  # in the log of this process, whatever process played it
+                if rollout.trace:  # in this process's log, whichever process ran it
                     LOG.error("rollout %s failed\n%s", rollout.plan.key, rollout.trace)
                 yield rollout
     finally:
@@ -202,7 +198,7 @@ async def run_groups(
     concurrency: int | None = None,
     on_rollout: Callable[[Rollout], None] = lambda _: None,
 ) -> list[list[Rollout]]:
-    """All rollouts, by group in the order of `plans` and by index within a group, whatever order they ended in."""
+    """All rollouts, by group in the order of `plans` and by index within a group."""
     ended: dict[str, Rollout] = {}
     async for rollout in run_plans(play, plans, concurrency=concurrency):
         ended[rollout.plan.key] = rollout

@@ -1,8 +1,9 @@
-"""Word problems with whole numbers 0..99, and three environments made of them. The shipped model was trained on the
+"""Word problems with whole numbers 0..99, and three environments based on them. The shipped model was trained on the
 same generator.
 
-Invariants: the same `random.Random` state gives the same problem; every intermediate value of a right solution lies in
-0..99; a problem's split follows from its text (`base.choose_split`), so held-out texts never reach a training generator.
+Invariants: the same `random.Random` state gives the same problem; every intermediate value of a right solution lies
+in 0..99; a problem's split follows from its text (`base.choose_split`), so held-out texts never reach a training
+generator.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ EXPRESSION = re.compile(r"\s*(\d{1,6})\s*([-+*])\s*(\d{1,6})\s*")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """`value = before op operand`, told by phrasing number `phrase`."""
+    """`value = before op operand`, worded by phrasing number `phrase`."""
 
     op: str
     operand: int
@@ -105,7 +106,7 @@ def draw_problem(rng: random.Random, *, steps: int | None = None) -> Problem:
 
 
 def problems(rng: random.Random, *, split: Split, steps: int | None = None) -> Iterator[Problem]:
-    """An endless stream of problems of one split."""
+    """Infinite."""
     while True:
         problem = draw_problem(rng, steps=steps)
         if choose_split(problem.text) == split:
@@ -142,8 +143,7 @@ def draw_price_list(rng: random.Random) -> PriceList:
 
 
 def calculate(arguments: str) -> str:
-    """The value of `{"expression": "12 + 5"}`, or a sentence that the model can read: a bad call is an answer, not a
-    crash."""
+    """The value of `{"expression": "12 + 5"}`, or an error sentence for the model: a bad call must not raise."""
     try:
         expression = json.loads(arguments)["expression"]
     except (ValueError, KeyError, TypeError):
@@ -160,13 +160,12 @@ def last_number(text: str) -> int | None:
 
 
 def reward_answer(answer: str | None, task: Task) -> float:
-    """1 when the last number of the answer is right, else 0."""
+    """1 if the last number of the answer is right, else 0."""
     return float(answer is not None and last_number(answer) == task.answer)
 
 
 class Calculator:
-    """Several turns with a calculator, one right number at the end. `steps` fixes how many steps a problem has
-    (otherwise one or two)."""
+    """Several turns with a calculator, then one number. `steps` fixes the number of steps (default: one or two)."""
 
     name = "calculator"
 
@@ -214,8 +213,8 @@ class Shop:
 
 
 class Ledger:
-    """Compaction: questions one after the other; after every `compact_every` the harness asks for a summary and
-    continues from it in a fresh context. The session then holds several roots, and each is one sample."""
+    """Compaction: sequential questions; after every `compact_every` the harness requests a summary and continues
+    from it in a fresh context. The session then has several roots, and each is one sample."""
 
     name = "ledger"
 

@@ -1,4 +1,4 @@
-"""Command-line agents as an environment: a process per rollout that talks to the session's address, and a command that
+"""Command-line agents as an environment: one process per rollout, connected to its session, and a command that
 scores its work."""
 
 from tokentrue.environments.agents.environment import CommandLineAgent

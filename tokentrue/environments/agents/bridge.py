@@ -1,9 +1,9 @@
-"""The one network connection of a confined agent: a port on its own loopback that leads to the gateway.
+"""The only network connection of a confined agent: a loopback port that leads to the gateway.
 
-A sandbox without a network has a loopback interface of its own. `ENTER` runs inside before the agent: it listens
-there, hands the listening socket to this process through a Unix socket (a socket stays in the network it was made in)
-and becomes the agent. What the agent connects to is therefore answered here, outside; no helper runs inside that the
-agent could stop or replace, and nothing has to be installed there but a Python.
+A sandbox without a network has a private loopback interface. `ENTER` runs inside before the agent: it listens there,
+passes the listening socket to this process through a Unix socket (a socket stays in the network namespace where it
+was created) and execs the agent. Connections are thus accepted here, outside: no helper runs inside that the agent
+could stop or replace, and the sandbox needs only a Python.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
-PORT = 47321  # of the agent's own loopback
+PORT = 47321  # on the agent's loopback
 INSIDE = Path("/run/gateway")  # where the folder of the Unix socket is mounted
 NAME = "socket"
-CONNECTIONS = 128  # of one agent at once; each takes two file descriptors of this process
+CONNECTIONS = 128  # concurrent connections of one agent; each takes two file descriptors of this process
 ENTER = f"""
 import os, socket, sys
 server = socket.create_server(("127.0.0.1", {PORT}))
@@ -46,7 +46,7 @@ async def open_bridge(folder: Path, url: str) -> AsyncGenerator[None]:
     folder.chmod(0o755)
     handle = os.open(folder, os.O_PATH | os.O_DIRECTORY)
     with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(f"/proc/self/fd/{handle}/{NAME}")  # the folder's own path may be too long for a socket
+        listener.bind(f"/proc/self/fd/{handle}/{NAME}")  # the folder's path may be too long for a socket
         os.close(handle)
         (folder / NAME).chmod(0o777)
         listener.listen(1)

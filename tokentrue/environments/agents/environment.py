@@ -1,9 +1,8 @@
-"""One rollout is one process of the agent, confined, and one run of the score command, confined apart from it. Read `run`
-first.
+"""One rollout runs one agent process and then one score command, in separate sandboxes. Read `run` first.
 
-An agent is rewarded, so it is treated as an adversary: it never writes where this process, or the score command, reads.
-Output comes through a pipe; the score command starts when every process of the agent is dead, with a home and an
-environment of its own, in a copy of the agent's work that it makes from a read-only view.
+An agent is rewarded, so it is treated as an adversary: it never writes where this process, or the score command,
+reads. Output comes through a pipe. The score command starts when every process of the agent is dead, with a separate
+home and environment, in a copy of the agent's work that it makes from a read-only view.
 """
 
 from __future__ import annotations
@@ -116,7 +115,7 @@ class CommandLineAgent:
         for task in self.all_tasks:
             if task.score is None and score is None:
                 raise ConfigError(f"tasks: {task.task_id!r} has no score; give --score, or a score in its line")
-        for left in find_abandoned(self._directory):  # by a run that was killed
+        for left in find_abandoned(self._directory):  # left by a killed run
             place = Workspace(directory=left)
             for room in (place.agent, place.score):
                 if self._engine is not None:
@@ -125,7 +124,7 @@ class CommandLineAgent:
 
     def _find_program(self, name: str) -> str:
         if self._engine is not None:
-            return name  # of the image
+            return name  # from the image
         found = shutil.which(name)
         if found is None:
             raise ConfigError(f"agent: {name!r} is not there; {self.preset.install}")
@@ -147,7 +146,7 @@ class CommandLineAgent:
         return notes
 
     def tasks(self, count: int, *, seed: int = 0, split: Split = "train") -> Sequence[Task]:
-        """The file's order where all are asked for, else a draw without repeats that depends on the seed alone."""
+        """All tasks in file order, or `count` drawn without repeats, depending only on the seed."""
         chosen = select_split(self.all_tasks, split)
         if count < len(chosen):
             chosen = random.Random(f"{self.name}/{split}/{seed}").sample(chosen, count)
@@ -214,7 +213,7 @@ class CommandLineAgent:
         readonly: Mapping[Path, Path],
         timeout_s: float | None,
     ) -> CommandResult:
-        """In the sandbox, where it can write `room` alone; its output goes to the room's log."""
+        """Runs in the sandbox, where only `room` is writable; output goes to the room's log."""
         inside = room if self.sandbox == "none" else INSIDE
         work = inside / "work" if asked.tests is None else HARBOR_WORK
         writable = {room / "home": inside / "home", room / "work": work, room / "tmp": Path("/tmp")}
@@ -222,18 +221,18 @@ class CommandLineAgent:
             writable |= {room / "logs": HARBOR_LOGS, room / "verifier": HARBOR_LOGS / "verifier"}
         if place.objects is not None:
             readonly = {**readonly, place.objects: place.objects}
-        if timeout_s:  # asks the command to end; `run_command` ends what does not obey
+        if timeout_s:  # asks the command to end; `run_command` kills it if it does not
             command = ["timeout", "-k", str(GRACE_S), str(timeout_s), *command]
         kept = {name: os.environ[name] for name in KEPT if name in os.environ}
         given = {"CI": "1", **env}
         home = given.pop("HOME", str(inside / "home"))
         if self._engine is None:
             kept["HOME"] = home
-        else:  # a rootless engine finds its images and its runtime by these, and passes on what --env names
+        else:  # a rootless engine finds its images and runtime by these, and passes on what --env names
             kept |= {name: os.environ[name] for name in ENGINE_KEPT if name in os.environ}
         container = None if self._engine is None else (self._engine, container_name(place, room))
         limits = self._limits
-        if room == place.score:  # it holds a copy of what the agent wrote up to its own limits
+        if room == place.score:  # it holds a copy of what the agent wrote, within limits
             limits = replace(limits, file_mib=2 * limits.file_mib, disk_mib=2 * limits.disk_mib)
         confinement = Confinement(
             writable=writable, readonly=readonly, cwd=work, network=self._network(asked), limits=limits

@@ -1,5 +1,5 @@
-"""Presets of command-line agents: how each is started against a session, and what it changes from turn to turn.
-Anything else is a command of the user's with `{task}` in it."""
+"""Presets of command-line agents: how each is started against a session, and what it rewrites between turns. Any
+other agent is a user's command that contains `{task}`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from tokentrue.errors import ConfigError
 
-MODEL = "policy"  # the name that agents ask for; the gateway serves its one model under any name
+MODEL = "policy"  # the name that agents request; the gateway serves its one model under any name
 TASK = "{task}"
 CODEX_CONFIG = """model = "{model}"
 model_provider = "gateway"
@@ -30,7 +30,7 @@ GEMINI_SETTINGS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionAddress:
-    """Where one session is: `openai` ends in /v1, `root` is the base URL of Anthropic and Google clients."""
+    """`openai` ends in /v1; `root` is the base URL for Anthropic and Google clients."""
 
     openai: str
     root: str
@@ -39,7 +39,7 @@ class SessionAddress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentLaunch:
-    """One start of an agent. `home_files` are texts by their path in the agent's home."""
+    """One start of an agent. `home_files` maps paths in the agent's home to texts."""
 
     arguments: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -48,9 +48,9 @@ class AgentLaunch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentPreset:
-    """`program` is the executable's name and `install` the command that brings it. `changes` says what the agent alters
-    in what it has sent before: whatever no projection covers starts a new sample. `pin` is ("system",) for an agent that
-    rewrites its system prompt from turn to turn."""
+    """`program` is the executable's name and `install` the command that installs it. `changes` says what the agent
+    alters in messages it has sent before: changes that no projection covers start a new sample. `pin` is ("system",)
+    for an agent that rewrites its system prompt between turns."""
 
     name: str
     program: str
@@ -180,8 +180,8 @@ PRESETS: Mapping[str, AgentPreset] = {
 
 
 def load_preset(agent: str) -> AgentPreset:
-    """A preset by name, or one made of a command: the task is one argument, whatever it contains, and the addresses are
-    in the variables that SDKs read."""
+    """A preset by name, or one made from a command: the task is a single argument, and the addresses are in the
+    variables that SDKs read."""
     if agent in PRESETS:
         return PRESETS[agent]
     if TASK not in agent:

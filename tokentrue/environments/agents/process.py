@@ -1,5 +1,5 @@
-"""Runs one command line until it ends or meets a limit. When `run_command` returns or raises, no process of its sandbox
-is alive."""
+"""Runs one command line until it ends or reaches a limit. When `run_command` returns or raises, no process of its
+sandbox is alive."""
 
 from __future__ import annotations
 
@@ -17,15 +17,19 @@ from typing import BinaryIO, Literal, TypeAlias
 from tokentrue.environments.agents.sandbox import MIB, SandboxLimits
 
 Container: TypeAlias = tuple[Literal["docker", "podman"], str]  # engine and name
-CANNOT_RUN = (125, 126, 127)  # of a sandbox that fails, of a command that is not executable, of one that is not there
-GRACE_S = 5  # between the signal that asks a command to end and the one that ends it
+CANNOT_RUN = (
+    125,
+    126,
+    127,
+)  # the sandbox failed; not executable; not found
+GRACE_S = 5  # between the signal that asks a command to end and the one that kills it
 TAIL_BYTES = 65536
 LEAST_FREE_BYTES, LEAST_FREE_FILES = (
     256 * MIB,
     10_000,
 )  # of the file system: an open file without a name is in no folder
 UNREADABLE_CHECKS = 5
-SIGNS = {  # what programs print when the kernel refuses them something
+SIGNS = {  # what programs print when the kernel refuses something
     "memory_mib": ("MemoryError", "Cannot allocate memory", "out of memory"),
     "processes": ("Resource temporarily unavailable", "can't start new thread", "Cannot fork"),
     "file_mib": ("File too large", "File size limit exceeded"),
@@ -34,7 +38,7 @@ SIGNS = {  # what programs print when the kernel refuses them something
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandResult:
-    """`code` is None where a limit ended the command; `limit` says which."""
+    """`code` is None if a limit ended the command; `limit` says which."""
 
     code: int | None
     seconds: float
@@ -43,7 +47,7 @@ class CommandResult:
 
 
 class OutputReader(asyncio.Protocol):
-    """Writes what a command prints to a file; `overflow` is set when that exceeds the limit."""
+    """Writes a command's output to a file; sets `overflow` when it exceeds the limit."""
 
     def __init__(self, file: BinaryIO, limit_mib: int) -> None:
         loop = asyncio.get_running_loop()
@@ -76,8 +80,8 @@ async def run_command(
     is_bwrap: bool = False,
     container: Container | None = None,
 ) -> CommandResult:
-    """`build` makes the command line from the file descriptor on which bubblewrap reports its process 1. `folder` is
-    all that the command can fill."""
+    """`build` makes the command line from the file descriptor on which bubblewrap reports its process 1. The command
+    can write only to `folder`."""
     loop = asyncio.get_running_loop()
     began = loop.time()
     pipe_read, pipe_write = os.pipe()
@@ -98,13 +102,13 @@ async def run_command(
     finally:
         for task in waiting:
             task.cancel()
-        # shielded: a cancelled rollout, too, returns only when its processes are dead
+        # shielded: a cancelled rollout also returns only when its processes are dead
         await asyncio.shield(asyncio.ensure_future(stop(starting, container)))
         await asyncio.wait([reader.ended], timeout=1)  # without a sandbox a process may have escaped with the pipe
         transport.close()
     seconds = loop.time() - began
     tail = reader.tail.decode(errors="replace")
-    if is_bwrap and code == 1 and tail.startswith("bwrap: "):  # as container engines report a failure of theirs
+    if is_bwrap and code == 1 and tail.startswith("bwrap: "):  # container engines report their own failures so
         code = 125
     if reached:
         limit, code = str(reached[0]), None
@@ -118,7 +122,7 @@ async def run_command(
 async def start(
     build: Callable[[int], Sequence[str]], output: int, cwd: Path | None, env: Mapping[str, str], *, is_bwrap: bool
 ) -> tuple[asyncio.subprocess.Process, int | None]:
-    """The process, and a handle of the sandbox's process 1 where bubblewrap reports one."""
+    """The process, and a handle of the sandbox's process 1 if bubblewrap reports one."""
     info_read, info_write = os.pipe()
     try:
         process = await asyncio.create_subprocess_exec(
@@ -137,7 +141,7 @@ async def start(
 async def stop(
     starting: asyncio.Future[tuple[asyncio.subprocess.Process, int | None]], container: Container | None
 ) -> None:
-    """Ends every process of a sandbox and waits until the last one is gone."""
+    """Ends every process of a sandbox and waits for the last one."""
     await asyncio.wait([starting])
     if starting.exception() is not None:
         return
@@ -153,7 +157,7 @@ async def stop(
 
 
 def open_first_process(info: int) -> int | None:
-    """None where it has ended already, or bubblewrap has failed."""
+    """None if it has ended already, or bubblewrap failed."""
     with os.fdopen(info, "rb", 0) as file:
         report = b""
         while b"}" not in report and (piece := file.read(4096)):  # it would die of a pipe that is closed early
@@ -179,12 +183,13 @@ async def end_namespace(first: int) -> None:
 
 
 def remove_container(engine: str, name: str) -> None:
-    """Ending the engine's command does not end the container."""
+    # Ending the engine's command does not end the container.
     subprocess.run([engine, "rm", "--force", name], capture_output=True, stdin=subprocess.DEVNULL, timeout=60)
 
 
 async def watch_disk(folder: Path, limits: SandboxLimits) -> str:
-    """Returns when `folder` holds more than it may: only a quota could refuse the write itself, and that takes root."""
+    """Returns when `folder` exceeds its limit."""
+    # Only a quota could refuse the write itself, and that needs root.
     loop = asyncio.get_running_loop()
     unreadable = 0
     while True:

@@ -1,9 +1,9 @@
 """The command lines that confine an agent: bubblewrap, a container, or nothing.
 
-Inside, `/rollout/work` is the working directory, `/rollout/home` the home and `/tmp` is private; nothing else can be
-written. Of the host an agent sees system programs and configuration (`SYSTEM`), this Python, the programs on the PATH
-and what the user names, all read-only; no process, no socket, no network. Every flag is bubblewrap's, prlimit's or the
-container engine's: this module confines nothing itself.
+Inside, `/rollout/work` is the working directory, `/rollout/home` the home and `/tmp` is private; nothing else is
+writable. From the host an agent sees system programs and configuration (`SYSTEM`), this Python, the programs on the
+PATH and what the user names, all read-only; no process, no socket, no network. Confinement relies entirely on
+bubblewrap, prlimit or the container engine; this module only builds their flags.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ INSTALL = (
 SYSTEM = ("bin", "sbin", "lib", "lib32", "lib64", "libx32", "usr", "etc", "opt", "nix")
 RESOLVER = Path("/run/systemd/resolve")  # /etc/resolv.conf may point there
 PARTS_OF_A_PREFIX = ("bin", "lib", "lib64", "libexec", "include", "versions", "shims", "pyvenv.cfg")
-NOBODY = 65534  # where we are root, agents are not: a root user without capabilities still owns root's files
+NOBODY = 65534  # if we are root, agents are not: a root user without capabilities still owns root's files
 NAMESPACES = ("--unshare-ipc", "--unshare-pid", "--unshare-uts", "--unshare-cgroup-try", "--die-with-parent", "--new-session")  # fmt: skip
 NO_NEW_NAMESPACES = ("--unshare-user", "--disable-userns")  # a nested one could mount file systems without a limit
 DROP_ROOT = (
@@ -53,8 +53,8 @@ SHARED_MEMORY_BYTES = 64 * MIB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxLimits:
-    """`memory_mib` holds for each process under bubblewrap and for all together in a container; `disk_mib` for what a
-    rollout writes in all."""
+    """`memory_mib` is per process under bubblewrap and in total in a container; `disk_mib` limits all that a rollout
+    writes."""
 
     memory_mib: int = 8192
     processes: int = 1024
@@ -71,7 +71,7 @@ class SandboxLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Confinement:
-    """What one command may see and do. `writable` and `readonly` map paths of the host to their names inside."""
+    """What one command may see and do. `writable` and `readonly` map host paths to paths inside."""
 
     writable: Mapping[Path, Path] = field(default_factory=dict[Path, Path])
     readonly: Mapping[Path, Path] = field(default_factory=dict[Path, Path])
@@ -81,14 +81,14 @@ class Confinement:
 
     @property
     def mounts(self) -> list[tuple[Path, Path, bool]]:
-        """Path, name inside and whether it is writable; a folder before what is mounted in it."""
+        """(host path, path inside, writable); a folder before what is mounted in it."""
         found = [(path, inside, False) for path, inside in self.readonly.items()]
         found += [(path, inside, True) for path, inside in self.writable.items()]
         return sorted(found, key=lambda mount: len(mount[1].parts))
 
 
 def choose_sandbox(wanted: SandboxKind, *, image: str | None = None) -> ChosenSandbox:
-    """Raises ConfigError where the wanted one does not work here."""
+    """Raises ConfigError if the requested one does not work here."""
     if wanted == "none":
         return "none"
     if wanted in ("auto", "bwrap"):
@@ -109,7 +109,7 @@ def choose_sandbox(wanted: SandboxKind, *, image: str | None = None) -> ChosenSa
 
 @cache
 def try_bwrap() -> str | None:
-    """Why bubblewrap does not work on this machine; None where it does."""
+    """Why bubblewrap does not work on this machine; None if it does."""
     if shutil.which("bwrap") is None:
         return "not installed"
     line = bwrap_command(["true"], Confinement())
@@ -141,7 +141,7 @@ def bwrap_command(command: Sequence[str], confinement: Confinement, *, info_fd: 
     if confinement.network == "host":
         line += ["--ro-bind-try", str(RESOLVER), str(RESOLVER)]
     for path, inside, is_writable in confinement.mounts:
-        for parent in reversed(inside.parents[:-1]):  # bubblewrap makes missing parents that only it can enter
+        for parent in reversed(inside.parents[:-1]):  # bubblewrap creates missing parents that only it can enter
             line += ["--dir", str(parent)]
         line += ["--bind" if is_writable else "--ro-bind", str(path), str(inside)]
     line += ["--remount-ro", "/", "--chdir", str(confinement.cwd), "--", *(DROP_ROOT if is_root else ())]
@@ -149,8 +149,8 @@ def bwrap_command(command: Sequence[str], confinement: Confinement, *, info_fd: 
 
 
 def prlimit_command(limits: SandboxLimits) -> list[str]:
-    """Set inside: the kernel then counts the processes of this sandbox, not those of the user. RLIMIT_DATA and not
-    RLIMIT_AS, because JavaScript engines reserve far more addresses than they use."""
+    # Set inside the sandbox: the kernel then counts its processes, not the user's. RLIMIT_DATA, not RLIMIT_AS, because
+    # JavaScript engines reserve far more addresses than they use.
     memory, file = limits.memory_mib * MIB, limits.file_mib * MIB
     return ["prlimit", f"--data={memory}", f"--nproc={limits.processes}", f"--fsize={file}", "--core=0", "--"]
 
@@ -165,8 +165,8 @@ def container_command(
     variables: Iterable[str],
     home: str,
 ) -> list[str]:
-    """`command` in a container called `name`. The engine takes the values of `variables` from its own environment, so
-    that no key is on a command line; the container's `home` is none of the engine's."""
+    """`command` in a container called `name`. The engine takes the values of `variables` from its environment, so
+    that no key is on a command line; `home` is the container's, not the engine's."""
     limits = confinement.limits
     owner = NOBODY if os.geteuid() == 0 else os.geteuid()
     group = NOBODY if os.geteuid() == 0 else os.getegid()
@@ -181,13 +181,13 @@ def container_command(
         line += ["--mount", f"type=bind,source={path},target={inside}{'' if is_writable else ',readonly'}"]
     for variable in (f"HOME={home}", *sorted(variables)):
         line += ["--env", variable]
-    # by the shell: rootful podman turns any --ulimit into a request for more open files than it may have
+    # set by the shell: rootful podman turns any --ulimit into a request for more open files than it may have
     shell = ["sh", "-c", LIMIT_FILES, str(limits.file_mib * MIB // 512)]
     return [*line, "--workdir", str(confinement.cwd), image, *shell, *command]
 
 
 def visible_programs(program: str) -> dict[Path, Path]:
-    """What is shown beside the system's own folders, so that programs run: this Python, the PATH, the agent."""
+    """Paths needed besides the system's folders so that programs run: this Python, the PATH, the agent."""
     folders = [Path(sys.prefix) / "bin", Path(sys.base_prefix) / "bin"]
     folders += [Path(program).parent, Path(program).resolve().parent]
     folders += [Path(entry) for entry in os.environ.get("PATH", "").split(os.pathsep) if entry.startswith("/")]
@@ -195,17 +195,16 @@ def visible_programs(program: str) -> dict[Path, Path]:
 
 
 def paths_shown(names: Iterable[str]) -> dict[Path, Path]:
-    """Existing paths that the system's own folders do not show, under the same names inside."""
+    """Existing paths outside the system's folders, mapped to the same names inside."""
     found = dict.fromkeys(Path(name).expanduser().absolute() for name in names)
     return {path: path for path in found if path.exists() and path.parts[1:2] not in [(name,) for name in SYSTEM]}
 
 
 def folders_named_in(command: str) -> list[str]:
-    """The folders of the files that a command line names by absolute path; of a home directory or of /tmp the file
-    alone."""
+    """The folders of files that a command line names by absolute path; in a home directory or /tmp only the file."""
     try:
         words = shlex.split(command)
-    except ValueError:  # the shell says so
+    except ValueError:  # the shell reports it
         return []
     files = [Path(word) for word in words if word.startswith("/") and Path(word).is_file()]
     folders = [path.parent.resolve() for path in files]  # a home directory may be named through a link
@@ -221,7 +220,7 @@ def is_whole_home(folder: Path) -> bool:
 
 
 def parts_beside(folder: Path) -> list[Path]:
-    """A directory of programs and, if it is the `bin` of a prefix, the libraries beside it; of an npm package its
+    """A directory of programs and, if it is the `bin` of a prefix, the libraries beside it; for an npm package its
     node_modules."""
     tops = [parent for parent in (folder, *folder.parents) if parent.name == "node_modules"]
     if tops:

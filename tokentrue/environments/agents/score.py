@@ -1,4 +1,4 @@
-"""A reward from a command: its last printed number, or whether it succeeded."""
+"""A reward from a command: the last number it prints, or whether it succeeded."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ REWARD_BYTES = 65536
 
 
 def reward_from_command(result: CommandResult, command: str) -> float:
-    """Exit code 0: the number on the last line where there is one, else 1. Any other exit code: 0. A command that could
-    not run, or was killed, is no score."""
+    """Exit code 0: the number on the last line, or 1 if there is none. Other exit codes: 0. Raises if the command
+    could not run or was killed."""
     require_end(result, command)
     if result.code in CANNOT_RUN or (result.code or 0) > 128:
         raise AgentError(f"score: {command!r} ended with exit code {result.code}: {result.tail.strip()[-200:]}")
@@ -28,7 +28,7 @@ def reward_from_command(result: CommandResult, command: str) -> float:
 
 
 def reward_from_harbor(folder: Path, result: CommandResult, command: str) -> float:
-    """What the verifier wrote to reward.txt or reward.json; a verifier that wrote neither has failed."""
+    """The verifier's reward.txt or reward.json; raises if it wrote neither."""
     require_end(result, command)
     number = as_number(read_reward_file(folder, "reward.txt"))
     if number is not None:
@@ -52,8 +52,8 @@ def require_end(result: CommandResult, command: str) -> None:
 
 
 def read_reward_file(folder: Path, name: str) -> str:
-    """The text of a small regular file in a folder that a command could write; empty where it is none. The tests run the
-    agent's code, which may put a link or a FIFO there."""
+    """The text of a small regular file; empty if it is not one."""
+    # The tests run the agent's code, which may put a link or a FIFO there.
     try:
         within = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:

@@ -1,7 +1,8 @@
-"""Tasks for command-line agents: a JSON-lines file, or Harbor task directories as they are.
+"""Tasks for command-line agents: a JSON-lines file, or unmodified Harbor task directories.
 
-A line: `{"id": "fix-1", "prompt": "…", "dir": "repo", "ref": "main", "score": "pytest -q", "split": "heldout", "env":
-{…}}`; only `prompt` is needed. `dir` is copied (or checked out) for every rollout and is relative to the file.
+A line: `{"id": "fix-1", "prompt": "…", "dir": "repo", "ref": "main", "score": "pytest -q", "split": "heldout",
+"env": {…}}`; only `prompt` is required. `dir` is copied (or checked out) for every rollout and is relative to the
+file.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from tokentrue.errors import ConfigError
 from tokentrue.json_lines import read_numbered_lines
 
 Text: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"\A[^\x00]*\Z")]  # NUL ends an argument of a command
-Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1e9)]  # 0 leaves it to the environment's own limit
+Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1e9)]  # 0: the environment's limit applies
 HARBOR_SCORE = "sh /tests/test.sh"
 
 
@@ -54,7 +55,7 @@ class HarborSettings(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentTask:
-    """`tests` is the directory of a Harbor task's verifier, which the agent does not see."""
+    """`tests` is the directory of a Harbor task's verifier, hidden from the agent."""
 
     task_id: str
     prompt: str
@@ -139,5 +140,5 @@ def needs_image(task: AgentTask) -> bool:
 
 
 def select_split(tasks: Sequence[AgentTask], split: Split) -> list[AgentTask]:
-    """Tasks without a held-out part serve for both."""
+    """Without held-out tasks, all tasks serve both splits."""
     return [task for task in tasks if task.split == split] or list(tasks)

@@ -32,8 +32,8 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workspace:
-    """`agent` and `score` are the folders that one command each may write. `objects` is the object store of the
-    repository that a checkout borrows from: it is read, never written."""
+    """`agent` and `score` are each writable by one command. `objects` is the object store that a checkout borrows
+    from, read-only."""
 
     directory: Path
     objects: Path | None = None
@@ -51,10 +51,8 @@ class Workspace:
 async def open_workspace(
     source: Path | None, *, kind: WorkspaceKind, ref: str | None, under: Path
 ) -> AsyncGenerator[Workspace]:
-    """A fresh directory with a copy of `source`, or a git checkout of it at `ref`. It is removed when the block ends.
-
-    In threads: copying a repository must not hold up other rollouts.
-    """
+    """A fresh directory with a copy of `source`, or a git checkout of it at `ref`; removed when the block ends."""
+    # In threads: copying a repository must not block other rollouts.
     under.mkdir(parents=True, exist_ok=True)
     directory = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{own_name()}-{next(_numbers)}-", dir=under))
     filling = asyncio.ensure_future(asyncio.to_thread(fill_workspace, directory, source, kind, ref))
@@ -80,7 +78,7 @@ def fill_workspace(directory: Path, source: Path | None, kind: WorkspaceKind, re
 
 
 def log_beside(folder: Path) -> Path:
-    """Outside of what a command can write."""
+    """Outside the folders that a command can write."""
     return folder.with_suffix(".log")
 
 
@@ -90,8 +88,8 @@ def make_folders(folder: Path, *, with_work: bool = True) -> None:
 
 
 def check_out(source: Path, ref: str | None, work: Path) -> Path:
-    """A repository of the agent's own, at `ref`, that borrows the objects of `source`; returns where those are. A git
-    worktree would let the agent write hooks and settings that the user's git obeys."""
+    """Clones `source` at `ref`, borrowing its objects; returns their directory."""
+    # A git worktree would let the agent write hooks and settings that the user's git obeys.
     commit = git(source, "rev-parse", "--verify", f"{ref or 'HEAD'}^{{commit}}")
     common = Path(git(source, "rev-parse", "--path-format=absolute", "--git-common-dir"))
     git(source, "clone", "--quiet", "--shared", "--no-checkout", str(common), str(work))
@@ -121,8 +119,8 @@ def give_to(folder: Path, owner: int) -> None:
 
 
 def remove_tree(directory: Path) -> None:
-    """With the system's own programs: an agent may have nested folders deeper than Python recurses, and may have taken
-    away its own permissions. Neither follows a link."""
+    # With the system's programs, which follow no links: an agent may have nested folders deeper than Python recurses,
+    # and may have removed its own permissions.
     for command in (["chmod", "-R", "u+rwX", "--"], ["rm", "-rf", "--"]):
         subprocess.run([*command, str(directory)], capture_output=True, stdin=subprocess.DEVNULL)
 
@@ -132,7 +130,8 @@ def own_name() -> str:
 
 
 def started_at(process: int) -> str:
-    """In the kernel's own count, since a process id may be used again. Empty where it is not running, or not on Linux."""
+    """The start time in kernel ticks, because process ids are reused. Empty if the process is not running, or not on
+    Linux."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:
@@ -140,7 +139,7 @@ def started_at(process: int) -> str:
 
 
 def find_abandoned(under: Path) -> list[Path]:
-    """Directories of processes that are gone."""
+    """Directories of processes that have ended."""
     found: list[Path] = []
     for directory in under.glob(f"{PREFIX}*"):
         process, _, started = directory.name.removeprefix(PREFIX).split("-")[0].partition(".")
