@@ -1,2 +1,2 @@
-"""What cli and cluster share: configuration, wiring (the one place that picks implementations), the
-embedded gateway, rollouts and the set-up of a training run."""
+"""Shared by cli and cluster: configuration, wiring (which chooses implementations), the embedded gateway, rollouts
+and the set-up of a training run."""

@@ -17,20 +17,20 @@ from typing import Any
 
 from tokentrue.app.wiring import ADMIN_KEY, EngineConfig, ModelConfig, ServeConfig, ServerConfig, gateway_for
 
-DRAIN_S = 5.0  # after an error, turns that nobody waits for must not keep the process
+DRAIN_S = 5.0  # after an error, turns without callers must not keep the process alive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Embedded:
     base_url: str
     gateway: Any
-    provider: Any  # the engine itself: where weights are published
+    provider: Any  # the engine itself, to publish weights to
     admin_key: str
 
 
 @contextlib.asynccontextmanager
 async def embedded_gateway(settings: ServeConfig) -> AsyncGenerator[Embedded, None]:
-    """Serves until the block ends; signals stay with the caller. Where no admin key is set, a new one is made."""
+    """Serves until the block ends and installs no signal handlers. Generates an admin key if none is set."""
     from tokentrue.gateway.auth import new_admin_key
     from tokentrue.gateway.serving.server import find_url, listen, log_to_stderr, serve_embedded
 

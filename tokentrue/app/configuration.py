@@ -1,4 +1,4 @@
-"""TOML and `--set a.b=c` into frozen dataclasses: an unknown key or a bad value is one line that names the key."""
+"""Reads TOML and `--set a.b=c` into frozen dataclasses; errors are one line that names the key."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def read(
     overrides: JsonMapping | None = None,
     defaults: JsonMapping | None = None,
 ) -> T:
-    """The dataclasses' defaults, then `defaults` (dotted keys of one command), then the file, then `overrides` (dotted
-    keys from flags; None means not given), then `--set`."""
+    """Later sources override earlier ones: the dataclasses' defaults, `defaults` (dotted keys of one command), the
+    file, `overrides` (dotted keys from flags; None means not given), `--set`."""
     values: JsonObject = {}
     for dotted, value in (defaults or {}).items():
         set_dotted(values, dotted, value)
@@ -62,7 +62,7 @@ def _file(path: Path) -> JsonObject:
 
 
 def literal(text: str) -> Any:
-    """A TOML value; what is none is a plain string."""
+    """A TOML value, or else a plain string."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -80,7 +80,7 @@ def set_dotted(values: JsonObject, dotted: str, value: Any) -> None:
 
 
 def build(type_: type[T], values: JsonMapping, *, path: str = "", base: T | None = None) -> T:
-    """A dataclass from plain values; `base` has the values of what is not given, table by table."""
+    """A dataclass from plain values; `base` supplies missing ones, table by table."""
     hints = get_type_hints(type_, include_extras=True)
     known = {field.name: field for field in dataclasses.fields(cast("Any", type_)) if field.init}
     for name in values:
@@ -106,11 +106,11 @@ def _at(path: str, name: str) -> str:
 
 
 def _value(hint: Any, value: Any, path: str, base: Any = None) -> Any:
-    """Tables are built by `build`, which knows their keys; msgspec checks and converts the rest."""
+    """`build` checks the keys of tables; msgspec checks and converts the rest."""
     if dataclasses.is_dataclass(value):
         return value
     kinds = [kind for kind in get_args(hint) if kind is not type(None)] if type(None) in get_args(hint) else [hint]
-    # TOML has no word for None; where text is expected, it may be that word.
+    # TOML has no None: the word NONE means it, unless the field may be text.
     if len(kinds) < len(get_args(hint)) and (value is None or (value == NONE and str not in kinds)):
         return None
     record = next((kind for kind in kinds if dataclasses.is_dataclass(kind)), None)
@@ -136,7 +136,7 @@ def _as_path(type_: type[Any], value: Any) -> Any:
 
 
 def as_mapping(config: Any) -> Any:
-    """Plain values again; `None` is left out, as TOML has none."""
+    """Plain values; omits `None`, which TOML cannot represent."""
     if dataclasses.is_dataclass(config) and not isinstance(config, type):
         pairs = ((field.name, getattr(config, field.name)) for field in dataclasses.fields(config))
         return {name: as_mapping(value) for name, value in pairs if value is not None}

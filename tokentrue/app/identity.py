@@ -1,6 +1,6 @@
-"""Is the model that a remote engine serves the one whose tokenizer we use? Checked at start, per replica, by the
-engine's own tokenisation of a probe text where it offers one. Without `--model` the engine's model must be a
-directory here."""
+"""Checks at start, for each replica, that a remote engine serves the model whose tokenizer we use: compares the
+engine's tokenisation of a probe text, if it offers one. Without `--model` the engine's model must be a local
+directory."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ PROBE = "Hello, wörld! 12345 + 678 = ?\n\n\tdef f(x): return x**2  # 你好 �
 
 
 def identify_model(config: ServeConfig) -> ServeConfig:
-    """The configuration with its model settled; raises ConfigError where an engine is unreachable or serves another
-    one."""
+    """The configuration with its model resolved; raises ConfigError if an engine is unreachable or serves another
+    model."""
     if config.engine.name not in REMOTE:
         return config
     if not config.engine.urls:
@@ -36,7 +36,7 @@ def identify_model(config: ServeConfig) -> ServeConfig:
 
 
 async def _ask(engine: EngineConfig, url: str, renderer: Renderer | None) -> JsonMapping:
-    """Health facts of one replica; with a renderer, its tokenisation is compared, too."""
+    """Health facts of one replica; with a renderer, also compares its tokenisation."""
     provider = connect_engine(engine, url)
     try:
         facts = await provider.health()

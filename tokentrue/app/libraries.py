@@ -1,4 +1,4 @@
-"""torch and transformers: loaded where they are needed, quiet, on a device that is there."""
+"""Loads torch and transformers on demand, silences them, and checks the device."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def quiet_libraries(threads: int | None = None) -> None:
 
 @contextmanager
 def without_torch(engine: str) -> Generator[None, None, None]:
-    """Within the block transformers is loaded without torch, where `engine` runs elsewhere and torch is not loaded
-    already. After it, transformers has no models in this process."""
-    # Loading a tokenizer imports transformers, which imports torch wherever it finds it: seconds of start-up and
-    # hundreds of megabytes. transformers has no switch for that; it looks once, and remembers.
+    """Loads transformers without torch in the block, if `engine` runs elsewhere and torch is not loaded already.
+    Afterwards transformers has no models in this process."""
+    # Loading a tokenizer imports transformers, which imports torch if it is installed: seconds of start-up and
+    # hundreds of megabytes. transformers has no switch for that; it checks once and caches the result.
     kind = ENGINES.get(engine)
     if kind is None or kind.needs_torch or "torch" in sys.modules or "transformers" in sys.modules:
         yield

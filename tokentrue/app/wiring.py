@@ -1,5 +1,5 @@
-"""The one place that picks implementations. Everything heavy is imported inside the function that needs it, so a
-gateway in front of a remote engine starts without torch."""
+"""The only module that chooses implementations. Heavy imports are inside the functions that need them, so a gateway
+for a remote engine starts without torch."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ DEFAULT_STORE = "sqlite:tokentrue.sqlite"
 class ModelConfig:
     """`path` is a directory or a hub id; `name` is what clients see (default: the path's last part).
 
-    The output directory of a training run stands for its newest checkpoint.
+    The output directory of a training run means its newest checkpoint.
     """
 
     path: str | None = None
@@ -50,10 +50,8 @@ class ModelConfig:
     template_kwargs: JsonMapping = field(default_factory=JsonObject)
     history: Literal["keep", "template"] = "keep"
     injection: Literal["safe", "engine"] = "safe"
-    encode_cache_bytes: int = 64 << 20  # ids of texts that were encoded before; 0 switches the cache off
-    extend_plans: int = (
-        4096  # shapes of requests whose suffix is planned once; 0 plans each request on its real history
-    )
+    encode_cache_bytes: int = 64 << 20  # ids of texts that were encoded before; 0 disables the cache
+    extend_plans: int = 4096  # request shapes whose suffix is planned once; 0 plans each request on its real history
 
     def __post_init__(self) -> None:
         newest = Path(self.path or "") / "checkpoints" / "latest"
@@ -68,7 +66,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """`options` go to the provider by name (`dtype`, `device`, `timeout_s`, `loop` …)."""
+    """`options` are passed to the provider by name (`dtype`, `device`, `timeout_s`, `loop` …)."""
 
     name: str = "exact"
     urls: tuple[str, ...] = ()
@@ -83,7 +81,7 @@ class ServerConfig(ServingConfig):
     workers: AtLeastOne = 1
     store: str = DEFAULT_STORE
     durability: Literal["normal", "full"] = "normal"  # full: acknowledged turns survive a loss of power
-    address: str = ""  # where other gateways on the same PostgreSQL reach this one; default: the address that it binds
+    address: str = ""  # where other gateways on the same PostgreSQL reach this one; default: the bound address
     lease_s: float = 15.0  # PostgreSQL: a gateway that is silent for longer loses its sessions to the others
     log: Literal["json", "off"] = "json"
     trace_url: str = ""  # an OTLP/HTTP collector, http://host:4318; empty: no traces
@@ -101,7 +99,7 @@ class ServeConfig:
 def renderer_for(
     config: ModelConfig, render_deadline: AbstractContextManager[Any] | None = None
 ) -> Callable[[str], Renderer]:
-    """The renderer of a history policy; each is loaded once."""
+    """Returns the renderer for a history policy; each is loaded once."""
     path = config.path or str(SMALL_MODEL)
 
     @cache
@@ -120,7 +118,7 @@ def renderer_for(
 
 
 def provider_for(config: EngineConfig, model: ModelConfig, renderer: Callable[[str], Renderer]) -> EngineControl:
-    """The engine behind a pool, which splices what breaks off."""
+    """The engine in a pool, which resumes generations that break off."""
     from tokentrue.providers import load
     from tokentrue.providers.pool import Pool
 
@@ -156,7 +154,7 @@ def connect_engine(config: EngineConfig, url: str) -> Provider:
 
 
 def check_journal(journal: Journal, renderer: Renderer, store: str) -> None:
-    """Refuses the default journal where its last session is another model's; warns for one that was chosen."""
+    """Refuses the default journal if its last session used another model; only warns for an explicitly chosen one."""
     last = next(iter(journal.sessions(limit=1)), None)
     if last is None or last.tokenizer == renderer.tokenizer_hash:
         return
@@ -189,15 +187,15 @@ def gateway_for(
     render_deadline: AbstractContextManager[Any] | None = None,
     lock: bool = True,
 ) -> Gateway:
-    """Every rendering of the chat template runs within `render_deadline`. `number` is that of a worker of several.
-    `admin_state` outlives this process. `lock=False` where the parent process holds the store's lock."""
+    """Every rendering of the chat template runs within `render_deadline`. `number` is the worker's index.
+    `admin_state` outlives this process. `lock=False` if the parent process holds the store's lock."""
     from tokentrue.gateway.app import Gateway
     from tokentrue.sessions.journal import open_journal
 
     if config.server.trace_url:
         start_tracing(config.server.trace_url)
     renderer = renderer_for(config.model, render_deadline)
-    loaded: Any = renderer(config.model.history)  # a template that is refused is a start-up error, not a request's
+    loaded: Any = renderer(config.model.history)  # a refused template is a start-up error, not a request's
     for warning in loaded.proof.warnings:
         logging.getLogger("tokentrue").warning("%s: %s", config.model.shown, warning)
     shared: JsonObject = {each.name: getattr(config.server, each.name) for each in fields(ServingConfig)}

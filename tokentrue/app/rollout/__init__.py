@@ -1,1 +1,1 @@
-"""Rollouts as samples: their settings, their files, and where their sessions come from."""
+"""Rollouts as samples: settings, files and sessions."""

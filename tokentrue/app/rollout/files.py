@@ -1,5 +1,5 @@
-"""The files of a rollout, `samples.jsonl` and `rollouts.jsonl`: whole groups only, so that what is missing can be run
-later. A group is done when each of its rollouts has a line; its samples are written before."""
+"""A rollout's files, `samples.jsonl` and `rollouts.jsonl`: whole groups only, so that missing ones can be run later.
+A group is done when each of its rollouts has a line; its samples are written first."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def describe_rollout(rollout: Rollout) -> JsonObject:
 
 
 def read_whole_lines(path: Path) -> list[JsonObject]:
-    """The whole lines of a file, up to the first that is not."""
+    """The complete lines of a file, up to the first incomplete one."""
     found: list[JsonObject] = []
     for _, line in read_numbered_lines(path) if path.exists() else ():
         try:
@@ -69,7 +69,7 @@ def read_whole_lines(path: Path) -> list[JsonObject]:
 
 
 def trim_to_whole_groups(out: Path, plans: Sequence[Plan], *, again: bool = False) -> set[str]:
-    """The groups that are done (and, with `again`, of which none failed); the rest is cut off both files."""
+    """Truncates both files to groups that are done (with `again`, also without failures) and returns those."""
     sizes = Counter(plan.group for plan in plans)
     lines = read_whole_lines(out / "rollouts.jsonl")
     counts = Counter(line["group"] for line in lines)
@@ -84,7 +84,7 @@ def trim_to_whole_groups(out: Path, plans: Sequence[Plan], *, again: bool = Fals
 
 
 def rewrite(path: Path, rows: Sequence[JsonObject]) -> None:
-    """All or nothing: a crash in between leaves the file as it was."""
+    """Atomic: a crash leaves the old file."""
     beside = path.with_suffix(".partial")
     beside.write_bytes(b"".join(dumps(row) + b"\n" for row in rows))
     beside.replace(path)

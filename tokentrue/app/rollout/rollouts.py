@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @contextlib.asynccontextmanager
 async def open_sessions(settings: RolloutRun) -> AsyncGenerator[GatewaySessions, None]:
-    """Sessions on the gateway that `settings.url` names, or on one that is started in this process."""
+    """Sessions on the gateway at `settings.url`, or on one started in this process."""
     from tokentrue.app.background import embedded_gateway
     from tokentrue.app.wiring import ADMIN_KEY, ServeConfig, ServerConfig
 
@@ -59,7 +59,7 @@ async def open_sessions(settings: RolloutRun) -> AsyncGenerator[GatewaySessions,
 
 @dataclass(slots=True)
 class Tally:
-    """What a run has sampled so far."""
+    """Running totals of what was sampled."""
 
     rollouts: int = 0
     failed: int = 0
@@ -85,9 +85,8 @@ class Share:
 
 
 class RolloutRounds:
-    """Round j draws its tasks and seeds from the run's seed and j alone, so that a resumed run samples the same
-    rounds. With several ranks each plays whole groups of its `share`: results do not depend on which rank runs a
-    task."""
+    """Round j draws tasks and seeds only from the run's seed and j, so a resumed run samples the same rounds. With
+    several ranks each runs whole groups of its `share`: results do not depend on which rank runs a task."""
 
     def __init__(
         self,
@@ -99,11 +98,11 @@ class RolloutRounds:
         keep: Path | None = None,
         share: Share | None = None,
     ) -> None:
-        """Rollouts are played in `sessions`, or by `play`. `keep` names a JSON-lines file that every sample is added
-        to."""
+        """Runs rollouts in `sessions`, or by `play`. `keep` names a JSON-lines file to which every sample is
+        appended."""
         self.config = config
         self.environment: Environment = load_environment(config.environment, config.options)
-        self._concurrency = config.concurrency if play is None else None  # a fleet's workers bound their own
+        self._concurrency = config.concurrency if play is None else None  # a fleet's workers limit their own
         if play is None:
             assert sessions is not None
             play = player_in(self.environment, sessions, timeout_s=config.timeout_s)
@@ -131,7 +130,7 @@ class RolloutRounds:
         return [group for group in made if group]
 
     async def _attempt(self, number: int, attempt: int, places: Sequence[int]) -> list[list[Rollout]]:
-        """Attempt 0 plays the round's own tasks, each later one other tasks in some of their places."""
+        """Attempt 0 runs the round's tasks; later attempts run other tasks in some of their places."""
         again = (attempt,) if attempt else ()
         tasks = self.environment.tasks(
             self.config.tasks, seed=derive_seed(self.config.seed, number, *again), split=self.config.split
@@ -165,7 +164,7 @@ class RolloutRounds:
 
 
 def has_spread(group: Sequence[Rollout]) -> bool:
-    """Whether a group's rewards differ: without that a group baseline gives every advantage 0."""
+    """True if a group's rewards differ: otherwise a group baseline makes every advantage 0."""
     return len({rollout.reward for rollout in group if rollout.samples}) > 1
 
 
@@ -199,7 +198,7 @@ async def evaluate(
     share: Share | None = None,
     on_rollout: Callable[[Rollout], None] = lambda _: None,
 ) -> list[list[float]]:
-    """Rewards of each of the fixed held-out tasks; a rollout that failed has 0."""
+    """Rewards of each fixed held-out task; a failed rollout counts 0."""
     environment = load_environment(config.environment, config.options)
     drawn = (share or Share()).of(environment.tasks(tasks, seed=0, split="heldout"))
     plans = plan_groups(drawn, n=attempts, seed=0, tag="evaluation")

@@ -16,7 +16,7 @@ from tokentrue.sessions.journal.database import describe_store, is_postgres
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutRun:
-    """`url` names a gateway that runs already; without it one is started in this process with `model` and `engine`."""
+    """`url` names a running gateway; without it one is started in this process with `model` and `engine`."""
 
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -49,7 +49,7 @@ AGENT_DEFAULTS: JsonMapping = {
 def agent_settings(
     agent: str | None, tasks: Path | None, score: str | None, sandbox: str | None, out: Path | None
 ) -> tuple[JsonObject, JsonMapping]:
-    """What --agent, --tasks, --score and --sandbox set, and the defaults that then hold."""
+    """The settings from --agent, --tasks, --score and --sandbox, and the defaults that then apply."""
     if agent is None:
         if tasks is not None or score is not None or sandbox is not None:
             raise ConfigError("--tasks, --score and --sandbox belong to --agent")
@@ -60,7 +60,7 @@ def agent_settings(
 
 
 def plan_rollouts(config: RolloutConfig) -> list[Plan]:
-    """Every rollout of the run; the same for the same configuration, in every process."""
+    """Every rollout of the run; deterministic for a configuration."""
     environment = load_environment(config.environment, config.options)
     return plan_groups(
         environment.tasks(config.tasks, seed=config.seed, split=config.split), n=config.group_size, seed=config.seed
@@ -73,7 +73,7 @@ def describe_environment(config: RolloutConfig) -> list[str]:
 
 
 def remember(settings: RolloutRun) -> None:
-    """Writes the resolved configuration beside the output; refuses a run under another one there."""
+    """Writes the resolved configuration beside the output; raises if another one is there."""
     path = settings.out / "config.json"
     shown = replace(settings, store=None if settings.store is None else describe_store(settings.store))
     text = json.dumps(as_mapping(shown), indent=1, sort_keys=True)

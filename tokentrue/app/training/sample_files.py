@@ -12,7 +12,7 @@ from tokentrue.types import Sample
 
 
 def require_samples_of(samples: Sequence[Sample], model: str) -> None:
-    """Raises FileFormatError where the samples were not sampled from `model`, a directory or a hub id."""
+    """Raises FileFormatError unless the samples come from `model`, a directory or a hub id."""
     from tokentrue.renderers import load_renderer
 
     try:
@@ -27,8 +27,8 @@ def read_vocabulary_size(model: str) -> int:
 
 
 class SampleFile:
-    """Groups of a file, in the order of their first sample. A sample without group is a group of its session. Samples
-    without reward are left out, and `notes` says how many."""
+    """A file's groups, in the order of their first sample. A sample without a group forms one with its session.
+    Samples without a reward are dropped, and `notes` counts them."""
 
     def __init__(self, path: Path, *, model: str, trust: bool = False) -> None:
         samples = read_sound_samples(path, trust=trust)

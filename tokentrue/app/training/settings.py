@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossSpec:
-    """`name` is one of the losses of `tokentrue.mismatch.LOSSES`; `options` change fields of its `LossConfig`.
+    """`name` is one of `tokentrue.mismatch.LOSSES`; `options` override fields of its `LossConfig`.
 
-    `correction` names a preset, or is a table with fields of `Correction` that change the loss's own or, under
-    `preset`, a preset.
+    `correction` names a preset, or is a table of `Correction` fields that override the loss's correction or the one
+    named by `preset`.
     """
 
     name: str = "dapo"
@@ -78,8 +78,8 @@ class TrainRun:
             )
 
     def _require_no_live_settings(self) -> None:
-        """A run from a file has no Ray and no evaluation. Settings of engine and rollouts may be there: one
-        configuration file serves `tokentrue rollout` and this."""
+        """Refuses Ray and evaluation for a run from a file."""
+        # Settings of engine and rollouts are allowed: one configuration file serves `tokentrue rollout` and this.
         for section, wanted, default in (
             ("ray", self.ray, RayConfig()),
             ("evaluation", self.evaluation, EvaluationConfig()),

@@ -1,4 +1,4 @@
-"""Sets up a training run from its configuration: the trainer, the checkpoint store, and where batches come from."""
+"""Sets up a training run from its configuration: trainer, checkpoint store and source of batches."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def trainer_for(settings: TrainRun, ranks: Any) -> tuple[Any, str]:
     from tokentrue.train import Trainer, config_hash, shard
 
     config = replace(settings.train, temperature=settings.rollout.temperature, seed=settings.rollout.seed)
-    if settings.samples is not None:  # the same rows come again: waiting cannot help
+    if settings.samples is not None:  # the same rows repeat: waiting cannot help
         config = replace(config, max_idle_steps=0, offline=True)
     optim, loss = settings.optim, loss_for(settings.loss)
 
@@ -51,7 +51,7 @@ def trainer_for(settings: TrainRun, ranks: Any) -> tuple[Any, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """What else results depend on."""
+    """Other facts that results depend on."""
 
     dtype: str
     device: str
@@ -71,7 +71,7 @@ def comparable_config(rollout: RolloutConfig) -> RolloutConfig:
 
 
 def identity(config: TrainConfig, optim: OptimConfig) -> TrainConfig:
-    """The part of the configuration that results depend on: with a constant rate `steps` may grow."""
+    """The part of the configuration that results depend on; with a constant rate `steps` may grow."""
     steps = 1 if optim.schedule == "constant" else config.steps
     alike: JsonObject = {
         "checkpoint_every": 0, "checkpoint_minutes": 0.0, "keep_checkpoints": 1, "shard_checkpoint_gib": 0.0, "peak_tflops": 0.0,
@@ -81,8 +81,8 @@ def identity(config: TrainConfig, optim: OptimConfig) -> TrainConfig:
 
 
 def store_for(settings: TrainRun, run_hash: str) -> tuple[Store, int]:
-    """Where checkpoints go, and the step to resume at. A run of another configuration, or of other samples, is refused
-    before anything of it is touched."""
+    """The checkpoint store, and the step to resume at. Refuses a run of another configuration or other samples
+    before changing it."""
     from tokentrue.samples import sample_from_json, sample_to_json
     from tokentrue.train import Store
     from tokentrue.train.checkpoint import file_digest, latest, read_state
@@ -113,8 +113,8 @@ def file_for(settings: TrainRun, *, trust: bool) -> SampleFile | None:
 async def source_for(
     settings: TrainRun, ranks: Any, file: SampleFile | None
 ) -> AsyncGenerator[tuple[Any, Any, Any], None]:
-    """Rounds, where weights go, and the evaluation. Every rank has its gateway and engine where engines run in this
-    process; else rank 0 alone reads the file, or talks to the servers."""
+    """Rounds, weight sink and evaluation. With embedded engines every rank has a gateway and an engine; otherwise
+    only rank 0 reads the file or calls the servers."""
     from tokentrue.train import Publisher, SourceRounds
     from tokentrue.train.data.rounds import NoRounds
 
@@ -172,7 +172,7 @@ def evaluator_for(settings: TrainRun, here: Embedded | None, ranks: Any) -> Eval
 
 
 def engine_for(settings: TrainRun) -> EngineConfig:
-    """The run's engine: here on the trainer's device, or remote, with a folder for weights that it can see."""
+    """The run's engine: embedded on the trainer's device, or remote, with a shared folder for weights."""
     options = dict(settings.engine.options)
     if settings.engine.name == "exact":
         options = {"device": settings.device, "dtype": settings.dtype, **options}
@@ -182,7 +182,7 @@ def engine_for(settings: TrainRun) -> EngineConfig:
 
 
 def probe_for(settings: TrainRun, pool: Any) -> Probe | None:
-    """Remote engines are probed after every publication; the exact engine is compared in every token of every step."""
+    """Remote engines are probed after every publication; the exact engine is compared at every token of every step."""
     from tokentrue.train.probing import Probe
 
     if settings.engine.name not in REMOTE:
