@@ -1,4 +1,4 @@
-"""The viewer: a web page over a samples file, a store or a gateway, and the same page as one self-contained file."""
+"""The viewer: a web page over a samples file, a store or a gateway, also exported as one self-contained file."""
 
 from tokentrue.viewer.app import create_app
 from tokentrue.viewer.data import ViewerData

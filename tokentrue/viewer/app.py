@@ -1,7 +1,6 @@
-"""The viewer as a Starlette application: the page, its assets and the data API. Read-only; mount it anywhere, paths are
-relative.
+"""The viewer as a Starlette application: the page, its assets and the data API. Read-only, mountable at any path.
 
-No request leaves the machine: the content security policy allows nothing but this server, and no inline script.
+No request leaves the machine: the content security policy allows only this server and no inline script.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A branch cut into blocks: each message with its tokens, and the message beside them.
+"""Splits a branch into blocks: each message with its tokens.
 
-A block is a message's tokens with what the template puts before them; the generation prompt belongs to the sampled turn
-it opens.
+A block includes what the template puts before the message; the generation prompt belongs to the sampled turn it
+opens.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def cut_blocks(branch: Branch, turns: Sequence[TurnMessages] | None) -> list[Jso
             last["end"] = span.end
             if (
                 branch.inserted is None and span.kind == "given"
-            ):  # the template's part before a message is a span of its own
+            ):  # the template's part before a message is a separate span
                 last["body"] = span.start
             continue
         start = span.start if pending is None else pending
@@ -58,7 +58,7 @@ def _continues(block: JsonMapping, span: Span) -> bool:
 
 
 def _attach(blocks: list[JsonObject], turns: Sequence[TurnMessages] | None) -> None:
-    """By their order in the turn; left out where their numbers do not agree."""
+    """Attaches messages by their order in the turn; omits them if their numbers differ."""
     if turns is None:
         return
     for number, turn in enumerate(turns):
@@ -101,7 +101,7 @@ def text_of(content: JsonValue) -> str:
 
 
 def messages_from_tokens(branch: Branch, renderer: ViewRenderer) -> tuple[TurnMessages, ...]:
-    """Given text is decoded, sampled turns are parsed."""
+    """Decodes given text and parses sampled turns."""
     ids = branch.sample.token_ids
     blocks = cut_blocks(branch, None)
     turns: list[TurnMessages] = []

@@ -1,9 +1,8 @@
-"""What would have broken: the recorded ids of a branch against the ids that the same conversation gives when it is
-rendered again.
+"""Compares a branch's recorded ids with the ids of the same conversation rendered again.
 
-The comparison is what a message-based pipeline would train on: earlier turns rendered from their messages by the chat
-template, the last turn encoded from its text. Both sequences are cut at the tokens that open a message, aligned message
-by message and then token by token. Every difference gets a name, and is counted by the sampled tokens that it touches.
+The latter are what a message-based pipeline would train on: earlier turns rendered from their messages by the chat
+template, the last turn encoded from its text. Both sequences are split at the tokens that open a message, aligned by
+message and then by token. Every difference is named, and counted by the sampled tokens that it touches.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class Break:
     other_start: int
     other_end: int
     turn: int
-    sampled: bool  # it touches tokens that the model sampled
+    sampled: bool  # it touches sampled tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +54,7 @@ class Rerender:
     token_ids: Ids
     mode: Mode
     why: str = ""
-    dropped: bool = False  # the client sent its history back without reasoning, and so it is rendered
+    dropped: bool = False  # the client replayed its history without reasoning, and it is rendered so
 
 
 def rerender(branch: Branch, renderer: ViewRenderer) -> Rerender:
@@ -89,7 +88,7 @@ def _prompt(turns: Sequence[TurnMessages], *, dropped: bool) -> list[JsonValue]:
 
 
 def _recover_turns(branch: Branch, renderer: ViewRenderer) -> tuple[tuple[TurnMessages, ...] | None, str]:
-    """Messages read back from the tokens, if they render to the recorded first prompt."""
+    """Messages parsed from the tokens, if they render to the recorded first prompt."""
     turns = messages_from_tokens(branch, renderer)
     sampled = next((span.start for span in branch.sample.spans if span.kind == "sampled"), len(branch.sample.token_ids))
     try:
@@ -131,7 +130,7 @@ def find_breaks(
 
 
 def _columns(sample: Sample) -> tuple[list[bool], list[int]]:
-    """For each token: was it sampled, and in which turn."""
+    """For each token, whether it was sampled, and its turn."""
     kinds, numbers = [False] * len(sample.token_ids), [0] * len(sample.token_ids)
     for span in sample.spans:
         size = span.end - span.start
@@ -158,8 +157,7 @@ def _name(mine: Ids, theirs: Ids, served: JsonValue, renderer: ViewRenderer) -> 
 
 
 def differing_ranges(recorded: Ids, other: Ids, cuts: frozenset[int]) -> list[tuple[int, int, int, int]]:
-    """`(start, end, other_start, other_end)` of each difference, in order: aligned message by message, then token by
-    token where messages differ."""
+    """`(start, end, other_start, other_end)` of each difference, in order, aligned by message and then by token."""
     mine, theirs = _message_starts(recorded, cuts), _message_starts(other, cuts)
     keys = [tuple(recorded[a:b]) for a, b in pairwise(mine)], [tuple(other[a:b]) for a, b in pairwise(theirs)]
     found: list[tuple[int, int, int, int]] = []
@@ -171,12 +169,12 @@ def differing_ranges(recorded: Ids, other: Ids, cuts: frozenset[int]) -> list[tu
 
 
 def _message_starts(ids: Ids, cuts: frozenset[int]) -> list[int]:
-    """And the end, so that neighbours enclose a message."""
+    """With the end appended, so that adjacent entries enclose a message."""
     return sorted({0, len(ids), *(i for i, token in enumerate(ids) if token in cuts)})
 
 
 def _gaps(mine: Sequence[Any], theirs: Sequence[Any]) -> Iterator[tuple[int, int, int, int]]:
-    """What lies between the aligned items."""
+    """The ranges between aligned items."""
     at = other_at = 0
     for i, j in [*align(mine, theirs), (len(mine), len(theirs))]:
         if i is not None and j is not None:

@@ -29,14 +29,14 @@ from tokentrue.viewer.records import Branch, RecordSource, SessionSummary, Sessi
 FORMAT = 1
 PAGE = 500
 STRIP = 1000  # points of a rollout's strip in the group view
-FRESH_S = 2.0  # advantages of a live source's group are kept this long
+FRESH_S = 2.0  # seconds for which a live source's advantages are cached
 TEXT = 2000  # characters of a message in the group view
 NO_MODEL = "this needs the model's tokenizer and chat template: start the viewer with --model DIR"
 NO_TRAINER = "no trainer log-probabilities: start the viewer with --trainer-logprobs FILE"
 
 
 class ViewerData:
-    """`trainer` are the trainer's log-probabilities by sample id."""
+    """`trainer` holds the trainer's log-probabilities by sample id."""
 
     def __init__(
         self,
@@ -179,7 +179,7 @@ class ViewerData:
         return found
 
     def _inserted(self, branch: Branch) -> list[tuple[int, int]]:
-        """Given tokens of the template: a store knows them; elsewhere generation prompts and special tokens are."""
+        """The template's tokens: as the store recorded them, else generation prompts and special tokens."""
         if branch.inserted is not None:
             return list(branch.inserted)
         sample = branch.sample
@@ -254,7 +254,7 @@ def _ranges(marks: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _strip(values: Sequence[float]) -> list[float]:
-    """At most `STRIP` points; where several tokens share one, the least likely is kept."""
+    """At most `STRIP` points; each shows the least likely of its tokens."""
     if len(values) <= STRIP:
         return list(values)
     edges = [len(values) * n // STRIP for n in range(STRIP + 1)]

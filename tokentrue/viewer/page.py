@@ -1,7 +1,6 @@
-"""The page as one HTML file that needs nothing beside it and asks for nothing outside.
+"""The page as one self-contained HTML file.
 
-Modules become `data:` URLs in an import map; the answers of the data API that the page would ask for lie in the file as
-JSON.
+Modules become `data:` URLs in an import map; the responses of the data API are embedded as JSON.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ POLICY = (
 
 
 def encode_json(value: JsonValue) -> bytes:
-    """JSON as `JSON.stringify` writes it: the page finds the answers of an export by that text."""
+    """JSON as `JSON.stringify` writes it: the page looks up an export's responses by that text."""
     try:
         return orjson.dumps(value)
     except TypeError:  # orjson refuses lone surrogates and integers beyond 64 bits; a sample may hold both
@@ -37,7 +36,7 @@ def encode_json(value: JsonValue) -> bytes:
 
 
 def write_export(data: ViewerData, path: str | Path, *, most_tokens: int = MOST_TOKENS) -> int:
-    """Writes the first sessions that fit into `most_tokens` together; returns how many."""
+    """Writes the first sessions that together fit into `most_tokens`; returns their number."""
     answers, count = collect_answers(data, most_tokens=most_tokens)
     target = Path(path)
     try:
@@ -49,7 +48,7 @@ def write_export(data: ViewerData, path: str | Path, *, most_tokens: int = MOST_
 
 
 def collect_answers(data: ViewerData, *, most_tokens: int) -> tuple[JsonObject, int]:
-    """What the page will ask, by `answer_key`, and the number of sessions."""
+    """The responses that the page will request, by `answer_key`, and the number of sessions."""
     index = data.index(limit=PAGE)
     answers: JsonObject = {}
     kept: list[JsonValue] = []
@@ -76,7 +75,7 @@ def collect_answers(data: ViewerData, *, most_tokens: int) -> tuple[JsonObject, 
 
 
 def _add_session(data: ViewerData, session_id: str, answers: JsonObject, *, has_text: bool) -> JsonValue:
-    """Its row of the list."""
+    """Returns its row of the list."""
     answers[answer_key("session", session_id)] = session = data.session(session_id)
     for head in session["branches"]:
         sample_id = head["sample_id"]

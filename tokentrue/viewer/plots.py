@@ -1,7 +1,7 @@
-"""The mismatch plots as numbers: δ = trainer - rollout log-probability, the ratio r = exp(δ), and C(r) = -(r - 1)·A,
+"""Data of the mismatch plots: δ = trainer - rollout log-probability, the ratio r = exp(δ), and C(r) = -(r - 1)·A,
 without torch.
 
-C(r), the clamp of δ in it and the advantages (the trainer's default baseline) are those of `tokentrue.mismatch`; tests
+C(r), its clamp of δ and the advantages (the trainer's default baseline) equal those of `tokentrue.mismatch`; tests
 compare them. K1, K3 and the effective sample size are not computed here.
 """
 
@@ -104,7 +104,7 @@ def _tail(size: Floats) -> JsonObject:
 
 
 def _by_position(tokens: ComparedTokens) -> JsonObject:
-    """The ratio exp(δ) by the trained tokens before it: mean, and the range of 98% of the tokens."""
+    """The ratio exp(δ) by the number of trained tokens before it: mean, and the range of 98% of the tokens."""
     ratio = np.exp(np.minimum(tokens.delta, LOG_CLAMP))
     last = float(tokens.position.max())
     edges = np.unique(np.floor(np.linspace(0, last + 1, POSITION_BINS + 1)))
@@ -142,7 +142,7 @@ def _contribution(tokens: ComparedTokens) -> JsonObject | None:
 
 
 def group_advantages(rewards: Sequence[float]) -> list[float]:
-    """Reward less the mean, over the standard deviation (n - 1) plus `EPS`; 0 where there is nothing to compare."""
+    """(reward - mean) / (standard deviation (n - 1) + `EPS`); 0 if there is nothing to compare."""
     if len(rewards) < 2 or all(reward == rewards[0] for reward in rewards):
         return [0.0] * len(rewards)
     mean = math.fsum(rewards) / len(rewards)
@@ -151,8 +151,8 @@ def group_advantages(rewards: Sequence[float]) -> list[float]:
 
 
 def compute_advantages(samples: Sequence[Sample]) -> dict[str, float]:
-    """By sample id, for the samples that have a reward; groups must be whole. A sample whose metadata says its
-    `advantage` keeps that one."""
+    """By sample id, for the samples that have a reward; groups must be whole. An `advantage` in a sample's metadata
+    takes precedence."""
     scored = [(sample, sample.reward) for sample in samples if sample.reward is not None]
     sessions = group_sessions((group_of(sample), sample.session_id, reward) for sample, reward in scored)
     found = {

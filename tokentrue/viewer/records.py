@@ -1,4 +1,4 @@
-"""What the viewer reads: sessions, their nodes and branches, in one shape for a samples file, a store and a gateway."""
+"""The viewer's data types: sessions, nodes and branches in one shape for a samples file, a store and a gateway."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ADDRESSED = ("session_id", "sample_id", "group")  # names that are parts of the 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnMessages:
-    """`served` is None where the record does not say."""
+    """`served` is None if the record does not have it."""
 
     given: Messages
     served: Message | None
@@ -26,9 +26,8 @@ class TurnMessages:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Branch:
-    """One path of a session's tree, as a sample. `turns`, `tools` and `template_kwargs` are there where the source
-    holds messages; `inserted` are token ranges that the template put between them, None where the source cannot
-    tell."""
+    """One path of a session's tree, as a sample. `turns`, `tools` and `template_kwargs` are set if the source has
+    messages; `inserted` are token ranges that the template put between them, None if unknown."""
 
     sample: Sample
     leaf: str
@@ -70,7 +69,7 @@ class SessionView:
 
 
 class RecordSource(Protocol):
-    """`live`: what it holds may grow while it is being looked at."""
+    """`live`: its content may grow while it is viewed."""
 
     @property
     def kind(self) -> SourceKind: ...
@@ -80,7 +79,7 @@ class RecordSource(Protocol):
     def live(self) -> bool: ...
 
     def list_sessions(self, *, offset: int, limit: int) -> tuple[list[SessionSummary], int]:
-        """Newest first, and how many there are in all."""
+        """A page, newest first, and the total number."""
         ...
 
     def load_session(self, session_id: str) -> SessionView:
@@ -93,7 +92,7 @@ class RecordSource(Protocol):
 
 
 class ViewRenderer(Protocol):
-    """What the viewer needs of `tokentrue.renderers.Renderer`."""
+    """The part of `tokentrue.renderers.Renderer` that the viewer uses."""
 
     @property
     def codec(self) -> Any: ...
@@ -119,7 +118,7 @@ def summarise(
     session_reward: float | None = None,
     in_flight: int = 0,
 ) -> SessionSummary:
-    """`rewards` has one for each sample; their mean, or the session's own reward, is the session's."""
+    """`rewards` has one per sample; the session's reward is their mean, or `session_reward`."""
     versions = [version for node in nodes for version in node["policy_versions"]]
     known = [reward for reward in rewards if reward is not None]
     return SessionSummary(
@@ -151,7 +150,7 @@ def view_node(described: JsonMapping, reasons: Mapping[str, str]) -> JsonObject:
 
 
 def check_names(record: Sample | SessionSummary) -> None:
-    """Refuses a sample or a summary with a name that no address of the page can hold."""
+    """Refuses a sample or summary with a name that no address of the page can hold."""
     for part in ADDRESSED:
         name = getattr(record, part, None) or ""
         if not is_utf8(name):

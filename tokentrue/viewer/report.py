@@ -1,4 +1,4 @@
-"""Reports of commands, with the viewer's own parts: facts, charts and tables on one page, and rollouts to read."""
+"""Reports of commands, made of the viewer's parts: facts, charts and tables on one page, and rollouts to read."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ReportTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """`facts` are label and value; `verdict` is one sentence, `ok` whether it is good news."""
+    """`facts` are label and value; `verdict` is one sentence, `ok` whether it is good."""
 
     title: str
     verdict: str = ""
@@ -60,7 +60,7 @@ def write_report(
     trainer: Mapping[str, TrainerLogprobs] | None = None,
     most_tokens: int = MOST_TOKENS,
 ) -> None:
-    """One self-contained HTML file, in which the first sessions of `source`, up to `most_tokens`, can be read token by
+    """Writes one self-contained HTML file that shows the first sessions of `source`, up to `most_tokens`, token by
     token."""
     body: JsonObject = asdict(report)
     rollouts = source if source is not None else SampleList((), name=report.title)

@@ -1,9 +1,9 @@
-"""Where the viewer reads sessions: a samples file or list, a durable store, a running gateway.
+"""The viewer's sources: a samples file or list, a durable store, a running gateway.
 
-A samples file holds neither messages nor abandoned branches; a store has both, and what the engine said beside each
-token; a gateway is read over its public HTTP. Summaries of a session are computed once and kept until the session
-changes. Open sessions are looked at again, within a time budget per request, so that a store with thousands of sessions
-answers quickly and catches up over the next requests.
+A samples file has neither messages nor abandoned branches; a store has both, and what the engine reported for each
+token; a gateway is read over its public HTTP. Session summaries are cached until the session changes. Open sessions
+are refreshed within a time budget per request, so that a store with thousands of sessions responds quickly and
+catches up over the next requests.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class SampleList:
 
 
 class FileSource(SampleList):
-    """A samples file in any format; it is read again when it changes."""
+    """A samples file in any format; reloaded when it changes."""
 
     live = True
 
@@ -123,7 +123,7 @@ class ChosenSessions:
 def _by_session(samples: Iterable[Sample]) -> dict[str, list[Sample]]:
     found: dict[str, list[Sample]] = {}
     for sample in samples:
-        read_record(sample)  # a malformed one is refused now, not when its page is opened
+        read_record(sample)  # refuse a malformed one now, not when its page is opened
         found.setdefault(sample.session_id, []).append(sample)
     return found
 
@@ -155,7 +155,7 @@ def _branch_from_sample(sample: Sample) -> Branch:
 
 
 def _count_coverage(samples: Sequence[Sample]) -> Coverage:
-    """Of samples that carry none: a sampled token is one with a log-probability."""
+    """For samples without coverage: a sampled token is one with a log-probability."""
     sampled = sum(value is not None for sample in samples for value in sample.rollout_logprobs)
     trained = sum(sum(sample.loss_mask) for sample in samples)
     rest = (Untrained(node="", tokens=sampled - trained, why="masked"),) if sampled > trained else ()
@@ -204,7 +204,7 @@ def _node_rows(sample: Sample) -> list[JsonObject]:
 
 
 class StoreSource:
-    """`kind` is "gateway" where the journal belongs to a running gateway, which closes it."""
+    """`kind` is "gateway" if the journal belongs to a running gateway, which closes it."""
 
     live = True
 
@@ -224,13 +224,13 @@ class StoreSource:
         ], total
 
     def _catch_up(self, records: Sequence[SessionRecord]) -> None:
-        """Summarises what may have changed, the longest waiting first, until the budget is spent."""
+        """Refreshes summaries that may be stale, the longest waiting first, until the budget is spent."""
         deadline = time.monotonic() + BUDGET_S[self.kind]
         stale = [record for record in records if not self._is_settled(record)]
         for record in sorted(
             stale, key=lambda record: self._summaries[record.id][0] if record.id in self._summaries else 0.0
         ):
-            with suppress(SessionNotFound):  # it was purged since it was listed
+            with suppress(SessionNotFound):  # purged since it was listed
                 self._summaries[record.id] = (time.monotonic(), record, self._view(record.id).summary)
             if time.monotonic() > deadline:
                 return
@@ -333,7 +333,7 @@ def _branch(tree: Tree, sample: Sample, abandoned: str | None) -> Branch:
 
 
 def _entropies(node: Node) -> Sequence[float | None]:
-    """In nats, of the alternatives that the engine reported: a lower bound of the whole distribution's."""
+    """In nats, over the alternatives that the engine reported: a lower bound of the full entropy."""
     tops = node.top_logprobs
     if not tops:
         return [None] * len(node.sampled_ids)
