@@ -449,7 +449,7 @@ class Session:
         include_abandoned: bool = False,
         metadata: JsonMapping | None = None,
     ) -> list[Sample]:
-        """One contiguous sample per leaf that was not replaced (`samples/survivors`); every sampled token is trained
+        """One contiguous sample per leaf that was not replaced (`find_left_out`); every sampled token is trained
         once or accounted for in `coverage`."""
         return assemble(
             self.tree, self.record, max_tokens=max_tokens, include_abandoned=include_abandoned, metadata=metadata

@@ -69,7 +69,7 @@ def are_logprobs(values: Sequence[float]) -> bool:
 
 
 def require_mask(mask: SamplingMask, token_ids: Sequence[int]) -> None:
-    """Requires one row per token, containing that token if not empty."""
+    """Requires one row per token; a non-empty row must contain its token."""
     if len(mask) != len(token_ids):
         raise TokenContractError(f"the sampling mask has {len(mask)} rows for {len(token_ids)} tokens")
     if (index := mask.first_missing(token_ids)) is not None:

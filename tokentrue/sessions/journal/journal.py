@@ -98,9 +98,7 @@ class Journal:
         self._in_memory = self.path in ("memory", ":memory:")
         self._synchronous, self._read_only, self._closed = synchronous, read_only, False
         self._reading = threading.Lock()
-        self._claims: WeakValueDictionary[str, SessionClaim] = (
-            WeakValueDictionary()
-        )  # weak: each is kept alive by the object that holds it
+        self._claims: WeakValueDictionary[str, SessionClaim] = WeakValueDictionary()  # each is kept by its holder
         self._lock = None if read_only or self._in_memory else StoreLock(self.path) if lock else WorkerLock(self.path)
         try:
             self._open(check)

@@ -1,2 +1,1 @@
-"""The stages that `tokentrue.turn` calls in order: requests (before a turn is admitted), prompts, generation (with
-parsing), commits. Only `turn` writes to the journal."""
+"""The stages of `tokentrue.turn`: pinning, prompts, generation (with parsing), commits. Only `turn` writes."""
