@@ -1,5 +1,8 @@
-"""The routes of administration: sessions, rewards and samples; pause, resume and policy version around a weight update;
-health and metrics. One table, from which the routes and the OpenAPI document are made."""
+"""Admin routes: sessions, rewards and samples; pause, resume and policy version around a weight update; health and
+metrics.
+
+One table defines the routes and the OpenAPI document.
+"""
 
 from __future__ import annotations
 
@@ -56,9 +59,9 @@ class GiveReward(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Pause(msgspec.Struct, forbid_unknown_fields=True):
-    """`drain`: answer only when nothing is in flight any more, or after `timeout_s`.
+    """`drain`: reply only when nothing is in flight, or after `timeout_s`.
 
-    `abort`: break off what the engine is sampling; it continues after resume, from the tokens it has.
+    `abort`: interrupt what the engine is sampling; it continues after resume from the tokens it has.
     """
 
     drain: bool = False
@@ -88,7 +91,7 @@ class SamplesQuery(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdminCall:
-    """A request whose body and query are checked."""
+    """A request with validated body and query."""
 
     request: Request
     raw_body: bytes
@@ -109,7 +112,7 @@ def json_response(status: int, value: Any) -> Response:
 
 
 class ForwardedResponse(Response):
-    """An answer that the owner of a session gives."""
+    """The reply of the session's owner, forwarded."""
 
     def __init__(self, peers: Peers, elsewhere: SessionElsewhere, body: bytes) -> None:
         super().__init__()
@@ -144,7 +147,7 @@ class AdminHandlers:
         return self._show_key(call, session_id, key)
 
     def _new_id(self) -> str:
-        """An id that this worker owns, so that the request need not be forwarded."""
+        """An id that this worker owns, so that the request is not forwarded."""
         while not self._services.peers.is_own(session_id := uuid.uuid4().hex):
             pass
         return session_id
@@ -155,7 +158,7 @@ class AdminHandlers:
         return json_response(201, {"session_id": session_id, "api_key": key, **urls})
 
     async def renew_key(self, call: AdminCall) -> Response:
-        """For a program that resumes a session whose key is lost: the old key opens nothing any more."""
+        """For a program that resumes a session whose key is lost; revokes the old key."""
         key = new_session_key(call.session_id)
         async with self._services.sessions.checkout(call.session_id) as handle:
             handle.check_open()
@@ -198,10 +201,10 @@ class AdminHandlers:
     async def samples(self, call: AdminCall) -> Response:
         async with self._services.sessions.checkout(call.session_id) as handle:
             assembly = await handle.session.assembly()
-        # In a thread: samples are long.
+        # In a thread: building samples takes long.
         return await asyncio.to_thread(samples_response, call.session_id, assembly, call.query.format[:40])
 
-    # Weight updates. Every worker of the server takes part, whichever of them is asked.
+    # Weight updates. The worker that gets the request applies it to all workers of the server.
     async def pause(self, call: AdminCall) -> Response:
         body: Pause = call.body
         if body.drain and body.abort:
@@ -261,7 +264,7 @@ class AdminHandlers:
     async def _check_disk(self) -> None:
         store = self._services.journal.target
         path = store.removeprefix("sqlite:")
-        _ = self._services.journal.lease_number  # raises while the database does not answer
+        _ = self._services.journal.lease_number  # raises if the database is unreachable
         if path in ("memory", ":memory:") or is_postgres(store):
             return
         free = (await asyncio.to_thread(shutil.disk_usage, Path(path).resolve().parent)).free
@@ -289,7 +292,7 @@ def samples_response(session_id: str, assembly: Assembly, format_: str) -> Respo
 
 
 def read_place(text: str) -> tuple[float, str]:
-    """`created,session_id` of a listed session."""
+    """Parses `created,session_id` of a listed session."""
     created, _, session_id = text.partition(",")
     try:
         return float(created), session_id
@@ -298,7 +301,6 @@ def read_place(text: str) -> tuple[float, str]:
 
 
 def admin_table(services: Services) -> dict[str, dict[str, AdminOperation]]:
-    """Every path of administration, with what each method does there."""
     do, Does = AdminHandlers(services), AdminOperation
 
     async def show_document(call: AdminCall) -> Response:

@@ -1,8 +1,7 @@
-"""Admission of generations: the limit on generations in flight, the queue before it, and the pause while weights
-change.
+"""Admission control: the limit on generations in flight, the queue before it, and the pause while weights change.
 
 A paused gateway holds generations back: to the harness a weight update looks like a slow token. A full one queues them,
-each session in order and the sessions in turn, so that none of many clients starves.
+in order within a session and round-robin over sessions, so that no client starves.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class AdmissionGate:
         self._open.set()
         for waiting in self._queue.values():
             for admitted in waiting:
-                if not admitted.done():  # its client has left, and its task has not run yet
+                if not admitted.done():  # the client disconnected and its task has not run yet
                     admitted.set_exception(stopping())
         self._queue.clear()
         self.queued = 0
@@ -59,8 +58,9 @@ class AdmissionGate:
 
     @asynccontextmanager
     async def admit(self, session_id: str) -> AsyncGenerator[None, None]:
-        """One generation, after `wait_for_resume`. Waits in the queue while the gateway is full; refused when it is
-        closing, when the queue is full, and after `limits.queue_s`."""
+        """Holds one slot for the block; call it after `wait_for_resume`. Queues while the gateway is full; refuses when
+        it is closing, when the queue is full, and after `limits.queue_s`.
+        """
         if self.in_flight < self._limits.in_flight and not self._queue and not self.closing:
             self._begin()
         else:
@@ -75,7 +75,7 @@ class AdmissionGate:
         self._idle.clear()
 
     def _end(self) -> None:
-        """Admits the next one: the oldest of the session that has waited longest for its turn."""
+        """Admits the oldest request of the session that has waited longest for its turn."""
         self.in_flight -= 1
         while self._queue and self.in_flight < self._limits.in_flight:
             session_id = next(iter(self._queue))
@@ -108,7 +108,7 @@ class AdmissionGate:
                 await admitted
         except BaseException as error:
             if admitted.done() and not admitted.cancelled() and admitted.exception() is None:
-                self._end()  # admitted at the moment when its client left or its time was over
+                self._end()  # admitted just as its client disconnected or its wait timed out
             elif (waiting := self._queue.get(session_id)) and admitted in waiting:
                 waiting.remove(admitted)
                 self._leave(session_id)

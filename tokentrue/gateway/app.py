@@ -1,4 +1,4 @@
-"""The ASGI application: its routes, and start-up and shutdown. Model requests are in `model_routes`."""
+"""The ASGI application: routes, start-up and shutdown. Model requests are in `model_routes`."""
 
 from __future__ import annotations
 
@@ -39,8 +39,9 @@ EVICT_EVERY_S = 15.0
 
 
 class Gateway:
-    """`renderer_for` gives the renderer of a history policy ("keep" or "template"); `view` makes the page under
-    `/view`."""
+    """`renderer_for` returns the renderer of a history policy ("keep" or "template"); `view` builds the page under
+    `/view`.
+    """
 
     def __init__(
         self,
@@ -119,7 +120,7 @@ class Gateway:
             await asyncio.to_thread(release_freed_memory)
 
     async def purge_old(self) -> list[str]:
-        """Ended sessions past their age leave the journal and the memory; each leaves a log line."""
+        """Removes ended sessions past their age from journal and memory; logs one line for each."""
         purged = await self.services.journal.purge(older_than_s=self.config.purge_after_s)
         for session_id in purged:
             self.services.sessions.forget(session_id)
@@ -141,14 +142,14 @@ class Gateway:
 
 
 def refuse_dot_segments(path: str) -> None:
-    """A path that a client or a proxy on the way could resolve to another one than the one whose key is checked."""
+    """Refuses a path that a client or proxy could resolve to a different one than the path whose key is checked."""
     if not {".", ".."}.isdisjoint(path.replace("\\", "/").split("/")):
         raise HttpError(404, "unknown_path", "no such path: it has a dot segment")
 
 
 def release_freed_memory() -> bool:
-    # A text takes about a hundred times its size while it is encoded, in many small blocks. glibc keeps what is freed
-    # of them in the arenas of the threads that ran: a process stays as large as the largest moment of each thread.
+    # Encoding a text takes about a hundred times its size, in many small blocks. glibc keeps what is freed
+    # of them in the threads' arenas: the process stays as large as the sum of each thread's peak.
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None  # musl has none
     return trim is not None and trim(0) == 1
 
@@ -162,11 +163,11 @@ def view_routes(keys: ApiKeys, load: LoadPage) -> list[BaseRoute]:
 
 
 class AdminPage:
-    """A read-only web page behind the admin key, made when it is first asked for.
+    """A read-only web page behind the admin key, built on first request.
 
-    A browser cannot send a bearer token when it opens an address, so this path, and no other, also takes the admin key
-    as the password of HTTP Basic authentication. Only GET and HEAD are answered: a browser repeats such a password by
-    itself, so nothing here may change anything.
+    Browsers cannot send a bearer token when they open an address, so this path alone also accepts the admin key as the
+    password of HTTP Basic authentication. Browsers repeat that password by themselves, so only GET and HEAD are allowed
+    and nothing here may change state.
     """
 
     def __init__(self, keys: ApiKeys, load: LoadPage) -> None:

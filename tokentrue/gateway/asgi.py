@@ -1,4 +1,4 @@
-"""The bare ASGI that model requests use: read a body within its limits, send JSON, answer errors."""
+"""Bare ASGI for model requests: read a body within its limits, send JSON, send errors."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ EVENTS: RawHeaders = [
     (b"x-accel-buffering", b"no"),
 ]
 
-# Exceptions as what a client is told: a status, a stable code, a field, one sentence.
+# Exceptions to client errors: a status, a stable code, a field, one sentence.
 STATUS: tuple[tuple[type[TokenTrueError], int], ...] = (  # first match wins: children before parents
     (InputError, 400),
     (RenderError, 422),
@@ -74,7 +74,7 @@ def problem_from(error: BaseException) -> HttpProblem:
             status=500, code="internal", message="the gateway failed on this request; its log has the cause"
         )
     status = next((status for kind, status in STATUS if isinstance(error, kind)), 500)
-    if isinstance(error, JournalError):  # its words name the store, which is no business of a client
+    if isinstance(error, JournalError):  # its text names the store, which clients must not see
         message = "the gateway's record cannot be read or written now; send this again. The gateway's log has the cause"
         return HttpProblem(status=status, code=error.code, message=message, retry_after_s=1.0)
     field = error.field if isinstance(error, MessageError) else None
@@ -89,7 +89,7 @@ class ClientGone(Exception):
 
 
 class WatchedSend:
-    """`send` of a request, which remembers the status that its answer began with; 0 before that."""
+    """Wraps a request's `send` and records the status of its reply; 0 before that."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -105,12 +105,12 @@ class WatchedSend:
 
 
 def read_header(headers: Iterable[tuple[bytes, bytes]], wanted: bytes) -> str | None:
-    """The first value that is not empty."""
+    """Returns the first non-empty value."""
     return next((value.strip().decode("latin-1") for name, value in headers if name == wanted and value.strip()), None)
 
 
 class BodyBudget:
-    """Bytes of request bodies that this process holds at one time, over all connections."""
+    """Limit on the bytes of request bodies held by this process, over all connections."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -136,7 +136,7 @@ class BodyBudget:
 
 
 async def read_body(scope: Scope, receive: Receive, limit: int, take: Callable[[int], None] | None = None) -> bytes:
-    """The whole body, refused as soon as it is known to be larger than `limit`; `take` gets the size of every part."""
+    """Reads the whole body; refuses it as soon as it exceeds `limit`. `take` gets the size of every part."""
     too_large = HttpError(413, "body_too_large", f"the body is larger than {limit} bytes (limits.body_bytes)")
     declared = read_header(scope["headers"], b"content-length")
     if declared is not None and declared.isdecimal() and int(declared) > limit:
@@ -170,7 +170,7 @@ async def send_json(send: Send, status: int, value: Any, *headers: tuple[bytes, 
 
 
 def problem_headers(problem: HttpProblem) -> RawHeaders:
-    """SDKs retry 409 and 429 by themselves: a conflict stays, a full queue does not."""
+    """SDKs retry 409 and 429 by themselves: a conflict is permanent, a full queue is not."""
     if problem.retry_after_s is not None:
         return [(b"retry-after", b"%d" % max(1, round(problem.retry_after_s)))]
     return [(b"x-should-retry", b"false")] if problem.status == 409 else []
@@ -185,8 +185,9 @@ async def answer_errors(
     dialect: type[Dialect],
     errors: Any,
 ) -> None:
-    """Runs `app`; what it raises becomes the answer in the dialect, or the last event of a stream that has begun. An
-    answer that is sent already stays as it is. `errors` counts them."""
+    """Runs `app` and turns its exceptions into a reply in the dialect, or into the last event of a started stream. A
+    reply already sent stays as it is. `errors` counts them.
+    """
     watched = WatchedSend(send)
     try:
         await app(scope, receive, watched)
@@ -194,7 +195,7 @@ async def answer_errors(
     except ClientGone:
         errors.labels(dialect.name, "client_gone").inc()
         return
-    except asyncio.CancelledError:  # the server stops and has waited long enough for this request
+    except asyncio.CancelledError:  # the server is stopping and the grace period is over
         if watched.started:
             return
         problem = HttpProblem(
@@ -204,7 +205,7 @@ async def answer_errors(
         problem = problem_from(error)
         if problem.status == 500:
             LOG.error("a request failed", exc_info=error)
-        elif isinstance(error, JournalError):  # the client is not told where the record is
+        elif isinstance(error, JournalError):  # do not tell the client where the record is
             LOG.error("%s", error)
     errors.labels(dialect.name, problem.code).inc()
     stream = scope.get(STREAM)

@@ -1,8 +1,8 @@
-"""Keys. A session's key names the session, so that any worker knows its owner, and ends in a secret of which only the
-hash is stored.
+"""API keys. A session key contains the session's id, so that any worker finds its owner, and a secret whose hash is
+stored.
 
-Nothing else opens anything: no default key, and no key in a URL but the `?key=` of Google's protocol. Comparisons take
-constant time, and keys are never logged.
+No default key, and no key in a URL except `?key=` of Google's protocol. Comparisons are constant-time; keys are never
+logged.
 """
 
 from __future__ import annotations
@@ -50,8 +50,9 @@ def hash_key(key: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionAccess:
-    """The session that a request names, and the hash of the key that must fit it; None for the admin key.
-    `may_create`: a session of that name is created where there is none."""
+    """The session that a request names, and the hash that its key must match; None for the admin key. `may_create`:
+    creates the session if it does not exist.
+    """
 
     session_id: str
     key_hash: str | None
@@ -74,9 +75,10 @@ class ApiKeys:
         return hmac.compare_digest(presented.encode(), self._admin)
 
     def authenticate(self, headers: Headers, named: str | None, in_url: str | None = None) -> SessionAccess:
-        """The session in the URL, or the one that the key names, or, with the admin key, the one in the header
-        `X-Session-ID`, for programs that run many rollouts against one address. `in_url` is a key from the query
-        (Google's protocol); a header wins over it."""
+        """The session is the one in the URL, or in the key, or, with the admin key, in the header `X-Session-ID` (for
+        programs that run many rollouts against one address). `in_url` is a key from the query (Google); a header takes
+        precedence.
+        """
         presented = read_key(headers) or in_url
         if presented is None:
             raise HttpError(

@@ -1,4 +1,4 @@
-"""The gateway's settings. Secrets come from the environment, through the wiring of the command line."""
+"""The gateway's settings. Secrets come from the environment, through the command line's wiring."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Seconds = Annotated[float, msgspec.Meta(gt=0)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayLimits:
-    """Past a size: 413; past a number or a sum in flight: 429 with Retry-After; past a time: the connection is closed,
-    or 504.
+    """Beyond a size: 413; beyond a number or a sum in flight: 429 with Retry-After; beyond a time: the connection is
+    closed, or 504.
 
-    Byte limits of one process: `bodies_bytes` for request bodies being read, `message_caches_bytes` for conversations
-    that are kept (`session_limits.conversation_bytes` for those of one session), `live_sessions_bytes` for the records of sessions in memory. A session that leaves the memory is in
-    the journal.
+    Byte limits of one process: `bodies_bytes` for request bodies being read, `message_caches_bytes` for cached
+    conversations (`session_limits.conversation_bytes` per session), `live_sessions_bytes` for session records in
+    memory. An evicted session stays in the journal.
     """
 
     body_bytes: Count = 64 << 20
@@ -37,31 +37,29 @@ class GatewayLimits:
     live_sessions_bytes: Count = 2 << 30
     idle_session_s: Seconds = 3600.0
     session_age_s: Seconds = 14 * 86400.0
-    free_disk_bytes: Count = 64 << 20  # with less where the journal is, /ready says 503
+    free_disk_bytes: Count = 64 << 20  # with less free space for the journal, /ready returns 503
     head_s: Seconds = 30.0
     body_s: Seconds = 300.0
     write_s: Seconds = 60.0
     turn_s: Seconds = 3600.0
-    render_s: Seconds = 10.0  # one rendering of the chat template; past it `serve` ends its process and starts again
+    render_s: Seconds = 10.0  # one rendering of the chat template; beyond it `serve` kills and restarts the process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingConfig:
-    """What `[server]` of the configuration file and a gateway share."""
+    """Settings shared by `[server]` of the configuration file and a gateway."""
 
     base_url: str = ""
     training: bool = True
-    pin: tuple[
-        Literal["system"], ...
-    ] = ()  # of sessions that do not say: keeps each conversation's first system prompt
+    pin: tuple[Literal["system"], ...] = ()  # default for sessions: keeps each conversation's first system prompt
     keep_alive_s: float = 10.0
     drain_s: float = 30.0
-    purge_after_s: float = 30 * 86400.0  # ended sessions older than this leave the journal
+    purge_after_s: float = 30 * 86400.0  # ended sessions older than this are purged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayConfig(ServingConfig):
-    """`model` is the name that /v1/models shows. `admin_key` opens `/sessions*` and `/admin*`."""
+    """`model`: the name that /v1/models shows. `admin_key`: key of `/sessions*` and `/admin*`."""
 
     model: str
     admin_key: str

@@ -1,7 +1,7 @@
-"""The paths of model requests: one table, from which the routes and the OpenAPI document are made.
+"""Paths of model requests: one table defines the routes and the OpenAPI document.
 
-Invariant: `OPERATIONS` is the whole list of generating paths, and each of them runs a recorded turn. Any other path below
-`/v1` and `/v1beta` is refused.
+Invariant: `OPERATIONS` lists all generating paths, and each runs a recorded turn. Any other path below `/v1` and
+`/v1beta` is refused.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ GOOGLE_VERSIONS = ("v1beta", "v1")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """What one path does. `path` is below `/v1`, in Starlette's syntax. `streams` is None where the body says it."""
+    """One path: `path` is below `/v1`, in Starlette's syntax; `streams` is None if the body decides."""
 
     path: str
     dialect: type[Dialect]
@@ -72,7 +72,7 @@ OPERATIONS: tuple[Operation, ...] = (
         summary="Google countTokens",
     ),
 )
-# The last routes: they decide in which dialect a path that there is not is refused.
+# The last routes: they decide the dialect of the error for an unknown path.
 _UNKNOWN = (
     Operation(path="models/{model:path}:{verb}", dialect=Google, does="nothing"),
     Operation(path="{rest:path}", dialect=Google, does="nothing", versions=("v1beta",)),
@@ -81,7 +81,7 @@ _UNKNOWN = (
 
 
 def model_routes(services: Services) -> list[Route]:
-    """Every operation with and without a session in the URL; a slash at the end of a path changes nothing."""
+    """Every operation with and without a session in the URL; a trailing slash is ignored."""
     turns = TurnHandler(services)
     return [
         Route(f"{root}/{version}/{operation.path}{end}", ModelEndpoint(operation, turns, services))
@@ -93,7 +93,7 @@ def model_routes(services: Services) -> list[Route]:
 
 
 class ModelEndpoint:
-    """One operation as an ASGI application. Its errors are answered in its dialect."""
+    """One operation as an ASGI application; sends errors in its dialect."""
 
     def __init__(self, operation: Operation, turns: TurnHandler, services: Services) -> None:
         self._operation, self._turns, self._services = operation, turns, services
@@ -149,7 +149,7 @@ def parse_query(scope: Scope) -> dict[str, str]:
 
 
 def list_models(*names: str) -> JsonObject:
-    """Both vendors' fields: OpenAI's list and Anthropic's page."""
+    """Has the fields of both vendors: OpenAI's list and Anthropic's page."""
     kind = {
         "object": "model",
         "type": "model",

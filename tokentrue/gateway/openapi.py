@@ -1,4 +1,4 @@
-"""The OpenAPI document, made from the tables of routes and from the records that bodies are decoded into."""
+"""The OpenAPI document, built from the route tables and the records that bodies are decoded into."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PAGE: JsonObject = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdminOperation:
-    """What one path and method of administration does."""
+    """One path and method of the admin API."""
 
     handler: Callable[..., Awaitable[Response]]
     summary: str

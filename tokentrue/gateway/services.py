@@ -1,4 +1,4 @@
-"""What all handlers of requests share."""
+"""Dependencies shared by all request handlers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RendererFor = Callable[[str], Renderer]
 
 
 class Services:
-    """`renderer_for` gives the renderer of a history policy ("keep" or "template")."""
+    """`renderer_for` returns the renderer of a history policy ("keep" or "template")."""
 
     def __init__(
         self,
@@ -74,8 +74,9 @@ class Services:
         self._apply_version(version)
 
     def restore_admin_state(self, *, has_weights: bool = True) -> None:
-        """Takes what is set, and writes nothing: an administrator may set something else meanwhile. `has_weights`: the
-        engine has kept its weights, so that their version holds."""
+        """Applies the stored state and writes nothing: an administrator may change it meanwhile. `has_weights`: the
+        engine kept its weights, so their version is valid.
+        """
         self._apply_pause(self.admin_state.paused)
         if has_weights and self.admin_state.version != UNVERSIONED:
             self._apply_version(self.admin_state.version)

@@ -1,5 +1,7 @@
-"""Sessions in memory: opened from the journal when first asked for, evicted when idle, too many or too large. While a
-request uses a handle (`pin`) it is not evicted: there is one live object for a session."""
+"""Sessions in memory: loaded from the journal on first use, evicted when idle, too many or too large.
+
+A handle in use (`pin`) is not evicted, so a session has one live object.
+"""
 
 from __future__ import annotations
 
@@ -54,15 +56,17 @@ NODE_BYTES = 4096
 
 
 def fit_in_memory(session_limits: SessionLimits, limits: GatewayLimits) -> SessionLimits:
-    """A session may use at most half of `live_sessions_bytes`: one in use cannot be evicted, so a larger one would
-    evict all others."""
+    """Limits a session to half of `live_sessions_bytes`: a session in use cannot be evicted, so a larger one would
+    evict all others.
+    """
     most = limits.live_sessions_bytes // 2 // TOKEN_BYTES
     return replace(session_limits, max_tokens=min(most, session_limits.max_tokens or most))
 
 
 class SessionHandle:
-    """One session in memory, with what only HTTP needs: its dialects, which sign with its secret, and the names of
-    retried requests."""
+    """One session in memory with its HTTP state: dialects, which sign with its secret, and keys of retried
+    requests.
+    """
 
     def __init__(self, session: Session, limits: GatewayLimits, budget: ByteBudget, secret: StoreSecret) -> None:
         self.session = session
@@ -75,7 +79,7 @@ class SessionHandle:
         responses = OpenAIResponses(signer, session.tree.find_arguments, session.tree.nodes.__contains__)
         every: tuple[Dialect, ...] = (OpenAIChat(), responses, Anthropic(signer), Google(signer))
         self.dialects: Mapping[str, Dialect] = {dialect.name: dialect for dialect in every}
-        session.conversations.budget = budget  # nothing is kept before it is in use
+        session.conversations.budget = budget  # caches nothing before it is in use
         self._limits = limits
         self._request_numbers: OrderedDict[str, int] = (
             OrderedDict()
@@ -103,7 +107,7 @@ class SessionHandle:
         return read_conversation(dialect, decoded, self.session.conversations, history=history)
 
     def _enforce_choice(self, head: RequestHead) -> RequestHead:
-        """A call that must be made, in the call format of this session's model."""
+        """Adds the structural tag for a required call, in the call format of this session's model."""
         choice = head.sampling.extra.get("tool_choice")
         if choice is None:
             return head
@@ -114,7 +118,7 @@ class SessionHandle:
         return replace(head, sampling=replace(head.sampling, extra={**head.sampling.extra, "tool_choice": tag}))
 
     def _continued_history(self, head: RequestHead) -> Sequence[Message]:
-        """The conversation up to an earlier answer, without its `instructions`, which are never carried over."""
+        """The conversation up to an earlier reply, without its `instructions`, which are never carried over."""
         if head.continues is None:
             return ()
         node = self.session.tree.nodes.get(head.continues.node)
@@ -127,13 +131,13 @@ class SessionHandle:
 
     # Names of retried requests.
     def find_request_key(self, scope: Scope, dialect: Dialect, body: bytes) -> str | None:
-        """A name that a request shares with its retries alone: the client's `Idempotency-Key`; for SDKs that send
-        `x-stainless-retry-count`, the body's digest and a number that grows with every request that is no retry;
-        else None."""
+        """A key that a request shares only with its retries: the client's `Idempotency-Key`; for SDKs that send
+        `x-stainless-retry-count`, the body's digest and a counter of requests that are not retries; else None.
+        """
         given = read_header(scope["headers"], b"idempotency-key")
         retries = read_header(scope["headers"], b"x-stainless-retry-count")
         if given:
-            return f"key:{given}"  # whether it names this request, the session says, which has the record
+            return f"key:{given}"  # the session, which has the record, checks whether it names this request
         if retries is None:
             return None
         digest = body_digest(dialect, body)
@@ -184,7 +188,7 @@ class SessionHandle:
 
     @property
     def has_coverage(self) -> bool:
-        """True while the coverage that was computed last still holds."""
+        """True while the last computed coverage is up to date."""
         return self._coverage is not None and self._coverage[0] == self.session.revision
 
     def coverage(self) -> Coverage:
@@ -195,7 +199,8 @@ class SessionHandle:
 
 def build_signer(record: SessionRecord, secret: StoreSecret) -> ReasoningSigner:
     """Sessions older than the store's secret were signed with a hash that their client can compute; those signatures
-    still hold there."""
+    remain valid there.
+    """
     of_session = hmac.digest(secret.value, record.id.encode(), hashlib.sha256)
     guessable = (record.first_key_hash or record.key_hash or record.id).encode()
     return ReasoningSigner(of_session, *([guessable] if record.created < secret.created else []))
@@ -203,7 +208,7 @@ def build_signer(record: SessionRecord, secret: StoreSecret) -> ReasoningSigner:
 
 @lru_cache(maxsize=8)
 def ignores_tools(renderer: Renderer) -> bool:
-    """True where the template renders the same prompt with a tool and without one."""
+    """True if the template renders the same prompt with and without a tool."""
     asked: list[Message] = [{"role": "user", "content": "x"}]
     tool: JsonObject = {"name": "probe", "description": "", "parameters": {"type": "object", "properties": {}}}
     try:
@@ -212,11 +217,11 @@ def ignores_tools(renderer: Renderer) -> bool:
             == renderer.render(asked).token_ids
         )
     except RenderError:
-        return False  # the request's own rendering says what is wrong
+        return False  # the request's own rendering reports the error
 
 
 def body_digest(dialect: Dialect, body: bytes) -> str:
-    """Some bodies are requests of several dialects: their answers differ."""
+    """Includes the dialect: some bodies are valid in several dialects, with different replies."""
     return hashlib.blake2b(body, digest_size=16, person=dialect.name.encode()).hexdigest()
 
 
@@ -266,11 +271,11 @@ class SessionRegistry:
 
     @contextmanager
     def pin(self, handle: SessionHandle) -> Generator[SessionHandle, None, None]:
-        """Keeps a session in memory while the block runs. To be called right after `open`, with no await in between."""
+        """Keeps a session in memory while the block runs. Call it right after `open`, without an await in between."""
         handle.users += 1
         try:
             yield handle
-        except (JournalError, SessionElsewhere):  # what the journal holds by now is only known to the journal
+        except (JournalError, SessionElsewhere):  # the journal may hold more by now
             if self._live.get(handle.session.id) is handle:
                 self.forget(handle.session.id)
             raise
@@ -281,11 +286,11 @@ class SessionRegistry:
             self._make_room()
 
     async def open(self, session_id: str, create: NewSession | None = None) -> SessionHandle:
-        """`create` makes one where the journal has none."""
+        """`create` makes the session if the journal has none."""
         while True:
             handle = self._live.get(session_id)
             if handle is not None and handle.lease_number != self._lease_number():
-                self.forget(session_id)  # another gateway may have had the session since
+                self.forget(session_id)  # another gateway may have owned the session meanwhile
                 handle = None
             if handle is not None:
                 self._live.move_to_end(session_id)
@@ -349,7 +354,7 @@ class SessionRegistry:
             self.forget(handle.session.id)
 
     async def totals(self) -> CoverageTotals:
-        """Of all sessions since the start, in memory or evicted. Lets other work run in between."""
+        """Coverage of all sessions since start, in memory or evicted. Yields to the event loop in between."""
         for handle in list(self._live.values()):
             if not handle.has_coverage:
                 await asyncio.sleep(0)

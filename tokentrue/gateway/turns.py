@@ -1,7 +1,7 @@
-"""One turn over HTTP: check the key, read and parse the body, run the turn, answer in the dialect. Read `serve` first.
+"""One turn over HTTP: check the key, read and parse the body, run the turn, reply in the dialect. Read `serve` first.
 
-Invariants: keys are checked before bodies are read; no answer, and no last event, before the turn is durable; a client
-that disconnects cancels its generation; every turn leaves one log line and its metrics.
+Invariants: keys are checked before bodies are read; no reply and no last event before the turn is durable; a client
+that disconnects cancels its generation; every turn writes one log line and its metrics.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ LOG = logging.getLogger("tokentrue.gateway")
 
 
 class TurnClock(EngineClock):
-    """When a turn began, when its first byte went out, and how long it was with the engine."""
+    """Start of a turn, time of its first byte, and time in the engine."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class TurnClock(EngineClock):
 
 
 class NotOpened(Exception):
-    """Another gateway owns the session, and nothing has been done for this request."""
+    """Another gateway owns the session; nothing has been done for this request."""
 
     def __init__(self, elsewhere: SessionElsewhere) -> None:
         super().__init__(str(elsewhere))
@@ -64,7 +64,7 @@ class TurnHandler:
         self._services = services
 
     async def find(self, access: SessionAccess) -> SessionHandle:
-        """The session of an access; a key that fits nothing does not learn whether the session exists."""
+        """Returns the session of an access. A wrong key does not reveal whether the session exists."""
         create = self._services.new_default_session if access.may_create else None
         try:
             handle = await self._services.sessions.open(access.session_id, create)
@@ -143,7 +143,7 @@ class TurnHandler:
         return head, request
 
     async def _run_in_time(self, work: Awaitable[T]) -> T:
-        """Bounds the total time of a turn, whatever the engine's own timeouts and retries."""
+        """Limits the total time of a turn, whatever the engine's timeouts and retries."""
         limit = self._services.config.limits.turn_s
         try:
             async with asyncio.timeout(limit):
@@ -197,14 +197,13 @@ class TurnHandler:
     def _record_turn(
         self, dialect: Dialect, session_id: str, head: RequestHead, replies: Sequence[Reply], clock: TurnClock
     ) -> None:
-        """The metrics and the log line of a committed turn."""
         annotate(session=session_id, node=replies[0].node, tokens_in=replies[0].prompt_tokens, streamed=head.stream)
         now, first, metrics = time.perf_counter(), replies[0], self._services.metrics
         sampled = sum(len(reply.completion.token_ids) for reply in replies)
         metrics.note_turn(dialect.name, first, sampled, streamed=head.stream)
         added_s = (
             None if first.from_record else now - clock.started - clock.engine_s
-        )  # one that joined waited for another's engine call
+        )  # a joined request waited for another's engine call
         if added_s is not None:
             metrics.added.labels(dialect.name).observe(added_s)
         metrics.turn_time.observe(now - clock.started)
@@ -236,8 +235,9 @@ def answer_headers(handle: SessionHandle, reply: Reply) -> RawHeaders:
 
 
 def name_adapter(request: TurnRequest, model: str, services: Services) -> TurnRequest:
-    """Sample with an adapter where the model's name is one: `adapter`, or `base:adapter`. Any other name is the base
-    model's."""
+    """Samples with an adapter if the model's name is one: `adapter` or `base:adapter`. Any other name means the base
+    model.
+    """
     loaded, base = services.provider.adapters, services.config.model
     name = model.removeprefix(f"{base}:")
     if name not in loaded:
@@ -248,7 +248,7 @@ def name_adapter(request: TurnRequest, model: str, services: Services) -> TurnRe
 
 
 def log_failure(dialect: str, session_id: str, error: BaseException, clock: TurnClock) -> None:
-    """The log line of a turn that was refused, failed, or whose client left."""
+    """Logs a turn that was refused, failed, or whose client disconnected."""
     gone = isinstance(error, ClientGone | asyncio.CancelledError)
     problem = None if gone else problem_from(error)
     line = {

@@ -1,5 +1,6 @@
-"""The wire dialects: foreign JSON in, `RequestHead` and messages out; replies in, that dialect's JSON and events
-out."""
+"""Wire dialects: parse foreign JSON to `RequestHead` and messages; build that dialect's JSON and events from
+replies.
+"""
 
 from tokentrue.gateway.dialects.anthropic import Anthropic
 from tokentrue.gateway.dialects.base import (

@@ -1,8 +1,8 @@
-"""Anthropic Messages: requests, `count_tokens`, answers and events.
+"""Anthropic Messages: requests, `count_tokens`, replies and events.
 
-Reasoning travels as thinking blocks with a signature: a block that comes back changed is refused, as the protocol's own
-server would. Claude Code's billing block, which changes with every request and is no part of the prompt, is taken out
-of the system prompt.
+Reasoning is sent as thinking blocks with a signature; a block that comes back changed is refused, as by Anthropic's
+server. Claude Code's billing block changes with every request and is no part of the prompt: it is removed from the
+system prompt.
 """
 
 from __future__ import annotations
@@ -118,8 +118,9 @@ class OpenBlock:
 
 
 class AnthropicEncoder:
-    """message_start, then one content block after the other, message_delta, message_stop. Arguments go out when they
-    are complete: only then is it known whether they are the JSON object that a client can parse."""
+    """message_start, the content blocks, message_delta, message_stop. Arguments are sent when complete: only then is it
+    known whether they are a JSON object that a client can parse.
+    """
 
     ping = b'event: ping\ndata: {"type":"ping"}\n\n'
 
@@ -159,7 +160,6 @@ class AnthropicEncoder:
         return out
 
     def _enter(self, kind: str, call: int | None, start: JsonObject) -> tuple[bytes, OpenBlock]:
-        """The block that this delta belongs to, and the events that open it where it is new."""
         if self._open is not None and (self._open.kind, self._open.call) == (kind, call):
             return b"", self._open
         out = self._close()
@@ -191,7 +191,7 @@ class AnthropicEncoder:
 
 
 def arguments_json(text: str) -> str:
-    """JSON text of `arguments_object`, as the model wrote it where that is an object."""
+    """JSON text of `arguments_object`; the model's own text if that is an object."""
     value = arguments_object(text)
     return encode(value).decode() if is_raw_arguments(value) else text
 
@@ -211,7 +211,7 @@ BILLING = "x-anthropic-billing-header:"
 
 
 class MessagesHead(msgspec.Struct, forbid_unknown_fields=True):
-    """Every top-level field but `messages`. Fields typed Any are hints: accepted, without effect on tokens."""
+    """All top-level fields except `messages`. Fields typed Any are hints: accepted, without effect on tokens."""
 
     model: str
     max_tokens: int
@@ -404,7 +404,7 @@ def tools_from_anthropic(tools: list[JsonObject] | None) -> tuple[JsonObject, ..
 
 
 def choice_from_anthropic(choice: JsonObject | None) -> str | JsonObject | None:
-    """In the terms of Chat Completions."""
+    """Translates to tool_choice of Chat Completions."""
     kind = (choice or {}).get("type", "auto")
     words = {"auto": "auto", "none": "none", "any": "required"}
     if kind == "tool":
@@ -436,8 +436,9 @@ class ContextManagement(msgspec.Struct):
 
 
 def check_context_management(given: JsonObject | None) -> None:
-    """Keeping all thinking is what happens here anyway; any other edit would change the context that was sampled
-    from."""
+    """Allows only "keep all thinking", the behaviour here; any other edit would change the context that was sampled
+    from.
+    """
     edits = convert(given or {}, ContextManagement, "context_management").edits or ()
     for index, edit in enumerate(edits):
         if not edit.type.startswith("clear_thinking") or edit.keep != "all":

@@ -1,7 +1,6 @@
-"""What the dialects share: the records they parse to and build from, and errors that name a field.
+"""Shared by the dialects: the records they parse to and build from, and errors that name a field.
 
-Invariant: a field that is neither understood nor on a dialect's list of hints is refused by name; nothing is dropped
-silently.
+Invariant: a field that is neither understood nor listed as a hint is refused by name; nothing is dropped silently.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpProblem:
-    """An error on its way to a client: never a stack trace, never a conversation."""
+    """An error for a client: never contains a stack trace or conversation text."""
 
     status: int
     code: str
@@ -36,8 +35,7 @@ class HttpProblem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContinuedResponse:
-    """An earlier answer whose conversation goes on (`previous_response_id`). `instructed`: that request had
-    `instructions`."""
+    """An earlier reply to continue (`previous_response_id`). `instructed`: that request had `instructions`."""
 
     node: str
     instructed: bool
@@ -51,8 +49,9 @@ class PathFields:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestHead:
-    """A request without its conversation. `leading_messages` come before it; `options` is what the shape of the answer
-    depends on; `last_node` is the last recorded turn that the request names by an id."""
+    """A request without its conversation. `leading_messages` precede it; `options`: what the shape of the reply depends
+    on; `last_node`: the last recorded turn that the request names by id.
+    """
 
     model: str
     stream: bool = False
@@ -68,38 +67,39 @@ class RequestHead:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodedBody:
-    """A request's JSON: its head, and the raw bytes of each item of its conversation, not parsed yet."""
+    """A request's head, and the raw bytes of each conversation item, not parsed yet."""
 
     head: RequestHead
     items: Sequence[msgspec.Raw]
 
 
 class Encoder(Protocol):
-    """Turns one streamed turn into the dialect's server-sent events; `feed` closes a choice with its last event."""
+    """Turns one streamed turn into the dialect's server-sent events."""
 
     ping: bytes
 
     def feed(self, event: TurnEvent) -> bytes:
-        """The server-sent events for one turn event; for the last one of a choice, what closes it."""
+        """Returns the events for one turn event; the last event of a choice also closes it."""
         ...
 
     def finish(self) -> bytes:
-        """What ends the stream after every choice has its reply."""
+        """Returns the end of the stream, after every choice has its reply."""
         ...
 
     def error(self, problem: HttpProblem) -> bytes: ...
 
 
 class TextOf(Protocol):
-    """The text of one token, from the renderer; for clients that ask for log-probabilities."""
+    """Returns the text of one token, for clients that request log-probabilities."""
 
     def __call__(self, token_ids: Sequence[int], /) -> str: ...
 
 
 class Dialect(Protocol):
-    """A wire format. `items_key` names the top-level array that holds the conversation; `splits_turns` where one
-    assistant message arrives as several consecutive items, which `join_turn` puts together; `refuses_prefill` where
-    the protocol continues a last assistant message, which would put words into the sampled turn."""
+    """A wire format. `items_key`: the top-level array with the conversation; `splits_turns`: one assistant message
+    arrives as several consecutive items, which `join_turn` merges; `refuses_prefill`: the protocol continues a last
+    assistant message, which would put words into the sampled turn.
+    """
 
     name: ClassVar[str]
     items_key: ClassVar[str] = "messages"
@@ -109,16 +109,17 @@ class Dialect(Protocol):
     def decode(self, body: bytes) -> DecodedBody: ...
 
     def parse_item(self, item: Any, path: str) -> tuple[Message, ...]:
-        """One item of the conversation as messages in the OpenAI shape. `path` only names it in errors. The same item
-        of the same session always gives the same messages once it is settled."""
+        """Parses one conversation item to messages in the OpenAI shape; `path` names it in errors. For a settled item
+        of a session, the result is always the same.
+        """
         ...
 
     def is_settled(self, item: Any) -> bool:
-        """False for an item of a turn that is not committed yet: the record will say more of it."""
+        """False for an item of a turn that is not committed yet: its parse may still change."""
         return True
 
     def continues_turn(self, parts: Sequence[Message], part: Message) -> bool:
-        """Does `part`, which follows the assistant's `parts` directly, belong to the same turn?"""
+        """True if `part`, which directly follows the assistant's `parts`, belongs to the same turn."""
         return True
 
     def join_turn(self, parts: Sequence[Message]) -> Message:
@@ -133,7 +134,7 @@ class Dialect(Protocol):
 
 
 class CountingDialect(Dialect, Protocol):
-    """A dialect that has a request for the number of tokens of a prompt."""
+    """A dialect with a request that counts a prompt's tokens."""
 
     def decode_count(self, body: bytes) -> DecodedBody: ...
 
@@ -142,7 +143,7 @@ class CountingDialect(Dialect, Protocol):
 
 # Foreign JSON, checked.
 def decode_body(body: bytes, type_: type[S]) -> S:
-    """A request body as a record. A lone surrogate is no JSON here: none enters the process."""
+    """Decodes a request body. Lone surrogates are refused: none enters the process."""
     try:
         decoded = msgspec.json.decode(body, type=type_)
     except msgspec.ValidationError as error:
@@ -162,12 +163,12 @@ def _check_fields(record: msgspec.Struct, path: str) -> None:
 
 
 def _is_raw(value: Any) -> bool:
-    """Items that are parsed, and checked, one by one (`parse_json`)."""
+    """Raw items are parsed and checked one by one (`parse_json`)."""
     return isinstance(value, list) and isinstance(next(iter(cast("list[Any]", value)), None), msgspec.Raw)
 
 
 def parse_json(raw: bytes, path: str, *, most_levels: int = MAX_DEPTH) -> Any:
-    """Integers keep all their digits: orjson would round those beyond 64 bits."""
+    """Keeps all digits of integers: orjson rounds those beyond 64 bits."""
     try:
         value = msgspec.json.decode(raw)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
@@ -177,7 +178,7 @@ def parse_json(raw: bytes, path: str, *, most_levels: int = MAX_DEPTH) -> Any:
 
 
 def describe_item(*roles: str) -> msgspec.Meta:
-    """What the OpenAPI document says of a conversation's item, which is decoded by itself."""
+    """OpenAPI metadata of a conversation item, which is decoded separately."""
     item: JsonObject = {"type": "object", "required": ["role"], "properties": {"role": {"enum": list(roles)}}}
     return msgspec.Meta(extra_json_schema=item)
 
@@ -189,7 +190,7 @@ def raw_items(items: Sequence[msgspec.Raw], key: str) -> Sequence[msgspec.Raw]:
 
 
 class FunctionTool(msgspec.Struct):
-    """A tool definition, as every dialect checks it: in the words of Chat Completions."""
+    """A tool definition in the terms of Chat Completions, as every dialect checks it."""
 
     name: Annotated[str, msgspec.Meta(min_length=1)]
     description: str | None = None
@@ -197,7 +198,7 @@ class FunctionTool(msgspec.Struct):
 
 
 def present(**given: Any) -> JsonObject:
-    """What the client has set."""
+    """Drops the fields that the client did not set."""
     return {name: value for name, value in given.items() if value is not None}
 
 
@@ -242,7 +243,7 @@ def require_object(value: Any, path: str) -> JsonObject:
 
 
 def join_text(parts: Any, kinds: tuple[str, ...], path: str, *, glue: str) -> str | None:
-    """Content as one string: a string stays, text parts are joined, anything that is not text is refused by name."""
+    """Joins text parts to one string; refuses anything that is not text by name."""
     if parts is None or isinstance(parts, str):
         return parts
     if not isinstance(parts, list):
@@ -274,17 +275,18 @@ def echo(value: Any) -> str:
 def encode(value: Any) -> bytes:
     try:
         return orjson.dumps(value)
-    except TypeError:  # an integer beyond 64 bits, in arguments; text of a session that was made in Python
+    except TypeError:  # an integer beyond 64 bits in arguments, or text of a session made in Python
         return json.dumps(value, separators=(",", ":")).encode()
 
 
 LEVELS_AROUND_ARGUMENTS = 4
-"""Of a message that holds them, at most: Google's content, its parts, a part, the call."""
+"""Most JSON levels around arguments in a message: Google's content, its parts, a part, the call."""
 
 
 def arguments_object(text: str) -> JsonObject:
-    """A call's arguments as a JSON object. What is no object, reads like such a wrapping, or is nested too deeply to
-    be sent back, is wrapped whole as `_raw_arguments`."""
+    """A call's arguments as a JSON object. A value that is no object, looks like this wrapping, or is nested too deeply
+    to be sent back is wrapped whole as `_raw_arguments`.
+    """
     try:
         most = MAX_DEPTH - LEVELS_AROUND_ARGUMENTS
         value: Any = parse_json(text.encode(), "arguments", most_levels=most) if text.strip() else {}
@@ -300,7 +302,6 @@ def is_raw_arguments(value: JsonObject) -> bool:
 
 
 def arguments_text(value: JsonObject) -> str:
-    """The inverse of `arguments_object`."""
     if is_raw_arguments(value):
         return value["_raw_arguments"]
     return encode(value).decode()

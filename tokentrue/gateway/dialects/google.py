@@ -1,9 +1,9 @@
-"""Google GenerateContent: requests. Answers and events are in `google_answers.py`.
+"""Google GenerateContent: requests. Replies and events are in `google_answers.py`.
 
-The path names the model and whether the answer is streamed: `TurnHandler` puts both into the head. The protocol's JSON
-may write each field in camelCase or in snake_case. Calls and results may come without ids: the k-th call of a function
-in one turn is then `name#k`, and the matcher restores the id that was served; `pair_results` finds the call of a
-result. Reasoning travels sealed in `thoughtSignature`; a thought that comes back changed is refused.
+The path has the model and whether to stream: `TurnHandler` puts both into the head. Fields may be camelCase or
+snake_case. Calls and results may come without ids: the k-th call of a function in one turn is then `name#k`, and the
+matcher restores the id that was served; `pair_results` finds the call of a result. Reasoning is sealed in
+`thoughtSignature`; a thought that comes back changed is refused.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from tokentrue.types import Message, Reply, Sampling
 S = TypeVar("S", bound=msgspec.Struct)
 ITEMS = "contents"
 SEALED = "sealed_reasoning"  # in a part of a turn, before `join_turn`: the reasoning that its signatures hold
-PLAIN_RESULTS = ("output", "result", "error")  # the SDKs wrap a result that is no object under one of these
+PLAIN_RESULTS = ("output", "result", "error")  # the SDKs wrap a result that is not an object under one of these
 SCHEMAS = ("parameters", "responseSchema", "parametersJsonSchema", "responseJsonSchema")
 OPAQUE = ("args", "response", "labels", "partMetadata", *SCHEMAS)  # whose keys are not the protocol's
 EMPTY_SCHEMA: JsonObject = {"type": "object", "properties": {}}
@@ -94,7 +94,7 @@ class FunctionDeclaration(GoogleStruct):
 
 
 class GoogleTool(GoogleStruct):
-    """Every other kind of tool runs on its vendor's servers."""
+    """All other kinds of tool run on Google's servers."""
 
     function_declarations: list[FunctionDeclaration] = []
 
@@ -138,7 +138,7 @@ class GenerationConfig(GoogleStruct):
 
 
 class GenerateHead(GoogleStruct):
-    """Every top-level field but `contents`."""
+    """All top-level fields except `contents`."""
 
     system_instruction: str | Content | None = None
     tools: list[GoogleTool] | None = None
@@ -152,7 +152,7 @@ class GenerateHead(GoogleStruct):
 
 
 class GenerateBody(GenerateHead, kw_only=True):
-    """The whole body, as the OpenAPI document shows it; `decode_contents` also takes keys in snake_case."""
+    """The whole body, for the OpenAPI document; `decode_contents` also accepts snake_case keys."""
 
     contents: list[msgspec.Raw]
 
@@ -216,7 +216,7 @@ class Google(CountingDialect):
         return {**message, SEALED: "".join(sealed)} if sealed else message
 
     def join_turn(self, parts: Sequence[Message]) -> Message:
-        """With the reasoning that the turn's signatures hold."""
+        """Includes the reasoning in the turn's signatures."""
         message: JsonObject = {**join_assistant(parts)}
         shown, sealed = message.get("reasoning_content"), "".join(part.get(SEALED, "") for part in parts)
         if shown and sealed and shown != sealed:
@@ -239,7 +239,7 @@ class Google(CountingDialect):
 
 # The body.
 def camel_keys(value: Any, path: str) -> Any:
-    """A value with the protocol's own keys in camelCase and without nulls."""
+    """Converts the protocol's keys to camelCase and drops nulls."""
     if isinstance(value, list):
         return [camel_keys(item, f"{path}[{index}]") for index, item in enumerate(cast("list[Any]", value))]
     if not isinstance(value, dict):
@@ -341,7 +341,7 @@ def check_parts(parts: Sequence[Part], path: str) -> None:
 
 
 def number_calls(calls: Sequence[JsonObject]) -> list[JsonObject]:
-    """Calls without ids count over the whole turn."""
+    """Calls without ids are numbered over the whole turn."""
     counts: Counter[str] = Counter()
     out: list[JsonObject] = []
     for call in calls:
@@ -366,7 +366,7 @@ def user_part(part: Part, where: str) -> str | Message:
 
 
 def result_text(response: JsonObject) -> str:
-    """A result under `output`, `result` or `error` alone is that text; every other object is its JSON."""
+    """A result with only `output`, `result` or `error` is that text; any other object is its JSON."""
     if len(response) == 1 and next(iter(response)) in PLAIN_RESULTS:
         value = next(iter(response.values()))
         return value if isinstance(value, str) else encode(value).decode()
@@ -388,7 +388,7 @@ def tools_from_google(tools: Sequence[GoogleTool] | None) -> tuple[JsonObject, .
 def choose_schema(
     openapi: JsonObject | None, json_schema: JsonObject | None, where: str, kind: str
 ) -> JsonObject | None:
-    """The JSON schema that was given as Google's subset of OpenAPI, or as itself."""
+    """Returns the JSON schema, given as such or as Google's subset of OpenAPI."""
     name = kind if kind == "parameters" else f"{kind}Schema"
     if openapi is not None and json_schema is not None:
         raise MessageError(f"send {name} or {kind}JsonSchema, not both", field=f"{where}.{kind}JsonSchema")
@@ -421,7 +421,7 @@ def json_schema_from_openapi(value: Any, where: str) -> JsonObject:
 
 
 def choice_from_google(config: ToolConfig | None, tools: Sequence[JsonObject] | None) -> str | JsonObject | None:
-    """`toolConfig.functionCallingConfig` as a tool_choice."""
+    """Translates `toolConfig.functionCallingConfig` to a tool_choice."""
     if config is None:
         return None
     calling = config.function_calling_config or FunctionCallingConfig()

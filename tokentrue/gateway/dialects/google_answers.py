@@ -1,7 +1,7 @@
-"""Google GenerateContent: answers and chunks. The parts of both are built here and nowhere else.
+"""Google GenerateContent: replies and chunks; both build their parts here.
 
-Reasoning is shown as parts with `thought` where the request asked for it. The part that follows it carries it sealed,
-as `thoughtSignature`: clients drop thoughts from their history and keep signatures.
+Reasoning is sent as parts with `thought` if requested. The part after it carries it sealed, as `thoughtSignature`:
+clients drop thoughts from their history and keep signatures.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def build_usage(replies: Sequence[Reply]) -> JsonObject:
 
 
 def build_error(problem: HttpProblem) -> JsonObject:
-    """`code` is the HTTP status in this protocol; the gateway's own code and the field are in `details`."""
+    """`code` is the HTTP status in this protocol; the gateway's code and the field are in `details`."""
     metadata = {"field": problem.field} if problem.field else {}
     info = {
         "@type": "type.googleapis.com/google.rpc.ErrorInfo",
@@ -118,7 +118,7 @@ def build_error(problem: HttpProblem) -> JsonObject:
 
 
 class OpenCandidate:
-    """What of one candidate is not sent yet."""
+    """The part of a candidate that is not sent yet."""
 
     def __init__(self) -> None:
         self.reasoning = ""
@@ -127,10 +127,10 @@ class OpenCandidate:
 
 
 class GoogleEncoder:
-    """Chunks, each a whole response; the last chunk of a candidate has the finish reason and the usage.
+    """Each chunk is a whole response; the last chunk of a candidate has the finish reason and the usage.
 
-    A call goes out when it is complete: the protocol has no partial arguments. A keep-alive is an empty line, because
-    Google's SDKs take a comment for JSON; an error is bare JSON, as Google's own server sends it.
+    Calls are sent when complete: the protocol has no partial arguments. A keep-alive is an empty line, because Google's
+    SDKs parse comments as JSON; an error is bare JSON, as Google's server sends it.
     """
 
     ping = b"\n"
@@ -177,7 +177,7 @@ class GoogleEncoder:
         return [self._sign(candidate, part)]
 
     def _sign(self, candidate: OpenCandidate, part: JsonObject) -> JsonObject:
-        """The part that follows reasoning carries it, sealed."""
+        """Adds the sealed reasoning to the part that follows it."""
         if candidate.reasoning:
             part["thoughtSignature"], candidate.reasoning = self._signer.wrap_as_bytes(candidate.reasoning), ""
         return part

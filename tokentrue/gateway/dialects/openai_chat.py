@@ -1,6 +1,6 @@
-"""OpenAI Chat Completions: requests, answers and chunks.
+"""OpenAI Chat Completions: requests, replies and chunks.
 
-Reasoning travels as `reasoning_content`, on the way out and on the way back. Developer messages are system messages.
+Reasoning is `reasoning_content` in both directions. Developer messages are system messages.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def build_logprobs(
 
 def token_entry(token: int, logprob: float, text_of: TextOf) -> JsonObject:
     text = text_of((token,))
-    whole = "\ufffd" not in text  # half a character has no bytes of its own to show
+    whole = "\ufffd" not in text  # half a character has no bytes to show
     return {"token": text, "logprob": logprob, "bytes": list(text.encode("utf-8", "replace")) if whole else None}
 
 
@@ -107,11 +107,10 @@ def build_error(problem: HttpProblem) -> JsonObject:
 
 
 class ChatEncoder:
-    """Chunks: the role first, then deltas, then the finish reason; usage in a separate chunk when asked for; `[DONE]`
-    last.
+    """Chunks: the role, deltas, the finish reason; usage in a separate chunk if requested; `[DONE]` last.
 
-    Log-probabilities go out token by token, unless alternatives were asked for: engines report those with the whole
-    completion, so that all of them are in the last chunk of a choice.
+    Log-probabilities are sent token by token. If alternatives are requested they all come in the last chunk of a
+    choice, because engines report those with the whole completion.
     """
 
     ping = b": keep-alive\n\n"
@@ -208,7 +207,7 @@ class StreamOptions(msgspec.Struct):
 
 
 class ChatHead(msgspec.Struct, forbid_unknown_fields=True):
-    """Every top-level field but `messages`. Fields typed Any are hints: accepted, without effect on tokens."""
+    """All top-level fields except `messages`. Fields typed Any are hints: accepted, without effect on tokens."""
 
     model: str = ""
     stream: bool | None = False
@@ -262,7 +261,7 @@ class ChatCall(msgspec.Struct):
 
 
 class AssistantFields(msgspec.Struct):
-    """What is checked of an assistant message."""
+    """The validated fields of an assistant message."""
 
     reasoning_content: str | None = None
     tool_calls: list[ChatCall] | None = None
@@ -338,7 +337,7 @@ def tools_from_chat(tools: list[JsonObject] | None) -> tuple[JsonObject, ...] | 
 
 
 def message_from_chat(item: Any, path: str) -> Message:
-    """Fields that nobody here knows stay: templates may."""
+    """Keeps unknown fields: templates may use them."""
     message = dict(require_object(item, path))
     role = message.get("role")
     if role not in ROLES:

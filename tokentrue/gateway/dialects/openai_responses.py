@@ -1,10 +1,9 @@
-"""OpenAI Responses: requests. Answers and events are in `responses_answers.py`.
+"""OpenAI Responses: requests. Replies and events are in `responses_answers.py`.
 
 One model turn is several items here (reasoning, message, function calls); consecutive ones are one assistant message,
-unless their ids say that two turns of this session served them. Reasoning travels as `reasoning_text` and, sealed, as
-`encrypted_content`: it survives clients that keep only the latter. A custom (free-form) tool is shown to the model as a
-function with one string, and served back as a custom tool call; the tools of a namespace are shown under both names,
-and served back with their namespace.
+unless their ids show that two turns of this session served them. Reasoning is sent as `reasoning_text` and, sealed, as
+`encrypted_content`, for clients that keep only the latter. The model sees a custom (free-form) tool as a function with
+one string, and the tools of a namespace as `namespace__name`; calls are served in the client's form.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ from tokentrue.sessions.constraints import constraints_from
 from tokentrue.types import Message, Reply, Sampling
 
 FindArguments = Callable[[str], Sequence[str]]
-"""The recorded arguments of the calls that were served under an id."""
+"""Returns the recorded arguments of the calls served under an id."""
 
 TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
 REASONING_PARTS = ("reasoning_text", "summary_text", "text")
@@ -75,7 +74,7 @@ class TextConfig(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ResponsesHead(msgspec.Struct, forbid_unknown_fields=True):
-    """Every top-level field but `input`. Fields typed Any are hints: accepted, without effect on tokens."""
+    """All top-level fields except `input`. Fields typed Any are hints: accepted, without effect on tokens."""
 
     model: str = ""
     instructions: str | None = None
@@ -133,11 +132,11 @@ class OpenAIResponses(Dialect):
         return DecodedBody(head=replace(head, last_node=last_node), items=items)
 
     def _find_last_node(self, items: Sequence[msgspec.Raw]) -> str | None:
-        """Of the last item that a model wrote; None where it has no id of this session."""
+        """The node of the last item written by a model; None if its id is not of this session."""
         for raw in reversed(items):
             try:
                 item = msgspec.json.decode(raw, type=ItemName)
-            except (msgspec.DecodeError, UnicodeDecodeError):  # what is wrong with it is said where it is parsed
+            except (msgspec.DecodeError, UnicodeDecodeError):  # the parser reports what is wrong with it
                 return None
             if not item.is_given:
                 node = node_from_item_id(item.id)
@@ -160,8 +159,7 @@ class OpenAIResponses(Dialect):
         return (node is None or self._is_node(node)) and (not is_custom or bool(self._find_arguments(call_id)))
 
     def continues_turn(self, parts: Sequence[Message], part: Message) -> bool:
-        """False where `part` and the parts before it were served by two nodes. A part without a name belongs to those
-        before it."""
+        """False if another node served `part`. A part without a node belongs to those before it."""
         before = [one[TURN] for one in parts if TURN in one]
         return not before or part.get(TURN, before[-1]) == before[-1]
 
@@ -242,7 +240,7 @@ def echoed_settings(head: ResponsesHead) -> JsonObject:
 
 
 class ItemName(msgspec.Struct):
-    """What of an item says who wrote it; the rest, which may be long, is skipped."""
+    """The fields of an item that identify its author; the rest, which may be long, is skipped."""
 
     id: Any = None
     role: Any = "assistant"
@@ -254,7 +252,7 @@ class ItemName(msgspec.Struct):
 
 
 def node_from_item_id(item_id: object) -> str | None:
-    """The node that an item's id names, if it has the form of ours."""
+    """The node in an item's id, if the id has our form."""
     found = _ITEM_ID.fullmatch(item_id) if isinstance(item_id, str) else None
     return found[1] if found else None
 
@@ -265,7 +263,7 @@ def model_name(namespace: str | None, name: str) -> str:
 
 
 class CallItem(msgspec.Struct):
-    """A call, of a function (`arguments`) or of a custom tool (`input`)."""
+    """A call of a function (`arguments`) or of a custom tool (`input`)."""
 
     name: str
     call_id: str
@@ -283,7 +281,7 @@ class OutputOfCall(msgspec.Struct):
 def message_from_item(
     item: JsonObject, path: str, signer: ReasoningSigner, find_arguments: FindArguments
 ) -> Message | None:
-    """A message, or a part of an assistant message; None for reasoning of which nothing is left."""
+    """Returns a message or a part of an assistant message; None for reasoning without any text left."""
     kind = item.get("type") or ("message" if "role" in item else None)
     if kind == "reasoning":
         text = reasoning_text(item, path, signer)
@@ -328,16 +326,16 @@ def call_from_item(item: CallItem, kind: str, find_arguments: FindArguments) -> 
 
 
 def arguments_from_input(said: str, recorded: Sequence[str]) -> str:
-    """The inverse of `custom_input`. Arguments that broke off, or that hold more than the input, are served as the
-    input alone: the call's id finds them in the record."""
+    """Inverse of `custom_input`. Arguments that broke off or contain more than the input are served as the input alone:
+    the call's id finds them in the record.
+    """
     found = (arguments for arguments in recorded if custom_input(arguments) == said)
     return next(found, None) or orjson.dumps({"input": said}).decode()
 
 
 # Tools.
 def tools_from_responses(tools: list[JsonObject] | None) -> tuple[tuple[JsonObject, ...] | None, dict[str, ServedTool]]:
-    """As functions, and how a call of each is to be served. A tool in a namespace is shown to the model as
-    `namespace__name`."""
+    """Returns the tools as functions, and how calls of each are served."""
     out: list[JsonObject] = []
     served: dict[str, ServedTool] = {}
     for where, namespace, tool in flatten_namespaces(tools or ()):

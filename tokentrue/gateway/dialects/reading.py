@@ -1,4 +1,4 @@
-"""The conversation of a request, from the items of its dialect."""
+"""Builds a request's conversation from the items of its dialect."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from tokentrue.types import Message, Messages
 def read_conversation(
     dialect: Dialect, decoded: DecodedBody, earlier: Conversations, *, history: Messages = ()
 ) -> Conversation:
-    """`history` comes before the items: a system prompt outside of them, an earlier answer's conversation. An
-    assistant turn of several items is shared with an earlier request only if all of them are the same."""
+    """`history` precedes the items: a separate system prompt, or an earlier reply's conversation. An assistant turn of
+    several items is shared with an earlier request only if all of them are equal.
+    """
     base = earlier.find(dialect.name, [*map(own_source, history), *decoded.items])
     messages, known = list(base), len(base.sources)
     sources, ends, turn = list[Raw](), list[int | None](), list[Message]()  # consecutive assistant items of one turn
@@ -49,8 +50,9 @@ def read_conversation(
 
 
 def pair_results(messages: list[Message], first: int) -> None:
-    """Gives results that name a function and no call (Google's may) the id of the first call of that function, in the
-    turn before them, that no other result answers."""
+    """A result that names a function but no call (Google) gets the id of that function's first unanswered call in the
+    turn before.
+    """
     for index in range(first, len(messages)):
         if messages[index]["role"] != "tool" or "tool_call_id" in messages[index]:
             continue
@@ -58,7 +60,7 @@ def pair_results(messages: list[Message], first: int) -> None:
         answered = Counter(message["tool_call_id"] for message in messages[turn:] if "tool_call_id" in message)
         result = dict(messages[index])
         name = result.pop("name")
-        found = f"{name}#{answered.total()}"  # of no call, where none is left
+        found = f"{name}#{answered.total()}"  # no unanswered call is left
         for call in messages[turn].get("tool_calls", ()):
             if answered[call["id"]]:
                 answered[call["id"]] -= 1

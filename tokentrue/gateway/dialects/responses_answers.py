@@ -1,6 +1,6 @@
-"""OpenAI Responses: answers and events. Whole answers and streams build their items by the same methods.
+"""OpenAI Responses: replies and events, which share the methods that build items.
 
-Events: created, in progress, the items, completed or incomplete; each carries its sequence number.
+Events: created, in progress, the items, completed or incomplete; each has its sequence number.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ UNSTORED = "resp_ns_"
 STORED = "resp_"
 INSTRUCTED = "_i"  # ends the id of a response that was made with `instructions`
 _INPUT_OPENS = re.compile(r'\s*\{\s*"input"\s*:\s*"')
-_DECODABLE = re.compile(  # whole characters and escapes; of a surrogate pair both halves
+_DECODABLE = re.compile(  # whole characters and escapes; both halves of a surrogate pair
     r'(?:[^"\\\x00-\x1f]|\\["\\/bfnrt]|\\u(?![dD][89a-fA-F])[0-9a-fA-F]{4}'
     r"|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})*"
 )
@@ -32,7 +32,7 @@ _DECODABLE = re.compile(  # whole characters and escapes; of a surrogate pair bo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedTool:
-    """How the calls of a tool are served: under which name, in which namespace, as a custom tool or as a function."""
+    """How the calls of a tool are served: name, namespace, and as a custom tool or a function."""
 
     name: str
     namespace: str | None = None
@@ -50,8 +50,9 @@ class ResponsesOptions(msgspec.Struct, frozen=True):
 
 
 class CustomInput:
-    """Decodes the arguments of a custom tool's call as they are sampled: `feed` returns what more of the string is
-    certain."""
+    """Decodes the arguments of a custom tool's call as they are sampled; `feed` returns the further text that is
+    certain.
+    """
 
     def __init__(self) -> None:
         self._text = ""
@@ -70,20 +71,21 @@ class CustomInput:
         return orjson.loads(f'"{found[0]}"') if found[0] else ""
 
     def finish(self) -> str:
-        """The rest, when no more comes."""
+        """Returns the rest; no more text follows."""
         return self._text if self._place is None else ""
 
 
 def custom_input(arguments: str) -> str:
-    """The one string of a custom tool's call; arguments that are not `{"input": "…` are served as the model wrote
-    them."""
+    """The single string of a custom tool's call; arguments that are not `{"input": "…` are served as the model wrote
+    them.
+    """
     decoder = CustomInput()
     return decoder.feed(arguments) + decoder.finish()
 
 
 @dataclass(slots=True, kw_only=True)
 class OutputItem:
-    """One output item, complete or as far as it has come."""
+    """One output item, complete or in progress."""
 
     kind: str  # "reasoning", "message" or "call"
     suffix: str  # of the item's id
@@ -112,8 +114,9 @@ class OutputItem:
         return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": list(self.logprobs)}
 
     def build(self, signer: ReasoningSigner, *, status: str) -> JsonObject:
-        """`status` is that of reasoning or text; a call is incomplete where its arguments broke off, however the turn
-        ended."""
+        """`status` is that of reasoning or text; a call is incomplete if its arguments broke off, however the turn
+        ended.
+        """
         if self.kind == "reasoning":
             sealed = {"encrypted_content": signer.wrap(self.text), "status": status}
             return {"type": "reasoning", "id": self.id, "summary": [], "content": [self.build_part()], **sealed}
@@ -122,7 +125,7 @@ class OutputItem:
         return self._call("completed" if is_json(self.text) else "incomplete")
 
     def build_opening(self) -> JsonObject:
-        """The item of `output_item.added`: nothing of its text yet."""
+        """The item of `output_item.added`, without its text."""
         if self.kind == "reasoning":
             return {"type": "reasoning", "id": self.id, "summary": [], "status": "in_progress"}
         if self.kind == "message":
@@ -169,7 +172,6 @@ def build_whole(head: RequestHead, reply: Reply, text_of: TextOf, signer: Reason
 def build_response(
     head: RequestHead, reply: Reply, items: Sequence[OutputItem], signer: ReasoningSigner, created: int
 ) -> JsonObject:
-    """The whole response, from its items."""
     is_incomplete, sampled = is_cut(reply.completion.finish), len(reply.completion.token_ids)
     status = "incomplete" if is_incomplete else "completed"
     response = response_base(head, reply.node, created, status=status)
@@ -201,13 +203,14 @@ def response_base(head: RequestHead, node: str, created: int, *, status: str) ->
 
 
 def text_status(item: OutputItem, items: Sequence[OutputItem], status: str) -> str:
-    """Of the reasoning or the text of a turn that ended in `status`: the last item of a turn without calls has it.
-    Text that was sampled after a call is before it in a whole answer: beside calls the place says nothing."""
+    """Status of reasoning or text in a turn that ended in `status`: only the last item of a turn without calls has it.
+    With calls the position says nothing: in a whole reply, text sampled after a call precedes it.
+    """
     return status if item is items[-1] and all(one.kind != "call" for one in items) else "completed"
 
 
 def logprobs_for(head: RequestHead, reply: Reply, text_of: TextOf) -> list[JsonObject]:
-    """Of every sampled token of the turn, where the client asked for them."""
+    """Of every sampled token of the turn, if requested."""
     if not head.options.logprobs:
         return []
     done = reply.completion
@@ -260,14 +263,14 @@ class ResponsesEncoder:
         return self._items[-1] if self._items and self._items[-1].is_open else None
 
     def _suffix(self, kind: str) -> str:
-        """A turn has one message, but for the text of a call that broke off."""
+        """A turn has one message, except for the text of a call that broke off."""
         last = self._last_open()
         if last is not None and last.kind == kind:
             return last.suffix
         return self._node if all(one.kind != kind for one in self._items) else f"{self._node}_{len(self._items)}"
 
     def _enter(self, kind: str, suffix: str, delta: Delta | None = None) -> bytes:
-        """Makes the item that this delta belongs to the open one; opens it where it is new."""
+        """Switches to the item of this delta; opens a new one."""
         last = self._last_open()
         if last is not None and (last.kind, last.suffix) == (kind, suffix):
             return b""
@@ -301,15 +304,16 @@ class ResponsesEncoder:
 
     # Ends.
     def _close_finished(self) -> bytes:
-        """Closes what is open before the next item begins. A message with log-probabilities stays open: they cover the
-        whole turn."""
+        """Closes the open item before the next one. A message with log-probabilities stays open: they cover the whole
+        turn.
+        """
         waits = self._head.options.logprobs
         return b"".join(
             self._close(item, "completed") for item in self._items if not (waits and item.kind == "message")
         )
 
     def _close(self, item: OutputItem, status: str) -> bytes:
-        """The item's own last event, then the whole item."""
+        """Sends the item's own last event, then the whole item."""
         if not item.is_open:
             return b""
         item.is_open = False

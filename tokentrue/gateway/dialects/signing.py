@@ -1,4 +1,4 @@
-"""Signatures on reasoning that a client carries for the gateway."""
+"""Signatures on reasoning that clients carry."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import hmac
 
 
 class ReasoningSigner:
-    """Signs with a secret of one session, which its client does not know; signatures by one of `older` hold, too."""
+    """Signs with a session's secret, unknown to its client; also accepts signatures by any of `older`."""
 
     MARK = "tt1"
 
@@ -36,7 +36,7 @@ class ReasoningSigner:
         return f"{self.MARK}.{body}.{self._mac(text, self._secrets[0])}"
 
     def unwrap(self, blob: str) -> str | None:
-        """The text of `wrap`; None where the blob is not ours."""
+        """Inverse of `wrap`; None if the blob is not ours."""
         parts = blob.split(".")
         if len(parts) != 3 or parts[0] != self.MARK:
             return None
@@ -47,11 +47,11 @@ class ReasoningSigner:
         return text if self._is_ours(parts[2], text) else None
 
     def wrap_as_bytes(self, text: str) -> str:
-        """`wrap` for a field that its protocol types as bytes (Google's `thoughtSignature`)."""
+        """`wrap` for a field that the protocol types as bytes (Google's `thoughtSignature`)."""
         return base64.b64encode(self.wrap(text).encode()).decode()
 
     def unwrap_bytes(self, blob: str) -> str | None:
-        """The text of `wrap_as_bytes`, which may come back in either alphabet of base64."""
+        """Inverse of `wrap_as_bytes`; accepts both base64 alphabets."""
         try:
             padded = blob + "=" * (-len(blob) % 4)
             wrapped = base64.b64decode(padded.translate({ord("-"): "+", ord("_"): "/"}), validate=True).decode("ascii")

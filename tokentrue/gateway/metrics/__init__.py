@@ -1,1 +1,1 @@
-"""What the gateway measures, and the Prometheus page that shows it."""
+"""The gateway's measurements and the Prometheus page."""

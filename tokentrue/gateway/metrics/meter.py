@@ -1,6 +1,6 @@
-"""Wraps the engine: times it, and stamps the policy version where the engine reports none.
+"""Wraps the engine: measures its time, and sets the policy version if the engine reports none.
 
-The time that a turn spends here is the engine's; the rest of the turn is what the gateway adds.
+Time spent here is the engine's; the rest of a turn is the gateway's overhead.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tokentrue.types import UNVERSIONED, Chunk, Completion, Ids, Sampling, spans
 
 
 class EngineClock:
-    """Wall seconds in which at least one engine call of a turn was running: the calls of n choices overlap."""
+    """Wall seconds with at least one engine call of the turn running: the calls of n choices overlap."""
 
     def __init__(self) -> None:
         self.engine_s = 0.0
@@ -40,7 +40,7 @@ CLOCK: ContextVar[EngineClock | None] = ContextVar("tokentrue_engine_clock", def
 
 
 class MeteredProvider(Streaming):
-    """`version` is what /admin/version noted; an engine that reports its own is believed."""
+    """`version` was set by /admin/version; a version that the engine reports takes precedence."""
 
     def __init__(self, inner: EngineControl, *, version: int = UNVERSIONED) -> None:
         self.inner = inner

@@ -1,4 +1,4 @@
-"""Prometheus metrics of one process, and the page of several."""
+"""Prometheus metrics of one process, and the merged page of several."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Metrics:
         self.version = gauge("policy_version", "The newest policy version noted.")
 
     def note_turn(self, dialect: str, reply: Reply, sampled: int, *, streamed: bool) -> None:
-        """Counts a turn of `sampled` tokens, or an answer from the record; `reply` is its first choice."""
+        """Counts a turn of `sampled` tokens, or a reply from the record; `reply` is its first choice."""
         if reply.from_record:
             self.replays.inc()
             return
@@ -69,7 +69,6 @@ class Metrics:
 
 
 def engine_families(engine: Measured) -> list[Metric]:
-    """The figures of an embedded engine, as gauges."""
     return [
         GaugeMetricFamily(f"tokentrue_engine_{name}", f"Embedded engine: {name.replace('_', ' ')}.", value=float(value))
         for name, value in engine.metrics().items()
@@ -81,7 +80,7 @@ LARGEST = {"tokentrue_paused", "tokentrue_policy_version"}  # the rest adds up o
 
 
 def build_page(families: Iterable[Metric]) -> bytes:
-    """The text page of the families of one worker or several: those of one name are added up."""
+    """Text page for one worker or several; families of the same name are summed."""
     merged: dict[str, Metric] = {}
     values: dict[tuple[str, str, tuple[tuple[str, str], ...]], float] = {}
     for family in families:

@@ -1,9 +1,9 @@
-"""uvicorn's HTTP/1.1 protocol with the limits that it lacks: it bounds neither the head of a request nor its trailers,
-merges trailers into the headers, and waits without end for a head, a body and a client that reads.
+"""uvicorn's HTTP/1.1 protocol with missing limits added.
 
-Per request, head, chunk framing and trailers take at most `head_bytes` beyond what the body explains; a head takes
-`head_s`, a body `body_s`; a client that takes nothing for `write_s` is cut off; `MOST_PIPELINED` requests may wait.
-What goes beyond is refused with 400 or closed, and never reaches the application.
+uvicorn does not limit a request's head or trailers, merges trailers into the headers, and waits forever for a head, a
+body and a client that reads. Here head, chunk framing and trailers of a request take at most `head_bytes` beyond what
+the body explains; a head takes `head_s`, a body `body_s`; a client that reads nothing for `write_s` is disconnected;
+`MOST_PIPELINED` requests may wait. Violations get 400 or a closed connection and never reach the application.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from tokentrue.gateway.config import GatewayLimits
 
 MOST_PIPELINED = (
-    64  # requests that wait for an answer before theirs; all of one read are parsed at once, while the event loop waits
+    64  # requests waiting for an earlier reply; all of one read are parsed at once and block the event loop
 )
 FRAMING_PER_BODY_BYTE = 8  # a chunk of one byte has at least five bytes of framing
 
@@ -58,7 +58,7 @@ class BoundedHttp(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._in_body:  # a trailer is no header
+        if not self._in_body:  # a trailer is not a header
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -71,7 +71,7 @@ class BoundedHttp(HttpToolsProtocol):
         super().on_headers_complete()
         if (
             self.parser is not None and self.parser.should_upgrade()
-        ):  # another protocol may follow: the connection ends with this answer
+        ):  # another protocol may follow: close the connection after this reply
             self.cycle.keep_alive = False
 
     def on_body(self, body: bytes) -> None:
@@ -103,7 +103,7 @@ class BoundedHttp(HttpToolsProtocol):
 
     @property
     def _current(self) -> RequestResponseCycle | None:
-        """The newest request and its answer; uvicorn has None there before the first."""
+        """The newest request cycle; uvicorn has None before the first."""
         return self.cycle
 
     def _time_out(self) -> None:
@@ -111,11 +111,13 @@ class BoundedHttp(HttpToolsProtocol):
         current = self._current
         if self._in_body or current is None or current.response_complete:
             self.transport.abort()
-        else:  # an answer is being sent; what has come of the next request waits
+        else:  # a reply is being sent; the bytes of the next request wait
             self._limit_time(self.limits.head_s)
 
     def send_400_response(self, msg: str) -> None:
-        """For what is not HTTP. A complete request before it is answered, and the connection ends with that."""
+        """For input that is not HTTP. A complete request before it still gets its reply, then the connection
+        closes.
+        """
         current = self._current
         if current is None or current.response_complete or (self._in_body and not current.response_started):
             super().send_400_response(msg)

@@ -1,8 +1,8 @@
-"""Requests for a session that another process owns are forwarded to it: a worker of this server, found by rendezvous
-hashing of the session's id, or another gateway on the same PostgreSQL record, which the journal names.
+"""Forwards requests for a session that another process owns.
 
-Bodies are passed on part by part: the owner checks the key before it reads one, and no process holds a body that is
-not its own.
+The owner is a worker of this server, found by rendezvous hashing of the session id, or another gateway on the same
+PostgreSQL record, named by the journal. Bodies are streamed: the owner checks the key before it reads one, and no other
+process holds a whole body.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LOG = logging.getLogger("tokentrue.gateway")
 
 
 def find_owner(session_id: str, workers: int) -> int:
-    """Growing from N to N+1 workers moves one session in N+1."""
+    """Rendezvous hash: growing from N to N+1 workers moves one session in N+1."""
     return max(
         range(workers), key=lambda worker: hashlib.blake2b(f"{session_id}:{worker}".encode(), digest_size=8).digest()
     )
@@ -40,15 +40,16 @@ def count_forwards(scope: Scope) -> int:
 
 
 class Peers:
-    """The processes that share the record of this gateway. `sockets` are those on which the workers of this server
-    listen to each other; this one is number `me`."""
+    """The processes that share this gateway's record. `sockets`: where the workers of this server listen to each other;
+    this worker is number `me`.
+    """
 
     def __init__(self, *, me: int = 0, sockets: Sequence[str] = ()) -> None:
         self._me, self._sockets = me, sockets
         self._clients: dict[str, aiohttp.ClientSession] = {}
 
     def is_own(self, session_id: str) -> bool:
-        """False where another worker of this server owns the session."""
+        """False if another worker of this server owns the session."""
         return len(self._sockets) < 2 or find_owner(session_id, len(self._sockets)) == self._me
 
     def require_own(self, session_id: str) -> None:
@@ -57,7 +58,7 @@ class Peers:
             raise SessionElsewhere(f"session {session_id!r} is owned by another worker; send this again", url=url)
 
     def _connect(self, url: str) -> tuple[aiohttp.ClientSession, str]:
-        """The client for an address, and the base of its URLs."""
+        """Returns the client for an address, and the base of its URLs."""
         is_local = url.startswith(UNIX)
         name = url if is_local else "tcp"
         if name not in self._clients:
@@ -72,8 +73,9 @@ class Peers:
     async def forward(
         self, elsewhere: SessionElsewhere, scope: Scope, receive: Receive, send: Send, body: bytes | None = None
     ) -> None:
-        """Forwards a request to its owner and the answer back; `body` is given where it has been read already. Raises
-        `elsewhere` where the owner has no address, or the request has been forwarded too often."""
+        """Forwards a request to its owner and streams the reply back; pass `body` if it has been read already. Raises
+        `elsewhere` if the owner has no address or the request was forwarded too often.
+        """
         if not elsewhere.url or count_forwards(scope) >= MOST_FORWARDS:
             raise elsewhere
         client, base = self._connect(elsewhere.url)
@@ -81,7 +83,7 @@ class Peers:
         parts = _read_parts(receive, body_sent, body)
 
         async def watch() -> None:
-            """Returns when the client has disconnected, which `receive` tells after the body."""
+            """Returns when the client has disconnected, which `receive` reports after the body."""
             await body_sent.wait()
             while (await receive())["type"] != "http.disconnect":
                 pass
@@ -110,7 +112,7 @@ class Peers:
     async def ask_workers(
         self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None
     ) -> list[bytes | None]:
-        """What every other worker of this server answers; None for one that refuses or does not answer in time."""
+        """Replies of all other workers of this server; None for one that refuses or times out."""
         others = [UNIX + socket for number, socket in enumerate(self._sockets) if number != self._me]
         return list(await asyncio.gather(*(self._ask(url, method, path, body, headers) for url in others)))
 
@@ -155,13 +157,12 @@ async def _relay(
             async for chunk in response.content.iter_any():
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
         except aiohttp.ClientError:
-            return  # the owner died in mid-answer: the client sees a broken answer, and retries
+            return  # the owner died during the reply: the client sees it break off, and retries
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def _read_parts(receive: Receive, sent: asyncio.Event, body: bytes | None) -> AsyncIterator[bytes]:
-    """The body as it arrives, or the one that has been read already; raises `ClientGone` where the client disconnects
-    before its end."""
+    """Yields the body as it arrives, or the one already read; raises `ClientGone` if the client disconnects first."""
     more = body is None
     if body:
         yield body

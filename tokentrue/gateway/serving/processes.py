@@ -1,10 +1,9 @@
-"""The processes of `tokentrue serve`: a parent that holds the listening socket, and the gateways that it starts, and
-starts again where one was killed. Their sessions come back from the journal, what the administrator set from
-`AdminState`.
+"""Processes of `tokentrue serve`: a parent that holds the listening socket, starts the gateways and restarts killed
+ones.
 
-A chat template is code that the operator chose; Jinja's sandbox confines what it reaches, not what it costs. While one
-call into C holds the interpreter, no thread and no signal handler of a process runs, so the operating system ends it:
-`RenderDeadline` arms a timer whose signal has the default action.
+Sessions are restored from the journal, admin settings from `AdminState`. Jinja's sandbox limits what a chat template
+can access, not what it costs. While one call into C holds the interpreter, no thread and no signal handler of the
+process runs, so the operating system must kill it: `RenderDeadline` arms a timer whose signal has the default action.
 """
 
 from __future__ import annotations
@@ -34,15 +33,14 @@ Serve = Callable[[int, Callable[[], None]], None]
 
 
 class AdminState:
-    """The pause and the policy version, in memory that a parent shares with the gateways it starts.
+    """Pause and policy version, in memory shared by the parent and its gateways.
 
-    A worker writes an operation here, and then asks the others to apply it. A worker that starts reads this when it
-    listens to the others and before it serves a request: each operation is either read here, or asked for on its
-    socket.
+    A worker writes an operation here, then asks the others to apply it. A starting worker reads this after it listens
+    to the others and before it serves a request, so it sees each operation here or on its socket.
     """
 
     def __init__(self) -> None:
-        # No lock: a worker that is killed would keep it. Each value is one aligned word, which is written whole.
+        # No lock: a killed worker would never release it. Each value is one aligned word, written atomically.
         self._words = RawArray("q", [False, UNVERSIONED])
 
     @property
@@ -63,7 +61,7 @@ class AdminState:
 
 
 class RenderDeadline:
-    """A context for one rendering on each thread. If one takes longer than `seconds`, SIGALRM ends the process."""
+    """Context manager for one rendering per thread. If it takes longer than `seconds`, SIGALRM kills the process."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -86,14 +84,14 @@ class RenderDeadline:
 
 
 class Child:
-    """A gateway process, and the pipe on which it says that it is up, or why it could not start."""
+    """A gateway process, and the pipe on which it reports that it is up or why it could not start."""
 
     def __init__(self, serve: Serve, number: int, *, is_only: bool) -> None:
-        # A fork, before anything is loaded: the child starts at once, and has the socket, the key and the settings.
+        # Fork before anything is loaded: the child starts at once and inherits socket, key and settings.
         context = multiprocessing.get_context("fork")
         self.pipe, theirs = context.Pipe(duplex=False)
         self.number, self.is_up = number, False
-        # A killed parent takes an only child along: the port and the journal's lock are free at once. Workers end
+        # An only child dies with a killed parent: the port and the journal's lock are free at once. Workers finish
         # what they are generating; the next server waits for them (`StoreLock`).
         ends_with = signal.SIGKILL if is_only else signal.SIGTERM
         self.process = context.Process(target=_run_child, args=(serve, number, theirs, os.getpid(), ends_with))
@@ -101,7 +99,7 @@ class Child:
         theirs.close()
 
     def receive(self) -> str | None:
-        """UP, or None where the child has ended; raises the exception that ended it."""
+        """Returns UP, or None if the child has ended; raises the exception that ended it."""
         try:
             message: Any = self.pipe.recv()
         except EOFError:
@@ -114,7 +112,7 @@ class Child:
 
 
 class Supervisor:
-    """Runs `serve(number, say_up)` in `count` processes, and again where one that was up is killed."""
+    """Runs `serve(number, say_up)` in `count` processes, and restarts one that was up and is killed."""
 
     def __init__(self, serve: Serve, count: int, public: socket.socket) -> None:
         self._serve, self._count, self._public = serve, count, public
@@ -157,13 +155,12 @@ class Supervisor:
 
     def _stop(self, number: int, _: Any = None) -> None:
         self._is_stopping = True
-        self._public.close()  # or clients that come now would wait in its queue until the children have drained
+        self._public.close()  # otherwise new clients would wait in its queue until the children have drained
         for child in list(self._children.values()):
             if child.process.pid is not None and child.process.is_alive():
                 os.kill(child.process.pid, number)
 
     def _replace(self, child: Child) -> None:
-        """After `child` has ended."""
         del self._children[child.number]
         ended_with, now = child.process.exitcode or 0, time.monotonic()
         if self._is_stopping or not child.is_up or (ended_with >= 0 and self._count == 1):

@@ -1,4 +1,4 @@
-"""Running a gateway process: sockets, signals, logs."""
+"""Runs a gateway process: sockets, signals, logs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def is_loopback(host: str) -> bool:
 
 
 def listen(host: str, port: int, *, admin_key: str) -> socket.socket:
-    """The public socket. Beyond loopback the admin key must not be guessable."""
+    """Opens the public socket. Beyond loopback the admin key must not be guessable."""
     if not is_loopback(host) and is_weak_key(admin_key):
         raise ConfigError(
             f"refusing to bind {host}: TOKENTRUE_ADMIN_KEY is too weak; use 16 random characters or more, or unset it"
@@ -61,13 +61,13 @@ def listen(host: str, port: int, *, admin_key: str) -> socket.socket:
 
 
 def find_url(host: str, bound: socket.socket) -> str:
-    """Where others reach a socket that listens on `host`."""
+    """Returns the URL under which others reach a socket bound to `host`."""
     name = socket.gethostname() if host in {"0.0.0.0", "::"} else f"[{host}]" if ":" in host else host
     return f"http://{name}:{bound.getsockname()[1]}"
 
 
 def log_to_stderr(*, enabled: bool) -> None:
-    """One line per turn, as JSON, and warnings; the lines carry no key and no text of a conversation."""
+    """Logs one JSON line per turn, and warnings; never a key or conversation text."""
     logger = logging.getLogger("tokentrue.gateway")
     logger.setLevel(logging.INFO if enabled else logging.WARNING)
     logger.propagate = False
@@ -78,7 +78,7 @@ def log_to_stderr(*, enabled: bool) -> None:
 
 
 class SignalledServer(uvicorn.Server):
-    """A signal ends it in order, and the process then exits 0; uvicorn would raise the signal once more."""
+    """Shuts down on a signal and exits 0; uvicorn would raise the signal again."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -91,7 +91,7 @@ class SignalledServer(uvicorn.Server):
 
 
 class EmbeddedServer(uvicorn.Server):
-    """A server whose process owns the signals."""
+    """Leaves signals to the process."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -120,7 +120,7 @@ def server_config(gateway: Gateway, *, drain_s: float) -> uvicorn.Config:
 
 
 def listen_to_workers(path: str) -> socket.socket:
-    """The socket on which a worker takes what the others forward."""
+    """Opens the socket for requests forwarded by other workers."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
     inside = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -133,7 +133,7 @@ def listen_to_workers(path: str) -> socket.socket:
 async def serve_embedded(
     gateway: Gateway, *sockets: socket.socket, drain_s: float, kind: type[uvicorn.Server] = EmbeddedServer
 ) -> AsyncGenerator[asyncio.Task[None], None]:
-    """Serves while the block runs, on the running event loop."""
+    """Serves on the running event loop while the block runs."""
     server = kind(server_config(gateway, drain_s=drain_s))
     serving = asyncio.create_task(server.serve(sockets=list(sockets)))
     while not server.started and not serving.done():
@@ -149,7 +149,7 @@ async def serve_embedded(
 
 
 def serve_until_signal(gateway: Gateway, *sockets: socket.socket, ready: Callable[[], None]) -> None:
-    """Serves on a new event loop; calls `ready` when it does."""
+    """Serves on a new event loop; calls `ready` when up."""
 
     async def serve() -> None:
         async with serve_embedded(gateway, *sockets, drain_s=gateway.config.drain_s, kind=SignalledServer) as serving:

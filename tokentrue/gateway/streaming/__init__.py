@@ -1,4 +1,4 @@
-"""The client's end of a streamed turn: its event stream, and whether it is still there."""
+"""The client side of a streamed turn: its event stream and disconnection."""
 
 from tokentrue.gateway.streaming.disconnect import cancel_on_disconnect
 from tokentrue.gateway.streaming.event_stream import EventStream

@@ -1,4 +1,4 @@
-"""A client that disconnects cancels the work that is done for it."""
+"""Cancels the work for a client that disconnects."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from tokentrue.gateway.asgi import ClientGone, Receive
 
 @contextmanager
 def cancel_on_disconnect(receive: Receive) -> Generator[None, None, None]:
-    """Cancels the enclosed block when the client disconnects; `ClientGone` comes out. The body must have been read
-    before."""
+    """Cancels the block when the client disconnects and raises `ClientGone`. The body must have been read before."""
     work = asyncio.current_task()
     assert work is not None
     disconnected = False

@@ -13,7 +13,7 @@ from tokentrue.types import TurnEvent
 
 
 class EventStream:
-    """The status is held back until the first token or keep-alive, so that early failures keep their own status."""
+    """Holds the status back until the first token or keep-alive, so that early failures have their own status."""
 
     def __init__(self, send: Send, encoder: Encoder) -> None:
         self._send, self._encoder = send, encoder
@@ -22,7 +22,7 @@ class EventStream:
         self.started = self.ended = False
 
     async def feed(self, events: Sequence[TurnEvent]) -> None:
-        """One write for all of them."""
+        """Writes all events at once."""
         data = b"".join(map(self._encoder.feed, events))
         if self.started or any(event.token_ids or event.delta or event.reply for event in events):
             await self._write(data)
@@ -40,7 +40,7 @@ class EventStream:
 
     @contextmanager
     def keep_alive(self, every_s: float) -> Generator[None, None, None]:
-        """Sends a keep-alive whenever nothing was sent for `every_s` seconds, while the block runs."""
+        """While the block runs, sends a keep-alive after every `every_s` seconds without output."""
 
         async def ping() -> None:
             while True:
