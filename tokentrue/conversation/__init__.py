@@ -1,4 +1,4 @@
-"""What every part of a turn works on: the request's messages, read once, with their keys."""
+"""A request's messages, parsed once, with their matching keys."""
 
 from tokentrue.conversation.reading import ByteBudget, Conversation, ConversationMessage, Conversations, own_source
 

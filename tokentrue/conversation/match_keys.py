@@ -1,8 +1,8 @@
-"""Loose keys of messages: what no known lossy projection can change, hashed; chained over a conversation.
+"""Loose keys of messages: hashes of what no known lossy projection changes, chained over a conversation.
 
-A key only finds candidates. For an assistant message it leaves out what a harness may drop or write otherwise
-(reasoning, call ids, spacing of arguments, outer whitespace); for every other role it holds the text. `"4"` and
-`[{"type": "text", "text": " 4"}]` of an assistant have one key, of a user two.
+A key only finds candidates. For an assistant message it omits what a harness may drop or rewrite (reasoning, call ids,
+spacing of arguments, outer whitespace); for other roles it covers the text. `"4"` and `[{"type": "text", "text": "
+4"}]` have one key from an assistant and two from a user.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tokentrue.plain_json import check_depth
 from tokentrue.types import Message, Tools
 
 CallRef: TypeAlias = tuple[int, int]
-"""Where a tool result points: the index of the assistant message in the conversation, and of the call in it."""
+"""The call that a tool result answers: index of the assistant message in the conversation, and of the call in it."""
 
 START_KEY = b""
 """The chained key before the first message."""
@@ -33,7 +33,7 @@ _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def text_of(content: JsonValue, field: str = "content") -> str:
-    """The text of a string or of parts; a part that is not text stands as its canonical JSON after a NUL."""
+    """The text of a string or of parts; a part that is not text becomes NUL and its canonical JSON."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -60,8 +60,9 @@ def _part_text(part: JsonValue, field: str) -> str:
 
 
 def reasoning_of(message: Message) -> str:
-    """The reasoning in fields and in parts of its own; reasoning that is inlined into the text is found by
-    `projections`. Harnesses repeat one text in several of these places; texts that differ are all of it."""
+    """Reasoning in separate fields and parts; `projections` finds reasoning inlined into the text. Harnesses repeat one
+    text in several of these places; different texts are joined.
+    """
     content = message.get("content")
     parts = cast("Sequence[JsonValue]", content) if isinstance(content, (list, tuple)) else ()
     in_parts = "".join(_part_reasoning(part) for part in parts if isinstance(part, Mapping))
@@ -76,7 +77,7 @@ def _part_reasoning(part: JsonValue) -> str:
 
 
 def _reasoning_text(value: JsonValue) -> str:
-    """Mistral writes a list of text parts. What is no text is told apart by its JSON."""
+    """Mistral writes a list of text parts. Anything else is represented by its JSON."""
     if value is None or isinstance(value, str):
         return value or ""
     if isinstance(value, (list, tuple)):
@@ -85,7 +86,6 @@ def _reasoning_text(value: JsonValue) -> str:
 
 
 def check_calls(message: Message, field: str) -> None:
-    """Refuses tool calls that are no list of objects."""
     calls: JsonValue = message.get("tool_calls") or ()
     if not isinstance(calls, (list, tuple)):
         raise MessageError(f"must be a list, got {type(calls).__name__}", field=f"{field}.tool_calls")
@@ -104,32 +104,32 @@ def name_and_arguments(call: JsonMapping) -> tuple[str, JsonValue]:
 
 
 def call_ids_of(message: Message) -> tuple[str | None, ...]:
-    """The ids of an assistant message's calls, by position."""
     if message.get("role") != "assistant":
         return ()
     return tuple(call_id if isinstance(call_id := call.get("id"), str) else None for call in calls_of(message))
 
 
 def note_calls(seen: dict[str, CallRef], index: int, call_ids: tuple[str | None, ...]) -> None:
-    """Message `index` of a conversation holds these calls: a later call with the same id replaces an earlier one."""
+    """Records the calls of message `index`; a later call with the same id replaces an earlier one."""
     for position, call_id in enumerate(call_ids):
         if call_id is not None:
             seen[call_id] = (index, position)
 
 
 class _NoDouble(str):
-    """A number that no double holds, as its JSON text."""
+    """JSON text of a number that no double can represent."""
 
 
 _Respell: TypeAlias = Callable[[str], JsonValue]
-"""What a harness makes of a string, or of a `_NoDouble`, when it decodes arguments and encodes them again."""
+"""What a harness makes of a string or a `_NoDouble` when it decodes arguments and encodes them again."""
 
 
 def repeats_arguments(served: JsonValue, replayed: JsonValue) -> bool:
-    """Whether `replayed` are the served arguments, up to key order, spacing, escapes, numbers, and empty against `{}`.
+    """True if `replayed` are the served arguments, up to key order, spacing, escapes, number format, and empty versus
+    `{}`.
 
     A number beyond all doubles (`1e400`) comes back as `Infinity` from Python and as `null` from JavaScript, a lone
-    surrogate as U+FFFD from Go. Only of what was served: `null` that comes back as a number is an edit.
+    surrogate as U+FFFD from Go. This applies only to served values: `null` that comes back as a number is an edit.
     """
     now = _loosen_arguments(replayed, _keep)
     return any(_loosen_arguments(served, respell) == now for respell in (_keep, _as_python, _as_javascript, _as_go))
@@ -154,12 +154,12 @@ def _as_go(value: str) -> JsonValue:
 
 
 def _as_key(value: str) -> JsonValue:
-    """The same for every way back."""
+    """Maps all the ways in which a value may come back to one."""
     return None if isinstance(value, _NoDouble) else _as_go(value)
 
 
 def _loosen_arguments(arguments: JsonValue, respell: _Respell) -> str:
-    """What is no JSON, or is nested too deeply, stays as it is."""
+    """Text that is not JSON or is nested too deeply is unchanged."""
     if arguments is None:
         return "{}"
     if isinstance(arguments, str):
@@ -207,7 +207,7 @@ def _loosen(value: JsonValue, respell: _Respell) -> JsonValue:
 
 
 def read_role(message: Message, field: str = "messages[]") -> str:
-    """`developer` is another word for `system`."""
+    """`developer` is a synonym of `system`."""
     role = message.get("role") if isinstance(message, (dict, Mapping)) else None  # pyright: ignore[reportUnnecessaryIsInstance]
     if not isinstance(role, str) or not role:
         raise MessageError("a message needs a role", field=field)
@@ -215,23 +215,22 @@ def read_role(message: Message, field: str = "messages[]") -> str:
 
 
 def count_system(roles: Iterable[str]) -> int:
-    """How many messages the system prompt at the beginning has."""
+    """Number of leading system messages."""
     return sum(takewhile(bool, (role == "system" for role in roles)))
 
 
 def message_key(message: Message) -> bytes:
-    """The loose key of one message, with the speaker's name: tells sub-agents apart by the message that they begin
-    with."""
+    """Loose key of one message and the speaker's name: distinguishes sub-agents by their first message."""
     return candidate_key(message) + _hash([str(message.get("name") or "")])
 
 
 def candidate_key(message: Message, field: str = "messages[]") -> bytes:
-    """The loose key of one message by itself. A malformed message is refused; `field` names it."""
+    """Loose key of one message. Malformed messages are refused by `field`."""
     role, text = read_role(message, field), text_of(message.get("content"), f"{field}.content")
     check_calls(message, field)
     if role != "assistant":
         return _hash([role, text])
-    # Reasoning may stand before a closing tag in a replay, and served text may hold such a tag itself: what follows the
+    # In a replay, reasoning may precede a closing tag, and served text may contain such a tag: what follows the
     # last is in both.
     fields = [role, _CLOSING_TAG.split(text)[-1].strip()]
     for call in calls_of(message):
@@ -241,13 +240,14 @@ def candidate_key(message: Message, field: str = "messages[]") -> bytes:
 
 
 def chain_key(previous: bytes, key: bytes, reference: CallRef | str | None) -> bytes:
-    """The key of a conversation after one more message. `reference` is where a tool result points (the raw id where it
-    points nowhere)."""
+    """Key of a conversation with one more message. `reference`: the call that a tool result answers (its raw id if
+    there is no such call).
+    """
     return blake2b(previous + key + (b"" if reference is None else repr(reference).encode()), digest_size=16).digest()
 
 
 def tools_key(tools: Tools | None) -> bytes:
-    """The same for tool sets that differ only in order or spelling of JSON: these may still render alike."""
+    """Equal for tool sets that differ only in order or JSON formatting: these may still render alike."""
     described = [
         json.dumps({k: v for k, v in tool.items() if k != "cache_control"}, sort_keys=True, default=str)
         for tool in tools or ()

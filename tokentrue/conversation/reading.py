@@ -1,8 +1,8 @@
-"""A request's conversation, read once: `Conversation` is what pinning, identity, matching and rendering work on.
+"""`Conversation`: a request's messages, parsed once; pinning, identity, matching and rendering work on it.
 
-An agent sends its whole conversation with every turn. `Conversations` keeps the last eight of a session; the first
-messages of a request whose bytes (`sources`) equal those of a kept one are shared, only the rest is parsed and keyed.
-`session_limits.conversation_bytes = 0` switches it off.
+An agent sends its whole conversation with every turn. `Conversations` caches the last eight of a session; leading
+messages with the same bytes (`sources`) as a cached one are shared, only the rest is parsed and keyed.
+`session_limits.conversation_bytes = 0` disables it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _OWN = b"\0"  # before the source of a message that no dialect parses; no JSON b
 
 
 class ConversationMessage:
-    """One message, never changed. `digest` names it exactly, `key` loosely (`match_keys`)."""
+    """One immutable message. `digest` identifies it exactly, `key` loosely (`match_keys`)."""
 
     __slots__ = ("call_id", "call_ids", "digest", "key", "message", "role", "size")
 
@@ -49,13 +49,14 @@ class ConversationMessage:
         self.size = _MESSAGE_BYTES + 2 * len(text)
 
     def repeats(self, recorded: Message) -> bool:
-        """Is this the given message `recorded`, to the letter? Call ids aside: where a result points is part of the
-        key."""
+        """True if this is exactly the message `recorded`, call ids aside: the key covers which call a result
+        answers.
+        """
         return dumps(_comparable(recorded)) == dumps(_comparable(self.message))
 
 
 def _comparable(message: Message) -> JsonObject:
-    """Without what no template prints: cache marks, and the call id that is restored to the served one."""
+    """Without what no template prints: cache marks, and the call id, which is restored to the served one."""
     fields = {name: value for name, value in message.items() if name not in ("tool_call_id", "cache_control")}
     if isinstance(fields.get("content"), list):
         fields["content"] = [_without_cache_mark(part) for part in cast("list[JsonValue]", fields["content"])]
@@ -72,9 +73,9 @@ def _without_cache_mark(part: JsonValue) -> JsonValue:
 class Conversation(Sequence[Message]):
     """A request's messages and tools, with the chained loose key after each message.
 
-    `sources` are the bytes that the messages were read from, in the items of dialect `format`; `ends[i]` counts the
-    messages of the first i + 1 of them. It is None while the turn of item i continues, and from the first item on that
-    is not settled: what follows is not shared with later requests.
+    `sources` are the bytes of the messages, in the items of dialect `format`; `ends[i]` counts the messages of the
+    first i + 1 of them. It is None while the turn of item i continues, and from the first unsettled item on: what
+    follows is not shared with later requests.
     """
 
     facts: Sequence[ConversationMessage] = ()
@@ -92,7 +93,7 @@ class Conversation(Sequence[Message]):
 
     @property
     def size(self) -> int:
-        """Bytes in memory, an estimate."""
+        """Estimated bytes in memory."""
         return self.messages_size + 3 * len(self.tools_source)
 
     def __len__(self) -> int:
@@ -110,17 +111,17 @@ class Conversation(Sequence[Message]):
 
     @property
     def digest(self) -> bytes:
-        """Names messages and tools exactly."""
+        """Identifies messages and tools exactly."""
         return digest(self.message_digests, self.tools_digest)
 
     def name_first(self, depth: int) -> bytes:
-        """Names the first `depth` messages exactly."""
+        """Identifies the first `depth` messages exactly."""
         return digest(self.message_digests[: depth * _DIGEST_BYTES])
 
     def append(
         self, facts: Sequence[ConversationMessage], *, sources: Sequence[Raw] = (), ends: Sequence[int | None] = ()
     ) -> Conversation:
-        """This conversation and after it the messages `facts`, read from `sources`."""
+        """Returns a conversation with the messages `facts`, parsed from `sources`, appended."""
         keys, references, calls = list(self.keys), list(self.references), dict(self.calls)
         key = keys[-1] if keys else START_KEY
         for index, read in enumerate(facts, len(keys)):
@@ -144,7 +145,7 @@ class Conversation(Sequence[Message]):
         )
 
     def replace_first(self, length: int, messages: Messages) -> Conversation:
-        """Begins with `messages` in place of the first `length`. It has no sources: it was not sent so."""
+        """Replaces the first `length` messages. The result has no sources: it was not sent so."""
         first = [ConversationMessage(message, f"messages[{index}]") for index, message in enumerate(messages)]
         if [read.digest for read in first] == [read.digest for read in self.facts[:length]]:
             return self
@@ -152,14 +153,14 @@ class Conversation(Sequence[Message]):
         return tools.append([*first, *self.facts[length:]])
 
     def count_shared(self, sources: Sequence[Raw]) -> int:
-        """How many first sources are the same, up to the end of a turn."""
+        """Number of equal leading sources, up to the end of a turn."""
         shared = count_equal(self.sources, sources)
         while shared and self.ends[shared - 1] is None:
             shared -= 1
         return shared
 
     def cut(self, num_sources: int) -> Conversation:
-        """What was read from the first `num_sources`."""
+        """The conversation of the first `num_sources` sources."""
         if num_sources == len(self.sources):
             return self
         depth = (self.ends[num_sources - 1] or 0) if num_sources else 0
@@ -181,17 +182,16 @@ class Conversation(Sequence[Message]):
 
 
 def count_equal(one: Sequence[Raw], other: Sequence[Raw]) -> int:
-    """How many first sources have the same bytes."""
     return sum(takewhile(bool, map(eq, one, other)))
 
 
 def own_source(message: Message) -> Raw:
-    """The source of a message that is in our own shape already."""
+    """The source of a message that already has our shape."""
     return Raw(_OWN + dumps(message))
 
 
 class ByteBudget:
-    """Bytes that the conversations of all sessions of this process take together."""
+    """Bytes of the conversations cached by all sessions of this process."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -199,8 +199,7 @@ class ByteBudget:
 
 
 class Conversations:
-    """The last conversations of one session, newest first. Bounded in bytes, per session and with all others of the
-    process."""
+    """The last conversations of one session, newest first. Limited in bytes, per session and per process."""
 
     def __init__(self, limit_bytes: int = 32 << 20, budget: ByteBudget | None = None) -> None:
         self._limit, self.budget = limit_bytes, budget or ByteBudget(limit_bytes)
@@ -208,8 +207,9 @@ class Conversations:
         self.used = 0
 
     def read(self, messages: Messages, tools: Tools | None) -> Conversation:
-        """From a caller in this process; malformed messages are refused by field. A message that was changed in place
-        has other bytes, and is read again."""
+        """For callers in this process; refuses malformed messages by field. A message changed in place has different
+        bytes and is parsed again.
+        """
         if isinstance(messages, Conversation):
             return messages
         own = _freeze_objects(messages, "messages")
@@ -221,8 +221,7 @@ class Conversations:
         return self.add(base, own[len(base) :], sources=sources[len(base) :], ends=ends, tools=tools)
 
     def find(self, format: str, sources: Sequence[Raw]) -> Conversation:
-        """What a kept conversation of dialect `format` shares with one that is read from `sources`: its longest
-        beginning."""
+        """Returns the longest prefix of `sources` that a cached conversation of dialect `format` has."""
         best, most = Conversation(format=format), 0
         for kept in self._kept:
             shared = kept.count_shared(sources) if kept.format == format else 0
@@ -239,7 +238,7 @@ class Conversations:
         ends: Sequence[int | None],
         tools: Tools | None,
     ) -> Conversation:
-        """`base` and after it `messages`, which nobody changes any more; kept for the next request."""
+        """Appends `messages`, which must not be modified any more, to `base` and caches the result."""
         facts = [ConversationMessage(message, f"messages[{at}]") for at, message in enumerate(messages, len(base))]
         conversation = self._add_tools(base.append(facts, sources=sources, ends=ends), tools)
         self._keep(conversation)
@@ -256,7 +255,7 @@ class Conversations:
         return replace(conversation, tools=own, tools_source=source, tools_digest=digest(source))
 
     def _keep(self, conversation: Conversation) -> None:
-        """In place of those that it continues."""
+        """Replaces the conversations that it continues."""
         size = conversation.size
         if size > self._limit:
             return
@@ -279,14 +278,13 @@ class Conversations:
         self.budget.used -= conversation.size
 
     def close(self) -> None:
-        """Drops all of them, and keeps none any more: a request may still be using the session."""
+        """Drops the cache for good: a request may still be using the session."""
         self._limit = 0
         while self._kept:
             self._drop(self._kept[-1])
 
 
 def _freeze_objects(values: JsonValue, field: str) -> list[JsonValue]:
-    """A copy of a list of objects; anything else is refused."""
     if not isinstance(values, Sequence) or isinstance(values, (str, bytes)):
         raise MessageError(f"must be a list of objects, got {type(values).__name__}", field=field)
     own: list[JsonValue] = []
