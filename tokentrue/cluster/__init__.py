@@ -1,1 +1,1 @@
-"""Past one machine: Ray places gateways, with their engines, and rollout workers."""
+"""More than one machine: Ray places gateways, with their engines, and rollout workers."""

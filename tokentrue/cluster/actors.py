@@ -1,8 +1,8 @@
-"""The two kinds of actors. Imported where Ray is installed.
+"""The two actor classes; importing this needs Ray.
 
-A `GatewayActor` that is started again finds its sessions in its journal; where gateways share a PostgreSQL record, any
-of them continues the sessions of one that died. A `RolloutActor` begins a lost rollout again in the same session and
-gets the recorded answers, so that a death costs the current turn of the rollouts it touched.
+A restarted `GatewayActor` restores its sessions from its journal; with a shared PostgreSQL record, any gateway resumes
+the sessions of one that died. A `RolloutActor` restarts a lost rollout in the same session and gets the recorded
+replies, so a death costs only the current turn of the affected rollouts.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from tokentrue.environments.http import GatewaySessions, resumed_id
 from tokentrue.errors import SessionConflict
 
 PATIENCE_S = 120.0
-ANSWER_S = 10.0  # after which an actor that is being started again is passed over for another one
+ANSWER_S = 10.0  # after which another actor is tried instead of one that is restarting
 
 
 class GatewayActor:
-    """`settings` is a ServeConfig whose store outlives the process. It listens at its node's address. `newest` names
-    the `NewestWeights` actor of a training run: its weights are loaded before `address` answers."""
+    """`settings` is a ServeConfig whose store outlives the process. Listens at its node's address. `newest` names the
+    `NewestWeights` actor of a training run: its weights are loaded before `address` returns.
+    """
 
     def __init__(self, settings: Any, admin_key: str, threads: int = 1, newest: str = "") -> None:
         os.environ["TOKENTRUE_ADMIN_KEY"] = admin_key
@@ -42,7 +43,7 @@ class GatewayActor:
         self._starting = ThreadPoolExecutor(1).submit(self._start)
 
     def _start(self) -> str:
-        """The address. Raises RuntimeError, whatever the reason: a reason may look like an absence."""
+        """Returns the address. Raises only RuntimeError: other types could look like an absent gateway."""
         try:
             self._gateway.__enter__()
             if self._newest:
@@ -94,7 +95,7 @@ class RolloutActor:
         self._admin_key = admin_key
 
     async def play(self, plan: Plan, gateways: Sequence[Any]) -> Rollout:
-        """`gateways` are handles of the actors that can serve the session, the pinned one first."""
+        """`gateways`: actor handles that can serve the session, the pinned one first."""
         return await play_through(
             self._environment, plan, lambda: find_gateway(gateways), self._config, self._admin_key
         )
@@ -104,7 +105,7 @@ class RolloutActor:
 
 
 async def find_gateway(gateways: Sequence[Any]) -> str:
-    """The address of the first gateway whose actor answers; the only one is waited for."""
+    """Address of the first gateway whose actor answers; waits if there is only one."""
     import ray.exceptions
 
     async def ask(gateway: Any) -> str:
@@ -119,7 +120,9 @@ async def find_gateway(gateways: Sequence[Any]) -> str:
 async def play_through(
     environment: Any, plan: Plan, whereabouts: Callable[[], Awaitable[str]], config: Any, admin_key: str
 ) -> Rollout:
-    """One rollout, begun again in its session while the gateway is away, until `PATIENCE_S` after it first was."""
+    """Runs one rollout; restarts it in its session while the gateway is absent, for up to `PATIENCE_S` after the first
+    absence.
+    """
     began, end = time.perf_counter(), math.inf
     while True:
         try:
@@ -157,7 +160,7 @@ def is_conflict_or_absence(error: Exception) -> bool:
 
 
 def is_absence(trouble: BaseException) -> bool:
-    """Whether a gateway or its actor was not there, as against a refusal or a failed agent."""
+    """True if a gateway or its actor was unreachable; False for a refusal or a failed agent."""
     import httpx
     import openai
     import ray.exceptions

@@ -1,6 +1,8 @@
-"""tokentrue rollout --ray: gateways and rollout workers as actors. A rollout belongs to the gateway that its key
-hashes to. With `nodes` the actors are spread over that many nodes and share one record, so that the sessions of a
-node that died continue on the others."""
+"""tokentrue rollout --ray: gateways and rollout workers as actors.
+
+A rollout belongs to the gateway that its key hashes to. With `nodes` the actors are spread over that many nodes and
+share one record, so that other nodes resume the sessions of one that died.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,7 @@ class Fleet:
         self._next_worker = itertools.cycle(self.workers)
 
     def gateways_for(self, plan: Plan) -> list[Any]:
-        """The one that the rollout is pinned to; then those that could take it over."""
+        """The gateway that the rollout is pinned to, then those that could take over."""
         first = int(hashlib.sha256(plan.key.encode()).hexdigest()[:8], 16) % len(self.gateways)
         return [*self.gateways[first:], *self.gateways[:first]] if self._is_shared else [self.gateways[first]]
 
@@ -75,7 +77,7 @@ def find_nodes(ray: Any, count: int) -> list[str]:
 
 
 def place(actor_class: Any, nodes: Sequence[str], number: int) -> Any:
-    """The next node in turn; elsewhere when that node has died."""
+    """Round-robin over `nodes`; any node if that one has died."""
     if not nodes:
         return actor_class
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -102,7 +104,7 @@ async def play_all(fleet: Fleet, plans: Sequence[Plan], on_rollout: Callable[[Ro
 
 
 async def await_actor(reference: Any, task: str) -> Any:
-    """What an actor answers; raises EngineError where it cannot even start."""
+    """Returns an actor's result; raises EngineError if it cannot start."""
     try:
         return await reference
     except import_ray().exceptions.RayError as error:
@@ -111,12 +113,12 @@ async def await_actor(reference: Any, task: str) -> Any:
 
 @contextlib.contextmanager
 def attach(address: str) -> Generator[Any, None, None]:
-    """This process's Ray, or a connection to `address` while the block runs; `local` starts one here."""
+    """Yields this process's Ray, or a connection to `address` for the block; `local` starts one here."""
     ray = import_ray()
     mine = not ray.is_initialized()
     if mine:
         quiet = {"include_dashboard": False, "logging_level": "error", "log_to_driver": False}
-        # one's own Ray stays on loopback
+        # a local Ray stays on loopback
         where = {"address": None, "_node_ip_address": "127.0.0.1"} if address == "local" else {"address": address}
         require_listener(address)
         try:
@@ -131,7 +133,7 @@ def attach(address: str) -> Generator[Any, None, None]:
 
 
 def require_listener(address: str) -> None:
-    """Ray itself tries a wrong address for minutes."""
+    """Fails fast: Ray itself retries a wrong address for minutes."""
     found = re.fullmatch(r"(?:ray://)?([^:/]+):(\d+)", address)
     if found is None:
         return

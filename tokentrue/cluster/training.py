@@ -1,8 +1,8 @@
 """tokentrue train --ray: gateways with their engines, and environments, as actors; the trainer in this process.
 
-A version of the weights goes once into Ray's object store; every gateway loads it and confirms it before anything is
-sampled. A `NewestWeights` actor on the trainer's node remembers the newest for gateways that Ray starts again; where
-that actor dies, the trainer puts them again.
+Each version of the weights is put once into Ray's object store; every gateway loads and confirms it before anything is
+sampled. A `NewestWeights` actor on the trainer's node keeps the newest for gateways that Ray restarts; if that actor
+dies, the trainer puts them again.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from tokentrue.errors import ConfigError, EngineError
 
 REPEATED = {
     "max_task_retries": -1
-}  # calls that are repeated when their actor has died: without it Ray fails them while it starts again
+}  # retries of calls whose actor died: without it Ray fails them while the actor restarts
 
 
-KEEP_S = 1.0  # between two looks at whether `NewestWeights` still knows them
+KEEP_S = 1.0  # between two checks that `NewestWeights` still has them
 
 
 class NewestWeights:
-    """An actor: where the newest weights lie in the object store, and their version."""
+    """Actor that holds the object-store reference and version of the newest weights."""
 
     def __init__(self) -> None:
         self._held: tuple[list[Any], int] | None = None
@@ -41,12 +41,12 @@ class NewestWeights:
             self._is_known.set()
 
     async def put(self, references: list[Any], version: int) -> None:
-        """`references` is a list of one, so that Ray hands on the reference and not the weights."""
+        """`references` is a list of one, so that Ray passes the reference and not the weights."""
         self._held = (references, version)
         self._is_known.set()
 
     async def get(self) -> tuple[list[Any], int] | None:
-        """None before the first publication. An actor that was restarted waits for `put`."""
+        """None before the first publication. A restarted actor waits for `put`."""
         await self._is_known.wait()
         return self._held
 
@@ -58,7 +58,7 @@ class NewestWeights:
 
 
 def start_newest(ray: Any, name: str) -> Any:
-    """On the node of the trainer, without which the run ends anyway."""
+    """Placed on the trainer's node: without that the run ends anyway."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
@@ -67,7 +67,7 @@ def start_newest(ray: Any, name: str) -> Any:
 
 
 class FleetSink:
-    """A WeightSink: every gateway's engine."""
+    """WeightSink to every gateway's engine."""
 
     def __init__(self, fleet: Fleet, newest: Any) -> None:
         self._fleet, self._newest = fleet, newest
@@ -83,7 +83,7 @@ class FleetSink:
 
     @contextlib.asynccontextmanager
     async def keep_newest(self) -> AsyncGenerator[None, None]:
-        """Inside the block, puts the weights again whenever Ray had to restart `NewestWeights`."""
+        """While the block runs, puts the weights again whenever Ray restarted `NewestWeights`."""
         keeping = asyncio.create_task(self._keep())
         try:
             yield
@@ -98,7 +98,7 @@ class FleetSink:
                     await await_actor(self._newest.put.remote(*self._held), "keep the weights")
 
     async def _publish(self, gateway: Any, reference: Any, version: int) -> None:
-        """Ray starts a gateway that dies meanwhile again, with the newest weights, and repeats the calls."""
+        """If a gateway dies meanwhile, Ray restarts it with the newest weights and repeats the calls."""
         await await_actor(gateway.publish.options(**REPEATED).remote(reference, version), "publish the weights")
         found = await await_actor(gateway.version.options(**REPEATED).remote(), "publish the weights")
         if found != version:
@@ -107,7 +107,7 @@ class FleetSink:
 
 @contextlib.asynccontextmanager
 async def source_on_ray(settings: TrainRun, ranks: Any, *, address: str) -> AsyncGenerator[tuple[Any, Any, None], None]:
-    """Rounds and where weights go, as `tokentrue.app.training.setup.source_for`; rank 0 has the fleet."""
+    """Yields rounds and the weight sink, as `tokentrue.app.training.setup.source_for`; rank 0 has the fleet."""
     from tokentrue.train import Publisher
     from tokentrue.train.data.rounds import NoRounds
 
@@ -128,7 +128,7 @@ async def source_on_ray(settings: TrainRun, ranks: Any, *, address: str) -> Asyn
 
 
 def fleet_settings(settings: TrainRun) -> RolloutRun:
-    """The fleet's part of the settings. Journals are of this start alone: others may have had other weights."""
+    """The fleet's settings. Journals belong to this start alone: others may have had other weights."""
     refused = {
         f"engine {settings.engine.name!r}: its servers are reached from here; leave --ray out": settings.engine.name
         in REMOTE,
