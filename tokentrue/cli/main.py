@@ -1,5 +1,7 @@
-"""The command line: one module per command, imported when it is called; exit 0 fine, 1 found something wrong, 2 called
-wrong, 70 a defect of tokentrue itself."""
+"""The command line: one module per command, imported when called.
+
+Exit codes: 0 fine, 1 found something wrong, 2 usage error, 70 a bug in tokentrue.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def flush_output(code: int, text: str = "") -> int:
-    """Returns the exit code. A full disk is one line, not a traceback at exit."""
+    """Returns the exit code. A full disk gives one line, not a traceback at exit."""
     try:
         print(text, end="", flush=True)
         return code
@@ -81,7 +83,9 @@ def flush_output(code: int, text: str = "") -> int:
 
 
 def run(name: str, rest: list[str]) -> int:
-    """What a user can correct (a TokenTrueError, a file, a missing extra) is one line, without a stack trace."""
+    """Errors that a user can correct (a TokenTrueError, a file, a missing extra) give one line, without a stack
+    trace.
+    """
     import typer
 
     escape_in_output()
@@ -104,7 +108,7 @@ def run(name: str, rest: list[str]) -> int:
 
 
 def escape_in_output() -> None:
-    """Lone surrogates of damaged files, and other scripts on an ASCII terminal, are printed as escapes."""
+    """Prints lone surrogates of damaged files, and other scripts on an ASCII terminal, as escapes."""
     out: Any = sys.stdout
     if isinstance(out, io.TextIOWrapper) and out.errors == "strict":
         out.reconfigure(errors="backslashreplace")
@@ -116,7 +120,7 @@ def load_command(name: str) -> Callable[..., int]:
 
 
 def report_error(name: str, error: Exception) -> int:
-    """A defect of ours keeps its traceback in a file; TOKENTRUE_TRACEBACK=1 raises it instead."""
+    """Writes the traceback of a bug to a file; TOKENTRUE_TRACEBACK=1 raises it instead."""
     if os.environ.get(TRACEBACK):
         raise error
     text, code = explain_error(error), 2
@@ -128,7 +132,7 @@ def report_error(name: str, error: Exception) -> int:
 
 
 def explain_error(error: Exception) -> str | None:
-    """None for a defect of ours."""
+    """None for a bug of ours."""
     if isinstance(error, ModuleNotFoundError):
         top = (error.name or "").split(".")[0]
         extra = next((extra for extra, modules in EXTRAS.items() if top in modules), None)

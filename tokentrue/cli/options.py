@@ -1,4 +1,4 @@
-"""Options that mean the same on every command, and what their values name: a model, a journal, a gateway."""
+"""Options shared by the commands, and how their values resolve to a model, a journal or a gateway."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def require_utf8(option: str, text: str) -> None:
 
 @contextmanager
 def name_option(option: str) -> Generator[None, None, None]:
-    """An error about a model names the option that the model was given by."""
+    """Adds the option's name to errors about its model."""
     try:
         yield
     except (InputError, RenderError) as error:
@@ -81,7 +81,7 @@ def is_url(source: str) -> bool:
 
 
 def connect(url: str) -> Client:
-    """The admin key comes from TOKENTRUE_ADMIN_KEY."""
+    """Reads the admin key from TOKENTRUE_ADMIN_KEY."""
     from tokentrue.client import Client
 
     return Client(url.rstrip("/").removesuffix("/v1"))
@@ -94,8 +94,9 @@ def open_recorded(source: str) -> Journal:
 
 
 def require_store(source: str) -> str:
-    """The store that `source` names; raises FileFormatError where a path has no journal. Call it before this process
-    opens the store: closing a file drops the locks that SQLite holds on it."""
+    """Returns the store that `source` names; raises FileFormatError if a path has no journal. Call it before this
+    process opens the store: closing a file drops the locks that SQLite holds on it.
+    """
     from tokentrue.sessions.journal import is_postgres
 
     if is_postgres(source):

@@ -1,4 +1,4 @@
-"""What commands print beside their results: counted nouns, progress, the log of rollouts, where a step's time goes."""
+"""Output shared by the commands: plurals, tables, progress, the rollout log, the costs of a step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def pluralise(number: int, noun: str) -> str:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str | tuple[str, str]]]) -> None:
-    """A cell is its text, or its text and a style."""
+    """A cell is its text, or (text, style)."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -33,7 +33,7 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str 
 
 @contextmanager
 def progress_bar(title: str, total: int, *, quiet: bool = False) -> Generator[Callable[[str], None], None, None]:
-    """Call what it yields once per finished piece, with a word about it."""
+    """Call the yielded function once per finished piece, with a word about it."""
     if quiet:
         yield lambda _: None
         return
@@ -46,7 +46,7 @@ def progress_bar(title: str, total: int, *, quiet: bool = False) -> Generator[Ca
 
 
 def count_items(items: Iterable[T], noun: str, *, quiet: bool = False) -> Iterator[T]:
-    """The items, with a spinner on a terminal's stderr that counts them."""
+    """Passes the items on and counts them with a spinner on a terminal's stderr."""
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
@@ -103,7 +103,7 @@ class Costs:
 
     @property
     def shares(self) -> dict[str, float]:
-        """By part; `wait` is the time in which rollouts run and nothing is trained."""
+        """By part; `wait`: rollouts run and nothing is trained."""
         whole = self._spent.get("step", 0.0)
         return {name: self._spent[name] / whole for name in self.PARTS} if whole else {}
 

@@ -1,5 +1,6 @@
 """tokentrue audit FILE: re-checks certificates, prefix identity and coverage of exported samples, from the file
-alone."""
+alone.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """tokentrue diagnose SAMPLES: how far the rollout's log-probabilities are from the trainer's, where, and what a
-correction would do."""
+correction would do.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +40,9 @@ SHOWN = (
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One sample with the trainer's numbers. `chosen` are its trained tokens with numbers of both sides; `tops` the
-    trainer's most likely tokens, where known."""
+    """One sample with the trainer's numbers. `chosen`: its trained tokens with numbers of both sides; `tops`: the
+    trainer's most likely tokens, if known.
+    """
 
     sample: Sample
     scores: TrainerLogprobs
@@ -69,7 +71,7 @@ class Row:
 
     @property
     def flips(self) -> list[bool]:
-        """Above one half the sampled token is the rollout's argmax, whatever the rest: does the trainer have another?"""
+        """A sampled token with probability above one half is the rollout's argmax: does the trainer have another?"""
         tops, ids = self.tops or (), self.sample.token_ids
         pairs = zip(self.chosen, self.rollout, strict=True)
         return [logprob > math.log(0.5) and tops[i] != ids[i] for i, logprob in pairs] if tops else []
@@ -77,7 +79,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """`rows` have numbers of both sides; `refused` says why the trainer cannot score a sample."""
+    """`rows` have numbers of both sides; `refused`: why the trainer cannot score a sample."""
 
     rows: list[Row]
     samples: list[Sample]
@@ -187,7 +189,7 @@ def command(
 
 
 def _read_samples(path: Path, *, for_page: bool) -> list[Sample]:
-    """`for_page`: names that the report's page cannot hold are refused now, not after minutes of scoring."""
+    """`for_page`: refuses names that the report's page cannot hold now, not after minutes of scoring."""
     from tokentrue.samples import read_samples
 
     found = list(read_samples(path))
@@ -245,8 +247,9 @@ def _row(sample: Sample, scores: TrainerLogprobs, tops: Sequence[int] | None) ->
 def load_scorer(
     model: str, *, plain: bool, dtype: str, device: str
 ) -> Callable[[Sample], tuple[list[float | None], list[int] | None]]:
-    """Log-probabilities as `tokentrue train` computes them: at the temperature of the turn, over the ids that its
-    filters kept. Raises TokenContractError for a sample that cannot be scored so."""
+    """Log-probabilities as `tokentrue train` computes them: at the turn's temperature, over the ids that its filters
+    kept. Raises TokenContractError for a sample that cannot be scored so.
+    """
     import torch
     from transformers.utils import logging
 
@@ -288,7 +291,7 @@ def _advantages(compared: Comparison) -> list[float] | None:
 def _diagnose(
     rows: Sequence[Row], correction: Correction | None, advantages: list[float] | None
 ) -> tuple[Diagnosis, list[tuple[str, Diagnosis]]]:
-    """The whole, and its steps in order."""
+    """Diagnosis of the whole and of its steps in order."""
     kinds = sorted({kind for row in rows for kind in row.kinds})
     by_step: dict[str, list[int]] = {}
     for number, row in enumerate(rows):
@@ -387,7 +390,7 @@ def _show(whole: Diagnosis, verdict: str, not_scored: str | None, output: Path |
 
 
 def _is_measured(whole: Diagnosis, key: str) -> bool:
-    """The exact operators and a file of log-probabilities know no argmax, so no flips."""
+    """The exact operators and a file of log-probabilities report no argmax, hence no flips."""
     from tokentrue.mismatch.metrics import Mean
 
     statistic = whole.metrics.statistics.get(key) if key == "flips" else None

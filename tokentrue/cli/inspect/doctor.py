@@ -1,4 +1,4 @@
-"""tokentrue doctor: compares an engine with the trainer's model and names what is wrong with it."""
+"""tokentrue doctor: compares an engine with the trainer's model and names faults."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def _check_models(models: Mapping[str, str | None]) -> None:
 
 
 def _provider(engine: str, url: str | None, served: str, dtype: str) -> tuple[Any, Any]:
-    """The engine, and its torch module where it runs in this process."""
+    """Returns the engine, and its torch module if it runs in this process."""
     if url is not None:
         return connect_engine(EngineConfig(name=engine), url), None
     from tokentrue.providers import load
@@ -142,7 +142,7 @@ def _provider(engine: str, url: str | None, served: str, dtype: str) -> tuple[An
 
 
 def _read_samples(path: Path | None, model: str) -> list[Sample]:
-    """Samples of another model would accuse the engine, or hold token ids that the reference has no logits for."""
+    """Samples of another model would blame the engine, or contain token ids that the reference has no logits for."""
     if path is None:
         return []
     from tokentrue.app.training.sample_files import require_samples_of

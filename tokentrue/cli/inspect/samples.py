@@ -57,8 +57,6 @@ def command(
 
 
 class Totals:
-    """Coverage over everything exported."""
-
     def __init__(self) -> None:
         self.sessions = self.sampled = self.trained = 0
         self.reasons: Counter[str] = Counter()
@@ -71,7 +69,7 @@ class Totals:
 
 
 def _at_least_one(samples: Iterator[Sample], total: Totals, group: str | None) -> Iterator[Sample]:
-    """A group that no session belongs to is an error, not an empty file."""
+    """A group without sessions is an error, not an empty file."""
     yield from samples
     if group is not None and not total.sessions:
         raise SessionNotFound(f"no session of group {group!r}; `tokentrue sessions` lists them")
@@ -102,7 +100,7 @@ def _from_url(url: str, names: list[str] | None, group: str | None, total: Total
 
 
 def _load_each(load: Callable[[str], T], names: Iterable[str], *, must_exist: bool) -> Iterator[T]:
-    """A session that was listed, and not asked for, may have been purged since."""
+    """A session that was listed, not requested by name, may have been purged since."""
     for name in names:
         try:
             yield load(name)

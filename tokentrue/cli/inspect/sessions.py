@@ -54,8 +54,9 @@ def command(
 
 
 class JournalSource:
-    """A store, with the methods of `Client`. Deleting is refused while a server uses the file, or a gateway on
-    PostgreSQL owns the session."""
+    """A store with the methods of `Client`. Refuses to delete while a server uses the file, or a gateway on PostgreSQL
+    owns the session.
+    """
 
     def __init__(self, store: str) -> None:
         self._store = require_store(store)

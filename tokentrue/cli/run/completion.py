@@ -1,6 +1,6 @@
 """tokentrue completion SHELL: prints a script that completes commands, their options and file names.
 
-The script holds the names themselves, so that pressing Tab does not start Python.
+The script contains the names, so that pressing Tab does not start Python.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def command(shell: Annotated[str, typer.Argument(help="bash, zsh or fish")]) -> 
 
 
 def list_options() -> Mapping[str, Sequence[str]]:
-    """The long options of each command; of one whose libraries are not installed, none."""
+    """Long options of each command; none for a command whose libraries are not installed."""
     from typer.main import get_command
 
     from tokentrue.cli.main import COMMANDS, load_command

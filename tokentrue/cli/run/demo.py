@@ -1,7 +1,7 @@
 """tokentrue demo: the whole loop on one machine. Serve → agent over HTTP, streaming → samples → GRPO steps → report.
 
-Nothing is staged: the gateway is the one that `tokentrue serve` runs, the agent holds the real OpenAI client, the
-engine is the exact one, and the numbers that are printed are those that the run measured.
+Nothing is staged: it runs the gateway of `tokentrue serve`, the real OpenAI client and the exact engine, and prints
+what the run measured.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ STORE_FILES = ("sessions.sqlite", "sessions.sqlite-wal", "sessions.sqlite-shm")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoResult:
-    """`ok` is what the demo promises: reward up (where judged), every token covered, no bit different."""
+    """`ok`: reward up (if judged), every token covered, no bit different."""
 
     model: str
     parameters: int
@@ -78,7 +78,7 @@ def command(
 ) -> int:
     """A tool-calling agent over HTTP against the exact engine: rollouts, samples, GRPO, report. Under three minutes on
     two cores."""
-    out.mkdir(parents=True, exist_ok=True)  # before anything is loaded: a bad path is said at once
+    out.mkdir(parents=True, exist_ok=True)  # before anything is loaded: report a bad path at once
     from tokentrue.app.libraries import quiet_libraries
 
     quiet_libraries(threads)
@@ -173,7 +173,7 @@ async def mean_reward(rollout: RolloutConfig, sessions: Sessions, when: str, hel
 
 
 def clear(out: Path) -> None:
-    """Removes what an earlier demo left there, and nothing else."""
+    """Removes only what an earlier demo left there."""
     for name in (*STORE_FILES, "metrics.jsonl", "samples.jsonl", "report.html"):
         (out / name).unlink(missing_ok=True)
     shutil.rmtree(out / "tensorboard", ignore_errors=True)
@@ -216,7 +216,7 @@ def write_demo_report(result: DemoResult, *, store: str, renderer: ViewRenderer)
 
 
 def pick_sessions(samples: Path) -> list[str]:
-    """Of the first and of the last groups in the file."""
+    """Sessions of the first and last groups in the file."""
     from tokentrue.samples import read_samples
 
     groups: dict[str, dict[str, None]] = {}

@@ -1,8 +1,7 @@
-"""tokentrue rollout: an environment's tasks through a gateway, in groups, scored, written as samples; resumable.
+"""tokentrue rollout: runs an environment's tasks through a gateway, in groups, scored, written as samples; resumable.
 
-The output directory holds `samples.jsonl` (whole groups only), `rollouts.jsonl` (one line per rollout: reward or error)
-and `config.json`. A group is written when its last rollout has ended, so that an interrupted run leaves whole groups;
-started again, it runs only what is missing.
+The output directory has `samples.jsonl` (whole groups only), `rollouts.jsonl` (one line per rollout: reward or error)
+and `config.json`. A group is written when its last rollout has ended; a restarted run does only what is missing.
 """
 
 from __future__ import annotations
@@ -85,7 +84,7 @@ def command(
                 f"--url names a gateway that has its own model and engine; leave {' and '.join(named)} out"
             )
         with connect(settings.url) as client:
-            # A gateway that is not reachable, or that refuses the key, is said once and not for every rollout.
+            # Report an unreachable gateway or a refused key once, not for every rollout.
             client.sessions(limit=1)
     settings.out.mkdir(parents=True, exist_ok=True)
     with rollout_log(settings.out) as log:
@@ -124,7 +123,7 @@ async def play(settings: RolloutRun, plans: list[Plan], on_rollout: OnRollout, *
 
 @contextmanager
 def record_rollouts(out: Path, plans: list[Plan], total: int, *, quiet: bool) -> Generator[OnRollout, None, None]:
-    """Yields what writes each rollout, with a progress bar around it."""
+    """Yields the function that writes each rollout; shows a progress bar."""
     recorder = Recorder(out, plans)
     rewards: list[float] = []
     failed = 0

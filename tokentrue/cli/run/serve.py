@@ -1,4 +1,4 @@
-"""tokentrue serve: the gateway, until a signal ends it."""
+"""tokentrue serve: runs the gateway until a signal ends it."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def command(
 
     given_key = os.environ.get(ADMIN_KEY)
     admin_key = given_key or new_admin_key()
-    state = AdminState()  # in memory that the processes share: what the administrator sets survives a restart
+    state = AdminState()  # in memory that the processes share: admin settings survive a restart
     with (
         listen(settings.server.host, settings.server.port, admin_key=admin_key) as public,
         tempfile.TemporaryDirectory(prefix="tokentrue-") as folder,
@@ -119,7 +119,7 @@ def serve_worker(
     state: AdminState,
     say_up: Callable[[], None],
 ) -> None:
-    """One gateway process, the only one or a worker of several, until a signal ends it."""
+    """One gateway process, alone or one of several workers, until a signal ends it."""
     from tokentrue.gateway.serving.forwarding import Peers
     from tokentrue.gateway.serving.processes import RenderDeadline
     from tokentrue.gateway.serving.server import listen_to_workers, log_to_stderr, serve_until_signal
@@ -140,14 +140,14 @@ def serve_worker(
             lock=False,
         )
     sockets = [public] if workers == 1 else [public, listen_to_workers(paths[number])]
-    # After it listens: what is set from here on arrives at its socket. An engine in this process has begun again with
+    # After it listens: later changes arrive at its socket. An engine in this process has restarted with
     # the weights of its directory.
     gateway.services.restore_admin_state(has_weights=settings.engine.name not in IN_PROCESS)
     serve_until_signal(gateway, *sockets, ready=say_up)
 
 
 def adapters_from(flags: list[str]) -> dict[str, str]:
-    """--adapter NAME=DIR."""
+    """Parses --adapter NAME=DIR."""
     pairs = [flag.partition("=") for flag in flags]
     for name, equals, folder in pairs:
         if not (name and equals and folder):
@@ -156,7 +156,7 @@ def adapters_from(flags: list[str]) -> dict[str, str]:
 
 
 def hide_library_bars(engine: str) -> None:
-    """transformers draws a bar per loaded model; ours says what is loading."""
+    """transformers draws a bar per loaded model; ours shows what is loading."""
     if engine in IN_PROCESS:
         from transformers.utils import logging
 
@@ -172,7 +172,7 @@ def check(settings: ServeConfig) -> None:
 
 
 def greet(settings: ServeConfig, base: str, new_key: str | None) -> None:
-    """`new_key`, an admin key that this start made, is shown here and nowhere else."""
+    """`new_key`, an admin key created by this start, is shown only here."""
     from tokentrue.sessions.journal.database import describe_store
 
     store = describe_store(settings.server.store)

@@ -1,8 +1,8 @@
 """tokentrue train: the reference trainer, live against its own gateway or offline from a file of samples.
 
-One process, or `torchrun --nproc-per-node=N -m tokentrue train --config F.toml`: every rank then runs a gateway, an
-engine and its part of the rollouts, and all ranks train. The output directory holds checkpoints, `metrics.jsonl`, the
-files of `log` and the resolved configuration.
+One process, or `torchrun --nproc-per-node=N -m tokentrue train --config F.toml`: every rank runs a gateway, an engine
+and its part of the rollouts, and all ranks train. The output directory has checkpoints, `metrics.jsonl`, the files of
+`log` and the resolved configuration.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def command(
     settings = read(TrainRun, config, sets or (), {**flags, "device": device, "dtype": dtype, "ray.nodes": nodes})
     if nodes is not None and ray is None:
         raise ConfigError("--nodes belongs to --ray")
-    check_can_make(settings.out)  # before anything is loaded: a bad path is said at once
+    check_can_make(settings.out)  # before anything is loaded: report a bad path at once
     from tokentrue.app.libraries import quiet_libraries, require_device
     from tokentrue.train import join, leave
 
@@ -139,7 +139,7 @@ async def run(
 def open_metrics(
     settings: TrainRun, ranks: Ranks, run_hash: str, first: int
 ) -> Generator[Callable[[StepReport, Mapping[str, float]], None], None, None]:
-    """Writes the resolved configuration, then a row of metrics per step, on rank 0."""
+    """On rank 0, writes the resolved configuration, then one row of metrics per step."""
     if not ranks.first:
         yield lambda report, seconds: None
         return
@@ -213,7 +213,7 @@ def rows_line(reports: Sequence[StepReport]) -> str:
 
 
 def check_can_make(folder: Path) -> None:
-    """Raises what making `folder` would raise, and makes nothing: a run that is refused later leaves no files."""
+    """Raises what creating `folder` would raise, and creates nothing: a run that is refused later leaves no files."""
     nearest = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     kind = None if nearest.is_dir() else errno.ENOTDIR
     if kind is None and not os.access(nearest, os.W_OK):

@@ -1,5 +1,6 @@
-"""The report of a training run, the demo's too: its metrics as charts, first and last step side by side, and its
-rollouts to read where it keeps them."""
+"""Report of a training run or the demo: charts of its metrics, first and last step side by side, and its rollouts if
+kept.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ COMPARED = (
 
 
 def write_training_report(settings: TrainRun) -> Path | None:
-    """`report.html` in the run's directory; None where it has no metrics."""
+    """Writes `report.html` to the run's directory; None if it has no metrics."""
     from tokentrue.app.wiring import renderer_for
     from tokentrue.viewer import write_report
 
@@ -51,7 +52,7 @@ def write_training_report(settings: TrainRun) -> Path | None:
 
 
 def read_metrics(path: Path) -> list[JsonObject]:
-    """Numbers that are not finite are None: null, or NaN and Infinity in files of older runs."""
+    """Non-finite numbers become None: null, or NaN and Infinity in files of older runs."""
     from tokentrue.json_lines import read_numbered_lines
     from tokentrue.train.writer import finite_or_null
 
