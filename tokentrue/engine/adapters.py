@@ -50,7 +50,7 @@ REFUSED = {
 # lora_bias: where the layer has no bias.
 UNMERGEABLE = frozenset({"use_qalora", "alora_invocation_tokens", "arrow_config", "lora_bias"})
 
-# Values of init_lora_weights: first values of A and B over the base model as it is, and those that take a part out of
+# Values of init_lora_weights: those that leave the base weights unchanged, and those that subtract a part from
 # the base weights.
 PLAIN_STARTS = frozenset({"gaussian", "eva", "orthogonal", "mica"})
 CONVERTIBLE_STARTS = ("pissa", "corda", "olora", "lora_ga")
@@ -62,7 +62,7 @@ CONVERT = (
 
 
 def check_config(where: str, config: AdapterConfig) -> None:
-    """Raise unless the adapter computes W + scale·B·A over the base model's own weights."""
+    """Raises unless the adapter computes W + scale·B·A over unchanged base weights."""
     kind = config.get("peft_type") or "LORA"
     if kind != "LORA":
         raise ExactnessError(
@@ -84,7 +84,7 @@ def check_config(where: str, config: AdapterConfig) -> None:
 
 
 def check_start(where: str, start: Any) -> None:
-    """A and B fit the base model only if training began from its own weights."""
+    """A and B fit the base model only if training started from its unchanged weights."""
     if start is None or isinstance(start, bool) or str(start).lower() in PLAIN_STARTS:
         return
     said = f"{where}: init_lora_weights is {start!r}"
@@ -106,7 +106,7 @@ def peft_default(field: str) -> Any:
 
 
 def scale_of(where: str, config: AdapterConfig, module: str, rank: int) -> float:
-    """alpha / rank, or alpha / sqrt(rank) under rslora; raises where `rank` is not the configured one."""
+    """alpha / rank, or alpha / sqrt(rank) with rslora; raises if `rank` differs from the configured one."""
     wanted = setting_of(where, config, "r", "rank_pattern", module)
     if wanted is not None and wanted != rank:
         raise EngineError(f"{where}: r is {wanted} for {module}, but its lora_A has {rank} rows")
@@ -117,7 +117,7 @@ def scale_of(where: str, config: AdapterConfig, module: str, rank: int) -> float
 
 
 def setting_of(where: str, config: AdapterConfig, field: str, pattern_field: str, module: str) -> Any:
-    """By the first key of peft's pattern that matches the module's name, else the field; None where it is not set."""
+    """The value of the first peft pattern that matches the module's name, else the field; None if unset."""
     patterns = config.get(pattern_field) or {}
     if not isinstance(patterns, Mapping):
         raise ConfigError(f"{where}: {pattern_field} is {patterns!r}; an object of patterns and numbers expected")
@@ -172,7 +172,7 @@ class Adapter:
 def read_adapter(
     name: str, source: AdapterSource, config: AdapterConfig | None, *, version: int | None, device: torch.device
 ) -> Adapter:
-    """From a directory that peft saved, or from a state dict with `config` (a dict or a peft LoraConfig)."""
+    """Reads a directory saved by peft, or a state dict with `config` (a dict or a peft LoraConfig)."""
     folder = Path(source) if isinstance(source, str | Path) else None
     if folder is not None:
         state, config = read_directory(folder)
@@ -218,7 +218,7 @@ def read_directory(path: Path) -> tuple[JsonMapping, AdapterConfig]:
 
 
 def read_pairs(name: str, state: JsonMapping, config: AdapterConfig, folder: Path | None = None) -> dict[str, LowRank]:
-    """A and B of each adapted linear layer, by its name in the model without the adapter."""
+    """A and B of each adapted linear layer, by its name in the base model."""
     settings, tensors = (
         f"adapter {name!r}" if folder is None else f"adapter {name!r} ({folder / file})" for file in (CONFIG, WEIGHTS)
     )
@@ -244,7 +244,9 @@ def read_pairs(name: str, state: JsonMapping, config: AdapterConfig, folder: Pat
 
 
 def factor_from(where: str, value: Any) -> Tensor:
-    """A or B as a plain matrix of finite numbers: one NaN would spread to the cache, and to other requests."""
+    """Checks that A or B is a plain matrix of finite numbers: a NaN would spread to the cache and to other
+    requests.
+    """
     value = value.full_tensor() if hasattr(value, "full_tensor") else value
     if not isinstance(value, Tensor) or value.dim() != 2 or not value.numel() or value.dtype not in DTYPES:
         found = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
@@ -262,7 +264,7 @@ def merge_low_rank(weight: Tensor, low: LowRank) -> Tensor:
 def check_shapes(
     adapter: Adapter, decoder: Decoder, modules: Mapping[tuple[int, str], nn.Linear], first: int = 0
 ) -> None:
-    """`first` is the number of the decoder's first layer in the whole model."""
+    """`first` is the index of the decoder's first layer in the whole model."""
     for (layer, projection), low in adapter.weights.items():
         module = modules.get((layer, projection))
         at = decoder.layers[layer] if module is not None else None
@@ -287,7 +289,7 @@ def check_products(adapter: Adapter, ops: Ops) -> None:
 
 
 def linear_modules(model: Any) -> dict[tuple[int, str], nn.Linear]:
-    """Those that an adapter may change."""
+    """The linear layers that an adapter may change."""
     found: dict[tuple[int, str], nn.Linear] = {}
     for index, layer in enumerate(model.model.layers):
         for projection, parent in TARGETS.items():
@@ -299,7 +301,7 @@ def linear_modules(model: Any) -> dict[tuple[int, str], nn.Linear]:
 
 @contextmanager
 def attach_adapter(model: Any, ops: Ops, adapter: Adapter) -> Iterator[None]:
-    """Inside the block the model's own forward computes with the adapter, as `exact` makes a peft model do."""
+    """While the block runs, the model's own forward applies the adapter, as a peft model under `exact`."""
     check_products(adapter, ops)
     modules = linear_modules(model)
 
@@ -313,8 +315,9 @@ def attach_adapter(model: Any, ops: Ops, adapter: Adapter) -> Iterator[None]:
 
 
 class AdapterBank:
-    """The loaded adapters, each in a slot; `stacks` has the parts of all for each merged product. `generation` grows
-    when captured steps that read the stacks are void."""
+    """The loaded adapters, each in a slot; `stacks` has all parts of each merged product. `generation` increases when
+    captured steps that read the stacks become invalid.
+    """
 
     def __init__(self, decoder: Decoder, ops: Ops) -> None:
         self._decoder, self._ops = decoder, ops
@@ -337,11 +340,11 @@ class AdapterBank:
 
     @property
     def is_packed(self) -> bool:
-        """Whether a step with adapters can be captured: it reads no row numbers on the host."""
+        """True if steps with adapters can be captured: they read no row numbers on the host."""
         return all(stack.packed is not None for stack in self.stacks.values())
 
     def rows_of(self, names: Sequence[str | None], counts: Sequence[int], device: torch.device) -> RowSlots | None:
-        """None where no request names an adapter."""
+        """None if no request uses an adapter."""
         if not any(names):
             return None
         slots = self.slots_of(names).repeat_interleave(torch.tensor(counts))
@@ -369,7 +372,7 @@ class AdapterBank:
         self.count = count
 
     def _ends(self, layer: int, product: str) -> tuple[int, ...]:
-        """The columns of a merged product where its projections end."""
+        """End columns of the projections in a merged product."""
         heads, key_heads, size = self._decoder.heads
         at = self._decoder.layers[layer]
         if product == "qkv":

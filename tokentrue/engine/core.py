@@ -23,7 +23,7 @@ from tokentrue.errors import EngineError
 from tokentrue.types import Finish
 
 WINDOW_S = 10.0
-PROOF_LENGTH = 141  # tokens of the proof at load: past one block of 128 keys
+PROOF_LENGTH = 141  # tokens of the proof at load: more than one block of 128 keys
 
 
 class Meter:
@@ -79,7 +79,7 @@ class Meter:
 
 
 class Core:
-    """`read` turns token ids into text, for stop strings alone."""
+    """`read` decodes token ids to text, only for stop strings."""
 
     def __init__(
         self, runner: Runner, *, limits: ScheduleLimits, version: int, read: Callable[[Sequence[int]], str] | None
@@ -140,14 +140,15 @@ class Core:
         self.scheduler.add(request)
 
     def version_of(self, request: Request) -> int:
-        """Of the weights that sample this request's next token: its adapter's own, where that has one."""
+        """Version of the weights that sample this request's next token: its adapter's if that has one."""
         adapter = self.adapters.get(request.adapter) if request.adapter is not None else None
         return self.version if adapter is None or adapter.version is None else adapter.version
 
     # ---- weights
     def load(self, weights: Weights, version: int) -> None:
-        """New weights between two steps. Keys and values of the old ones are dropped, so that every later token's
-        log-probability is the one of the new weights over its whole context."""
+        """Loads new weights between two steps and drops all cached keys and values, so that every later log-probability
+        uses the new weights over its whole context.
+        """
         self.drain()
         self.scheduler.restart()
         try:
@@ -164,7 +165,9 @@ class Core:
         self.version = version
 
     def set_adapter(self, adapter: Adapter) -> None:
-        """Check, prove and load it. Requests that run with an older adapter of this name compute their context again."""
+        """Checks, proves and loads an adapter. Requests that run with an older adapter of this name recompute their
+        context.
+        """
         self.drain()
         self.runner.set_adapter(adapter, self.proof_steps(seed=6, adapter=adapter.name))
         for request in self.requests:
@@ -186,11 +189,13 @@ class Core:
         del self.adapters[name]
 
     def prove(self) -> None:
-        """Raise ExactnessError unless the steps' bits are those of the model's own forward."""
+        """Raises ExactnessError unless the steps have the bits of the model's own forward."""
         self.runner.prove(self.proof_steps(seed=5))
 
     def proof_steps(self, *, seed: int, adapter: str | None = None) -> list[StepInputs]:
-        """Random tokens of one sequence, cut into pieces, in blocks that are free again: later steps overwrite them."""
+        """Random tokens of one sequence, cut into pieces. The blocks are free again afterwards: later steps overwrite
+        them.
+        """
         length, generator = min(PROOF_LENGTH, self.capacity), torch.Generator().manual_seed(seed)
         ids = torch.randint(0, self.runner.sizes.vocabulary, (length,), generator=generator).tolist()
         self.drain()
@@ -201,13 +206,14 @@ class Core:
     def compare(
         self, ids: Sequence[int], model: nn.Module | None = None, pieces: Sequence[int] = PIECES
     ) -> Difference | None:
-        """The first operator whose bits differ between pages and the forward of `model` (the engine's own, unless
-        given)."""
+        """First operator whose bits differ between the paged forward and the forward of `model` (default: the
+        engine's).
+        """
         return difference_of(self.forward, model or self.model, cut_steps(self.scheduler, ids, pieces))
 
     # ---- steps
     def step(self) -> bool:
-        """One forward pass for the requests that are ready; False when there was nothing to do."""
+        """One forward pass for the ready requests; False if there was nothing to do."""
         for request in self.requests:
             if request.cancelled:
                 self.end(request, Finish.ABORT)
@@ -243,7 +249,7 @@ class Core:
             self.fail_step(batch, error)
 
     def fail_step(self, batch: list[Work], error: Exception) -> None:
-        """Only the requests of a failed step fail; without its runner, all do."""
+        """Fails the requests of this step; all requests if the runner is dead."""
         for work in batch:
             self.fail(work.request, error)
         if self.runner.dead is not None:
@@ -253,7 +259,7 @@ class Core:
             self.fail_all(EngineError(self.broken))
 
     def proceed(self, bursts: Bursts) -> bool:
-        """Deliver the burst of decode steps in flight; False when there was none."""
+        """Delivers the burst of decode steps in flight; False if there was none."""
         requests = bursts.in_flight.requests if bursts.in_flight is not None else []
         try:
             return bursts.proceed()
@@ -270,7 +276,7 @@ class Core:
             self.finish_step()
 
     def apply(self, batch: list[Work], result: StepResult) -> None:
-        """A request that was preempted or ended while its step was computed samples the same token again, or none."""
+        """A request preempted while its step was computed samples the same token again; one that ended takes none."""
         scored, sampled, routes = iter(result.scored), iter(result.sampled), iter(result.routes)
         for work in batch:
             if work.request.phase is Phase.RUNNING:
@@ -299,8 +305,7 @@ class Core:
         self.notify(request, 1)
 
     def take_run(self, request: Request, ids: Sequence[int], logprobs: Sequence[float]) -> None:
-        """Tokens that a decoding request sampled one after the other, without filters; what follows its end is
-        dropped."""
+        """Appends consecutive sampled tokens of a decoding request without filters; drops those after its end."""
         if request.sampling.stop:  # text is read token by token
             for token, logprob in zip(ids, logprobs, strict=True):
                 if request.phase is Phase.RUNNING:
@@ -315,7 +320,7 @@ class Core:
         self.notify(request, room)
 
     def notify(self, request: Request, count: int) -> None:
-        """Call the listener for the newest `count` tokens, and finish the request where they are its last."""
+        """Calls the listener for the newest `count` tokens; finishes the request if they are its last."""
         self.meter.count_tokens(request, count)
         if request.listener is not None:
             request.listener(request)
@@ -328,7 +333,7 @@ class Core:
             self.end(request, Finish.LENGTH)
 
     def stop_string(self, request: Request) -> str | None:
-        """The one that the newest token completes: it lies within as many tokens as the longest has bytes."""
+        """The stop string completed by the newest token; searches as many tokens as the longest one has bytes."""
         stops = request.sampling.stop
         if not stops or self.read is None:
             return None
@@ -354,7 +359,7 @@ class Core:
             self.fail(request, error)
 
     def close(self) -> None:
-        """Free the memory of pages and captured steps now, not when this object is collected."""
+        """Frees pages and captured steps now, not on garbage collection."""
         if self.bursts is not None:
             self.bursts.close()
         self.runner.close()

@@ -1,11 +1,10 @@
-"""A Hugging Face decoder read as a list of layers, for a forward pass over pages without the Python of the model
-classes.
+"""Reads a Hugging Face decoder as a list of layers, for a paged forward pass without the Python of the model classes.
 
-Parameters stay where the model keeps them (q, k, v and gate, up become views of one merged tensor each), and what is
-not the plain dense form (a mixture of experts, say) is run by the model's own module on exact operators. Reading can go
-wrong in silence, so the loader proves it: the first logits must equal the model's own, bit for bit.
+Parameters stay in the model (q, k, v and gate, up become views of one merged tensor each). Modules that are not of the
+plain dense form (a mixture of experts, say) run their own code on exact operators. Reading can fail silently, so the
+loader proves it: the first logits must equal the model's, bit for bit.
 
-Latent attention (DeepSeek-V3) caches keys and values expanded, because the trainer expands them too: multiplying
+Latent attention (DeepSeek-V3) caches expanded keys and values, because the trainer expands them too: multiplying
 queries by the expansion instead changes the order of the sums, and the bits. Values are padded to the size of keys.
 """
 
@@ -54,7 +53,8 @@ def read_product(module: nn.Linear) -> Product:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentAttention:
     """q = up(norm(down(x))) (or one product); latent and rotary key = kv_down(x); keys and values =
-    kv_up(norm(latent))."""
+    kv_up(norm(latent)).
+    """
 
     q_down: Product | None
     q_norm: Norm | None
@@ -65,7 +65,7 @@ class LatentAttention:
     out: Product
     spec: AttentionSpec
     rope: str
-    plain_size: int  # values of a key without, and behind them `rotary_size` values with, a rotary embedding
+    plain_size: int  # key values without rotary embedding; `rotary_size` values with one follow
     rotary_size: int
     value_size: int
     pairs: bool  # rotary pairs lie side by side, not in halves
@@ -77,7 +77,7 @@ class LatentAttention:
     def attend(
         self, ops: Ops, h: Tensor, cos: Tensor, sin: Tensor, cache: tuple[Tensor, Tensor], batch: PagedBatch
     ) -> Tensor:
-        """[T, H*V] of hidden states [T,K]; keys and values of the step go into the cache."""
+        """[T, H*V] of hidden states [T,K]; writes the step's keys and values to the cache."""
         size = self.plain_size + self.rotary_size
         q = h if self.q_down is None else ops.linear(h, *self.q_down)
         q = q if self.q_norm is None else ops.rms_norm(q, self.q_norm.weight, self.q_norm.eps, form=self.q_norm.form)
@@ -94,7 +94,7 @@ class LatentAttention:
         return ops.paged_attention(q, *cache, batch, self.spec)[..., : self.value_size].flatten(1)
 
     def halves(self, x: Tensor) -> Tensor:
-        """The form that `Ops.rotary` turns."""
+        """Reorders pairs to the layout of `Ops.rotary`."""
         return torch.cat((x[..., ::2], x[..., 1::2]), -1) if self.pairs else x
 
 
@@ -132,7 +132,7 @@ class Attention:
     head_norm: HeadNorm | None
     spec: AttentionSpec
     rope: str | None  # key into Decoder.ropes; None: no rotary embedding in this layer
-    gated: bool  # q holds a gate of the output behind each head
+    gated: bool  # in q, a gate of the output follows each head
     wide_norm: HeadNorm | None  # over all heads of queries (and of keys) together (OLMo-3)
 
     def weights(self) -> tuple[Tensor, ...]:
@@ -188,7 +188,7 @@ LAYOUTS: dict[frozenset[str], tuple[str | None, ...]] = {
 
 
 def read_decoder(model: Any, ops: Ops, *, max_positions: int) -> Decoder:
-    """The layers of `model`, merged in place; raises ExactnessError with the name of what has no exact form."""
+    """Reads the layers of `model` and merges them in place; raises ExactnessError naming what has no exact form."""
     check_shape(model, (nn.Linear, nn.Identity))
     config, body, head = model.config.get_text_config(), model.model, model.get_output_embeddings()
     size = next((head_size(layer.self_attn) for layer in body.layers if hasattr(layer, "self_attn")), None)
@@ -220,7 +220,7 @@ def check_shape(model: Any, heads: tuple[type, ...] = (nn.Linear,)) -> None:
 
 
 def read_embedding(module: nn.Module, scale: float | None) -> Callable[[Tensor], Tensor]:
-    """A module that does more than look rows up is called itself."""
+    """Calls the module itself if it does more than a lookup."""
     if scale is not None:
         return lambda ids: module(ids) * scale
     if type(module) is not nn.Embedding or module.max_norm is not None:
@@ -299,7 +299,7 @@ def read_mlp(name: str, mlp: Any) -> Dense | Callable[[Tensor], Tensor]:
 
 
 def merge(*linears: nn.Linear) -> Product:
-    """One tensor that holds all weights; the modules keep views of it, so that loading into them loads here."""
+    """Merges all weights into one tensor; the modules keep views of it, so loading into them loads here."""
     with torch.no_grad():
         weight = torch.cat([m.weight.data for m in linears])
         bias = None if linears[0].bias is None else torch.cat([m.bias.data for m in linears])
@@ -314,7 +314,7 @@ def merge(*linears: nn.Linear) -> Product:
 
 
 def rope_table(body: Any, key: str, positions: int, head_dim: int, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin of every position, by the model's own module under `exact`: the bits of the trainer."""
+    """cos and sin of every position, computed by the model's module under `exact`: the trainer's bits."""
     rotary = body.rotary_emb
     by_kind = isinstance(rotary.rope_type, dict)
     kinds = rotary.rope_type if by_kind else {"": rotary.rope_type}

@@ -1,5 +1,6 @@
-"""ExactEngine: the facade. One thread owns the core; callers are asyncio tasks or other threads, and concurrent calls
-are batched."""
+"""ExactEngine: the facade. One thread owns the core; asyncio tasks or other threads call it, and concurrent calls are
+batched.
+"""
 
 from __future__ import annotations
 
@@ -55,8 +56,9 @@ class ExactEngine:
         limits: ScheduleLimits | None = None, max_len: int | None = None, kv_tokens: int | None = None, version: int = UNVERSIONED,
         read: Callable[[Sequence[int]], str] | None = None, ops: Ops | None = None,
     ) -> None:  # fmt: skip
-        """`read` (ids -> text) is needed for stop strings alone. `kv_tokens` sizes the cache; by default it sizes
-        itself."""
+        """`read` (ids -> text) is needed only for stop strings. `kv_tokens`: cache size; by default derived from free
+        memory.
+        """
         if dtype not in DTYPES:
             raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
         where = torch.device(device)
@@ -90,7 +92,7 @@ class ExactEngine:
         self._thread: threading.Thread | None = None
 
     def _prove(self) -> None:
-        """A refused model is left as it was found, and no process is left running."""
+        """If the proof fails, restores the model and leaves no process running."""
         try:
             self.core.prove()
         except BaseException:
@@ -109,9 +111,9 @@ class ExactEngine:
     async def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str | None = None, adapter: str | None = None
     ) -> Completion:
-        """Sample until a stop, the limit or cancellation of this task (which cancels the generation too).
+        """Samples until a stop, the limit or cancellation of this task (which cancels the generation).
 
-        `adapter` (or `sampling.extra["adapter"]`) names a loaded LoRA adapter; requests of different adapters share
+        `adapter` (or `sampling.extra["adapter"]`) names a loaded LoRA adapter; requests with different adapters share
         batches.
         """
         loop = asyncio.get_running_loop()
@@ -139,8 +141,9 @@ class ExactEngine:
     async def stream(
         self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str | None = None, adapter: str | None = None
     ) -> AsyncIterator[Chunk]:
-        """A chunk per sampled token, then one with the whole completion. Closing the iterator cancels the
-        generation."""
+        """Yields a chunk per sampled token, then one with the whole completion. Closing the iterator cancels the
+        generation.
+        """
         loop = asyncio.get_running_loop()
         changed = asyncio.Event()
 
@@ -189,7 +192,7 @@ class ExactEngine:
     def request(
         self, prompt_ids: Sequence[int], sampling: Sampling, listener: Listener | None = None, *, adapter: str | None = None
     ) -> Request:  # fmt: skip
-        """Checked here, so that nothing in the loop can fail because of one caller."""
+        """Validates here, so that no caller's input can fail the loop."""
         ids = tuple(map(int, prompt_ids))
         vocabulary, capacity = self.core.runner.sizes.vocabulary, self.core.capacity
         if not ids:
@@ -234,15 +237,15 @@ class ExactEngine:
 
     # ---- weights
     def load_weights(self, weights: Weights, version: int) -> None:
-        """Live when this returns: every later token is sampled from these weights, also of requests already running."""
+        """Live on return: every later token is sampled from these weights, also in running requests."""
         with self.paused():
             self.core.load(weights, version)
 
     def load_adapter(self, name: str, source: AdapterSource, *, config: Any = None, version: int | None = None) -> None:
-        """Load or replace a LoRA adapter: a directory saved by peft, or its state dict with `config` (kept for later
+        """Loads or replaces a LoRA adapter: a directory saved by peft, or its state dict with `config` (kept for later
         loads of the name).
 
-        Live when this returns. Its completions carry `version`, or the engine's where none is given.
+        Live on return. Its completions have `version`, or the engine's version if None.
         """
         known = self.core.adapters.get(name)
         adapter = read_adapter(name, source, config or (known and known.config), version=version, device=self._host)
@@ -250,7 +253,7 @@ class ExactEngine:
             self.core.set_adapter(adapter)
 
     def unload_adapter(self, name: str) -> None:
-        """Requests that name it fail."""
+        """Requests that use it fail."""
         with self.paused():
             self.core.unload_adapter(name)
 
@@ -263,7 +266,7 @@ class ExactEngine:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Between two steps, with none begun until the block ends."""
+        """Waits for the current step; none starts until the block ends."""
         with self._state:
             self._pauses += 1
             while self._stepping:
@@ -283,7 +286,7 @@ class ExactEngine:
                 self.core.step()
 
     def _admit(self) -> bool:
-        """Wait for work and hand it to the core; False when the engine was closed."""
+        """Waits for work and passes it to the core; False if the engine was closed."""
         with self._state:
             self._stepping = False
             self._state.notify_all()
@@ -311,7 +314,7 @@ class ExactEngine:
         return self.contract.fingerprint
 
     def close(self) -> None:
-        """Pending requests fail; the model is left as it was found."""
+        """Fails pending requests; restores the model to its original state."""
         with self._state:
             self._closed = True
             self._state.notify_all()
@@ -332,7 +335,7 @@ def has_experts(model: nn.Module) -> bool:
 
 
 def eos_of(model: Any) -> tuple[int, ...]:
-    """All that the model's configurations name; either may hold one id or a list."""
+    """All eos ids of the model's configurations; each may have one id or a list."""
     found: list[int] = []
     for config in (getattr(model, "generation_config", None), model.config.get_text_config()):
         ids = getattr(config, "eos_token_id", None)

@@ -1,5 +1,4 @@
-"""Tensors in, logits out: one step of the decoder over the paged cache. The only file of the engine that does
-arithmetic."""
+"""Tensors in, logits out: one decoder step over the paged cache. The only engine file that does arithmetic."""
 
 from __future__ import annotations
 
@@ -30,8 +29,6 @@ CPU_MOST_BYTES = 4 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTensors:
-    """What every layer of a step reads."""
-
     batch: PagedBatch
     ropes: Ropes
     adapted: RowSlots | None
@@ -40,7 +37,7 @@ class StepTensors:
 
 
 class Forward:
-    """`trace(name, tensor)`, where set, receives every operator's result."""
+    """`trace(name, tensor)`, if set, receives every operator's result."""
 
     def __init__(self, decoder: Decoder, ops: Ops, *, num_blocks: int, num_states: int | None = None) -> None:
         self.decoder = decoder
@@ -55,7 +52,7 @@ class Forward:
     def new_cache(
         self, mixer: Attention | LatentAttention | GatedDelta, num_blocks: int, num_states: int | None
     ) -> Pair:
-        """Pages of keys and values, or convolution history and recurrent state for every slot."""
+        """Pages of keys and values, or convolution history and recurrent state per slot."""
         d = self.decoder
         if not isinstance(mixer, GatedDelta):
             keys, values = (self.ops.new_cache(num_blocks, *d.heads[1:], d.dtype, d.device) for _ in range(2))
@@ -66,12 +63,12 @@ class Forward:
         return history, torch.zeros(shape, dtype=torch.float32, device=d.device)
 
     def refresh(self) -> None:
-        """The weights have changed: what the operators derived from them is stale."""
+        """Call after a weight change: invalidates what the operators derived from the weights."""
         self.ops.pack(linear_weights(self.decoder))
 
     @torch.inference_mode()
     def step(self, inputs: StepInputs, rows: Sequence[int]) -> Tensor:
-        """Logits [len(rows), V] of those token rows of the step."""
+        """Logits [len(rows), V] of those token rows."""
         return self.logits_of_rows(self.compute(inputs, self.embed(inputs)), rows)
 
     @torch.inference_mode()
@@ -80,7 +77,7 @@ class Forward:
 
     @torch.inference_mode()
     def compute(self, inputs: StepInputs, x: Tensor) -> Tensor:
-        """[T,K] after this decoder's layers, of what comes into the first of them."""
+        """[T,K] after this decoder's layers, for the input of the first."""
         paged = paged_batch(inputs, self.ops.block_size, self.device)
         slots = self.prepare_states(inputs)
         h, x = self.layers(x, paged, self.bank.rows_of(inputs.adapters, inputs.counts, self.device), slots)
@@ -105,8 +102,9 @@ class Forward:
 
     @contextmanager
     def routes(self) -> Iterator[Callable[[Sequence[int]], Pair]]:
-        """The experts chosen inside the block: rows -> int16 [rows, layers, top_k] and their float32 weights, on the
-        host."""
+        """Records the experts chosen inside the block: rows -> int16 [rows, layers, top_k] and their float32 weights,
+        on the host.
+        """
         chosen: list[Pair] = []
         self.ops.routes = chosen
 
@@ -121,7 +119,7 @@ class Forward:
             self.ops.routes = None
 
     def prepare_states(self, inputs: StepInputs) -> Tensor | None:
-        """Does the queued copies between state slots; returns the slots of the step's requests."""
+        """Executes the queued copies between state slots; returns the slots of the step's requests."""
         if not inputs.state_slots:
             return None
         for source, target in inputs.state_copies:
@@ -133,7 +131,7 @@ class Forward:
     def layers(
         self, x: Tensor, batch: PagedBatch, adapted: RowSlots | None = None, state_slots: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """(h, x): what the last layer adds, and the residual [T,K]. Every sum is left to the norm that reads it."""
+        """(h, x): what the last layer adds, and the residual [T,K]. The norm that reads a sum computes it."""
         at = batch.positions
         ropes: Ropes = {None: (None, None), **{k: (cos[at], sin[at]) for k, (cos, sin) in self.decoder.ropes.items()}}
         lone = self.plain and self.trace is None and adapted is None and x.shape[0] < self.ops.least_rows
@@ -203,7 +201,7 @@ class Forward:
         self, index: int, name: str, norm: Norm | None, h: Tensor | None, x: Tensor, product: Product,
         step: StepTensors, kind: str | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """A merged product of the normed sum x + h (gated where `kind` names an activation), and that sum."""
+        """A merged product of norm(x + h) (gated if `kind` names an activation), and x + h."""
         changed = step.adapted is not None and (index, name) in self.bank.stacks
         fused = self.plain and self.trace is None and not changed and (kind is None or product.bias is None)
         if fused and h is not None and norm is not None:
@@ -252,7 +250,7 @@ class Forward:
         return tensor
 
     def clean(self) -> None:
-        """Zero every page: after weights that were not finite."""
+        """Zeroes every page, after weights that were not finite."""
         for pair in self.caches:
             for tensor in pair:
                 tensor.zero_()
@@ -267,7 +265,6 @@ def is_plain(layer: Layer) -> bool:
 
 
 def norm_heads(ops: Ops, norm: HeadNorm, qkv: Tensor) -> Tensor:
-    """Over all heads together."""
     wide, narrow = norm.q_weight.shape[0], norm.k_weight.shape[0]
     q, k, v = qkv.split((wide, narrow, qkv.shape[1] - wide - narrow), -1)
     q = ops.rms_norm(q.contiguous(), norm.q_weight, norm.eps, form=norm.form)
@@ -285,7 +282,7 @@ def linear_weights(decoder: Decoder) -> Iterator[Tensor]:
 
 
 def paged_batch(inputs: StepInputs, size: int, device: torch.device) -> PagedBatch:
-    """On whole arrays: a step may hold tens of thousands of tokens."""
+    """Vectorised: a step may have tens of thousands of tokens."""
     counts, starts = np.array(inputs.counts), np.array(inputs.starts)
     ends = np.concatenate(([0], counts.cumsum()))
     positions = np.arange(ends[-1]) + np.repeat(starts - ends[:-1], counts)
@@ -304,7 +301,9 @@ def paged_batch(inputs: StepInputs, size: int, device: torch.device) -> PagedBat
 
 
 def table_of(blocks: Sequence[Sequence[int]], rows: int, step: int) -> np.ndarray:
-    """int32 [rows, W], padded with the null block; W is the longest row's length, up to the next multiple of `step`."""
+    """int32 [rows, W], padded with the null block; W is the longest row's length, rounded up to a multiple of
+    `step`.
+    """
     width = -(-max(map(len, blocks), default=1) // step) * step
     table = np.zeros((rows, width), dtype=np.int32)
     for row, own in zip(table, blocks, strict=False):
@@ -315,8 +314,7 @@ def table_of(blocks: Sequence[Sequence[int]], rows: int, step: int) -> np.ndarra
 def blocks_for(
     decoder: Decoder, ops: Ops, *, limits: ScheduleLimits, kv_tokens: int | None, device: torch.device, share: float = 1.0
 ) -> int:  # fmt: skip
-    """Enough for every request at full length if memory allows, else `share` of what memory allows; and the null
-    block."""
+    """Enough for every request at full length if memory allows, else `share` of what fits; plus the null block."""
     _, heads, head_dim = decoder.heads
     attentions = sum(not isinstance(layer.mixer, GatedDelta) for layer in decoder.layers)
     token_bytes = 2 * attentions * heads * head_dim * decoder.dtype.itemsize

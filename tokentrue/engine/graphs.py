@@ -1,13 +1,13 @@
-"""Captured steps on a CUDA device, replayed without the host in between: decode bursts and short prefills.
+"""CUDA graphs for decode bursts and short prefills, replayed without the host in between.
 
-A decode step reads and moves device state alone (`Rows`): the sampled token is the next step's input, its place in the
-pages comes from the row's table. The host reads the tokens of one burst while the device computes the next; what a row
-samples past its stop is dropped, and what it writes past its blocks goes to the null block. Blocks that a finished
-request releases may still be written by the burst in flight, but only before their next owner's first write, because
-the device works in order. Anything that changes who runs first waits for the bursts in flight.
+A decode step reads and updates only device state (`Rows`): the sampled token is the next step's input, its place in the
+pages comes from the row's table. The host reads the tokens of one burst while the device computes the next. Tokens that
+a row samples after its stop are dropped; writes beyond its blocks go to the null block. The burst in flight may still
+write blocks that a finished request released, but only before their next owner's first write, because the device works
+in order. Any change of who runs waits for the bursts in flight.
 
 A short prefill is padded to a captured size: padding tokens go to the null block, padding tiles to a sequence without
-queries. Bits do not change: rows are independent of the batch, and the noise depends on seed and position alone.
+queries. Bits do not change: rows are independent of the batch, and the noise depends only on seed and position.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """Tokens and log-probabilities [steps, rows] are in host memory when `done` has happened."""
+    """Tokens and log-probabilities [steps, rows]; in host memory once the event `done` has completed."""
 
     ids: Tensor
     logprobs: Tensor
     done: torch.cuda.Event
 
     def results(self) -> tuple[list[list[int]], list[list[float]], list[bool]]:
-        """Row by row: tokens, log-probabilities, and whether those are all finite."""
+        """Row by row: tokens, log-probabilities, and whether all are finite."""
         self.done.synchronize()
         logprobs = self.logprobs.t()
         return self.ids.t().tolist(), logprobs.tolist(), torch.isfinite(logprobs).all(-1).tolist()
@@ -52,7 +52,7 @@ class Pending:
 def capture_graph(
     step: Callable[[], Result], pool: tuple[int, int] | None = None
 ) -> tuple[torch.cuda.CUDAGraph, Result]:
-    """A graph of what `step` launches, and the tensors that every replay leaves its results in."""
+    """Returns a graph of what `step` launches, and the tensors that each replay writes its results to."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -66,7 +66,7 @@ def capture_graph(
 
 
 class DecodeGraphs:
-    """`width` is the most blocks a sequence can have."""
+    """`width`: most blocks of a sequence."""
 
     def __init__(self, forward: Forward, *, width: int) -> None:
         from tokentrue.numerics.triton.sampling import Rows, advance
@@ -80,20 +80,22 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def start(self, requests: Sequence[Request], steps: int) -> Pending:
-        """Launch the next steps of requests that are decoding, plain, and own the blocks of the tokens that they will
-        keep."""
+        """Launches the next steps of requests that are plain decodes and own the blocks of the tokens they will
+        keep.
+        """
         graph, rows = self.captured(requests)
         self.fill(rows, requests)
         return self.launch(graph, rows, steps)
 
     @torch.inference_mode()
     def go_on(self, requests: Sequence[Request], steps: int) -> Pending:
-        """The same for the rows of the last launch, whose tokens the host need not have seen; only their blocks may
-        have grown."""
+        """Continues the rows of the last launch, before the host has seen their tokens; only their blocks may have
+        grown.
+        """
         graph, rows = self.captured(requests)
         rows.tables.copy_(self.table_of(requests, rows.ids.shape[0]).pin_memory(), non_blocking=True)
         rows.starts.copy_(rows.positions)
-        page = self.forward.ops.block_size  # the last step chose its successor's slot before these blocks were known
+        page = self.forward.ops.block_size  # the last step chose the next slot before these blocks were known
         block = rows.tables.gather(1, (rows.positions // page).clamp_(max=self.width - 1)[:, None])[:, 0]
         rows.slots.copy_(block * page + rows.positions % page)
         return self.launch(graph, rows, steps)
@@ -113,7 +115,7 @@ class DecodeGraphs:
         return torch.from_numpy(table_of([request.blocks for request in requests], size, self.width))
 
     def captured(self, requests: Sequence[Request]) -> tuple[torch.cuda.CUDAGraph, Rows]:
-        """The step of this many rows; with adapters it is another one, void when their memory has moved."""
+        """The step for this many rows; a separate one with adapters, invalid once their memory has moved."""
         size = next(b for b in BUCKETS if b >= len(requests))
         generation = self.forward.bank.generation if any(request.adapter for request in requests) else None
         if (size, generation) not in self._captured:
@@ -199,7 +201,7 @@ HOST = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefill:
-    """One captured size: what a step reads, and the logits that it leaves."""
+    """One captured size: its inputs and its logits."""
 
     ids: Tensor  # int64 [T]
     batch: PagedBatch  # of MOST_SEQUENCES, and one more without queries
@@ -210,7 +212,7 @@ class Prefill:
 
 
 class PrefillGraphs:
-    """`width` is the most blocks a sequence can have."""
+    """`width`: most blocks of a sequence."""
 
     def __init__(self, forward: Forward, *, width: int) -> None:
         self.forward = forward
@@ -219,7 +221,7 @@ class PrefillGraphs:
 
     @torch.inference_mode()
     def step(self, inputs: StepInputs, rows: Sequence[int]) -> Tensor | None:
-        """None for a step that has no captured form: too long, or with decodes in it."""
+        """None if the step has no captured form: too long, or with decodes."""
         total = inputs.rows
         few = len(inputs.counts) <= MOST_SEQUENCES and len(rows) <= MOST_SEQUENCES
         bank, adapted = self.forward.bank, any(inputs.adapters)
@@ -292,7 +294,7 @@ class PrefillGraphs:
 
 
 def copy_rows(target: Tensor, source: Tensor, *, rest: int = 0) -> None:
-    """`source` into the first rows (and columns) of `target`; `rest` everywhere else."""
+    """Copies `source` to the first rows (and columns) of `target`; fills the rest with `rest`."""
     padded = torch.full(target.shape, rest, dtype=target.dtype)
     padded[tuple(slice(n) for n in source.shape)] = source
     target.copy_(padded)
@@ -305,7 +307,7 @@ Deliver = Callable[[Request, Sequence[int], Sequence[float]], None]
 
 @dataclass(slots=True)
 class Burst:
-    """`lengths` are the tokens that each request has when the burst starts."""
+    """`lengths`: tokens of each request at the start of the burst."""
 
     requests: list[Request]
     lengths: list[int]
@@ -318,7 +320,7 @@ class Bursts:
         self, forward: Forward, scheduler: Scheduler, *, capacity: int, deliver: Deliver, reject: Callable[[Request], None],
         steps: int = STEPS,
     ) -> None:  # fmt: skip
-        """`deliver` receives the tokens of a request; `reject` a request whose log-probabilities are not finite."""
+        """`deliver` gets the tokens of a request; `reject` a request whose log-probabilities are not finite."""
         self.scheduler = scheduler
         self.capacity = capacity
         self.steps = min(steps, MOST_STEPS)
@@ -328,7 +330,7 @@ class Bursts:
         self._reject = reject
 
     def start(self, batch: Sequence[Work]) -> bool:
-        """Launch a burst for a batch, if it is all plain decoding and has blocks to grow into."""
+        """Launches a burst if the batch is all plain decodes with blocks to grow into."""
         requests = [work.request for work in batch]
         if len(batch) > BUCKETS[-1] or any(
             work.count > 1 or not work.samples or not is_plain(work.request) for work in batch
@@ -344,7 +346,7 @@ class Bursts:
         return True
 
     def proceed(self) -> bool:
-        """Deliver the burst in flight, after launching its successor unless another request should run."""
+        """Delivers the burst in flight, after launching the next one unless another request should run."""
         burst = self.in_flight
         if burst is None:
             return False
@@ -382,8 +384,9 @@ class Bursts:
         return min(len(request.prompt_ids) + request.max_tokens, self.capacity)
 
     def steps_that_fit(self, requests: Sequence[Request], lengths: Sequence[int]) -> int:
-        """Steps for which every request has blocks for what it may keep, and none runs past the tables; 0 when memory
-        is short."""
+        """Steps for which every request has blocks for what it may keep and stays within the tables; 0 if memory is
+        short.
+        """
         left = [self.most_tokens(r) - n for r, n in zip(requests, lengths, strict=True)]
         steps = min(self.steps, max(left), self.capacity - max(lengths) + 1)
         for request, length, keep in zip(requests, lengths, left, strict=True):
@@ -400,13 +403,13 @@ class Bursts:
                 continue
             if not finite:
                 self.in_flight = None
-                self._reject(request)  # drops every page, so nothing after it counts
+                self._reject(request)  # drops every page, so later results are void
                 return
             self._deliver(request, tokens, found)
 
 
 def is_plain(request: Request) -> bool:
-    """Temperature and seed alone shape what it samples, and it wants nothing besides tokens and log-probabilities."""
+    """Samples with temperature and seed only, and needs only tokens and log-probabilities."""
     if request.shaped or request.sampling.top_logprobs or request.wants_routes:
         return False
     return not (request.wants_prompt and not request.num_sampled)

@@ -1,5 +1,7 @@
-"""The proof at load: the forward over pages equals the model's own, bit for bit, on prefill, chunk and decode; if not,
-the first operator that differs, and the first token that shows it. `redraw` is the heart of verified speculation."""
+"""Proof at load: the paged forward equals the model's own, bit for bit, on prefill, chunk and decode.
+
+If not, reports the first operator that differs and the first token that shows it. `redraw` verifies speculative tokens.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ Pick = Callable[[Any, Any], Tensor]
 
 
 def prove(forward: Forward, model: Any, steps: Sequence[StepInputs], adapter: Adapter | None = None) -> None:
-    """Raise ExactnessError with the first position that differs. `steps` are pieces of one sequence."""
+    """Raises ExactnessError with the first differing position. `steps` are pieces of one sequence."""
     ids = [token for step in steps for token in step.ids]
     with torch.inference_mode():
         with nullcontext() if adapter is None else attach_adapter(model, forward.ops, adapter):
@@ -65,7 +67,7 @@ def difference_of(forward: Forward, model: Any, steps: Sequence[StepInputs]) -> 
 
 
 def first_difference(engine: Mapping[str, Tensor], trainer: Mapping[str, Tensor]) -> Difference | None:
-    """Both map operator -> [tokens, values] in order of computation; operators that one side lacks are skipped."""
+    """Both map operator -> [tokens, values] in order of computation; skips operators that one side lacks."""
     for name, found in engine.items():
         wanted = trainer.get(name)
         if wanted is None:
@@ -98,7 +100,7 @@ def engine_trace(forward: Forward) -> Iterator[dict[str, Tensor]]:
 
 
 def model_trace(model: Any, ids: list[int]) -> dict[str, Tensor]:
-    """The same operators of one plain forward of the model (inside `exact`, or not)."""
+    """The same operators in one plain forward of the model (inside `exact` or not)."""
     found: dict[str, Tensor] = {}
 
     def keeper(name: str, pick: Pick) -> Callable[..., None]:
@@ -119,7 +121,7 @@ def model_trace(model: Any, ids: list[int]) -> dict[str, Tensor]:
 
 
 def has_projections(layer: Any) -> bool:
-    """Queries, keys and values each come from one product."""
+    """True if queries, keys and values each come from one product."""
     return hasattr(layer, "self_attn") and hasattr(layer.self_attn, "k_proj")
 
 
@@ -153,8 +155,9 @@ def points(model: Any) -> Iterator[tuple[str, nn.Module, Pick]]:
 def redraw(
     forward: Forward, model: Any, ids: Sequence[int], proposed: Sequence[int], sampling: Sampling, seed: int, *, capacity: int
 ) -> list[Sampled]:  # fmt: skip
-    """What the trainer draws after `ids`: proposed tokens as long as it agrees, then its own. Always one more than
-    agreed."""
+    """What the trainer draws after `ids`: proposed tokens while it agrees, then its own; always one more than
+    agreed.
+    """
     room = capacity - len(ids)
     proposed = list(proposed)[: room - 1] if room > 0 else []
     whole = torch.tensor([[*ids, *proposed]], device=forward.device)

@@ -1,5 +1,6 @@
-"""One generation on its way through the engine (what was asked, what has been sampled, where its keys and values lie),
-and one step as plain numbers."""
+"""A generation in the engine (what was requested, what is sampled, where its keys and values are), and one step as
+plain numbers.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from tokentrue.types import Completion, Finish, RoutedExperts, Sampling, Samplin
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepInputs:
-    """The newest `counts[i]` tokens of each sequence from position `starts[i]` on; `ids` are back to back."""
+    """The newest `counts[i]` tokens of each sequence, from position `starts[i]`; `ids` are back to back."""
 
     ids: list[int]
     starts: list[int]
@@ -41,7 +42,7 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """Experts of consecutive positions, [count, layers, top_k]: little-endian int16, and their weights as float32."""
+    """Experts of consecutive positions, [count, layers, top_k]: little-endian int16, and their float32 weights."""
 
     shape: tuple[int, int, int]
     data: bytes
@@ -61,7 +62,7 @@ class Sampled:
 class Request:
     """Mutable, owned by the engine's thread. `tokens[:computed]` have their keys and values in `blocks`.
 
-    Columns of numbers, not an object a token: those would wake the collector of a busy process.
+    Columns of numbers instead of one object per token: many objects would slow down garbage collection.
     """
 
     prompt_ids: tuple[int, ...]
@@ -71,7 +72,7 @@ class Request:
     max_tokens: int
     listener: Callable[[Request], None] | None = None  # called in the engine's thread for new tokens, and at the end
     adapter: str | None = None
-    prefix: bytes = b""  # what the names of its cache blocks start from: other weights, other names
+    prefix: bytes = b""  # seed of its cache block names, different for different weights
     wants_prompt: bool = False
     wants_routes: bool = False
     number: int = field(default_factory=lambda: next(_numbers))
@@ -88,9 +89,9 @@ class Request:
     raw_logprobs: list[float] = field(default_factory=list[float])  # where `shaped`; else they are `logprobs`
     tops: list[dict[int, float]] = field(default_factory=list[dict[int, float]])
     routes: list[Routes] = field(default_factory=list[Routes])
-    num_routed: int = 0  # positions whose experts are kept: those of the pass that computed them first
+    num_routed: int = 0  # positions whose experts are kept, from the pass that computed them first
     kept: list[bytes] = field(default_factory=list[bytes])  # where `shaped`: the ids that filters kept for each token
-    versions: list[int] = field(default_factory=list[int])  # grows last: so many tokens may be read from another thread
+    versions: list[int] = field(default_factory=list[int])  # updated last: other threads may read this many tokens
     prompt_logprobs: list[float] = field(default_factory=list[float])
     finish: Finish | None = None
     stopped_by: int | str | None = None
@@ -103,7 +104,7 @@ class Request:
 
     @property
     def remaining(self) -> int:
-        """Tokens whose keys are not in the cache yet; 1 in plain decoding."""
+        """Tokens whose keys are not cached yet; 1 in plain decoding."""
         return len(self.tokens) - self.computed
 
     @property
@@ -127,7 +128,6 @@ class Request:
         self.take_run((sampled.token_id,), (sampled.logprob,), version)
 
     def take_run(self, token_ids: Sequence[int], logprobs: Sequence[float], version: int) -> None:
-        """Tokens with nothing beside their log-probabilities."""
         self.tokens.extend(token_ids)
         self.logprobs.extend(logprobs)
         self.versions.extend([version] * len(token_ids))

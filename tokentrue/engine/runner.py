@@ -1,4 +1,4 @@
-"""What computes the core's steps: this process (`LocalRunner`), or the stages of a pipeline."""
+"""Computes the core's steps: in this process (`LocalRunner`) or in the stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Experts = tuple[np.ndarray, np.ndarray]  # int16 [rows, layers, top_k] and their
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptRows:
-    """Logits `first` .. `first + len(targets)` of the wanted ones score these prompt tokens."""
+    """Logits `first` .. `first + len(targets)` of the requested ones score these prompt tokens."""
 
     first: int
     targets: tuple[int, ...]
@@ -37,8 +37,9 @@ class PromptRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepWants:
-    """`rows` are token rows whose logits are needed; `sampling` indexes into them. `routing` are the token rows (first,
-    end) of each request that wants to know their experts."""
+    """`rows`: token rows whose logits are needed; `sampling` indexes into them. `routing`: token rows (first, end) of
+    each request that records its experts.
+    """
 
     rows: list[int] = field(default_factory=list[int])
     sampling: list[tuple[int, SamplingRow]] = field(default_factory=list[tuple[int, SamplingRow]])
@@ -48,7 +49,7 @@ class StepWants:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """Answers in the order of `StepWants`."""
+    """Results in the order of `StepWants`."""
 
     sampled: list[Sampled | Exception]
     scored: list[list[float]]
@@ -81,7 +82,7 @@ def scores_prompt(work: Work) -> bool:
 
 
 def answer(forward: Forward, logits: Tensor, wants: StepWants) -> StepResult:
-    """From the logits of the wanted rows; the experts are added by the caller."""
+    """Builds the result from the logits of the requested rows; the caller adds the experts."""
     scored = [score_prompt(forward, logits, part) for part in wants.scoring]
     sampled: list[Sampled | Exception] = []
     if wants.sampling:
@@ -111,7 +112,7 @@ def routes_from(experts: np.ndarray, weights: np.ndarray) -> Routes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """What the scheduler must know of the model and its caches."""
+    """What the scheduler needs to know about the model and its caches."""
 
     vocabulary: int
     max_positions: int
@@ -121,17 +122,16 @@ class Sizes:
 
     @property
     def capacity(self) -> int:
-        """Most tokens that one request can hold."""
         return min(self.max_positions, (self.num_blocks - 1) * self.block_size)
 
 
 class Runner(Protocol):
-    """Steps finish in the order in which they started; at most `depth` are in flight."""
+    """Steps finish in the order they started; at most `depth` are in flight."""
 
     depth: int
     sizes: Sizes
     contract: Contract
-    dead: str | None  # why no step can be computed any more
+    dead: str | None  # why the runner is dead
 
     def start(self, inputs: StepInputs, wants: StepWants) -> None: ...
     def finish(self) -> StepResult: ...

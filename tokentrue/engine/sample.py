@@ -1,8 +1,7 @@
-"""Logits to tokens: Gumbel-max with counter-based noise, so that a request's tokens do not depend on what else is in
-the batch.
+"""Logits to tokens: Gumbel-max with counter-based noise, so that a request's tokens do not depend on the batch.
 
 The noise of a token is a hash of (seed, position, token id), in float64: token = argmax(scaled logits + noise), which
-samples from the softmax. Temperature 0 takes the argmax itself, and then reports log-probabilities at temperature 1.
+samples from the softmax. Temperature 0 takes the argmax, and reports log-probabilities at temperature 1.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 
 def mix(value: int) -> int:
-    """The finaliser of splitmix64."""
+    """Finaliser of splitmix64."""
     value = ((value ^ (value >> 30)) * MIX[0]) & MASK
     value = ((value ^ (value >> 27)) * MIX[1]) & MASK
     return value ^ (value >> 31)
@@ -36,7 +35,7 @@ def stream_key(seed: int, position: int) -> int:
 
 
 def child_seed(seed: int, index: int) -> int:
-    """Index 0 keeps the seed. Seeds that are equal modulo 2^64 sample alike."""
+    """Index 0 keeps the seed. Seeds equal modulo 2^64 sample alike."""
     return seed if index == 0 else to_signed(mix((seed ^ (index * GOLDEN)) & MASK))
 
 
@@ -46,13 +45,14 @@ def to_signed(value: int) -> int:
 
 @lru_cache(maxsize=8)
 def counters(vocabulary: int, device: torch.device) -> Tensor:
-    """Token t's place in every stream. Read only."""
+    """Token t's counter in every stream. Read-only."""
     return torch.arange(1, vocabulary + 1, device=device)[None, :] * to_signed(GOLDEN)
 
 
 def gumbel(seeds: list[int], positions: list[int], vocabulary: int, device: torch.device) -> Tensor:
     """float64 [R,V]: -log(-log(u)), u in (0,1) from 53 bits of the hash (`mix` on signed integers, so shifts are
-    masked)."""
+    masked).
+    """
     keys = torch.tensor([to_signed(stream_key(s, p)) for s, p in zip(seeds, positions, strict=True)], device=device)
     z = keys[:, None] + counters(vocabulary, device)
     z.bitwise_xor_((z >> 30).bitwise_and_((1 << 34) - 1)).mul_(to_signed(MIX[0]))
@@ -64,7 +64,7 @@ def gumbel(seeds: list[int], positions: list[int], vocabulary: int, device: torc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingRow:
-    """`tokens` (prompt and output) are there for penalties alone."""
+    """`tokens` (prompt and output) are needed only for penalties."""
 
     sampling: Sampling
     seed: int
@@ -122,7 +122,7 @@ def sample(ops: Ops, logits_RV: Tensor, requests: Sequence[SamplingRow]) -> list
 
 
 def kept_ids(filtered_V: Tensor) -> bytes:
-    """Ascending, as little-endian int32; none where no id was removed."""
+    """Ascending, little-endian int32; empty if no id was removed."""
     kept = (filtered_V > -torch.inf).nonzero().squeeze(-1)
     return b"" if len(kept) == len(filtered_V) else kept.to(torch.int32).cpu().numpy().astype("<i4").tobytes()
 
@@ -156,7 +156,7 @@ def top_logprobs(table_V: Tensor, count: int) -> dict[int, float]:
 
 
 def penalties(logits_RV: Tensor, requests: Sequence[SamplingRow]) -> dict[int, Tensor]:
-    """Rows with repetition (prompt and output), presence and frequency (output) penalties, in float32."""
+    """Rows with repetition (prompt and output), presence and frequency (output) penalties applied, in float32."""
     rows: dict[int, Tensor] = {}
     for i, request in enumerate(requests):
         s = request.sampling

@@ -1,17 +1,16 @@
-"""Which requests run next, how many tokens of each, and in which cache blocks: continuous batching with prefill and
-decode mixed. Pure, no tensors.
+"""Continuous batching: which requests run next, how many tokens of each, in which cache blocks. Pure, no tensors.
 
-Order of arrival is order of service. A running request is preempted (its blocks freed, its tokens kept and recomputed
-later) only to make room for an earlier one; it returns to the front of the queue. A request whose missing prefix is
-just being computed by another one waits a step or two and then shares it.
+Prefill and decode are mixed; requests are served in order of arrival. A running request is preempted (its blocks freed,
+its tokens kept and recomputed later) only to make room for an earlier one; it returns to the front of the queue. A
+request whose missing prefix is being computed by another one waits a step or two and then shares it.
 
-A full block is named by the hash of its tokens and of the block before it: equal names mean equal prefixes from
+A full block is named by the hash of its tokens and of the previous block's name: equal names mean equal prefixes from
 position 0 and, as bits do not depend on who computes them, equal contents. Freed blocks keep their name until they are
-needed, oldest first. Block 0 is the null block.
+reused, oldest first. Block 0 is the null block.
 
-Hybrid models have recurrent-state slots: one per running request, the rest snapshots after a whole number of blocks,
-under the name of the last, so a request may start there if its blocks are cached, too. Copies between slots are queued
-and done, in order, before the next step. Slot 0 stays zero.
+Hybrid models have recurrent-state slots: one per running request, the rest for snapshots at block boundaries, under the
+name of the last block, so a request may start there if its blocks are cached, too. Copies between slots are queued and
+executed, in order, before the next step. Slot 0 is always zero.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class BlockPool:
         return self.num_blocks - 1 - len(self._free)
 
     def take(self) -> int:
-        """Its contents are rubbish; the caller has checked `num_free`."""
+        """Contents are undefined; the caller has checked `num_free`."""
         block, _ = self._free.popitem(last=False)
         name = self._name.pop(block, None)
         if name is not None:
@@ -70,7 +69,7 @@ class BlockPool:
         return name in self._named
 
     def name(self, block: int, name: bytes) -> None:
-        """`block` is full and computed. If an equal one has the name already, this one stays private."""
+        """`block` is full and computed. If an equal block already has the name, this one stays private."""
         if name not in self._named and block not in self._name:
             self._named[name] = block
             self._name[block] = name
@@ -83,7 +82,7 @@ class BlockPool:
                 self._free.move_to_end(block, last=False)
 
     def forget(self) -> None:
-        """All contents are stale (new weights)."""
+        """Call after a weight change: all contents are stale."""
         self._named.clear()
         self._name.clear()
 
@@ -93,7 +92,7 @@ ZERO = 0
 
 class StatePool:
     def __init__(self, num_slots: int) -> None:
-        """`num_slots` counts the zero slot; the caller leaves room for every request that may run."""
+        """`num_slots` includes the zero slot; the caller provides a slot for every request that may run."""
         self.num_slots = num_slots
         self._free = list(range(num_slots - 1, 0, -1))
         self._snapshots: OrderedDict[bytes, int] = OrderedDict()
@@ -104,7 +103,7 @@ class StatePool:
         return len(self._free) + len(self._snapshots)
 
     def take(self) -> int:
-        """A slot in the zero state; the oldest snapshot gives way."""
+        """A slot in the zero state; evicts the oldest snapshot if needed."""
         slot = self._free.pop() if self._free else self._snapshots.popitem(last=False)[1]
         self._copies.append((ZERO, slot))
         return slot
@@ -122,7 +121,7 @@ class StatePool:
         return slot
 
     def snapshot(self, name: bytes, slot: int) -> None:
-        """Keep a copy of `slot` under `name`, unless there is one, or no slot to spare."""
+        """Copies `slot` under `name`, unless that exists or no slot is free."""
         if name in self._snapshots or not (self._free or self._snapshots):
             return
         kept = self._free.pop() if self._free else self._snapshots.popitem(last=False)[1]
@@ -130,12 +129,11 @@ class StatePool:
         self._snapshots[name] = kept
 
     def forget(self) -> None:
-        """All snapshots are stale (new weights)."""
         self._free.extend(self._snapshots.values())
         self._snapshots.clear()
 
     def take_copies(self) -> list[tuple[int, int]]:
-        """(from, to), in order; the caller does them now."""
+        """(from, to), in order; the caller executes them now."""
         copies, self._copies = self._copies, []
         return copies
 
@@ -162,8 +160,7 @@ class Work:
 def cut_steps(
     scheduler: Scheduler, ids: Sequence[int], pieces: Sequence[int], adapter: str | None = None
 ) -> list[StepInputs]:
-    """Steps that compute `ids` piece by piece (again from the first when they run out); their blocks are free
-    afterwards."""
+    """Steps that compute `ids` piece by piece (cycling through `pieces`); their blocks are free afterwards."""
     request = Request(
         prompt_ids=tuple(ids), sampling=Sampling(), seed=0, stop_ids=frozenset(), max_tokens=1, adapter=adapter
     )
@@ -186,7 +183,7 @@ class Scheduler:
         self.limits = limits
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
-        # Requests of steps that a pipeline computes now: they are in no other step, and nobody is preempted meanwhile.
+        # Requests of steps in flight in a pipeline: they are in no other step, and none is preempted meanwhile.
         self.in_flight: set[Request] = set()
         self.preemptions = 0
         self.prefix_hits = 0
@@ -196,8 +193,9 @@ class Scheduler:
         self.waiting.append(request)
 
     def next_batch(self, parts: int = 1) -> list[Work]:
-        """Decodes first, then pieces of prompts; every request in it has its blocks. With `parts`, about that share of
-        all requests."""
+        """Decodes first, then pieces of prompts; every request in it has its blocks. `parts`: about 1/parts of all
+        requests.
+        """
         budget = self.limits.step_tokens
         batch: list[Work] = []
         most = -(-(len(self.running) + len(self.waiting)) // parts)
@@ -205,7 +203,7 @@ class Scheduler:
             if budget == 0 or len(batch) == most:
                 break
             if request.phase is not Phase.RUNNING or request in self.in_flight:
-                continue  # preempted for the sake of an earlier one in this very loop, or computed now
+                continue  # preempted for an earlier one in this loop, or in flight
             count = self.piece(request, budget)
             if self.make_room(request, request.computed + count):
                 batch.append(Work(request, request.computed, count))
@@ -228,7 +226,7 @@ class Scheduler:
         coming = {name for request in self.running for name in self.names_in_work(request)}
         while self.waiting and budget > 0 and most > 0 and len(self.running) < self.limits.max_requests:
             request = self.waiting.popleft()
-            if request in self.in_flight:  # preempted, and its step has not come back
+            if request in self.in_flight:  # preempted, and its step has not returned
                 deferred.append(request)
                 continue
             names = self.prefix_names(request)
@@ -257,7 +255,7 @@ class Scheduler:
         self.running.insert(at, request)
 
     def inputs(self, batch: Sequence[Work]) -> StepInputs:
-        """The step as numbers, with the copies between state slots queued so far."""
+        """The step as numbers, with the queued copies between state slots."""
         requests = [work.request for work in batch]
         return StepInputs(
             ids=[token for work in batch for token in work.request.tokens[work.start : work.start + work.count]],
@@ -268,7 +266,9 @@ class Scheduler:
 
     # ---- prefixes
     def prefix_names(self, request: Request) -> list[bytes]:
-        """Of the full blocks that could be shared; the last token is always computed, because its logits are needed."""
+        """Names of the full blocks that could be shared; the last token is always computed, because its logits are
+        needed.
+        """
         if (request.wants_prompt and not request.num_sampled) or request.num_routed < (
             len(request.tokens) - 1
         ) * request.wants_routes:
@@ -306,7 +306,7 @@ class Scheduler:
 
     # ---- blocks
     def grow(self, request: Request, length: int) -> bool:
-        """Blocks for `length` tokens, if there are enough."""
+        """Allocates blocks for `length` tokens, if there are enough."""
         missing = -(-length // self.pool.block_size) - len(request.blocks)
         if missing > self.pool.num_free:
             return False
@@ -316,8 +316,9 @@ class Scheduler:
         return True
 
     def make_room(self, request: Request, length: int) -> bool:
-        """Grow, at the expense of later arrivals; False when the request itself had to give way, or waits for steps in
-        flight."""
+        """Grows by preempting later arrivals; False if the request itself was preempted or waits for steps in
+        flight.
+        """
         while not self.grow(request, length):
             if self.in_flight:
                 return False
@@ -345,7 +346,7 @@ class Scheduler:
 
     # ---- results
     def record(self, work: Work) -> None:
-        """The keys of this piece are in the cache: full blocks get their names."""
+        """The keys of this piece are cached: names its full blocks."""
         request, size = work.request, self.pool.block_size
         request.computed = work.start + work.count
         for index in range(work.start // size, request.computed // size):
@@ -364,7 +365,7 @@ class Scheduler:
         request.phase = Phase.FINISHED
 
     def restart(self) -> None:
-        """New weights: what is cached is stale."""
+        """Call after a weight change: preempts all requests and drops the cache."""
         for request in reversed(list(self.running)):
             self.preempt(request)
         self.pool.forget()

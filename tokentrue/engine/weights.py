@@ -1,4 +1,4 @@
-"""Weights in: a model from a directory, and new weights into a live model, in place, by name; all of them or none."""
+"""Loads a model from a directory, and new weights into a live model, in place, by name; all of them or none."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module."
 
 
 def load_model(source: str | Path | nn.Module, *, device: torch.device, dtype: torch.dtype) -> Any:
-    """In inference mode. A model object is taken as it is, and its weights are the engine's from now on."""
+    """In inference mode. A model object is used as it is, and the engine owns its weights from now on."""
     if isinstance(source, nn.Module):
         if hasattr(source, "peft_config"):
             raise ExactnessError(
@@ -55,12 +55,12 @@ def read_model(source: str | Path, dtype: torch.dtype) -> Any:
 
 
 def targets_of(model: nn.Module) -> dict[str, Tensor]:
-    """Tied names included."""
+    """Includes tied names."""
     return {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
 
 
 def load_weights(model: nn.Module, source: Weights) -> None:
-    """A mapping or directory is checked whole before the first copy; a stream as it comes."""
+    """Checks a mapping or directory whole before the first copy, a stream as it arrives."""
     with torch.no_grad():
         for _, target, value in checked_weights(targets_of(model), source, model):
             target.data.copy_(value)
@@ -88,7 +88,7 @@ def checked_weights(targets: Mapping[str, Tensor], source: Weights, model: Any) 
 
 
 def check_covered(targets: Mapping[str, Tensor], covered: set[int]) -> None:
-    """Tied weights are one tensor under two names: either will do."""
+    """Tied weights are one tensor under two names: either suffices."""
     missing = [name for name, target in targets.items() if id(target) not in covered]
     if missing:
         raise EngineError(
@@ -97,7 +97,7 @@ def check_covered(targets: Mapping[str, Tensor], covered: set[int]) -> None:
 
 
 def plain_name(name: str) -> str:
-    """Without the wrappers of torch.compile, checkpointing and FSDP."""
+    """Without the prefixes of torch.compile, checkpointing and FSDP."""
     for wrapper in WRAPPERS:
         name = name.replace(wrapper, "")
     return name
@@ -122,7 +122,7 @@ def check_names(targets: Mapping[str, Tensor], source: Mapping[str, Any]) -> Non
 
 
 def read_directory(path: Path, targets: Mapping[str, Tensor], model: Any) -> Mapping[str, Any]:
-    """Its safetensors where the names are the model's own, else through transformers' conversion."""
+    """Reads safetensors directly if the names are the model's, else through transformers' conversion."""
     from safetensors import safe_open
 
     files = sorted(path.glob("*.safetensors"))

@@ -1,8 +1,7 @@
-"""The driver of a pipeline: starts the stages, sends them weights and steps, and collects what the last one samples.
+"""Pipeline driver: starts the stages, sends them weights and steps, and collects what the last one samples.
 
-Several steps are in flight, one for each stage; each holds other requests, so that all stages compute at once. The
-driver waits on the stages' pipes and on their processes, so a stage that dies is an error at once, and the others are
-ended with it.
+Several steps are in flight, one per stage, with different requests, so that all stages compute at once. The driver
+waits on the stages' pipes and processes: if a stage dies, it raises at once and ends the others.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class StageProcess:
 def start_pipeline(
     model: Any, *, stages: int, device: str, max_positions: int, kv_tokens: int | None, limits: ScheduleLimits
 ) -> Pipeline:
-    """Stages with the layers of `model` (on the host); its weights are sent by name, so nothing of it is kept here."""
+    """Starts stages with the layers of `model` (on the host); sends its weights by name and keeps none."""
     layers = cut_layers(len(model.model.layers), stages)
     gpus = torch.cuda.device_count() if device.startswith("cuda") else 0
     routes, shapes = WeightRoutes(model, layers), shapes_of(model)
@@ -127,7 +126,7 @@ class Pipeline:
 
     # ---- weights
     def load(self, weights: Weights) -> None:
-        """To each stage its own; a mapping or directory is checked whole before the first is sent."""
+        """Sends each stage its weights; checks a mapping or directory whole before the first is sent."""
         for name, _, value in checked_weights(targets_of(self.model), weights, self.model):
             self._send_tensor(plain_name(name), value)
         self._ask_all("refresh")
@@ -156,7 +155,7 @@ class Pipeline:
 
     # ---- the stages' processes
     def _ask_all(self, method: str, *args: Any) -> list[Any]:
-        """The answer of every stage; raises the first error among them."""
+        """Returns every stage's result; raises the first error."""
         for stage in self._stages:
             self._tell(stage, method, args, answers=True)
         answers = [self._hear(stage) for stage in self._stages]
@@ -178,7 +177,7 @@ class Pipeline:
             self._die()
 
     def _hear(self, stage: StageProcess) -> Any:
-        """The stage's next answer. Any stage that fails or dies meanwhile ends the pipeline."""
+        """Returns the stage's next result. Any stage that fails or dies meanwhile ends the pipeline."""
         while not stage.answers:
             if self.dead is not None:
                 raise EngineError(self.dead)
@@ -200,7 +199,7 @@ class Pipeline:
         stage.answers.append(answer)
 
     def _die(self, failure: tuple[int, str] | None = None) -> NoReturn:
-        """End every stage, and say which one was the cause: one that was killed, before one that lost its neighbour."""
+        """Ends every stage and names the cause: a killed stage rather than one that lost its neighbour."""
         deadline = time.monotonic() + 2.0
         killed: list[tuple[int, int]] = []
         while not killed and time.monotonic() < deadline:
@@ -236,7 +235,7 @@ class Pipeline:
 
 
 def start_stage(spec: StageSpec) -> StageProcess:
-    """A clean process: none of this one's threads, locks or CUDA state."""
+    """Spawns a clean process: no threads, locks or CUDA state of this one."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([run_stage.__module__])
     here, there = context.Pipe()

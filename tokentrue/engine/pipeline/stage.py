@@ -1,9 +1,8 @@
-"""One stage of a pipeline, in a separate process: some layers, their caches, and hidden states from the stage before
-to the one after.
+"""One pipeline stage in a separate process: some layers and their caches; receives and sends hidden states.
 
-Hidden states travel by torch.distributed (nccl where every stage has its own GPU, else gloo through host memory).
-Everything else comes over the pipe to the driver, as calls of this class's methods. Calls run in the order of the pipe,
-so no step overtakes another in any stage.
+Hidden states travel by torch.distributed (nccl if every stage has its own GPU, else gloo through host memory).
+Everything else comes over the pipe from the driver, as calls of this class's methods. Calls run in the order of the
+pipe, so no step overtakes another in any stage.
 """
 
 from __future__ import annotations
@@ -36,20 +35,20 @@ from tokentrue.numerics import Contract, exact, logits_of, ops_for, same_bits
 from tokentrue.numerics.exact import ModelShapes, contract_for
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
-MOST_SENDS = 2  # hidden states on their way to the next stage; beyond that this stage waits
+MOST_SENDS = 2  # hidden states in flight to the next stage; beyond that this stage waits
 PATIENCE = timedelta(days=7)  # an idle stage waits for the one before it; the driver notices a dead one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSpec:
-    """All that a stage's process is started with; its weights follow by name."""
+    """Everything a stage process starts with; its weights follow by name."""
 
     index: int
     stages: int
     layers: range
     model_class: type
     config: Any
-    shapes: ModelShapes  # of the whole model, so that every stage checks, and falls back on, the same
+    shapes: ModelShapes  # of the whole model, so that every stage checks the same shapes and falls back alike
     device: str
     backend: str
     share: float  # of the device's free memory
@@ -70,8 +69,6 @@ class StageSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltStage:
-    """What the stage checked on its device, and the cache blocks that fit there."""
-
     contract: Contract
     num_blocks: int
     num_states: int | None
@@ -80,13 +77,13 @@ class BuiltStage:
 
 @dataclass(frozen=True, slots=True)
 class StageFailed:
-    """The last message of a stage that cannot continue."""
+    """Last message of a stage that cannot continue."""
 
     text: str
 
 
 def cut_layers(layers: int, stages: int) -> list[range]:
-    """Contiguous and as even as can be."""
+    """Contiguous and as even as possible."""
     if not 1 <= stages <= layers:
         raise ConfigError(f"pipeline={stages}: choose 1 to {layers}, the number of the model's layers")
     borders = [round(layers * i / stages) for i in range(stages + 1)]
@@ -123,8 +120,7 @@ def skeleton_of(model_class: Any, config: Any) -> Any:
 
 
 def stage_model(spec: StageSpec) -> Any:
-    """The model's own classes with this stage's layers alone, on the meta device; what other stages do passes hidden
-    states through."""
+    """The model with only this stage's layers, on the meta device; the other parts pass hidden states through."""
     model = skeleton_of(spec.model_class, spec.config)
     body, config = model.model, model.config.get_text_config()
     kinds = getattr(config, "layer_types", None)
@@ -145,7 +141,7 @@ def stage_model(spec: StageSpec) -> Any:
 
 
 def run_stage(spec: StageSpec, pipe: Connection) -> None:
-    """The process's main function; ends with the driver."""
+    """Main function of the process; ends with the driver."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver handles it
     try:
         Stage(spec, pipe).serve()
@@ -174,7 +170,7 @@ class Stage:
         self._undo = ExitStack()
 
     def serve(self) -> None:
-        """Run (method, arguments, whether its result or error is sent back), until the driver ends this process."""
+        """Runs (method, arguments, whether to send the result or error back) until the driver ends this process."""
         while True:
             method, args, answers = self._pipe.recv()
             try:
@@ -188,8 +184,9 @@ class Stage:
 
     # ---- weights
     def put(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-        """The tensor's bytes follow. It replaces the weight or buffer of that name (before `build`), or is copied into
-        it."""
+        """The tensor's bytes follow. Before `build` it replaces the weight or buffer of that name, later it is copied
+        into it.
+        """
         data = self._pipe.recv_bytes()
         value = torch.empty(shape, dtype=dtype)
         if data:
@@ -211,7 +208,7 @@ class Stage:
             module._buffers[leaf] = value
 
     def build(self) -> BuiltStage:
-        """All tensors are there."""
+        """Call after all tensors have arrived."""
         spec, model = self._spec, self._model
         targets = dict(model.state_dict(keep_vars=True))
         lost = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
@@ -245,7 +242,7 @@ class Stage:
         self._forward.clean()
 
     def set_adapter(self, adapter: Adapter) -> None:
-        """Where it is good, steps may name the adapter from now on."""
+        """On success, later steps may use the adapter."""
         own, first = self._spec.layers, self._spec.layers.start
         weights = {
             (layer - first, projection): replace(low, a=low.a.to(self._device), b=low.b.to(self._device))
@@ -261,7 +258,7 @@ class Stage:
 
     # ---- steps
     def step(self, inputs: StepInputs, wants: StepWants) -> None:
-        """The last stage sends a StepResult; all, where experts are wanted, those of their layers before."""
+        """The last stage sends a StepResult; before it, every stage sends its layers' experts if requested."""
         forward = self._forward
         if wants.routing:
             with forward.routes() as chosen:
@@ -274,7 +271,6 @@ class Stage:
                 self._pipe.send(answer(forward, forward.logits_of_rows(y, wants.rows), wants))
 
     def _enter(self, inputs: StepInputs) -> Tensor:
-        """What comes into this stage's layers."""
         if self._spec.is_first:
             return self._forward.embed(inputs)
         decoder = self._forward.decoder
@@ -283,7 +279,7 @@ class Stage:
         return x.to(self._device)
 
     def _compute(self, inputs: StepInputs, x: Tensor) -> Tensor:
-        """What comes out of this stage's layers; the next stage gets it, too."""
+        """Output of this stage's layers; also sent to the next stage."""
         y = self._forward.compute(inputs, x)
         if not self._spec.is_last:
             while len(self._sends) >= MOST_SENDS:
@@ -293,7 +289,7 @@ class Stage:
         return y
 
     def prove(self, steps: Sequence[StepInputs], adapter_name: str | None = None) -> None:
-        """Compare this stage's layers over pages with the model's own code over the same inputs."""
+        """Compares this stage's paged layers with the model's own code on the same inputs."""
         forward, spec = self._forward, self._spec
         adapter = forward.bank.adapters[adapter_name] if adapter_name is not None else None
         found, inside = list[Tensor](), list[Tensor]()
