@@ -32,8 +32,6 @@ CONSTRAINTS = frozenset({"response_format", "tool_choice"})
 
 @dataclass(slots=True)
 class _Run:
-    """Consecutive tokens of one policy version."""
-
     tokens: int
     version: int
     masks: list[SamplingMask]  # what filters kept; empty if the engine does not report it
@@ -110,7 +108,6 @@ class CompletionBuilder:
         raise EngineContractError(f"{self.engine} returned {wrong!r} as log-probability of sampled token {place}")
 
     def take(self) -> Iterator[Chunk]:
-        """The tokens appended since the last call."""
         runs, self._new = self._new, []
         for run in runs:
             start, self._taken = self._taken, self._taken + run.tokens

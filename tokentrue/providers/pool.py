@@ -59,13 +59,12 @@ class Pool(Streaming):
 
     @property
     def truthful_filters(self) -> frozenset[str] | None:
-        """The intersection over all replicas that have reported."""
+        """The filters that are truthful at every replica that has reported."""
         known = [filters for replica in self._replicas if (filters := replica.truthful_filters) is not None]
         return known[0].intersection(*known) if known else None
 
     @property
     def adapters(self) -> Sequence[str]:
-        """The adapters that every replica has loaded."""
         if len(self._adapting) < len(self._replicas):
             return ()
         first, *others = (set(replica.adapters) for replica in self._adapting)
@@ -141,7 +140,7 @@ class Pool(Streaming):
         return {**alive[0], "replicas": len(answers), "healthy": len(alive)}
 
     async def publish(self, weights: Iterable[tuple[str, Any]], *, version: int) -> None:
-        """Sends the weights to every replica; generations wait meanwhile."""
+        """Generations wait meanwhile."""
         sinks = [replica for replica in self._replicas if isinstance(replica, WeightSink)]
         if len(sinks) != len(self._replicas):
             raise ConfigError(f"engine {self.name!r} takes no weights")
@@ -166,7 +165,6 @@ class Pool(Streaming):
 
     @property
     def in_use(self) -> list[Provider]:
-        """The replicas with the last published weights."""
         return [replica for i, replica in enumerate(self._replicas) if i not in self._stale]
 
     async def _restore(self, index: int) -> None:
@@ -215,7 +213,6 @@ class Pool(Streaming):
         return order[0]
 
     async def _wait_for_replica(self, session: str | None) -> int:
-        """The replica to use, once generations are not paused."""
         await self._not_paused.wait()
         return self._choose(session)
 
@@ -227,7 +224,7 @@ class Pool(Streaming):
         return generation.failures < most and time.monotonic() <= generation.started + self._give_up_s
 
     def _accept_piece(self, index: int, generation: _Generation, final: Completion | None) -> None:
-        """Records a response; the generation continues only if it was aborted."""
+        """The generation continues only if it was aborted."""
         if final is None:
             raise EngineContractError(f"{self.name} ended a stream without its final answer")
         if final.prompt_digest not in (None, generation.ids.sha256()):
@@ -286,7 +283,6 @@ def _rendezvous_hash(session: str | None, index: int) -> bytes:
 
 
 def _pieces(chunks: Sequence[Chunk], ids: TokenIds) -> list[Completion]:
-    """The chunks of a broken stream as a completion."""
     builder = CompletionBuilder("pool", ids)
     for chunk in chunks:
         kept = None if chunk.sampling_mask is None else chunk.sampling_mask.rows()
@@ -297,7 +293,7 @@ def _pieces(chunks: Sequence[Chunk], ids: TokenIds) -> list[Completion]:
 def _remaining(
     prompt_ids: TokenIds, sampling: Sampling, done: Sequence[Completion]
 ) -> tuple[TokenIds, Sampling | None]:
-    """Prompt and settings for the rest of a generation; no settings if its token limit is reached."""
+    """No settings if the token limit is reached."""
     ids = TokenIds.concat([prompt_ids, *(piece.token_ids for piece in done)]) if done else prompt_ids
     if sampling.max_tokens is None:
         return ids, sampling
@@ -306,8 +302,7 @@ def _remaining(
 
 
 def join_pieces(pieces: Sequence[Completion], prompt_ids: TokenIds) -> Completion:
-    """Concatenates the pieces of one generation; drops what not every piece has (top log-probabilities, for
-    example)."""
+    """Drops what not every piece has (top log-probabilities, for example)."""
     if len(pieces) == 1:
         return pieces[0]
     runs = [run for piece in pieces for run in _version_runs(piece)] if any(piece.versions for piece in pieces) else []

@@ -26,15 +26,11 @@ EMBEDDING = "embed_tokens.weight"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrittenWeights:
-    """Weights that an engine can load."""
-
     directory: Path
     version: int
 
 
 class LoadsFromDisk(Protocol):
-    """The engine's own calls."""
-
     @property
     def name(self) -> str: ...
 
@@ -111,7 +107,7 @@ def write_weights(
 
 
 def check_weights(weights: Iterable[tuple[str, Any]], *, version: int) -> dict[str, Any]:
-    """Weights by name, each with separate memory; refuses values that are not finite before any engine sees them."""
+    """Weights by name, each with separate memory; refuses values that are not finite."""
     kept = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in weights}
     for name, tensor in kept.items():
         if tensor.is_floating_point() and not bool(tensor.isfinite().all()):

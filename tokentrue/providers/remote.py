@@ -87,7 +87,7 @@ class EngineHttp:
         retry: bool = True,
         limit: int = BODY_BYTES,
     ) -> bytes:
-        """The whole body of a successful response; any other response raises a typed error that quotes the engine."""
+        """The body of a 2xx response; any other response raises a typed error that quotes the engine."""
         parts: list[bytes] = []
         size = 0
         async with await self._respond(method, path, body, self._retries if retry else 0) as response:
@@ -132,7 +132,7 @@ class EngineHttp:
                 begun, size = [others[-1]], len(others[-1])
 
     async def _read_part(self, path: str, response: aiohttp.ClientResponse) -> bytes:
-        """The next part of the body; empty at its end."""
+        """Empty at the end of the body."""
         try:
             return await response.content.readany()
         except TimeoutError as error:
@@ -236,7 +236,7 @@ def decode_answer(data: bytes, kind: type[T], *, where: str) -> T:
 
 
 def raise_fault(engine: str, fault: EngineFault | str | None) -> None:
-    """Raises if the engine reported an error inside a 200 response or a stream."""
+    """Raises for an error inside a 200 response or a stream."""
     if fault is not None:
         raise rejected(f"{engine}: {fault if isinstance(fault, str) else fault.message or 'error without a message'}")
 
@@ -253,7 +253,7 @@ def version_from(text: str | int | None) -> int:
 
 
 async def read_tokens(http: EngineHttp, path: str, body: JsonMapping) -> TokenIds | None:
-    """The engine's tokenisation of a text; None if the server has no such route, or a different one of that name."""
+    """None if the server has no such route, or a different one of that name."""
     try:
         data = await http.read("POST", path, body, retry=False)
         return TokenIds(decode_answer(data, Tokenized, where=http.url + path).tokens)
@@ -263,8 +263,6 @@ async def read_tokens(http: EngineHttp, path: str, body: JsonMapping) -> TokenId
 
 # ---- common base of the adapters -------------------------------------------------------------------------------------
 class Answer(Protocol):
-    """Accumulates one engine's reports of a generation."""
-
     builder: CompletionBuilder
 
     def add(self, event: bytes) -> None:
@@ -326,7 +324,6 @@ class RemoteEngine(Streaming):
     def _body(
         self, ids: TokenIds, sampling: Sampling, *, session: str | None, request_id: str, stream: bool
     ) -> tuple[str, bytes]:
-        """The route and the request body."""
         raise NotImplementedError
 
     async def _abort(self, request_ids: Sequence[str]) -> None:
@@ -375,7 +372,7 @@ class RemoteEngine(Streaming):
         return count
 
     async def publish(self, weights: Iterable[tuple[str, Any]], *, version: int) -> None:
-        """Writes the weights below `weights_dir` and has the server load them, even during generations."""
+        """Works during generations, too."""
         await self._publisher.publish(weights, version=version)
 
     async def rejoin(self) -> None:
@@ -383,7 +380,6 @@ class RemoteEngine(Streaming):
         await self._publisher.rejoin()
 
     async def _require_version(self, version: int) -> None:
-        """Raises unless the engine reports the version that was just loaded."""
         reported = await self.weight_version()
         if reported != version:
             raise EngineRejected(f"{self.name} reports weight version {reported} after loading version {version}")
@@ -399,12 +395,10 @@ class RemoteEngine(Streaming):
 # The mask that enforces a constraint is part of the sampled distribution, so the reported
 # log-probabilities are those under the mask.
 def engine_settings(extra: JsonMapping) -> JsonObject:
-    """The settings that have the engine's own names."""
     return {name: value for name, value in extra.items() if name not in CONSTRAINTS}
 
 
 def find_constraint(extra: JsonMapping, *, own: tuple[str, ...]) -> str | None:
-    """The requested one of CONSTRAINTS; `own` are the engine's own names of constraints."""
     given = [name for name in (*sorted(CONSTRAINTS), *own) if extra.get(name) is not None]
     if len(given) > 1:
         raise SamplingError(f"{' and '.join(given)} cannot be enforced together; send one of them")
@@ -412,7 +406,6 @@ def find_constraint(extra: JsonMapping, *, own: tuple[str, ...]) -> str | None:
 
 
 def structural_tag(extra: JsonMapping) -> str:
-    """`tool_choice` as JSON text."""
     tag = _object(extra["tool_choice"])
     if tag.get("type") != "structural_tag":
         raise SamplingError("tool_choice: must be a structural tag, as the renderer's call_tag gives it")
@@ -420,7 +413,7 @@ def structural_tag(extra: JsonMapping) -> str:
 
 
 def response_schema(extra: JsonMapping) -> JsonMapping | None:
-    """The JSON schema that `response_format` requests; None for any object."""
+    """None for any object."""
     asked = _object(extra["response_format"])
     if asked.get("type") == "json_object":
         return None
@@ -436,7 +429,7 @@ def _object(value: object) -> JsonMapping:
 
 
 def dump_settings(value: object) -> bytes:
-    """The engine's request as JSON. Values that JSON cannot hold come from the client, so they are its error."""
+    """Values that JSON cannot hold come from the client, so they are its error."""
     try:
         return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
     except TypeError as error:

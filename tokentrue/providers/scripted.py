@@ -40,8 +40,6 @@ Encode = Callable[[str], Sequence[int]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptedTurn:
-    """One line of a script: the answer, or the status to fail with."""
-
     token_ids: TokenIds
     logprobs: tuple[float, ...]
     finish: Finish
@@ -136,7 +134,6 @@ def invent_logprob(position: int, token_id: int) -> float:
 
 
 def read_script(path: str | Path) -> Iterator[tuple[str, JsonValue]]:
-    """The JSON of every line, with its location."""
     try:
         lines = list(read_numbered_lines(path))
     except OSError as error:

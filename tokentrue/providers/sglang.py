@@ -295,7 +295,6 @@ def sampling_params(sampling: Sampling) -> JsonObject:
 
 
 def _constraint(extra: JsonMapping) -> JsonObject:
-    """`json_schema` and `structural_tag`, both JSON text."""
     asked = find_constraint(extra, own=("json_schema", "regex", "ebnf", "structural_tag"))
     if asked == "tool_choice":
         return {"structural_tag": structural_tag(extra)}

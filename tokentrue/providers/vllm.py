@@ -117,16 +117,11 @@ class VLLMModels(msgspec.Struct):
 
 
 class VLLMWeights(msgspec.Struct):
-    """/weight_info."""
-
     weight_version: str | int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Abilities:
-    """Detected abilities of one server: its token route, and whether log-probabilities are of the sampled
-    distribution."""
-
     model: str
     token_route: bool
     processed: bool
@@ -352,7 +347,6 @@ class VLLMAnswer:
 def build_request(
     abilities: Abilities, ids: TokenIds, sampling: Sampling, *, request_id: str, stream: bool
 ) -> tuple[str, bytes]:
-    """The route and the request body."""
     prompt = np.frombuffer(ids.view, np.int32)
     fields: JsonObject = {"model": abilities.model, "request_id": request_id, "stream": stream}
     if stream:
@@ -388,7 +382,7 @@ def rows_from_columns(logprobs: VLLMLogprobs) -> list[VLLMToken]:
 
 
 def _id_in(token: str) -> int:
-    """The id in "token_id:N"; -1, which is not an id, for any other form."""
+    """-1, which is not an id, for any form but "token_id:N"."""
     number = token.removeprefix("token_id:")
     return int(number) if number != token and number.isdecimal() else -1
 
@@ -441,7 +435,6 @@ def sampling_params(sampling: Sampling) -> JsonObject:
 
 
 def _constraint(extra: JsonMapping) -> JsonObject:
-    """`structured_outputs`, with one constraint in it."""
     asked = find_constraint(extra, own=("structured_outputs",))
     if asked == "tool_choice":
         return {"structured_outputs": {"structural_tag": structural_tag(extra)}}

@@ -33,15 +33,13 @@ _IGNORED = {
 
 
 class Turns(Protocol):
-    """The part of a session that the client calls."""
-
     async def turn(self, request: TurnRequest) -> tuple[Reply, ...]: ...
 
     def stream(self, request: TurnRequest) -> AsyncGenerator[TurnEvent, None]: ...
 
 
 class Fields:
-    """An OpenAI response: fields as attributes, as items, or as plain data (`model_dump()`)."""
+    """Fields as attributes, as items, or as plain data (`model_dump()`)."""
 
     def __init__(self, **values: Any) -> None:
         self.__dict__.update(values)
@@ -79,7 +77,7 @@ def _fields(value: Any) -> Any:
 
 
 class InProcessClient:
-    """An OpenAI client of one session. `client.chat` is both callable and the OpenAI namespace."""
+    """`client.chat` is both callable and the OpenAI namespace."""
 
     def __init__(self, session: Turns) -> None:
         self.chat = _Chat(session)
@@ -140,7 +138,6 @@ def _request(body: JsonMapping) -> TurnRequest:
 
 
 def _message(message: Any) -> Any:
-    """Converts SDK objects to plain data."""
     dump: Callable[..., Any] | None = getattr(message, "model_dump", None)
     return message if dump is None else dump(exclude_none=True)
 

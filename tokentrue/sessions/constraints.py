@@ -11,8 +11,7 @@ from tokentrue.json_types import JsonObject, JsonValue
 def constraints_from(
     choice: str | JsonObject | None, format_: JsonObject | None, tools: tuple[JsonObject, ...] | None
 ) -> tuple[JsonObject, tuple[JsonObject, ...] | None]:
-    """Returns the entries for `Sampling.extra` that the engine enforces, and the tools of the prompt (none for
-    "none")."""
+    """Entries for `Sampling.extra` that the engine enforces, and the prompt's tools (none for "none")."""
     extra: JsonObject = {}
     if choice == "none":
         tools = None
@@ -49,5 +48,4 @@ def named_choice(choice: JsonObject, tools: tuple[JsonObject, ...]) -> JsonObjec
 
 
 def _echo(value: JsonValue) -> str:
-    """Quotes an untrusted value, shortened and escaped, for an error message."""
     return repr(value)[:40]

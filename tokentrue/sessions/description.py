@@ -12,7 +12,6 @@ def describe_session(record: SessionRecord, tree: Tree, coverage: JsonMapping) -
 
 
 def summarise_session(record: SessionRecord, tree: Tree, coverage: JsonMapping) -> JsonObject:
-    """The session without its nodes."""
     return {**describe_record(record), "turns": len(tree), "coverage": coverage}
 
 

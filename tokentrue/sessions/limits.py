@@ -33,7 +33,6 @@ class SessionLimits:
     conversation_bytes: int = 32 << 20
 
     def check_turn(self, *, n: int, nodes: int, tokens: int, in_flight: int) -> None:
-        """Raises before anything is generated."""
         if not 1 <= n <= self.max_n:
             raise InputError(f"n must be between 1 and {self.max_n}, got {n}")
         if self.max_nodes is not None and nodes + n > self.max_nodes:
@@ -47,7 +46,6 @@ class SessionLimits:
             )
 
     def check_text(self, chars: int) -> None:
-        """Raises before anything is rendered."""
         if self.max_new_chars is not None and chars > self.max_new_chars:
             limit = f"max_new_chars={self.max_new_chars}"
             raise LimitExceeded(
@@ -73,14 +71,12 @@ async def run_inline_or_thread(work: Callable[P, T], small: bool, /, *args: P.ar
 
 
 async def run_by_size(work: Callable[P, T], chars: int, /, *args: P.args, **kwargs: P.kwargs) -> T:
-    """Runs `work` inline or in a thread, depending on `chars`."""
     if chars < HUGE_CHARS:
         return await run_inline_or_thread(work, chars < INLINE_CHARS, *args, **kwargs)
     return await asyncio.get_running_loop().run_in_executor(HUGE, partial(work, *args, **kwargs))
 
 
 def count_chars(messages: Iterable[JsonMapping]) -> int:
-    """The approximate number of characters to render."""
     return sum(_count_in(value) for message in messages for value in message.values())
 
 

@@ -22,8 +22,7 @@ T = TypeVar("T")
 
 
 class InFlightTurn:
-    """One turn being generated, and its callers. If the first caller streams, `emit` buffers events until they are
-    read."""
+    """If the first caller streams, `emit` buffers events until they are read."""
 
     def __init__(self, identity: bytes, *, streamed: bool, pinned: PinnedRequest) -> None:
         self.identity, self.streamed, self.pinned = identity, streamed, pinned
@@ -47,7 +46,7 @@ class InFlightTurn:
             task.exception()  # retrieved here, because there may be no caller left to raise it to
 
     def emit(self, event: TurnEvent) -> None:
-        """Buffers an event for the streaming caller; drops it if that caller has left and others still wait."""
+        """Drops the event if the streaming caller has left and others still wait."""
         if self._is_read:
             self._events.append(event)
             self._wake_reader()
@@ -57,21 +56,19 @@ class InFlightTurn:
             self._reader.set_result(None)
 
     def add_caller(self, request_key: str | None) -> None:
-        """Counts a caller, which must `wait` or read `events`."""
+        """The caller must `wait` or read `events`."""
         self._callers += 1
         if request_key is not None and request_key not in self.request_keys:
             self.request_keys.append(request_key)
 
     async def wait(self) -> tuple[Reply, ...]:
-        """Returns the replies to one of its callers."""
         try:
             return await self._result()
         finally:
             await self._leave()
 
     async def events(self) -> AsyncGenerator[list[TurnEvent], None]:
-        """Yields, to the streaming caller, all events since the last read; then raises the turn's error, if it
-        failed."""
+        """Yields all events since the last read, then raises the turn's error, if it failed."""
         assert self._task is not None
         try:
             while self._events or not self._task.done():
@@ -101,8 +98,7 @@ class InFlightTurn:
             await self.cancel("disconnected")
 
     async def cancel(self, outcome: Outcome) -> None:
-        """Ends the turn. Returns when its sampled tokens are recorded under `outcome`, or as served if it is
-        complete."""
+        """Returns when the sampled tokens are recorded under `outcome`, or as served if the turn is complete."""
         if self._task is None or self._task.done():
             return
         if (
@@ -115,7 +111,7 @@ class InFlightTurn:
 
 
 class SingleFlight:
-    """One session's turns in flight, by the exact request."""
+    """By the exact request."""
 
     def __init__(self) -> None:
         self._turns: dict[bytes, InFlightTurn] = {}  # those that can be joined
@@ -153,7 +149,7 @@ def mark_from_record(replies: tuple[Reply, ...]) -> tuple[Reply, ...]:
 
 
 async def run_to_completion(work: Coroutine[Any, Any, T]) -> T:
-    """Runs `work` to its end even if the caller is cancelled; the cancellation is raised afterwards."""
+    """Even if the caller is cancelled; the cancellation is raised afterwards."""
     task = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():

@@ -115,15 +115,13 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class _Path:
-    """The whole conversation up to and including `node`."""
-
     node: str
     ids: TokenIds
     messages: Sequence[Message]
 
 
 def turn_key(parent: Node | None, given: tuple[Given, ...], tools: Tools | None) -> TurnKey:
-    """Identifies a turn exactly: its parent and every message given after that (for a root, also the tools)."""
+    """Exact: the parent and every message given after it (for a root, also the tools)."""
     items = [{"served": item.node} if isinstance(item, ServedRef) else item for item in given]
     return (None, digest(items, tools)) if parent is None else (parent.id, digest(items))
 
@@ -191,7 +189,6 @@ class Tree:
         return [item for step in self.path(node) for item in (*step.given, ServedRef(step.id))]
 
     def full_ids(self, node: Node | None) -> TokenIds:
-        """Prompt and sampled ids of `node`."""
         return EMPTY if node is None else self._full_path(node).ids
 
     def prompt_ids(self, node: Node) -> TokenIds:
@@ -209,8 +206,7 @@ class Tree:
         return [] if node is None else list(self._full_path(node).messages)
 
     def _full_path(self, node: Node) -> _Path:
-        """Walks back to the root or to the cached last path, so the next turn of a conversation costs only what it
-        adds."""
+        """Walks back to the root or to the cached path, so the next turn of a conversation costs only what it adds."""
         known, steps, at = self._newest, list[Node](), node
         while at.id != known.node:
             steps.append(at)
@@ -228,16 +224,15 @@ class Tree:
         return self._newest
 
     def find_arguments(self, call_id: str) -> Sequence[str]:
-        """The arguments of every call served under this id, as the model wrote them, oldest first."""
+        """As the model wrote them, oldest first."""
         return self._arguments.get(call_id, ())
 
     def answers_like(self, node: Node) -> list[Node]:
-        """Every answer to exactly the turn that `node` answers, itself included."""
+        """Every answer to the same turn, `node` included."""
         return self.answers[self._turn_keys[node.id]]
 
     # Certificates and digests.
     def link(self, node: Node) -> bytes:
-        """The certificate's link for `node`, computed from its content."""
         return next_link(
             self.link_before(self.parent(node)),
             given_ids=node.given_ids,
@@ -250,7 +245,7 @@ class Tree:
         return self._start if parent is None else parent.chain
 
     def prompt_digest(self, parent: Node | None, given_ids: TokenIds) -> bytes:
-        """SHA-256 of the prompt that follows `parent` with `given_ids`; hashes only the new ids."""
+        """Hashes only the new ids."""
         return self._hash_prompt(parent, given_ids).digest()
 
     def _hash_prompt(self, parent: Node | None, given_ids: TokenIds) -> HashState:

@@ -20,8 +20,6 @@ from tokentrue.errors import ConfigError, JournalError
 
 
 class Found(Protocol):
-    """The result of a statement."""
-
     @property
     def rowcount(self) -> int: ...
 
@@ -124,8 +122,6 @@ class StoreLock:
 
 
 class WorkerLock:
-    """Shared by the workers of one server."""
-
     def __init__(self, store: str | Path) -> None:
         self._file: int | None = open_lock_file(store, "workers")
         fcntl.flock(self._file, fcntl.LOCK_SH)
@@ -137,7 +133,6 @@ class WorkerLock:
 
 
 def await_workers(store: str | Path, seconds: float) -> None:
-    """Waits until no worker of an earlier server has the store open."""
     file, end = open_lock_file(store, "workers"), time.monotonic() + seconds
     try:
         while True:

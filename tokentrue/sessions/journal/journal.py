@@ -54,8 +54,6 @@ FIRST_TOKEN = 1
 
 
 class SessionClaim:
-    """The right to write one session, held by one object at a time."""
-
     def __init__(self, session_id: str, turns: Sized, token: int) -> None:
         self.session_id, self.turns = session_id, turns  # the turns that its holder is generating
         self.token = token  # the session's owner when it was claimed
@@ -119,7 +117,7 @@ class Journal:
         self._reader = None if self._in_memory else self._connect()
 
     def _create_file(self) -> None:
-        """Creates the file, readable by its owner only; SQLite gives its other files the same mode."""
+        """Readable by its owner only; SQLite gives its other files the same mode."""
         # Never open an existing file outside SQLite: closing it drops the POSIX locks that SQLite holds on it in this
         # process, and a reader could then delete the WAL with the newest turns.
         if self._in_memory or self._read_only:
@@ -159,7 +157,6 @@ class Journal:
         return connection
 
     def _check_file(self, db: sqlite3.Connection) -> None:
-        """Runs `quick_check`, and checks every session's row and the counts."""
         try:
             found = db.execute("PRAGMA quick_check(1)").fetchone()[0]
             if found != "ok":
@@ -218,7 +215,7 @@ class Journal:
 
     # Reading and writing.
     def submit(self, write: Callable[[Database], T]) -> Future[T]:
-        """Queues a write; the future completes after the commit of its transaction."""
+        """The future completes after the commit of its transaction."""
         if self._read_only:
             raise JournalError(f"the journal {self.target} was opened for reading")
         return self._writer.submit(write)
@@ -238,7 +235,7 @@ class Journal:
                 raise JournalError(f"the journal {self.target} could not be read: {error}") from error
 
     def read_secret(self, name: str) -> StoreSecret:
-        """A secret of this store, created on first use and shared by every gateway on the store."""
+        """Created on first use and shared by every gateway on the store."""
 
         def write(db: Database) -> StoreSecret:
             values = (name, secrets.token_bytes(32), time.time())
@@ -285,7 +282,7 @@ class Journal:
     async def update(
         self, session_id: str, change: Callable[[SessionRecord], SessionRecord], claim: SessionClaim | None = None
     ) -> SessionRecord:
-        """Reads, changes and writes a session's record in one transaction."""
+        """In one transaction."""
 
         def write(db: Database) -> SessionRecord:
             self.check_owner(db, session_id, claim)
@@ -298,11 +295,10 @@ class Journal:
         return await self.write(write)
 
     async def delete(self, session_id: str) -> None:
-        """Deletes the session and all its nodes."""
         await self.write(lambda db: _delete_sessions(db, [session_id]))
 
     async def purge(self, *, older_than_s: float, ended_only: bool = True, now: float | None = None) -> list[str]:
-        """Deletes sessions by age since their end (with `ended_only=False` also open ones, since their last turn)."""
+        """By age since their end (with `ended_only=False` also open ones, since their last turn)."""
         limit = (time.time() if now is None else now) - older_than_s
 
         def write(db: Database) -> list[str]:
@@ -327,7 +323,7 @@ class Journal:
         group: str | None = None,
         after: tuple[float, str] | None = None,
     ) -> list[SessionRecord]:
-        """Newest first. `after` (creation time, id) starts after that session, which may be deleted by now."""
+        """Newest first. `after` is (creation time, id) of a session, which may be deleted by now."""
         where, values = _filter_sessions(state, group)
         if after is not None:
             where, values = f"{where} AND (created < ? OR (created = ? AND id > ?))", (*values, after[0], *after)
@@ -335,7 +331,7 @@ class Journal:
         return self.read(lambda db: list(map(record_from_values, db.execute(sql, (*values, limit, offset)).fetchall())))
 
     def all_sessions(self, *, group: str | None = None) -> Iterator[SessionRecord]:
-        """Oldest first, in pages; concurrent inserts and deletes do not disturb it."""
+        """Oldest first; concurrent inserts and deletes do not disturb it."""
         last = (0.0, "")
         clause = "" if group is None else "AND grp=?"
         sql = f"SELECT {RECORD} FROM sessions WHERE (created, id) > (?, ?) {clause} ORDER BY created, id LIMIT 100"
@@ -351,7 +347,7 @@ class Journal:
         )
 
     def rows(self, session_id: str) -> list[Row]:
-        """A session's nodes in commit order, each checked against its digest."""
+        """In commit order, each checked against its digest."""
         sql = f"SELECT {', '.join(NODE_COLUMNS)}, digest FROM nodes WHERE session=? ORDER BY seq"
 
         def read(db: Database) -> list[Row]:
@@ -424,7 +420,6 @@ def _delete_sessions(db: Database, session_ids: Sequence[str]) -> None:
 
 
 def _filter_sessions(state: str | None, group: str | None) -> tuple[str, tuple[Any, ...]]:
-    """The WHERE clause and its parameters."""
     given = [(column, value) for column, value in (("state", state), ("grp", group)) if value is not None]
     return " AND ".join(["1=1", *(f"{column}=?" for column, _ in given)]), tuple(value for _, value in given)
 
@@ -435,7 +430,6 @@ def _count_sessions(db: Database, change: int) -> None:
 
 
 def _readable(connection: sqlite3.Connection) -> sqlite3.Connection:
-    """The journal for reading."""
     # A reader changes no file: an older journal is copied into memory and migrated there.
     if read_version(connection) >= VERSION:
         migrate(connection)  # refuses a newer one; there is nothing to do for this one
@@ -538,7 +532,7 @@ class Writer:
 
 
 def tree_from_rows(record: SessionRecord, rows: list[Row]) -> Tree:
-    """Rebuilds the tree, checking every node as on commit: ids, log-probabilities, prompt digest and certificate."""
+    """Checks every node as on commit: ids, log-probabilities, prompt digest and certificate."""
     tree = Tree(template=record.template, tokenizer=record.tokenizer)
     for row in rows:
         parent = None if row.parent is None else tree.get(row.parent)

@@ -101,7 +101,7 @@ class Connection:
         return cast("Found", found)
 
     def retry_read(self, read: Callable[[Database], T]) -> T:
-        """Retries a read once on a new connection if the old one was lost."""
+        """Retries once on a new connection if the old one was lost."""
         try:
             return read(self)
         except psycopg.OperationalError:
@@ -114,7 +114,7 @@ class Connection:
 
 
 class Lease:
-    """The lease of one gateway process; a thread renews it every third of its length."""
+    """Renewed by a thread every third of its length."""
 
     def __init__(self, url: str, *, name: str, address: str, length_s: float) -> None:
         self._url, self._values, self._length_s = url, (name, name, address, length_s), length_s
@@ -156,7 +156,6 @@ class Lease:
             self._connection = None
 
     def release(self) -> None:
-        """Lets other gateways take the sessions over at once."""
         self._stopped.set()
         self._thread.join()
         try:
@@ -240,14 +239,14 @@ class PostgresJournal(Journal):
         return self.submit(write).result()
 
     def claim(self, session_id: str, turns: Sized, token: int = FIRST_TOKEN) -> SessionClaim:
-        """The token fences off an older object of this session: its running generation cannot be committed."""
+        """The token fences off an older object of this session: its generations cannot be committed."""
         if held := self._claims.get(session_id):
             held.revoke()
         claim = self._claims[session_id] = SessionClaim(session_id, turns, token)
         return claim
 
     def check_owner(self, db: Database, session_id: str, claim: SessionClaim | None) -> None:
-        """Locks the session's row until the transaction ends, so no other gateway acquires it meanwhile."""
+        """Locks the session's row until the transaction ends, so that no other gateway acquires it."""
         if claim is None:
             return
         held = db.execute(
@@ -270,7 +269,7 @@ def find_owner(db: Database, session_id: str) -> Exception:
 
 
 def create_schema(connection: Connection) -> None:
-    """Creates the schema under a lock; refuses a schema from a newer release."""
+    """Under a lock; refuses a schema from a newer release."""
     connection.execute("SELECT pg_advisory_lock(?)", (SCHEMA_LOCK,))
     try:
         for statement in SCHEMA.split(";"):

@@ -41,8 +41,6 @@ _OPTIONAL: JsonMapping = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One row of the nodes table."""
-
     id: str
     seq: int
     parent: str | None
@@ -56,7 +54,7 @@ class Row:
 
 
 def body_from_node(node: Node, parent: Node | None) -> tuple[JsonObject, bytes | None]:
-    """The JSON object of a row, and the blob of routing and mask that a trainer replays."""
+    """The JSON object of a row, and its replay blob."""
     body: JsonObject = {
         "started": node.started,
         "given": [{"served": item.node} if isinstance(item, ServedRef) else {"message": item} for item in node.given],
@@ -248,8 +246,6 @@ RECORD = f"{', '.join(COLUMNS)}, digest"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rewards:
-    """`session` is the reward of the whole session, `leaves` those of single leaves; both carry free metadata."""
-
     session: float | None = None
     leaves: Mapping[str, float] = field(default_factory=dict[str, float])
     metadata: JsonMapping = field(default_factory=JsonObject)
@@ -283,7 +279,7 @@ class SessionRecord:
 
 
 def copy_metadata(metadata: JsonMapping | None) -> JsonObject:
-    """Validates and copies the user's metadata; `tokentrue` is a reserved key."""
+    """Refuses the reserved key `tokentrue`."""
     if "tokentrue" in (metadata or {}):
         raise MessageError("is reserved; use another name", field="metadata.tokentrue")
     return freeze(metadata or {}, "metadata")
@@ -300,7 +296,7 @@ def read_reward(value: Any) -> float:
 
 
 def row_digest(values: tuple[Any, ...]) -> bytes:
-    """Digest of a row's columns, types included."""
+    """Types included."""
     parts: list[bytes] = []
     for value in values:
         data = value if isinstance(value, bytes) else repr(value).encode("utf-8", "surrogatepass")
@@ -338,7 +334,6 @@ def load_record(db: Database, session_id: str) -> SessionRecord:
 
 
 def record_from_values(row: tuple[Any, ...]) -> SessionRecord:
-    """From a row that `RECORD` selects."""
     *values, digest = row
     if digest != row_digest(tuple(values)):
         raise JournalError(

@@ -24,7 +24,6 @@ NODE_COLUMNS = (
 
 
 def _fill_digests(db: sqlite3.Connection) -> None:
-    """Adds digests and counts to the rows of an older journal."""
     for row in db.execute(f"SELECT {', '.join(SESSION_COLUMNS)} FROM sessions").fetchall():
         count = db.execute("SELECT count(*) FROM nodes WHERE session=?", (row[0],)).fetchone()[0]
         db.execute("UPDATE sessions SET digest=?, nodes=? WHERE id=?", (row_digest(row), count, row[0]))
@@ -87,7 +86,7 @@ def read_version(connection: sqlite3.Connection) -> int:
 
 
 def refuse_foreign(connection: sqlite3.Connection) -> None:
-    """Raises for a database that has tables but not our version: it belongs to another program."""
+    """A database with tables but without our version belongs to another program."""
     version, tables = connection.execute(
         "SELECT (SELECT user_version FROM pragma_user_version), count(*) FROM sqlite_master"
     ).fetchone()
@@ -96,7 +95,7 @@ def refuse_foreign(connection: sqlite3.Connection) -> None:
 
 
 def migrate(connection: sqlite3.Connection) -> None:
-    """Migrates the tables to `VERSION`, each step in a transaction; refuses a journal from a newer release."""
+    """Each step in a transaction; refuses a journal from a newer release."""
     while (version := read_version(connection)) < VERSION:
         connection.execute("BEGIN IMMEDIATE")
         try:

@@ -84,7 +84,6 @@ class CandidateIndex:
         self.passed.setdefault(place.key, node)
 
     def _root_place(self, given: Sequence[Message]) -> Place:
-        """The place before the first message of a root."""
         return Place(
             key=START_KEY,
             depth=0,
@@ -124,8 +123,7 @@ def chain_turns(previous: bytes, key: bytes, reference: CallRef | str | None, in
 
 
 def _shows_anything(served: Message) -> bool:
-    """False for a turn that ended before a client saw any of it: no client can replay it, and its ids may not
-    decode."""
+    """False for a turn that ended before a client saw any of it: it cannot be replayed, and its ids may not decode."""
     return bool(text_of(served.get("content")) or reasoning_of(served) or calls_of(served))
 
 
@@ -152,7 +150,6 @@ def find_changes(served: Message, replayed: Message) -> tuple[str, ...] | None:
 
 
 def _text_changes(served: Message, replayed: Message) -> set[str] | None:
-    """Changes of reasoning and visible text."""
     was, now = text_of(served.get("content")), text_of(replayed.get("content"))
     thought, given = reasoning_of(served), reasoning_of(replayed)
     if given.strip() and given.strip() != thought.strip():
@@ -192,7 +189,6 @@ def _inlined_blocks(replayed: str) -> Iterator[tuple[str, str]]:
 
 
 def _split_at(text: str, mark: str) -> Iterator[tuple[str, str]]:
-    """Every split of `text` at `mark`."""
     at = text.find(mark)
     while at >= 0:
         yield text[:at], text[at + len(mark) :]

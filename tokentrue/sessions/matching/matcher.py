@@ -77,8 +77,7 @@ class PathFit:
 
 
 class KnownFits:
-    """A session's most recent fits, by node and exact messages: the next request of a conversation compares only
-    what it adds."""
+    """Recent fits by node and exact messages: the next request of a conversation compares only what it adds."""
 
     def __init__(self) -> None:
         self._fits: OrderedDict[tuple[str, bytes], PathFit] = OrderedDict()
@@ -93,8 +92,6 @@ class KnownFits:
 
 
 class Matcher:
-    """Resolves the requests of one session."""
-
     def __init__(self, tree: Tree, renderer: Renderer) -> None:
         self._tree, self._renderer = tree, renderer
         self._index, self._fits = CandidateIndex(tree), KnownFits()
@@ -198,8 +195,6 @@ class Match:
 
 
 class _Search:
-    """Compares one request with every candidate."""
-
     def __init__(
         self,
         tree: Tree,
@@ -246,7 +241,7 @@ class _Search:
         return self._choose(same, other=other)
 
     def _find_elsewhere(self, found: Match) -> Match:
-        """Finds later turns of the request under other system prompts, where nothing else may differ."""
+        """Finds later turns under other system prompts, where nothing else may differ."""
         facts = self._conversation.facts
         first = (found.elsewhere or found).fit.depth
         if all(facts[at].role != "assistant" for at in range(first, len(facts))):
@@ -368,7 +363,7 @@ class _Search:
         return tools_key(self._conversation.tools)
 
     async def _renders_alike(self, node: Node) -> bool:
-        """True if the given messages on the path to `node`, as written in this request, render to the recorded ids."""
+        """True if the given messages on the path, as written in this request, render to the recorded ids."""
         recorded, now = self._tree.messages(node), list[Message]()
         for item, message in zip(self._tree.conversation(node), recorded, strict=True):
             sent = message if isinstance(item, ServedRef) else self._conversation.facts[len(now)].message
@@ -434,8 +429,7 @@ def root_after(
     detail: str,
     origin: Node | None = None,
 ) -> Root:
-    """Renders the conversation to `node` and `tail` again because of `edge_reason`; served messages become
-    references."""
+    """Renders the conversation again; served messages become references."""
     given = (*tree.conversation(node), *tail)
     root = Root(
         messages=(*tree.messages(node), *tree.resolve(tail)),

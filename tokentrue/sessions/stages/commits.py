@@ -37,7 +37,7 @@ _OF_THE_ENGINE = ("versions", "stopped_by", "replay", "top_logprobs", "fingerpri
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedTurn:
-    """A request with everything that is settled before the engine is called: prompt, sampling, tools, identity."""
+    """Everything that is settled before the engine is called."""
 
     request: TurnRequest
     tools: Tools | None
@@ -129,8 +129,7 @@ def _storable(attempt: Attempt) -> Attempt:
 
 
 def _sent_digest(completion: Completion, prompt: Prompt, tree: Tree) -> bytes:
-    """SHA-256 of the prompt that the provider sent; raises unless it is the recorded prompt. Compared at every
-    commit."""
+    """SHA-256 of the sent prompt; raises unless it is the recorded one."""
     recorded = tree.prompt_digest(prompt.parent, prompt.given_ids)
     sent = prompt.ids.sha256() if completion.prompt_digest is None else completion.prompt_digest
     if sent != recorded:
@@ -198,7 +197,6 @@ def _completion_from_node(node: Node) -> Completion:
 
 
 async def replies_from_record(nodes: Sequence[Node], *, tree: Tree, renderer: Renderer) -> tuple[Reply, ...]:
-    """Rebuilds earlier replies from the record alone."""
     replies: list[Reply] = []
     for node in sorted(nodes, key=lambda node: node.choice):
         is_small = len(node.sampled_ids) < INLINE_IDS

@@ -50,8 +50,6 @@ MOST_SAMPLED = 1 << 20  # tokens of one choice whose request has no max_tokens
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
-    """One sampled turn that is not recorded yet."""
-
     node_id: str
     choice: int
     completion: Completion
@@ -88,7 +86,6 @@ class Choice:
         self._streamed: tuple[Parsed, Message] | None = None
 
     async def generate(self, provider: Provider, session_id: str) -> None:
-        """Calls the engine and keeps the completion for `parse`."""
         view = None if self._emit is None else _StreamView(self, self._renderer, self._emit)
         try:
             self._completion = await self._read(provider, session_id, view)
@@ -138,7 +135,6 @@ class Choice:
             return self._make_draft(completion, parsed, empty, outcome)
 
     def _is_invalid(self, completion: Completion) -> bool:
-        """True if the answer cannot be recorded."""
         try:
             check_completion(completion, self.prompt)
         except EngineContractError:
@@ -170,8 +166,6 @@ class Choice:
 
 
 class _StreamView:
-    """Emits what each chunk adds to a choice."""
-
     def __init__(self, choice: Choice, renderer: Renderer, emit: Callable[[TurnEvent], None]) -> None:
         self._choice, self._emit = choice, emit
         self._parser = renderer.parser(prompt_ids=choice.prompt.ids, tools=choice.tools)
@@ -228,7 +222,7 @@ def _check_version(version: int) -> None:
 
 
 class _Received:
-    """The tokens received so far, at most `limit`; each chunk is checked before it is passed on."""
+    """At most `limit` tokens; each chunk is checked before it is passed on."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -238,7 +232,7 @@ class _Received:
         self._masks: list[SamplingMask | None] = []  # of each chunk
 
     def add(self, chunk: Chunk) -> Chunk:
-        """Returns the chunk, cut at the token limit."""
+        """The chunk, cut at the token limit."""
         if len(chunk.token_ids) != len(chunk.logprobs) or not are_logprobs(chunk.logprobs):
             raise EngineContractError(
                 f"{len(chunk.token_ids)} streamed ids came with log-probabilities {list(chunk.logprobs)!r}"
@@ -258,12 +252,12 @@ class _Received:
         return chunk
 
     def is_all_of(self, final: Completion) -> bool:
-        """True if the streamed and the final tokens and log-probabilities are equal."""
+        """Same tokens with the same log-probabilities."""
         is_same = final.token_ids == TokenIds(self.token_ids)
         return is_same and array("d", final.logprobs) == self._logprobs
 
     def completion(self, prompt_tokens: int) -> Completion | None:
-        """The received tokens as an aborted completion; None if there are none."""
+        """Aborted; None if nothing was received."""
         if not len(self.token_ids):
             return None
         versions = spans_from_runs(self._runs)
@@ -279,7 +273,7 @@ class _Received:
 
 @traced("generate")
 async def generate_all(choices: Sequence[Choice], provider: Provider, session_id: str) -> None:
-    """Returns when every choice is complete, or raises the first failure after cancelling and awaiting the others."""
+    """On failure, raises the first one after cancelling and awaiting the other choices."""
     await _run_all([choice.generate(provider, session_id) for choice in choices])
 
 
@@ -329,7 +323,7 @@ def _with_id(call: JsonMapping, node_id: str, index: int) -> JsonObject:
 
 
 def chat_finish_reason(reply: Reply) -> str:
-    """`finish_reason` of a chat completion."""
+    # An aborted turn is incomplete, too; "length" is the protocol's only word for it.
     # An aborted turn is incomplete, too; "length" is the protocol's only word for it.
     if reply.completion.finish is not Finish.STOP:
         return "length"
@@ -435,5 +429,4 @@ class StreamedMessage:
 
 
 def deltas_from_message(message: Message) -> Iterator[Delta]:
-    """Splits a whole message into deltas, to stream a recorded answer again."""
     yield from StreamedMessage("", ()).finish(message)[0]

@@ -40,8 +40,6 @@ class PinnedRequest:
 
 
 class PinnedPrompts:
-    """The system prompts that the conversations of one session began with."""
-
     def __init__(self, pin: Sequence[str], tree: Tree) -> None:
         self._is_on = "system" in pin
         self._tree = tree
@@ -50,7 +48,7 @@ class PinnedPrompts:
             self.add(node)
 
     def add(self, node: Node) -> None:
-        """Pins the prompt of a committed turn that begins a conversation."""
+        """Pins the prompt of a turn that begins a conversation."""
         if not self._is_on or node.parent is not None:
             return
         messages = self._tree.given_messages(node)
@@ -69,7 +67,6 @@ class PinnedPrompts:
         return PinnedRequest(conversation=pinned, prompt=prompt, replaced=() if pinned is conversation else sent)
 
     def prompt(self, node: Node) -> tuple[Message, ...]:
-        """The prompt that the conversation of `node` began with."""
         messages = self._tree.given_messages(self._tree.path(node)[0])
         return tuple(messages[: _count_prompt(messages)])
 
@@ -89,7 +86,7 @@ class PinnedPrompts:
         return sent if not found or _has_several(found.values()) else next(iter(found.values()))
 
     def _find_deepest(self, root: Node, rest: Sequence[ConversationMessage]) -> tuple[Node, int]:
-        """The last turn after `root` that `rest` replays, and the number of messages up to it."""
+        """Also returns the number of messages up to it."""
         best, waiting = (root, 0), [(root, 0)]
         while waiting:
             node, start = waiting.pop()

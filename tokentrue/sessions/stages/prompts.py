@@ -24,7 +24,7 @@ from tokentrue.types import Extension, Message, PromptSpan, Refusal, Rendered, T
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """The engine's prompt and its provenance. `ids == full_ids(parent) + given_ids`."""
+    """`ids == full_ids(parent) + given_ids`."""
 
     ids: TokenIds
     given_ids: TokenIds
@@ -153,7 +153,7 @@ def _move_spans(spans: Sequence[PromptSpan], *, by: int, first_message: int) -> 
 
 
 def _opens_alike(extension: Extension, copied: Node) -> bool:
-    """True if the added ids open the model's turn as they did where it was sampled."""
+    # The opening decides what a turn means: text after an open think tag is reasoning.
     # The opening decides what a turn means: text after an open think tag is reasoning.
     opened_at = extension.spans[-1].start if extension.spans and extension.spans[-1].message is None else 0
     opener = extension.added_ids[opened_at:]
