@@ -150,8 +150,6 @@ def _samples_from(answer: JsonMapping) -> SessionSamples:
 
 
 class _SessionAddress:
-    """The id, key and URLs of one session, and its SDK clients."""
-
     def __init__(self, opened: JsonMapping) -> None:
         self.id: str = opened["session_id"]
         self.api_key: str = opened["api_key"]
@@ -171,6 +169,8 @@ class _SessionAddress:
 
 
 class ClientSession(_SessionAddress):
+    """One session of a gateway."""
+
     def __init__(self, client: Client, opened: JsonMapping) -> None:
         super().__init__(opened)
         self._client = client

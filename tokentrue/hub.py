@@ -56,7 +56,6 @@ def locate_model(model: str | Path) -> str:
 
 
 def locate_small_files(model: str | Path) -> Path:
-    """The directory of a model's tokenizer, template and configurations."""
     if _is_directory(model):
         return Path(model)
     return Path(_download(str(model), why_unreachable(), allow_patterns=list(SMALL_FILES)))

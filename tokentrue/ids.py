@@ -29,8 +29,6 @@ _SHOWN: Final = 8
 
 
 class HashState(Protocol):
-    """A running SHA-256."""
-
     def update(self, data: bytes | memoryview, /) -> None: ...
     def digest(self) -> bytes: ...
     def copy(self) -> HashState: ...
@@ -41,9 +39,7 @@ class TokenIds(Sequence[int]):
 
     __slots__ = ("_hash", "_view")
     _view: memoryview  # read-only, format "i", over bytes
-    _hash: (
-        HashState | None
-    )  # SHA-256 state over the ids, once requested; ids made by appending to these continue from it
+    _hash: HashState | None  # SHA-256 over the ids, once requested; concatenations continue from it
 
     def __new__(cls, ids: Iterable[int] = ()) -> TokenIds:
         """Returns the same object if `ids` is a TokenIds already."""
@@ -104,6 +100,7 @@ class TokenIds(Sequence[int]):
         return self._view if sys.byteorder == "little" else self.tobytes()
 
     def startswith(self, prefix: Sequence[int]) -> bool:
+        """True if the first ids equal `prefix`."""
         return _bytes_of(self._view).startswith(
             prefix._view if isinstance(prefix, TokenIds) else TokenIds(prefix)._view
         )

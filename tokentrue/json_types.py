@@ -9,7 +9,6 @@ JsonValue: TypeAlias = Any
 """None, bool, int, float, str, or a list or object of them. Readers check what they use."""
 JsonObject: TypeAlias = dict[str, Any]
 JsonMapping: TypeAlias = Mapping[str, Any]
-"""A read-only object."""
 
 
 def is_object(value: object) -> TypeGuard[JsonMapping]:
@@ -17,5 +16,4 @@ def is_object(value: object) -> TypeGuard[JsonMapping]:
 
 
 def is_array(value: object) -> TypeGuard[Sequence[JsonValue]]:
-    """A sequence that is not a string."""
     return isinstance(value, (list, Sequence)) and not isinstance(value, (str, bytes, bytearray))

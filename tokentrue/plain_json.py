@@ -39,7 +39,7 @@ _EXACT_MARK = b" "
 
 
 def dumps(value: JsonValue) -> bytes:
-    """JSON in key order, written by orjson where that is exact, else by the standard library and marked."""
+    """Keeps the order of keys. Written by orjson where that is exact, else by the standard library and marked."""
     try:
         return orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS)
     except TypeError:
@@ -65,7 +65,6 @@ def is_utf8(text: str) -> bool:
 
 
 def check_depth(value: JsonValue, field: str, *, most: int = MAX_DEPTH) -> None:
-    """Refuses a value with more than `most` levels."""
     level = [value]
     for _ in range(most):
         level = [item for outer in level for item in _items_in(outer) if type(item) not in _LEAVES]
@@ -85,7 +84,7 @@ def _too_deep(field: str) -> MessageError:
 
 
 def freeze(value: JsonValue, field: str) -> JsonValue:
-    """A copy made of plain dicts, lists, strings and numbers: later changes by the caller do not affect it."""
+    """A copy of plain dicts, lists, strings and numbers: later changes by the caller do not affect it."""
     return _copy(value, field, MAX_DEPTH)
 
 

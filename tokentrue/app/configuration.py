@@ -62,7 +62,6 @@ def _file(path: Path) -> JsonObject:
 
 
 def literal(text: str) -> Any:
-    """A TOML value, or else a plain string."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -80,7 +79,7 @@ def set_dotted(values: JsonObject, dotted: str, value: Any) -> None:
 
 
 def build(type_: type[T], values: JsonMapping, *, path: str = "", base: T | None = None) -> T:
-    """A dataclass from plain values; `base` supplies missing ones, table by table."""
+    """`base` supplies missing values, table by table."""
     hints = get_type_hints(type_, include_extras=True)
     known = {field.name: field for field in dataclasses.fields(cast("Any", type_)) if field.init}
     for name in values:
@@ -136,7 +135,7 @@ def _as_path(type_: type[Any], value: Any) -> Any:
 
 
 def as_mapping(config: Any) -> Any:
-    """Plain values; omits `None`, which TOML cannot represent."""
+    """Omits `None`, which TOML cannot represent."""
     if dataclasses.is_dataclass(config) and not isinstance(config, type):
         pairs = ((field.name, getattr(config, field.name)) for field in dataclasses.fields(config))
         return {name: as_mapping(value) for name, value in pairs if value is not None}

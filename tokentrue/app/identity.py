@@ -20,8 +20,7 @@ PROBE = "Hello, wörld! 12345 + 678 = ?\n\n\tdef f(x): return x**2  # 你好 �
 
 
 def identify_model(config: ServeConfig) -> ServeConfig:
-    """The configuration with its model resolved; raises ConfigError if an engine is unreachable or serves another
-    model."""
+    """Raises ConfigError if an engine is unreachable or serves another model."""
     if config.engine.name not in REMOTE:
         return config
     if not config.engine.urls:
@@ -36,7 +35,7 @@ def identify_model(config: ServeConfig) -> ServeConfig:
 
 
 async def _ask(engine: EngineConfig, url: str, renderer: Renderer | None) -> JsonMapping:
-    """Health facts of one replica; with a renderer, also compares its tokenisation."""
+    """With a renderer, also compares the replica's tokenisation."""
     provider = connect_engine(engine, url)
     try:
         facts = await provider.health()

@@ -99,7 +99,7 @@ class ServeConfig:
 def renderer_for(
     config: ModelConfig, render_deadline: AbstractContextManager[Any] | None = None
 ) -> Callable[[str], Renderer]:
-    """Returns the renderer for a history policy; each is loaded once."""
+    """Each is loaded once."""
     path = config.path or str(SMALL_MODEL)
 
     @cache
@@ -118,7 +118,6 @@ def renderer_for(
 
 
 def provider_for(config: EngineConfig, model: ModelConfig, renderer: Callable[[str], Renderer]) -> EngineControl:
-    """The engine in a pool, which resumes generations that break off."""
     from tokentrue.providers import load
     from tokentrue.providers.pool import Pool
 

@@ -54,8 +54,6 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """A reward, with a note for readers of the results."""
-
     reward: float
     note: str | None = None
 

@@ -93,7 +93,7 @@ class GatewaySessions:
         await self.admin.close()
 
     async def _name(self, request: Any) -> None:
-        """Sets the Idempotency-Key of a model call. The client marks its own retries."""
+        # The client marks its own retries.
         found = SESSION_IN_PATH.search(request.url.path)
         if found is None or request.method != "POST":
             return

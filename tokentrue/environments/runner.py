@@ -54,9 +54,7 @@ class OpenSession(Protocol):
     @property
     def client(self) -> Any: ...
 
-    async def finish(self, reward: float) -> tuple[Sequence[JsonObject], JsonMapping]:
-        """Records the reward; returns the samples and the coverage."""
-        ...
+    async def finish(self, reward: float) -> tuple[Sequence[JsonObject], JsonMapping]: ...
 
 
 class Sessions(Protocol):
@@ -68,7 +66,6 @@ Player: TypeAlias = Callable[[Plan], Awaitable[Rollout]]
 
 
 def player_in(environment: Environment, sessions: Sessions, *, timeout_s: float) -> Player:
-    """Runs rollouts of `environment` in this process."""
     return lambda plan: run_one(environment, plan, sessions, timeout_s=timeout_s)
 
 

@@ -106,7 +106,6 @@ def draw_problem(rng: random.Random, *, steps: int | None = None) -> Problem:
 
 
 def problems(rng: random.Random, *, split: Split, steps: int | None = None) -> Iterator[Problem]:
-    """Infinite."""
     while True:
         problem = draw_problem(rng, steps=steps)
         if choose_split(problem.text) == split:
@@ -115,8 +114,6 @@ def problems(rng: random.Random, *, split: Split, steps: int | None = None) -> I
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PriceList:
-    """A long list of prices and a question about two of them."""
-
     prices: tuple[tuple[str, int], ...]
     wanted: tuple[str, str]
     shop: str

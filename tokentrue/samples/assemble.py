@@ -90,7 +90,7 @@ def _check_links(tree: Tree) -> None:
 
 
 def _leaves(tree: Tree, kept: set[str]) -> list[Node]:
-    """Kept nodes without a kept child, in commit order."""
+    """In commit order."""
     return [
         node
         for node in tree.in_order()
@@ -119,8 +119,6 @@ def _coverage(tree: Tree, owner: Mapping[str, str], abandoned: Mapping[str, str]
 
 @dataclass(frozen=True, slots=True)
 class _Builder:
-    """Builds the samples of one session."""
-
     tree: Tree
     record: SessionRecord
     abandoned: Mapping[str, str]
@@ -264,7 +262,7 @@ def _given_roles(node: Node) -> Iterator[tuple[int, int, str]]:
 
 
 def _join_routing(path: Sequence[Node]) -> RoutedExperts | None:
-    """Routing of all positions but the last; None unless every turn has it."""
+    """All positions but the last; None unless every turn has routing."""
     parts = [node.routed_experts for node in path]
     whole = [part for part in parts if part is not None]
     if not parts or len(whole) < len(parts):

@@ -24,7 +24,7 @@ MEDIA_TYPES = {
 
 
 def write_samples(samples: Iterable[Sample], path: str | Path, *, format: str = "jsonl") -> int:
-    """Returns the number of samples written."""
+    """Replaces the file atomically; returns the number of samples."""
     chosen, target = find_format(format), Path(path)
     if not target.name or target.is_dir():
         raise FileFormatError(f"cannot write {str(path)!r}: it is no file name")
@@ -71,7 +71,6 @@ def _write_file(format: SampleFormat, samples: Iterable[Sample], target: Path) -
 
 
 def export_bytes(samples: Iterable[Sample], *, format: str) -> tuple[bytes, str]:
-    """The file's bytes and media type."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "samples"
         write_samples(samples, path, format=format)

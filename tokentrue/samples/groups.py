@@ -35,7 +35,7 @@ class GroupedSessions:
 
 
 def group_sessions(samples: Iterable[tuple[str, str, float]]) -> GroupedSessions:
-    """From (group, session, reward) of each sample."""
+    """`samples` are (group, session, reward)."""
     numbers: dict[tuple[str, str], int] = {}
     rewards: list[float] = []
     of_sample: list[int] = []

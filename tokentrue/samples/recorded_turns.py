@@ -36,8 +36,6 @@ class MalformedCall(msgspec.Struct, kw_only=True):
 
 
 class SampleRecord(msgspec.Struct, kw_only=True):
-    """The part of `metadata.tokentrue` that is needed to read the sample."""
-
     leaf: str | None = None
     nodes: list[TurnRow] = []
     coverage: Coverage | None = None

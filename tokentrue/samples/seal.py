@@ -45,8 +45,6 @@ class NodeRow(msgspec.Struct, kw_only=True):
 
 
 class SealedRecord(msgspec.Struct, kw_only=True):
-    """`metadata.tokentrue` of a sample that can be verified."""
-
     nodes: list[NodeRow]
     coverage: Coverage | None = None
     seal: str = ""

@@ -21,7 +21,7 @@ from tokentrue.samples.shape import encode_bytes
 from tokentrue.types import Sample
 
 Columns: TypeAlias = tuple[Sequence[JsonValue], Sequence[JsonValue], Sequence[JsonValue]]
-"""Ids, mask and log-probabilities as read from a file, unchecked."""
+"""As read from a file, unchecked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -130,7 +130,6 @@ def find_breaks(
 
 
 def _columns(sample: Sample) -> tuple[list[bool], list[int]]:
-    """For each token, whether it was sampled, and its turn."""
     kinds, numbers = [False] * len(sample.token_ids), [0] * len(sample.token_ids)
     for span in sample.spans:
         size = span.end - span.start
@@ -174,7 +173,6 @@ def _message_starts(ids: Ids, cuts: frozenset[int]) -> list[int]:
 
 
 def _gaps(mine: Sequence[Any], theirs: Sequence[Any]) -> Iterator[tuple[int, int, int, int]]:
-    """The ranges between aligned items."""
     at = other_at = 0
     for i, j in [*align(mine, theirs), (len(mine), len(theirs))]:
         if i is not None and j is not None:

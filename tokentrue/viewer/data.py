@@ -168,7 +168,7 @@ class ViewerData:
         return known[1]
 
     def _pieces(self, ids: Ids) -> dict[str, list[str]]:
-        """The text and the bytes (hex) of every token that occurs."""
+        """Text and bytes (hex)."""
         if self._renderer is None:
             return {}
         spelling = self._renderer.codec.spelling
@@ -241,7 +241,6 @@ def _versions(sample: Sample) -> list[int]:
 
 
 def _ranges(marks: Sequence[int]) -> list[tuple[int, int]]:
-    """Runs of marked tokens."""
     found: list[tuple[int, int]] = []
     start: int | None = None
     for i, mark in enumerate([*marks, 0]):

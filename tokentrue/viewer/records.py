@@ -92,8 +92,6 @@ class RecordSource(Protocol):
 
 
 class ViewRenderer(Protocol):
-    """The part of `tokentrue.renderers.Renderer` that the viewer uses."""
-
     @property
     def codec(self) -> Any: ...
     @property
@@ -140,7 +138,7 @@ def summarise(
 
 
 def view_node(described: JsonMapping, reasons: Mapping[str, str]) -> JsonObject:
-    """A node of `describe_node` as the page reads it; `reasons` says why a node is not trained."""
+    """`reasons` says why a node is not trained."""
     return {
         **described,
         "policy_versions": [version for _, _, version in described["policy_versions"]],

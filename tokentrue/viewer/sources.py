@@ -96,8 +96,6 @@ class FileSource(SampleList):
 
 
 class ChosenSessions:
-    """Some sessions of another source, in the order given."""
-
     live = False
 
     def __init__(self, source: RecordSource, session_ids: Sequence[str]) -> None:

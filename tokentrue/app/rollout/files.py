@@ -58,7 +58,7 @@ def describe_rollout(rollout: Rollout) -> JsonObject:
 
 
 def read_whole_lines(path: Path) -> list[JsonObject]:
-    """The complete lines of a file, up to the first incomplete one."""
+    """Up to the first incomplete line."""
     found: list[JsonObject] = []
     for _, line in read_numbered_lines(path) if path.exists() else ():
         try:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @contextlib.asynccontextmanager
 async def open_sessions(settings: RolloutRun) -> AsyncGenerator[GatewaySessions, None]:
-    """Sessions on the gateway at `settings.url`, or on one started in this process."""
+    """On the gateway at `settings.url`, or on one started in this process."""
     from tokentrue.app.background import embedded_gateway
     from tokentrue.app.wiring import ADMIN_KEY, ServeConfig, ServerConfig
 
@@ -59,8 +59,6 @@ async def open_sessions(settings: RolloutRun) -> AsyncGenerator[GatewaySessions,
 
 @dataclass(slots=True)
 class Tally:
-    """Running totals of what was sampled."""
-
     rollouts: int = 0
     failed: int = 0
     sampled: int = 0
@@ -164,7 +162,7 @@ class RolloutRounds:
 
 
 def has_spread(group: Sequence[Rollout]) -> bool:
-    """True if a group's rewards differ: otherwise a group baseline makes every advantage 0."""
+    """Without it, a group baseline makes every advantage 0."""
     return len({rollout.reward for rollout in group if rollout.samples}) > 1
 
 

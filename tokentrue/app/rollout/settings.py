@@ -49,7 +49,7 @@ AGENT_DEFAULTS: JsonMapping = {
 def agent_settings(
     agent: str | None, tasks: Path | None, score: str | None, sandbox: str | None, out: Path | None
 ) -> tuple[JsonObject, JsonMapping]:
-    """The settings from --agent, --tasks, --score and --sandbox, and the defaults that then apply."""
+    """Also returns the defaults that then apply."""
     if agent is None:
         if tasks is not None or score is not None or sandbox is not None:
             raise ConfigError("--tasks, --score and --sandbox belong to --agent")
@@ -60,7 +60,7 @@ def agent_settings(
 
 
 def plan_rollouts(config: RolloutConfig) -> list[Plan]:
-    """Every rollout of the run; deterministic for a configuration."""
+    """Deterministic for a configuration."""
     environment = load_environment(config.environment, config.options)
     return plan_groups(
         environment.tasks(config.tasks, seed=config.seed, split=config.split), n=config.group_size, seed=config.seed

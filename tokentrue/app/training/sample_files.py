@@ -12,7 +12,7 @@ from tokentrue.types import Sample
 
 
 def require_samples_of(samples: Sequence[Sample], model: str) -> None:
-    """Raises FileFormatError unless the samples come from `model`, a directory or a hub id."""
+    """`model` is a directory or a hub id; raises FileFormatError."""
     from tokentrue.renderers import load_renderer
 
     try:

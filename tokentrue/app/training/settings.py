@@ -34,8 +34,6 @@ class LossSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayConfig:
-    """With --ray: gateways, each with its engine, rollout workers, and the nodes that share them."""
-
     gateways: AtLeastOne = 2
     workers: AtLeastOne = 2
     nodes: AtLeastOne = 1  # at least one gateway and one worker on each
@@ -78,7 +76,7 @@ class TrainRun:
             )
 
     def _require_no_live_settings(self) -> None:
-        """Refuses Ray and evaluation for a run from a file."""
+        # Settings of engine and rollouts are allowed: one configuration file serves `tokentrue rollout` and this.
         # Settings of engine and rollouts are allowed: one configuration file serves `tokentrue rollout` and this.
         for section, wanted, default in (
             ("ray", self.ray, RayConfig()),

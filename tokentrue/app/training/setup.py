@@ -51,8 +51,6 @@ def trainer_for(settings: TrainRun, ranks: Any) -> tuple[Any, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """Other facts that results depend on."""
-
     dtype: str
     device: str
     engine: str
@@ -172,7 +170,7 @@ def evaluator_for(settings: TrainRun, here: Embedded | None, ranks: Any) -> Eval
 
 
 def engine_for(settings: TrainRun) -> EngineConfig:
-    """The run's engine: embedded on the trainer's device, or remote, with a shared folder for weights."""
+    """Embedded on the trainer's device, or remote, with a shared folder for weights."""
     options = dict(settings.engine.options)
     if settings.engine.name == "exact":
         options = {"device": settings.device, "dtype": settings.dtype, **options}

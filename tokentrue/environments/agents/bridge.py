@@ -88,7 +88,6 @@ Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 async def exchange(ours: Connection, theirs: Connection) -> None:
-    """Copies bytes both ways until both sides have ended."""
     try:
         await asyncio.gather(copy(ours[0], theirs[1]), copy(theirs[0], ours[1]))
     finally:

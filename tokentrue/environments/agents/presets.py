@@ -39,7 +39,7 @@ class SessionAddress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentLaunch:
-    """One start of an agent. `home_files` maps paths in the agent's home to texts."""
+    """`home_files` maps paths in the agent's home to texts."""
 
     arguments: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict[str, str])

@@ -17,17 +17,11 @@ from typing import BinaryIO, Literal, TypeAlias
 from tokentrue.environments.agents.sandbox import MIB, SandboxLimits
 
 Container: TypeAlias = tuple[Literal["docker", "podman"], str]  # engine and name
-CANNOT_RUN = (
-    125,
-    126,
-    127,
-)  # the sandbox failed; not executable; not found
+CANNOT_RUN = (125, 126, 127)  # the sandbox failed; not executable; not found
 GRACE_S = 5  # between the signal that asks a command to end and the one that kills it
 TAIL_BYTES = 65536
-LEAST_FREE_BYTES, LEAST_FREE_FILES = (
-    256 * MIB,
-    10_000,
-)  # of the file system: an open file without a name is in no folder
+# Of the file system: an open file without a name is in no folder.
+LEAST_FREE_BYTES, LEAST_FREE_FILES = 256 * MIB, 10_000
 UNREADABLE_CHECKS = 5
 SIGNS = {  # what programs print when the kernel refuses something
     "memory_mib": ("MemoryError", "Cannot allocate memory", "out of memory"),
@@ -141,7 +135,6 @@ async def start(
 async def stop(
     starting: asyncio.Future[tuple[asyncio.subprocess.Process, int | None]], container: Container | None
 ) -> None:
-    """Ends every process of a sandbox and waits for the last one."""
     await asyncio.wait([starting])
     if starting.exception() is not None:
         return

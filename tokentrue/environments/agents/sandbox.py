@@ -71,7 +71,7 @@ class SandboxLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Confinement:
-    """What one command may see and do. `writable` and `readonly` map host paths to paths inside."""
+    """`writable` and `readonly` map host paths to paths inside."""
 
     writable: Mapping[Path, Path] = field(default_factory=dict[Path, Path])
     readonly: Mapping[Path, Path] = field(default_factory=dict[Path, Path])
@@ -109,7 +109,7 @@ def choose_sandbox(wanted: SandboxKind, *, image: str | None = None) -> ChosenSa
 
 @cache
 def try_bwrap() -> str | None:
-    """Why bubblewrap does not work on this machine; None if it does."""
+    """None if it works, else why not."""
     if shutil.which("bwrap") is None:
         return "not installed"
     line = bwrap_command(["true"], Confinement())
@@ -121,7 +121,7 @@ def try_bwrap() -> str | None:
 
 
 def bwrap_command(command: Sequence[str], confinement: Confinement, *, info_fd: int | None = None) -> list[str]:
-    """`command` in bubblewrap, which writes the process id of its process 1 to `info_fd`."""
+    """bubblewrap writes the process id of its process 1 to `info_fd`."""
     is_root = os.geteuid() == 0
     line = ["bwrap", *NAMESPACES, *(() if is_root else NO_NEW_NAMESPACES), "--cap-drop", "ALL"]
     if is_root:
@@ -187,7 +187,7 @@ def container_command(
 
 
 def visible_programs(program: str) -> dict[Path, Path]:
-    """Paths needed besides the system's folders so that programs run: this Python, the PATH, the agent."""
+    """This Python, the PATH and the agent, where the system's folders do not contain them."""
     folders = [Path(sys.prefix) / "bin", Path(sys.base_prefix) / "bin"]
     folders += [Path(program).parent, Path(program).resolve().parent]
     folders += [Path(entry) for entry in os.environ.get("PATH", "").split(os.pathsep) if entry.startswith("/")]

@@ -46,8 +46,6 @@ class HarborEnvironment(msgspec.Struct, frozen=True):
 
 
 class HarborSettings(msgspec.Struct):
-    """The part of task.toml that is used here."""
-
     agent: HarborCommand = HarborCommand()
     verifier: HarborCommand = HarborCommand()
     environment: HarborEnvironment = HarborEnvironment()

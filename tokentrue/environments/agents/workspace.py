@@ -139,7 +139,6 @@ def started_at(process: int) -> str:
 
 
 def find_abandoned(under: Path) -> list[Path]:
-    """Directories of processes that have ended."""
     found: list[Path] = []
     for directory in under.glob(f"{PREFIX}*"):
         process, _, started = directory.name.removeprefix(PREFIX).split("-")[0].partition(".")

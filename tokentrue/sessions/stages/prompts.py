@@ -195,8 +195,7 @@ async def _has_same_context(
             for s in (root.template_kwargs, kwargs)
         ]
         short, long = sorted(renders, key=len)
-        return (
-            long[: len(short) - 1] == short[:-1]
-        )  # one continues where the other ends, or they differ only in the last token
+        # One continues where the other ends, or they differ only in the last token.
+        return long[: len(short) - 1] == short[:-1]
 
     return await run_by_size(compare, count_chars(messages))
