@@ -98,7 +98,7 @@ def _encode_body(body: JsonMapping | None) -> JsonObject:
 
 
 def _decode_answer(method: str, path: str, response: httpx.Response) -> JsonValue:
-    """The JSON of a successful response; any other response raises a typed error with the gateway's message."""
+    """Raises a typed error with the gateway's message unless the response is a success."""
     if response.is_success:
         return orjson.loads(response.content) if response.content else None
     try:

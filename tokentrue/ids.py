@@ -171,7 +171,7 @@ class TokenIds(Sequence[int]):
 
 
 def _pack(ids: Iterable[int]) -> bytes:
-    """Native int32 bytes; refuses anything that is not a token id and names its position."""
+    """Refuses anything that is not a token id and names its position."""
     if not isinstance(ids, (list, tuple, array)):
         tolist: Any = getattr(ids, "tolist", None)  # numpy arrays and tensors convert at once
         ids = tolist() if tolist is not None else list(ids)
@@ -192,7 +192,7 @@ def _view_of_bytes(data: bytes) -> memoryview:
 
 
 def _bytes_of(view: memoryview) -> bytes:
-    """The bytes of a view: the object itself if the view covers it whole, else a copy."""
+    """The object itself if the view covers it whole, else a copy."""
     whole = view.obj
     return whole if isinstance(whole, bytes) and len(whole) == view.nbytes else view.tobytes()
 

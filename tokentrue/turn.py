@@ -263,13 +263,11 @@ class Session:
             ]
 
     async def _wait_or_read(self, found: Joined | Recorded) -> tuple[Reply, ...]:
-        """The replies to a request that starts no turn."""
         if isinstance(found, Joined):
             return mark_from_record(await found.turn.wait())
         return await replies_from_record(found.nodes, tree=self.tree, renderer=self.renderer)
 
     def _start_or_join(self, request: TurnRequest, *, streamed: bool) -> Started | Joined | Recorded:
-        """Identifies the request, and starts its turn unless there is one already."""
         self.check_open()
         request = replace(request, template_kwargs=freeze(request.template_kwargs, "template_kwargs"))
         conversation = self.conversations.read(request.messages, request.tools)
@@ -294,7 +292,6 @@ class Session:
         return Started(turn)
 
     def _find_prompt(self, request: TurnRequest) -> tuple[Message, ...]:
-        """The pinned prompt of an earlier request with this key, if any."""
         if request.request_key is None:
             return ()
         if recorded := self.tree.nodes_by_key.get(request.request_key):
@@ -303,7 +300,7 @@ class Session:
         return () if in_flight is None else in_flight.pinned.prompt
 
     def _find_recorded(self, request_key: str, identity: bytes) -> Sequence[Node]:
-        """The nodes that answered this key; raises if the key names another request, recorded or in flight."""
+        """Raises if the key names another request, recorded or in flight."""
         recorded = self.tree.nodes_by_key.get(request_key, ())
         if recorded:
             is_same = is_same_request(recorded[0].request_digest, identity)
@@ -369,8 +366,7 @@ class Session:
         return replies
 
     async def _generate(self, turn: InFlightTurn, prepared: PreparedTurn) -> list[Draft]:
-        """The engine's n answers, parsed. If one fails or the turn is cancelled, all end and the received tokens are
-        committed."""
+        """If a choice fails or the turn is cancelled, all choices end and the received tokens are committed."""
         choices = [
             Choice(
                 index=index,
@@ -394,7 +390,6 @@ class Session:
             raise
 
     async def _commit_partial(self, choices: Sequence[Choice], prepared: PreparedTurn, outcome: Outcome) -> None:
-        """Commits the tokens received of a turn that ends early."""
         partial = [await choice.parse_partial(outcome) for choice in choices]
         await self._commit([draft for draft in partial if draft is not None], prepared)
 

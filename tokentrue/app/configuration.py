@@ -105,7 +105,6 @@ def _at(path: str, name: str) -> str:
 
 
 def _value(hint: Any, value: Any, path: str, base: Any = None) -> Any:
-    """`build` checks the keys of tables; msgspec checks and converts the rest."""
     if dataclasses.is_dataclass(value):
         return value
     kinds = [kind for kind in get_args(hint) if kind is not type(None)] if type(None) in get_args(hint) else [hint]

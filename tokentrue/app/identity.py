@@ -65,7 +65,7 @@ async def _compare_tokens(provider: Provider, renderer: Renderer, url: str) -> N
 
 
 def _config_from_engine(model: ModelConfig, engine: EngineConfig, facts: list[JsonMapping]) -> ModelConfig:
-    """Without --model: the directory that the engine reports, or the shipped model by its name."""
+    # Without --model: the directory that the engine reports, or the shipped model by its name.
     names = {str(fact.get("path") or fact.get("model")) for fact in facts}
     if len(names) > 1:
         raise ConfigError(f"the replicas serve different models: {', '.join(sorted(names))}")

@@ -97,7 +97,7 @@ class CompletionBuilder:
         self.logprobs += checked
 
     def _check_logprobs(self, logprobs: Sequence[float | None]) -> Sequence[float]:
-        """Refuses null, NaN and sentinels, which engines are known to send."""
+        # Engines are known to send null, NaN and sentinels.
         if None not in logprobs and are_logprobs(cast("Sequence[float]", logprobs)):
             return cast("Sequence[float]", logprobs)
         place, wrong = next(

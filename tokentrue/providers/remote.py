@@ -132,7 +132,6 @@ class EngineHttp:
                 begun, size = [others[-1]], len(others[-1])
 
     async def _read_part(self, path: str, response: aiohttp.ClientResponse) -> bytes:
-        """Empty at the end of the body."""
         try:
             return await response.content.readany()
         except TimeoutError as error:
@@ -193,7 +192,7 @@ class EngineHttp:
 
 
 async def _read_end(response: aiohttp.ClientResponse) -> None:
-    """Reads the end of the body, which follows [DONE] at once, so that the connection can be reused."""
+    # The end of the body follows [DONE] at once; a connection that has read it can be reused.
     with suppress(TimeoutError, aiohttp.ClientError):
         async with asyncio.timeout(END_S):
             await response.content.read(1)
@@ -315,7 +314,6 @@ class RemoteEngine(Streaming):
         yield Chunk(final=completion)
 
     async def _prepare(self, sampling: Sampling) -> None:
-        """Refuses what the engine cannot do."""
         raise NotImplementedError
 
     def _new_answer(self, builder: CompletionBuilder, sampling: Sampling) -> Answer:
@@ -345,7 +343,7 @@ class RemoteEngine(Streaming):
 
     @asynccontextmanager
     async def _hold(self) -> AsyncGenerator[str]:
-        """A request id for the block in which the engine samples; aborts it if the block raises."""
+        """Aborts the request if the block raises."""
         request_id = uuid4().hex
         self._running.add(request_id)
         try:

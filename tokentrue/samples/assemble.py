@@ -67,7 +67,6 @@ def coverage_of(
 def _drafts(
     tree: Tree, record: SessionRecord, max_tokens: int | None, include_abandoned: bool
 ) -> tuple[dict[str, str], list[tuple[Node, list[Node]]], dict[str, str]]:
-    """Which sample trains a node, the leaf and path of each sample, and why nodes were abandoned."""
     if max_tokens is not None and max_tokens <= 0:
         raise InputError(f"max_tokens must be positive, got {max_tokens}")
     abandoned = find_left_out(tree, record.rewards.leaves)
@@ -90,7 +89,6 @@ def _check_links(tree: Tree) -> None:
 
 
 def _leaves(tree: Tree, kept: set[str]) -> list[Node]:
-    """In commit order."""
     return [
         node
         for node in tree.in_order()
@@ -326,8 +324,7 @@ def _unserved_reason(node: Node) -> str | None:
 
 
 def _losers(tree: Tree, answers: list[Node], newest: dict[str, int]) -> dict[str, str]:
-    """Among answers to one turn, the one with the latest activity survives, and every parallel one that was
-    continued."""
+    """The answer with the latest activity survives, and every parallel one that was continued."""
     served = [node for node in answers if _unserved_reason(node) is None or tree.followers.get(node.id)]
     if not served:
         return {}

@@ -58,8 +58,6 @@ class Audit:
 
 @dataclass(slots=True)
 class _SessionAudit:
-    """State over the samples of one session."""
-
     claimed: Coverage | None = None
     seen: set[str] = field(default_factory=set[str])
     links: dict[str, tuple[str, int]] = field(default_factory=dict[str, tuple[str, int]])  # node -> its chain and start
@@ -139,7 +137,6 @@ def _check_columns(sample: Sample) -> Iterator[AuditFinding]:
 
 
 def _check_replay(sample: Sample) -> Iterator[AuditFinding]:
-    """Routing covers the inputs, and each sampled token is among its kept ids."""
     routed, mask = sample.routed_experts, sample.sampling_mask
     inputs = max(0, len(sample.token_ids) - 1)
     if routed is not None and (routed.start, routed.end) != (0, inputs):
@@ -172,7 +169,6 @@ def _check_seal(sample: Sample, own: SealedRecord) -> Iterator[AuditFinding]:
 
 
 def _check_links(sample: Sample, nodes: list[NodeRow]) -> Iterator[AuditFinding]:
-    """Block checksums narrow a broken link down."""
     previous = start_link(template=sample.certificate.template, tokenizer=sample.certificate.tokenizer)
     at, sent = 0, sha256()  # over the sample's own ids, up to each turn
     for turn, node in enumerate(nodes):
@@ -244,7 +240,6 @@ def _locate_change(
 
 
 def _check_session(sample: Sample, own: SealedRecord, session: _SessionAudit) -> Iterator[AuditFinding]:
-    """Checks prefix identity between a session's samples, and that no token is trained twice."""
     if sample.sample_id in session.seen:
         yield _finding(sample, "this sample is in the file twice")
     session.seen.add(sample.sample_id)

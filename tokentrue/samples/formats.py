@@ -187,8 +187,8 @@ class TensorsHeader(msgspec.Struct):
 
 
 def _write_tensors(samples: Iterable[Sample], path: Path) -> int:
-    """Concatenates the columns of all samples; `offsets` (one more than samples) separates them. Log-probabilities
-    are NaN where nothing was sampled; everything else is JSON in the header."""
+    """`offsets` (one more than samples) separates the samples of a column. Log-probabilities are NaN where nothing
+    was sampled; everything else is JSON in the header."""
     np: Any = import_module("numpy")
     held = list(samples)
     columns: dict[str, list[float]] = {
@@ -231,7 +231,6 @@ def _read_tensors(path: Path) -> Iterator[ExportedSample]:
 
 
 def _require_tensors(tensors: Mapping[str, Any], samples: int, where: str) -> None:
-    """Every tensor has its type, and `offsets` divides each column completely into `samples` parts."""
     for name, tensor in tensors.items():
         if tensor.ndim != 1 or str(tensor.dtype) != _TENSOR_TYPES[name]:
             shown = f"{tensor.dtype} of shape {list(tensor.shape)}"

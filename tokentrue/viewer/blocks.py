@@ -58,7 +58,7 @@ def _continues(block: JsonMapping, span: Span) -> bool:
 
 
 def _attach(blocks: list[JsonObject], turns: Sequence[TurnMessages] | None) -> None:
-    """Attaches messages by their order in the turn; omits them if their numbers differ."""
+    # By their order in the turn; omitted if their numbers differ.
     if turns is None:
         return
     for number, turn in enumerate(turns):

@@ -88,7 +88,7 @@ def _prompt(turns: Sequence[TurnMessages], *, dropped: bool) -> list[JsonValue]:
 
 
 def _recover_turns(branch: Branch, renderer: ViewRenderer) -> tuple[tuple[TurnMessages, ...] | None, str]:
-    """Messages parsed from the tokens, if they render to the recorded first prompt."""
+    """None unless the parsed messages render to the recorded first prompt."""
     turns = messages_from_tokens(branch, renderer)
     sampled = next((span.start for span in branch.sample.spans if span.kind == "sampled"), len(branch.sample.token_ids))
     try:

@@ -168,7 +168,6 @@ class ViewerData:
         return known[1]
 
     def _pieces(self, ids: Ids) -> dict[str, list[str]]:
-        """Text and bytes (hex)."""
         if self._renderer is None:
             return {}
         spelling = self._renderer.codec.spelling

@@ -93,7 +93,6 @@ def _histogram(values: Floats) -> JsonObject:
 
 
 def _tail(size: Floats) -> JsonObject:
-    """Share of tokens whose |δ| is above x."""
     positive = np.sort(size[size > 0])
     if not len(positive):
         return {"x": [], "share": []}
@@ -104,7 +103,7 @@ def _tail(size: Floats) -> JsonObject:
 
 
 def _by_position(tokens: ComparedTokens) -> JsonObject:
-    """The ratio exp(δ) by the number of trained tokens before it: mean, and the range of 98% of the tokens."""
+    """Mean ratio exp(δ) by the number of trained tokens before it, and the range of 98% of the tokens."""
     ratio = np.exp(np.minimum(tokens.delta, LOG_CLAMP))
     last = float(tokens.position.max())
     edges = np.unique(np.floor(np.linspace(0, last + 1, POSITION_BINS + 1)))

@@ -222,7 +222,7 @@ class StoreSource:
         ], total
 
     def _catch_up(self, records: Sequence[SessionRecord]) -> None:
-        """Refreshes summaries that may be stale, the longest waiting first, until the budget is spent."""
+        """The longest waiting first, until the budget is spent."""
         deadline = time.monotonic() + BUDGET_S[self.kind]
         stale = [record for record in records if not self._is_settled(record)]
         for record in sorted(
@@ -390,7 +390,6 @@ class GatewaySource:
 
 
 def _view_from_json(shown: JsonMapping) -> SessionView:
-    """Without branches, which are in its samples."""
     coverage = decode(shown["coverage"], Coverage, f"session {shown['session_id']}: coverage")
     reasons = {item.node: item.why for item in coverage.untrained}
     nodes = tuple(view_node(node, reasons) for node in shown["nodes"])

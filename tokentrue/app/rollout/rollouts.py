@@ -128,7 +128,7 @@ class RolloutRounds:
         return [group for group in made if group]
 
     async def _attempt(self, number: int, attempt: int, places: Sequence[int]) -> list[list[Rollout]]:
-        """Attempt 0 runs the round's tasks; later attempts run other tasks in some of their places."""
+        """Attempt 0 runs the round's tasks, later ones other tasks in some of their places."""
         again = (attempt,) if attempt else ()
         tasks = self.environment.tasks(
             self.config.tasks, seed=derive_seed(self.config.seed, number, *again), split=self.config.split

@@ -213,7 +213,7 @@ class CommandLineAgent:
         readonly: Mapping[Path, Path],
         timeout_s: float | None,
     ) -> CommandResult:
-        """Runs in the sandbox, where only `room` is writable; output goes to the room's log."""
+        """Only `room` is writable; output goes to the room's log."""
         inside = room if self.sandbox == "none" else INSIDE
         work = inside / "work" if asked.tests is None else HARBOR_WORK
         writable = {room / "home": inside / "home", room / "work": work, room / "tmp": Path("/tmp")}

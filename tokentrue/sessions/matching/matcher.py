@@ -165,7 +165,7 @@ class Matcher:
         return replace(root, edge_reason=edge_reason, detail=detail)
 
     def _classify_root(self, conversation: Conversation) -> tuple[str, str]:
-        """Why nothing could be continued, judged by the first message that no recorded conversation contains."""
+        """Judged by the first message that no recorded conversation contains."""
         passed = self._index.passed
         shared = next((i for i, key in enumerate(conversation.keys) if key not in passed), len(conversation.keys))
         if shared == 0:
@@ -184,8 +184,7 @@ class Matcher:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Match:
-    """The recorded turn to continue, how the request fits it, and whether others fit as well. `elsewhere` is a
-    deeper turn of the same conversation that was sampled under other tools or another system prompt."""
+    """`elsewhere` is a deeper turn of the same conversation, sampled under other tools or another system prompt."""
 
     node: Node
     fit: PathFit
@@ -210,7 +209,7 @@ class _Search:
         self._conversation, self._in_flight, self._named = conversation, in_flight, named
 
     async def find_deepest(self) -> Match | None:
-        """The deepest turn under the request's own tools, else under others."""
+        """Under the request's own tools if possible."""
         other: Match | None = None
         for at in range(len(self._conversation.facts) - 1, -1, -1):
             if self._conversation.facts[at].role != "assistant":
@@ -222,7 +221,7 @@ class _Search:
         return other
 
     async def _find_at(self, at: int, other: Match | None) -> Match | None:
-        """The turn that ends at message `at`. Once `other` is found, turns under other tools are ignored."""
+        """Once `other` is found, turns under other tools are ignored."""
         nodes = self._index.ends.get(self._conversation.keys[at], ())
         if other is not None:
             nodes = [node for node in nodes if self._may_have_same_tools(node)]

@@ -121,7 +121,7 @@ def _own_routing(done: Completion, prompt: Prompt) -> RoutedExperts | None:
 
 
 def _storable(attempt: Attempt) -> Attempt:
-    """Keeps arguments that JSON cannot represent (1e400, for example) only in `raw`."""
+    # Arguments that JSON cannot represent (1e400, for example) are kept only in `raw`.
     try:
         return replace(attempt, arguments=freeze(attempt.arguments, "arguments"))
     except MessageError:
@@ -129,7 +129,7 @@ def _storable(attempt: Attempt) -> Attempt:
 
 
 def _sent_digest(completion: Completion, prompt: Prompt, tree: Tree) -> bytes:
-    """SHA-256 of the sent prompt; raises unless it is the recorded one."""
+    """Raises unless the sent prompt is the recorded one."""
     recorded = tree.prompt_digest(prompt.parent, prompt.given_ids)
     sent = prompt.ids.sha256() if completion.prompt_digest is None else completion.prompt_digest
     if sent != recorded:

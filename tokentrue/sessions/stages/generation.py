@@ -95,7 +95,7 @@ class Choice:
             self._streamed = view.finish()
 
     async def _read(self, provider: Provider, session_id: str, view: _StreamView | None) -> Completion:
-        """Checks and keeps chunks as they arrive, in case the stream breaks off; then checks the whole."""
+        # Keep chunks as they arrive, in case the stream breaks off.
         final: Completion | None = None
         stream = provider.stream(self.prompt.ids, self.sampling, session=session_id, whole=view is None)
         async with aclosing(cast("AsyncGenerator[Chunk, None]", stream)) as chunks:
@@ -195,7 +195,7 @@ class _StreamView:
 
 
 def _parse(parse: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    """Raises an engine error, not a client error, for sampled ids that the tokenizer does not know."""
+    # Sampled ids that the tokenizer does not know are the engine's error, not the client's.
     try:
         return parse(*args, **kwargs)
     except (RenderError, TokenContractError) as error:
@@ -232,7 +232,6 @@ class _Received:
         self._masks: list[SamplingMask | None] = []  # of each chunk
 
     def add(self, chunk: Chunk) -> Chunk:
-        """The chunk, cut at the token limit."""
         if len(chunk.token_ids) != len(chunk.logprobs) or not are_logprobs(chunk.logprobs):
             raise EngineContractError(
                 f"{len(chunk.token_ids)} streamed ids came with log-probabilities {list(chunk.logprobs)!r}"
@@ -252,7 +251,6 @@ class _Received:
         return chunk
 
     def is_all_of(self, final: Completion) -> bool:
-        """Same tokens with the same log-probabilities."""
         is_same = final.token_ids == TokenIds(self.token_ids)
         return is_same and array("d", final.logprobs) == self._logprobs
 

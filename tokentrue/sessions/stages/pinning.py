@@ -86,7 +86,6 @@ class PinnedPrompts:
         return sent if not found or _has_several(found.values()) else next(iter(found.values()))
 
     def _find_deepest(self, root: Node, rest: Sequence[ConversationMessage]) -> tuple[Node, int]:
-        """Also returns the number of messages up to it."""
         best, waiting = (root, 0), [(root, 0)]
         while waiting:
             node, start = waiting.pop()
@@ -96,7 +95,7 @@ class PinnedPrompts:
         return best
 
     def _end_of_replay(self, node: Node, rest: Sequence[ConversationMessage], start: int) -> int:
-        """The end of the messages of `node` if `rest` has them from `start` on; otherwise 0."""
+        """0 if `rest` does not have the messages of `node` from `start` on."""
         recorded = [*self._tree.given_messages(node), node.served]
         recorded = recorded if start else recorded[_count_prompt(recorded) :]
         now = rest[start : start + len(recorded)]
