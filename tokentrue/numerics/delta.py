@@ -1,10 +1,12 @@
-"""Gated delta rule (Qwen3-Next, Qwen3.5): linear attention whose state is updated token by token, in one order on both
+"""Gated delta rule (Qwen3-Next, Qwen3.5): linear attention with a state updated token by token, in one order on both
 sides.
 
 Per token and value head, in float32, K the key size:
+
     S = S * exp(g);  S = S + k ⊗ ((v - Sᵀk) * beta);  out = Sᵀq / sqrt(K)
-A token's sums run over the key size of its own state, so neither the batch nor a cut changes a bit. Both sides compute
-this recurrent form; gradients come from transformers' chunked form.
+
+A token's sums run over the key size of its own state, so neither the batch nor a cut changes a bit. Engine and trainer
+compute this recurrent form; gradients come from transformers' chunked form.
 """
 
 from __future__ import annotations
@@ -99,14 +101,14 @@ class DeltaScan(torch.autograd.Function):
 def differentiable_scan(
     scan: Scan, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, lengths: Sequence[int], state: Tensor | None
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`scan`, with gradients where inputs need them and the sequences start from zero states."""
+    """`scan`, differentiable if inputs need gradients and the sequences start from zero states."""
     if state is None and torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, decay, beta)):
         return DeltaScan.apply(q, k, v, decay, beta, tuple(lengths), scan)  # pyright: ignore[reportReturnType]
     return scan(q, k, v, decay, beta, lengths, state)
 
 
 class GatedDelta:
-    """One layer; parameters are read from the model's module at call time."""
+    """One layer; reads parameters from the model's module at call time."""
 
     def __init__(self, name: str, module: Any, ops: Ops) -> None:
         self.module = module
@@ -125,7 +127,9 @@ class GatedDelta:
     def run(
         self, x_TK: Tensor, lengths: Sequence[int], history: Tensor | None, state: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Output [T,K], next history [S,taps-1,C] and state [S,H,K,V]; sequences back to back, None: from their start."""
+        """Output [T,K], next history [S,taps-1,C] and state [S,H,K,V]; sequences back to back. None: from their
+        start.
+        """
         ops, m = self.ops, self.module
         mixed, z, b, a = self.project(x_TK)
         mixed, history = self.convolve(mixed, lengths, history)
@@ -183,14 +187,14 @@ class GatedDelta:
         return self.ops.activation(out, "silu"), kept
 
     def unit(self, x: Tensor) -> Tensor:
-        """Vectors of length 1 in float32, key heads repeated for the value heads."""
+        """Normalises to length 1 in float32; repeats key heads for the value heads."""
         x = x.float()
         x = x / torch.sqrt((x * x).sum(-1, keepdim=True) + 1e-6)
         return x.repeat_interleave(self.value_heads // self.key_heads, 1)
 
 
 def delta_forward(name: str, module: nn.Module, ops: Ops) -> Any:
-    """The exact forward of a model's own module: whole sequences, packed or padded."""
+    """Exact forward of a model's own module: whole sequences, packed or padded."""
     delta = GatedDelta(name, module, ops)
 
     def forward(

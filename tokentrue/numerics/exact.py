@@ -1,9 +1,9 @@
-"""`exact(model)`: the operators of a Hugging Face decoder replaced by exact ones; undone on leaving, also on error.
+"""`exact(model)`: replaces the operators of a Hugging Face decoder by exact ones; undone on exit, also on error.
 
-Nothing process-wide is touched: a replaced `forward` sits on the module object, attention goes through transformers'
-AttentionInterface under our name, and the code between modules may call the functions listed in `modules.py` alone. A
-module that holds parameters and is not known is refused by name. The `Contract` says what the bits depend on besides
-the inputs: two sides with the same fingerprint compute the same bits.
+No process-wide state changes: a replaced `forward` is set on the module object, attention goes through transformers'
+AttentionInterface under our name, and the code between modules may call only the functions listed in `modules.py`. An
+unknown module with parameters is refused by name. The `Contract` lists what the bits depend on besides the inputs: two
+sides with the same fingerprint compute the same bits.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from tokentrue.numerics.ops import AttentionSpec, Heads, Linears, Ops, Packed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contract:
-    """Every operator with its implementation, the machine it was checked on, and what had to fall back."""
+    """Every operator with its implementation, the machine it was checked on, and the fallbacks."""
 
     operators: Mapping[str, str]
     machine: Mapping[str, str]
@@ -55,7 +55,7 @@ class Contract:
         return "exact:" + hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def require(self, other: str | None) -> None:
-        """Raise unless `other` is our fingerprint."""
+        """Raises unless `other` is our fingerprint."""
         if other != self.fingerprint:
             raise ExactnessError(
                 f"fingerprints differ ({other} there, {self.fingerprint} here): the numbers may not be called exact"
@@ -157,7 +157,7 @@ def attach_attention(model: nn.Module, ops: Ops, undo: ExitStack) -> None:
 
 
 def padding_mask(*args: Any, kv_length: int, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
-    """None where nothing is padded."""
+    """None if nothing is padded."""
     if attention_mask is None:
         return None
     attention_mask = attention_mask[:, -kv_length:]
@@ -191,7 +191,9 @@ def attend(
     narrow = value.shape[-1]
     if narrow > d:
         raise ExactnessError(f"attention values of {narrow} per head are wider than its keys of {d}: no exact form")
-    value = F.pad(value, (0, d - narrow)) if narrow < d else value  # zeros: every column of the result has its own sum
+    value = (
+        F.pad(value, (0, d - narrow)) if narrow < d else value
+    )  # zero padding is safe: every column of the result has its own sum
     q, k, v = (x.transpose(1, 2).reshape(b * t, -1, d) for x in (query, key, value))
     if mask is not None:
         out = attend_unpadded(ops, q, k, v, mask, spec)
@@ -203,7 +205,7 @@ def attend(
 
 
 def attend_unpadded(ops: Ops, q: Tensor, k: Tensor, v: Tensor, mask_BT: Tensor, spec: AttentionSpec) -> Tensor:
-    """Padding rows come back as zeros; real ones must be one run per sequence."""
+    """Padding rows are returned as zeros; real ones must be one run per sequence."""
     if mask_BT.dim() != 2:
         raise ExactnessError(
             "exact attention knows padding masks [batch, tokens] and packed sequences, not a free 4-D mask"
@@ -216,7 +218,7 @@ def attend_unpadded(ops: Ops, q: Tensor, k: Tensor, v: Tensor, mask_BT: Tensor, 
 
 
 def packed_from_positions(position_ids: Tensor | None, batch: int, tokens: int) -> Packed | None:
-    """One row whose positions start again at 0 is several sequences, as transformers reads it."""
+    """One row whose positions restart at 0 is several sequences, as transformers reads it."""
     if position_ids is None or batch != 1 or position_ids.shape[-1] != tokens:
         return None
     starts = (position_ids.reshape(-1) == 0).nonzero().squeeze(-1).tolist()
@@ -233,7 +235,7 @@ def on_device(device: torch.device | str) -> AbstractContextManager[object]:
 
 
 def ops_for(device: torch.device | str) -> Ops:
-    """A fresh object each time: fall-backs belong to one model on one machine."""
+    """A fresh object each time: fallbacks belong to one model on one machine."""
     kind = torch.device(device).type
     if kind == "cpu":
         return CpuOps()
@@ -262,7 +264,7 @@ STATE = "_tokentrue_exact"
 
 @dataclass(slots=True)
 class State:
-    """On the model while `exact` is active."""
+    """Attached to the model while `exact` is active."""
 
     ops: Ops
     contract: Contract
@@ -272,10 +274,10 @@ class State:
 def exact(
     model: nn.Module, *, ops: Ops | None = None, without: frozenset[str] | set[str] = frozenset()
 ) -> Iterator[Contract]:
-    """Run `model` on exact operators inside the block; backward passes belong inside, too (checkpointing runs forward
-    again).
+    """Runs `model` on exact operators inside the block; backward passes belong inside, too (checkpointing reruns
+    forward).
 
-    `without` leaves some of SWITCHES as they were: for negative controls, never for training.
+    `without` leaves some of SWITCHES unreplaced: for negative controls, never for training.
     """
     active: State | None = model.__dict__.get(STATE)
     if active is not None:
@@ -299,7 +301,7 @@ def exact(
 
 
 def plan_of(model: nn.Module, ops: Ops) -> list[Replacement]:
-    """The replacement of every module that computes; raises on the first that has no exact form."""
+    """The replacement of every module that computes; raises on the first without an exact form."""
     plan: list[Replacement] = []
     whole: list[str] = []  # modules replaced with all that is in them
     for name, module in model.named_modules():
@@ -334,7 +336,7 @@ def plan_of(model: nn.Module, ops: Ops) -> list[Replacement]:
 
 
 def has_sinks_alone(module: nn.Module) -> bool:
-    """Sinks come to `exact_attention` as `s_aux`."""
+    """Sinks reach `exact_attention` as `s_aux`."""
     return own_parameters(module) == ["sinks"] and hasattr(module, "o_proj")
 
 

@@ -2,11 +2,11 @@
 
     logprob(token) = log_softmax(filter(float32(logits) / temperature))[token]
 
-Temperature is always a tensor: division by a Python scalar is a multiplication by the reciprocal on some devices, which
-rounds otherwise. Filters (top-k, top-p, min-p) set what they remove to -inf, so that the rest is renormalised: the
-distribution actually sampled from. Training never holds the table of logits: head and log-softmax run over a few rows
-at a time, forward and backward. Rows are independent, so the cut changes no bit; gradients of the weight are summed
-over the pieces in float32, in order.
+Temperature is always a tensor: some devices divide by a Python scalar by multiplying with its reciprocal, which rounds
+differently. Filters (top-k, top-p, min-p) set what they remove to -inf, so that the rest is renormalised: the
+distribution actually sampled from. Training never materialises all logits: head and log-softmax run over a few rows at
+a time, forward and backward. Rows are independent, so the cut changes no bit; gradients of the weight are summed over
+the pieces in float32, in order.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class KeptRows:
 
 
 def remove_filtered(scaled_RV: Tensor, kept: KeptRows | None) -> Tensor:
-    """Scaled logits with -inf where a filter removed the id, as the sampler had them."""
+    """Scaled logits with -inf where a filter removed the id, as in the sampler."""
     return scaled_RV if kept is None else scaled_RV.masked_fill(kept.removed(scaled_RV.shape[-1]), -torch.inf)
 
 
@@ -72,7 +72,7 @@ def logprobs_of(ops: Ops, logits_RV: Tensor, ids_R: Tensor, temperature: Tensor 
 
 
 def filter_logits(scaled_V: Tensor, *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Tensor:
-    """One row of scaled logits after top-k, then top-p, then min-p; ties at a border are kept."""
+    """One row of scaled logits after top-k, then top-p, then min-p; ties at a boundary are kept."""
     kept = scaled_V
     if 0 < top_k < scaled_V.shape[-1]:
         border = torch.topk(scaled_V, top_k).values[-1]
@@ -109,7 +109,7 @@ class HeadSettings:
 def score_tokens(
     hidden_RK: Tensor, weight_VK: Tensor, bias: Tensor | None, ids_R: Tensor, settings: HeadSettings
 ) -> Tensor:
-    """(grad) float32 [R, 2]: log-probability of ids[r] and entropy of row r (0 unless asked for)."""
+    """(grad) float32 [R, 2]: log-probability of ids[r], and entropy of row r (0 unless requested)."""
     return HeadScores.apply(hidden_RK, weight_VK, bias, ids_R, settings)  # pyright: ignore[reportReturnType]
 
 
@@ -161,7 +161,7 @@ def pieces(rows: int, weight: Tensor) -> Iterator[slice]:
 def scaled_logits_of(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, settings: HeadSettings
 ) -> tuple[Tensor, Tensor | None]:
-    """float32 logits over temperature (as they are, where the operators take them), and tanh(logits / softcap)."""
+    """float32 logits over temperature (unchanged if the operators take them so), and tanh(logits / softcap)."""
     logits, bent = settings.ops.linear(hidden, weight, bias), None
     if settings.divisor is not None:
         logits = logits / settings.divisor
@@ -174,14 +174,14 @@ def scaled_logits_of(
 
 
 def is_plain(temperature: float | Tensor) -> bool:
-    """Dividing by it changes nothing."""
+    """True if dividing by it changes nothing."""
     return not isinstance(temperature, Tensor) and temperature == 1.0
 
 
 def logits_gradient(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, grads_R2: Tensor, settings: HeadSettings
 ) -> Tensor:
-    """[R, V]: of the sum of both scores, each times its gradient, with respect to the logits."""
+    """[R, V]: gradient with respect to the logits of both scores' sum, each weighted by its gradient."""
     scaled, bent = scaled_logits_of(hidden, weight, bias, settings)
     gradient = settings.ops.logits_gradient(scaled, ids, grads_R2, entropy=settings.entropy)
     if not is_plain(settings.temperature):

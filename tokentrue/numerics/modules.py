@@ -1,10 +1,10 @@
 """The exact form of each kind of Hugging Face module, and the closed list of torch functions for the code between them.
 
 Glue code (residual sums, gates, routers) calls torch directly. Under `exact` each such call goes through
-`ExactFunctions`: products and the elementwise functions whose bits depend on an element's place in memory are computed
-by the exact operators, functions on the list pass, and any other is refused by name. Functions pass because they move
-or select values, or because `cpu/selftest.py` checks here that their bits do not depend on the batch. Parameters are
-read from a module at call time: FSDP2 gathers them just before.
+`ExactFunctions`: products, and elementwise functions whose bits depend on an element's position in memory, are computed
+by the exact operators; listed functions pass; any other is refused by name. Functions are listed because they move or
+select values, or because `cpu/selftest.py` checks here that their bits do not depend on the batch. Parameters are read
+from a module at call time: FSDP2 gathers them just before.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _state = threading.local()
 
 
 class ExactFunctions(TorchFunctionMode):
-    """Applies the list inside one module's forward; `name` is the module's, for the refusal."""
+    """Applies the list inside one module's forward; `name` is the module's, for the error."""
 
     def __init__(self, ops: Ops, name: str) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class ExactFunctions(TorchFunctionMode):
 
 
 class ExactAngles(TorchFunctionMode):
-    """Inside a rotary embedding cos and sin are exact; the rest is as it is (its product sums one term)."""
+    """Makes cos and sin exact inside a rotary embedding; the rest is unchanged (its product sums one term)."""
 
     def __init__(self, ops: Ops) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ Forward = Callable[..., Any]
 
 
 def replace_attribute(module: nn.Module, name: str, value: Any, undo: ExitStack) -> None:
-    """On the object, past `nn.Module.__setattr__`; `undo` restores it."""
+    """Sets it on the object, bypassing `nn.Module.__setattr__`; `undo` restores it."""
     if name in module.__dict__:
         undo.callback(object.__setattr__, module, name, module.__dict__[name])
     else:
@@ -124,7 +124,7 @@ def replace_attribute(module: nn.Module, name: str, value: Any, undo: ExitStack)
 
 
 def guard(name: str, ops: Ops, forward: Forward) -> Forward:
-    """`forward` with the list applied; inside another guarded module it is applied already."""
+    """`forward` with the list applied; inside another guarded module it already is."""
 
     def checked(*args: Any, **kwargs: Any) -> Any:
         if ExactFunctions.active():
@@ -215,8 +215,9 @@ def is_router(module: nn.Module) -> bool:
 
 
 def softmax_router(module: Any) -> bool | None:
-    """Whether the router divides the chosen probabilities by their sum, found by running its own code on another
-    weight; None for a module that is no plain softmax router."""
+    """Whether the router divides the chosen probabilities by their sum, found by running its code on another weight;
+    None if it is not a plain softmax router.
+    """
     is_plain = is_router(module) and not isinstance(module, nn.Linear | nn.Embedding) and not list(module.buffers())
     if not is_plain or not isinstance(getattr(module, "top_k", None), int):
         return None
@@ -243,7 +244,7 @@ def router_forward(module: Any, ops: Ops, normalise: bool) -> Forward:
             weight, index = ops.route(logits, module.top_k, normalise)
         if isinstance(_get_current_function_mode(), ExactFunctions | None):
             return logits, weight, index
-        # Another mode may choose the experts (a replay does, by way of topk): where it does, its choice counts.
+        # Another mode may choose the experts (a replay does, through topk): then its choice counts.
         scores = torch.softmax(logits.float(), -1)
         taken = torch.topk(scores, module.top_k, dim=-1)[1]
         with torch._C.DisableTorchFunction():
@@ -257,7 +258,7 @@ def router_forward(module: Any, ops: Ops, normalise: bool) -> Forward:
 
 
 def norm_kind(name: str, module: nn.Module) -> tuple[float, NormForm]:
-    """eps and form, found by running the module's own code on another weight: formula in float32, rounding in bfloat16."""
+    """eps and form, found by running the module's code on another weight: formula in float32, rounding in bfloat16."""
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     weight = getattr(module, "weight", None)
     if not isinstance(eps, float) or weight is None or weight.dim() != 1:
@@ -303,7 +304,8 @@ def rotary_forward(module: Any, ops: Ops) -> Forward:
 
 def rotary_of_host(name: str, module: Any) -> Any:
     """The module with float32 frequencies as the host computes them: `model.bfloat16()` rounds them, and a model built
-    on a GPU has other last bits. Frequencies that are not the config's are left alone."""
+    on a GPU has different last bits. Frequencies that are not the config's are unchanged.
+    """
     own = list(module.buffers(recurse=False))
     is_rounded = any(buffer.dtype != torch.float32 for buffer in own)
     if not hasattr(module, "config"):
@@ -361,8 +363,9 @@ def experts_forward(name: str, module: Any, ops: Ops) -> Forward:
 
 
 def expert_activation(module: Any) -> str | ClampedSwiglu | None:
-    """What lies between an expert's two products; None where unknown. A clamped gate is checked against the module's
-    own code."""
+    """The function between an expert's two products; None if unknown. A clamped gate is checked against the module's
+    code.
+    """
     if not hasattr(module, "limit") or not hasattr(module, "_apply_gate"):
         return activation_kind(getattr(module, "act_fn", nn.Identity()))
     act = ClampedSwiglu(alpha=module.alpha, limit=module.limit)

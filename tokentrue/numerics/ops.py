@@ -1,14 +1,15 @@
 """The operators whose bits must not depend on the batch: one interface, one implementation per device.
 
-Invariant of every method: the result of a row (a token, a query) depends on that row's own inputs alone; never on how
-many other rows share the call, on its place among them, on the chunking of its prefill, on the page its keys lie in, or
-on prefill versus decode. Engine and trainer call the same methods, so equal inputs give equal bits on both sides.
+Invariant of every method: the result of a row (a token, a query) depends only on that row's inputs; never on the number
+of rows in the call, its position among them, the chunking of its prefill, the page its keys are in, or on prefill
+versus decode. Engine and trainer call the same methods, so equal inputs give equal bits on both sides.
 
 Shapes: T tokens (all sequences of a step back to back), S sequences, H query heads, J key/value heads (H % J == 0), D
 head size, K/N in/out features, V vocabulary, E experts, I expert width, B block (page) size.
-Paged cache of one layer: `k_cache`, `v_cache` `[num_blocks, J, B, D]` in the model's dtype, from `Ops.new_cache`; block
-0 is the null block: never handed out, always zero, padding of the block tables. Entries are always finite. The token at
-position p of a sequence lies in block `table[p // B]`, row `p % B`; its slot is `block * B + p % B`.
+
+Paged cache of one layer: `k_cache`, `v_cache` `[num_blocks, J, B, D]` in the model's dtype, from `Ops.new_cache`. Block
+0 is the null block: never allocated, always zero, padding of the block tables. Entries are always finite. The token at
+position p of a sequence is in block `table[p // B]`, row `p % B`; its slot is `block * B + p % B`.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
     """Causal attention. `window=w`: a query at position p sees keys p-w+1 .. p. `softcap=c`: scores become c*tanh(s/c).
-    `sinks` [H] (gpt-oss): one more score of each query head, without a value."""
+    `sinks` [H] (gpt-oss): an additional score of each query head, without a value.
+    """
 
     scale: float
     window: int | None = None
@@ -50,7 +52,8 @@ class AttentionSpec:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packed:
     """Whole sequences back to back (training), each from position 0: sequence i has rows `cu_seqlens[i] ..
-    cu_seqlens[i+1]`."""
+    cu_seqlens[i+1]`.
+    """
 
     cu_seqlens: Tensor  # int32 [S+1], on the device
     lengths: tuple[int, ...]  # the same on the host
@@ -67,8 +70,8 @@ class PagedBatch:
     each.
 
     Keys of the new tokens are stored before attention reads, so a query at position p sees cache positions 0 .. p. Host
-    tuples are for planning; a captured graph reads the device tensors alone (padding rows have slot 0 and context
-    length 0 or 1).
+    tuples are for planning; a captured graph reads only the device tensors (padding rows have slot 0 and context length
+    0 or 1).
     """
 
     positions: Tensor  # int64 [T]
@@ -79,7 +82,7 @@ class PagedBatch:
     q_lens: tuple[int, ...]
     contexts: tuple[int, ...]  # context_lens on the host
     num_decodes: int
-    plan: Any = None  # what the implementation would work out from q_lens, for a captured step that is replayed with other lengths
+    plan: Any = None  # what the implementation derives from q_lens, given for a captured step that is replayed with other lengths
 
 
 class NormForm(IntEnum):
@@ -110,8 +113,9 @@ class LowRank:
 
 
 class LowRankStack:
-    """The adapted parts of one merged product, of every loaded adapter. Its projections end at the columns `ends`.
-    `packed` is what a device keeps of all parts together, if anything."""
+    """The adapted parts of one merged product, of all loaded adapters. Its projections end at the columns `ends`.
+    `packed`: a device's joint form of all parts, if any.
+    """
 
     def __init__(self, ends: tuple[int, ...]) -> None:
         self.ends = ends
@@ -121,8 +125,9 @@ class LowRankStack:
 
 @dataclass(slots=True, kw_only=True)
 class RowSlots:
-    """Which adapter changes each token row of a step. `slots` [T] int64 on the device; a row without an adapter has
-    `count`. `by_slot` has the rows of each slot; a captured step has none."""
+    """Which adapter changes each token row of a step. `slots` [T] int64 on the device; `count` for a row without an
+    adapter. `by_slot`: the rows of each slot; empty in a captured step.
+    """
 
     slots: Tensor
     count: int
@@ -133,7 +138,8 @@ class RowSlots:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClampedSwiglu:
     """gpt-oss: gate at most `limit`, up within ±`limit`, then (up + 1) * (gate * sigmoid(gate * alpha)), rounded after
-    each."""
+    each.
+    """
 
     alpha: float
     limit: float
@@ -141,8 +147,9 @@ class ClampedSwiglu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertWeights:
-    """As the model holds them: gate_up [E,2I,K] and down [E,K,I], gate before up; biases [E,2I] and [E,K].
-    `interleaved` (gpt-oss): gate_up [E,K,2I] with gate and up in turn, down [E,I,K]."""
+    """As the model stores them: gate_up [E,2I,K] and down [E,K,I], gate before up; biases [E,2I] and [E,K].
+    `interleaved` (gpt-oss): gate_up [E,K,2I] with gate and up alternating, down [E,I,K].
+    """
 
     gate_up: Tensor
     down: Tensor
@@ -176,14 +183,14 @@ class Norm(Protocol):
 
 
 class Ops(ABC):
-    """All exact operators of one device. (grad) works under autograd; the others are for inference alone.
+    """All exact operators of one device. (grad) works under autograd; the others are for inference only.
 
     Rounding is part of the contract: results are rounded to the tensor's dtype exactly where a docstring says so.
     """
 
     name: str
     block_size: int
-    # Fewer rows cost more than this many: a lone token may be computed so many times over.
+    # Fewer rows cost more than this many: a lone token may be repeated this many times.
     least_rows: int = 1
     # Whether `token_logprobs` and `logits_gradient` take logits in the model's dtype.
     reads_16bit: bool = False
@@ -194,7 +201,8 @@ class Ops(ABC):
     @abstractmethod
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """(grad) x [..., K] @ weight [N, K]^T + bias; float32 accumulation, one rounding. Column n does not depend on
-        N."""
+        N.
+        """
 
     @abstractmethod
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, form: NormForm = NormForm.PLAIN) -> Tensor:
@@ -217,7 +225,7 @@ class Ops(ABC):
         """q [T,H,D], k [T,J,D], cos/sin [T,R] (model dtype): q*cos + rotate_half(q)*sin, rounded after each product and
         after the sum, without fused multiply-add, as Hugging Face's `apply_rotary_pos_emb`.
 
-        With R < D the first R values of a head are turned. With float32 cos/sin the sum is rounded once (OLMo-3).
+        With R < D only the first R values of a head are rotated. With float32 cos/sin the sum is rounded once (OLMo-3).
         """
 
     @abstractmethod
@@ -227,14 +235,16 @@ class Ops(ABC):
     @abstractmethod
     def experts(self, x: Tensor, index: Tensor, weight: Tensor, experts: ExpertWeights) -> Tensor:
         """(grad) x [T,K], index/weight [T,k] -> [T,K]. Per slot: linear, bias, gate_values, linear, bias, times weight,
-        each rounded to x's dtype; slots are added in order, in x's dtype."""
+        each rounded to x's dtype; slots are added in order, in x's dtype.
+        """
 
     @abstractmethod
     def delta_scan(
         self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, lengths: Sequence[int], state: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """The gated delta rule over sequences back to back: q, k [T,H,K], v [T,H,V], decay,
-        beta [T,H], float32 -> out [T,H,V] and the states [S,H,K,V] after each sequence; `state` None: zeros."""
+        """Gated delta rule over sequences back to back: q, k [T,H,K], v [T,H,V], decay, beta [T,H], float32 -> out
+        [T,H,V] and the states [S,H,K,V] after each sequence; `state` None: zeros.
+        """
 
     # ---- attention
     @abstractmethod
@@ -252,7 +262,7 @@ class Ops(ABC):
         """q [T,H,D] -> [T,H,D], keys and values from the pages; prefill chunks and decodes mixed."""
 
     def pack(self, weights: Iterable[Tensor]) -> None:  # noqa: B027
-        """These weights are constant until the next call: prepare a quicker form, of the same bits."""
+        """Prepares a faster form with the same bits; these weights are constant until the next call."""
 
     def new_cache(self, num_blocks: int, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Zeros, shaped [num_blocks, J, B, D]."""
@@ -265,10 +275,10 @@ class Ops(ABC):
 
     @abstractmethod
     def self_test(self, *, linears: Linears, heads: Heads, dtype: torch.dtype) -> list[str]:
-        """Check the invariant on this machine for these (K, N, bias) and (H, J, D), and fall back where it does not
+        """Checks the invariant on this machine for these (K, N, bias) and (H, J, D), and falls back if it does not
         hold.
 
-        Returns one sentence per fall-back; raises ExactnessError where there is none.
+        Returns one sentence per fallback; raises ExactnessError if there is none.
         """
 
     # ---- compositions: override to fuse, never to change a bit
@@ -281,15 +291,18 @@ class Ops(ABC):
 
     def add_low_rank(self, y: Tensor, x: Tensor, low: LowRank) -> Tensor:
         """(grad) y + linear(linear(x, A), B) * scale: products in the adapter's dtype, the sum in the wider one,
-        rounded to y's."""
+        rounded to y's.
+        """
         delta = self.linear(self.linear(x.to(low.a.dtype), low.a), low.b) * low.scale
         return (y + delta).to(y.dtype)
 
     def pack_low_ranks(self, stack: LowRankStack, count: int) -> None:  # noqa: B027
-        """The parts of `stack`, which has `count` slots, have changed: prepare a quicker form, of the same bits."""
+        """Prepares a faster form with the same bits, after the parts of `stack` (`count` slots) have changed."""
 
     def add_low_ranks(self, y: Tensor, x: Tensor, stack: LowRankStack, rows: RowSlots) -> None:
-        """`add_low_rank` of each row's adapter and each projection of the merged product y [T,N] of x [T,K], in place."""
+        """`add_low_rank` of each row's adapter and each projection of the merged product y [T,N] of x [T,K], in
+        place.
+        """
         for slot, at in rows.by_slot.items():
             start = 0
             for low, end in zip(stack.parts.get(slot, ()), stack.ends, strict=False):
@@ -331,7 +344,9 @@ class Ops(ABC):
         return (self.linear(normed, weight, bias) if kind is None else self.gated_linear(normed, weight, kind)), total
 
     def logits_gradient(self, logits: Tensor, ids: Tensor, grads: Tensor, *, entropy: bool) -> Tensor:
-        """[R,V]: of grads[r,0] * logprob(ids[r]) + grads[r,1] * entropy (where wanted), with respect to the logits."""
+        """[R,V]: gradient of grads[r,0] * logprob(ids[r]) + grads[r,1] * entropy (if requested) with respect to the
+        logits.
+        """
         table = self.log_softmax(logits.float())
         probs = table.exp()
         gradient = probs * -grads[:, :1]
@@ -358,7 +373,7 @@ class Ops(ABC):
         """qkv [T, (H+2J)*D] of one merged linear: head norms, rotary (cos/sin [T,D]), keys and values into the pages;
         returns q [T,H,D].
 
-        Layers without a rotary embedding pass None and always come here, never to an override.
+        Layers without a rotary embedding pass None and always use this method, never an override.
         """
         h, j, d = heads
         q, k, v = qkv.view(-1, h + 2 * j, d).split((h, j, j), dim=1)

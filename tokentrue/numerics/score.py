@@ -25,9 +25,8 @@ def score(
 
     Sequences start at position 0 and may be padded on the right with any id (causality hides it). Packed: ids [1,T] (or
     [T]) with `cu_seqlens` [S+1]; entries that would predict a sequence's first token from the one before it are 0.
-    `temperature` is one number, or one for each entry of the result. `kept` has, for each entry of the result (row
-    after row), the ids that the sampler's filters kept. Outside `with exact(model)` the block is entered for this one
-    call.
+    `temperature`: one number, or one per entry of the result. `kept`: for each entry of the result (row by row), the
+    ids that the sampler's filters kept. Outside `with exact(model)`, the block is entered for this call.
     """
     return scores_of(model, ids, temperature, cu_seqlens, entropy=False, kept=kept)[..., 0]
 
@@ -36,8 +35,7 @@ def score_with_entropy(
     model: nn.Module, ids: Tensor, temperature: float | Tensor = 1.0, cu_seqlens: Tensor | None = None, *,
     kept: KeptRows | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The log-probabilities of `score`, and the entropy of the distribution that each was scored under. Both
-    differentiable."""
+    """The log-probabilities of `score`, and the entropy of the distribution of each. Both differentiable."""
     both = scores_of(model, ids, temperature, cu_seqlens, entropy=True, kept=kept)
     return both[..., 0], both[..., 1]
 
@@ -74,7 +72,7 @@ def scores_of(
 
 
 def with_last_positions(kept: KeptRows, shape: torch.Size) -> KeptRows:
-    """From B × (T - 1) rows: the last positions predict nothing."""
+    """From B × (T - 1) rows: adds the last positions, which predict nothing."""
     counts = kept.offsets.diff()
     if counts.numel() != shape[0] * (shape[1] - 1):
         raise InputError(f"score: kept has {counts.numel()} rows for {shape[0]} x {shape[1] - 1} scores")
@@ -86,8 +84,9 @@ def with_last_positions(kept: KeptRows, shape: torch.Size) -> KeptRows:
 def scoring_head(
     model: Any, targets_BT: Tensor, temperature: float | Tensor, entropy: bool, kept: KeptRows | None = None
 ) -> Iterator[list[Tensor]]:
-    """Inside the block the output head returns scores [B,T,2] in place of logits, inside the model's forward, as FSDP2
-    needs."""
+    """While the block runs, the output head returns scores [B,T,2] instead of logits, inside the model's forward, as
+    FSDP2 needs.
+    """
     state: State = model.__dict__[STATE]
     head, config = model.get_output_embeddings(), model.config.get_text_config()
     if not isinstance(head, nn.Linear):
@@ -121,7 +120,7 @@ def scoring_head(
 
 
 def logits_of(model: nn.Module, ids_BT: Tensor, packed: Packed | None = None) -> Tensor:
-    """The plain forward pass, [B,T,V] in the model's dtype, inside `exact`. `ids_BT` may be embeddings [B,T,K]."""
+    """Plain forward pass inside `exact`: [B,T,V] in the model's dtype. `ids_BT` may be embeddings [B,T,K]."""
     b, t = ids_BT.shape[:2]
     if packed is None:
         positions = torch.arange(t, device=ids_BT.device).expand(b, t)
@@ -147,12 +146,12 @@ SequenceLoss = Callable[[int, Tensor], Tensor]
 def deterministic_grad(
     model: nn.Module, sequences: Sequence[Tensor], loss: SequenceLoss, *, temperature: float = 1.0, first: int = 0
 ) -> tuple[Tensor, list[Tensor]]:
-    """Add the gradient of sum_i loss(first + i, log-probabilities of sequences[i]) to `.grad`; returns that sum and the
-    log-probabilities.
+    """Adds the gradient of sum_i loss(first + i, log-probabilities of sequences[i]) to `.grad`; returns that sum and
+    the log-probabilities.
 
     The order of sums is fixed (one sequence, one backward pass), so the cut into micro-batches changes no bit:
     `deterministic_grad(m, a, f); deterministic_grad(m, b, f, first=len(a))` equals `deterministic_grad(m, a + b, f)`.
-    It costs batching in the backward pass; without it, gradients are equal from run to run.
+    The cost: no batching in the backward pass. Without it, gradients are still equal from run to run.
     """
     total = torch.zeros((), dtype=torch.float64)
     found: list[Tensor] = []

@@ -1,8 +1,8 @@
-"""Arithmetic on the CPU whose bits do not depend on the number of rows, nor on a value's place or neighbours.
+"""CPU arithmetic whose bits do not depend on the number of rows, nor on a value's position or neighbours.
 
 float32 products have three forms with the same bits: oneDNN's linear kernel (rows are independent from two rows up);
-for small K the ordinary product of PLAIN_ROWS rows and more, and that with the transposed weight, both far quicker to
-call. Fixed row tiles serve 16-bit types, one column, and wherever the others fail.
+for small K the ordinary product of at least PLAIN_ROWS rows, and the product with the transposed weight, both with far
+less call overhead. Fixed row tiles serve 16-bit types, one column, and every case where the others fail.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 def two_rows(x_MK: Tensor) -> Tensor:
-    """One row alone would take the matrix-vector kernel, which sums in another order: it is given a companion."""
+    """Pads one row to two: a single row would take the matrix-vector kernel, which sums in another order."""
     return x_MK.expand(2, -1).contiguous() if x_MK.shape[0] == 1 else x_MK
 
 
@@ -36,7 +36,7 @@ def onednn_product(x_MK: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def plain_product(x_MK: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The bias is added after the sum, as oneDNN does."""
+    """Adds the bias after the sum, as oneDNN does."""
     out = torch.mm(x_MK, weight.t())
     return out if bias is None else out.add_(bias)
 
@@ -46,14 +46,15 @@ def transposed_product(x_MK: Tensor, weight_KN: Tensor, bias: Tensor | None) -> 
     return out if bias is None else out.add_(bias)
 
 
-# With one column (some: with few) float32 libraries take a matrix-vector kernel, whose order follows the rows.
+# With one column (in some libraries: few), float32 takes a matrix-vector kernel whose order depends on the rows.
 LEAST_COLUMNS = 16
 
 
 @cache
 def has_products(dtype: torch.dtype) -> bool:
-    """Whether oneDNN multiplies this 16-bit type here; where not, torch's own product is up to a hundred times slower
-    than one of float32 copies. On ARM, torch does not use oneDNN for float16, whatever it says."""
+    """True if oneDNN multiplies this 16-bit type here; otherwise torch's product is up to a hundred times slower than
+    one of float32 copies. On ARM, torch never uses oneDNN for float16, whatever it reports.
+    """
     if not torch.backends.mkldnn.is_available():
         return True
     if dtype == torch.bfloat16:
@@ -62,7 +63,7 @@ def has_products(dtype: torch.dtype) -> bool:
 
 
 def widens(x: Tensor) -> bool:
-    """Whether to multiply float32 copies: the product of two 16-bit values is exact in float32."""
+    """True if float32 copies are multiplied: the product of two 16-bit values is exact in float32."""
     return x.dtype in (torch.bfloat16, torch.float16) and x.device.type == "cpu" and not has_products(x.dtype)
 
 
@@ -92,7 +93,7 @@ def tiled_product(x_MK: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class Linear(torch.autograd.Function):
-    """Forward by a row-invariant product; backward by ordinary ones (fixed from run to run, all that gradients need)."""
+    """Forward by a row-invariant product; backward by ordinary ones (deterministic, which suffices for gradients)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, product: Product) -> Tensor:
@@ -114,14 +115,13 @@ class Linear(torch.autograd.Function):
 
 
 LANES = 16  # float32 values in the widest vector register
-APART_VALUES = (
-    1024  # computed at a time: few enough that torch does not divide them between threads in the middle of a vector
-)
+APART_VALUES = 1024  # computed at a time: few enough that torch does not split them between threads within a vector
 
 
 def compute(name: str, x: Tensor) -> Tensor:
-    """`torch.cos`, `sin` or `erf`. Some vector libraries (Sleef on ARM) choose one formula for a vector by its largest
-    value: there each value gets its own vector."""
+    """`torch.cos`, `sin` or `erf`. Some vector libraries (Sleef on ARM) choose the formula of a whole vector by its
+    largest value: there each value gets its own vector.
+    """
     function = getattr(torch, name)
     return compute_apart(function, x) if mixes_neighbours(name) else function(x)
 
@@ -208,13 +208,15 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotation_of(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and signed sin with room for the heads; (-x2)*sin and x2*(-sin) are the same bits."""
+    """cos and signed sin, broadcastable over heads; (-x2)*sin and x2*(-sin) have the same bits."""
     half = sin.shape[-1] // 2
     return cos.unsqueeze(1), torch.cat((-sin[..., :half], sin[..., half:]), -1).unsqueeze(1)
 
 
 def apply_rotation(x: Tensor, cos: Tensor, signed: Tensor) -> Tensor:
-    """Partial embedding: values past the width of `cos` stay. A wider dtype of `cos` is that of the arithmetic."""
+    """Partial embedding: values beyond the width of `cos` are unchanged. Computes in `cos`'s dtype if that is
+    wider.
+    """
     if cos.dtype != x.dtype:
         return apply_rotation(x.to(cos.dtype), cos, signed).to(x.dtype)
     if cos.shape[-1] < x.shape[-1]:

@@ -2,8 +2,8 @@
 
 A query's result is a fold over key blocks of 128, in order: scores by one product over the head size, the maximum over
 all visible keys, exp, then per block the product with the values and the sum, block after block, a sink last. Masked
-and padded keys weigh exactly 0, so padding changes nothing. A product gives a row the same bits from a least number of
-rows on, which the start-up check finds (`selftest.Findings.rows`). float32 throughout.
+and padded keys have weight exactly 0, so padding changes nothing. A product gives a row the same bits from a minimum
+number of rows on, which the start-up check finds (`selftest.Findings.rows`). float32 throughout.
 
 Legend: X batch of (key head, sequence), M query rows (position-major, then heads of the group), N keys (a multiple of
 128), D head size.
@@ -40,7 +40,7 @@ def fold(
 ) -> tuple[Tensor, ...]:
     """Output [X,M,D], maximum and total [X,M,1], weights before division [X,M,N].
 
-    `hidden`: keys not seen, over the last keys, broadcast over X. `sink` [X,M,1]: one more score of each row.
+    `hidden`: mask over the last keys, broadcast over X. `sink` [X,M,1]: an additional score of each row.
     """
     s_XMN = torch.bmm(q_XMD, k_XND.transpose(1, 2))
     if softcap is not None:
@@ -65,7 +65,7 @@ def fold(
 
 
 def sink_rows(sinks_H: Tensor | None, heads: int, sequences: int, positions: int, rows: int) -> Tensor | None:
-    """float32 [J*C, rows, 1]; rows past the `positions` of a tile are padding."""
+    """float32 [J*C, rows, 1]; rows beyond the `positions` of a tile are padding."""
     if sinks_H is None:
         return None
     groups = sinks_H.shape[0] // heads
@@ -75,7 +75,7 @@ def sink_rows(sinks_H: Tensor | None, heads: int, sequences: int, positions: int
 
 @lru_cache(maxsize=256)
 def hidden_keys(first: int, positions: int, key_first: int, keys: int, window: int | None, groups: int) -> Tensor:
-    """True where query `first + i` does not see key `key_first + j`; rows repeat per head of the group. Read only."""
+    """True where query `first + i` does not see key `key_first + j`; rows repeat per head of the group. Read-only."""
     distance = torch.arange(first, first + positions)[:, None] - torch.arange(key_first, key_first + keys)[None, :]
     hidden = distance < 0
     if window is not None:
@@ -111,7 +111,9 @@ def chunks(start: int, stop: int, window: int | None, groups: int) -> Iterator[C
 
 
 class PackedAttention(torch.autograd.Function):
-    """q [C,T,H,D], k/v [C,T,J,D]: C sequences of one padded length T (a multiple of 128). Padded rows are rubbish."""
+    """q [C,T,H,D], k/v [C,T,J,D]: C sequences of one padded length T (a multiple of 128). Padded rows are
+    undefined.
+    """
 
     @staticmethod
     def forward(
@@ -183,7 +185,7 @@ class PackedAttention(torch.autograd.Function):
 def weights_again(
     q_XMD: Tensor, k_XND: Tensor, top: Tensor, chunk: Chunk, softcap: float | None
 ) -> tuple[Tensor, Tensor | None]:
-    """The weights of `fold` again, and the slope of the soft cap."""
+    """Recomputes the weights of `fold`, and the slope of the soft cap."""
     s = torch.bmm(q_XMD, k_XND.transpose(1, 2))
     slope = None
     if softcap is not None:
@@ -212,7 +214,7 @@ def token_major(x_XTGD: Tensor, shape: torch.Size) -> Tensor:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], spec: AttentionSpec) -> Tensor:
-    """q [T,H,D], k/v [T,J,D], sequences back to back; those of one padded length share a product."""
+    """q [T,H,D], k/v [T,J,D], sequences back to back; those of equal padded length share a product."""
     if lengths[0] % KEYS == 0 and len(set(lengths)) == 1:
         even = (x.view(len(lengths), lengths[0], *x.shape[1:]) for x in (q, k, v))
         return PackedAttention.apply(*even, spec.sinks, spec.scale, spec.window, spec.softcap).view(q.shape)  # pyright: ignore
@@ -239,13 +241,13 @@ def attention(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], spec: A
 
 
 def padded_index(start: int, length: int, padded: int) -> Tensor:
-    """The last row repeated as padding: finite, and hidden from every real query."""
+    """Repeats the last row as padding: finite, and hidden from every real query."""
     return torch.arange(start, start + padded).clamp_(max=start + length - 1)
 
 
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
-    """Sequences that decode together, and which of `keys` (padding included) they do not see."""
+    """Sequences that decode together, and the mask of `keys` (padding included)."""
 
     rows: slice | Tensor
     pages: Tensor
@@ -270,12 +272,12 @@ def prefill_buckets(batch: PagedBatch) -> list[list[int]]:
 
 @lru_cache(maxsize=1)
 def past_the_end() -> Tensor:
-    """Row c: keys of a block past its first c. Read only."""
+    """Row c: the keys of a block after its first c. Read-only."""
     return torch.arange(KEYS)[None, :] >= torch.arange(KEYS + 1)[:, None]
 
 
 def hidden_decode(contexts: list[int], keys: int, window: int | None) -> Tensor | None:
-    """[S,1,N]: keys not seen; N is the last block alone where that is all."""
+    """[S,1,N]: mask of hidden keys; only over the last block if that suffices."""
     first = keys - KEYS
     if window is None and all(context == keys for context in contexts):
         return None

@@ -1,5 +1,6 @@
-"""Exact operators on the CPU, from plain torch. No form of a product is trusted: `self_test` compares bits on this
-machine for every shape of the model first."""
+"""Exact operators on the CPU, from plain torch. No form of a product is trusted: `self_test` first compares bits on
+this machine for every shape of the model.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +85,7 @@ class CpuOps(Ops):
             if self._packed and not torch.is_grad_enabled()
             else None
         )
-        if packed is not None and x.dim() == 2 and x.is_contiguous():  # a step of the engine: the shortest way
+        if packed is not None and x.dim() == 2 and x.is_contiguous():  # an engine step: the fast path
             return packed[0](x, packed[1], bias)
         flat = x.reshape(-1, x.shape[-1])
         if not flat.is_contiguous():
@@ -145,7 +146,7 @@ class CpuOps(Ops):
         return F.log_softmax(logits, -1)
 
     def experts(self, x: Tensor, index: Tensor, weight: Tensor, experts: ExpertWeights) -> Tensor:
-        """Transposed weights are copied: the start-up checks know contiguous rows alone."""
+        """Copies transposed weights: the start-up checks cover only contiguous rows."""
         tokens, slots = index.shape
         flat = index.reshape(-1)
         order = torch.argsort(flat, stable=True)
@@ -201,14 +202,13 @@ class CpuOps(Ops):
         return qk[:, :h]
 
     def head_weights(self, norm: HeadNorm, h: int, j: int, d: int) -> Tensor:
-        """[H+J, D]."""
         key = norm.q_weight.data_ptr()
         if key not in self._head_weights:
             self._head_weights[key] = torch.cat((norm.q_weight.expand(h, d), norm.k_weight.expand(j, d)))
         return self._head_weights[key]
 
     def rotation(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """The same for every layer of a step."""
+        """Cached: the same for every layer of a step."""
         if self._rotation is None or self._rotation[0] is not cos:
             self._rotation = (cos, *rotation_of(cos, sin))
         return self._rotation[1:]
@@ -233,7 +233,7 @@ class CpuOps(Ops):
         return out
 
     def decode_plans(self, batch: PagedBatch, window: int | None, heads: int) -> list[DecodePlan]:
-        """The same for every layer of a step."""
+        """Cached: the same for every layer of a step."""
         if self._plan is None or self._plan[0] is not batch:
             self._plan = (batch, {})
         plans = self._plan[1]
@@ -306,7 +306,7 @@ class CpuOps(Ops):
         return token_major(out, q.shape).to(q.dtype)
 
     def gather(self, cache: Tensor, pages: Tensor, keys: int, name: str) -> Tensor:
-        """float32 [J*S, keys, D], in a buffer that the next call of the name reuses."""
+        """float32 [J*S, keys, D], in a buffer that the next call with this name reuses."""
         source = cache.transpose(0, 1)
         j, _, b, d = source.shape
         size = j * pages.shape[0] * b * d

@@ -1,6 +1,6 @@
-"""Start-up checks on this machine: are rows independent of the batch, for exactly the shapes that this model uses?
+"""Start-up checks on this machine: are rows independent of the batch, for exactly this model's shapes?
 
-Answers are remembered per shape, dtype and thread count: they are facts about the machine, not about a model.
+Results are cached per shape, dtype and thread count: they are properties of the machine, not of a model.
 """
 
 from __future__ import annotations
@@ -37,16 +37,14 @@ LEAST_ROWS = (2, 4, 8, 16, 32)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """What holds on this machine for the tested shapes."""
-
     structural: frozenset[int]  # K for which oneDNN's rows depend on their number
     plain: frozenset[int]  # K for which ordinary products have oneDNN's bits
     rows: int  # least rows of an attention product
-    notes: tuple[str, ...]  # one sentence per fall-back
+    notes: tuple[str, ...]  # one sentence per fallback
 
 
 def check(*, linears: Linears, heads: Heads, dtype: torch.dtype, has_onednn: bool) -> Findings:
-    """Raises ExactnessError where no product is independent of the batch."""
+    """Raises ExactnessError if no product is independent of the batch."""
     check_functions(dtype)
     structural, plain, notes = check_linears(linears, dtype, has_onednn)
     rows, more = check_heads(heads)
@@ -54,7 +52,9 @@ def check(*, linears: Linears, heads: Heads, dtype: torch.dtype, has_onednn: boo
 
 
 def check_functions(dtype: torch.dtype) -> None:
-    """Functions that a model's own code may call (`modules.ARITHMETIC`) and that are more than one rounded operation."""
+    """Functions that a model's own code may call (`modules.ARITHMETIC`) and that are more than one rounded
+    operation.
+    """
     for name in ELEMENTWISE:
         for kind in {dtype, torch.float32}:
             if not elements_independent(name, kind):
@@ -126,7 +126,7 @@ def check_heads(heads: Heads) -> tuple[int, list[str]]:
 
 @cache
 def plain_equals_onednn(k: int, n: int, bias: bool, threads: int) -> bool:
-    """Whether ordinary and transposed products have oneDNN's bits for every row count that will use them."""
+    """True if ordinary and transposed products have oneDNN's bits for every row count that uses them."""
     x, w, b = example(k, n, bias, torch.float32)
     transposed = w.t().contiguous()
     with torch.no_grad():
@@ -149,7 +149,7 @@ def example(k: int, n: int, bias: bool, dtype: torch.dtype) -> tuple[Tensor, Ten
 
 @cache
 def rows_independent(product: Product, k: int, n: int, bias: bool, dtype: torch.dtype, threads: int) -> bool:
-    """Rows of a large product against the same rows in smaller ones, elsewhere, and with another N."""
+    """Compares rows of a large product with the same rows in smaller ones, at other positions, and with another N."""
     x, w, b = example(k, n, bias, dtype)
     most = x.shape[0]
     with torch.no_grad():
@@ -167,7 +167,7 @@ def rows_independent(product: Product, k: int, n: int, bias: bool, dtype: torch.
 
 @cache
 def attention_independent(rows: int, h: int, j: int, d: int, threads: int) -> bool:
-    """Whole sequences against decodes, chunks and batches of the same queries."""
+    """Compares whole sequences with decodes, chunks and batches of the same queries."""
     generator = torch.Generator().manual_seed(h * 1009 + d)
     g, keys, spec = h // j, 3 * KEYS, AttentionSpec(scale=d**-0.5)
     q = torch.randn(keys, h, d, generator=generator)

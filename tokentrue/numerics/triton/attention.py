@@ -1,11 +1,11 @@
 """Causal attention whose rows do not depend on what else is computed: one kernel for prefill, decode and training.
 
 A row's result is a left fold, in ascending order, over key blocks of fixed size that start at position 0 of its
-sequence. Each block is summed under its own maximum and then folded in, so blocks may be computed apart (decode of few
-long sequences) and folded later with the same bits. A tile packs the query heads of one key head; with at least 16 rows
-a warp the sums of a row stay inside one warp, which makes the tile's height free. Whole blocks in a row's future are
-exact no-ops. A sink is folded in last, as a block of one key without a value. The backward pass has no atomics: dQ and
-dK/dV are two kernels, each a fixed fold.
+sequence. Each block is summed under its own maximum and then folded in, so blocks may be computed separately (decode of
+few long sequences) and folded later with the same bits. A tile packs the query heads of one key head; with at least 16
+rows a warp, the sums of a row stay inside one warp, so the tile's height does not affect bits. Whole blocks in a row's
+future are exact no-ops. A sink is folded in last, as a block of one key without a value. The backward pass has no
+atomics: dQ and dK/dV are two kernels, each a fixed fold.
 
 Legend: T tokens, H query heads, J key heads, G = H/J, D head size, S sequences, BM rows of a query tile, BN keys of a
 block.
@@ -32,7 +32,7 @@ LOG2E = 1.4426950408889634
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueryTile:
-    """Free for bits while a warp has at least 16 rows (16-bit dtypes)."""
+    """Does not affect bits while a warp has at least 16 rows (16-bit dtypes)."""
 
     rows: int
     warps: int
@@ -40,12 +40,12 @@ class QueryTile:
 
 
 def key_block(dtype: torch.dtype) -> int:
-    """Keys of a block: part of the bits."""
+    """Keys per block; affects bits."""
     return 32 if dtype == torch.float32 else 64
 
 
 def tile_of(dtype: torch.dtype, *, streams: bool = False) -> QueryTile:
-    """One shape for training, prefill and decode. A decode that `streams` blocks from memory fetches two ahead."""
+    """One shape for training, prefill and decode. A decode that `streams` blocks from memory prefetches two."""
     if dtype == torch.float32:  # plain multiply-adds spread a row over threads by the tile's shape
         return QueryTile(rows=16, warps=4, stages=2)
     return QueryTile(rows=64, warps=4, stages=3 if streams else 2)
@@ -53,7 +53,7 @@ def tile_of(dtype: torch.dtype, *, streams: bool = False) -> QueryTile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiles:
-    """Each program computes queries from `query[i]` on in sequence `sequence[i]` (int32)."""
+    """Program i computes queries from `query[i]` on in sequence `sequence[i]` (int32)."""
 
     sequence: Tensor
     query: Tensor
@@ -245,7 +245,7 @@ def tiles_of(
 
 
 def copy_tiles(pairs: list[tuple[int, int]], device: torch.device) -> Tiles:
-    """Nobody waits for the copy."""
+    """Asynchronous copy to the device."""
     flat = torch.tensor(pairs, dtype=torch.int32).reshape(-1, 2).t().contiguous()
     if device.type == "cuda":
         flat = flat.pin_memory().to(device, non_blocking=True)
@@ -277,7 +277,7 @@ class Parts:
 def parts_for(
     arrived: Tensor, sequences: int, context: int, splits: int, *, shape: tuple[int, int, int], dtype: torch.dtype
 ) -> Parts:
-    """For sequences of up to `context` keys and (H, J, D) heads; `arrived` is lent by the caller."""
+    """For sequences of up to `context` keys and (H, J, D) heads; the caller owns `arrived`."""
     heads, key_heads, size = shape
     blocks = cdiv(context, key_block(dtype))
     rows = sequences * key_heads * blocks * power_of_two(heads // key_heads)
@@ -313,7 +313,7 @@ def dense_keys(k: Tensor, v: Tensor, starts: Tensor) -> Keys:
 
 
 def dense_heads(q: Tensor) -> Tensor:
-    """With the heads of a token side by side."""
+    """Makes the heads of a token contiguous."""
     return align_rows(q if q.stride(-1) == 1 and q.stride(1) == q.shape[2] else q.contiguous())
 
 
@@ -332,7 +332,7 @@ def attend(
     """Attention of q [T, H, D] into `out`: the queries of `tiles`, or (None) one decode query of each of the first
     `sequences`.
 
-    A `tile` with fewer than 16 rows a warp gives other bits: for benchmarks with exactness off.
+    A `tile` with fewer than 16 rows a warp changes bits: only for benchmarks with exactness off.
     """
     _, heads, size = q.shape
     key_heads = keys.k.shape[1]
@@ -466,7 +466,7 @@ def side_of(dtype: torch.dtype) -> int:
 
 
 def gradient_tiles(lengths: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tiles:
-    """Made once for all layers: a copy to the device per layer would wait for it."""
+    """Made once for all layers: a copy per layer would synchronise with the device."""
     pairs = [(s, at) for s, n in enumerate(lengths) for at in range(0, n, side_of(dtype))]
     return copy_tiles(pairs, device)
 

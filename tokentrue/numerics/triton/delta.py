@@ -1,8 +1,8 @@
-"""The recurrence of the gated delta rule: one program runs one sequence's tokens in order, for one head and a block of
-its values.
+"""Recurrence of the gated delta rule: one program runs one sequence's tokens in order, for one head and a block of its
+values.
 
-The state [K, BLOCK] stays in registers; the order of sums over K depends on K alone, so it does not matter how many
-tokens a call holds, or which sequences share it.
+The state [K, BLOCK] stays in registers; the order of sums over K depends only on K, not on the number of tokens in a
+call or the sequences that share it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Activations, RMS norms, and head norm + rotary embedding + write into the pages in one launch.
 
-Arithmetic is float32, rounded where the Hugging Face modules round (`NormForm`), so fused and separate launches agree
-in bits. One row of a norm is one program whose block and warps depend on the row's width alone, and with them the order
-of the sum.
+Arithmetic is float32, rounded where the Hugging Face modules round (`NormForm`), so fused and separate launches have
+equal bits. One row of a norm is one program; its block and warps, and with them the order of the sum, depend only on
+the row's width.
 
 Legend: T tokens, H query heads, J key heads, D head size. A cache is [blocks, J, page, D].
 """
@@ -203,7 +203,7 @@ def _norm_kernel(x_ptr, res_ptr, w_ptr, y_ptr, sum_ptr, rstd_ptr, eps, D: tl.con
 
 
 def warps_for(width: int) -> int:
-    """Eight elements a thread for 16-bit rows: one warp up to 256 elements, at most eight."""
+    """Eight elements per thread for 16-bit rows: one warp up to 256 elements, at most eight."""
     return min(max(power_of_two(width) // 256, 1), 8)
 
 
@@ -345,7 +345,7 @@ def prepare_qkv(
     v_cache: Tensor,
     slots: Tensor,
 ) -> Tensor:
-    """Queries [T, H, D] of qkv [T, (H+2J)·D]; keys and values go to `slots` of the pages."""
+    """Queries [T, H, D] of qkv [T, (H+2J)·D]; writes keys and values to `slots` of the pages."""
     h, j, d = heads
     qkv, tokens = align_rows(qkv), qkv.shape[0]
     q = torch.empty((tokens, h, d), dtype=qkv.dtype, device=qkv.device)

@@ -1,9 +1,9 @@
-"""Mixtures: the choice of experts in one launch, then (token, slot) pairs grouped by expert in a stable order, one
-product a group, slots added in their order.
+"""Mixtures: one launch chooses the experts; (token, slot) pairs are grouped by expert in a stable order, one product
+per group, slots added in order.
 
-One program routes one token; equal probabilities are taken by ascending expert. A pair's row is an ordinary exact
-product with its expert's weights, so its bits do not depend on the other pairs. Planning stays on the device and has a
-fixed size, so that a decode step can be captured in a graph.
+One program routes one token; ties take the lower expert. A pair's row is an ordinary exact product with its expert's
+weights, so its bits do not depend on the other pairs. Planning stays on the device with fixed sizes, so that a decode
+step can be captured in a graph.
 
 Legend: T tokens, k slots a token, P = T·k pairs, E experts, I expert width, K model width.
 """
@@ -111,7 +111,7 @@ def route(logits: Tensor, top_k: int, normalise: bool, given: Tensor | None = No
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Groups:
-    """Tiles of BM pairs of one expert each: `pairs` [tiles·BM] (P where empty), `experts` [tiles] (E where unused)."""
+    """Tiles of BM pairs of one expert each: `pairs` [tiles·BM] (P if empty), `experts` [tiles] (E if unused)."""
 
     pairs: Tensor
     experts: Tensor
@@ -153,7 +153,7 @@ def _plan_kernel(index_ptr, pair_ptr, expert_ptr, P, tiles, E: tl.constexpr, EP:
 
 
 def group(index: Tensor, experts: int, rows: int) -> Groups:
-    """Each group is padded to whole tiles of `rows`."""
+    """Pads each group to whole tiles of `rows`."""
     num, device = index.numel(), index.device
     tiles = cdiv(num, rows) + min(experts, num)
     pairs = torch.empty(tiles * rows, dtype=torch.int64, device=device)
@@ -255,7 +255,7 @@ def _add_slots_kernel(x_ptr, weight_ptr, y_ptr, K, SLOTS: tl.constexpr, BLOCK: t
 
 
 def tile_for_group(rows: int, pairs: int, dtype: torch.dtype, *, gated: bool) -> Tile:
-    """Measured on an H200, free for bits."""
+    """Measured on an H200; does not affect bits."""
     if dtype == torch.float32:
         return Tile(m=rows, n=32, k=32, warps=4, stages=3)
     if rows > 16:
@@ -284,7 +284,7 @@ def launch_groups(
     x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, groups: Groups, tile: Tile, *,
     act: str | ClampedSwiglu | None = None, slots: int = 1, interleaved: bool = False,
 ) -> None:  # fmt: skip
-    """y[p] = x's row of pair p times its group's weight [E, outputs, K] (of any strides); gated where `act` is given."""
+    """y[p] = x's row of pair p times its group's weight [E, outputs, K] (any strides); gated if `act` is given."""
     (number, _, inputs), (num_pairs, outputs) = weight.shape, y.shape
     clamped = act if isinstance(act, ClampedSwiglu) else ClampedSwiglu(alpha=0.0, limit=0.0)
     branch = 4 if clamped is act else branch_of(str(act)) if act is not None else 0
@@ -330,7 +330,7 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Expert by expert over the sorted pairs, put back by a permutation: nothing is added in an unknown order."""
+        """Expert by expert over the sorted pairs, put back by a permutation: every order of addition is fixed."""
         x, index, weight, gate_up, down, gate_up_bias, down_bias = ctx.saved_tensors
         act, interleaved = ctx.form
         experts = ExpertWeights(

@@ -1,8 +1,8 @@
 """Products through tensor descriptors (Hopper and newer): whole tiles are copied in bulk.
 
-The sums are those of `matmul.py`, so the bits are too; the self-test compares them. Many rows run on as many programs
-as there are multiprocessors, each going on to its next tile while it stores the last one. Up to 256 rows a program has
-one tile, with as much of the weights on its way as shared memory holds.
+The sums, and so the bits, are those of `matmul.py`; the self-test compares them. Many rows run on as many programs as
+there are multiprocessors, each starting its next tile while it stores the last. Up to 256 rows a program has one tile,
+and prefetches as much of the weights as shared memory holds.
 
 Legend: M rows, N outputs, K inputs; E experts, P pairs of a token and an expert.
 """
@@ -137,19 +137,19 @@ def _grouped_kernel(x_ptr, w_desc, y_ptr, pair_ptr, expert_ptr, P, N, K, E, SLOT
 
 @lru_cache(maxsize=16)
 def _multiprocessors(device: torch.device) -> int:
-    """0 where there are no descriptors."""
+    """0 if there are no descriptors."""
     properties = torch.cuda.get_device_properties(device)
     return properties.multi_processor_count if properties.major >= 9 else 0
 
 
 def _describable(x: Tensor, weight: Tensor) -> bool:
-    """Rows must start at 16-byte boundaries; the result's rows are as long as the weight is high."""
+    """Rows must start at 16-byte boundaries; a row of the result has as many values as the weight has rows."""
     dense = x.stride(-1) == 1 and x.stride(0) * x.element_size() % ALIGNMENT_BYTES == 0
     return x.dtype != torch.float32 and dense and weight.shape[0] % 16 == 0 and weight.shape[1] % 8 == 0
 
 
 def tile_for(x: Tensor, weight: Tensor, *, gated: bool = False) -> Tile | None:
-    """None where `matmul.py` is quicker; measured on an H200."""
+    """None if `matmul.py` is faster; measured on an H200."""
     rows, outputs, processors = x.shape[0], weight.shape[0], _multiprocessors(x.device)
     if not processors or not _describable(x, weight):
         return None
@@ -181,7 +181,7 @@ def _tile_of_a_vocabulary(rows: int) -> Tile | None:
 
 
 def _tile_of_gated(rows: int, outputs: int, processors: int) -> Tile:
-    """As deep as one, two or three programs on a multiprocessor can be."""
+    """As deep as one, two or three programs per multiprocessor allow."""
     m = next(m for m in (16, 32, 64) if rows <= m or m == 64)
     programs = cdiv(cdiv(rows, m) * cdiv(outputs, 64), processors)
     if programs > 3:
@@ -245,7 +245,7 @@ def grouped_product(
     slots: int,
     act: str | None,
 ) -> None:
-    """out[p] = x's row of pair p @ weight[its expert].T, weight [E, N, K]; gated where `act` is given."""
+    """out[p] = x's row of pair p @ weight[its expert].T, weight [E, N, K]; gated if `act` is given."""
     (number, height, inputs), (num_pairs, outputs) = weight.shape, out.shape
     launch(
         _grouped_kernel, (cdiv(outputs, tile.n), experts.shape[0]), x, _describe(weight.view(number * height, inputs), tile.n, tile.k), out,

@@ -1,9 +1,9 @@
-"""What every kernel launch shares, and how products are cut into tiles (free for bits, decisive for speed).
+"""Shared by all kernel launches, and how products are cut into tiles (no effect on bits, decisive for speed).
 
-The compiler picks a layout, and with it the order of a sum, from the alignment of its pointers: rows are contiguous and
-start at 16-byte boundaries, always. It may contract `a * b + c`: that is off, and a kernel that wants a fused multiply-
-add says `tl.fma`. Numbers that change from step to step are not specialised on, and the self-test runs every tile:
-nothing is compiled while requests wait.
+The compiler picks a layout, and with it the order of a sum, from the alignment of its pointers: rows are always
+contiguous and start at 16-byte boundaries. It may contract `a * b + c`: that is off, and a kernel that wants a fused
+multiply-add calls `tl.fma`. Numbers that change from step to step are not specialised on, and the self-test runs every
+tile: nothing is compiled while requests wait.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def launch(
 ) -> None:
     """`kernel[grid](*args, **constants)`; `constants` are the kernel's last parameters, in their order.
 
-    A compiled form that was met before skips Triton's own search, which costs more than the rest of an operator.
+    Caches compiled forms: Triton's own lookup costs more than the rest of an operator.
     """
     key = (id(kernel), torch.cuda.current_device(), num_warps, num_stages, *constants.values(), *map(_form, args))
     compiled = _compiled.get(key)
@@ -65,7 +65,7 @@ def let_next_start():
 
 
 def _form(value: Any) -> Any:
-    """All that the compiler may specialise on."""
+    """Everything that the compiler may specialise on."""
     if isinstance(value, Tensor):
         return value.dtype, value.data_ptr() % ALIGNMENT_BYTES == 0
     if isinstance(value, int):
@@ -124,7 +124,7 @@ def tile_at(pid, M, N, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
 
 
 def tile_for_product(rows: int, outputs: int, inputs: int, dtype: torch.dtype, *, gated: bool = False) -> Tile:
-    """Measured on an H200, harmless elsewhere. `outputs` are those of each half, where gated."""
+    """Measured on an H200, harmless elsewhere. `outputs`: of each half, if gated."""
     if dtype == torch.float32:
         return Tile(m=16, n=32, k=32, warps=4, stages=3) if rows <= 32 else Tile(m=64, n=64, k=32, warps=4, stages=3)
     if rows > 256:

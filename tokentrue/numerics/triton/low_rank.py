@@ -1,8 +1,8 @@
-"""LoRA beside a base product: y += (x A^T) B^T * scale, with an adapter chosen per row.
+"""LoRA beside a base product: y += (x A^T) B^T * scale, with an adapter per row.
 
-Rows are grouped by adapter as pairs are by expert, so a row's bits are those of `Ops.add_low_rank`, whatever else is in
-the batch. Planning stays on the device and sizes are fixed, so that a step can be captured; other weights of the same
-shape are written in place.
+Rows are grouped by adapter as pairs are by expert, so a row has the bits of `Ops.add_low_rank`, whatever else is in the
+batch. Planning stays on the device and sizes are fixed, so that a step can be captured; new weights of the same shape
+are written in place.
 
 Legend: T rows, K inputs, N outputs, S slots, P projections of the merged product, R rank (padded with zeros, which
 change no sum).
@@ -63,7 +63,7 @@ def _expand_kernel(u_ptr, b_ptr, scale_ptr, rank_ptr, y_ptr, row_ptr, slot_ptr, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedStack:
-    """`a` [S,P·R,K], `b` [S,N,R], `scales` and `ranks` [S,P] (0 where not adapted)."""
+    """`a` [S,P·R,K], `b` [S,N,R], `scales` and `ranks` [S,P] (0 if not adapted)."""
 
     a: Tensor
     b: Tensor
@@ -91,7 +91,7 @@ class PackedStack:
 
 
 def pack(stack: LowRankStack, count: int) -> None:
-    """Fills `stack.packed`, in place where the parts fit; None where they have no packed form."""
+    """Fills `stack.packed`, in place if the parts fit; None if they have no packed form."""
     packed = stack.packed
     if packed is None or not all(packed.holds(parts, count) for parts in stack.parts.values()):
         packed = stack.packed = new_packed(stack, count)
@@ -142,7 +142,7 @@ def add_low_ranks(y: Tensor, x: Tensor, stack: LowRankStack, rows: RowSlots) -> 
 
 
 def groups_of(rows: RowSlots, count: int) -> Groups:
-    """Made by the first product of a step."""
+    """Cached by the first product of a step."""
     if rows.groups is None:
         rows.groups = group(rows.slots[:, None], rows.count, 16 if count <= 512 else 64)
     return rows.groups

@@ -1,10 +1,10 @@
 """y = x @ w.T + b with bits that do not depend on the number of rows.
 
-Every output element is one float32 sum over k in ascending order: no split of K. The tile is chosen by the number of
-rows for speed alone, and most products on a Hopper go through `hopper.py`; `selftest.py` checks on the machine at hand
-that all agree. Backward products are cuBLAS's (deterministic). Gated products round where the plain modules round.
-`norm_product` shortens the chain of launches of a single decoding sequence: every program norms the row for itself,
-with the sum of `_norm_kernel` (same block, same warps, so same order).
+Every output element is one float32 sum over k in ascending order: no split of K. The number of rows selects the tile,
+only for speed, and most products on a Hopper go through `hopper.py`; `selftest.py` checks on this machine that all
+agree. Backward products are cuBLAS's (deterministic). Gated products round where the plain modules round.
+`norm_product` shortens the chain of launches of a single decoding sequence: every program norms the row itself, with
+the sum of `_norm_kernel` (same block, same warps, so same order).
 
 Legend: M rows, N outputs, K inputs.
 """
@@ -137,7 +137,7 @@ def product(
 
 
 def gated_product(x: Tensor, weight: Tensor, *, act: str = "silu", tile: Tile | None = None) -> Tensor:
-    """act(x @ gate.T) * (x @ up.T) for weight = [gate; up], in the bits of the operators apart."""
+    """act(x @ gate.T) * (x @ up.T) for weight = [gate; up], with the bits of the separate operators."""
     x, weight = align_rows(x), align_rows(weight)
     (rows, inputs), outputs = x.shape, weight.shape[0] // 2
     y = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)

@@ -1,7 +1,7 @@
-"""The exact operators of a CUDA device (Ampere and newer), written in Triton.
+"""Exact operators of a CUDA device (Ampere and newer), in Triton.
 
-Tiles are free as long as they agree on this machine: `self_test` compares them for the model's shapes, and pins one
-where not.
+Tiles are free to vary while they agree on this machine: `self_test` compares them for the model's shapes, and pins one
+if they do not.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false, reportPossiblyUnboundVariable=false
@@ -43,7 +43,7 @@ FEW_ROWS = 256
 
 
 def splits_for(programs: int) -> int:
-    """Two programs on each multiprocessor of an H200; measured there."""
+    """Two programs per multiprocessor of an H200; measured there."""
     return min(32, 264 // programs) if programs <= MOST_SHARED else 1
 
 
@@ -140,7 +140,7 @@ class TritonOps(selftest.Fallbacks):
         return out
 
     def tiles_of(self, batch: PagedBatch, q: Tensor, key_heads: int) -> attention.Tiles:
-        """Made by the first layer of a step."""
+        """Cached by the first layer of a step."""
         heads = q.shape[1]
         if self._batch is None or self._batch[0] is not batch or self._batch[1:3] != (heads, key_heads):
             skip = batch.num_decodes

@@ -1,9 +1,10 @@
-"""Log-softmax over a vocabulary, and the end of a decode step on the device, with no host in between.
+"""Log-softmax over a vocabulary, and the end of a decode step on the device, without the host in between.
 
 A row is cut into chunks of fixed size; each gives its maximum and its sum of exponentials, and one program folds them.
-All after that is elementwise, so `log_softmax`, `token_logprobs` and `advance` have equal bits. Arithmetic is float32.
-The Gumbel noise is a hash of (seed, position, token) in float64, that of `engine/sample.py`; `engine/graphs.py` passes
-the seed half as `keys`. float32 scores name the chunks that can hold the winner; among those it is found in float64.
+Everything after that is elementwise, so `log_softmax`, `token_logprobs` and `advance` have equal bits. Arithmetic is
+float32. The Gumbel noise is a hash of (seed, position, token) in float64, that of `engine/sample.py`;
+`engine/graphs.py` passes the seed half as `keys`. float32 scores select the chunks that can contain the winner; among
+those it is found in float64.
 
 Legend: R rows, V vocabulary.
 """
@@ -94,10 +95,10 @@ def _gradient_kernel(z_ptr, stats_ptr, token_ptr, g_ptr, out_ptr, V, stride, str
 
 
 def logits_gradient(logits: Tensor, tokens: Tensor, grads: Tensor) -> Tensor:
-    """Of Σ_r grads[r] · log_softmax(logits)[r, token]: [R, V] in the logits' dtype.
+    """Gradient of Σ_r grads[r] · log_softmax(logits)[r, token]: [R, V] in the logits' dtype.
 
-    A row's sums are taken from float32, as in the forward pass: 16-bit rows would be laid out, and so summed, in
-    another order.
+    A row's sums are computed from float32, as in the forward pass: 16-bit rows would have another layout, and so
+    another order of sums.
     """
     z = rows_of(logits)
     out = torch.empty_like(z)
@@ -286,7 +287,7 @@ class Rows:
 
 
 def advance(logits: Tensor, rows: Rows, page: int) -> None:
-    """Sample one token a row from logits [R, V] and make it the row's newest."""
+    """Samples one token per row from logits [R, V] and makes it the row's newest."""
     count, vocabulary = logits.shape
     chunks = cdiv(vocabulary, SAMPLING_CHUNK)
     scaled = torch.empty((count, vocabulary), dtype=torch.float32, device=logits.device)

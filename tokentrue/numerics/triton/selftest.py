@@ -1,7 +1,7 @@
-"""Start-up self-test: do the operators hold their invariant for this model's shapes on this machine?
+"""Start-up self-test: do the operators satisfy their invariant for this model's shapes on this machine?
 
-A product that changes with the number of rows is pinned to one tile; a decode that differs from prefill loses its
-split; a fused launch that differs from its parts is taken apart. What has no fall-back raises ExactnessError.
+A product that changes with the number of rows is pinned to one tile; a decode that differs from prefill is not split; a
+fused launch that differs from its parts is replaced by them. Without a fallback, raises ExactnessError.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _held: set[tuple[object, ...]] = set()
 
 
 def run(ops: Fallbacks, *, linears: Linears, heads: Heads, dtype: torch.dtype) -> list[str]:
-    """One sentence for each fall-back."""
+    """Returns one sentence per fallback."""
     key = (type(ops), torch.cuda.current_device(), dtype, frozenset(linears), frozenset(heads))
     if key in _held:
         return []
@@ -168,7 +168,7 @@ class SelfTest:
         return all(same_bits(a, b) for a, b in zip(*results, strict=True))
 
     def norm_product_holds(self, inputs: int, outputs: int, bias: bool) -> bool:
-        """One row, plain and (where the outputs halve) gated."""
+        """One row, plain and (if the outputs halve) gated."""
         ops, (w, b) = self.ops, self.weights(inputs, outputs, bias)
         norm = RowNorm(weight=self.randn(inputs), eps=1e-6, form=NormForm.PLAIN)
         for kind in (None, "silu") if not bias and outputs % 2 == 0 else (None,):
