@@ -73,6 +73,7 @@ def _is_directory(model: str | Path) -> bool:
 
 
 def _download(model: str, reason: str | None, **options: Any) -> str:
+    """`reason` says why the hub is unreachable; None if it is reachable."""
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 

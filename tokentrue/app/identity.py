@@ -35,7 +35,7 @@ def identify_model(config: ServeConfig) -> ServeConfig:
 
 
 async def _ask(engine: EngineConfig, url: str, renderer: Renderer | None) -> JsonMapping:
-    """With a renderer, also compares the replica's tokenisation."""
+    """Health facts of one replica; with a renderer, also compares its tokenisation."""
     provider = connect_engine(engine, url)
     try:
         facts = await provider.health()

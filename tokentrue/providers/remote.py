@@ -132,6 +132,7 @@ class EngineHttp:
                 begun, size = [others[-1]], len(others[-1])
 
     async def _read_part(self, path: str, response: aiohttp.ClientResponse) -> bytes:
+        """Empty at the end of the body."""
         try:
             return await response.content.readany()
         except TimeoutError as error:

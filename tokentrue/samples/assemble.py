@@ -67,6 +67,7 @@ def coverage_of(
 def _drafts(
     tree: Tree, record: SessionRecord, max_tokens: int | None, include_abandoned: bool
 ) -> tuple[dict[str, str], list[tuple[Node, list[Node]]], dict[str, str]]:
+    """Which sample trains a node, the leaf and path of each sample, and why nodes were abandoned."""
     if max_tokens is not None and max_tokens <= 0:
         raise InputError(f"max_tokens must be positive, got {max_tokens}")
     abandoned = find_left_out(tree, record.rewards.leaves)

@@ -169,6 +169,7 @@ def _check_seal(sample: Sample, own: SealedRecord) -> Iterator[AuditFinding]:
 
 
 def _check_links(sample: Sample, nodes: list[NodeRow]) -> Iterator[AuditFinding]:
+    """Locates a broken link by its block checksums."""
     previous = start_link(template=sample.certificate.template, tokenizer=sample.certificate.tokenizer)
     at, sent = 0, sha256()  # over the sample's own ids, up to each turn
     for turn, node in enumerate(nodes):

@@ -129,7 +129,7 @@ def _storable(attempt: Attempt) -> Attempt:
 
 
 def _sent_digest(completion: Completion, prompt: Prompt, tree: Tree) -> bytes:
-    """Raises unless the sent prompt is the recorded one."""
+    """SHA-256 of the sent prompt; raises unless it is the recorded one."""
     recorded = tree.prompt_digest(prompt.parent, prompt.given_ids)
     sent = prompt.ids.sha256() if completion.prompt_digest is None else completion.prompt_digest
     if sent != recorded:

@@ -232,6 +232,7 @@ class _Received:
         self._masks: list[SamplingMask | None] = []  # of each chunk
 
     def add(self, chunk: Chunk) -> Chunk:
+        """The chunk, cut at the token limit."""
         if len(chunk.token_ids) != len(chunk.logprobs) or not are_logprobs(chunk.logprobs):
             raise EngineContractError(
                 f"{len(chunk.token_ids)} streamed ids came with log-probabilities {list(chunk.logprobs)!r}"

@@ -86,6 +86,7 @@ class PinnedPrompts:
         return sent if not found or _has_several(found.values()) else next(iter(found.values()))
 
     def _find_deepest(self, root: Node, rest: Sequence[ConversationMessage]) -> tuple[Node, int]:
+        """The last turn after `root` that `rest` replays, and the number of messages up to it."""
         best, waiting = (root, 0), [(root, 0)]
         while waiting:
             node, start = waiting.pop()
