@@ -315,7 +315,7 @@ class Tree:
         return sorted(self.nodes.values(), key=lambda node: node.seq)
 
     def last_activity(self) -> dict[str, int]:
-        """For each node the largest `seq` among its descendants."""
+        """For each node the largest `seq` among itself and its descendants."""
         newest = {node.id: node.seq for node in self.nodes.values()}
         for node in reversed(self.in_order()):
             for before in self.predecessors(node):

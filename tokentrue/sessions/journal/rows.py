@@ -279,7 +279,7 @@ class SessionRecord:
 
 
 def copy_metadata(metadata: JsonMapping | None) -> JsonObject:
-    """Refuses the reserved key `tokentrue`."""
+    """A checked copy; refuses the reserved key `tokentrue`."""
     if "tokentrue" in (metadata or {}):
         raise MessageError("is reserved; use another name", field="metadata.tokentrue")
     return freeze(metadata or {}, "metadata")
