@@ -13,7 +13,7 @@ from experiments.arms import Scale
 from experiments.catalog import EXPERIMENTS
 from experiments.study import Table, run_seeds_guarded, run_study, table_of, write
 from tokentrue.errors import ConfigError
-from tokentrue.json_lines import read_numbered_lines
+from tokentrue.plain_json import read_numbered_lines
 
 QUICK = {"groups": 2, "size": 4, "steps": 2, "heldout": 4, "seeds": (0,), "jobs": 1}
 

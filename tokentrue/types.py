@@ -419,6 +419,16 @@ class Reply:
     edge_reason: str | None = None  # of a new root or fork; None if an end of the record was continued
     from_record: bool = False  # a retry: the recorded answer, nothing was added
 
+    @property
+    def root(self) -> str | None:
+        """The former name of `edge_reason`."""
+        return self.edge_reason
+
+    @property
+    def replayed(self) -> bool:
+        """The former name of `from_record`."""
+        return self.from_record
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnEvent:

@@ -104,6 +104,7 @@ async def test_hanging_up_cancels_the_engine_and_keeps_what_was_sampled(tmp_path
     engine.answers.append(said("a", "1"))
     (reply,) = await session.turn(TurnRequest(messages=OPENING, tools=TOOLS, request_key="k"))
     assert not reply.from_record and reply.edge_reason == "retry"
+    assert (reply.replayed, reply.root) == (False, "retry"), "their former names"
     journal.close()
 
 

@@ -21,6 +21,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 from tokentrue.errors import ConfigError, SamplingError
 from tokentrue.json_types import JsonMapping, JsonObject
+from tokentrue.plugins import find_plugins
 from tokentrue.types import Sampling
 
 Split: TypeAlias = Literal["train", "heldout"]
@@ -78,11 +79,13 @@ def choose_split(text: str) -> Split:
 
 
 def load_environment(name: str, options: JsonMapping | None = None) -> Environment:
-    """`name` is one of `ENVIRONMENTS`, or `package.module:Class`."""
-    address = ENVIRONMENTS.get(name, name)
+    """`name` is one of `ENVIRONMENTS`, an entry point of `tokentrue.environments`, or `package.module:Class`."""
+    plugins = {} if name in ENVIRONMENTS or ":" in name else find_plugins("environments")
+    address = plugins[name].value if name in plugins else ENVIRONMENTS.get(name, name)
     module_name, _, attribute = address.partition(":")
     if not attribute:
-        raise ConfigError(f"environment: no {name!r}; one of {', '.join(ENVIRONMENTS)}, or package.module:Class")
+        known = ", ".join([*ENVIRONMENTS, *plugins])
+        raise ConfigError(f"environment: no {name!r}; one of {known}, or package.module:Class")
     if name not in ENVIRONMENTS and os.getcwd() not in sys.path:
         # The script `tokentrue` is in a folder of programs, so modules in the user's folder are not on its path.
         sys.path.insert(0, os.getcwd())

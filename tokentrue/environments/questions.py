@@ -14,7 +14,7 @@ from typing import Any
 from tokentrue.environments.base import Split, Task, choose_split, digest
 from tokentrue.environments.word_problems import last_number
 from tokentrue.errors import ConfigError
-from tokentrue.json_lines import read_numbered_lines
+from tokentrue.plain_json import read_numbered_lines
 
 
 class Questions:

@@ -18,8 +18,8 @@ from uuid import uuid4
 from tokentrue.client import Client
 from tokentrue.environments.base import Split, Task, choose_split, digest
 from tokentrue.errors import AgentError, ConfigError
-from tokentrue.json_lines import read_numbered_lines
 from tokentrue.json_types import JsonMapping, JsonObject
+from tokentrue.plain_json import read_numbered_lines
 
 MODEL = "policy"  # the gateway serves its one model under any name
 

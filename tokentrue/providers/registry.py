@@ -6,13 +6,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.metadata import entry_points
 from typing import Any
 
 from tokentrue.errors import ConfigError
+from tokentrue.plugins import find_plugins
 from tokentrue.protocols import Provider
-
-PLUGINS = "tokentrue.providers"  # the group of entry points: NAME = "module:ProviderClass"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,10 +45,10 @@ def list_names(names: tuple[str, ...], last: str = "or") -> str:
 def find_address(name: str) -> str:
     if name in ENGINES:
         return ENGINES[name].address
-    plugins = {plugin.name: plugin.value for plugin in entry_points(group=PLUGINS)}
+    plugins = find_plugins("providers")
     if name not in plugins:
-        raise ConfigError(f"no engine {name!r}; choose one of {', '.join([*ENGINES, *sorted(plugins)])}")
-    return plugins[name]
+        raise ConfigError(f"no engine {name!r}; choose one of {', '.join([*ENGINES, *plugins])}")
+    return plugins[name].value
 
 
 def load(name: str, **settings: Any) -> Provider:

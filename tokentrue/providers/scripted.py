@@ -29,8 +29,8 @@ from tokentrue.errors import (
     TokenContractError,
 )
 from tokentrue.ids import TokenIds
-from tokentrue.json_lines import read_numbered_lines
 from tokentrue.json_types import JsonMapping, JsonValue
+from tokentrue.plain_json import read_numbered_lines
 from tokentrue.protocols import Streaming
 from tokentrue.types import FILTERS, UNVERSIONED, Chunk, Completion, Finish, Ids, Sampling, VersionSpan, is_logprob
 

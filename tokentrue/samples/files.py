@@ -8,10 +8,12 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 
 from tokentrue.errors import AuditError, FileFormatError
-from tokentrue.json_types import JsonMapping
+from tokentrue.json_types import JsonMapping, JsonObject
+from tokentrue.plugins import find_plugins, load_plugin
 from tokentrue.samples.audit import audit_exported
 from tokentrue.samples.formats import FORMATS, ExportedSample, SampleFormat, read_lines, table_columns
 from tokentrue.types import Sample
@@ -39,9 +41,12 @@ def write_samples(samples: Iterable[Sample], path: str | Path, *, format: str = 
 
 
 def find_format(name: str) -> SampleFormat:
-    if name not in FORMATS:
-        raise FileFormatError(f"no format {name!r}; choose one of {', '.join(FORMATS)}")
-    return FORMATS[name]
+    if name in FORMATS:
+        return FORMATS[name]
+    plugins = find_plugins("exporters")
+    if name not in plugins:
+        raise FileFormatError(f"no format {name!r}; choose one of {', '.join([*FORMATS, *plugins])}")
+    return load_plugin(plugins[name])
 
 
 def is_stream(path: Path) -> bool:
@@ -74,7 +79,7 @@ def export_bytes(samples: Iterable[Sample], *, format: str) -> tuple[bytes, str]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "samples"
         write_samples(samples, path, format=format)
-        return path.read_bytes(), MEDIA_TYPES[FORMATS[format].suffix]
+        return path.read_bytes(), MEDIA_TYPES[find_format(format).suffix]
 
 
 def read_samples(path: str | Path, *, format: str | None = None) -> Iterator[Sample]:
@@ -108,7 +113,7 @@ def recognise_format(path: Path) -> str:
         return "safetensors"
     if not is_text(start):
         raise FileFormatError(f"{path}: neither JSON lines nor parquet nor safetensors")
-    row: JsonMapping = next((row for _, row in read_lines(path)), {})
+    row: JsonMapping = next((row for _, row in read_lines(path)), JsonObject())
     found = _find_marked(".jsonl", row)
     if found is None and "tokentrue" in row:
         raise FileFormatError(f"not a samples file: a row has {', '.join(sorted(row))}")
@@ -117,7 +122,9 @@ def recognise_format(path: Path) -> str:
 
 def _find_marked(suffix: str, columns: Iterable[str]) -> str | None:
     names = set(columns)
-    return next((each.name for each in FORMATS.values() if each.suffix == suffix and each.mark in names), None)
+    plugins = (find_format(name) for name in find_plugins("exporters"))  # asked last: a generator
+    known = chain(FORMATS.values(), plugins)
+    return next((each.name for each in known if each.suffix == suffix and each.mark in names), None)
 
 
 def is_text(start: bytes) -> bool:

@@ -19,9 +19,8 @@ from typing import Any, Literal, cast
 import msgspec
 
 from tokentrue.errors import FileFormatError, TokenContractError
-from tokentrue.json_lines import read_numbered_lines
 from tokentrue.json_types import JsonMapping, JsonObject, JsonValue
-from tokentrue.plain_json import dumps, loads
+from tokentrue.plain_json import dumps, loads, read_numbered_lines
 from tokentrue.samples import trainer_rows
 from tokentrue.samples.shape import (
     SampleColumns,
@@ -246,7 +245,7 @@ def _require_tensors(tensors: Mapping[str, Any], samples: int, where: str) -> No
             raise FileFormatError(f"{where}: offsets must rise from 0 to {length}, the length of {name}")
 
 
-def _trainer_format(
+def trainer_format(
     name: str,
     *,
     follows: str,
@@ -366,7 +365,7 @@ FORMATS: Mapping[str, SampleFormat] = {
             write=_write_tensors,
             read=_read_tensors,
         ),
-        _trainer_format(
+        trainer_format(
             "verl",
             follows="verl 0.9.1, AgentLoopOutput",
             mark="response_ids",
@@ -374,28 +373,28 @@ FORMATS: Mapping[str, SampleFormat] = {
             columns=trainer_rows.verl_columns,
             types=_VERL_TYPES,
         ),
-        _trainer_format(
+        trainer_format(
             "trl",
             follows="trl 1.16.0, GRPOTrainer rollout_func",
             mark="completion_ids",
             row=trainer_rows.trl_row,
             columns=trainer_rows.trl_columns,
         ),
-        _trainer_format(
+        trainer_format(
             "slime",
             follows="slime, Sample.from_dict (September 2026)",
             mark="response_length",
             row=trainer_rows.slime_row,
             columns=trainer_rows.slime_columns,
         ),
-        _trainer_format(
+        trainer_format(
             "prime-rl",
             follows="prime-rl, TrainingSample (September 2026)",
             mark="mask",
             row=trainer_rows.prime_rl_row,
             columns=trainer_rows.prime_rl_columns,
         ),
-        _trainer_format(
+        trainer_format(
             "tinker",
             follows="tinker, Datum with a policy loss",
             mark="loss_fn_inputs",

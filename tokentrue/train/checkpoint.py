@@ -31,8 +31,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from tokentrue.errors import FileFormatError, TrainingError
-from tokentrue.json_lines import read_numbered_lines
 from tokentrue.json_types import JsonMapping, JsonObject
+from tokentrue.plain_json import read_numbered_lines
 from tokentrue.train.ranks import Ranks, named_weights, whole
 from tokentrue.train.trainer import Trainer
 

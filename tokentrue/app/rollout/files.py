@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tokentrue.environments import Plan, Rollout
-from tokentrue.json_lines import read_numbered_lines
 from tokentrue.json_types import JsonObject
-from tokentrue.plain_json import dumps, loads
+from tokentrue.plain_json import dumps, loads, read_numbered_lines
 
 
 class Recorder:

@@ -53,7 +53,7 @@ def write_training_report(settings: TrainRun) -> Path | None:
 
 def read_metrics(path: Path) -> list[JsonObject]:
     """Non-finite numbers become None: null, or NaN and Infinity in files of older runs."""
-    from tokentrue.json_lines import read_numbered_lines
+    from tokentrue.plain_json import read_numbered_lines
     from tokentrue.train.writer import finite_or_null
 
     rows: list[JsonObject] = []

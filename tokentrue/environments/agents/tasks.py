@@ -18,7 +18,7 @@ import msgspec
 from tokentrue.environments.agents.sandbox import Network
 from tokentrue.environments.base import Split, Task, digest
 from tokentrue.errors import ConfigError
-from tokentrue.json_lines import read_numbered_lines
+from tokentrue.plain_json import read_numbered_lines
 
 Text: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"\A[^\x00]*\Z")]  # NUL ends an argument of a command
 Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1e9)]  # 0: the environment's limit applies

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
+from tokentrue.plugins import find_plugins, load_plugin
 from tokentrue.renderers.families import harmony
 from tokentrue.renderers.families.base import (
     ARG_PAIRS,
@@ -192,7 +194,7 @@ def recognise_generic(clues: Clues) -> Family | None:
         return None
     openers = ("<|start_of_role|>assistant<|end_of_role|>", "<|assistant|>", "<|Assistant|>")
     more = ("<SPECIAL_11>Assistant\n", "<|turn>model\n")
-    calls = HERMES if clues.has("<tool_call>") else {}
+    calls: Fields = HERMES if clues.has("<tool_call>") else {}
     return _make_family("generic", clues, calls, *CHATML, *openers, *more, thinks=clues.has("<think>", "</think>"))
 
 
@@ -217,7 +219,7 @@ FAMILIES: tuple[Callable[[Clues], Family | None], ...] = (
     recognise_gemma,
     recognise_generic,
 )
-"""The first that recognises the template wins."""
+"""The first that recognises the template wins, and those of other packages come before ours."""
 
 
 def family_for(template_text: str, tokenizer: Any, tokens: Iterable[str] | None = None) -> Family:
@@ -227,6 +229,8 @@ def family_for(template_text: str, tokenizer: Any, tokens: Iterable[str] | None 
     if tokens is None:
         tokens = (str(token.content) for token in tokenizer.added_tokens_decoder.values())
     clues = Clues(template=template_text, tokens=frozenset(tokens))
-    family = next((found for recognise in FAMILIES if (found := recognise(clues)) is not None), Family(name="plain"))
+    plugins = map(load_plugin, find_plugins("families").values())
+    recognised = (recognise(clues) for recognise in chain(plugins, FAMILIES))
+    family = next((found for found in recognised if found is not None), Family(name="plain"))
     own = getattr(tokenizer, "response_template", None)
     return replace(family, response_template=own) if own else family
