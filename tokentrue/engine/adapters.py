@@ -131,8 +131,8 @@ def setting_of(where: str, config: AdapterConfig, field: str, pattern_field: str
         if found:
             field, value = f"{pattern_field}[{pattern!r}]", number
             break
-    is_number = isinstance(value, Real) and not isinstance(value, bool)
-    if value is not None and not (is_number and abs(value) <= torch.finfo(torch.float32).max):
+    is_number, most = isinstance(value, Real) and not isinstance(value, bool), torch.finfo(torch.float32).max
+    if value is not None and not (is_number and value <= most and not value < -most):
         raise ConfigError(f"{where}: {field} is {reprlib.repr(value)}; a finite number expected")
     return value
 

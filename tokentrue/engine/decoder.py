@@ -291,7 +291,8 @@ def read_mlp(name: str, mlp: Any) -> Dense | Callable[[Tensor], Tensor]:
         if kind is None:
             raise ExactnessError(f"{name}.act_fn ({type(mlp.act_fn).__name__}) has no exact form")
         return Dense(gate_up=merge(mlp.gate_proj, mlp.up_proj), down=read_product(mlp.down_proj), kind=kind)
-    if getattr(experts := getattr(mlp, "experts", None), "is_transposed", False):
+    experts: Any = getattr(mlp, "experts", None)
+    if getattr(experts, "is_transposed", False):
         for weight in (experts.gate_up_proj, experts.down_proj):
             # Keeps the shape [E,K,N], with the inputs of one output side by side: products read whole lines.
             weight.data = weight.data.transpose(1, 2).contiguous().transpose(1, 2)

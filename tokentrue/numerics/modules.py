@@ -219,16 +219,17 @@ def softmax_router(module: Any) -> bool | None:
     None if it is not a plain softmax router.
     """
     is_plain = is_router(module) and not isinstance(module, nn.Linear | nn.Embedding) and not list(module.buffers())
-    if not is_plain or not isinstance(getattr(module, "top_k", None), int):
+    top_k = getattr(module, "top_k", None)
+    if not is_plain or not isinstance(top_k, int):
         return None
     generator, has_bias = torch.Generator().manual_seed(0), "bias" in dict(module.named_parameters(recurse=False))
     experts, size = module.weight.shape
     x, w = torch.randn(6, size, generator=generator), torch.randn(experts, size, generator=generator) / size**0.5
     bias = torch.randn(experts, generator=generator) if has_bias else torch.zeros(experts)
     found = run_stand_in(module, x, w, bias if has_bias else None)
-    if not isinstance(found, tuple) or len(found) != 3 or found[2].shape != (6, module.top_k):
+    if not isinstance(found, tuple) or len(found) != 3 or found[2].shape != (6, top_k):
         return None
-    probs, index = torch.topk(torch.softmax(x @ w.t() + bias, -1), module.top_k, dim=-1)
+    probs, index = torch.topk(torch.softmax(x @ w.t() + bias, -1), top_k, dim=-1)
     if not torch.equal(found[2], index) or found[1].shape != probs.shape:
         return None
     for normalise, wanted in ((True, probs / probs.sum(-1, keepdim=True)), (False, probs)):

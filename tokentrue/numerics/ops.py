@@ -238,9 +238,10 @@ class Ops(ABC):
         each rounded to x's dtype; slots are added in order, in x's dtype.
         """
 
+    @staticmethod
     @abstractmethod
     def delta_scan(
-        self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, lengths: Sequence[int], state: Tensor | None
+        q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, lengths: Sequence[int], state: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Gated delta rule over sequences back to back: q, k [T,H,K], v [T,H,V], decay, beta [T,H], float32 -> out
         [T,H,V] and the states [S,H,K,V] after each sequence; `state` None: zeros.

@@ -52,7 +52,8 @@ class Renderer:
     ) -> None:
         self.template, self.codec, self.inputs, self.stops = template, codec, inputs, stops
         self.template_kwargs, self.family = dict(template_kwargs), family
-        self.history, self.injection = history, injection
+        self.history: History = history
+        self.injection: Injection = injection
         self.template_hash, self.tokenizer_hash, self.proof = template.hash, tokenizer_hash, proof
         self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys(codec.literals[text] for text in stops.all))
         self._safe = injection == "safe"

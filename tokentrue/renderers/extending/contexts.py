@@ -82,9 +82,9 @@ class ExtendPlan:
 def mark_ids(text: str, last: JsonObject, *, back: bool = False) -> str:
     """Replaces each call id of the turn `last` by a mark; `back=True` replaces the marks by the ids."""
     for index, call in enumerate(last.get("tool_calls") or ()):
-        pair = call["id"], f"\0{index}\0"
-        if call["id"]:
-            text = text.replace(*(reversed(pair) if back else pair))
+        call_id, mark = call["id"], f"\0{index}\0"
+        if call_id:
+            text = text.replace(mark, call_id) if back else text.replace(call_id, mark)
     return text
 
 

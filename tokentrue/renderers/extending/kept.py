@@ -178,7 +178,7 @@ class MessageKeeper:
         """
         read_fields, writers = self._read_fields, list[int]()
         last: dict[str, int] = {}
-        missing = {**self.use.variables}
+        missing: dict[str, frozenset[str] | None] = {**self.use.variables}
         if missing and {"role", "tool_calls"}.issuperset(self.use.fields):  # the texts rendered differ from its own
             for name in find_effect(turn)[1] & find_effect(history[end])[1]:
                 missing.pop(name, None)
@@ -230,7 +230,8 @@ class MessageKeeper:
 
     @cached_property
     def _read_fields(self) -> Callable[[JsonMapping], tuple[Any, ...]]:
-        return itemgetter(*self._fields)
+        read: itemgetter[Any] = itemgetter(*self._fields)
+        return read
 
     def _normalise(self, messages: Messages, index: int) -> JsonObject:
         if messages[index].get("role") != "tool" or not self._safe:
