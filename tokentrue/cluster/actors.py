@@ -66,7 +66,6 @@ class GatewayActor:
         self._version = version
 
     def address(self) -> str:
-        """Where it listens, once it does."""
         return self._starting.result()
 
     def publish(self, weights: Mapping[str, Any], version: int) -> None:

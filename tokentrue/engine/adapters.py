@@ -372,7 +372,6 @@ class AdapterBank:
         self.count = count
 
     def _ends(self, layer: int, product: str) -> tuple[int, ...]:
-        """End columns of the projections in a merged product."""
         heads, key_heads, size = self._decoder.heads
         at = self._decoder.layers[layer]
         if product == "qkv":

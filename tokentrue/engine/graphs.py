@@ -201,8 +201,6 @@ HOST = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefill:
-    """One captured size: its inputs and its logits."""
-
     ids: Tensor  # int64 [T]
     batch: PagedBatch  # of MOST_SEQUENCES, and one more without queries
     rows: Tensor  # int64 [MOST_SEQUENCES]: tokens whose logits are wanted

@@ -86,7 +86,6 @@ def first_difference(engine: Mapping[str, Tensor], trainer: Mapping[str, Tensor]
 
 @contextmanager
 def engine_trace(forward: Forward) -> Iterator[dict[str, Tensor]]:
-    """Collects every operator's results inside the block."""
     found: dict[str, Tensor] = {}
 
     def collect(name: str, tensor: Tensor) -> None:

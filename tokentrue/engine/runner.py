@@ -112,8 +112,6 @@ def routes_from(experts: np.ndarray, weights: np.ndarray) -> Routes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """What the scheduler needs to know about the model and its caches."""
-
     vocabulary: int
     max_positions: int
     block_size: int

@@ -91,8 +91,6 @@ class SamplesQuery(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdminCall:
-    """A request with validated body and query."""
-
     request: Request
     raw_body: bytes
     body: Any
@@ -112,8 +110,6 @@ def json_response(status: int, value: Any) -> Response:
 
 
 class ForwardedResponse(Response):
-    """The reply of the session's owner, forwarded."""
-
     def __init__(self, peers: Peers, elsewhere: SessionElsewhere, body: bytes) -> None:
         super().__init__()
         self._peers, self._elsewhere, self._raw = peers, elsewhere, body
@@ -292,7 +288,6 @@ def samples_response(session_id: str, assembly: Assembly, format_: str) -> Respo
 
 
 def read_place(text: str) -> tuple[float, str]:
-    """Parses `created,session_id` of a listed session."""
     created, _, session_id = text.partition(",")
     try:
         return float(created), session_id

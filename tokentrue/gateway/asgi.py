@@ -105,7 +105,6 @@ class WatchedSend:
 
 
 def read_header(headers: Iterable[tuple[bytes, bytes]], wanted: bytes) -> str | None:
-    """Returns the first non-empty value."""
     return next((value.strip().decode("latin-1") for name, value in headers if name == wanted and value.strip()), None)
 
 

@@ -31,8 +31,6 @@ PAGE: JsonObject = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdminOperation:
-    """One path and method of the admin API."""
-
     handler: Callable[..., Awaitable[Response]]
     summary: str
     needs_admin: bool = True

@@ -43,8 +43,6 @@ LOG = logging.getLogger("tokentrue.gateway")
 
 
 class TurnClock(EngineClock):
-    """Start of a turn, time of its first byte, and time in the engine."""
-
     def __init__(self) -> None:
         super().__init__()
         self.started = time.perf_counter()
@@ -248,7 +246,6 @@ def name_adapter(request: TurnRequest, model: str, services: Services) -> TurnRe
 
 
 def log_failure(dialect: str, session_id: str, error: BaseException, clock: TurnClock) -> None:
-    """Logs a turn that was refused, failed, or whose client disconnected."""
     gone = isinstance(error, ClientGone | asyncio.CancelledError)
     problem = None if gone else problem_from(error)
     line = {

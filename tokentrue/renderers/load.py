@@ -171,7 +171,6 @@ def _load_tokenizer(model: str | Path, directory: Path) -> Any:
 
 
 def _hash_tokenizer(directory: Path | None, tokenizer: Any) -> str:
-    """Hashes the vocabulary files if available, else the serialised tokenizer."""
     files = (
         [directory / name for name in _TOKENIZER_FILES if (directory / name).is_file()] if directory is not None else []
     )

@@ -291,7 +291,6 @@ def _advantages(compared: Comparison) -> list[float] | None:
 def _diagnose(
     rows: Sequence[Row], correction: Correction | None, advantages: list[float] | None
 ) -> tuple[Diagnosis, list[tuple[str, Diagnosis]]]:
-    """Diagnosis of the whole and of its steps in order."""
     kinds = sorted({kind for row in rows for kind in row.kinds})
     by_step: dict[str, list[int]] = {}
     for number, row in enumerate(rows):

@@ -191,7 +191,6 @@ def refusal_line(report: StepReport) -> str:
 
 
 def rows_line(reports: Sequence[StepReport]) -> str:
-    """What was trained on, and what was not and why."""
 
     def total(name: str) -> int:
         return int(sum(report.metrics.get(name, 0) for report in reports))

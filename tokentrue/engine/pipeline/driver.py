@@ -155,7 +155,6 @@ class Pipeline:
 
     # ---- the stages' processes
     def _ask_all(self, method: str, *args: Any) -> list[Any]:
-        """Returns every stage's result; raises the first error."""
         for stage in self._stages:
             self._tell(stage, method, args, answers=True)
         answers = [self._hear(stage) for stage in self._stages]

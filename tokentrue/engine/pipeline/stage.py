@@ -141,7 +141,6 @@ def stage_model(spec: StageSpec) -> Any:
 
 
 def run_stage(spec: StageSpec, pipe: Connection) -> None:
-    """Main function of the process; ends with the driver."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver handles it
     try:
         Stage(spec, pipe).serve()

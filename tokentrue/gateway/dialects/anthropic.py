@@ -404,7 +404,6 @@ def tools_from_anthropic(tools: list[JsonObject] | None) -> tuple[JsonObject, ..
 
 
 def choice_from_anthropic(choice: JsonObject | None) -> str | JsonObject | None:
-    """Translates to tool_choice of Chat Completions."""
     kind = (choice or {}).get("type", "auto")
     words = {"auto": "auto", "none": "none", "any": "required"}
     if kind == "tool":

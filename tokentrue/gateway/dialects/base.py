@@ -134,8 +134,6 @@ class Dialect(Protocol):
 
 
 class CountingDialect(Dialect, Protocol):
-    """A dialect with a request that counts a prompt's tokens."""
-
     def decode_count(self, body: bytes) -> DecodedBody: ...
 
     def build_count(self, tokens: int) -> JsonObject: ...

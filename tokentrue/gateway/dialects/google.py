@@ -421,7 +421,6 @@ def json_schema_from_openapi(value: Any, where: str) -> JsonObject:
 
 
 def choice_from_google(config: ToolConfig | None, tools: Sequence[JsonObject] | None) -> str | JsonObject | None:
-    """Translates `toolConfig.functionCallingConfig` to a tool_choice."""
     if config is None:
         return None
     calling = config.function_calling_config or FunctionCallingConfig()

@@ -177,7 +177,6 @@ class GoogleEncoder:
         return [self._sign(candidate, part)]
 
     def _sign(self, candidate: OpenCandidate, part: JsonObject) -> JsonObject:
-        """Adds the sealed reasoning to the part that follows it."""
         if candidate.reasoning:
             part["thoughtSignature"], candidate.reasoning = self._signer.wrap_as_bytes(candidate.reasoning), ""
         return part

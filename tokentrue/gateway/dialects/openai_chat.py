@@ -261,8 +261,6 @@ class ChatCall(msgspec.Struct):
 
 
 class AssistantFields(msgspec.Struct):
-    """The validated fields of an assistant message."""
-
     reasoning_content: str | None = None
     tool_calls: list[ChatCall] | None = None
     function_call: None = None

@@ -263,8 +263,6 @@ def model_name(namespace: str | None, name: str) -> str:
 
 
 class CallItem(msgspec.Struct):
-    """A call of a function (`arguments`) or of a custom tool (`input`)."""
-
     name: str
     call_id: str
     arguments: str = ""

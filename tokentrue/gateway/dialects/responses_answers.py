@@ -32,8 +32,6 @@ _DECODABLE = re.compile(  # whole characters and escapes; both halves of a surro
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedTool:
-    """How the calls of a tool are served: name, namespace, and as a custom tool or a function."""
-
     name: str
     namespace: str | None = None
     custom: bool = False
@@ -71,7 +69,6 @@ class CustomInput:
         return orjson.loads(f'"{found[0]}"') if found[0] else ""
 
     def finish(self) -> str:
-        """Returns the rest; no more text follows."""
         return self._text if self._place is None else ""
 
 
@@ -85,8 +82,6 @@ def custom_input(arguments: str) -> str:
 
 @dataclass(slots=True, kw_only=True)
 class OutputItem:
-    """One output item, complete or in progress."""
-
     kind: str  # "reasoning", "message" or "call"
     suffix: str  # of the item's id
     pieces: list[str]  # of its reasoning, its text, or its arguments as the model wrote them
@@ -210,7 +205,6 @@ def text_status(item: OutputItem, items: Sequence[OutputItem], status: str) -> s
 
 
 def logprobs_for(head: RequestHead, reply: Reply, text_of: TextOf) -> list[JsonObject]:
-    """Of every sampled token of the turn, if requested."""
     if not head.options.logprobs:
         return []
     done = reply.completion
@@ -270,7 +264,6 @@ class ResponsesEncoder:
         return self._node if all(one.kind != kind for one in self._items) else f"{self._node}_{len(self._items)}"
 
     def _enter(self, kind: str, suffix: str, delta: Delta | None = None) -> bytes:
-        """Switches to the item of this delta; opens a new one."""
         last = self._last_open()
         if last is not None and (last.kind, last.suffix) == (kind, suffix):
             return b""
@@ -313,7 +306,6 @@ class ResponsesEncoder:
         )
 
     def _close(self, item: OutputItem, status: str) -> bytes:
-        """Sends the item's own last event, then the whole item."""
         if not item.is_open:
             return b""
         item.is_open = False

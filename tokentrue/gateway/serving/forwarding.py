@@ -49,7 +49,6 @@ class Peers:
         self._clients: dict[str, aiohttp.ClientSession] = {}
 
     def is_own(self, session_id: str) -> bool:
-        """False if another worker of this server owns the session."""
         return len(self._sockets) < 2 or find_owner(session_id, len(self._sockets)) == self._me
 
     def require_own(self, session_id: str) -> None:
@@ -58,7 +57,6 @@ class Peers:
             raise SessionElsewhere(f"session {session_id!r} is owned by another worker; send this again", url=url)
 
     def _connect(self, url: str) -> tuple[aiohttp.ClientSession, str]:
-        """Returns the client for an address, and the base of its URLs."""
         is_local = url.startswith(UNIX)
         name = url if is_local else "tcp"
         if name not in self._clients:

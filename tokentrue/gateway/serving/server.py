@@ -61,7 +61,6 @@ def listen(host: str, port: int, *, admin_key: str) -> socket.socket:
 
 
 def find_url(host: str, bound: socket.socket) -> str:
-    """Returns the URL under which others reach a socket bound to `host`."""
     name = socket.gethostname() if host in {"0.0.0.0", "::"} else f"[{host}]" if ":" in host else host
     return f"http://{name}:{bound.getsockname()[1]}"
 
@@ -120,7 +119,6 @@ def server_config(gateway: Gateway, *, drain_s: float) -> uvicorn.Config:
 
 
 def listen_to_workers(path: str) -> socket.socket:
-    """Opens the socket for requests forwarded by other workers."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
     inside = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -297,7 +297,6 @@ class Splicer:
         )
 
     def _find_region(self, text: str, words: Sequence[str]) -> str:
-        """Checks the order and returns the text between the sentinel and the first new message."""
         sentinel = self._contexts.sentinel
         if text.count(sentinel) != 1:
             raise ExtendError("turn_lost", "the assistant's turn does not show once when these messages follow it")

@@ -35,7 +35,6 @@ class Stops:
 
 
 def read_declared_stops(directory: Path | None, codec: Codec, eos_token: str | None) -> tuple[str, ...]:
-    """Reads the eos ids of generation_config.json (one or a list), then the tokenizer's eos."""
     ids: list[int] = []
     path = directory / "generation_config.json" if directory is not None else None
     if path is not None and path.is_file():
@@ -85,7 +84,6 @@ def derive_stops(
 def _render_after(
     template: Template, inputs: InputFormat, kwargs: JsonMapping, turn: JsonObject, role: str
 ) -> tuple[str, str]:
-    """Returns what the template writes after a final turn, and between the turn and a message of `role`."""
     context = [{"role": "user", "content": make_content("Hello.", inputs)}, turn]
     tools = [make_tool(inputs)] if turn.get("tool_calls") else None
     follower = {"role": role, "content": make_content(FOLLOWER, inputs)}

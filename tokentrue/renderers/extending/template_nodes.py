@@ -30,8 +30,6 @@ class MessageLoop:
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """A condition that is true (or false) where a statement runs."""
-
     test: nodes.Node
     holds: bool
     flags: Flags
@@ -40,8 +38,6 @@ class Guard:
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """`set ns.attr = value` in a loop over the messages."""
-
     node: nodes.Assign
     flags: Flags
     guards: tuple[Guard, ...]
@@ -245,7 +241,6 @@ def build_effects(
 
 
 def _list_roles(write: Write, message: str) -> frozenset[str]:
-    """Roles of messages that can make this write; empty if no condition restricts them."""
 
     def list_roles(node: nodes.Node) -> frozenset[str]:
         match node:

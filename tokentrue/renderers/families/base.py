@@ -52,7 +52,6 @@ class Clues:
     tokens: frozenset[str]
 
     def has(self, *markers: str) -> bool:
-        """True if the template contains every marker."""
         return all(marker in self.template for marker in markers)
 
 

@@ -206,8 +206,6 @@ def _captured_id(captures: Mapping[str, str]) -> str:
 
 
 class JsonCallReader:
-    """The body is the arguments, or an object with name and arguments under keys."""
-
     def __init__(self, call_format: JsonCallFormat, name: str, call_id: str) -> None:
         self.name, self.call_id = name if call_format.name is None else "", call_id
         self._format = call_format
@@ -281,8 +279,6 @@ class JsonCallReader:
 
 
 class TagCallReader:
-    """Each complete tag becomes a member of the arguments."""
-
     def __init__(self, call_format: TagCallFormat, name: str, call_id: str, schemas: JsonMapping) -> None:
         self.name, self.call_id = name, call_id
         self._format, self._schemas = call_format, schemas
@@ -325,7 +321,6 @@ class TagCallReader:
 
 
 def _write_member(key: str, value: Any, *, first: bool) -> str:
-    """The next piece of what `json.dumps` returns for the whole object."""
     return f"{'{' if first else ', '}{json.dumps(key, ensure_ascii=False)}: {json.dumps(value, ensure_ascii=False)}"
 
 

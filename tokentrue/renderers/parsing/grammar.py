@@ -206,7 +206,6 @@ def _read_closing(field: ForeignField) -> Delimiter:
 
 
 def _list_layouts(template: ForeignTemplate) -> dict[str, TextLayout]:
-    """The first field of a name decides the trimming, the first with a separator decides that."""
     layouts: dict[str, TextLayout] = {}
     for field, declared in template.fields.items():
         if name := TEXT_FIELDS.get(field):

@@ -154,7 +154,6 @@ class RegionScanner:
 
     @property
     def is_inside(self) -> bool:
-        """True in a region that has an opening marker."""
         return self._field is not None and self._field != self._grammar.implicit
 
     def feed(self, text: str) -> list[ScanEvent]:
@@ -179,7 +178,6 @@ class RegionScanner:
         return events
 
     def _advance(self, *, at_end: bool) -> None:
-        """Handles every delimiter that is certain, then emits the text before the first that is not."""
         while True:
             found, hold = self._find(at_end=at_end)
             if found is None:
