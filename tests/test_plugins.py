@@ -17,6 +17,7 @@ from tokentrue.samples.files import recognise_format
 
 ENTRY_POINTS = """\
 [tokentrue.providers]
+bare = their_package:World
 theirs = their_package:Engine
 [tokentrue.exporters]
 theirs = their_package:FORMAT
@@ -82,8 +83,10 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_an_engine() -> None:
     assert type(load("theirs", script=[])).__module__ == "their_package"
-    with pytest.raises(ConfigError, match=r"no engine 'nobody'; .*scripted, verified, theirs$"):
+    with pytest.raises(ConfigError, match=r"no engine 'nobody'; .*scripted, verified, bare, theirs$"):
         load("nobody")
+    with pytest.raises(ConfigError, match=r"^engine 'bare': .*'model'"):  # its constructor takes no setting
+        load("bare", model="dir")
 
 
 async def test_a_format(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
+from inspect import signature
 from typing import Any
 
 from tokentrue.errors import ConfigError
@@ -62,8 +63,7 @@ def load(name: str, **settings: Any) -> Provider:
             raise ConfigError(f"engine {name!r} needs torch: pip install 'tokentrue[engine]'") from error
         raise
     try:
-        return kind(**settings)
+        signature(kind).bind(**settings)
     except TypeError as error:
-        if "unexpected keyword argument" in str(error) or "required" in str(error):
-            raise ConfigError(f"engine {name!r}: {error}") from error
-        raise
+        raise ConfigError(f"engine {name!r}: {error}") from error
+    return kind(**settings)
