@@ -77,15 +77,13 @@ def flush_output(code: int, text: str = "") -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes what is left when it ends
         if isinstance(error, BrokenPipeError):  # the reader stopped, as in `| head -1`
             return 1
-        if text or code != 2:  # else the command has said on stderr what is wrong
+        if text or code != 2:  # otherwise the command has reported the error on stderr
             print(f"tokentrue: standard output: {error.strerror}", file=sys.stderr)
         return 2
 
 
 def run(name: str, rest: list[str]) -> int:
-    """Errors that a user can correct (a TokenTrueError, a file, a missing extra) give one line, without a stack
-    trace.
-    """
+    """Errors that a user can correct (a TokenTrueError, a file, a missing extra) give one line, no stack trace."""
     import typer
 
     escape_in_output()

@@ -37,7 +37,7 @@ class GatewayActor:
 
         quiet_libraries(threads)
         self._newest = newest
-        self._version = 0  # of the weights that were published last
+        self._version = 0  # of the last published weights
         here = replace(settings, server=replace(settings.server, host=node_address()))
         self._gateway = BackgroundGateway(settings=here)
         self._starting = ThreadPoolExecutor(1).submit(self._start)
@@ -119,9 +119,7 @@ async def find_gateway(gateways: Sequence[Any]) -> str:
 async def play_through(
     environment: Any, plan: Plan, whereabouts: Callable[[], Awaitable[str]], config: Any, admin_key: str
 ) -> Rollout:
-    """Runs one rollout; restarts it in its session while the gateway is absent, for up to `PATIENCE_S` after the first
-    absence.
-    """
+    """Runs one rollout; restarts it in its session while the gateway is absent, for up to `PATIENCE_S`."""
     began, end = time.perf_counter(), math.inf
     while True:
         try:

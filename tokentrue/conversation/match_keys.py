@@ -240,9 +240,7 @@ def candidate_key(message: Message, field: str = "messages[]") -> bytes:
 
 
 def chain_key(previous: bytes, key: bytes, reference: CallRef | str | None) -> bytes:
-    """Key of a conversation with one more message. `reference`: the call that a tool result answers (its raw id if
-    there is no such call).
-    """
+    """Key of a conversation with one more message. `reference`: the call that a tool result answers, or its raw id."""
     return blake2b(previous + key + (b"" if reference is None else repr(reference).encode()), digest_size=16).digest()
 
 

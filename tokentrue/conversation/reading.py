@@ -31,7 +31,7 @@ from tokentrue.types import Message, Messages, Tools
 
 _KEPT = 8  # conversations of one session: parallel branches, other dialects
 _DIGEST_BYTES = 16
-_MESSAGE_BYTES = 1000  # of one message's own objects, roughly, beside its text
+_MESSAGE_BYTES = 1000  # estimate of one message's objects, without its text
 _OWN = b"\0"  # before the source of a message that no dialect parses; no JSON begins so
 
 
@@ -49,9 +49,7 @@ class ConversationMessage:
         self.size = _MESSAGE_BYTES + 2 * len(text)
 
     def repeats(self, recorded: Message) -> bool:
-        """True if this is exactly the message `recorded`, call ids aside: the key covers which call a result
-        answers.
-        """
+        """True if this is exactly `recorded`, call ids aside: the key covers which call a result answers."""
         return dumps(_comparable(recorded)) == dumps(_comparable(self.message))
 
 
@@ -80,7 +78,7 @@ class Conversation(Sequence[Message]):
 
     facts: Sequence[ConversationMessage] = ()
     keys: Sequence[bytes] = ()
-    references: Sequence[CallRef | str | None] = ()  # of tool results: the call each one answers
+    references: Sequence[CallRef | str | None] = ()  # for tool results: the call each one answers
     calls: Mapping[str, CallRef] = field(default_factory=dict[str, CallRef])  # the last call of each id
     message_digests: bytes = b""  # end to end
     tools: Tools | None = None
@@ -207,9 +205,7 @@ class Conversations:
         self.used = 0
 
     def read(self, messages: Messages, tools: Tools | None) -> Conversation:
-        """For callers in this process; refuses malformed messages by field. A message changed in place has different
-        bytes and is parsed again.
-        """
+        """For callers in this process; refuses malformed messages by field. Notices messages changed in place."""
         if isinstance(messages, Conversation):
             return messages
         own = _freeze_objects(messages, "messages")

@@ -244,9 +244,7 @@ def read_pairs(name: str, state: JsonMapping, config: AdapterConfig, folder: Pat
 
 
 def factor_from(where: str, value: Any) -> Tensor:
-    """Checks that A or B is a plain matrix of finite numbers: a NaN would spread to the cache and to other
-    requests.
-    """
+    """Checks that A or B is a plain finite matrix: a NaN would spread to the cache and to other requests."""
     value = value.full_tensor() if hasattr(value, "full_tensor") else value
     if not isinstance(value, Tensor) or value.dim() != 2 or not value.numel() or value.dtype not in DTYPES:
         found = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

@@ -165,9 +165,7 @@ class Core:
         self.version = version
 
     def set_adapter(self, adapter: Adapter) -> None:
-        """Checks, proves and loads an adapter. Requests that run with an older adapter of this name recompute their
-        context.
-        """
+        """Checks, proves and loads an adapter. Requests with an older adapter of this name recompute their context."""
         self.drain()
         self.runner.set_adapter(adapter, self.proof_steps(seed=6, adapter=adapter.name))
         for request in self.requests:
@@ -193,9 +191,7 @@ class Core:
         self.runner.prove(self.proof_steps(seed=5))
 
     def proof_steps(self, *, seed: int, adapter: str | None = None) -> list[StepInputs]:
-        """Random tokens of one sequence, cut into pieces. The blocks are free again afterwards: later steps overwrite
-        them.
-        """
+        """Random tokens of one sequence, cut into pieces. The blocks are free again afterwards."""
         length, generator = min(PROOF_LENGTH, self.capacity), torch.Generator().manual_seed(seed)
         ids = torch.randint(0, self.runner.sizes.vocabulary, (length,), generator=generator).tolist()
         self.drain()
@@ -206,9 +202,7 @@ class Core:
     def compare(
         self, ids: Sequence[int], model: nn.Module | None = None, pieces: Sequence[int] = PIECES
     ) -> Difference | None:
-        """First operator whose bits differ between the paged forward and the forward of `model` (default: the
-        engine's).
-        """
+        """First operator whose bits differ between the paged forward and that of `model` (default: the engine's)."""
         return difference_of(self.forward, model or self.model, cut_steps(self.scheduler, ids, pieces))
 
     # ---- steps

@@ -160,10 +160,10 @@ class Decoder:
     head: Product | None
     dtype: torch.dtype
     device: torch.device
-    width: int  # of the hidden states
+    width: int  # hidden size
     logit_softcap: float | None
     logit_divisor: float | None  # Granite
-    residual_scale: float | None  # of what a mixer or MLP adds (Granite)
+    residual_scale: float | None  # factor of what a mixer or MLP adds (Granite)
     heads: tuple[int, int, int]  # H, J, D
     vocabulary: int
     max_positions: int

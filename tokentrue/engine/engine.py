@@ -1,6 +1,4 @@
-"""ExactEngine: the facade. One thread owns the core; asyncio tasks or other threads call it, and concurrent calls are
-batched.
-"""
+"""ExactEngine: the facade. One thread owns the core; calls from asyncio tasks and other threads are batched."""
 
 from __future__ import annotations
 
@@ -56,9 +54,7 @@ class ExactEngine:
         limits: ScheduleLimits | None = None, max_len: int | None = None, kv_tokens: int | None = None, version: int = UNVERSIONED,
         read: Callable[[Sequence[int]], str] | None = None, ops: Ops | None = None,
     ) -> None:  # fmt: skip
-        """`read` (ids -> text) is needed only for stop strings. `kv_tokens`: cache size; by default derived from free
-        memory.
-        """
+        """`read` (ids -> text) is needed only for stop strings. `kv_tokens`: cache size; None sizes it by memory."""
         if dtype not in DTYPES:
             raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
         where = torch.device(device)
@@ -141,9 +137,7 @@ class ExactEngine:
     async def stream(
         self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str | None = None, adapter: str | None = None
     ) -> AsyncIterator[Chunk]:
-        """Yields a chunk per sampled token, then one with the whole completion. Closing the iterator cancels the
-        generation.
-        """
+        """Yields a chunk per token, then one with the whole completion. Closing the iterator cancels."""
         loop = asyncio.get_running_loop()
         changed = asyncio.Event()
 

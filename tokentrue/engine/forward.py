@@ -33,7 +33,7 @@ class StepTensors:
     ropes: Ropes
     adapted: RowSlots | None
     state_slots: Tensor | None
-    copies: int  # of a lone token: see `Ops.least_rows`
+    copies: int  # copies of a lone token, see `Ops.least_rows`
 
 
 class Forward:
@@ -102,9 +102,7 @@ class Forward:
 
     @contextmanager
     def routes(self) -> Iterator[Callable[[Sequence[int]], Pair]]:
-        """Records the experts chosen inside the block: rows -> int16 [rows, layers, top_k] and their float32 weights,
-        on the host.
-        """
+        """Records experts inside the block: rows -> int16 [rows, layers, top_k] and float32 weights, on the host."""
         chosen: list[Pair] = []
         self.ops.routes = chosen
 
@@ -301,9 +299,7 @@ def paged_batch(inputs: StepInputs, size: int, device: torch.device) -> PagedBat
 
 
 def table_of(blocks: Sequence[Sequence[int]], rows: int, step: int) -> np.ndarray:
-    """int32 [rows, W], padded with the null block; W is the longest row's length, rounded up to a multiple of
-    `step`.
-    """
+    """int32 [rows, W], padded with the null block; W: longest row, rounded up to a multiple of `step`."""
     width = -(-max(map(len, blocks), default=1) // step) * step
     table = np.zeros((rows, width), dtype=np.int32)
     for row, own in zip(table, blocks, strict=False):

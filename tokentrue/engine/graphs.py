@@ -80,18 +80,14 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def start(self, requests: Sequence[Request], steps: int) -> Pending:
-        """Launches the next steps of requests that are plain decodes and own the blocks of the tokens they will
-        keep.
-        """
+        """Launches steps of requests that are plain decodes and own the blocks of the tokens they will keep."""
         graph, rows = self.captured(requests)
         self.fill(rows, requests)
         return self.launch(graph, rows, steps)
 
     @torch.inference_mode()
     def go_on(self, requests: Sequence[Request], steps: int) -> Pending:
-        """Continues the rows of the last launch, before the host has seen their tokens; only their blocks may have
-        grown.
-        """
+        """Continues the rows of the last launch before the host saw their tokens; only blocks may have grown."""
         graph, rows = self.captured(requests)
         rows.tables.copy_(self.table_of(requests, rows.ids.shape[0]).pin_memory(), non_blocking=True)
         rows.starts.copy_(rows.positions)
@@ -202,7 +198,7 @@ HOST = torch.device("cpu")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefill:
     ids: Tensor  # int64 [T]
-    batch: PagedBatch  # of MOST_SEQUENCES, and one more without queries
+    batch: PagedBatch  # MOST_SEQUENCES sequences, and one more without queries
     rows: Tensor  # int64 [MOST_SEQUENCES]: tokens whose logits are wanted
     adapters: Tensor  # int64 [T]: slot of each token's adapter
     logits: Tensor
@@ -382,9 +378,7 @@ class Bursts:
         return min(len(request.prompt_ids) + request.max_tokens, self.capacity)
 
     def steps_that_fit(self, requests: Sequence[Request], lengths: Sequence[int]) -> int:
-        """Steps for which every request has blocks for what it may keep and stays within the tables; 0 if memory is
-        short.
-        """
+        """Steps for which every request has blocks and stays within the tables; 0 if memory is short."""
         left = [self.most_tokens(r) - n for r, n in zip(requests, lengths, strict=True)]
         steps = min(self.steps, max(left), self.capacity - max(lengths) + 1)
         for request, length, keep in zip(requests, lengths, left, strict=True):

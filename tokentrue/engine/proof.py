@@ -154,9 +154,7 @@ def points(model: Any) -> Iterator[tuple[str, nn.Module, Pick]]:
 def redraw(
     forward: Forward, model: Any, ids: Sequence[int], proposed: Sequence[int], sampling: Sampling, seed: int, *, capacity: int
 ) -> list[Sampled]:  # fmt: skip
-    """What the trainer draws after `ids`: proposed tokens while it agrees, then its own; always one more than
-    agreed.
-    """
+    """What the trainer draws after `ids`: proposed tokens while it agrees, then one of its own."""
     room = capacity - len(ids)
     proposed = list(proposed)[: room - 1] if room > 0 else []
     whole = torch.tensor([[*ids, *proposed]], device=forward.device)

@@ -1,5 +1,5 @@
-"""A generation in the engine (what was requested, what is sampled, where its keys and values are), and one step as
-plain numbers.
+"""`Request`: one generation in the engine (its tokens, and where their keys and values are); `StepInputs`: one
+step.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class StepInputs:
     ids: list[int]
     starts: list[int]
     counts: list[int]
-    blocks: list[list[int]]  # of each sequence's cache
+    blocks: list[list[int]]  # cache blocks of each sequence
     adapters: list[str | None]
-    state_slots: list[int]  # of a hybrid model's recurrent states; else empty
+    state_slots: list[int]  # recurrent-state slots of a hybrid model; else empty
     state_copies: list[tuple[int, int]]  # between state slots, in order, before the step
 
     @property
@@ -82,21 +82,21 @@ class Request:
     cancelled: bool = False
     tokens: list[int] = field(default_factory=list[int])
     computed: int = 0
-    state_slot: int | None = None  # of a hybrid model's recurrent state
+    state_slot: int | None = None  # recurrent-state slot of a hybrid model
     blocks: list[int] = field(default_factory=list[int])
     hashes: list[bytes] = field(default_factory=list[bytes])
     logprobs: list[float] = field(default_factory=list[float])
-    raw_logprobs: list[float] = field(default_factory=list[float])  # where `shaped`; else they are `logprobs`
+    raw_logprobs: list[float] = field(default_factory=list[float])  # if `shaped`; else they equal `logprobs`
     tops: list[dict[int, float]] = field(default_factory=list[dict[int, float]])
     routes: list[Routes] = field(default_factory=list[Routes])
     num_routed: int = 0  # positions whose experts are kept, from the pass that computed them first
-    kept: list[bytes] = field(default_factory=list[bytes])  # where `shaped`: the ids that filters kept for each token
+    kept: list[bytes] = field(default_factory=list[bytes])  # if `shaped`: the ids that filters kept for each token
     versions: list[int] = field(default_factory=list[int])  # updated last: other threads may read this many tokens
     prompt_logprobs: list[float] = field(default_factory=list[float])
     finish: Finish | None = None
     stopped_by: int | str | None = None
     error: Exception | None = None
-    shaped: bool = field(init=False)  # by filters: the distribution is not that of softmax(logits / temperature)
+    shaped: bool = field(init=False)  # filters apply: the distribution is not softmax(logits / temperature)
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt_ids)

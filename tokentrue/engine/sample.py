@@ -50,9 +50,7 @@ def counters(vocabulary: int, device: torch.device) -> Tensor:
 
 
 def gumbel(seeds: list[int], positions: list[int], vocabulary: int, device: torch.device) -> Tensor:
-    """float64 [R,V]: -log(-log(u)), u in (0,1) from 53 bits of the hash (`mix` on signed integers, so shifts are
-    masked).
-    """
+    """float64 [R,V]: -log(-log(u)), u in (0,1) from 53 bits of the hash (`mix` on int64, so shifts are masked)."""
     keys = torch.tensor([to_signed(stream_key(s, p)) for s, p in zip(seeds, positions, strict=True)], device=device)
     z = keys[:, None] + counters(vocabulary, device)
     z.bitwise_xor_((z >> 30).bitwise_and_((1 << 34) - 1)).mul_(to_signed(MIX[0]))
@@ -68,7 +66,7 @@ class SamplingRow:
 
     sampling: Sampling
     seed: int
-    position: int  # of the token that is sampled
+    position: int  # of the token to sample
     prompt_length: int
     tokens: tuple[int, ...] | None
 

@@ -142,7 +142,7 @@ class StatePool:
 class ScheduleLimits:
     max_requests: int = 256  # running at once
     step_tokens: int = 2048  # new tokens per step, all requests together
-    chunk_tokens: int = 512  # of one prompt per step
+    chunk_tokens: int = 512  # tokens of one prompt per step
     max_waiting: int = 4096
 
 
@@ -193,9 +193,7 @@ class Scheduler:
         self.waiting.append(request)
 
     def next_batch(self, parts: int = 1) -> list[Work]:
-        """Decodes first, then pieces of prompts; every request in it has its blocks. `parts`: about 1/parts of all
-        requests.
-        """
+        """Decodes first, then pieces of prompts, all with their blocks; about 1/`parts` of all requests."""
         budget = self.limits.step_tokens
         batch: list[Work] = []
         most = -(-(len(self.running) + len(self.waiting)) // parts)
@@ -266,9 +264,7 @@ class Scheduler:
 
     # ---- prefixes
     def prefix_names(self, request: Request) -> list[bytes]:
-        """Names of the full blocks that could be shared; the last token is always computed, because its logits are
-        needed.
-        """
+        """Names of full blocks that could be shared. The last token is always computed: its logits are needed."""
         if (request.wants_prompt and not request.num_sampled) or request.num_routed < (
             len(request.tokens) - 1
         ) * request.wants_routes:
@@ -316,7 +312,7 @@ class Scheduler:
         return True
 
     def make_room(self, request: Request, length: int) -> bool:
-        """Grows by preempting later arrivals; False if the request itself was preempted or waits for steps in
+        """Grows by preempting later arrivals; False if the request itself is preempted or waits for steps in
         flight.
         """
         while not self.grow(request, length):

@@ -39,8 +39,8 @@ EVICT_EVERY_S = 15.0
 
 
 class Gateway:
-    """`renderer_for` returns the renderer of a history policy ("keep" or "template"); `view` builds the page under
-    `/view`.
+    """`renderer_for` returns the renderer of a history policy ("keep" or "template"); `view` builds the `/view`
+    page.
     """
 
     def __init__(

@@ -31,7 +31,7 @@ Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 RawHeaders: TypeAlias = list[tuple[bytes, bytes]]
 
 LOG = logging.getLogger("tokentrue.gateway")
-STREAM = "tokentrue.stream"  # in the scope: the event stream of this request, once there is one
+STREAM = "tokentrue.stream"  # scope key: the event stream of this request, once there is one
 JSON = (b"content-type", b"application/json")
 EVENTS: RawHeaders = [
     (b"content-type", b"text/event-stream; charset=utf-8"),

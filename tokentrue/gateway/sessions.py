@@ -51,28 +51,24 @@ from tokentrue.types import Coverage, Message, Refusal
 OpenSession = Callable[[str], Awaitable[Session]]
 NewSession = Callable[[str], Session]
 REMEMBERED_BODIES = 256
-TOKEN_BYTES = 48  # of a recorded token: its id, its log-probability, its share of text and spans, roughly
+TOKEN_BYTES = 48  # estimate per recorded token: id, log-probability, share of text and spans
 NODE_BYTES = 4096
 
 
 def fit_in_memory(session_limits: SessionLimits, limits: GatewayLimits) -> SessionLimits:
-    """Limits a session to half of `live_sessions_bytes`: a session in use cannot be evicted, so a larger one would
-    evict all others.
-    """
+    """Limits a session to half of `live_sessions_bytes`: one in use cannot be evicted and could evict all others."""
     most = limits.live_sessions_bytes // 2 // TOKEN_BYTES
     return replace(session_limits, max_tokens=min(most, session_limits.max_tokens or most))
 
 
 class SessionHandle:
-    """One session in memory with its HTTP state: dialects, which sign with its secret, and keys of retried
-    requests.
-    """
+    """One session in memory with its HTTP state: dialects, which sign with its secret, and keys of retries."""
 
     def __init__(self, session: Session, limits: GatewayLimits, budget: ByteBudget, secret: StoreSecret) -> None:
         self.session = session
         self.users = 0  # requests that hold it
-        self.lease_number = 0  # of the journal, when the session was opened
-        self.counted_bytes = 0  # of its memory, in the registry's sum
+        self.lease_number = 0  # the journal's, when the session was opened
+        self.counted_bytes = 0  # its part of the registry's memory_bytes
         self.in_flight = 0
         self.last_used = time.monotonic()
         signer = build_signer(session.record, secret)
@@ -84,7 +80,7 @@ class SessionHandle:
         self._request_numbers: OrderedDict[str, int] = (
             OrderedDict()
         )  # digest of a body -> the number of the last request that had it
-        self._coverage: tuple[int, Coverage] | None = None  # at a revision of the session
+        self._coverage: tuple[int, Coverage] | None = None  # (session revision, coverage)
 
     # Requests.
     def parse(self, dialect: Dialect, body: bytes) -> tuple[RequestHead, Conversation]:
@@ -198,8 +194,8 @@ class SessionHandle:
 
 
 def build_signer(record: SessionRecord, secret: StoreSecret) -> ReasoningSigner:
-    """Sessions older than the store's secret were signed with a hash that their client can compute; those signatures
-    remain valid there.
+    """Accepts the signatures of sessions older than the store's secret, made with a hash that their client can
+    compute.
     """
     of_session = hmac.digest(secret.value, record.id.encode(), hashlib.sha256)
     guessable = (record.first_key_hash or record.key_hash or record.id).encode()
@@ -253,7 +249,7 @@ class SessionRegistry:
         self._live: OrderedDict[str, SessionHandle] = OrderedDict()
         self._opening: dict[str, asyncio.Task[SessionHandle]] = {}
         self._budget = ByteBudget(limits.message_caches_bytes)
-        self.memory_bytes = 0  # of all sessions in memory, an estimate
+        self.memory_bytes = 0  # estimate for all sessions in memory
         # Of evicted sessions, minus what reloaded ones had already: with that of live sessions it is the total since
         # start.
         self._evicted_coverage = CoverageTotals()

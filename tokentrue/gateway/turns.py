@@ -233,9 +233,7 @@ def answer_headers(handle: SessionHandle, reply: Reply) -> RawHeaders:
 
 
 def name_adapter(request: TurnRequest, model: str, services: Services) -> TurnRequest:
-    """Samples with an adapter if the model's name is one: `adapter` or `base:adapter`. Any other name means the base
-    model.
-    """
+    """Samples with an adapter if the model's name is `adapter` or `base:adapter`; any other name is the base model."""
     loaded, base = services.provider.adapters, services.config.model
     name = model.removeprefix(f"{base}:")
     if name not in loaded:

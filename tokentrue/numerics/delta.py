@@ -127,9 +127,7 @@ class GatedDelta:
     def run(
         self, x_TK: Tensor, lengths: Sequence[int], history: Tensor | None, state: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Output [T,K], next history [S,taps-1,C] and state [S,H,K,V]; sequences back to back. None: from their
-        start.
-        """
+        """Output [T,K], next history [S,taps-1,C], state [S,H,K,V]; sequences back to back. None: their start."""
         ops, m = self.ops, self.module
         mixed, z, b, a = self.project(x_TK)
         mixed, history = self.convolve(mixed, lengths, history)

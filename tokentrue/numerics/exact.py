@@ -240,7 +240,7 @@ def ops_for(device: torch.device | str) -> Ops:
     if kind == "cpu":
         return CpuOps()
     if kind == "cuda":
-        from tokentrue.numerics.triton import TritonOps  # where there is no GPU there may be no triton
+        from tokentrue.numerics.triton import TritonOps  # machines without a GPU may not have triton
 
         return TritonOps()
     raise ExactnessError(f"no exact operators for device {kind!r}; use cpu or cuda")

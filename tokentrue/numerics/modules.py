@@ -364,9 +364,7 @@ def experts_forward(name: str, module: Any, ops: Ops) -> Forward:
 
 
 def expert_activation(module: Any) -> str | ClampedSwiglu | None:
-    """The function between an expert's two products; None if unknown. A clamped gate is checked against the module's
-    code.
-    """
+    """The function between an expert's products; None if unknown. Checks a clamped gate against the module's code."""
     if not hasattr(module, "limit") or not hasattr(module, "_apply_gate"):
         return activation_kind(getattr(module, "act_fn", nn.Identity()))
     act = ClampedSwiglu(alpha=module.alpha, limit=module.limit)

@@ -51,7 +51,7 @@ class AttentionSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packed:
-    """Whole sequences back to back (training), each from position 0: sequence i has rows `cu_seqlens[i] ..
+    """Whole sequences back to back (training), from position 0: sequence i has rows `cu_seqlens[i] ..
     cu_seqlens[i+1]`.
     """
 
@@ -200,9 +200,7 @@ class Ops(ABC):
     # ---- rows x features
     @abstractmethod
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """(grad) x [..., K] @ weight [N, K]^T + bias; float32 accumulation, one rounding. Column n does not depend on
-        N.
-        """
+        """(grad) x [..., K] @ weight [N, K]^T + bias; float32 sum, one rounding. Column n does not depend on N."""
 
     @abstractmethod
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, form: NormForm = NormForm.PLAIN) -> Tensor:
@@ -301,9 +299,7 @@ class Ops(ABC):
         """Prepares a faster form with the same bits, after the parts of `stack` (`count` slots) have changed."""
 
     def add_low_ranks(self, y: Tensor, x: Tensor, stack: LowRankStack, rows: RowSlots) -> None:
-        """`add_low_rank` of each row's adapter and each projection of the merged product y [T,N] of x [T,K], in
-        place.
-        """
+        """In place: `add_low_rank` of each row's adapter, per projection of the merged product y [T,N] of x [T,K]."""
         for slot, at in rows.by_slot.items():
             start = 0
             for low, end in zip(stack.parts.get(slot, ()), stack.ends, strict=False):
@@ -345,9 +341,7 @@ class Ops(ABC):
         return (self.linear(normed, weight, bias) if kind is None else self.gated_linear(normed, weight, kind)), total
 
     def logits_gradient(self, logits: Tensor, ids: Tensor, grads: Tensor, *, entropy: bool) -> Tensor:
-        """[R,V]: gradient of grads[r,0] * logprob(ids[r]) + grads[r,1] * entropy (if requested) with respect to the
-        logits.
-        """
+        """[R,V]: d/dlogits of grads[r,0] * logprob(ids[r]) + grads[r,1] * entropy (if requested)."""
         table = self.log_softmax(logits.float())
         probs = table.exp()
         gradient = probs * -grads[:, :1]

@@ -84,9 +84,7 @@ def with_last_positions(kept: KeptRows, shape: torch.Size) -> KeptRows:
 def scoring_head(
     model: Any, targets_BT: Tensor, temperature: float | Tensor, entropy: bool, kept: KeptRows | None = None
 ) -> Iterator[list[Tensor]]:
-    """While the block runs, the output head returns scores [B,T,2] instead of logits, inside the model's forward, as
-    FSDP2 needs.
-    """
+    """While the block runs, the output head returns scores [B,T,2] instead of logits (inside forward, for FSDP2)."""
     state: State = model.__dict__[STATE]
     head, config = model.get_output_embeddings(), model.config.get_text_config()
     if not isinstance(head, nn.Linear):

@@ -1,6 +1,4 @@
-"""Structural tag for a required tool call: free text first (the model may think), then at least one call in the model's
-format.
-"""
+"""Structural tag for a required tool call: free text (the model may think), then at least one call in its format."""
 
 from __future__ import annotations
 

@@ -56,9 +56,7 @@ class LiteralFinder:
         return any(last in text for last in self._lasts)
 
     def may_touch(self, text: str) -> bool:
-        """False only if no literal can be in the text or overlap its ends: it is ASCII without any first or last
-        character of a literal.
-        """
+        """False only if no literal can overlap the text: it is ASCII without any first or last character of one."""
         return not text.isascii() or self._edges.search(text) is not None
 
     @cached_property
@@ -106,8 +104,8 @@ class LiteralFinder:
 
 
 LIMIT_BYTES = 64 << 20
-ENTRY_BYTES = 300  # of an entry's own objects
-CHARACTER_BYTES = 4  # the most that Python keeps for one
+ENTRY_BYTES = 300  # the Python objects of one entry
+CHARACTER_BYTES = 4  # the most that Python uses per character
 ID_BYTES = 4
 
 
@@ -131,7 +129,7 @@ class EncodedTexts:
             return known
         try:
             ids = TokenIds(tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids)
-        except TypeError:  # of all strings, only these cannot be passed on as UTF-8
+        except TypeError:  # lone surrogates cannot be passed on as UTF-8
             raise TokenizerError("the text holds a lone surrogate, which no tokenizer can encode") from None
         self._keep(key, ids)
         return ids
@@ -262,9 +260,7 @@ class Codec:
         return self._guard.may_touch(text)
 
     def split(self, text: str, mark: str = "") -> Iterator[tuple[str, str, int]]:
-        """Yields (plain text, the literal after it, where that ends); the last literal is "". A literal right after
-        `mark` is content.
-        """
+        """Yields (plain text, next literal or "" at the end, its end). A literal right after `mark` is content."""
         done = 0
         for start, end, literal in self._all.find(text):
             if mark and len(literal) == 1 and text[max(start - 1, 0)] == mark:

@@ -159,9 +159,7 @@ def _normalise_arguments(arguments: Any, inputs: InputFormat) -> Any:
 
 
 def fill_in_tool_names(messages: list[JsonObject], calls: Sequence[JsonObject] = ()) -> list[JsonObject]:
-    """Gives tool messages the name (and a missing id) of the call they answer. `calls` are those of the turn
-    before.
-    """
+    """Gives tool messages the name (and a missing id) of the call they answer; `calls`: of the turn before."""
     names = {call["id"]: call["function"]["name"] for call in calls if call["id"]}
     waiting = list(calls)
     for index, message in enumerate(messages):

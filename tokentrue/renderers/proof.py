@@ -14,8 +14,8 @@ from tokentrue.renderers.template import InputFormat
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """`outcome`: "proven" (a dummy context suffices), "history", "refused", "unsupported" (the template cannot render
-    it) or "wrong".
+    """`outcome`: "proven" (a dummy context suffices), "history", "refused", "unsupported" (cannot be rendered) or
+    "wrong".
     """
 
     shape: str

@@ -22,9 +22,7 @@ _LIBRARIES = ("jinja2", "tokenizers", "transformers")
 
 @lru_cache
 def hash_code() -> str:
-    """Hashes everything that can change a proof: this package's code and the versions of the libraries it renders and
-    encodes with.
-    """
+    """Hashes everything that can change a proof: this package's code and the versions of its libraries."""
     package = Path(__file__).parent
     files = sorted(package.rglob("*.py"))
     code = b"".join(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes() for path in files)

@@ -241,9 +241,7 @@ def find_truth(
     stop: str,
     join: str = "stop",
 ) -> TokenIds | None:
-    """Ids after the last turn's stop in the real conversation, by offsets in the whole encoding; None if there is no
-    such place.
-    """
+    """Ids after the last turn's stop in the real conversation, by offsets; None if there is no such place."""
     plain = fill_in_tool_names(normalise_messages([*history, *new], renderer.inputs))
     text = renderer.template.render(
         plain, normalise_tools(tools, renderer.inputs), renderer.template_kwargs, inputs=renderer.inputs
@@ -281,7 +279,7 @@ def _check_rewrites(renderer: Renderer, role: str, cases: Sequence[Case]) -> boo
         return any(
             renderer.rewrites(SHAPES[shape], ADDED[role][shape], _choose_tools(SHAPES[shape])) for shape in shapes
         )
-    except TokenTrueError:  # it cannot render the conversation with nothing after the turn: there is nothing to compare
+    except TokenTrueError:  # cannot render the conversation with nothing after the turn: nothing to compare
         return False
 
 

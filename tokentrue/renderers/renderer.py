@@ -31,8 +31,8 @@ Injection: TypeAlias = Literal["safe", "engine"]
 
 
 class Renderer:
-    """Built by `load_renderer`. `family`: what the template does not say (parsing, default kwargs); `proof`: what was
-    proven.
+    """Built by `load_renderer`. `family`: what the template does not say (parsing, default kwargs); `proof`: what
+    holds.
     """
 
     def __init__(

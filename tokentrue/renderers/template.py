@@ -97,9 +97,7 @@ class Template:
 
 
 def find_input_format(template: Template, kwargs: JsonMapping) -> InputFormat:
-    """Decides each fact by whether marked words survive a render, never by the template's name. Raises if it does not
-    compile.
-    """
+    """Decides each fact by whether marked words survive a render, never by name. Raises if it does not compile."""
     template.compile()
     inputs = InputFormat(developer="developer" in template.source)
     inputs = _find_content_format(template, kwargs, inputs)

@@ -65,9 +65,7 @@ def _check_turn(renderer: Renderer, turn: Message) -> str:
 
 
 def encode_turn(renderer: Renderer, turn: Message) -> tuple[TokenIds, TokenIds] | str:
-    """Returns the prompt's ids and the ids that a model samples to write `turn` as the template does; or why they
-    cannot be determined.
-    """
+    """The prompt's ids and those that a model samples to write `turn` as the template does; or why not known."""
     ask, answer = normalise_messages(_ASK, renderer.inputs), normalise_messages([turn], renderer.inputs)
     tools = normalise_tools(TOOLS if turn.get("tool_calls") else None, renderer.inputs)
     prompt = renderer.template.render(ask, tools, renderer.template_kwargs, inputs=renderer.inputs)

@@ -1,6 +1,4 @@
-"""tokentrue audit FILE: re-checks certificates, prefix identity and coverage of exported samples, from the file
-alone.
-"""
+"""tokentrue audit FILE: re-checks certificates, prefix identity and coverage of exported samples."""
 
 from __future__ import annotations
 

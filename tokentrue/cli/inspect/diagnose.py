@@ -1,5 +1,5 @@
-"""tokentrue diagnose SAMPLES: how far the rollout's log-probabilities are from the trainer's, where, and what a
-correction would do.
+"""tokentrue diagnose SAMPLES: how far and where rollout and trainer log-probabilities differ; what a correction
+does.
 """
 
 from __future__ import annotations

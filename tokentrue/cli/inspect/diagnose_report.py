@@ -1,6 +1,4 @@
-"""A diagnosis as the viewer's page: report with numbers, tails and worst sequences; δ plots; the worst sequences token
-by token.
-"""
+"""A diagnosis as the viewer's page: numbers, tails, δ plots, and the worst sequences token by token."""
 
 from __future__ import annotations
 
@@ -46,9 +44,7 @@ def write_diagnosis(
     trainer: Mapping[str, TrainerLogprobs],
     renderer: ViewRenderer | None,
 ) -> None:
-    """`samples` are all of the file, since a group's baseline needs them; `trainer`: log-probabilities of those
-    compared.
-    """
+    """`samples`: all of the file, for the groups' baselines; `trainer`: log-probabilities of those compared."""
     worst = {row.row: number for number, row in enumerate(whole.worst)}
     rank: dict[str, int] = {}
     for sample in samples:  # sessions are sorted, their samples stay in order: a session's reward is its first sample's

@@ -67,7 +67,7 @@ class JournalSource:
 
         found: list[JsonObject] = []
         for record in self._journal.sessions(limit=min(limit, MOST_ROWS)):
-            with suppress(SessionNotFound):  # it was purged since it was listed
+            with suppress(SessionNotFound):  # purged since it was listed
                 found.append(summarise_session(*self._load(record.id)))
         return found
 

@@ -1,6 +1,4 @@
-"""Report of a training run or the demo: charts of its metrics, first and last step side by side, and its rollouts if
-kept.
-"""
+"""Report of a training run or the demo: charts of its metrics, first and last step side by side, rollouts if kept."""
 
 from __future__ import annotations
 

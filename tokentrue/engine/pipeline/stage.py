@@ -51,7 +51,7 @@ class StageSpec:
     shapes: ModelShapes  # of the whole model, so that every stage checks the same shapes and falls back alike
     device: str
     backend: str
-    share: float  # of the device's free memory
+    share: float  # share of the device's free memory
     rendezvous: str
     threads: int
     max_positions: int
@@ -183,9 +183,7 @@ class Stage:
 
     # ---- weights
     def put(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-        """The tensor's bytes follow. Before `build` it replaces the weight or buffer of that name, later it is copied
-        into it.
-        """
+        """The tensor's bytes follow. Before `build` it replaces the weight or buffer; later it is copied into it."""
         data = self._pipe.recv_bytes()
         value = torch.empty(shape, dtype=dtype)
         if data:

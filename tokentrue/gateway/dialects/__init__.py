@@ -1,6 +1,4 @@
-"""Wire dialects: parse foreign JSON to `RequestHead` and messages; build that dialect's JSON and events from
-replies.
-"""
+"""Wire dialects: parse foreign JSON to `RequestHead` and messages; build replies and events in that dialect."""
 
 from tokentrue.gateway.dialects.anthropic import Anthropic
 from tokentrue.gateway.dialects.base import (

@@ -114,7 +114,7 @@ def build_error(problem: HttpProblem) -> JsonObject:
 class OpenBlock:
     def __init__(self, kind: str, call: int | None, index: int) -> None:
         self.kind, self.call, self.index = kind, call, index
-        self.text = ""  # of thinking and of arguments
+        self.text = ""  # thinking or arguments so far
 
 
 class AnthropicEncoder:
@@ -435,9 +435,7 @@ class ContextManagement(msgspec.Struct):
 
 
 def check_context_management(given: JsonObject | None) -> None:
-    """Allows only "keep all thinking", the behaviour here; any other edit would change the context that was sampled
-    from.
-    """
+    """Allows only "keep all thinking"; any other edit would change the context that was sampled from."""
     edits = convert(given or {}, ContextManagement, "context_management").edits or ()
     for index, edit in enumerate(edits):
         if not edit.type.startswith("clear_thinking") or edit.keep != "all":

@@ -43,10 +43,10 @@ from tokentrue.types import Message, Reply, Sampling
 
 S = TypeVar("S", bound=msgspec.Struct)
 ITEMS = "contents"
-SEALED = "sealed_reasoning"  # in a part of a turn, before `join_turn`: the reasoning that its signatures hold
+SEALED = "sealed_reasoning"  # key in a part of a turn, before `join_turn`: the reasoning in its signatures
 PLAIN_RESULTS = ("output", "result", "error")  # the SDKs wrap a result that is not an object under one of these
 SCHEMAS = ("parameters", "responseSchema", "parametersJsonSchema", "responseJsonSchema")
-OPAQUE = ("args", "response", "labels", "partMetadata", *SCHEMAS)  # whose keys are not the protocol's
+OPAQUE = ("args", "response", "labels", "partMetadata", *SCHEMAS)  # fields whose keys are not the protocol's
 EMPTY_SCHEMA: JsonObject = {"type": "object", "properties": {}}
 _SNAKE = re.compile(r"_([a-z])")
 

@@ -50,9 +50,7 @@ def read_conversation(
 
 
 def pair_results(messages: list[Message], first: int) -> None:
-    """A result that names a function but no call (Google) gets the id of that function's first unanswered call in the
-    turn before.
-    """
+    """A result without a call id (Google) gets that of its function's first unanswered call in the turn before."""
     for index in range(first, len(messages)):
         if messages[index]["role"] != "tool" or "tool_call_id" in messages[index]:
             continue

@@ -48,13 +48,11 @@ class ResponsesOptions(msgspec.Struct, frozen=True):
 
 
 class CustomInput:
-    """Decodes the arguments of a custom tool's call as they are sampled; `feed` returns the further text that is
-    certain.
-    """
+    """Decodes the arguments of a custom tool's call as they are sampled; `feed` returns new text that is certain."""
 
     def __init__(self) -> None:
         self._text = ""
-        self._place: int | None = None  # in `_text`, of what is not decoded yet; None before the string has begun
+        self._place: int | None = None  # start of the undecoded rest of `_text`; None before the string begins
 
     def feed(self, arguments: str) -> str:
         self._text += arguments
@@ -73,9 +71,7 @@ class CustomInput:
 
 
 def custom_input(arguments: str) -> str:
-    """The single string of a custom tool's call; arguments that are not `{"input": "…` are served as the model wrote
-    them.
-    """
+    """The single string of a custom tool's call; arguments other than `{"input": "…` are served unchanged."""
     decoder = CustomInput()
     return decoder.feed(arguments) + decoder.finish()
 
@@ -84,7 +80,7 @@ def custom_input(arguments: str) -> str:
 class OutputItem:
     kind: str  # "reasoning", "message" or "call"
     suffix: str  # of the item's id
-    pieces: list[str]  # of its reasoning, its text, or its arguments as the model wrote them
+    pieces: list[str]  # reasoning, text, or arguments as the model wrote them
     call_id: str = ""
     tool: ServedTool = field(default_factory=lambda: ServedTool(name=""))  # of a call
     logprobs: Sequence[JsonObject] = ()
@@ -109,9 +105,7 @@ class OutputItem:
         return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": list(self.logprobs)}
 
     def build(self, signer: ReasoningSigner, *, status: str) -> JsonObject:
-        """`status` is that of reasoning or text; a call is incomplete if its arguments broke off, however the turn
-        ended.
-        """
+        """`status` is that of reasoning or text; a call is incomplete if its arguments broke off."""
         if self.kind == "reasoning":
             sealed = {"encrypted_content": signer.wrap(self.text), "status": status}
             return {"type": "reasoning", "id": self.id, "summary": [], "content": [self.build_part()], **sealed}
@@ -297,9 +291,7 @@ class ResponsesEncoder:
 
     # Ends.
     def _close_finished(self) -> bytes:
-        """Closes the open item before the next one. A message with log-probabilities stays open: they cover the whole
-        turn.
-        """
+        """Closes the open item, except a message with log-probabilities: those cover the whole turn."""
         waits = self._head.options.logprobs
         return b"".join(
             self._close(item, "completed") for item in self._items if not (waits and item.kind == "message")

@@ -23,7 +23,7 @@ FRAMING_PER_BODY_BYTE = 8  # a chunk of one byte has at least five bytes of fram
 
 class BoundedHttp(HttpToolsProtocol):
     limits: ClassVar[GatewayLimits]
-    _timer: asyncio.TimerHandle | None = None  # of the head or body that is being received
+    _timer: asyncio.TimerHandle | None = None  # timeout of the head or body being received
     _write_timer: asyncio.TimerHandle | None = None
     _began = False  # a request began in the bytes that are being parsed
     _in_body = False
@@ -115,9 +115,7 @@ class BoundedHttp(HttpToolsProtocol):
             self._limit_time(self.limits.head_s)
 
     def send_400_response(self, msg: str) -> None:
-        """For input that is not HTTP. A complete request before it still gets its reply, then the connection
-        closes.
-        """
+        """For input that is not HTTP. A complete request before it still gets its reply; then closes."""
         current = self._current
         if current is None or current.response_complete or (self._in_body and not current.response_started):
             super().send_400_response(msg)

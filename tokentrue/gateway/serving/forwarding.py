@@ -40,9 +40,7 @@ def count_forwards(scope: Scope) -> int:
 
 
 class Peers:
-    """The processes that share this gateway's record. `sockets`: where the workers of this server listen to each other;
-    this worker is number `me`.
-    """
+    """The processes that share this gateway's record. `sockets`: of this server's workers; this one is number `me`."""
 
     def __init__(self, *, me: int = 0, sockets: Sequence[str] = ()) -> None:
         self._me, self._sockets = me, sockets

@@ -193,7 +193,7 @@ def _run_child(serve: Serve, number: int, parent: Connection, parent_id: int, en
     os.setpgid(0, 0)  # a terminal's Ctrl-C reaches the parent alone, which forwards it once
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ends_with)
-        if os.getppid() != parent_id:  # it ended before the call
+        if os.getppid() != parent_id:  # the parent ended before the call
             os._exit(1)
     try:
         serve(number, lambda: parent.send(UP))

@@ -214,9 +214,7 @@ def rotation_of(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def apply_rotation(x: Tensor, cos: Tensor, signed: Tensor) -> Tensor:
-    """Partial embedding: values beyond the width of `cos` are unchanged. Computes in `cos`'s dtype if that is
-    wider.
-    """
+    """Values beyond the width of `cos` are unchanged. Computes in `cos`'s dtype if that is wider."""
     if cos.dtype != x.dtype:
         return apply_rotation(x.to(cos.dtype), cos, signed).to(x.dtype)
     if cos.shape[-1] < x.shape[-1]:

@@ -111,9 +111,7 @@ def chunks(start: int, stop: int, window: int | None, groups: int) -> Iterator[C
 
 
 class PackedAttention(torch.autograd.Function):
-    """q [C,T,H,D], k/v [C,T,J,D]: C sequences of one padded length T (a multiple of 128). Padded rows are
-    undefined.
-    """
+    """q [C,T,H,D], k/v [C,T,J,D]: C sequences padded to T (a multiple of 128). Padded rows are undefined."""
 
     @staticmethod
     def forward(

@@ -52,9 +52,7 @@ def check(*, linears: Linears, heads: Heads, dtype: torch.dtype, has_onednn: boo
 
 
 def check_functions(dtype: torch.dtype) -> None:
-    """Functions that a model's own code may call (`modules.ARITHMETIC`) and that are more than one rounded
-    operation.
-    """
+    """Functions of `modules.ARITHMETIC`, callable by a model's code, that are more than one rounded operation."""
     for name in ELEMENTWISE:
         for kind in {dtype, torch.float32}:
             if not elements_independent(name, kind):

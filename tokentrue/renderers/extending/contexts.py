@@ -108,9 +108,7 @@ class ContextBuilder:
         *,
         real: bool = True,
     ) -> list[JsonObject]:
-        """Returns the conversation up to the assistant turn, which contains the sentinel. `real`: the turn keeps its
-        texts elsewhere.
-        """
+        """The conversation up to the assistant turn with the sentinel. `real`: the turn keeps its other texts."""
         last = self.build_turn(request.last, place, real=real)
         if request.shows_text and place == "content":
             content = request.last["content"]
@@ -126,9 +124,7 @@ class ContextBuilder:
         return [request.system, *request.kept, last]
 
     def build_turn(self, last: JsonObject, place: SentinelPlace, *, real: bool) -> JsonObject:
-        """Returns the recorded turn with the sentinel for what was sampled. Only text, call names and call ids are
-        kept.
-        """
+        """The recorded turn with the sentinel; keeps only text, call names and call ids."""
         out: JsonObject = {"role": "assistant"}
         if real and place == "argument":
             out = {key: value for key, value in last.items() if key != "tool_calls"}

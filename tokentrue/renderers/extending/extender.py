@@ -195,9 +195,7 @@ class Extender:
         return fill_in_tool_names(past) if self._safe else past
 
     def _is_in_reasoning(self, prefix_ids: Ids, last: JsonObject, kwargs: JsonMapping) -> bool:
-        """True if an open turn was cut off during reasoning: it has only reasoning, without the end-of-reasoning
-        marker.
-        """
+        """True if an open turn was cut off during reasoning: no content, and no end-of-reasoning marker."""
         if not last.get("reasoning_content") or last["content"] or last.get("tool_calls"):
             return False
         closing = self.splicer.render_reasoning_end(kwargs).strip()

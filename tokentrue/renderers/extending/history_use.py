@@ -695,9 +695,7 @@ class _Analysis:
         return bool(initial) and all(isinstance(one, bool) for one in every) and constant(value) is (not holds)
 
     def _is_latch(self, expression: nodes.Node, holds: bool, write: Write, writes: Sequence[Write]) -> bool:
-        """`if ns.open and …: set ns.open = false; set ns.x = …` in a reversed loop: x is set once, at the last message
-        that fits.
-        """
+        """`if ns.open and …: set ns.open = false; set ns.x = …` in a reversed loop: sets x at the last match only."""
         latch = name_attribute(expression)
         shut = self.found.writes.get(latch, [])
         return (

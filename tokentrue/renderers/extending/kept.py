@@ -1,5 +1,5 @@
-"""Chooses from a request's history the messages that the template needs (see history_use). Their number does not grow
-with the history.
+"""Chooses the earlier messages that the template needs (see history_use). Their number does not grow with the
+history.
 """
 
 from __future__ import annotations

@@ -116,9 +116,7 @@ class Splicer:
         self._contexts = ContextBuilder(inputs)
 
     def plan(self, request: ExtendRequest, history: Sequence[JsonObject], *, only_history: bool) -> ExtendPlan:
-        """Finds the cheapest context that gives the same text as the real history; ExtendError if the real history
-        gives none.
-        """
+        """Finds the cheapest context with the same text as the real history; ExtendError if that has none."""
         truth, why_not = self._try_context("history", request, history)
         if truth is None and (only_history or why_not.why != "template_raises"):
             raise why_not
@@ -203,9 +201,7 @@ class Splicer:
         *,
         generate: bool = True,
     ) -> tuple[str, str]:
-        """Renders shielded content; returns the text and the mark ("" if none was needed or injection is not guarded
-        against).
-        """
+        """Renders shielded content; returns the text and the mark ("" if not shielded)."""
         values = [*messages, *(tools or ())]
         if not self._safe or not needs_shield(self._codec, values):
             return self._template.render(messages, tools, kwargs, generate=generate, inputs=self._inputs), ""

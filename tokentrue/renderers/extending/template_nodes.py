@@ -46,9 +46,7 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Context of a statement: its conditions inside the outermost message loop, that loop, the inner loop around it if
-    any, and its macro.
-    """
+    """Context of a statement: its message loop and the conditions inside that, an inner loop if any, and its macro."""
 
     guards: tuple[Guard, ...] = ()
     loop: MessageLoop | None = None

@@ -51,8 +51,9 @@ def recognise_inkling(clues: Clues) -> Family | None:
 
 
 def recognise_kimi(clues: Clues) -> Family | None:
-    """Kimi-K2, K2.5, K2.6: calls between section tokens, each with the id `functions.NAME:INDEX` that its result must
-    repeat."""
+    """Kimi-K2, K2.5, K2.6: calls between section tokens; results repeat the id `functions.NAME:INDEX` of their
+    call.
+    """
     if not clues.has("<|im_assistant|>", "<|im_middle|>", "<|tool_call_begin|>"):
         return None
     name = r"(?P<id>(?:functions\.)?(?P<name>[^\s<:]+)(?::\d+)?)"
@@ -141,8 +142,7 @@ def recognise_qwen3(clues: Clues) -> Family | None:
 
 
 def recognise_mistral(clues: Clues) -> Family | None:
-    """`[TOOL_CALLS]` and a JSON list of calls (Nemo, Large), or `[TOOL_CALLS]NAME[ARGS]{…}` per call (Small 3.2,
-    Devstral)."""
+    """`[TOOL_CALLS]` and a JSON list (Nemo, Large), or `[TOOL_CALLS]NAME[ARGS]{…}` per call (Small 3.2, Devstral)."""
     if not clues.has("[TOOL_CALLS]", "[/INST]"):
         return None
     shared = {"content": "json", "repeats": True}
@@ -162,8 +162,7 @@ def recognise_mistral(clues: Clues) -> Family | None:
 
 
 def recognise_llama(clues: Clues) -> Family | None:
-    """Llama-3.x: a call is the whole turn, a bare JSON object with `name` and `parameters`, perhaps after
-    `<|python_tag|>`."""
+    """Llama-3.x: a call is the whole turn, JSON with `name` and `parameters`, perhaps after `<|python_tag|>`."""
     if not clues.has("<|start_header_id|>", "<|end_header_id|>"):
         return None
     calls: Fields = {

@@ -210,11 +210,11 @@ class JsonCallReader:
         self.name, self.call_id = name if call_format.name is None else "", call_id
         self._format = call_format
         self._expected = "value" if call_format.arguments is None else "{"  # or "key", ":", ",", "end"
-        self._key = call_format.arguments  # of the current or next value
-        self._value: JsonValueReader | None = None  # of the current key or value
-        self._text: list[str] = []  # of it
+        self._key = call_format.arguments  # key of the current or next value
+        self._value: JsonValueReader | None = None  # reader of the current key or value
+        self._text: list[str] = []  # its text
         self._shows = False  # the current value is the arguments, which may be shown
-        self._keys: list[str | None] = []  # of the members so far
+        self._keys: list[str | None] = []  # keys of the members so far
         self._arguments = ""
         self._is_lost = False
 
@@ -261,7 +261,9 @@ class JsonCallReader:
             self._arguments = self._arguments or text
         elif text[0] == '"' and self._key == self._format.name:
             self.name = self.name or json.loads(text).strip()
-        elif text[0] == '"' and self._key == "id" and not has_arguments:  # by then a stream has shown the call
+        elif (
+            text[0] == '"' and self._key == "id" and not has_arguments
+        ):  # once it has arguments, a stream has shown the call
             self.call_id = self.call_id or json.loads(text)
 
     def end(self) -> ParsedCall | CallFailure | None:
@@ -283,7 +285,7 @@ class TagCallReader:
         self.name, self.call_id = name, call_id
         self._format, self._schemas = call_format, schemas
         self._text = ""  # after the last whole tag
-        self._outside: list[str] = []  # of all tags
+        self._outside: list[str] = []  # text outside all tags
         self._values: JsonObject = {}
         self._twice: str | None = None
         self._is_odd = False  # not as this format is written: nothing more is shown
@@ -416,9 +418,7 @@ def _load_json(text: str) -> Any:
 def _diagnose(
     field: ForeignField, body: str, captures: Mapping[str, str], schemas: Schemas, error: Exception
 ) -> list[ParsedCall] | CallFailure:
-    """Why `process_field` failed. A JSON call of a known tool that lacks only its arguments is a call without
-    arguments.
-    """
+    """Why `process_field` failed. A JSON call of a known tool without arguments is a valid call."""
     if field.content != "json":
         return CallFailure(status=Status.MALFORMED, detail=str(error).splitlines()[0], name=captures.get("name"))
     try:

@@ -130,8 +130,8 @@ class TextLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grammar:
-    """`delimiters`: by open region (None: no region is open). `generation_ids` open an assistant turn, for callers that
-    give no prompt.
+    """`delimiters`: by open region (None: none). `generation_ids` open an assistant turn, for callers without a
+    prompt.
     """
 
     fields: Mapping[str, ForeignField]

@@ -86,8 +86,8 @@ class TextField:
 
 
 class MessageBuilder:
-    """The message that the client sees, and every call that the model tried to write. `early`: shows calls while they
-    are written.
+    """The client's message, and every call that the model tried to write. `early`: shows calls while they are
+    written.
     """
 
     def __init__(self, grammar: Grammar, tools: Tools | None, *, prompt_ids: Ids, early: bool) -> None:
@@ -102,9 +102,9 @@ class MessageBuilder:
         self._early = early
         self._captures: Mapping[str, str] = {}  # of the open region
         self._body: list[str] = []
-        self._reader: CallReader | None = None  # of the call that is being written
-        self._shown_call: int | None = None  # its index, once it has been shown
-        self._shown: list[str] = []  # of its arguments
+        self._reader: CallReader | None = None  # of the call being written
+        self._shown_call: int | None = None  # index of the call being written, once shown
+        self._shown: list[str] = []  # its arguments shown so far
         self.attempts: list[Attempt] = []
 
     def build(self) -> JsonObject:

@@ -1,5 +1,5 @@
-"""Incremental JSON: how much of a text is a valid prefix of one value. Strict: any JSON reader accepts what it
-accepts.
+"""Incremental JSON: how much of a text is a valid prefix of one value. Strict: accepts only what any JSON reader
+does.
 """
 
 from __future__ import annotations

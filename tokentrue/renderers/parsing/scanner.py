@@ -31,7 +31,7 @@ class TokenSource:
         self._has_half = False  # the decoder holds part of a character
         self._text: list[str] = []
         self._ids: list[int] = []
-        self._ends: list[int] = []  # of each token, in bytes; made when asked for
+        self._ends: list[int] = []  # end of each token in bytes; computed lazily
 
     def add(self, token_ids: Ids) -> str:
         self._ids.extend(token_ids)
