@@ -121,7 +121,7 @@ class SessionHandle:
         if node is None:
             raise MessageError("no such response in this session", field="previous_response_id")
         history = self.session.tree.messages(node)
-        if node.replaced:  # a pinned prompt is in its place; the instructions are in what the client sent
+        if node.replaced:  # a pinned prompt may replace them here; the instructions are in what the client sent
             history = [*node.replaced, *history[count_system(map(read_role, history)) :]]
         return history[1 if head.continues.instructed else 0 :]
 

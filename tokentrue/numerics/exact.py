@@ -191,9 +191,8 @@ def attend(
     narrow = value.shape[-1]
     if narrow > d:
         raise ExactnessError(f"attention values of {narrow} per head are wider than its keys of {d}: no exact form")
-    value = (
-        F.pad(value, (0, d - narrow)) if narrow < d else value
-    )  # zero padding is safe: every column of the result has its own sum
+    # Zero padding is safe: every column of the result has its own sum.
+    value = F.pad(value, (0, d - narrow)) if narrow < d else value
     q, k, v = (x.transpose(1, 2).reshape(b * t, -1, d) for x in (query, key, value))
     if mask is not None:
         out = attend_unpadded(ops, q, k, v, mask, spec)

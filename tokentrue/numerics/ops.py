@@ -82,7 +82,7 @@ class PagedBatch:
     q_lens: tuple[int, ...]
     contexts: tuple[int, ...]  # context_lens on the host
     num_decodes: int
-    plan: Any = None  # what the implementation derives from q_lens, given for a captured step that is replayed with other lengths
+    plan: Any = None  # derived from q_lens; given for a captured step that is replayed with other lengths
 
 
 class NormForm(IntEnum):

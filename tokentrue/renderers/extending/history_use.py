@@ -102,9 +102,7 @@ class _Findings:
     namespaces: set[str] = field(default_factory=set[str])  # created outside loops and macros: they carry state
     initial: dict[str, list[nodes.Node]] = field(default_factory=dict[str, "list[nodes.Node]"])
     writes: dict[str, list[Write]] = field(default_factory=dict[str, "list[Write]"])
-    faults: dict[str, str] = field(
-        default_factory=dict[str, str]
-    )  # why a variable's last writer does not decide its value
+    faults: dict[str, str] = field(default_factory=dict[str, str])  # why a variable's last writer does not decide it
     lists: dict[str, int] = field(default_factory=lambda: {"messages": 1})  # how often a list of messages is assigned
 
     def summarise(self) -> object:

@@ -143,10 +143,8 @@ class MessageKeeper:
             for index in sorted(chosen):
                 effect = find_effect(messages[index])
                 if kept and kept[-1]["role"] == messages[index]["role"] == "user" and not use.gaps:
-                    answer = {
-                        "role": "assistant",
-                        "content": dummy["content"],
-                    }  # some templates require alternating turns
+                    # some templates require alternating turns
+                    answer = {"role": "assistant", "content": dummy["content"]}
                     if not (answer_effect := find_effect(answer))[0] and not (use.neighbour and index == end - 1):
                         kept.append(answer)
                         effects.append(answer_effect)
@@ -179,7 +177,7 @@ class MessageKeeper:
         read_fields, writers = self._read_fields, list[int]()
         last: dict[str, int] = {}
         missing: dict[str, frozenset[str] | None] = {**self.use.variables}
-        if missing and {"role", "tool_calls"}.issuperset(self.use.fields):  # the texts rendered differ from its own
+        if missing and {"role", "tool_calls"}.issuperset(self.use.fields):  # the turn is rendered with other texts
             for name in find_effect(turn)[1] & find_effect(history[end])[1]:
                 missing.pop(name, None)
         wanted = _list_roles(missing, self.use.roles)

@@ -261,9 +261,7 @@ class JsonCallReader:
             self._arguments = self._arguments or text
         elif text[0] == '"' and self._key == self._format.name:
             self.name = self.name or json.loads(text).strip()
-        elif (
-            text[0] == '"' and self._key == "id" and not has_arguments
-        ):  # once it has arguments, a stream has shown the call
+        elif text[0] == '"' and self._key == "id" and not has_arguments:  # with arguments, a stream has shown it
             self.call_id = self.call_id or json.loads(text)
 
     def end(self) -> ParsedCall | CallFailure | None:
