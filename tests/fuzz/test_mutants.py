@@ -50,7 +50,7 @@ MUTANTS = (
                 '        remembered = self.__dict__.setdefault("_remembered", {})\n'
                 "        older = remembered.get(repr(request.sampling))\n"
                 '        if older is not None and hasattr(resolution, "node") and older in self.tree.path(resolution.node)[:-1]:\n'
-                "            later = tuple(conversation.messages[len(self.tree.messages(older)) :])\n"
+                "            later = tuple(conversation[len(self.tree.messages(older)) :])\n"
                 "            resolution = replace(resolution, node=older, tail=later)\n",
             ),
             (
