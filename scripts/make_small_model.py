@@ -32,7 +32,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from tokentrue.environments import problems as P
+from tokentrue.environments import word_problems as P
 
 ASSET = Path(__file__).parent.parent / "tokentrue" / "assets" / "calculator"
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]

@@ -20,7 +20,7 @@ from tokentrue.errors import TokenTrueError
 from tokentrue.ids import TokenIds
 from tokentrue.sessions import singleflight
 from tokentrue.sessions import tree as trees
-from tokentrue.sessions.journal import Journal, records
+from tokentrue.sessions.journal import Journal, rows
 from tokentrue.sessions.journal import journal as claims
 from tokentrue.sessions.matching import candidates, matcher
 from tokentrue.sessions.stages import commits, generation, prompts
@@ -141,7 +141,7 @@ def joining_a_cancelled_turn(patch: pytest.MonkeyPatch) -> None:
 
 
 def rows_are_not_compared_with_their_digest(patch: pytest.MonkeyPatch) -> None:
-    for module in (claims, records):
+    for module in (claims, rows):
         patch.setattr(module, "row_digest", lambda values: b"")
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from operator import itemgetter
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import orjson
 
@@ -228,8 +228,7 @@ class MessageKeeper:
 
     @cached_property
     def _read_fields(self) -> Callable[[JsonMapping], tuple[Any, ...]]:
-        read: itemgetter[Any] = itemgetter(*self._fields)
-        return read
+        return cast("Callable[[JsonMapping], tuple[Any, ...]]", itemgetter(*self._fields))
 
     def _normalise(self, messages: Messages, index: int) -> JsonObject:
         if messages[index].get("role") != "tool" or not self._safe:
