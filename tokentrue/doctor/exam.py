@@ -12,7 +12,7 @@ from typing import ParamSpec
 from tokentrue.doctor.findings import Finding, cannot_tell
 from tokentrue.doctor.reference import Observation, Reference
 from tokentrue.doctor.routes import EngineRoutes
-from tokentrue.errors import EngineError, InputError, TokenContractError
+from tokentrue.errors import ConfigError, EngineError, InputError, TokenContractError
 from tokentrue.protocols import Provider
 from tokentrue.renderers import Renderer
 from tokentrue.types import Completion, Sampling
@@ -111,6 +111,8 @@ def probe(name: str) -> Callable[[Callable[P, Awaitable[Finding]]], Callable[P, 
         async def run(*args: P.args, **kwargs: P.kwargs) -> Finding:
             try:
                 found = await ask(*args, **kwargs)
+            except ConfigError:  # the user's own, such as weights that cannot be loaded: not the engine's refusal
+                raise
             except (EngineError, InputError, TokenContractError) as error:
                 found = cannot_tell(str(error))
             return replace(found, probe=name)
