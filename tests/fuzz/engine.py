@@ -61,6 +61,7 @@ class Generation:
     delivered: int = 0
     ended: str = "running"
     seed: int | None = None
+    stops: tuple[str, ...] = ()
     doubtful: bool = False  # it is open whether what was delivered can be taken for tokens
     arrived: asyncio.Event = field(default_factory=asyncio.Event)  # the first tokens are out
 
@@ -131,6 +132,7 @@ class Engine:
             session=session, prompt=tuple(body["input_ids"]), streamed=bool(body.get("stream")), plan=plan
         )
         generation.seed = body["sampling_params"].get("sampling_seed")
+        generation.stops = tuple(body["sampling_params"].get("stop") or ())
         self.log[session].append(generation)
         finish = self._sample(generation, body["sampling_params"])
         if plan.fault.startswith("status_"):

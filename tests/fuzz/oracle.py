@@ -199,6 +199,8 @@ class Judge:
         output = sampled.parts[0].plan.output
         if output.expected is None or sampled.ids != output.ids:
             return
+        if any(stop in self._vocabulary.text(sampled.ids) for stop in sampled.parts[0].stops):
+            return  # resumed in the middle of a stop string, the engine did not see it: the answer is cut there all the same
         reasoning, text, calls = output.expected
         served = [(call.name, loaded(call.arguments)) for call in message.calls]
         normal = self._vocabulary.normal
