@@ -16,7 +16,7 @@ from tests.renderers.hostile_templates import CHATML, HOSTILE
 from tests.renderers.standins import standin
 from tests.renderers.talk import OWN, TOOLS, calls, folder_of, judge, result, says, stop_id, user
 from tokentrue.errors import TokenTrueError
-from tokentrue.renderers import Renderer, renderer_of
+from tokentrue.renderers import Renderer, prove, renderer_of
 from tokentrue.renderers.extending import history_use, kept
 from tokentrue.renderers.families import harmony
 
@@ -230,10 +230,25 @@ def test_nemotron_after_another_conversation() -> None:
         assert whole.endswith(end) and renderer.decode(found.added_ids).endswith(end), first
 
 
-def test_a_question_that_is_dropped_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the last writers among the kept messages, prompts depend on what other conversations held."""
+def test_a_question_that_is_dropped_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the last writers among the kept messages, a prompt depends on what other conversations held. The proof
+    at load takes the short plans away then."""
+    tokenizer, source = standin(SMALL["last word"]), SMALL["last word"]
+    histories = [[user("x"), says("b"), user(word), says("e"), user("f"), says("d")] for word in ("c", "/a c")]
+
+    def prompts(renderer: Renderer) -> list[str]:
+        found = [renderer.extend((7, stop_id(renderer)), history, [user("go")]) for history in histories]
+        return [renderer.decode(each.added_ids)[-4:] for each in found if isinstance(each, tt.Extension)]
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "whole"))  # proofs are kept there
+    assert renderer_of(tokenizer, chat_template=source).proof.short_plans
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "dropped"))
     monkeypatch.setattr(kept.MessageKeeper, "_find_last_writers", lambda *_: ([], {}))
-    assert count_differences(standin(SMALL["last word"]), SMALL["last word"], None, 120)[0]
+    without = renderer_of(tokenizer, chat_template=source)
+    assert not without.proof.short_plans and prompts(without) == ["ant\n", "nt\na"]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "unproven"))
+    monkeypatch.setattr(prove, "_check_short_plans", lambda _: True)
+    assert prompts(renderer_of(tokenizer, chat_template=source)) == ["ant\n", "ant\n"]
 
 
 READS_TURN = {

@@ -124,10 +124,11 @@ MAX_WORDS = 8
 
 
 def list_questions(words: Sequence[str]) -> Iterator[tuple[tuple[Message, ...], tuple[Message, ...]]]:
-    """Conversations of two shapes, with and without each word in the earlier messages, and what follows them."""
+    """Conversations of two shapes, with and without each word in earlier messages that are neither the first nor the
+    last, and what follows them."""
     for word in ("za", *words[:MAX_WORDS]):
         ask, say = {"role": "user", "content": f"{word} zb"}, {"role": "assistant", "content": f"za {word}"}
-        yield (ask, say, _user("zc"), _turn("zlastz")), (ANSWER,)
+        yield (_user("zy"), _turn("zx"), ask, say, _user("zc"), _turn("zlastz")), (ANSWER,)
         ask, result = {"role": "user", "content": word}, {**_result("zd"), "content": f"{word} zb"}
         yield (ask, _calls("zb", text=f"za {word} zb"), result, _calls("zlastz")), (_result("zn0z"),)
 
