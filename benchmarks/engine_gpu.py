@@ -28,9 +28,10 @@ from typing import Any
 import torch
 
 from benchmarks import Report
-from benchmarks.gpu.inexact import InexactOps, UnprovenEngine, shake
+from benchmarks.gpu.inexact import InexactOps
 from benchmarks.gpu.peers import PEERS, PeerResult, is_available, measure_peers
 from benchmarks.gpu.random_models import PROMPT, SHAPES, Prompts, model_of, prompts_of
+from benchmarks.shaken import UnprovenEngine, shake
 from tokentrue.engine import ExactEngine
 from tokentrue.engine.schedule import ScheduleLimits
 from tokentrue.numerics import exact, score

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import random
-from collections import OrderedDict
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tokentrue.engine import ExactEngine
-from tokentrue.engine.request import Request
 from tokentrue.numerics.ops import Norm, Ops
 from tokentrue.numerics.triton import TritonOps
 from tokentrue.numerics.triton.attention import QueryTile
@@ -54,24 +49,3 @@ class InexactOps(TritonOps):
         self, *, linears: set[tuple[int, int, bool]], heads: set[tuple[int, int, int]], dtype: torch.dtype
     ) -> list[str]:
         return ["exactness is off"]
-
-
-class UnprovenEngine(ExactEngine):
-    """Runs operators that the proof at load refuses, rightly."""
-
-    def _prove(self) -> None:
-        pass
-
-
-def shake(engine: ExactEngine, chance: random.Random) -> None:
-    """Random pages, and random pieces of prompts: no bit may depend on either."""
-    pool, scheduler = engine.core.pool, engine.core.scheduler
-    order = list(pool._free)
-    chance.shuffle(order)
-    pool._free = OrderedDict.fromkeys(order)
-    piece = scheduler.piece
-
-    def random_piece(request: Request, budget: int) -> int:
-        return piece(request, chance.randint(1, piece(request, budget)))
-
-    scheduler.piece = random_piece  # type: ignore[method-assign]

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import copy
 import random
-from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from benchmarks.shaken import UnprovenEngine, shake
 from tokentrue.engine import ExactEngine, ScheduleLimits
 from tokentrue.engine.request import Phase, Request
 from tokentrue.engine.runner import LocalRunner
@@ -175,28 +175,6 @@ def engine_of(
     if rng is not None:
         shake(engine, rng)
     return engine
-
-
-class UnprovenEngine(ExactEngine):
-    """Runs operators that are known not to be exact: for negative controls."""
-
-    def _prove(self) -> None:
-        pass
-
-
-def shake(engine: ExactEngine, rng: random.Random) -> None:
-    """Random pages, and random pieces of prompts: no bit may depend on either."""
-    pool, scheduler = engine.core.pool, engine.core.scheduler
-    order = list(pool._free)
-    rng.shuffle(order)
-    pool._free = OrderedDict.fromkeys(order)
-    piece = scheduler.piece
-
-    def random_piece(request: Request, budget: int) -> int:
-        most = piece(request, budget)
-        return piece(request, rng.choice([most, rng.randint(1, most)]))
-
-    scheduler.piece = random_piece  # type: ignore[method-assign]
 
 
 def random_run(
