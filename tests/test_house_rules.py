@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -231,6 +232,7 @@ def test_import_is_light() -> None:
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
 
 
+@cache
 def bound_names(path: Path) -> set[str]:
     """Names that a module's top level binds."""
     found: set[str] = set()

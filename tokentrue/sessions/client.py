@@ -15,18 +15,9 @@ from tokentrue.errors import InputError, SamplingError
 from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.sessions.constraints import constraints_from
 from tokentrue.sessions.stages.generation import chat_finish_reason
-from tokentrue.types import Messages, Reply, Sampling, Tools, TurnEvent, TurnRequest
+from tokentrue.types import PENALTIES, TRUNCATIONS, Messages, Reply, Sampling, Tools, TurnEvent, TurnRequest
 
-_SAMPLING = {
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-}
+_SAMPLING = {"temperature", "seed", *TRUNCATIONS, *PENALTIES}
 _IGNORED = {
     "model", "user", "metadata", "store", "timeout", "stream_options", "parallel_tool_calls", "logprobs", "extra_headers"
 }  # fmt: skip

@@ -33,7 +33,7 @@ from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.plain_json import convert
 from tokentrue.sessions.constraints import constraints_from
 from tokentrue.sessions.stages.generation import chat_finish_reason
-from tokentrue.types import Delta, Message, Reply, Sampling, TurnEvent
+from tokentrue.types import PENALTIES, TRUNCATIONS, Delta, Message, Reply, Sampling, TurnEvent
 
 ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
@@ -189,17 +189,7 @@ def delta_from(delta: Delta) -> JsonObject:
 # Requests.
 ROLES = ("system", "developer", "user", "assistant", "tool")  # tuples: what is compared with them may be unhashable
 TEXT_PARTS = ("text", "refusal")
-SAMPLING = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "top_logprobs",
-)
+SAMPLING = ("temperature", *TRUNCATIONS, "seed", *PENALTIES, "top_logprobs")
 
 
 class StreamOptions(msgspec.Struct):
