@@ -8,6 +8,9 @@ scale it down.
 *By turn*: one agent, one request at a time, an engine that answers at once with 150 tokens in 150 events; each turn goes
 to every server, one after the other. Added time is over the engine by itself; CPU time is the kernel's account of the
 server's process. Beside a proxy that does nothing and one that relays ids; `--peer NAME=PYTHON` adds other gateways.
+
+*By workers*: agents without pauses at an engine that answers at once; turns a second of one and of `--workers` gateway
+processes. It needs a core for each of them, one for the engine and one for the agents.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -258,10 +261,32 @@ def turns_table(
     return Report(title=f"by turn: {kind}", columns=columns, rows=rows, notes=notes)
 
 
+# ---- by workers ------------------------------------------------------------------------------------------------------
+def report_workers(workers: int, folder: Path, *, agents: int, turns: int) -> Report:
+    rows: list[Sequence[Any]] = []
+    load = Workload(turns=turns, opening=(2_000, 4_000), token_delay_s=0.0, pause_s=1e-6)
+    speeds: dict[bool, list[float]] = defaultdict(list)
+    for count in (1, workers):
+        with engine_and_gateway(folder, workers=count, sampled=EVENTS) as servers:
+            gateway = servers[GATEWAY]
+            asyncio.run(play_agents(gateway, agents, replace(load, turns=2), streamed=True))
+            for streamed in (True, False):
+                started = time.perf_counter()
+                felt = asyncio.run(play_agents(gateway, agents, load, streamed=streamed))
+                speeds[streamed].append(len(felt.whole_s) / (time.perf_counter() - started))
+                ratio, cpu_ms = speeds[streamed][-1] / speeds[streamed][0], 1e3 * felt.cpu_s / len(felt.whole_s)
+                rows.append((count, "streamed" if streamed else "whole", speeds[streamed][-1], ratio, cpu_ms))
+    columns = ("workers", "answers", "turns a second", "of one worker", "CPU ms a turn")
+    notes = (
+        f"{agents} agents without pauses, {turns} turns each, an engine that answers at once; {os.cpu_count()} cores",
+    )
+    return Report(title="gateway processes", columns=columns, rows=rows, notes=notes)
+
+
 # ---- servers ---------------------------------------------------------------------------------------------------------
 @contextmanager
 def engine_and_gateway(
-    folder: Path, *, peers: Mapping[str, str] | None = None, proxies: bool = False, **settings: Any
+    folder: Path, *, peers: Mapping[str, str] | None = None, proxies: bool = False, workers: int = 1, **settings: Any
 ) -> Iterator[dict[str, ServerProcess]]:
     model, key = bench_model(), secrets.token_hex(16)
     standin = folder / "standin.json"
@@ -275,6 +300,7 @@ def engine_and_gateway(
             servers["proxy that relays ids"] = ServerProcess("benchmarks.bare_proxy", url, "ids")
         store = f"sqlite:{folder / secrets.token_hex(4)}.sqlite"
         flags = ["--engine", "sglang", "--url", url, "--model", model, "--port", "0", "--store", store]
+        flags += ["--workers", str(workers)] if workers > 1 else []
         servers[GATEWAY] = ServerProcess("tokentrue", "serve", *flags, admin_key=key)
         for name, python in (peers or {}).items():
             servers[name] = PeerProcess(name, python, url, folder)
@@ -290,6 +316,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=31, help="turns of an agent, at the median")
     parser.add_argument("--opening", type=int, nargs=2, default=[20_000, 50_000], help="tokens of first prompts")
     parser.add_argument("--rounds", type=int, default=3, help="conversations of the tables by turn; 0: no tables")
+    parser.add_argument("--workers", type=int, default=0, help="gateway processes beside one; 0: no table")
     parser.add_argument("--peer", action="append", default=[], help="NAME=PYTHON: " + ", ".join(PEERS))
     options = parser.parse_args()
     peers = dict(each.split("=", 1) for each in options.peer)
@@ -306,6 +333,9 @@ def main() -> None:
             reports.append(report_felt(counts, load, Path(folder)))
         if options.rounds:
             reports += report_turns(marks, peers, Path(folder), rounds=1 if options.quick else options.rounds)
+        if options.workers:
+            agents, turns = (4, 3) if options.quick else (32, 24)
+            reports.append(report_workers(options.workers, Path(folder), agents=agents, turns=turns))
     print_reports(reports, as_json=options.json)
 
 
