@@ -92,11 +92,14 @@ async def connect(port: int) -> HttpClient:
 
 
 async def open_session(port: int, admin_key: str) -> tuple[HttpClient, str]:
-    """A connection, and the key of a new session where the server has sessions."""
-    client, key = await connect(port), "none"
-    if admin_key:
-        key = orjson.loads((await client.post("/sessions", b"{}", admin_key)).body)["api_key"]
-    return client, key
+    """A connection, and the key of a new session where the server has sessions. A trainer opens the session over its
+    own connection."""
+    if not admin_key:
+        return await connect(port), "none"
+    trainer = await connect(port)
+    key = orjson.loads((await trainer.post("/sessions", b"{}", admin_key)).body)["api_key"]
+    trainer.close()
+    return await connect(port), key
 
 
 @cache

@@ -79,6 +79,7 @@ def command(
     with without_torch(settings.engine.name):
         settings = identify_model(settings)
     from tokentrue.gateway.auth import new_admin_key
+    from tokentrue.gateway.serving.dispatch import Dispatcher
     from tokentrue.gateway.serving.processes import AdminState, Supervisor
     from tokentrue.gateway.serving.server import find_url, listen
     from tokentrue.sessions import StoreLock
@@ -95,15 +96,18 @@ def command(
         settings = replace(
             settings, server=replace(settings.server, address=settings.server.address.rstrip("/") or bound)
         )
+        workers = settings.server.workers
+        dispatcher = Dispatcher(public, workers) if workers > 1 else None
         lock = StoreLock(settings.server.store) if settings.server.store.startswith("sqlite:") else None
 
         def serve(number: int, say_up: Callable[[], None]) -> None:
             if lock is not None:
                 lock.release()  # this process's copy: the parent alone holds it
-            serve_worker(settings, number, public, folder, admin_key, state, say_up)
+            receiver = dispatcher.receivers[number] if dispatcher else None
+            serve_worker(settings, number, public, receiver, folder, admin_key, state, say_up)
 
         try:
-            supervisor = Supervisor(serve, settings.server.workers, public)
+            supervisor = Supervisor(serve, workers, public, dispatcher)
             return supervisor.run(lambda: greet(settings, base, None if given_key else admin_key))
         finally:
             if lock is not None:
@@ -114,6 +118,7 @@ def serve_worker(
     settings: ServeConfig,
     number: int,
     public: socket.socket,
+    receiver: socket.socket | None,
     folder: str,
     admin_key: str,
     state: AdminState,
@@ -139,11 +144,11 @@ def serve_worker(
             render_deadline=RenderDeadline(settings.limits.render_s),
             lock=False,
         )
-    sockets = [public] if workers == 1 else [public, listen_to_workers(paths[number])]
+    listener = public if workers == 1 else listen_to_workers(paths[number])
     # After it listens: later changes arrive at its socket. An engine in this process has restarted with
     # the weights of its directory.
     gateway.services.restore_admin_state(has_weights=settings.engine.name not in IN_PROCESS)
-    serve_until_signal(gateway, *sockets, ready=say_up)
+    serve_until_signal(gateway, listener, receiver=receiver, ready=say_up)
 
 
 def adapters_from(flags: list[str]) -> dict[str, str]:

@@ -23,6 +23,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.sharedctypes import RawArray
 from typing import Any
 
+from tokentrue.gateway.serving.dispatch import Dispatcher
 from tokentrue.types import UNVERSIONED
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -112,10 +113,11 @@ class Child:
 
 
 class Supervisor:
-    """Runs `serve(number, say_up)` in `count` processes, and restarts one that was up and is killed."""
+    """Runs `serve(number, say_up)` in `count` processes, and restarts one that was up and is killed. With several the
+    parent accepts the connections to `public`."""
 
-    def __init__(self, serve: Serve, count: int, public: socket.socket) -> None:
-        self._serve, self._count, self._public = serve, count, public
+    def __init__(self, serve: Serve, count: int, public: socket.socket, dispatcher: Dispatcher | None) -> None:
+        self._serve, self._count, self._public, self._dispatcher = serve, count, public, dispatcher
         self._children: dict[int, Child] = {}
         self._restarts: list[float] = []
         self._is_stopping = False
@@ -130,8 +132,12 @@ class Supervisor:
                 self._start(number)
             while self._children:
                 by_pipe: dict[Any, Child] = {child.pipe: child for child in self._children.values()}
-                for pipe in multiprocessing.connection.wait(list(by_pipe)):
-                    child = by_pipe[pipe]
+                accepting = self._dispatcher if is_ready else None
+                waits_for, timeout_s = (accepting.waits_for, accepting.timeout_s) if accepting else ([], None)
+                ready_now = multiprocessing.connection.wait([*by_pipe, *waits_for], timeout_s)
+                if accepting is not None:
+                    accepting.dispatch(ready_now)
+                for child in [by_pipe[each] for each in ready_now if each in by_pipe]:
                     if child.receive() == UP:
                         child.is_up = True
                     else:
@@ -145,10 +151,14 @@ class Supervisor:
                 child.process.terminate()
             for child in self._children.values():
                 child.process.join()
+            if self._dispatcher is not None:
+                self._dispatcher.close()
             for number, handler in before.items():
                 signal.signal(number, handler)
 
     def _start(self, number: int) -> None:
+        if self._dispatcher is not None:
+            self._dispatcher.pass_on_all()
         child = self._children[number] = Child(self._serve, number, is_only=self._count == 1)
         if self._is_stopping:
             child.process.terminate()

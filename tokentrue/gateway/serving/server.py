@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
 import ipaddress
 import logging
 import os
@@ -89,6 +90,38 @@ class SignalledServer(uvicorn.Server):
                 signal.signal(number, handler)
 
 
+class WorkerServer(SignalledServer):
+    """Also serves the connections that the parent accepted and passes through `receiver` (`dispatch`)."""
+
+    def __init__(self, config: uvicorn.Config, receiver: socket.socket) -> None:
+        super().__init__(config)
+        self._receiver = receiver
+        self._connecting: set[asyncio.Task[object]] = set()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        asyncio.get_running_loop().add_reader(self._receiver, self._receive)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().remove_reader(self._receiver)
+        await super().shutdown(sockets)
+
+    def _receive(self) -> None:
+        _, descriptors, _, _ = socket.recv_fds(self._receiver, 1, 1)
+        loop = asyncio.get_running_loop()
+        for descriptor in descriptors:
+            connection = socket.socket(fileno=descriptor)
+            connection.setblocking(False)
+            task = loop.create_task(loop.connect_accepted_socket(self._new_protocol, connection))
+            self._connecting.add(task)
+            task.add_done_callback(self._connecting.discard)
+
+    def _new_protocol(self) -> asyncio.Protocol:
+        return self.config.http_protocol_class(
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+
+
 class EmbeddedServer(uvicorn.Server):
     """Leaves signals to the process."""
 
@@ -129,10 +162,13 @@ def listen_to_workers(path: str) -> socket.socket:
 
 @contextlib.asynccontextmanager
 async def serve_embedded(
-    gateway: Gateway, *sockets: socket.socket, drain_s: float, kind: type[uvicorn.Server] = EmbeddedServer
+    gateway: Gateway,
+    *sockets: socket.socket,
+    drain_s: float,
+    new_server: Callable[[uvicorn.Config], uvicorn.Server] = EmbeddedServer,
 ) -> AsyncGenerator[asyncio.Task[None], None]:
     """Serves on the running event loop while the block runs."""
-    server = kind(server_config(gateway, drain_s=drain_s))
+    server = new_server(server_config(gateway, drain_s=drain_s))
     serving = asyncio.create_task(server.serve(sockets=list(sockets)))
     while not server.started and not serving.done():
         await asyncio.sleep(0.005)
@@ -146,11 +182,15 @@ async def serve_embedded(
         await serving
 
 
-def serve_until_signal(gateway: Gateway, *sockets: socket.socket, ready: Callable[[], None]) -> None:
-    """Serves on a new event loop; calls `ready` when up."""
+def serve_until_signal(
+    gateway: Gateway, listener: socket.socket, *, receiver: socket.socket | None, ready: Callable[[], None]
+) -> None:
+    """Serves on a new event loop; calls `ready` when up. `receiver`: of connections that the parent accepts."""
+    new_server = SignalledServer if receiver is None else functools.partial(WorkerServer, receiver=receiver)
 
     async def serve() -> None:
-        async with serve_embedded(gateway, *sockets, drain_s=gateway.config.drain_s, kind=SignalledServer) as serving:
+        drain_s = gateway.config.drain_s
+        async with serve_embedded(gateway, listener, drain_s=drain_s, new_server=new_server) as serving:
             ready()
             await serving
 
