@@ -27,7 +27,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,7 @@ EVENTS = 150
 CHARACTERS = 3.6  # of a token, in the pages that agents read
 PAUSE_S = 1.0  # mean time of a tool
 MARKS, WINDOW = (8, 32, 128), 4
+LENGTH = 24  # turns of a conversation without pauses
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,24 +263,42 @@ def turns_table(
 
 
 # ---- by workers ------------------------------------------------------------------------------------------------------
-def report_workers(workers: int, folder: Path, *, agents: int, turns: int) -> Report:
+async def play_without_pauses(server: ServerProcess, agents: int, seconds: float, *, streamed: bool) -> int:
+    """The turns that `agents` take in that time. Each begins another conversation after `LENGTH` turns."""
+    end, turns = time.perf_counter() + seconds, 0
+
+    async def play(number: int) -> None:
+        nonlocal turns
+        while time.perf_counter() < end:
+            client, key = await open_session(server.port, server.admin_key)
+            agent = Agent(read_pages(skip=37 * number))
+            for _ in range(LENGTH):
+                answer = await client.post(PATH, agent.body(streamed=streamed), key)
+                if time.perf_counter() > end:
+                    break
+                turns += 1
+                agent.append(message_from_stream(answer.body) if streamed else message_from_answer(answer.body))
+            client.close()
+
+    await asyncio.gather(*map(play, range(agents)))
+    return turns
+
+
+def report_workers(workers: int, folder: Path, *, agents: int, seconds: float) -> Report:
     rows: list[Sequence[Any]] = []
-    load = Workload(turns=turns, opening=(2_000, 4_000), token_delay_s=0.0, pause_s=1e-6)
-    speeds: dict[bool, list[float]] = defaultdict(list)
+    speeds: dict[bool, float] = {}
     for count in (1, workers):
         with engine_and_gateway(folder, workers=count, sampled=EVENTS) as servers:
             gateway = servers[GATEWAY]
-            asyncio.run(play_agents(gateway, agents, replace(load, turns=2), streamed=True))
+            asyncio.run(play_without_pauses(gateway, agents, min(seconds, 2.0), streamed=True))
             for streamed in (True, False):
-                started = time.perf_counter()
-                felt = asyncio.run(play_agents(gateway, agents, load, streamed=streamed))
-                speeds[streamed].append(len(felt.whole_s) / (time.perf_counter() - started))
-                ratio, cpu_ms = speeds[streamed][-1] / speeds[streamed][0], 1e3 * felt.cpu_s / len(felt.whole_s)
-                rows.append((count, "streamed" if streamed else "whole", speeds[streamed][-1], ratio, cpu_ms))
+                before = gateway.cpu_s()
+                turns = asyncio.run(play_without_pauses(gateway, agents, seconds, streamed=streamed))
+                ratio = turns / seconds / speeds.setdefault(streamed, turns / seconds)
+                kind = "streamed" if streamed else "whole"
+                rows.append((count, kind, turns / seconds, ratio, 1e3 * (gateway.cpu_s() - before) / turns))
     columns = ("workers", "answers", "turns a second", "of one worker", "CPU ms a turn")
-    notes = (
-        f"{agents} agents without pauses, {turns} turns each, an engine that answers at once; {os.cpu_count()} cores",
-    )
+    notes = (f"{agents} agents without pauses, an engine that answers at once; {os.cpu_count()} cores",)
     return Report(title="gateway processes", columns=columns, rows=rows, notes=notes)
 
 
@@ -334,8 +353,8 @@ def main() -> None:
         if options.rounds:
             reports += report_turns(marks, peers, Path(folder), rounds=1 if options.quick else options.rounds)
         if options.workers:
-            agents, turns = (4, 3) if options.quick else (32, 24)
-            reports.append(report_workers(options.workers, Path(folder), agents=agents, turns=turns))
+            agents, seconds = (4, 1.0) if options.quick else (64, 12.0)
+            reports.append(report_workers(options.workers, Path(folder), agents=agents, seconds=seconds))
     print_reports(reports, as_json=options.json)
 
 
