@@ -257,6 +257,7 @@ print(json.dumps([renderer.tokenizer_hash, renderer.template_hash, sorted(render
 """
 
 
+@pytest.mark.slow
 def test_a_hub_id_is_read_as_the_directory_of_its_files_is(tmp_path: Path) -> None:
     """Its hash and its stops, those of generation_config.json among them; the weights are not downloaded."""
     model = tmp_path / "model"

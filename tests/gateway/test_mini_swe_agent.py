@@ -34,6 +34,7 @@ TEN_TURNS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("minisweagent") is None, reason="mini-swe-agent is not installed")
 def test_mini_swe_agent(tmp_path: Path) -> None:
     server = scripted_server(tmp_path, TEN_TURNS)

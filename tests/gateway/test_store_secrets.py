@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.gateway.world import ROOT, Server, model_dir, write_script
+from tests.marks import slow_except
 from tokentrue.errors import ConfigError
 from tokentrue.sessions.journal import open_journal
 from tokentrue.sessions.journal.database import describe_store
@@ -76,7 +77,7 @@ def test_a_store_that_cannot_be_read_is_not_quoted(store: str) -> None:
     assert "heim" not in str(caught.value)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", slow_except({"user"}, FORMS))
 def test_errors_at_start_do_not_hold_it(form: str, tmp_path: Path) -> None:
     store, env = give(form, tmp_path, 1)
     flags = ["--engine", "scripted", "--script", str(write_script(tmp_path, ["a"])), "--model", str(model_dir())]
@@ -92,7 +93,7 @@ def test_errors_at_start_do_not_hold_it(form: str, tmp_path: Path) -> None:
     assert "sesame" not in said and len(started.stderr.strip().splitlines()) <= 2
 
 
-@pytest.fixture(params=FORMS)
+@pytest.fixture(params=slow_except({"environment"}, FORMS))
 def served(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Server, Any]]:
     from tests.sessions.postgres_server import find_programs, run_server
 

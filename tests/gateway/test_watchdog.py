@@ -48,7 +48,7 @@ def is_healthy(server: Server) -> bool:
         return False
 
 
-@pytest.mark.parametrize("body", [DIVISION, LOOPS], ids=["division", "loops"])
+@pytest.mark.parametrize("body", [DIVISION, pytest.param(LOOPS, marks=pytest.mark.slow)], ids=["division", "loops"])
 def test_the_gateway_comes_back(tmp_path: Path, body: str) -> None:
     server = hanging_server(tmp_path, body)
     try:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import tokentrue as tt
+from tests.marks import examples
 from tests.turn.letters import Letters, sampled
 from tests.turn.world import Engine
 from tokentrue.errors import JournalError, SessionNotFound
@@ -53,7 +54,7 @@ def read_everything(path: Path) -> Any:
 
 
 def test_every_flipped_bit_is_noticed_or_harmless(tmp_path: Path) -> None:
-    flip_bits(tmp_path, FLIPS)
+    flip_bits(tmp_path, examples(FLIPS))
 
 
 def flip_bits(folder: Path, flips: int) -> None:

@@ -269,10 +269,18 @@ class RestartedEngine(ScoringEngine):
             False,
             "http://engine has weight version 0 after it scored the update, and version 2 was published",
         ),
-        ("scoring", True, "an engine scored it as version 2, and its log-probabilities are"),
-        ("round", False, "weight version 0 after round 2, and version 2 was published"),
-        ("round", True, "an engine sampled it as version 2, and its log-probabilities are"),
-        ("mid-round", False, "weight version 0 after round 2, and version 2 was published"),
+        pytest.param(
+            "scoring", True, "an engine scored it as version 2, and its log-probabilities are", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "round", False, "weight version 0 after round 2, and version 2 was published", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "round", True, "an engine sampled it as version 2, and its log-probabilities are", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "mid-round", False, "weight version 0 after round 2, and version 2 was published", marks=pytest.mark.slow
+        ),
         ("mid-round", True, "an engine sampled it as version 2, and its log-probabilities are"),
     ],
 )
