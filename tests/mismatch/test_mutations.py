@@ -208,32 +208,28 @@ def _probe_newer(m: Any) -> None:
 MUTANTS = [
     ("metrics.py", "    return -log_ratio\n", "    return log_ratio\n"),
     ("metrics.py", "return 0.5 * log_ratio * log_ratio", "return log_ratio * log_ratio"),
-    ("metrics.py", "far.sub_(z).add_(s)", "far.add_(z).add_(s)"),
-    ("metrics.py", "for n in (2, 6, 24))", "for n in (3, 6, 24))"),
-    ("metrics.py", "h.addcmul_(h, g)", "h"),
-    ("metrics.py", "grads[0] * ctx.saved_tensors[0]", "grads[0]"),
+    ("metrics.py", "torch.expm1(x) - x)", "torch.expm1(x) + x)"),
+    ("metrics.py", "(1 / 2 + y *", "(1 / 3 + y *"),
+    ("metrics.py", "torch.where(x == y, series, ", "torch.where(x == y, series.detach(), "),
+    ("metrics.py", "torch.where(x == y, series, torch.expm1(x) - x)", "torch.where(x == y, series, (torch.expm1(x) - x).detach())"),
     ("metrics.py", "return -torch.expm1(log_ratio) * advantages", "return torch.expm1(log_ratio) * advantages"),
-    ("signals.py", "return self.trainer - self.rollout", "return self.rollout - self.trainer"),
+    ("batch.py", "return self.trainer - self.rollout", "return self.rollout - self.trainer"),
     ("layout.py", "self.sum(values) / self.lengths.clamp(min=1)", "self.sum(values) / (self.lengths + 1)"),
     ("layout.py", "flatten(values).index_select(0, self.source)", "flatten(values)[: self.tokens]"),
     ("layout.py", "return per_row.index_select(0, self.row)", "return per_row[:1].expand(self.tokens)"),
     ("rules.py", 'total / count if self.level == "geometric" else total', "total"),
     ("rules.py", "unmasked.clamp(min=self.lower, max=self.upper)", "unmasked.clamp(min=self.lower)"),
-    (
-        "rules.py",
-        "masked_fill(~inside(log_weight, low, high), 0)",
-        "masked_fill(inside(log_weight, low, high), 0)",
-    ),
-    ("rules.py", "good & (values <= upper)", "good & (values >= upper)"),
-    ("rules.py", "values >= lower", "values > lower - 9"),
-    ("rules.py", "            judge.dropped |= failing\n", "            pass\n"),
-    ("rules.py", "        if self.inverse:\n            log_ratio = -log_ratio\n", ""),
+    ("rules.py", "masked_fill(outside, 0)", "masked_fill(~outside, 0)"),
+    ("rules.py", "good & (values <= high)", "good & (values >= high)"),
+    ("rules.py", "values >= low\n", "values > low - 9\n"),
+    ("rules.py", "            batch.dropped |= failing\n", "            pass\n"),
+    ("rules.py", "        if self.inverse:\n            values = -values\n", ""),
     ("rules.py", 'values = total if self.aggregate == "seq_sum" else total / count', "values = total"),
-    ("rules.py", "squares >= self._first_dropped", "squares > self._first_dropped"),
+    ("rules.py", "squares >= smallest", "squares > smallest"),
     ("rules.py", "bounded * mix + (1 - mix), unmasked", "bounded * mix, unmasked"),
     ("rules.py", "means = ordered.cumsum(0)", "means = ordered.cumsum(0) * 0"),
     ("rules.py", "(advantages < 0) & (log_ratio < 0)", "(advantages < 0) & (log_ratio > 0)"),
-    ("correction.py", "mask=layout.scatter(rows, ~judge.dropped, torch.bool)", "mask=layout.mask"),
+    ("correction.py", "mask=rows.scatter(~batch.dropped, torch.bool)", "mask=rows.scatter(rows.flags(True), torch.bool)"),
     (
         "loss.py",
         "torch.sigmoid(temperature * torch.expm1(t.log_ratio)) * 4",
@@ -241,7 +237,7 @@ MUTANTS = [
     ),
     ("loss.py", "k * log_w - steepness * torch.expm1(log_w)", "k * log_w - steepness * log_w"),
     ("diagnosis.py", "rate * self.factor", "rate"),
-    ("diagnosis.py", "gain = -float", "gain = float"),
+    ("diagnosis.py", "gain, divergence = -float", "gain, divergence = float"),
     ("diagnosis.py", '"chi2/token": Mean.of(torch.expm1(2 * x))', '"chi2/token": Mean.of((2 * x).exp())'),
     ("diagnosis.py", "Mean.of(x * x / 2)", "Mean.of(x * x)"),
     ("diagnosis.py", "gap = rollout - trainer", "gap = trainer - rollout"),
@@ -251,7 +247,7 @@ MUTANTS = [
     ("metrics.py", "self.mean**2 / raw if raw else 0.0", "self.mean / raw if raw else 0.0"),
     ("metrics.py", "gap**2 * a * b / n", "gap**2 * a * b"),
     ("metrics.py", "merged[name] = stat if mine is None else mine.merge(stat)", "merged[name] = stat"),
-    ("diagnosis.py", "position=int(mine.abs().argmax())", "position=int(mine.argmin())"),
+    ("diagnosis.py", "position=int(delta.abs().argmax())", "position=int(delta.argmin())"),
     ("loss.py", "loss = torch.maximum(plain, bounded)", "loss = torch.minimum(plain, bounded)"),
     ("loss.py", "torch.where(t.advantages < 0, torch.minimum(loss, cap), loss)", "torch.minimum(loss, cap)"),
     ("loss.py", "return -t.advantages * t.current, {}", "return -t.advantages * t.log_ratio.exp(), {}"),
@@ -268,17 +264,13 @@ MUTANTS = [
     ),
     (
         "loss.py",
-        'counted = everything if config.correction.loss_counts == "original" else keep',
+        'counted = everything if correction.loss_counts == "original" else keep',
         "counted = everything",
     ),
-    ("loss.py", "sums / float(self.config.fixed_length or 1)", "sums"),
-    ("loss.py", "return penalty.coefficient * reduce(value, paid)", "return reduce(value, paid)"),
-    ("advantages.py", "index, counts) / (counts - 1).clamp(min=1)).sqrt()", "index, counts) / counts).sqrt()"),
-    (
-        "advantages.py",
-        "_centre(values, index, counts) * (counts / (counts - 1).clamp(min=1))[index]",
-        "_centre(values, index, counts)",
-    ),
+    ("loss.py", "sums / float(config.fixed_length or 1)", "sums"),
+    ("loss.py", "config.penalty.coefficient * reduce(divergence, paid)", "reduce(divergence, paid)"),
+    ("advantages.py", "index) / (size - 1).clamp(min=1)).sqrt()", "index) / size).sqrt()"),
+    ("advantages.py", "made = centred * size / (size - 1).clamp(min=1)", "made = centred"),
 ]
 
 
@@ -287,18 +279,9 @@ def test_the_probe_holds_for_the_code_as_it_is() -> None:
         probe(m)
 
 
-GUARDS = [  # any one of them keeps gradient out of weights; the mutant lacks all three
-    (
-        "correction.py",
-        "    with torch.no_grad():\n        signals",
-        "    if True:\n        signals",
-    ),
-    ("signals.py", "rows.read(detach(values))", "rows.read(values)"),
-    (
-        "loss.py",
-        "detached = detach(inputs.current)",
-        "detached = inputs.current",
-    ),
+GUARDS = [  # either keeps gradient out of weights; the mutant lacks both
+    ("correction.py", "@torch.no_grad()\n", ""),
+    ("loss.py", "detached = detach(logprobs)", "detached = logprobs"),
 ]
 
 

@@ -1,6 +1,7 @@
 """Diagnostics, corrections and policy losses for training-inference mismatch: pure functions over tensors."""
 
 from tokentrue.mismatch.advantages import grpo_advantages, rloo_advantages, whitened_advantages
+from tokentrue.mismatch.batch import support_log_mass, support_log_mass_of
 from tokentrue.mismatch.correction import Corrected, Correction, correct
 from tokentrue.mismatch.diagnosis import Diagnosis, LengthDecay, UpdateCheck, WorstRow, check_update, diagnose
 from tokentrue.mismatch.loss import policy_loss
@@ -28,7 +29,6 @@ from tokentrue.mismatch.rules import (
     Veto,
     Weights,
 )
-from tokentrue.mismatch.signals import support_log_mass, support_log_mass_of
 
 __all__ = [
     "LOSSES",

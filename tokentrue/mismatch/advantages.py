@@ -28,27 +28,24 @@ def grpo_advantages(
     A group of equal rewards gives exactly 0, and so does a group of one; with `lone="reward"` that gives its reward, as
     in verl.
     """
-    values, index, counts = _group_rows(rewards, groups)
-    centred = _centre(values, index, counts)
-    is_lone = (counts == 1)[index]
-    kept = torch.where(is_lone, values, 0.0) if lone == "reward" else torch.zeros_like(values)
+    centred, index, size = _centre(rewards, groups)
+    values = rewards.double()
+    alone = values if lone == "reward" else torch.zeros_like(values)
     if not std:
-        return torch.where(is_lone, kept, centred).to(_kind(rewards))
+        return torch.where(size == 1, alone, centred).to(_kind(rewards))
     if scale == "batch":
-        deviation = values.std().expand_as(values) if values.numel() > 1 else torch.zeros_like(values)
+        deviation = values.std() if values.numel() > 1 else torch.zeros_like(values)
     else:
-        deviation = (_per_group(centred * centred, index, counts) / (counts - 1).clamp(min=1)).sqrt()[index]
+        deviation = (_group_sums(centred * centred, index) / (size - 1).clamp(min=1)).sqrt()
     scaled = torch.where(centred == 0, 0.0, centred / (deviation + eps))  # also without eps
-    return torch.where(is_lone, kept / (1 + eps), scaled).to(_kind(rewards))
+    return torch.where(size == 1, alone / (1 + eps), scaled).to(_kind(rewards))
 
 
 def rloo_advantages(rewards: Tensor, groups: Sequence[Hashable] | Tensor, *, lone: LoneGroup = "zero") -> Tensor:
     """Reward less the mean of the others of its group; a group of one gives 0, or its reward."""
-    values, index, counts = _group_rows(rewards, groups)
-    made = _centre(values, index, counts) * (counts / (counts - 1).clamp(min=1))[index]
-    if lone == "reward":
-        made = torch.where((counts == 1)[index], values, made)
-    return made.to(_kind(rewards))
+    centred, _, size = _centre(rewards, groups)
+    made = centred * size / (size - 1).clamp(min=1)
+    return (torch.where(size == 1, rewards.double(), made) if lone == "reward" else made).to(_kind(rewards))
 
 
 def whitened_advantages(
@@ -82,39 +79,31 @@ def whitened_advantages(
     return (centred / (variance + eps).sqrt()).to(_kind(rewards))
 
 
-def _group_rows(rewards: Tensor, groups: Sequence[Hashable] | Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _centre(rewards: Tensor, groups: Sequence[Hashable] | Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Rewards less their group's mean, the first row of each row's group, and the group's size."""
     if rewards.dim() != 1 or len(groups) != rewards.shape[0]:
         raise InputError(
             f"groups: {len(groups)} for rewards of shape {list(rewards.shape)}; pass one reward and one group per row"
         )
     _require_finite(rewards)
-    seen: dict[Hashable, int] = {}
+    first: dict[Hashable, int] = {}
     names = groups.tolist() if isinstance(groups, Tensor) else groups
-    index = torch.tensor([seen.setdefault(name, len(seen)) for name in names], dtype=torch.long, device=rewards.device)
-    counts = torch.bincount(index, minlength=len(seen)).double()
-    return rewards.double(), index, counts
+    firsts = [first.setdefault(name, row) for row, name in enumerate(names)]
+    index = torch.tensor(firsts, dtype=torch.long, device=rewards.device)
+    # Less the first reward before the mean: rounding of the mean must not give equal rewards a signal.
+    values = rewards.double() - rewards.double()[index]
+    size = _group_sums(torch.ones_like(values), index)
+    return values - _group_sums(values, index) / size, index, size
+
+
+def _group_sums(values: Tensor, index: Tensor) -> Tensor:
+    """At each row, the sum over its group."""
+    return torch.zeros_like(values).index_add(0, index, values)[index]
 
 
 def _require_finite(rewards: Tensor) -> None:
     if not bool(torch.isfinite(rewards).all()):
         raise InputError("rewards: not all finite; score every row, or leave unscored rows out")
-
-
-def _centre(values: Tensor, index: Tensor, counts: Tensor) -> Tensor:
-    """Rewards less their group's mean; exactly 0 where all of a group are equal."""
-    centred = values - (_per_group(values, index, counts) / counts)[index]
-    return torch.where(_all_equal(values, index, counts)[index], 0.0, centred)
-
-
-def _per_group(values: Tensor, index: Tensor, counts: Tensor) -> Tensor:
-    return torch.zeros_like(counts).index_add(0, index, values)
-
-
-def _all_equal(values: Tensor, index: Tensor, counts: Tensor) -> Tensor:
-    """Groups whose members have the same reward: rounding of the mean must not give them a signal."""
-    low = torch.full_like(counts, torch.inf).scatter_reduce(0, index, values, "amin")
-    high = torch.full_like(counts, -torch.inf).scatter_reduce(0, index, values, "amax")
-    return low == high
 
 
 def _kind(rewards: Tensor) -> torch.dtype:

@@ -4,7 +4,7 @@ batch. Nothing here is differentiated through."""
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Literal, Unpack
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from tokentrue.errors import ConfigError, InputError
 from tokentrue.json_types import JsonMapping
 from tokentrue.mismatch import importers
+from tokentrue.mismatch.batch import Batch, BatchOptions, Need, NonFinite, read_batch
 from tokentrue.mismatch.layout import Values, dtype_of
 from tokentrue.mismatch.metrics import LOG_CLAMP, Count, Mean, Metrics, Statistic
 from tokentrue.mismatch.rules import (
@@ -29,7 +30,6 @@ from tokentrue.mismatch.rules import (
     Veto,
     Weights,
 )
-from tokentrue.mismatch.signals import BatchOptions, Judge, Need, NonFinite, Signals, read_signals
 from tokentrue.types import check_fields
 
 MISSING: Mapping[Need, str] = {
@@ -77,8 +77,7 @@ class Correction:
             raise ConfigError(
                 f"Correction: with the rollout as denominator the {self.surrogate} ratio already holds trainer ÷ "
                 "rollout; importance weights would count it twice. Use denominator='trainer', surrogate='reinforce', "
-                "or "
-                "no weights"
+                "or no weights"
             )
         if self.weights.signal != "corr":
             raise ConfigError(
@@ -104,13 +103,6 @@ class Correction:
     @property
     def needs_current(self) -> bool:
         return "current" in self.needs
-
-    def require(self, has: Callable[[Need], bool]) -> None:
-        """Raises InputError, which names the keyword, where a batch lacks what a rule needs."""
-        for rule in self.rules:
-            for need in sorted(rule.needs):
-                if not has(need):
-                    raise InputError(f"{MISSING[need]}; {type(rule).__name__} needs them")
 
     def explain(self) -> str:
         """The formula in words, and what it costs."""
@@ -152,14 +144,12 @@ class Corrected:
 
     def normalised(self, total: float, count: int) -> Corrected:
         """These weights over the step's mean."""
-        mean = total / count if count else 0.0
-        if mean <= 1e-8:
-            return replace(self, pending=False)
-        weights = self.weights
-        scaled = weights / mean if isinstance(weights, Tensor) else [row / mean for row in weights]
-        return replace(self, weights=scaled, pending=False)
+        by = weight_divisor(total, count)
+        weights = self.weights / by if isinstance(self.weights, Tensor) else [row / by for row in self.weights]
+        return replace(self, weights=weights, pending=False)
 
 
+@torch.no_grad()
 def correct(
     trainer_logprobs: Values,
     rollout_logprobs: Values,
@@ -170,77 +160,74 @@ def correct(
     """Weights and mask of `correction` for this batch. `weights` never encode rejection, and `mask` carries it, except
     where a mode or an action is "mask"."""
     config = correction or Correction()
-    with torch.no_grad():
-        signals = read_signals(
-            trainer_logprobs, rollout_logprobs, mask, options,
-            non_finite=config.non_finite, align_support=config.align_support,
-        )  # fmt: skip
-        return finish(correct_signals(signals, config), config, dtype_of(trainer_logprobs))
+    batch = read_batch(
+        trainer_logprobs, rollout_logprobs, mask, options,
+        non_finite=config.non_finite, align_support=config.align_support,
+    )  # fmt: skip
+    return correct_batch(batch, config, dtype_of(trainer_logprobs))
 
 
-def correct_signals(signals: Signals, config: Correction) -> Judge:
-    config.require(signals.has)
-    judge = Judge.of(signals, log_clamp=config.log_clamp, clamp_tokens=config.clamp_tokens)
-    if signals.bad is not None and config.non_finite == "sequence":
-        judge.drop("bad", signals.bad, whole_rows=True)
+def correct_batch(batch: Batch, config: Correction, dtype: torch.dtype) -> Corrected:
+    for rule in config.rules:
+        for need in sorted(rule.needs):
+            if not batch.has(need):
+                raise InputError(f"{MISSING[need]}; {type(rule).__name__} needs them")
+    batch.log_clamp, batch.clamp_tokens = config.log_clamp, config.clamp_tokens
+    if batch.bad is not None and config.non_finite == "sequence":
+        batch.drop("bad", batch.bad, whole_rows=True)
     rules = sorted(config.rules, key=lambda rule: rule.order)
     for rule in rules:
         if rule.order == 0:
-            rule.apply(judge)
+            rule.apply(batch)
     if config.staged:
-        judge.active = ~judge.dropped
+        batch.active = ~batch.dropped
     for rule in rules:
         if rule.order > 0:
-            rule.apply(judge)
-    judge.weights = judge.weights.masked_fill(judge.zeroed, 0)
-    return judge
-
-
-def finish(judge: Judge, config: Correction, dtype: torch.dtype) -> Corrected:
-    layout, rows = judge.signals.layout, judge.rows
-    weights, totals, pending = normalise(judge, config.weights)
+            rule.apply(batch)
+    batch.weights = batch.weights.masked_fill(batch.zeroed, 0)
+    metrics, rows, totals, weights = _measure(batch), batch.rows, None, batch.weights
+    how = None if config.weights is None else config.weights.normalise
+    if config.weights is not None and how is not None:
+        totals = _weight_totals(batch, how)
+        if how.scope == "call":
+            weights = weights / weight_divisor(*totals)
+            if rows.num_full_rows == 1 and config.weights.level != "token":
+                warnings.warn(
+                    "weights normalised over a single row become 1: the correction is cancelled; use scope='step'",
+                    stacklevel=4,
+                )
     return Corrected(
-        weights=layout.scatter(rows, weights, dtype),
-        mask=layout.scatter(rows, ~judge.dropped, torch.bool),
-        metrics=judge_metrics(judge),
+        weights=rows.scatter(weights, dtype),
+        mask=rows.scatter(~batch.dropped, torch.bool),
+        metrics=metrics,
         correction=config,
         totals=totals,
-        pending=pending,
+        pending=how is not None and how.scope == "step",
     )
 
 
-def judge_metrics(judge: Judge) -> Metrics:
-    rows = judge.rows
-    full = rows.num_full_rows
-    left = rows.any(~judge.dropped)
-    hits = {**judge.hits, "rejected": int(judge.dropped.sum()), "rows_rejected": full - int(left.sum())}
+def _measure(batch: Batch) -> Metrics:
+    rows = batch.rows
+    full, left = rows.num_full_rows, rows.any(~batch.dropped)
+    hits = {**batch.hits, "rejected": int(batch.dropped.sum()), "rows_rejected": full - int(left.sum())}
     statistics: dict[str, Statistic] = {"tokens": Count(count=rows.tokens), "rows": Count(count=full)}
     for name, hit in sorted(hits.items()):
         of = full if name.endswith("_rows") or name == "rows_rejected" else rows.tokens
         statistics[f"fraction/{name}"] = Mean(total=hit, count=of)
-    statistics["weight/applied_mean"] = Mean(total=float(judge.applied.sum()), count=rows.tokens)
+    statistics["weight/applied_mean"] = Mean(total=float(batch.applied.sum()), count=rows.tokens)
     return Metrics(statistics)
 
 
-def normalise(judge: Judge, how: Weights | None) -> tuple[Tensor, tuple[float, int] | None, bool]:
-    """Weights over their mean, its totals, and whether the caller has still to divide."""
-    if how is None or how.normalise is None:
-        return judge.weights, None, False
-    total, count = weight_totals(judge, how.normalise)
-    if how.normalise.scope == "step":
-        return judge.weights, (total, count), True
-    if judge.rows.num_full_rows == 1 and how.level != "token":
-        warnings.warn(
-            "weights normalised over a single row become 1: the correction is cancelled; use scope='step'", stacklevel=4
-        )
+def weight_divisor(total: float, count: int) -> float:
+    """The mean weight; 1 where there is none."""
     mean = total / count if count else 0.0
-    return (judge.weights / mean if mean > 1e-8 else judge.weights), (total, count), False
+    return mean if mean > 1e-8 else 1.0
 
 
-def weight_totals(judge: Judge, how: Normalise) -> tuple[float, int]:
-    rows = judge.rows
-    counted = rows.flags(True) if how.over != "kept" else ~judge.dropped & (judge.weights > 0)
-    source = judge.unmasked if how.over == "raw" else judge.weights
+def _weight_totals(batch: Batch, how: Normalise) -> tuple[float, int]:
+    rows = batch.rows
+    counted = rows.flags(True) if how.over != "kept" else ~batch.dropped & (batch.weights > 0)
+    source = batch.unmasked if how.over == "raw" else batch.weights
     sums, counts = rows.sum(torch.where(counted, source, 0.0)), rows.count(counted)
     if how.level == "token":
         return float(sums.sum()), int(counts.sum())

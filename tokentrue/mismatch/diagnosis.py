@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from tokentrue.errors import InputError
-from tokentrue.mismatch.correction import Corrected, Correction, correct_signals, finish
-from tokentrue.mismatch.layout import Values, dtype_of
+from tokentrue.mismatch.batch import Batch, BatchOptions, NonFinite, read_batch
+from tokentrue.mismatch.correction import Corrected, Correction, correct_batch
+from tokentrue.mismatch.layout import Bounds, Values, dtype_of
 from tokentrue.mismatch.metrics import (
     ESTIMATORS,
     LOG_CLAMP,
@@ -31,7 +32,6 @@ from tokentrue.mismatch.metrics import (
     contribution,
     k3,
 )
-from tokentrue.mismatch.signals import BatchOptions, NonFinite, Signals, read_signals
 
 VERL_NAMES = {
     "kl": "corr/k1",
@@ -105,6 +105,7 @@ class DiagnoseOptions(BatchOptions, total=False):
     non_finite: NonFinite
 
 
+@torch.no_grad()
 def diagnose(
     trainer_logprobs: Values, rollout_logprobs: Values, mask: Values | None = None, **options: Unpack[DiagnoseOptions]
 ) -> Diagnosis:
@@ -120,41 +121,43 @@ def diagnose(
     own = DiagnoseOptions.__annotations__.keys() - BatchOptions.__annotations__.keys()
     shared = cast("BatchOptions", {name: value for name, value in options.items() if name not in own})
     row_names, worst = options.get("row_names"), options.get("worst", 10)
-    with torch.no_grad():
-        signals = read_signals(
-            trainer_logprobs, rollout_logprobs, mask, shared,
-            non_finite=config.non_finite, align_support=config.align_support,
-        )  # fmt: skip
-        if row_names is not None and len(row_names) != signals.layout.num_rows:
-            raise InputError(f"row_names: {len(row_names)} names for {signals.layout.num_rows} rows")
-        applied = None if corrected is None else _read_applied(signals, corrected)
-        if correction is not None:
-            judge = correct_signals(signals, correction)
-            applied, corrected = judge.applied, finish(judge, correction, dtype_of(trainer_logprobs))
-        metrics = Metrics(
-            measure_mismatch(signals)
-            | measure_ppo(signals)
-            | measure_contribution(signals)
-            | measure_applied(applied)
-            | measure_labels(signals, options)
-        )
-        found = worst_rows(signals, worst, row_names)
+    batch = read_batch(
+        trainer_logprobs, rollout_logprobs, mask, shared,
+        non_finite=config.non_finite, align_support=config.align_support,
+    )  # fmt: skip
+    rows = batch.rows
+    if row_names is not None and len(row_names) != rows.num_rows:
+        raise InputError(f"row_names: {len(row_names)} names for {rows.num_rows} rows")
+    applied = torch.zeros(0)
+    if corrected is not None:
+        weights = rows.read("corrected.weights", corrected.weights)
+        applied = weights.masked_fill(~rows.read("corrected.mask", corrected.mask, torch.bool), 0)
+    elif correction is not None:
+        corrected = correct_batch(batch, correction, dtype_of(trainer_logprobs))
+        applied = batch.applied
+    metrics = {
+        **measure_mismatch(batch),
+        **measure_ppo(batch),
+        **measure_contribution(batch),
+        "ratio/applied": Moments.of(applied),
+        "ratio/applied_range": Extremes.of(applied),
+        **tails("applied", applied),
+        **measure_labels(batch, options),
+    }
     if corrected is not None:
         did = corrected.metrics.statistics.items()
-        metrics = metrics.merge(Metrics({n: s for n, s in did if n.startswith(("fraction/", "weight/"))}))
-    return Diagnosis(metrics=metrics, worst=found, keep_worst=worst, corrected=corrected)
+        metrics |= {name: stat for name, stat in did if name.startswith(("fraction/", "weight/"))}
+    found = worst_rows(batch, worst, row_names)
+    return Diagnosis(metrics=Metrics(metrics), worst=found, keep_worst=worst, corrected=corrected)
 
 
-def measure_labels(signals: Signals, options: DiagnoseOptions) -> dict[str, Statistic]:
+def measure_labels(batch: Batch, options: DiagnoseOptions) -> dict[str, Statistic]:
     """By kinds of tokens, and whether both sides have the same most likely token."""
-    rows, names = signals.rows, options.get("kind_names", ())
+    rows, names = batch.rows, options.get("kind_names", ())
 
     def read(name: str, dtype: torch.dtype) -> Tensor | None:
         values = cast("Values | None", options.get(name))
-        if values is None:
-            return None
-        signals.layout.check(name, values)
-        return rows.read(values, dtype)
+        return None if values is None else rows.read(name, values, dtype)
 
     kinds = read("kinds", torch.long)
     codes = rows.row[:0] if kinds is None else kinds
@@ -166,35 +169,29 @@ def measure_labels(signals: Signals, options: DiagnoseOptions) -> dict[str, Stat
     if trainer is not None and rollout is not None:
         flips = Mean.of(trainer != rollout)
     elif best_trainer is not None and best_rollout is not None:
-        best_there, best_here = signals.trainer >= best_trainer, signals.rollout >= best_rollout
+        best_there, best_here = batch.trainer >= best_trainer, batch.rollout >= best_rollout
         flips = Mean.of((best_there != best_here)[best_there | best_here])
-    return {"flips": flips, **by_bucket("kind", codes, names, signals.corr.abs()[: len(codes)])}
+    return {"flips": flips, **by_bucket("kind", codes, names, batch.corr.abs()[: len(codes)])}
 
 
-def _read_applied(signals: Signals, corrected: Corrected) -> Tensor:
-    kept = signals.rows.read(corrected.mask, torch.bool)
-    return torch.where(kept, signals.rows.read(corrected.weights), 0.0)
-
-
-def worst_rows(signals: Signals, keep: int, names: Sequence[str] | None) -> tuple[WorstRow, ...]:
-    rows, delta = signals.rows, signals.corr
-    sums = rows.sum(k3(delta.clamp(-LOG_CLAMP, LOG_CLAMP)))
-    scores = (sums / rows.lengths.clamp(min=1)).tolist()
-    ends = rows.lengths.cumsum(0).tolist()
+def worst_rows(batch: Batch, keep: int, names: Sequence[str] | None) -> tuple[WorstRow, ...]:
+    rows = batch.rows
+    sums = rows.sum(k3(batch.corr.clamp(-LOG_CLAMP, LOG_CLAMP)))
+    deltas = batch.corr.split(rows.lengths.tolist())
+    scores = enumerate((sums / rows.lengths.clamp(min=1)).tolist())
     found: list[WorstRow] = []
-    for score, row in heapq.nsmallest(keep, ((-score, row) for row, score in enumerate(scores) if score > 0)):
-        tokens = int(rows.lengths[row])
-        mine = delta[ends[row] - tokens : ends[row]]
+    for negative, row in heapq.nsmallest(keep, ((-score, row) for row, score in scores if score > 0)):
+        delta = deltas[row]
         found.append(
             WorstRow(
                 row=f"row {row}" if names is None else names[row],
-                score=-score,
-                tokens=tokens,
+                score=-negative,
+                tokens=len(delta),
                 sum_k3=float(sums[row]),
-                mean_delta=float(mine.mean()),
-                max_abs_delta=float(mine.abs().max()),
-                position=int(mine.abs().argmax()),
-                log_product=float(mine.sum()),
+                mean_delta=float(delta.mean()),
+                max_abs_delta=float(delta.abs().max()),
+                position=int(delta.abs().argmax()),
+                log_product=float(delta.sum()),
             )
         )
     return _worst(found, keep)
@@ -211,8 +208,8 @@ SIGNS = ("positive", "negative")
 LARGEST = 700.0  # of a logarithm whose exp is finite
 
 
-def measure_mismatch(signals: Signals) -> dict[str, Statistic]:
-    rows, delta = signals.rows, signals.corr
+def measure_mismatch(batch: Batch) -> dict[str, Statistic]:
+    rows, delta = batch.rows, batch.corr
     magnitude, x = delta.abs(), delta.clamp(-LOG_CLAMP, LOG_CLAMP)
     gaps = k3(x)
     full = rows.lengths > 0
@@ -220,7 +217,7 @@ def measure_mismatch(signals: Signals) -> dict[str, Statistic]:
     def per_row(values: Tensor) -> Tensor:
         return rows.mean(values)[full]
 
-    trainer, rollout = per_row(signals.trainer), per_row(signals.rollout)
+    trainer, rollout = per_row(batch.trainer), per_row(batch.rollout)
     gap = rollout - trainer
     product = rows.sum(delta)[full].clamp(-LOG_CLAMP, LOG_CLAMP)
     return {
@@ -251,43 +248,32 @@ def measure_mismatch(signals: Signals) -> dict[str, Statistic]:
         "ratio/raw": Moments.of(x.exp()),
         "ratio/sequence": Moments.of(product.exp()),
         **tails("raw", x.exp()),
-        **by_bucket(
-            "probability", _bucketize(signals.rollout.exp(), PROBABILITIES), _labels(PROBABILITIES, 1.0), magnitude
-        ),
-        **by_bucket("position", _bucketize(rows.positions(), POSITIONS), _labels(POSITIONS, None), magnitude),
+        **by_range("probability", batch.rollout.exp(), PROBABILITIES, "1", magnitude),
+        **by_range("position", rows.positions(), POSITIONS, "", magnitude),
     }
 
 
-def measure_ppo(signals: Signals) -> dict[str, Statistic]:
+def measure_ppo(batch: Batch) -> dict[str, Statistic]:
     found: dict[str, Statistic] = {}
     for name in ("ppo_train", "ppo_rollout"):
-        x = None if signals.current is None else signals.log_ratio(name).clamp(-LOG_CLAMP, LOG_CLAMP)
+        x = None if batch.current is None else batch.log_ratio(name).clamp(-LOG_CLAMP, LOG_CLAMP)
         found |= {f"{name}/{key}": Mean() if x is None else Mean.of(f(x)) for key, f in ESTIMATORS.items()}
     return found
 
 
-def measure_contribution(signals: Signals) -> dict[str, Statistic]:
+def measure_contribution(batch: Batch) -> dict[str, Statistic]:
     """Moments of C(r) by the sign of A. Without a current policy the trainer's own is taken for it."""
-    advantages = signals.per_token("advantages") if signals.has("advantages") else torch.zeros_like(signals.corr)
-    own = torch.zeros_like(signals.corr) if signals.current is None else signals.log_ratio("ppo_train")
-    theirs = signals.corr if signals.current is None else signals.log_ratio("ppo_rollout")
+    advantages = batch.per_token("advantages") if batch.has("advantages") else torch.zeros_like(batch.corr)
+    own = torch.zeros_like(batch.corr) if batch.current is None else batch.log_ratio("ppo_train")
+    theirs = batch.corr if batch.current is None else batch.log_ratio("ppo_rollout")
     found: dict[str, Statistic] = {}
     for sign, chosen in zip(SIGNS, (advantages > 0, advantages < 0), strict=True):
         for name, log_ratio in (("trainer", own), ("rollout", theirs)):
             value = contribution(log_ratio[chosen].clamp(-LOG_CLAMP, LOG_CLAMP), advantages[chosen])
             found[f"contribution/{name}/{sign}"] = Moments.of(value, third=True)
-        found[f"quadrant/{sign}_up"] = Mean.of(signals.corr[chosen] > 0)
-        found[f"quadrant/{sign}_down"] = Mean.of(signals.corr[chosen] < 0)
+        found[f"quadrant/{sign}_up"] = Mean.of(batch.corr[chosen] > 0)
+        found[f"quadrant/{sign}_down"] = Mean.of(batch.corr[chosen] < 0)
     return found
-
-
-def measure_applied(weights: Tensor | None) -> dict[str, Statistic]:
-    weights = torch.zeros(0) if weights is None else weights
-    return {
-        "ratio/applied": Moments.of(weights),
-        "ratio/applied_range": Extremes.of(weights),
-        **tails("applied", weights),
-    }
 
 
 def tails(side: str, ratio: Tensor) -> dict[str, Statistic]:
@@ -295,19 +281,16 @@ def tails(side: str, ratio: Tensor) -> dict[str, Statistic]:
     return {**above, **{f"tail/{side}/below_1/{bound:g}": Mean.of(ratio < 1 / bound) for bound in TAILS}}
 
 
+def by_range(name: str, values: Tensor, edges: Sequence[float], top: str, magnitude: Tensor) -> Mapping[str, Mean]:
+    bounds = torch.tensor(edges, device=values.device, dtype=values.dtype)
+    labels = [f"{low:g}-{high}" for low, high in zip([0, *edges], [*(f"{edge:g}" for edge in edges), top], strict=True)]
+    return by_bucket(name, torch.bucketize(values, bounds, right=True), labels, magnitude)
+
+
 def by_bucket(name: str, buckets: Tensor, labels: Sequence[str], values: Tensor) -> Mapping[str, Mean]:
     counts = torch.bincount(buckets, minlength=len(labels)).tolist()
     sums = torch.bincount(buckets, weights=values, minlength=len(labels)).tolist()
     return {f"by_{name}/{label}": Mean(total=s, count=n) for label, s, n in zip(labels, sums, counts, strict=True)}
-
-
-def _bucketize(values: Tensor, edges: Sequence[float]) -> Tensor:
-    return torch.bucketize(values, torch.tensor(edges, device=values.device, dtype=values.dtype), right=True)
-
-
-def _labels(edges: Sequence[float], last: float | None) -> list[str]:
-    tops = [*(f"{edge:g}" for edge in edges), "" if last is None else f"{last:g}"]
-    return [f"{low:g}-{high}" for low, high in zip([0, *edges], tops, strict=True)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -320,13 +303,14 @@ class UpdateCheck:
     tokens: int
 
 
+@torch.no_grad()
 def check_update(
     updated_logprobs: Values,
     rollout_logprobs: Values,
     advantages: Values,
     mask: Values | None = None,
     *,
-    cu_seqlens: Tensor | Sequence[int] | None = None,
+    cu_seqlens: Bounds = None,
     min_gain: float = 0.0,
     max_divergence: float | None = None,
 ) -> UpdateCheck:
@@ -336,17 +320,14 @@ def check_update(
     Both log-probabilities are the engine's. The principle is MIPU's (arXiv 2606.29526); estimator and bounds are ours.
     Where no token has an advantage, `min_gain` does not count.
     """
-    options: BatchOptions = {"cu_seqlens": cu_seqlens, "advantages": advantages}
-    with torch.no_grad():
-        signals = read_signals(updated_logprobs, rollout_logprobs, mask, options)
-        if not signals.rows.tokens:
-            raise InputError("check_update: no valid token; an update cannot be judged on an empty batch")
-        x, per_token = signals.corr.clamp(-LOG_CLAMP, LOG_CLAMP), signals.per_token("advantages")
-        has_advantage = bool((per_token != 0).any())
-        gain = -float(contribution(x, per_token).mean())
-        divergence = float(k3(x).mean())
+    batch = read_batch(updated_logprobs, rollout_logprobs, mask, {"cu_seqlens": cu_seqlens, "advantages": advantages})
+    if not batch.rows.tokens:
+        raise InputError("check_update: no valid token; an update cannot be judged on an empty batch")
+    x, per_token = batch.corr.clamp(-LOG_CLAMP, LOG_CLAMP), batch.per_token("advantages")
+    has_advantage = bool((per_token != 0).any())
+    gain, divergence = -float(contribution(x, per_token).mean()), float(k3(x).mean())
     accepted = (gain >= min_gain or not has_advantage) and (max_divergence is None or divergence <= max_divergence)
-    return UpdateCheck(accepted=accepted, gain=gain, divergence=divergence, tokens=signals.rows.tokens)
+    return UpdateCheck(accepted=accepted, gain=gain, divergence=divergence, tokens=batch.rows.tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ from typing import cast
 
 from tokentrue.errors import ConfigError
 from tokentrue.json_types import JsonMapping, JsonObject
+from tokentrue.mismatch.batch import Signal
 from tokentrue.mismatch.rules import (
     Aggregate,
     Estimator,
@@ -23,7 +24,6 @@ from tokentrue.mismatch.rules import (
     Veto,
     Weights,
 )
-from tokentrue.mismatch.signals import Signal
 
 VERL_KEYS: JsonMapping = {
     "rollout_is": None, "rollout_is_threshold": 2.0, "rollout_is_batch_normalize": False, "rollout_rs": None,
@@ -51,13 +51,19 @@ def from_verl(config: JsonMapping, *, faithful: bool = False) -> JsonObject:
     bypass = bool(given["bypass_mode"])
     reinforce = bypass and given["loss_type"] == "reinforce"  # verl reads loss_type in bypass mode only
     signal: Signal = "ppo_rollout" if bypass else "corr"
-    notes: list[str] = []
-    weights = _verl_weights(given, signal)
+    weights, notes = None, list[str]()
+    level, threshold = given["rollout_is"], given["rollout_is_threshold"]
+    if level is not None and threshold is not None:
+        require_one_of("verl.rollout_is", level, ("token", "sequence"))
+        lower, upper = _range("verl.rollout_is_threshold", threshold)
+        mean = Normalise(scope="call", level=level, over="valid") if given["rollout_is_batch_normalize"] else None
+        mode: Mode = "truncate" if lower is None else "mask"
+        weights = Weights(level=level, mode=mode, lower=lower, upper=upper, signal=signal, normalise=mean)
     if weights is not None and bypass and not reinforce:
+        weights = None
         notes.append(
             "bypass PPO-clip applies no importance weights: its ratio holds them already; rollout_is is only measured"
         )
-        weights = None
     return dict(
         denominator="rollout" if bypass else "trainer",
         weights=weights,
@@ -69,47 +75,34 @@ def from_verl(config: JsonMapping, *, faithful: bool = False) -> JsonObject:
     )
 
 
-def _verl_weights(given: JsonMapping, signal: Signal) -> Weights | None:
-    level, threshold = given["rollout_is"], given["rollout_is_threshold"]
-    if level is None or threshold is None:
-        return None
-    require_one_of("verl.rollout_is", level, ("token", "sequence"))
-    lower, upper = _range("verl.rollout_is_threshold", threshold)
-    normalise = Normalise(scope="call", level=level, over="valid") if given["rollout_is_batch_normalize"] else None
-    mode: Mode = "truncate" if lower is None else "mask"
-    return Weights(level=level, mode=mode, lower=lower, upper=upper, signal=signal, normalise=normalise)
-
-
 def _verl_rules(given: JsonMapping, signal: Signal, faithful: bool, notes: list[str]) -> tuple[Reject, ...]:
+    threshold = given["rollout_rs_threshold"]
     if given["rollout_rs"] is None:
         return ()
-    options = list(dict.fromkeys(_split(given["rollout_rs"])))
-    threshold = given["rollout_rs_threshold"]
     if threshold is None:
         raise ConfigError("verl.rollout_rs_threshold: missing; rollout_rs needs one")
+    options = list(dict.fromkeys(_split(given["rollout_rs"])))
     parts = _split(threshold) if isinstance(threshold, str) else [threshold]
     if len(parts) not in (1, len(options)):
         raise ConfigError(f"verl.rollout_rs_threshold: {len(parts)} thresholds for {len(options)} options")
-    parts = parts * len(options) if len(parts) == 1 else parts
-    return tuple(_verl_rule(option, part, signal, faithful, notes) for option, part in zip(options, parts, strict=True))
-
-
-def _verl_rule(option: str, threshold: object, signal: Signal, faithful: bool, notes: list[str]) -> Reject:
-    aggregate, _, estimator = option.rpartition("_")
-    known = aggregate in ("token", "seq_sum", "seq_mean", "seq_max") and estimator in ("k1", "k2", "k3")
-    if not known or option == "seq_max_k1":
-        raise ConfigError(f"verl.rollout_rs: no option {option!r}")
-    lower, upper = _range(f"verl.rollout_rs_threshold of {option}", threshold)
-    if estimator != "k1":
-        if lower is not None:
-            raise ConfigError(f"verl.rollout_rs_threshold: {option} takes one upper bound, got {threshold!r}")
+    rules: list[Reject] = []
+    for option, part in zip(options, parts * len(options) if len(parts) == 1 else parts, strict=True):
+        aggregate, _, estimator = option.rpartition("_")
+        known = aggregate in ("token", "seq_sum", "seq_mean", "seq_max") and estimator in ("k1", "k2", "k3")
+        if not known or option == "seq_max_k1":
+            raise ConfigError(f"verl.rollout_rs: no option {option!r}")
+        lower, upper = _range(f"verl.rollout_rs_threshold of {option}", part)
+        if estimator == "k1":
+            lower = 1.0 / upper if lower is None else lower
+            if faithful:  # verl compares -log r with log lo and log hi, which bounds 1/r
+                notes.append(f"{option}: bounds [{lower}, {upper}] hold for rollout ÷ trainer, as verl's code does")
+                lower, upper = 1.0 / upper, 1.0 / lower
+            estimator, aggregate = "ratio", VERL_RATIO[aggregate]
+        elif lower is not None:
+            raise ConfigError(f"verl.rollout_rs_threshold: {option} takes one upper bound, got {part!r}")
         kinds = cast("Estimator", estimator), cast("Aggregate", aggregate)
-        return Reject(estimator=kinds[0], aggregate=kinds[1], upper=upper, signal=signal)
-    lower = 1.0 / upper if lower is None else lower
-    if faithful:  # verl compares -log r with log lo and log hi, which bounds 1/r
-        notes.append(f"{option}: bounds [{lower}, {upper}] hold for rollout ÷ trainer, as verl's code does")
-        lower, upper = 1.0 / upper, 1.0 / lower
-    return Reject(estimator="ratio", aggregate=VERL_RATIO[aggregate], lower=lower, upper=upper, signal=signal)
+        rules.append(Reject(estimator=kinds[0], aggregate=kinds[1], lower=lower, upper=upper, signal=signal))
+    return tuple(rules)
 
 
 def from_miles(config: JsonMapping, *, faithful: bool = False) -> JsonObject:
@@ -141,46 +134,41 @@ def from_miles(config: JsonMapping, *, faithful: bool = False) -> JsonObject:
 
 
 def _miles_helper(given: JsonMapping, faithful: bool) -> JsonObject:
-    upper, threshold, notes = given["tis_upper_bound"], given["rs_veto_threshold"], list[str]()
+    level, mode, upper = given["tis_level"], given["tis_mode"], given["tis_upper_bound"]
     lower = 1.0 / upper if given["tis_lower_bound"] is None else given["tis_lower_bound"]
-    rules: list[Reject] = []
-    weights = _miles_weights(given, lower, upper, faithful, notes) if given["use_tis"] else None
-    if given["use_tis"] and given["tis_mode"] == "mask":
-        rules.append(Reject(estimator="ratio", aggregate=ROW_RATIO[given["tis_level"]], lower=lower, upper=upper))
+    weights, veto, outlier, mean, threshold = None, None, None, None, given["rs_veto_threshold"]
+    rules, notes = list[Reject](), list[str]()
+    if given["use_tis"]:
+        if given["tis_batch_normalize"]:
+            if faithful and level == "geometric":
+                raise ConfigError(
+                    "miles: tis_batch_normalize with tis_level 'geometric' raises in Miles; leave faithful off for it"
+                )
+            if faithful and mode == "mask":
+                notes.append(
+                    "faithful: the mean for normalisation includes the weights of masked tokens, as Miles' code does"
+                )
+            over = "valid" if mode != "mask" else "raw" if faithful else "kept"
+            rows = level != "token"
+            mean = Normalise(
+                scope="call", level="sequence" if rows else "token", over=over, empty_rows=faithful and rows
+            )
+        low = None if mode == "truncate" else lower
+        weights = Weights(level=level, mode=mode, lower=low, upper=upper, normalise=mean)
+        if mode == "mask":
+            rules.append(Reject(estimator="ratio", aggregate=ROW_RATIO[level], lower=lower, upper=upper))
     if given["use_rs"]:
         low = lower if given["rs_lower_bound"] is None else given["rs_lower_bound"]
         high = upper if given["rs_upper_bound"] is None else given["rs_upper_bound"]
         rules.append(Reject(estimator="ratio", aggregate=ROW_RATIO[given["rs_level"]], lower=low, upper=high))
-    veto, outlier = None, None
-    if threshold is not None and faithful and given["use_rs"]:
+    if threshold is not None and not faithful:
+        veto = Veto(below=threshold)
+    elif threshold is not None and given["use_rs"]:
+        outlier = Outlier(lower=threshold, upper=None)
         notes.append(
             "faithful: the veto bounds the ratio trainer ÷ rollout and works only with use_rs, as Miles' code does"
         )
-        outlier = Outlier(lower=threshold, upper=None)
-    elif threshold is not None and not faithful:
-        veto = Veto(below=threshold)
     return dict(weights=weights, reject=tuple(rules), veto=veto, outlier=outlier, notes=tuple(notes))
-
-
-def _miles_weights(given: JsonMapping, lower: float, upper: float, faithful: bool, notes: list[str]) -> Weights:
-    level, mode = given["tis_level"], given["tis_mode"]
-    normalise = None
-    if given["tis_batch_normalize"]:
-        if faithful and level == "geometric":
-            raise ConfigError(
-                "miles: tis_batch_normalize with tis_level 'geometric' raises in Miles; leave faithful off to have it"
-            )
-        if faithful and mode == "mask":
-            notes.append(
-                "faithful: the mean for normalisation includes the weights of masked tokens, as Miles' code does"
-            )
-        over = "valid" if mode != "mask" else "raw" if faithful else "kept"
-        rows = level != "token"
-        normalise = Normalise(
-            scope="call", level="sequence" if rows else "token", over=over, empty_rows=faithful and rows
-        )
-    low = None if mode == "truncate" else lower
-    return Weights(level=level, mode=mode, lower=low, upper=upper, normalise=normalise)
 
 
 def from_trl(config: JsonMapping, *, faithful: bool = False) -> JsonObject:

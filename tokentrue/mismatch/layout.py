@@ -1,4 +1,4 @@
-"""Padded, packed and ragged batches: checked to lie alike, and read as their valid tokens, end to end, and back.
+"""Padded, packed and ragged batches, read as their valid tokens, end to end, and written back.
 
 What is at masked positions of a batch is never read, so NaN there cannot leak. A row's sum is taken in an order that
 depends on the row alone, so that its bits do not depend on the other rows, on padding or on the layout.
@@ -7,7 +7,7 @@ depends on the row alone, so that its bits do not depend on the other rows, on p
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import TypeAlias
 
@@ -18,15 +18,56 @@ from tokentrue.errors import InputError
 
 Values: TypeAlias = Tensor | Sequence[Tensor]
 """A batch in one of three layouts: `[B, T]`, packed `[N]` with `cu_seqlens`, or one tensor per row."""
+Shape: TypeAlias = torch.Size | list[torch.Size]
+Bounds: TypeAlias = Tensor | Sequence[int] | None
+"""Row boundaries of packed 1-D tensors, from 0 to N."""
+
+
+def shape_of(values: Values) -> Shape:
+    return values.shape if isinstance(values, Tensor) else [row.shape for row in values]
+
+
+def flatten(values: Values) -> Tensor:
+    """All positions of a batch, masked ones included, end to end."""
+    if isinstance(values, Tensor):
+        return values.reshape(-1)
+    return torch.cat(list(values)) if len(values) else torch.zeros(0)
+
+
+def detach(values: Values) -> Values:
+    return values.detach() if isinstance(values, Tensor) else [row.detach() for row in values]
+
+
+def dtype_of(values: Values) -> torch.dtype:
+    """Of results: that of the values, but at least float32."""
+    first = values if isinstance(values, Tensor) else values[0] if len(values) else torch.zeros(0)
+    return torch.promote_types(first.dtype, torch.float32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rows:
-    """The valid tokens of a batch: a tensor `[n]` holds one value for each, row after row."""
+    """A batch's layout and its valid tokens: a tensor `[n]` holds one value for each, row after row."""
 
+    shape: Shape
+    offsets: tuple[int, ...]  # row i is at [offsets[i], offsets[i + 1]) of the flat batch
     lengths: Tensor  # valid tokens of each row
     source: Tensor  # the position of each token in the flat batch
     row: Tensor  # the row of each token
+
+    @staticmethod
+    def of(like: Values, mask: Values | None, cu_seqlens: Bounds = None) -> Rows:
+        """Those of the log-probabilities `like`; without a mask every position is valid."""
+        offsets, shape = _offsets(like, cu_seqlens), shape_of(like)
+        device = like.device if isinstance(like, Tensor) else like[0].device if len(like) else torch.device("cpu")
+        if mask is None:
+            valid = torch.ones(offsets[-1], dtype=torch.bool, device=device)
+        else:
+            require_alike("mask", mask, shape, device)
+            valid = flatten(mask).to(torch.bool)
+        before = torch.nn.functional.pad(valid.cumsum(0), (1, 0))[torch.tensor(offsets, device=device)]
+        lengths = before[1:] - before[:-1]
+        row = torch.arange(len(offsets) - 1, device=device).repeat_interleave(lengths)
+        return Rows(shape=shape, offsets=offsets, lengths=lengths, source=valid.nonzero().squeeze(1), row=row)
 
     @property
     def tokens(self) -> int:
@@ -40,13 +81,29 @@ class Rows:
     def num_full_rows(self) -> int:
         return int((self.lengths > 0).sum())
 
-    def read(self, values: Values, dtype: torch.dtype = torch.float64) -> Tensor:
+    def read(self, name: str, values: Values, dtype: torch.dtype = torch.float64) -> Tensor:
         """The valid tokens' values; differentiable."""
+        require_alike(name, values, self.shape, self.row.device)
         return flatten(values).index_select(0, self.source).to(dtype)
+
+    def read_per_token(self, name: str, values: Values) -> Tensor:
+        """Values per token, or one per row at each of its tokens."""
+        is_vector = isinstance(values, Tensor) and values.dim() <= 1 and values.shape != self.shape
+        if is_vector and values.numel() == self.num_rows:
+            return self.spread(values.reshape(-1).to(device=self.row.device, dtype=torch.float64))
+        return self.read(name, values)
+
+    def scatter(self, values: Tensor, dtype: torch.dtype) -> Values:
+        """A value per valid token in the layout of the inputs, 0 elsewhere."""
+        flat = torch.zeros(self.offsets[-1], dtype=dtype, device=values.device)
+        flat = flat.index_copy(0, self.source, values.to(dtype))
+        if isinstance(self.shape, torch.Size):
+            return flat.view(self.shape)
+        return list(flat.split([end - start for start, end in pairwise(self.offsets)]))
 
     def without(self, tokens: Tensor) -> Rows:
         left = ~tokens
-        return Rows(lengths=self.count(left).long(), source=self.source[left], row=self.row[left])
+        return replace(self, lengths=self.count(left).long(), source=self.source[left], row=self.row[left])
 
     def flags(self, value: bool) -> Tensor:
         return torch.full((self.tokens,), value, device=self.row.device)
@@ -82,23 +139,6 @@ class Rows:
         return torch.arange(self.tokens, device=self.row.device) - self.spread(before)
 
 
-def flatten(values: Values) -> Tensor:
-    """All positions of a batch, masked ones included, end to end."""
-    if isinstance(values, Tensor):
-        return values.reshape(-1)
-    return torch.cat(list(values)) if len(values) else torch.zeros(0)
-
-
-def detach(values: Values) -> Values:
-    return values.detach() if isinstance(values, Tensor) else [row.detach() for row in values]
-
-
-def dtype_of(values: Values) -> torch.dtype:
-    """Of results: that of the values, but at least float32."""
-    first = values if isinstance(values, Tensor) else values[0] if len(values) else torch.zeros(0)
-    return torch.promote_types(first.dtype, torch.float32)
-
-
 def sum_padded_rows(values: Tensor, lengths: Tensor) -> Tensor:
     """Row sums by pairs of neighbours: torch's sums on a GPU order their terms by the shape of the whole batch."""
     width = int(lengths.max()) if lengths.numel() else 0
@@ -114,93 +154,41 @@ def sum_padded_rows(values: Tensor, lengths: Tensor) -> Tensor:
     return grid[:, 0]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
-    """`offsets[i]:offsets[i+1]` are row i's positions in the flat batch."""
-
-    offsets: tuple[int, ...]
-    mask: Values
-
-    @staticmethod
-    def of(like: Values, mask: Values | None, cu_seqlens: Tensor | Sequence[int] | None = None) -> Layout:
-        """The layout of the log-probabilities `like`; without a mask every position is valid."""
-        offsets = _offsets(like, cu_seqlens)
-        if mask is None and isinstance(like, Tensor):
-            mask = torch.ones_like(like, dtype=torch.bool)
-        elif mask is None:
-            mask = [torch.ones_like(row, dtype=torch.bool) for row in like]
-        Layout(offsets=offsets, mask=like).check("mask", mask)
-        return Layout(offsets=offsets, mask=mask)
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.offsets) - 1
-
-    def check(self, name: str, values: Values) -> None:
-        """Refuses a batch of another layout, or on another device."""
-        if not isinstance(self.mask, Tensor):
-            if isinstance(values, Tensor) or [row.shape for row in values] != [row.shape for row in self.mask]:
-                raise InputError(
-                    f"{name}: must be a list of {self.num_rows} rows of the same lengths as the log-probabilities"
-                )
-            pairs = list(zip(values, self.mask, strict=True))
-        elif isinstance(values, Tensor) and values.shape == self.mask.shape:
-            pairs = [(values, self.mask)]
-        else:
-            shape = list(values.shape) if isinstance(values, Tensor) else f"a list of {len(values)}"
-            raise InputError(f"{name}: shape {shape} does not match the log-probabilities' {list(self.mask.shape)}")
-        for row, valid in pairs:
-            if row.device != valid.device:
-                raise InputError(f"{name}: on {row.device}, the rest on {valid.device}; move them to one device")
-
-    def rows(self) -> Rows:
-        mask = flatten(self.mask).to(torch.bool)
-        before = torch.nn.functional.pad(mask.cumsum(0), (1, 0))[torch.tensor(self.offsets, device=mask.device)]
-        lengths = before[1:] - before[:-1]
-        row = torch.arange(self.num_rows, device=mask.device).repeat_interleave(lengths)
-        return Rows(lengths=lengths, source=mask.nonzero().squeeze(1), row=row)
-
-    def read_per_token(self, rows: Rows, name: str, values: Values) -> Tensor:
-        """Values per token, or one per row at each of its tokens."""
-        if isinstance(values, Tensor) and values.dim() <= 1 and values.numel() == self.num_rows:
-            is_packed = isinstance(self.mask, Tensor) and values.shape == self.mask.shape
-            if not is_packed:
-                return rows.spread(values.reshape(-1).to(device=rows.row.device, dtype=torch.float64))
-        self.check(name, values)
-        return rows.read(values)
-
-    def scatter(self, rows: Rows, values: Tensor, dtype: torch.dtype) -> Values:
-        """A value per valid token in the layout of the inputs, 0 elsewhere."""
-        flat = torch.zeros(self.offsets[-1], dtype=dtype, device=values.device)
-        flat = flat.index_copy(0, rows.source, values.to(dtype))
-        if isinstance(self.mask, Tensor):
-            return flat.view(self.mask.shape)
-        return list(flat.split([end - start for start, end in pairwise(self.offsets)]))
+def require_alike(name: str, values: Values, shape: Shape, device: torch.device) -> None:
+    found = shape_of(values)
+    if found != shape and isinstance(shape, list):
+        raise InputError(f"{name}: must be a list of {len(shape)} rows of the same lengths as the log-probabilities")
+    if found != shape:
+        shown = list(found) if isinstance(found, torch.Size) else f"a list of {len(found)}"
+        raise InputError(f"{name}: shape {shown} does not match the log-probabilities' {list(shape)}")
+    for part in [values] if isinstance(values, Tensor) else values:
+        if part.device != device:
+            raise InputError(f"{name}: on {part.device}, the rest on {device}; move them to one device")
 
 
-def _offsets(like: Values, cu_seqlens: Tensor | Sequence[int] | None) -> tuple[int, ...]:
+def _offsets(like: Values, cu_seqlens: Bounds) -> tuple[int, ...]:
     if not isinstance(like, Tensor):
-        if cu_seqlens is not None:
-            raise InputError("cu_seqlens: given with a list of rows, which have boundaries already; leave it out")
         if any(not isinstance(row, Tensor) or row.dim() != 1 for row in like):
             raise InputError("log-probabilities: a list must hold one 1-D tensor per row")
-        return tuple(accumulate((row.shape[0] for row in like), initial=0))
-    if like.dim() == 2:
-        if cu_seqlens is not None:
+        bounds = tuple(accumulate((row.shape[0] for row in like), initial=0))
+    elif like.dim() == 2:
+        bounds = tuple(row * like.shape[1] for row in range(like.shape[0] + 1))
+    elif like.dim() == 1:
+        if cu_seqlens is None:
             raise InputError(
-                "cu_seqlens: given with a padded [B, T] batch; pass the packed 1-D tensors, or leave it out"
+                "cu_seqlens: missing for packed 1-D log-probabilities; pass the row boundaries, from 0 to N"
             )
-        return tuple(row * like.shape[1] for row in range(like.shape[0] + 1))
-    if like.dim() != 1:
+        bounds = tuple(torch.as_tensor(cu_seqlens, dtype=torch.long).tolist())
+        total = like.shape[0]
+        if not bounds or bounds[0] != 0 or bounds[-1] != total or any(a > b for a, b in pairwise(bounds)):
+            raise InputError(f"cu_seqlens: must rise from 0 to {total}, the number of packed tokens, got {bounds[:8]}…")
+        return bounds
+    else:
         raise InputError(
             f"log-probabilities: {like.dim()} dimensions; pass [B, T], packed [N] with cu_seqlens, or a list of rows"
         )
-    if cu_seqlens is None:
-        raise InputError("cu_seqlens: missing for packed 1-D log-probabilities; pass the row boundaries, from 0 to N")
-    bounds = tuple(int(b) for b in (cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens))
-    total = like.shape[0]
-    if not bounds or bounds[0] != 0 or bounds[-1] != total or any(a > b for a, b in pairwise(bounds)):
+    if cu_seqlens is not None:
         raise InputError(
-            f"cu_seqlens: must rise from 0 to {total}, the number of packed tokens, got {list(bounds[:8])}…"
+            "cu_seqlens: given with a padded batch or a list of rows; pass the packed 1-D tensors, or leave it out"
         )
     return bounds

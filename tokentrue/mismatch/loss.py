@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias, TypedDict, Unpack
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from tokentrue.errors import InputError
 from tokentrue.mismatch.correction import Corrected, Correction, correct
-from tokentrue.mismatch.layout import Layout, Rows, Values, detach, dtype_of
+from tokentrue.mismatch.layout import Bounds, Rows, Values, detach, dtype_of
 from tokentrue.mismatch.loss_config import LossConfig
 from tokentrue.mismatch.metrics import ESTIMATORS, LOG_CLAMP, Extremes, Mean, Metrics, Statistic, k1, k3
 from tokentrue.mismatch.rules import Surrogate
@@ -34,7 +35,15 @@ class Tokens:
     base: Tensor  # log-probabilities of the denominator
     log_ratio: Tensor  # current - base, clamped; carries gradient
     advantages: Tensor
-    bad: Tensor | None = None  # not finite, and set to agreement
+    bad: Tensor  # not finite, and set to agreement
+
+
+def _reinforce(t: Tokens, config: LossConfig) -> TokenLoss:
+    return -t.advantages * t.current, {}
+
+
+def _ratio(t: Tokens, config: LossConfig) -> TokenLoss:
+    return -t.advantages * t.log_ratio.exp(), {}
 
 
 def _ppo(t: Tokens, config: LossConfig) -> TokenLoss:
@@ -55,11 +64,7 @@ def _clip(t: Tokens, ratio: Tensor, config: LossConfig) -> TokenLoss:
     plain = -t.advantages * ratio
     bounded = -t.advantages * ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
     loss = torch.maximum(plain, bounded)
-    hits = bounded > plain
-    metrics: dict[str, Statistic] = {
-        "clip/high": Mean.of(hits & (t.advantages > 0)),
-        "clip/low": Mean.of(hits & (t.advantages < 0)),
-    }
+    metrics = _count_clipped(bounded > plain, t.advantages > 0)
     if config.dual_clip is not None:
         cap = -t.advantages * config.dual_clip
         metrics["clip/dual"] = Mean.of((t.advantages < 0) & (loss > cap))
@@ -67,17 +72,11 @@ def _clip(t: Tokens, ratio: Tensor, config: LossConfig) -> TokenLoss:
     return loss, metrics
 
 
-def _reinforce(t: Tokens, config: LossConfig) -> TokenLoss:
-    return -t.advantages * t.current, {}
-
-
 def _cispo(t: Tokens, config: LossConfig) -> TokenLoss:
     ratio = t.log_ratio.detach().exp()
-    low = None if config.clip_low is None else 1 - config.clip_low
-    high = None if config.clip_high is None else 1 + config.clip_high
-    clipped = ratio if low is None and high is None else ratio.clamp(low, high)
-    metrics: dict[str, Statistic] = {"clip/high": Mean.of(clipped < ratio), "clip/low": Mean.of(clipped > ratio)}
-    return -clipped * t.advantages * t.current, metrics
+    low = 0.0 if config.clip_low is None else 1 - config.clip_low
+    clipped = ratio.clamp(low, math.inf if config.clip_high is None else 1 + config.clip_high)
+    return -clipped * t.advantages * t.current, _count_clipped(clipped != ratio, clipped < ratio)
 
 
 def _dppo_tv(t: Tokens, config: LossConfig) -> TokenLoss:
@@ -88,15 +87,11 @@ def _dppo_tv(t: Tokens, config: LossConfig) -> TokenLoss:
         loss = -t.advantages * t.log_ratio.exp()
     else:
         loss = -t.advantages * t.log_ratio.detach().exp().clamp(max=config.ratio_cap) * t.current
-    metrics: dict[str, Statistic] = {
-        "clip/high": Mean.of(drop & (t.advantages > 0)),
-        "clip/low": Mean.of(drop & (t.advantages <= 0)),
-    }
-    return loss.masked_fill(drop, 0), metrics
+    return loss.masked_fill(drop, 0), _count_clipped(drop, t.advantages > 0)
 
 
-def _ratio(t: Tokens, config: LossConfig) -> TokenLoss:
-    return -t.advantages * t.log_ratio.exp(), {}
+def _count_clipped(hits: Tensor, is_high: Tensor) -> dict[str, Statistic]:
+    return {"clip/high": Mean.of(hits & is_high), "clip/low": Mean.of(hits & ~is_high)}
 
 
 def _sapo(t: Tokens, config: LossConfig) -> TokenLoss:
@@ -111,8 +106,7 @@ def _vespo(t: Tokens, config: LossConfig) -> TokenLoss:
     k = torch.where(positive, kernel.k_positive, kernel.k_negative)
     steepness = torch.where(positive, kernel.lambda_positive, kernel.lambda_negative)
     weight = (k * log_w - steepness * torch.expm1(log_w)).exp()
-    metrics: dict[str, Statistic] = {"vespo/weight": Mean.of(weight)}
-    return -weight * t.advantages * t.current, metrics
+    return -weight * t.advantages * t.current, {"vespo/weight": Mean.of(weight)}
 
 
 SURROGATES: Mapping[Surrogate, Callable[[Tokens, LossConfig], TokenLoss]] = {
@@ -128,7 +122,7 @@ SURROGATES: Mapping[Surrogate, Callable[[Tokens, LossConfig], TokenLoss]] = {
 
 
 class LossOptions(TypedDict, total=False):
-    cu_seqlens: Tensor | Sequence[int] | None  # row boundaries of packed 1-D tensors, from 0 to N
+    cu_seqlens: Bounds
     corrected: Corrected | None  # a correction made once for the step, used instead of one made from these inputs
     reference_logprobs: Values | None  # for a penalty against the reference policy
     entropy: Values | None  # per token
@@ -138,27 +132,6 @@ class LossOptions(TypedDict, total=False):
     versions: Values | None  # the policy version that sampled each token, or each row
     version: int | None  # the current policy version
     support_log_mass: Values | None  # log of the current policy's mass on the tokens that the sampler could choose
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class LossInputs:
-    """The batch of one call."""
-
-    layout: Layout
-    rows: Rows
-    current: Values
-    old: Values | None
-    rollout: Values | None
-    advantages: Values
-    mask: Values | None
-    options: LossOptions
-
-    def read(self, name: str, values: Values | None, why: str) -> Tensor:
-        """The valid tokens' values."""
-        if values is None:
-            raise InputError(f"{name}: needed, {why}")
-        self.layout.check(name, values)
-        return self.rows.read(values)
 
 
 def policy_loss(
@@ -171,31 +144,50 @@ def policy_loss(
     **options: Unpack[LossOptions],
 ) -> tuple[Tensor, Metrics]:
     """The loss to call `.backward()` on, and its metrics; without `old_logprobs` the current policy is the old one."""
-    unknown = sorted(set(options) - LossOptions.__annotations__.keys())
-    if unknown:
+    if unknown := sorted(set(options) - LossOptions.__annotations__.keys()):
         raise TypeError(f"policy_loss: unexpected keyword argument {unknown[0]!r}")
     config = LossConfig(correction=config) if isinstance(config, Correction) else config or LossConfig()
-    layout = Layout.of(logprobs, mask, options.get("cu_seqlens"))
-    inputs = LossInputs(
-        layout=layout, rows=layout.rows(), current=logprobs, old=old_logprobs, rollout=rollout_logprobs,
-        advantages=advantages, mask=mask, options=options,
-    )  # fmt: skip
-    corrected, tokens, rows = _correct(inputs, config), _read_tokens(inputs, config), inputs.rows
-    per_token, metrics = SURROGATES[config.correction.surrogate](tokens, config)
+    correction, corrected = config.correction, options.get("corrected")
+    if corrected is None and (correction.is_active or correction.non_finite != "raise"):
+        if rollout_logprobs is None:
+            raise InputError("rollout_logprobs: needed, the correction compares the trainer with the rollout")
+        detached = detach(logprobs)
+        corrected = correct(
+            detached if old_logprobs is None else old_logprobs, rollout_logprobs, mask, correction,
+            cu_seqlens=options.get("cu_seqlens"), logprobs=detached, advantages=advantages,
+            versions=options.get("versions"), version=options.get("version"),
+            support_log_mass=options.get("support_log_mass"),
+        )  # fmt: skip
+    if corrected is not None and corrected.pending:
+        raise InputError(
+            "corrected: its weights still need the step's mean; add up .totals of `correct`, and pass "
+            "corrected=out.normalised(total, count)"
+        )
+    rows = Rows.of(logprobs, mask, options.get("cu_seqlens"))
+    policies = {"trainer": old_logprobs, "rollout": rollout_logprobs, "reference": options.get("reference_logprobs")}
+    tokens = _read_tokens(rows, logprobs, policies, advantages, config, options.get("support_log_mass"))
+    per_token, metrics = SURROGATES[correction.surrogate](tokens, config)
     keep = everything = rows.flags(True)
     if corrected is not None:
-        keep = rows.read(corrected.mask, torch.bool)
-        per_token = per_token * rows.read(corrected.weights)
-    counted = everything if config.correction.loss_counts == "original" else keep
-    reduce = Reduction(rows=rows, counted=counted, config=config, options=options)
+        keep = rows.read("corrected.mask", corrected.mask, torch.bool)
+        per_token = per_token * rows.read("corrected.weights", corrected.weights)
+    counted = everything if correction.loss_counts == "original" else keep
+    reduce = partial(_reduce, rows=rows, counted=counted, config=config, options=options)
     loss = reduce(per_token, keep)
     metrics["loss/policy"] = Mean.of(loss.detach().reshape(1), 1)
     if config.penalty is not None:
-        loss = loss + _add_penalty(inputs, tokens, config, reduce, keep, metrics)
-    if options.get("entropy") is not None or config.entropy_coefficient:
-        values = inputs.read("entropy", options.get("entropy"), "the entropy coefficient is not 0: pass each token's")
+        divergence, paid = (
+            _divergence(tokens, policies, config),
+            keep if config.penalty.tokens == "kept" else everything,
+        )
+        metrics["loss/kl"] = Mean.of(divergence.detach()[paid])
+        loss = loss + config.penalty.coefficient * reduce(divergence, paid)
+    if (entropy := options.get("entropy")) is not None:
+        values = rows.read("entropy", entropy)
         metrics["entropy"] = Mean.of(values.detach()[keep])
         loss = loss - config.entropy_coefficient * reduce(values, keep)
+    elif config.entropy_coefficient:
+        raise InputError("entropy: needed, the entropy coefficient is not 0: pass each token's")
     x = tokens.log_ratio.detach()
     metrics |= {
         "kept": Mean.of(keep),
@@ -209,109 +201,86 @@ def policy_loss(
     return loss.to(dtype_of(logprobs)), merged
 
 
-def _correct(inputs: LossInputs, config: LossConfig) -> Corrected | None:
-    """The caller's correction, or the configuration's; None where it asks for none."""
-    out, wanted, options = inputs.options.get("corrected"), config.correction, inputs.options
-    if out is None:
-        if not wanted.is_active and wanted.non_finite == "raise":
-            return None
-        if inputs.rollout is None:
-            raise InputError("rollout_logprobs: needed, the correction compares the trainer with the rollout")
-        detached = detach(inputs.current)
-        out = correct(
-            detached if inputs.old is None else inputs.old, inputs.rollout, inputs.mask, wanted,
-            cu_seqlens=options.get("cu_seqlens"), logprobs=detached, advantages=inputs.advantages,
-            versions=options.get("versions"), version=options.get("version"),
-            support_log_mass=options.get("support_log_mass"),
-        )  # fmt: skip
-    if out.pending:
-        raise InputError(
-            "corrected: its weights still need the step's mean; add up .totals of `correct`, and pass "
-            "corrected=out.normalised(total, count)"
-        )
-    return out
-
-
-def _read_tokens(inputs: LossInputs, config: LossConfig) -> Tokens:
-    rows, limit, correction = inputs.rows, config.correction.log_clamp, config.correction
-    current, support = rows.read(inputs.current), inputs.options.get("support_log_mass")
-    mass = rows.read(support) if correction.align_support and support is not None else torch.zeros_like(current)
+def _read_tokens(
+    rows: Rows,
+    logprobs: Values,
+    policies: Mapping[str, Values | None],
+    advantages: Values,
+    config: LossConfig,
+    support: Values | None,
+) -> Tokens:
+    correction = config.correction
+    current = rows.read("logprobs", logprobs)
+    mass = torch.zeros_like(current)
+    if correction.align_support and support is not None:
+        mass = rows.read("support_log_mass", support)
     current = current - mass
     value = current.detach()
+    old, rollout = policies["trainer"], policies["rollout"]
     if correction.denominator == "rollout":
-        why = "the rollout policy is the denominator"
-        base = inputs.read("rollout_logprobs", inputs.rollout, why).detach()
+        if rollout is None:
+            raise InputError("rollout_logprobs: needed, the rollout policy is the denominator")
+        base = rows.read("rollout_logprobs", rollout).detach()
     else:
-        base = value if inputs.old is None else inputs.read("old_logprobs", inputs.old, "").detach() - mass.detach()
-    bad = None
-    if not bool(torch.isfinite(value + base).all()):
+        base = value if old is None else rows.read("old_logprobs", old).detach() - mass.detach()
+    bad = ~torch.isfinite(value + base)
+    if bool(bad.any()):
         if correction.non_finite == "raise":
             raise InputError(
                 "log-probabilities: a valid token of the current policy or of the denominator is not finite; correct "
                 "the mask"
             )
         is_scored = torch.isfinite(value)
-        bad = ~(is_scored & torch.isfinite(base))
         base = torch.where(~bad, base, torch.where(is_scored, value, 0.0))
         current = torch.where(is_scored, current, 0.0)
-    advantages = inputs.layout.read_per_token(rows, "advantages", inputs.advantages).detach()
-    log_ratio = (current - base).clamp(-limit, limit)
-    return Tokens(rows=rows, current=current, base=base, log_ratio=log_ratio, advantages=advantages, bad=bad)
+    return Tokens(
+        rows=rows,
+        current=current,
+        base=base,
+        log_ratio=(current - base).clamp(-correction.log_clamp, correction.log_clamp),
+        advantages=rows.read_per_token("advantages", advantages).detach(),
+        bad=bad,
+    )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Reduction:
-    """Per-token values to one number, over the counts of `counted` tokens or the step's."""
-
-    rows: Rows
-    counted: Tensor
-    config: LossConfig
-    options: LossOptions
-
-    def __call__(self, values: Tensor, kept: Tensor) -> Tensor:
-        sums = self.rows.sum(values.masked_fill(~kept, 0))
-        mode, num_tokens, num_rows = self.config.aggregate, self.options.get("num_tokens"), self.options.get("num_rows")
-        if mode == "token_sum":
-            return sums.sum()
-        counts = self.rows.count(self.counted)
-        if mode == "token_mean":
-            return sums.sum() / max(float(counts.sum()) if num_tokens is None else num_tokens, 1.0)
-        if mode == "seq_mean_token_mean":
-            sums = sums / self.row_counts(counts).clamp(min=1)
-        elif mode == "fixed_length":
-            sums = sums / float(self.config.fixed_length or 1)
-        return sums.sum() / max(float((counts > 0).sum()) if num_rows is None else num_rows, 1.0)
-
-    def row_counts(self, counts: Tensor) -> Tensor:
-        """The denominators of rows; those of rows that are parts of longer sequences are given."""
-        given = self.options.get("row_tokens")
-        if given is None:
-            return counts
-        if len(given) != len(counts) or self.options.get("num_rows") is None:
-            raise InputError(
-                f"row_tokens: {len(given)} numbers for {len(counts)} rows; one for each, and num_rows with them"
-            )
-        return torch.tensor(list(given), dtype=torch.float64, device=counts.device)
-
-
-def _add_penalty(
-    inputs: LossInputs, t: Tokens, config: LossConfig, reduce: Reduction, keep: Tensor, metrics: dict[str, Statistic]
+def _reduce(
+    values: Tensor, kept: Tensor, *, rows: Rows, counted: Tensor, config: LossConfig, options: LossOptions
 ) -> Tensor:
+    """Per-token values to one number, over the counts of `counted` tokens or the step's."""
+    sums, counts = rows.sum(values.masked_fill(~kept, 0)), rows.count(counted)
+    num_tokens, num_rows, row_tokens = options.get("num_tokens"), options.get("num_rows"), options.get("row_tokens")
+    if config.aggregate == "token_sum":
+        return sums.sum()
+    if config.aggregate == "token_mean":
+        return sums.sum() / max(float(counts.sum()) if num_tokens is None else num_tokens, 1.0)
+    if config.aggregate == "fixed_length":
+        sums = sums / float(config.fixed_length or 1)
+    elif config.aggregate == "seq_mean_token_mean":
+        lengths = counts
+        if row_tokens is not None:
+            if len(row_tokens) != len(counts) or num_rows is None:
+                given = f"{len(row_tokens)} numbers for {len(counts)} rows"
+                raise InputError(f"row_tokens: {given}; one for each, and num_rows with them")
+            lengths = torch.tensor(list(row_tokens), dtype=torch.float64, device=counts.device)
+        sums = sums / lengths.clamp(min=1)
+    return sums.sum() / max(float((counts > 0).sum()) if num_rows is None else num_rows, 1.0)
+
+
+def _divergence(t: Tokens, policies: Mapping[str, Values | None], config: LossConfig) -> Tensor:
+    """The penalty of each token, before its coefficient."""
     penalty = config.penalty
     assert penalty is not None
-    name, paid = f"{penalty.against}_logprobs", keep if penalty.tokens == "kept" else inputs.rows.flags(True)
-    policies = {"reference": inputs.options.get("reference_logprobs"), "rollout": inputs.rollout, "trainer": inputs.old}
-    base = inputs.read(name, policies[penalty.against], "the penalty is against that policy").detach()
-    bad = ~torch.isfinite(base) if t.bad is None else t.bad | ~torch.isfinite(base)
+    name, values = f"{penalty.against}_logprobs", policies[penalty.against]
+    if values is None:
+        raise InputError(f"{name}: needed, the penalty is against that policy")
+    base = t.rows.read(name, values).detach()
+    bad = t.bad | ~torch.isfinite(base)
     if config.correction.non_finite == "raise" and bool(bad.any()):
         raise InputError(f"{name}: a valid token's is not finite, and the penalty is against it; correct the mask")
     x = _bound(torch.where(bad, 0.0, base - t.current), penalty.clamp)  # what could not be scored costs nothing
     if penalty.estimator == "unbiased":
-        value = t.log_ratio.exp() * _bound(k3(x), penalty.ceiling)
-    else:
-        value = _bound(ESTIMATORS[penalty.estimator](x), penalty.ceiling)
-    metrics["loss/kl"] = Mean.of(value.detach()[paid])
-    return penalty.coefficient * reduce(value, paid)
+        return t.log_ratio.exp() * _bound(k3(x), penalty.ceiling)
+    return _bound(ESTIMATORS[penalty.estimator](x), penalty.ceiling)
 
 
 def _bound(values: Tensor, limit: float | None) -> Tensor:

@@ -13,7 +13,7 @@ from tokentrue.json_types import JsonMapping
 from tokentrue.mismatch.correction import Correction
 from tokentrue.mismatch.importers import check_keys
 from tokentrue.mismatch.metrics import LOG_CLAMP
-from tokentrue.mismatch.rules import SecondMoment, Surrogate
+from tokentrue.mismatch.rules import SecondMoment, Surrogate, refuse
 from tokentrue.types import AtLeastOne, Checked, Finite, NotNegative, Positive, check_fields
 
 Aggregation: TypeAlias = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "fixed_length", "token_sum"]
@@ -81,27 +81,26 @@ class LossConfig:
         if self.surrogate is not None and self.surrogate != self.correction.surrogate:
             # `Correction` refuses a surrogate that counts a ratio twice.
             object.__setattr__(self, "correction", replace(self.correction, surrogate=self.surrogate))
-        kind = self.correction.surrogate
-        if kind in ("ppo", "gspo", "dppo_tv") and (self.clip_low is None or self.clip_high is None):
-            raise ConfigError(f"LossConfig: {kind} needs clip_low and clip_high")
-        if kind in ("ppo", "gspo") and (self.clip_low or 0) >= 1:
-            raise ConfigError(
-                f"LossConfig.clip_low: {self.clip_low} leaves no lower bound on a ratio; it must be below 1 for {kind}"
-            )
-        if self.dual_clip is not None and not (kind == "ppo" and self.dual_clip > 1 + (self.clip_high or 0)):
-            raise ConfigError(
-                f"LossConfig.dual_clip: {self.dual_clip!r} must be above 1 + clip_high, and belongs to ppo"
-            )
-        if self.ratio_cap is not None and kind != "dppo_tv":
-            raise ConfigError("LossConfig.ratio_cap: belongs to dppo_tv")
-        if kind == "vespo" and self.correction.weights is not None:
-            raise ConfigError(
-                "LossConfig: vespo weighs rows by their whole ratio; use denominator='rollout' instead of weights"
-            )
-        if (self.aggregate == "fixed_length") != (self.fixed_length is not None):
-            raise ConfigError(
-                "LossConfig.fixed_length: a number of tokens, goes with aggregate='fixed_length' and no other"
-            )
+        kind, low, high, dual = self.correction.surrogate, self.clip_low, self.clip_high, self.dual_clip
+        refuse(
+            "LossConfig",
+            {
+                f"{kind} needs clip_low and clip_high": kind in ("ppo", "gspo", "dppo_tv") and None in (low, high),
+                f"clip_low: {low} leaves no lower bound on a ratio; it must be below 1 for {kind}": (
+                    kind in ("ppo", "gspo") and (low or 0) >= 1
+                ),
+                f"dual_clip: {dual!r} must be above 1 + clip_high, and belongs to ppo": (
+                    dual is not None and (kind != "ppo" or dual <= 1 + (high or 0))
+                ),
+                "ratio_cap: belongs to dppo_tv": self.ratio_cap is not None and kind != "dppo_tv",
+                "vespo weighs rows by their whole ratio; use denominator='rollout' instead of weights": (
+                    kind == "vespo" and self.correction.weights is not None
+                ),
+                "fixed_length: a number of tokens, goes with aggregate='fixed_length' and no other": (
+                    (self.aggregate == "fixed_length") != (self.fixed_length is not None)
+                ),
+            },
+        )
 
 
 LOSSES: Mapping[str, JsonMapping] = {
@@ -113,11 +112,7 @@ LOSSES: Mapping[str, JsonMapping] = {
     "bypass_ppo": {"correction": Correction(denominator="rollout")},
     "gspo": {"surrogate": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "aggregate": "seq_mean_token_mean"},
     "cispo": {"surrogate": "cispo", "clip_low": None, "clip_high": 4.0},
-    "dppo_tv": {
-        "correction": Correction(denominator="rollout", surrogate="dppo_tv"),
-        "clip_low": 0.2,
-        "clip_high": 0.2,
-    },
+    "dppo_tv": {"correction": Correction(denominator="rollout", surrogate="dppo_tv")},
     "sapo": {"surrogate": "sapo", "aggregate": "seq_mean_token_mean"},
     "vespo": {"correction": Correction(denominator="rollout", surrogate="vespo")},
     "m2po": {
@@ -140,26 +135,20 @@ TRL_KEYS = {
     "vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0,
 }  # fmt: skip
 VERL_KEYS = {
-    "loss_mode": "vanilla",
-    "clip_ratio": 0.2,
-    "clip_ratio_low": None,
-    "clip_ratio_high": None,
-    "tau_pos": 1.0,
-    "tau_neg": 1.05,
-}
+    "loss_mode": "vanilla", "clip_ratio": 0.2, "clip_ratio_low": None, "clip_ratio_high": None,
+    "tau_pos": 1.0, "tau_neg": 1.05,
+}  # fmt: skip
 
 
 def loss_from_trl(config: JsonMapping) -> LossConfig:
     """TRL's `GRPOConfig`: loss_type grpo, dapo, sapo or vespo."""
     given = check_keys("trl", config, TRL_KEYS)
-    kind = given["loss_type"]
+    kind, low, high = given["loss_type"], given["epsilon"], given["epsilon_high"]
     if kind in ("grpo", "dapo"):
-        high = given["epsilon"] if given["epsilon_high"] is None else given["epsilon_high"]
-        return loss_named(kind, clip_low=given["epsilon"], clip_high=high)
+        return loss_named(kind, clip_low=low, clip_high=low if high is None else high)
     if kind == "sapo":
-        return loss_named(
-            kind, sapo=SapoTemperatures(positive=given["sapo_temperature_pos"], negative=given["sapo_temperature_neg"])
-        )
+        temperatures = SapoTemperatures(positive=given["sapo_temperature_pos"], negative=given["sapo_temperature_neg"])
+        return loss_named(kind, sapo=temperatures)
     if kind == "vespo":
         kernel = VespoKernel(
             k_positive=given["vespo_k_pos"], lambda_positive=given["vespo_lambda_pos"],
@@ -172,14 +161,10 @@ def loss_from_trl(config: JsonMapping) -> LossConfig:
 def loss_from_verl(config: JsonMapping) -> LossConfig:
     """verl's `policy_loss` and clip ratios: loss_mode vanilla or sapo."""
     given = check_keys("verl", config, VERL_KEYS)
-    if given["loss_mode"] == "sapo":
+    kind, both, low, high = (given[name] for name in ("loss_mode", "clip_ratio", "clip_ratio_low", "clip_ratio_high"))
+    if kind == "sapo":
         return loss_named("sapo", sapo=SapoTemperatures(positive=given["tau_pos"], negative=given["tau_neg"]))
-    if given["loss_mode"] == "vanilla":
-        low, high = (
-            given["clip_ratio"] if given[name] is None else given[name]
-            for name in ("clip_ratio_low", "clip_ratio_high")
-        )
+    if kind == "vanilla":
+        low, high = (both if bound is None else bound for bound in (low, high))
         return loss_named("ppo", clip_low=low, clip_high=high, dual_clip=3.0)
-    raise ConfigError(
-        f"verl.loss_mode: {given['loss_mode']!r} is not one of vanilla, sapo; write its LossConfig by hand"
-    )
+    raise ConfigError(f"verl.loss_mode: {kind!r} is not one of vanilla, sapo; write its LossConfig by hand")

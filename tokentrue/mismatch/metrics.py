@@ -12,8 +12,12 @@ from __future__ import annotations
 import json
 import math
 import struct
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import accumulate
 from typing import Any, TypeAlias
 
 import torch
@@ -36,40 +40,10 @@ def k2(log_ratio: Tensor) -> Tensor:
 
 def k3(log_ratio: Tensor) -> Tensor:
     """`e^x - 1 - x`, never negative; in float64, with a relative error below 3e-11."""
-    return _K3.apply(log_ratio.double()).to(log_ratio.dtype)  # type: ignore[no-any-return]
-
-
-class _K3(torch.autograd.Function):
-    """Its derivative, e^x - 1, comes out of the same computation."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        excess, value = excess_and_k3(x)
-        ctx.save_for_backward(excess)
-        return value
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return grads[0] * ctx.saved_tensors[0]
-
-
-def excess_and_k3(x: Tensor) -> tuple[Tensor, Tensor]:
-    """`e^x - 1` and `e^x - 1 - x` of float64, to the last digits; not differentiable.
-
-    x = y + z with y inside ±0.01, where series give s = e^y - 1 - y and g = e^y - 1; with h = e^z - 1, e^x - 1 = g +
-    h·(1 + g).
-    """
-    y = x.clamp(-0.01, 0.01)
-    z = x - y
-    half, sixth, last = (torch.tensor(1 / n, dtype=x.dtype, device=x.device) for n in (2, 6, 24))
-    s = torch.add(last, y, alpha=1 / 120)
-    torch.addcmul(sixth, s, y, out=s)
-    torch.addcmul(half, s, y, out=s)
-    s.mul_(y).mul_(y)
-    g = y.add_(s)
-    h = z.exp().sub_(1)
-    far = h.addcmul_(h, g)
-    return g.add_(far), far.sub_(z).add_(s)
+    x = log_ratio.double()
+    y = x.clamp(-0.01, 0.01)  # e^x - 1 - x would cancel there
+    series = y * y * (1 / 2 + y * (1 / 6 + y * (1 / 24 + y * (1 / 120 + y * (1 / 720)))))
+    return torch.where(x == y, series, torch.expm1(x) - x).to(log_ratio.dtype)
 
 
 def contribution(log_ratio: Tensor, advantages: Tensor) -> Tensor:
@@ -200,42 +174,28 @@ class Histogram:
         return Histogram(counts={key - _OFFSET: count for key, count in zip(found.tolist(), counts, strict=True)})
 
     def merge(self, other: Histogram) -> Histogram:
-        counts = dict(self.counts)
-        for key, count in other.counts.items():
-            counts[key] = counts.get(key, 0) + count
-        return Histogram(counts=counts)
+        return Histogram(counts=Counter(self.counts) + Counter(other.counts))
 
-    @property
-    def total(self) -> int:
-        return sum(self.counts.values())
-
-    def bins(self, *, magnitude: bool = False) -> list[tuple[float, float, int]]:
-        """(low, high, count) in rising order; with `magnitude`, of the absolute values."""
-        rows: dict[tuple[float, float], int] = {}
+    def quantiles(self, *, magnitude: bool = False) -> list[float]:
+        """At `QUANTILES`: the middle of the bin; with `magnitude`, of absolute values."""
+        bins: dict[tuple[float, float], int] = {}
         for key, count in self.counts.items():
-            near, far = _edge(key & _MAGNITUDE), _edge((key & _MAGNITUDE) + 1)
-            edges = (near, far) if key >= 0 or magnitude else (-far, -near)
-            rows[edges] = rows.get(edges, 0) + count
-        return [(low, high, count) for (low, high), count in sorted(rows.items())]
-
-    def quantile(self, share: float, *, magnitude: bool = False) -> float:
-        seen, wanted = 0, share * (self.total - 1)
-        for low, high, count in self.bins(magnitude=magnitude):
-            seen += count
-            if seen > wanted:
-                return 0.0 if low == 0.0 or high == 0.0 else (low + high) / 2
-        return 0.0
+            # The edges of a bin are bit patterns with the low bits at zero.
+            edges = struct.pack("<II", (key & _MAGNITUDE) << _SHIFT, ((key & _MAGNITUDE) + 1) << _SHIFT)
+            near, far = struct.unpack("<ff", edges)
+            place = (near, far) if key >= 0 or magnitude else (-far, -near)
+            bins[place] = bins.get(place, 0) + count
+        ordered = sorted(bins)
+        below = list(accumulate(bins[place] for place in ordered))
+        if not below:
+            return [0.0] * len(QUANTILES)
+        found = [ordered[bisect_right(below, share * (below[-1] - 1))] for share in QUANTILES]
+        return [0.0 if 0.0 in place else sum(place) / 2 for place in found]
 
     def entries(self, name: str) -> Iterator[tuple[str, float]]:
-        for share in QUANTILES:
-            yield f"{name}/p{share * 100:g}", self.quantile(share)
-        for share in QUANTILES:
-            yield f"{name}/abs_p{share * 100:g}", self.quantile(share, magnitude=True)
-
-
-def _edge(key: int) -> float:
-    """The smallest magnitude of a bin: its bit pattern with the low bits at zero."""
-    return struct.unpack("<f", struct.pack("<I", key << _SHIFT))[0]
+        for prefix, values in (("p", self.quantiles()), ("abs_p", self.quantiles(magnitude=True))):
+            for share, value in zip(QUANTILES, values, strict=True):
+                yield f"{name}/{prefix}{share * 100:g}", value
 
 
 Statistic: TypeAlias = Count | Mean | Extremes | Moments | Histogram
@@ -247,21 +207,19 @@ class Metrics(Mapping[str, float]):
 
     def __init__(self, statistics: Mapping[str, Statistic]) -> None:
         self.statistics = dict(statistics)
-        self._values: dict[str, float] | None = None
 
-    def _finished(self) -> dict[str, float]:
-        if self._values is None:
-            self._values = {key: value for name, stat in self.statistics.items() for key, value in stat.entries(name)}
-        return self._values
+    @cached_property
+    def _values(self) -> dict[str, float]:
+        return {key: value for name, stat in self.statistics.items() for key, value in stat.entries(name)}
 
     def __getitem__(self, key: str) -> float:
-        return self._finished()[key]
+        return self._values[key]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._finished())
+        return iter(self._values)
 
     def __len__(self) -> int:
-        return len(self._finished())
+        return len(self._values)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Metrics) and self.statistics == other.statistics
@@ -284,9 +242,7 @@ class Metrics(Mapping[str, float]):
         """Everything that merging needs."""
         shaped: dict[str, JsonObject] = {}
         for name, stat in self.statistics.items():
-            fields = {field: getattr(stat, field) for field in stat.__slots__}
-            if isinstance(stat, Histogram):
-                fields = {"counts": sorted(stat.counts.items())}
+            fields = {"counts": sorted(stat.counts.items())} if isinstance(stat, Histogram) else asdict(stat)
             shaped[name] = {"kind": type(stat).__name__.lower(), **fields}
         return json.dumps(shaped)
 

@@ -8,10 +8,12 @@ the values, and the gradient is still the router's.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -58,27 +60,19 @@ def record_routing(model: nn.Module) -> Iterator[RoutingRecord]:
     """Records every router's choice; of one sequence at a time where the model decodes."""
     found = routers(model)
     record = RoutingRecord(layers=[[] for _ in found])
-    handles = [
-        router.register_forward_hook(_recorder(router, calls))
-        for (_, router), calls in zip(found, record.layers, strict=True)
-    ]
-    try:
-        yield record
-    finally:
-        for handle in handles:
-            handle.remove()
 
-
-def _recorder(router: nn.Module, calls: list[Tensor]) -> Any:
-    def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+    def record_choice(router: nn.Module, inputs: Any, output: Any, *, calls: list[Tensor]) -> None:
         indices = output[-1] if isinstance(output, tuple) else None
         if not isinstance(indices, Tensor) or indices.is_floating_point() or indices.shape[-1] != router.top_k:
             raise InputError(
-                f"{type(module).__name__} does not return the chosen experts last; this family cannot be recorded"
+                f"{type(router).__name__} does not return the chosen experts last; this family cannot be recorded"
             )
         calls.append(indices.detach().reshape(-1, indices.shape[-1]).cpu())
 
-    return hook
+    with ExitStack() as hooks:
+        for (_, router), calls in zip(found, record.layers, strict=True):
+            hooks.enter_context(router.register_forward_hook(partial(record_choice, calls=calls)))
+        yield record
 
 
 @contextmanager
@@ -94,19 +88,15 @@ def replay_routing(model: nn.Module, experts: Tensor, weights: Tensor | None = N
         )
     if weights is not None and weights.shape != experts.shape:
         raise InputError(f"weights: shape {list(weights.shape)} for experts of shape {list(experts.shape)}")
-    replaced: list[tuple[nn.Module, Any]] = []
-    try:
+    with ExitStack() as undo:
         for layer, (name, router) in enumerate(found):
             replayer = _replayer(name, router, experts[:, layer].long(), None if weights is None else weights[:, layer])
-            replaced.append((router, router.__dict__.get("forward")))  # set on the object where `exact` is active
+            if (own := router.__dict__.get("forward")) is None:
+                undo.callback(delattr, router, "forward")  # the class's own shows again
+            else:
+                undo.callback(setattr, router, "forward", own)  # set on the object where `exact` is active
             router.forward = replayer  # type: ignore[method-assign]
         yield
-    finally:
-        for router, own in replaced:
-            if own is None:
-                del router.forward  # the class's own shows again
-            else:
-                router.forward = own  # type: ignore[method-assign]
 
 
 def _replayer(name: str, router: Any, chosen: Tensor, weights: Tensor | None) -> Any:
@@ -121,21 +111,19 @@ def _replayer(name: str, router: Any, chosen: Tensor, weights: Tensor | None) ->
             raise InputError(
                 f"router {name} chose its experts {choice.made} times in one pass; this family cannot be replayed"
             )
-        return output if weights is None else _with_weights(name, output, chosen, weights)
+        if weights is None:
+            return output
+        if not isinstance(output, tuple) or len(output) != 3 or output[1].shape != chosen.shape:
+            raise InputError(
+                f"router {name} does not return (logits, weights, experts); its weights cannot be replayed"
+            )
+        logits, own, indices = output
+        is_free = (chosen == FREE).any(dim=-1, keepdim=True).to(own.device)
+        taken = torch.where(is_free, own.detach(), weights.to(own.device, own.dtype))
+        # taken - own.detach() is not exactly what own lacks; adding zero with a gradient keeps the recorded bits.
+        return logits, taken + (own - own.detach()), indices
 
     return forward
-
-
-def _with_weights(name: str, output: Any, chosen: Tensor, weights: Tensor) -> Any:
-    """The recorded weights as values; the gradient passes to the router's own."""
-    if not isinstance(output, tuple) or len(output) != 3 or output[1].shape != chosen.shape:
-        raise InputError(f"router {name} does not return (logits, weights, experts); its weights cannot be replayed")
-    logits, own, indices = output
-    taken = torch.where(
-        (chosen == FREE).any(dim=-1, keepdim=True).to(own.device), own.detach(), weights.to(own.device, own.dtype)
-    )
-    # taken - own.detach() is not exactly what own lacks; adding zero with a gradient keeps the recorded bits.
-    return logits, taken + (own - own.detach()), indices
 
 
 class _Choice(TorchFunctionMode):
@@ -164,20 +152,7 @@ class _Choice(TorchFunctionMode):
 
 def from_routed(routed: RoutedExperts) -> Tensor:
     """int16 `[tokens, layers, top_k]`."""
-    flat = (
-        torch.frombuffer(bytearray(routed.data), dtype=torch.int16)
-        if routed.data
-        else torch.zeros(0, dtype=torch.int16)
-    )
-    return flat.view(routed.shape)
-
-
-def weights_from_routed(routed: RoutedExperts) -> Tensor | None:
-    """float32 `[tokens, layers, top_k]`; None where the engine did not report them."""
-    if routed.weights is None:
-        return None
-    flat = torch.frombuffer(bytearray(routed.weights), dtype=torch.float32) if routed.weights else torch.zeros(0)
-    return flat.view(routed.shape)
+    return torch.tensor(np.frombuffer(routed.data, dtype=np.int16)).view(routed.shape)
 
 
 def routing_of(sample: Sample) -> Tensor:
@@ -187,17 +162,19 @@ def routing_of(sample: Sample) -> Tensor:
 
 
 def routing_weights_of(sample: Sample) -> Tensor | None:
-    rows = weights_from_routed(_required_routing(sample))
-    return None if rows is None else torch.cat((rows, torch.zeros(1, *rows.shape[1:])))
+    """float32 `[tokens, layers, top_k]`; None where the engine did not report them."""
+    routed = _required_routing(sample)
+    if routed.weights is None:
+        return None
+    rows = torch.tensor(np.frombuffer(routed.weights, dtype=np.float32)).view(routed.shape)
+    return torch.cat((rows, torch.zeros(1, *rows.shape[1:])))
 
 
 def _required_routing(sample: Sample) -> RoutedExperts:
-    routed = sample.routed_experts
+    routed, length = sample.routed_experts, len(sample.token_ids)
     if routed is None:
         raise InputError(f"sample {sample.sample_id}: has no routed experts; ask the engine for them when rolling out")
-    if (routed.start, routed.end) != (0, len(sample.token_ids) - 1):
+    if (routed.start, routed.end) != (0, length - 1):
         where = f"positions [{routed.start}, {routed.end})"
-        raise InputError(
-            f"sample {sample.sample_id}: routing of {where} for {len(sample.token_ids)} tokens; record it again"
-        )
+        raise InputError(f"sample {sample.sample_id}: routing of {where} for {length} tokens; record it again")
     return routed

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal, TypeAlias
 
@@ -16,8 +17,8 @@ from msgspec import Meta
 from torch import Tensor
 
 from tokentrue.errors import ConfigError
+from tokentrue.mismatch.batch import Batch, Need, Signal
 from tokentrue.mismatch.metrics import ESTIMATORS, k3
-from tokentrue.mismatch.signals import Judge, Need, Signal
 from tokentrue.types import Checked, Count, NotNegative, Positive, Share, check_fields, is_finite
 
 Level: TypeAlias = Literal["token", "sequence", "geometric"]
@@ -53,8 +54,8 @@ class Rule(Checked, ABC):
         """One line for `Correction.explain`."""
 
     @abstractmethod
-    def apply(self, judge: Judge) -> None:
-        """Drops tokens or rows; weights set the judge's."""
+    def apply(self, batch: Batch) -> None:
+        """Drops tokens or rows; weights set the batch's."""
 
     @property
     def order(self) -> int:
@@ -63,40 +64,60 @@ class Rule(Checked, ABC):
         return 0
 
 
-def check_bounds(owner: str, lower: object, upper: object, *, positive: bool) -> None:
-    for field, value in (("lower", lower), ("upper", upper)):
-        if value is None:
-            continue
-        if isinstance(value, str):
+def refuse(owner: str, reasons: Mapping[str, bool]) -> None:
+    """Raises ConfigError with the first reason that applies."""
+    for reason, applies in reasons.items():
+        if applies:
+            raise ConfigError(f"{owner}: {reason}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoundedRule(Rule):
+    """A rule with bounds on `signal`'s ratio, or on an estimate from it."""
+
+    lower: float | None = None
+    upper: float | None = None
+    signal: Signal = "corr"
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        return POLICIES[self.signal]
+
+    @property
+    def is_bounded(self) -> bool:
+        return self.lower is not None or self.upper is not None
+
+    def check(self, refused: Mapping[str, bool], *, perfect: int = 1) -> None:
+        """`refused` has reasons, and whether each applies; `perfect` is the value (of a ratio, 1) of agreement."""
+        owner, cure = type(self).__name__, "leave it out for no bound"
+        check_fields(self, owner)
+        for field, value in (("lower", self.lower), ("upper", self.upper)):
+            if isinstance(value, str):
+                raise ConfigError(
+                    f"{owner}.{field}: {value!r} is text; bounds are two numbers, never a range in a string"
+                )
+            if value is not None and not is_finite(value):
+                raise ConfigError(f"{owner}.{field}: {value!r} is not a finite number; {cure}")
+            if value is not None and value <= 0 and perfect == 1:
+                raise ConfigError(f"{owner}.{field}: {value!r} bounds a ratio and must be > 0; {cure}")
+        if self.lower is not None and self.upper is not None and self.lower > self.upper:
+            raise ConfigError(f"{owner}: lower {self.lower} is above upper {self.upper}")
+        refuse(owner, refused)
+        if (self.lower is not None and self.lower > perfect) or (self.upper is not None and self.upper < perfect):
             raise ConfigError(
-                f"{owner}.{field}: {value!r} is text; bounds are two numbers, lower= and upper=, never a range in a "
-                "string"
+                f"{owner}: the bounds [{self.lower}, {self.upper}] change tokens on which both sides agree exactly; "
+                f"they must hold {perfect} (in YAML, an unquoted 0.5_5 reads as 0.55)"
             )
-        if not is_finite(value):
-            raise ConfigError(f"{owner}.{field}: {value!r} is not a finite number; leave it out for no bound")
-        if positive and value <= 0:
-            raise ConfigError(f"{owner}.{field}: {value!r} bounds a ratio and must be > 0; leave it out for no bound")
-    if is_finite(lower) and is_finite(upper) and lower > upper:
-        raise ConfigError(f"{owner}: lower {lower} is above upper {upper}")
 
+    def describe_bounds(self, name: str) -> str:
+        left = "" if self.lower is None else f"{self.lower:g} <= "
+        return f"{left}{name}" + ("" if self.upper is None else f" <= {self.upper:g}")
 
-def holds(value: float, lower: float | None, upper: float | None) -> bool:
-    return (lower is None or lower <= value) and (upper is None or value <= upper)
-
-
-def inside(values: Tensor, lower: float | None, upper: float | None) -> Tensor:
-    good = torch.ones_like(values, dtype=torch.bool) if lower is None else values >= lower
-    return good if upper is None else good & (values <= upper)
-
-
-def log_or_none(bound: float | None) -> float | None:
-    return None if bound is None else math.log(bound)
-
-
-def describe_interval(name: str, lower: float | None, upper: float | None) -> str:
-    left = "" if lower is None else f"{lower:g} <= "
-    right = "" if upper is None else f" <= {upper:g}"
-    return f"{left}{name}{right}"
+    def holds(self, values: Tensor, *, is_log: bool = True) -> Tensor:
+        """Which values, by default logarithms of ratios, are inside the bounds."""
+        low, high = (math.log(b) if is_log and b is not None else b for b in (self.lower, self.upper))
+        good = torch.ones_like(values, dtype=torch.bool) if low is None else values >= low
+        return good if high is None else good & (values <= high)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,20 +145,19 @@ class AdaptiveMix(Checked):
 
     divergence: Positive = 0.01
 
-    def measure(self, log_ratios: Tensor, limit: float) -> float:
+    def measure(self, log_ratios: Tensor) -> float:
         """0 for an empty batch."""
         if not log_ratios.numel():
             return 0.0
-        x = log_ratios.clamp(-limit, limit)
-        weights = x.exp()
+        weights = log_ratios.exp()
         second = float((weights * weights).mean())
         share = float(weights.mean()) ** 2 / second
-        severity = -math.expm1(-float(k3(x).mean()) / self.divergence)
+        severity = -math.expm1(-float(k3(log_ratios).mean()) / self.divergence)
         return share * severity / max(1.0, second)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Weights(Rule):
+class Weights(BoundedRule):
     """Importance weights, always detached: per token, the row's product ("sequence") or its geometric mean.
 
     "truncate" caps at `upper`; "clip" clamps; "mask" (IcePop) sets a weight outside the bounds to 0 and leaves the mask
@@ -146,37 +166,23 @@ class Weights(Rule):
 
     level: Level = "token"
     mode: Mode = "truncate"
-    lower: float | None = None
-    upper: float | None = None
-    signal: Signal = "corr"
     normalise: Normalise | None = None
     mix: Share | AdaptiveMix | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, "Weights")
-        check_bounds("Weights", self.lower, self.upper, positive=True)
-        if self.mode == "raw" and (self.lower is not None or self.upper is not None):
-            raise ConfigError("Weights: mode 'raw' has no bounds; use 'truncate', 'clip' or 'mask'")
-        if self.mode == "truncate" and self.lower is not None:
-            raise ConfigError(
-                "Weights: mode 'truncate' has no lower bound; use mode 'clip' for both, or 'mask' to zero outside them"
-            )
-        if self.mode == "truncate" and self.upper is None:
-            raise ConfigError("Weights: mode 'truncate' needs an upper bound")
-        if self.mode != "raw" and self.lower is None and self.upper is None:
-            raise ConfigError(f"Weights: mode {self.mode!r} needs a lower or an upper bound")
-        if not holds(1, self.lower, self.upper):
-            raise ConfigError(
-                f"Weights: the bounds [{self.lower}, {self.upper}] change tokens on which both sides agree exactly; "
-                "they "
-                "must hold 1 (in YAML, an unquoted 0.5_5 reads as 0.55)"
-            )
-        if self.normalise is not None and self.normalise.over == "raw" and self.mode != "mask":
-            raise ConfigError("Weights.normalise: over='raw' only means something with mode 'mask'")
-
-    @property
-    def needs(self) -> frozenset[Need]:
-        return POLICIES[self.signal]
+        mode, mean = self.mode, self.normalise
+        self.check(
+            {
+                "mode 'raw' has no bounds; use 'truncate', 'clip' or 'mask'": mode == "raw" and self.is_bounded,
+                "mode 'truncate' has no lower bound; use mode 'clip' for both, or 'mask' to zero outside them": (
+                    mode == "truncate" and self.lower is not None
+                ),
+                f"mode {mode!r} needs a lower or an upper bound": mode != "raw" and not self.is_bounded,
+                "normalise over='raw' only means something with mode 'mask'": (
+                    mean is not None and mean.over == "raw" and mode != "mask"
+                ),
+            }
+        )
 
     @property
     def order(self) -> int:
@@ -188,38 +194,39 @@ class Weights(Rule):
         how = {
             "truncate": f"min({what}, {self.upper})",
             "clip": f"clip({what}, {self.lower}, {self.upper})",
-            "mask": f"{what} where {describe_interval('it', self.lower, self.upper)}, else 0",
+            "mask": f"{what} where {self.describe_bounds('it')}, else 0",
             "raw": what,
         }[self.mode]
         if self.mix is not None:
-            how = f"1 - α + α·{how}, α = {self.mix if isinstance(self.mix, int | float) else 'measured on the batch'}"
-        mean = self.normalise
-        how = how if mean is None else f"{how}, over the mean of {mean.over} {mean.level}s of the {mean.scope}"
+            how = f"1 - α + α·{how}, α = {'measured on the batch' if isinstance(self.mix, AdaptiveMix) else self.mix}"
+        if (mean := self.normalise) is not None:
+            how += f", over the mean of {mean.over} {mean.level}s of the {mean.scope}"
         return f"weights: {how}"
 
-    def apply(self, judge: Judge) -> None:
-        rows, limit, given = judge.rows, judge.log_clamp, judge.signals.log_ratio(self.signal)
-        log_weight = given
+    def apply(self, batch: Batch) -> None:
+        limit, log_ratio = batch.log_clamp, batch.log_ratio(self.signal)
+        log_weight = log_ratio
         if self.level != "token":
-            total, count = judge.row_totals(given)
-            log_weight = rows.spread(total / count if self.level == "geometric" else total)
-        low, high = log_or_none(self.lower), log_or_none(self.upper)
-        judge.hits["weights_below"] = 0 if low is None else int((log_weight < low).sum())
-        judge.hits["weights_above"] = 0 if high is None else int((log_weight > high).sum())
-        judge.hits["clamped"] = int((log_weight.abs() > limit).sum())
+            total, count = batch.row_totals(log_ratio)
+            log_weight = batch.rows.spread(total / count if self.level == "geometric" else total)
+        outside = ~self.holds(log_weight)
+        batch.hits["weights_below"] = int((outside & (log_weight < 0)).sum())
+        batch.hits["weights_above"] = int((outside & (log_weight > 0)).sum())
+        batch.hits["clamped"] = int((log_weight.abs() > limit).sum())
         bounded = unmasked = log_weight.clamp(-limit, limit).exp()
         if self.mode == "mask":
-            bounded = unmasked.masked_fill(~inside(log_weight, low, high), 0)
+            bounded = unmasked.masked_fill(outside, 0)
         elif self.mode != "raw":
             bounded = unmasked = unmasked.clamp(min=self.lower, max=self.upper)
         if self.mix is not None:
-            mix = self.mix.measure(given, limit) if isinstance(self.mix, AdaptiveMix) else self.mix
+            is_measured = isinstance(self.mix, AdaptiveMix)
+            mix = self.mix.measure(log_ratio.clamp(-limit, limit)) if is_measured else self.mix
             bounded, unmasked = bounded * mix + (1 - mix), unmasked * mix + (1 - mix)
-        judge.weights, judge.unmasked = bounded, unmasked
+        batch.weights, batch.unmasked = bounded, unmasked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reject(Rule):
+class Reject(BoundedRule):
     """A token or a row stays only if lower <= statistic <= upper.
 
     The statistic is `estimator` of `signal`'s ratio, aggregated over the row's valid tokens; ratios are compared in log
@@ -228,91 +235,67 @@ class Reject(Rule):
 
     estimator: Estimator
     aggregate: Aggregate
-    lower: float | None = None
-    upper: float | None = None
-    signal: Signal = "corr"
     action: Literal["drop", "mask"] = "drop"
     inverse: bool = False
 
     def __post_init__(self) -> None:
-        check_fields(self, "Reject")
-        check_bounds("Reject", self.lower, self.upper, positive=self.estimator == "ratio")
-        if self.lower is None and self.upper is None:
-            raise ConfigError("Reject: without a lower or an upper bound nothing can be rejected")
-        if self.estimator in ("k2", "k3"):
-            if self.lower is not None:
-                raise ConfigError(
-                    f"Reject: {self.estimator} is never negative and 0 is perfect agreement; a lower bound would "
-                    "reject it"
-                )
-            if self.upper is not None and self.upper <= 0:
-                raise ConfigError(f"Reject.upper: {self.estimator} needs a bound > 0, got {self.upper}")
-        if self.aggregate == "geometric" and self.estimator != "ratio":
-            raise ConfigError(f"Reject: 'geometric' is a mean of ratios; for {self.estimator} use 'seq_mean'")
-        if self.aggregate == "seq_mean" and self.estimator == "ratio":
-            raise ConfigError(
-                "Reject: the mean of ratios hides opposite errors of long rows; use 'geometric', or k1 with 'seq_mean'"
-            )
-        if self.aggregate == "seq_max" and self.lower is not None:
-            raise ConfigError(
-                "Reject: a lower bound on a maximum keeps rows for one bad token; use Outlier(lower=…) for 'any token "
-                "below'"
-            )
-        if not holds(1 if self.estimator == "ratio" else 0, self.lower, self.upper):
-            raise ConfigError(
-                f"Reject: the bounds [{self.lower}, {self.upper}] reject tokens on which both sides agree exactly"
-            )
-
-    @property
-    def needs(self) -> frozenset[Need]:
-        return POLICIES[self.signal]
+        kind, aggregate, is_ratio = self.estimator, self.aggregate, self.estimator == "ratio"
+        self.check(
+            {
+                "without a lower or an upper bound nothing can be rejected": not self.is_bounded,
+                f"{kind} is never negative and 0 is perfect agreement: it needs an upper bound > 0, and no lower one": (
+                    kind in ("k2", "k3") and (self.lower is not None or not self.upper)
+                ),
+                f"'geometric' is a mean of ratios; for {kind} use 'seq_mean'": aggregate == "geometric"
+                and not is_ratio,
+                "the mean of ratios hides opposite errors of long rows; use 'geometric', or k1 with 'seq_mean'": (
+                    aggregate == "seq_mean" and is_ratio
+                ),
+                "a lower bound on a maximum keeps rows for one bad token; use Outlier(lower=…) for 'any token below'": (
+                    aggregate == "seq_max" and self.lower is not None
+                ),
+            },
+            perfect=1 if is_ratio else 0,
+        )
 
     @property
     def order(self) -> int:
         return 0 if self.aggregate == "token" else 2
 
-    @property
-    def name(self) -> str:
-        return f"{self.signal}_{self.aggregate}_{self.estimator}" + ("_inverse" if self.inverse else "")
-
     def explain(self) -> str:
         ratio = RATIO[self.signal] if not self.inverse else f"1/({RATIO[self.signal]})"
         name = ratio if self.estimator == "ratio" else f"{self.estimator}({ratio})"
-        what, shown = {
-            "token": ("tokens", name),
-            "seq_sum": ("rows", f"Π_t {name}" if self.estimator == "ratio" else f"Σ_t {name}"),
-            "seq_mean": ("rows", f"mean_t {name}"),
-            "seq_max": ("rows", f"max_t {name}"),
-            "geometric": ("rows", f"(Π_t {name})^(1/T)"),
+        shown = {
+            "token": name,
+            "seq_sum": f"Π_t {name}" if self.estimator == "ratio" else f"Σ_t {name}",
+            "seq_mean": f"mean_t {name}",
+            "seq_max": f"max_t {name}",
+            "geometric": f"(Π_t {name})^(1/T)",
         }[self.aggregate]
-        said = f"keep {what} with {describe_interval(shown, self.lower, self.upper)}"
-        return said + (" (else weight 0, still counted)" if self.action == "mask" else "")
+        text = f"keep {'tokens' if self.aggregate == 'token' else 'rows'} with {self.describe_bounds(shown)}"
+        return text + (" (else weight 0, still counted)" if self.action == "mask" else "")
 
-    def apply(self, judge: Judge) -> None:
-        rows, values = judge.rows, self._estimate(judge)
-        if self.aggregate == "seq_max":
-            values = rows.max(torch.where(judge.active, values, -torch.inf), empty=0.0)
-        elif self.aggregate != "token":
-            total, count = judge.row_totals(values)
-            values = total if self.aggregate == "seq_sum" else total / count
-        bounds = (self.lower, self.upper)
-        if self.estimator == "ratio":  # compared in log space
-            bounds = (log_or_none(self.lower), log_or_none(self.upper))
-        failing = ~inside(values, *bounds)
-        failing = failing if self.aggregate == "token" else rows.spread(failing)
-        judge.count(self.name, failing)
-        if self.action == "mask":
-            judge.zeroed |= failing
-        else:
-            judge.dropped |= failing
-
-    def _estimate(self, judge: Judge) -> Tensor:
-        log_ratio, limit = judge.signals.log_ratio(self.signal), judge.log_clamp
+    def apply(self, batch: Batch) -> None:
+        rows, values = batch.rows, batch.log_ratio(self.signal)
         if self.inverse:
-            log_ratio = -log_ratio
-        if self.estimator in ("k2", "k3") or judge.clamp_tokens:
-            log_ratio = log_ratio.clamp(-limit, limit)
-        return log_ratio if self.estimator == "ratio" else ESTIMATORS[self.estimator](log_ratio)
+            values = -values
+        if self.estimator in ("k2", "k3") or batch.clamp_tokens:
+            values = values.clamp(-batch.log_clamp, batch.log_clamp)
+        is_ratio = self.estimator == "ratio"
+        if not is_ratio:
+            values = ESTIMATORS[self.estimator](values)
+        if self.aggregate == "seq_max":
+            values = rows.max(torch.where(batch.active, values, -torch.inf), empty=0.0)
+        elif self.aggregate != "token":
+            total, count = batch.row_totals(values)
+            values = total if self.aggregate == "seq_sum" else total / count
+        failing = ~self.holds(values, is_log=is_ratio)
+        failing = failing if self.aggregate == "token" else rows.spread(failing)
+        batch.count(f"{self.signal}_{self.aggregate}_{self.estimator}{'_inverse' * self.inverse}", failing)
+        if self.action == "mask":
+            batch.zeroed |= failing
+        else:
+            batch.dropped |= failing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -330,40 +313,25 @@ class Veto(Rule):
     def explain(self) -> str:
         return f"drop rows with a token below probability {self.below:g} under the {self.of} policy"
 
-    def apply(self, judge: Judge) -> None:
-        judge.drop("vetoed", getattr(judge.signals, self.of) < math.log(self.below), whole_rows=True)
+    def apply(self, batch: Batch) -> None:
+        batch.drop("vetoed", getattr(batch, self.of) < math.log(self.below), whole_rows=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outlier(Rule):
+class Outlier(BoundedRule):
     """Drops a whole row if any of its valid tokens has a ratio outside [lower, upper]."""
 
     lower: float | None = 1e-4
     upper: float | None = 100.0
-    signal: Signal = "corr"
 
     def __post_init__(self) -> None:
-        check_fields(self, "Outlier")
-        check_bounds("Outlier", self.lower, self.upper, positive=True)
-        if self.lower is None and self.upper is None:
-            raise ConfigError("Outlier: needs a lower or an upper bound")
-        if not holds(1, self.lower, self.upper):
-            raise ConfigError(
-                f"Outlier: the bounds [{self.lower}, {self.upper}] reject tokens on which both sides agree exactly"
-            )
-
-    @property
-    def needs(self) -> frozenset[Need]:
-        return POLICIES[self.signal]
+        self.check({"needs a lower or an upper bound": not self.is_bounded})
 
     def explain(self) -> str:
-        bounds = describe_interval("r", self.lower, self.upper)
-        return f"drop rows unless every token has {bounds}, r = {RATIO[self.signal]}"
+        return f"drop rows unless every token has {self.describe_bounds('r')}, r = {RATIO[self.signal]}"
 
-    def apply(self, judge: Judge) -> None:
-        log_ratio = judge.signals.log_ratio(self.signal)
-        outside = ~inside(log_ratio, log_or_none(self.lower), log_or_none(self.upper))
-        judge.drop("outlier", outside, whole_rows=True)
+    def apply(self, batch: Batch) -> None:
+        batch.drop("outlier", ~self.holds(batch.log_ratio(self.signal)), whole_rows=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -384,10 +352,10 @@ class OffPolicyMask(Rule):
     def explain(self) -> str:
         return f"drop negative advantages in rows with mean -log {RATIO[self.signal]} > {self.threshold:g}"
 
-    def apply(self, judge: Judge) -> None:
-        drift = judge.rows.mean(-judge.signals.log_ratio(self.signal))
-        negative = judge.signals.per_token("advantages") < 0
-        judge.drop("off_policy", negative & judge.rows.spread(drift > self.threshold), whole_rows=self.whole_row)
+    def apply(self, batch: Batch) -> None:
+        drift = batch.rows.mean(-batch.log_ratio(self.signal))
+        negative = batch.per_token("advantages") < 0
+        batch.drop("off_policy", negative & batch.rows.spread(drift > self.threshold), whole_rows=self.whole_row)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -411,20 +379,17 @@ class SecondMoment(Rule):
         squares = f"(log {RATIO[self.signal]})²"
         return f"drop the largest {squares} of {self.tokens} tokens until their mean <= {self.threshold:g}"
 
-    def apply(self, judge: Judge) -> None:
-        log_ratio = judge.signals.log_ratio(self.signal)
-        squares, judged = log_ratio * log_ratio, judge.rows.flags(True)
+    def apply(self, batch: Batch) -> None:
+        log_ratio = batch.log_ratio(self.signal)
+        squares, judged = log_ratio * log_ratio, batch.rows.flags(True)
         if self.tokens == "harmful":
-            advantages = judge.signals.per_token("advantages")
+            advantages = batch.per_token("advantages")
             judged = ((advantages > 0) & (log_ratio > 0)) | ((advantages < 0) & (log_ratio < 0))
-        judge.drop("second_moment", judged & (squares >= self._first_dropped(squares[judged])))
-
-    def _first_dropped(self, squares: Tensor) -> float:
-        """The smallest value that must go; inf where all may stay."""
-        ordered = squares.sort().values
+        ordered = squares[judged].sort().values
         means = ordered.cumsum(0) / torch.arange(1, ordered.shape[0] + 1, device=ordered.device, dtype=ordered.dtype)
         kept = int((means <= self.threshold).sum())
-        return float(ordered[kept]) if kept < ordered.shape[0] else math.inf
+        smallest = float(ordered[kept]) if kept < ordered.shape[0] else math.inf  # that must go
+        batch.drop("second_moment", judged & (squares >= smallest))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -441,9 +406,7 @@ class Staleness(Rule):
     def explain(self) -> str:
         return f"drop {self.level}s sampled more than {self.limit} versions ago"
 
-    def apply(self, judge: Judge) -> None:
-        version = judge.signals.options.get("version")
+    def apply(self, batch: Batch) -> None:
+        version = batch.options.get("version")
         assert version is not None
-        judge.drop(
-            "stale", version - judge.signals.per_token("versions") > self.limit, whole_rows=self.level == "sequence"
-        )
+        batch.drop("stale", version - batch.per_token("versions") > self.limit, whole_rows=self.level == "sequence")
