@@ -446,11 +446,11 @@ class TurnEvent:
 class Span:
     """Tokens `[start, end)` of a sample."""
 
-    start: int
-    end: int
+    start: Count
+    end: Count
     kind: Literal["given", "sampled"]
     role: str
-    turn: int
+    turn: Count
     policy_version: int | None
     trainable: bool
     why: str
@@ -461,8 +461,8 @@ class Certificate:
     """`chain` hashes every node on the sample's path in order; the other two identify what rendered it."""
 
     chain: str
-    template: str
-    tokenizer: str
+    template: Utf8
+    tokenizer: Utf8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -533,6 +533,8 @@ Share: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
 Finite: TypeAlias = Annotated[float, Meta()]
 Count: TypeAlias = Annotated[int, Meta(ge=0)]
 AtLeastOne: TypeAlias = Annotated[int, Meta(ge=1)]
+Utf8: TypeAlias = Annotated[str, Meta(pattern=r"^[^\ud800-\udfff]*$")]
+"""Text without lone surrogates, which JSON can escape and UTF-8 cannot encode."""
 
 
 class Checked:

@@ -11,7 +11,7 @@ aligned, so that one extra segment is one difference and hides nothing after it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
 
@@ -144,41 +144,32 @@ def _pairs(expected: list[_Segment], actual: list[_Segment], expected_ids: Ids, 
         return [(s.key, *(ids[s.start : s.end] if s.key < 0 else ())) for s in segments]
 
     pairs: list[Pair] = []
-    left: list[_Segment] = []
-    right: list[_Segment] = []
-    for a, b in align(keys(expected, expected_ids), keys(actual, actual_ids)):
-        if a is not None and b is not None:
-            pairs += _inner(left, right)
-            left, right = [], []
-        else:
-            left += [expected[a]] if a is not None else []
-            right += [actual[b]] if b is not None else []
-    return pairs + _inner(left, right)
-
-
-def _inner(left: list[_Segment], right: list[_Segment]) -> list[Pair]:
-    pairs: list[Pair] = []
-    lonely_left: list[_Segment] = []
-    lonely_right: list[_Segment] = []
-
-    def settle() -> None:
-        """Structure that faces structure is of another type; what faces nothing is missing or extra."""
-        while lonely_left and lonely_right and (lonely_left[0].key < 0) == (lonely_right[0].key < 0):
-            pairs.append((lonely_left.pop(0), lonely_right.pop(0)))
-        pairs.extend((segment, None) for segment in lonely_left)
-        pairs.extend((None, segment) for segment in lonely_right)
-        lonely_left.clear()
-        lonely_right.clear()
-
-    for a, b in align([segment.key for segment in left], [segment.key for segment in right]):
-        if a is not None and b is not None:
-            settle()
-            pairs.append((left[a], right[b]))
-        else:
-            lonely_left.extend([left[a]] if a is not None else [])
-            lonely_right.extend([right[b]] if b is not None else [])
-    settle()
+    for lefts, rights, _ in _runs(keys(expected, expected_ids), keys(actual, actual_ids)):
+        left, right = [expected[a] for a in lefts], [actual[b] for b in rights]
+        for only_left, only_right, same in _runs([s.key for s in left], [s.key for s in right]):
+            # Structure that faces structure is of another type; what faces nothing is missing or extra.
+            while only_left and only_right and (left[only_left[0]].key < 0) == (right[only_right[0]].key < 0):
+                pairs.append((left[only_left.pop(0)], right[only_right.pop(0)]))
+            pairs += [(left[a], None) for a in only_left] + [(None, right[b]) for b in only_right]
+            pairs += [] if same is None else [(left[same[0]], right[same[1]])]
     return pairs
+
+
+def _runs(
+    left: Sequence[Hashable], right: Sequence[Hashable]
+) -> Iterator[tuple[list[int], list[int], tuple[int, int] | None]]:
+    """What is left alone on both sides before each aligned pair, and that pair; None at the end."""
+    only_left: list[int] = []
+    only_right: list[int] = []
+    for a, b in align(left, right):
+        if a is not None and b is not None:
+            yield only_left, only_right, (a, b)
+            only_left, only_right = [], []
+        elif a is not None:
+            only_left.append(a)
+        elif b is not None:
+            only_right.append(b)
+    yield only_left, only_right, None
 
 
 def _grade(mine: _Segment | None, theirs: _Segment | None, expected: str, actual: str) -> tuple[Kind | None, str]:

@@ -8,7 +8,7 @@ nothing was sampled.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from tokentrue.errors import InputError, TokenContractError
 from tokentrue.ids import TokenIds
@@ -27,6 +27,7 @@ from tokentrue.types import (
     SamplingMask,
     Span,
     Untrained,
+    VersionSpan,
 )
 
 
@@ -46,13 +47,19 @@ def assemble(
 ) -> Assembly:
     """`max_tokens` cuts a sample after the last sampled span that fits; `include_abandoned` also trains abandoned
     turns."""
-    _check_links(tree)
+    for node in tree.nodes.values():
+        if tree.link(node) != node.chain:
+            raise TokenContractError(f"node {node.id}: the record does not fit its certificate")
     owner, drafts, abandoned = _drafts(tree, record, max_tokens, include_abandoned)
     coverage = _coverage(tree, owner, abandoned)
-    build = _Builder(tree, record, abandoned, coverage, metadata or {})
-    samples = [
-        build.sample(leaf, path, {node.id for node in path if owner[node.id] == leaf.id}) for leaf, path in drafts
-    ]
+    samples: list[Sample] = []
+    for leaf, path in drafts:
+        own = _own_metadata(record, leaf, path, coverage)
+        asked_for = {node.id: f"asked_for:{abandoned[node.id]}" for node in path if node.id in abandoned}
+        mine = {node.id: asked_for.get(node.id, "sampled") for node in path if owner[node.id] == leaf.id}
+        sample = _build_sample(tree, record, leaf, path, mine, {**(metadata or {}), "tokentrue": own})
+        own["seal"] = seal(sample)
+        samples.append(sample)
     return Assembly(samples=samples, coverage=coverage)
 
 
@@ -74,27 +81,15 @@ def _drafts(
     kept = set(tree.nodes) - (set() if include_abandoned else set(abandoned))
     owner: dict[str, str] = {}  # node -> the sample that trains it
     drafts: list[tuple[Node, list[Node]]] = []
-    for leaf in _leaves(tree, kept):
+    for leaf in tree.in_order():
+        if leaf.id not in kept or any(child.id in kept for child in tree.children.get(leaf.id, ())):
+            continue
         path = [node for node in tree.path(leaf) if max_tokens is None or node.length <= max_tokens]
         fresh = [node for node in path if node.id not in owner]
         if fresh:
             owner.update((node.id, leaf.id) for node in fresh)
             drafts.append((leaf, path))
     return owner, drafts, abandoned
-
-
-def _check_links(tree: Tree) -> None:
-    for node in tree.nodes.values():
-        if tree.link(node) != node.chain:
-            raise TokenContractError(f"node {node.id}: the record does not fit its certificate")
-
-
-def _leaves(tree: Tree, kept: set[str]) -> list[Node]:
-    return [
-        node
-        for node in tree.in_order()
-        if node.id in kept and not any(child.id in kept for child in tree.children.get(node.id, ()))
-    ]
 
 
 def _coverage(tree: Tree, owner: Mapping[str, str], abandoned: Mapping[str, str]) -> Coverage:
@@ -116,102 +111,84 @@ def _coverage(tree: Tree, owner: Mapping[str, str], abandoned: Mapping[str, str]
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Builder:
-    tree: Tree
-    record: SessionRecord
-    abandoned: Mapping[str, str]
-    coverage: Coverage
-    metadata: JsonMapping
+def _build_sample(
+    tree: Tree, record: SessionRecord, leaf: Node, path: list[Node], mine: Mapping[str, str], metadata: JsonMapping
+) -> Sample:
+    """`mine` has the nodes that this sample trains, and why."""
+    parts: list[TokenIds] = []
+    length = 0
+    loss_mask: list[int] = []
+    logprobs: list[float | None] = []
+    spans: list[Span] = []
+    for turn, node in enumerate(path):
+        spans += _spans(node, turn, length, mine.get(node.id))
+        given, sampled = len(node.given_ids), len(node.sampled_ids)
+        parts += (node.given_ids, node.sampled_ids)
+        length += given + sampled
+        loss_mask += [0] * given + [int(node.id in mine)] * sampled
+        logprobs += [None] * given
+        logprobs += node.logprobs.tolist()
+    end, rewards = path[-1], record.rewards
+    return Sample(
+        sample_id=f"{record.id}-{leaf.id}",
+        session_id=record.id,
+        group=record.group,
+        token_ids=TokenIds.concat(parts),
+        loss_mask=loss_mask,
+        rollout_logprobs=logprobs,
+        spans=tuple(spans),
+        reward=reward_of_path([node.id for node in path], rewards.leaves, rewards.session),
+        finish_reason=end.finish.value,
+        metadata={**record.metadata, **rewards.metadata, **metadata},
+        certificate=Certificate(chain=format_digest(end.chain), template=tree.template, tokenizer=tree.tokenizer),
+        routed_experts=_join_routing(path),
+        sampling_mask=_join_masks(path),
+    )
 
-    def sample(self, leaf: Node, path: list[Node], mine: set[str]) -> Sample:
-        parts: list[TokenIds] = []
-        length = 0
-        loss_mask: list[int] = []
-        logprobs: list[float | None] = []
-        spans: list[Span] = []
-        for turn, node in enumerate(path):
-            spans += self._spans(node, turn, length, node.id in mine)
-            given, sampled = len(node.given_ids), len(node.sampled_ids)
-            parts += (node.given_ids, node.sampled_ids)
-            length += given + sampled
-            loss_mask += [0] * given
-            loss_mask += [1 if node.id in mine else 0] * sampled
-            logprobs += [None] * given
-            logprobs += node.logprobs.tolist()
-        end = path[-1]
-        certificate = Certificate(
-            chain=format_digest(end.chain), template=self.tree.template, tokenizer=self.tree.tokenizer
-        )
-        sample = Sample(
-            sample_id=f"{self.record.id}-{leaf.id}",
-            session_id=self.record.id,
-            group=self.record.group,
-            token_ids=TokenIds.concat(parts),
-            loss_mask=loss_mask,
-            rollout_logprobs=logprobs,
-            spans=tuple(spans),
-            reward=reward_of_path([node.id for node in path], self.record.rewards.leaves, self.record.rewards.session),
-            finish_reason=end.finish.value,
-            metadata=self._metadata(leaf, path),
-            certificate=certificate,
-            routed_experts=_join_routing(path),
-            sampling_mask=_join_masks(path),
-        )
-        own = dict(sample.metadata["tokentrue"])
-        return replace(sample, metadata={**sample.metadata, "tokentrue": {**own, "seal": seal(sample)}})
 
-    def _spans(self, node: Node, turn: int, start: int, mine: bool) -> Iterator[Span]:
-        copies = {begin for begin, _, _ in node.copies}
-        for begin, end, role in _given_roles(node):
-            why = "sampled_elsewhere" if begin in copies else "prompt"
+def _spans(node: Node, turn: int, start: int, mine: str | None) -> Iterator[Span]:
+    copies = {begin for begin, _, _ in node.copies}
+    for begin, end, role in _given_roles(node):
+        yield Span(
+            start=start + begin, end=start + end, kind="given", role=role, turn=turn, policy_version=None,
+            trainable=False, why="sampled_elsewhere" if begin in copies else "prompt",
+        )  # fmt: skip
+    at = start + len(node.given_ids)
+    unversioned = VersionSpan(start=0, end=len(node.sampled_ids), version=UNVERSIONED)
+    for span in node.versions or (unversioned,):
+        if span.end > span.start:
             yield Span(
-                start=start + begin,
-                end=start + end,
-                kind="given",
-                role=role,
-                turn=turn,
-                policy_version=None,
-                trainable=False,
-                why=why,
-            )
-        at = start + len(node.given_ids)
-        why = "sampled" if mine else "trained_elsewhere"
-        if mine and node.id in self.abandoned:
-            why = f"asked_for:{self.abandoned[node.id]}"
-        versions = [(span.start, span.end, span.version) for span in node.versions] or [
-            (0, len(node.sampled_ids), UNVERSIONED)
-        ]
-        for begin, end, version in versions:
-            if end > begin:
-                yield Span(
-                    start=at + begin,
-                    end=at + end,
-                    kind="sampled",
-                    role="assistant",
-                    turn=turn,
-                    policy_version=version,
-                    trainable=mine,
-                    why=why,
-                )
+                start=at + span.start, end=at + span.end, kind="sampled", role="assistant", turn=turn,
+                policy_version=span.version, trainable=mine is not None, why=mine or "trained_elsewhere",
+            )  # fmt: skip
 
-    def _metadata(self, leaf: Node, path: list[Node]) -> JsonObject:
-        own: JsonObject = {
-            "version": 1,
-            "leaf": leaf.id,
-            "nodes": node_rows(path),
-            "coverage": coverage_to_json(self.coverage),
+
+def _own_metadata(record: SessionRecord, leaf: Node, path: list[Node], coverage: Coverage) -> JsonObject:
+    """`metadata.tokentrue` without its seal."""
+    own: JsonObject = {
+        "version": 1,
+        "leaf": leaf.id,
+        "nodes": node_rows(path),
+        "coverage": coverage_to_json(coverage),
+    }
+    if record.pin:
+        replaced = [turn for turn, node in enumerate(path) if node.replaced]
+        own["pin"] = {"prompts": list(record.pin), "replaced_in_turns": replaced}
+    if path[-1] is not leaf:
+        own["truncated"] = "max_tokens"
+    attempts = [
+        {
+            "turn": turn,
+            "status": attempt.status.value,
+            "start": node.prompt_length + attempt.start,
+            "end": node.prompt_length + attempt.end,
         }
-        if self.record.pin:
-            own["pin"] = {
-                "prompts": list(self.record.pin),
-                "replaced_in_turns": [turn for turn, node in enumerate(path) if node.replaced],
-            }
-        if path[-1] is not leaf:
-            own["truncated"] = "max_tokens"
-        if attempts := _attempts(path):
-            own["malformed_calls"] = attempts
-        return {**self.record.metadata, **self.record.rewards.metadata, **self.metadata, "tokentrue": own}
+        for turn, node in enumerate(path)
+        for attempt in node.attempts
+    ]
+    if attempts:
+        own["malformed_calls"] = attempts
+    return own
 
 
 def reward_of_path(path: Sequence[str], leaves: Mapping[str, float], session: float | None) -> float | None:
@@ -228,19 +205,6 @@ def coverage_to_json(coverage: Coverage) -> JsonObject:
         **({"pinned_turns": coverage.pinned_turns} if coverage.pinned_turns else {}),
         **({"rejoined_turns": coverage.rejoined_turns} if coverage.rejoined_turns else {}),
     }
-
-
-def _attempts(path: Sequence[Node]) -> list[JsonObject]:
-    return [
-        {
-            "turn": turn,
-            "status": attempt.status.value,
-            "start": node.prompt_length + attempt.start,
-            "end": node.prompt_length + attempt.end,
-        }
-        for turn, node in enumerate(path)
-        for attempt in node.attempts
-    ]
 
 
 def _given_roles(node: Node) -> Iterator[tuple[int, int, str]]:
@@ -262,17 +226,16 @@ def _given_roles(node: Node) -> Iterator[tuple[int, int, str]]:
 
 def _join_routing(path: Sequence[Node]) -> RoutedExperts | None:
     """All positions but the last; None unless every turn has routing."""
-    parts = [node.routed_experts for node in path]
-    whole = [part for part in parts if part is not None]
-    if not parts or len(whole) < len(parts):
+    parts = [node.routed_experts for node in path if node.routed_experts is not None]
+    if not parts or len(parts) < len(path):
         return None
-    _, layers, top_k = whole[0].shape
-    ends = [
+    _, layers, top_k = parts[0].shape
+    first, last = (
         RoutedExperts(shape=(0, layers, top_k), data=b"", start=at, weights=b"")
         for at in (0, max(0, path[-1].length - 1))
-    ]
+    )
     try:
-        return join_routing([ends[0], *whole, ends[1]])
+        return join_routing([first, *parts, last])
     except TokenContractError as error:
         raise TokenContractError(f"on the path to node {path[-1].id}: {error}") from error
 

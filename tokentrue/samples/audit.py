@@ -13,13 +13,18 @@ from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from hashlib import sha256
+from itertools import chain
+from typing import TypeAlias
 
 from tokentrue.errors import FileFormatError
-from tokentrue.ids import EMPTY, TokenIds
+from tokentrue.ids import TokenIds
 from tokentrue.samples.formats import ExportedSample
 from tokentrue.samples.seal import BLOCK, NodeRow, SealedRecord, block_checksums, read_sealed_record, seal
 from tokentrue.sessions.tree import float_bytes, format_digest, next_link, start_link
 from tokentrue.types import Coverage, Sample, VersionSpan
+
+Fault: TypeAlias = tuple[str, int | None, int | None]
+"""What is wrong, at tokens `[start, end)` if known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,20 +67,10 @@ class _SessionAudit:
     seen: set[str] = field(default_factory=set[str])
     links: dict[str, tuple[str, int]] = field(default_factory=dict[str, tuple[str, int]])  # node -> its chain and start
     sampled: dict[str, bytes] = field(default_factory=dict[str, bytes])  # node -> SHA-256 of its sampled ids
-    copies: list[_Copy] = field(default_factory=list["_Copy"])
+    # Given tokens [start, end) of a sample that repeat what a node sampled: (sample, start, end, node, their SHA-256)
+    copies: list[tuple[str, int, int, str, bytes]] = field(default_factory=list[tuple[str, int, int, str, bytes]])
     trained_by: dict[str, str] = field(default_factory=dict[str, str])
     trained: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Copy:
-    """Given tokens `[start, end)` of a sample that repeat what `node` sampled."""
-
-    sample: str
-    start: int
-    end: int
-    node: str
-    digest: bytes
 
 
 def audit(samples: Iterable[Sample]) -> Audit:
@@ -92,211 +87,164 @@ def audit_exported(rows: Iterable[ExportedSample]) -> Audit:
         result.sampled += sum(value is not None for value in sample.rollout_logprobs)
         result.trained += sum(sample.loss_mask)
         session = result.sessions.setdefault(sample.session_id, _SessionAudit())
-        result.findings += (
-            AuditFinding(sample=sample.sample_id, what=f"the trainer's row: {what}") for what in row.differences
-        )
+        faults: list[Fault] = [(f"the trainer's row: {what}", None, None) for what in row.differences]
         try:
             own = read_sealed_record(sample)
+            checks = (_check_columns(sample), _check_links(sample, own.nodes), _check_replay(sample))
+            faults += chain(*checks, _check_seal(sample, own), _check_session(sample, own, session))
         except FileFormatError as error:
-            result.findings.append(AuditFinding(sample=sample.sample_id, what=str(error)))
-            continue
-        result.findings += _check_columns(sample)
-        result.findings += _check_links(sample, own.nodes)
-        result.findings += _check_replay(sample)
-        result.findings += _check_seal(sample, own)
-        result.findings += _check_session(sample, own, session)
+            faults.append((str(error), None, None))
+        for what, start, end in faults:
+            result.findings.append(AuditFinding(sample=sample.sample_id, what=what, start=start, end=end))
     for name, session in result.sessions.items():
         result.findings += _check_copies(session)
-        result.findings += _check_coverage(name, session)
+        result.findings += (AuditFinding(sample=f"session {name}", what=what) for what in _check_coverage(session))
     return result
 
 
-def _check_columns(sample: Sample) -> Iterator[AuditFinding]:
-    at = 0
+def _check_columns(sample: Sample) -> Iterator[Fault]:
+    at, length = 0, len(sample.token_ids)
     for span in sample.spans:
         if span.start != at or span.end <= span.start:
-            yield _finding(sample, f"spans leave a gap or overlap before token {span.start}", at, span.start)
+            yield f"spans leave a gap or overlap before token {span.start}", at, span.start
         at = span.end
         if span.trainable and span.kind != "sampled":
-            yield _finding(sample, "given tokens are marked trainable", span.start, span.end)
-        for index in range(span.start, min(span.end, len(sample.token_ids))):
-            if sample.loss_mask[index] != int(span.trainable):
-                yield _at(
-                    sample,
-                    index,
-                    f"loss_mask is {sample.loss_mask[index]}, its span says {int(span.trainable)} ({span.why})",
-                )
-            value = sample.rollout_logprobs[index]
+            yield "given tokens are marked trainable", span.start, span.end
+        for index in range(span.start, min(span.end, length)):
+            bit, value = sample.loss_mask[index], sample.rollout_logprobs[index]
+            if bit != int(span.trainable):
+                yield f"loss_mask is {bit}, its span says {int(span.trainable)} ({span.why})", index, index + 1
             if (value is None) != (span.kind == "given"):
-                yield _at(sample, index, f"log-probability is {value} on a {span.kind} token")
+                yield f"log-probability is {value} on a {span.kind} token", index, index + 1
             elif value is not None and not (math.isfinite(value) and value <= 0.0):
-                yield _at(sample, index, f"{value} is not a log-probability")
-    if at != len(sample.token_ids):
-        length = len(sample.token_ids)
-        yield _finding(sample, f"spans end at token {at} of {length}", at, length)
+                yield f"{value} is not a log-probability", index, index + 1
+    if at != length:
+        yield f"spans end at token {at} of {length}", at, length
 
 
-def _check_replay(sample: Sample) -> Iterator[AuditFinding]:
-    routed, mask = sample.routed_experts, sample.sampling_mask
-    inputs = max(0, len(sample.token_ids) - 1)
+def _check_replay(sample: Sample) -> Iterator[Fault]:
+    routed, mask, inputs = sample.routed_experts, sample.sampling_mask, max(0, len(sample.token_ids) - 1)
     if routed is not None and (routed.start, routed.end) != (0, inputs):
-        what = f"routed experts cover positions [{routed.start}, {routed.end}) of {inputs} inputs"
-        yield _finding(sample, what, 0, inputs)
-    for index in range(len(sample.token_ids)) if mask is not None else ():
-        row = mask.row(index) if mask is not None else EMPTY
-        if row and sample.rollout_logprobs[index] is None:
-            yield _at(sample, index, "the sampling mask keeps ids at a token that was not sampled")
-        elif row and sample.token_ids[index] not in row:
-            yield _at(sample, index, "the token is not among the ids that its sampling mask kept")
-
-
-def _finding(sample: Sample, what: str, start: int | None = None, end: int | None = None) -> AuditFinding:
-    return AuditFinding(sample=sample.sample_id, what=what, start=start, end=end)
-
-
-def _at(sample: Sample, index: int, what: str) -> AuditFinding:
-    return _finding(sample, what, index, index + 1)
-
-
-def _check_seal(sample: Sample, own: SealedRecord) -> Iterator[AuditFinding]:
-    try:
-        holds = own.seal == seal(sample)
-    except RecursionError:
-        yield _finding(sample, "metadata.tokentrue is nested too deeply to be checked")
+        yield f"routed experts cover positions [{routed.start}, {routed.end}) of {inputs} inputs", 0, inputs
+    if mask is None:
         return
-    if not holds:
-        yield _finding(sample, "the seal is broken: mask, spans, reward, names or coverage were changed")
+    for index, (token, value) in enumerate(zip(sample.token_ids, sample.rollout_logprobs, strict=True)):
+        row = mask.row(index)
+        if row and value is None:
+            yield "the sampling mask keeps ids at a token that was not sampled", index, index + 1
+        elif row and token not in row:
+            yield "the token is not among the ids that its sampling mask kept", index, index + 1
 
 
-def _check_links(sample: Sample, nodes: list[NodeRow]) -> Iterator[AuditFinding]:
+def _check_seal(sample: Sample, own: SealedRecord) -> Iterator[Fault]:
+    try:
+        if own.seal != seal(sample):
+            yield "the seal is broken: mask, spans, reward, names or coverage were changed", None, None
+    except RecursionError:
+        yield "metadata.tokentrue is nested too deeply to be checked", None, None
+
+
+def _check_links(sample: Sample, nodes: list[NodeRow]) -> Iterator[Fault]:
     """Locates a broken link by its block checksums."""
     previous = start_link(template=sample.certificate.template, tokenizer=sample.certificate.tokenizer)
-    at, sent = 0, sha256()  # over the sample's own ids, up to each turn
+    at, length, sent = 0, len(sample.token_ids), sha256()  # over the sample's own ids, up to each turn
     for turn, node in enumerate(nodes):
         given_end, end = at + node.given, at + node.given + node.sampled
-        if end > len(sample.token_ids):
-            yield _finding(sample, f"turn {turn} ends at token {end} of {len(sample.token_ids)}", at, end)
+        if end > length:
+            yield f"turn {turn} ends at token {end} of {length}", at, end
             return
-        values = sample.rollout_logprobs[given_end:end]
-        if None in values:
-            yield _finding(sample, f"turn {turn}: sampled tokens without log-probability", given_end, end)
+        values = [value for value in sample.rollout_logprobs[given_end:end] if value is not None]
+        if len(values) < node.sampled:
+            yield f"turn {turn}: sampled tokens without log-probability", given_end, end
             return
-        link = _link(sample, node, previous, at, given_end, end)
+        given, sampled = TokenIds(sample.token_ids[at:given_end]), TokenIds(sample.token_ids[given_end:end])
+        logprobs = array("d", values)
+        versions = [  # read from the spans, because the trainer reads those
+            VersionSpan(start=span.start - given_end, end=span.end - given_end, version=span.policy_version)
+            for span in (sample.spans if node.versions else ())
+            if span.kind == "sampled" and given_end <= span.start < end and span.policy_version is not None
+        ]
+        link = next_link(previous, given_ids=given, sampled_ids=sampled, logprobs=logprobs, versions=versions)
         if link.hex() != node.chain:
-            yield from _locate_change(sample, node, turn, at, given_end, end)
-        sent.update(TokenIds(sample.token_ids[at:given_end]).tobytes())
-        if node.prompt_sha256 is not None and sent.hexdigest() != node.prompt_sha256:
-            what = f"turn {turn}: the prompt in this sample is not what the engine was sent (prompt_sha256 of node {node.node})"
-            yield _finding(sample, what, 0, given_end)
-        sent.update(TokenIds(sample.token_ids[given_end:end]).tobytes())
-        previous, at = bytes.fromhex(node.chain), end
-    if at != len(sample.token_ids):
-        length = len(sample.token_ids)
-        yield _finding(sample, f"the nodes end at token {at} of {length}", at, length)
-    if format_digest(previous) != sample.certificate.chain:
-        yield _finding(sample, "certificate.chain is not the chain of its last node")
-
-
-def _link(sample: Sample, node: NodeRow, previous: bytes, at: int, given_end: int, end: int) -> bytes:
-    return next_link(
-        previous,
-        given_ids=TokenIds(sample.token_ids[at:given_end]),
-        sampled_ids=TokenIds(sample.token_ids[given_end:end]),
-        logprobs=array("d", [value for value in sample.rollout_logprobs[given_end:end] if value is not None]),
-        versions=[VersionSpan(start=s, end=e, version=v) for s, e, v in _versions(sample, node, given_end, end)],
-    )
-
-
-def _versions(sample: Sample, node: NodeRow, given_end: int, end: int) -> list[tuple[int, int, int]]:
-    """Read from the spans, because the trainer reads those."""
-    if not node.versions:
-        return []
-    return [
-        (span.start - given_end, span.end - given_end, span.policy_version)
-        for span in sample.spans
-        if span.kind == "sampled" and given_end <= span.start < end and span.policy_version is not None
-    ]
-
-
-def _locate_change(
-    sample: Sample, node: NodeRow, turn: int, at: int, given_end: int, end: int
-) -> Iterator[AuditFinding]:
-    ids = TokenIds(sample.token_ids[at:end]).tobytes()
-    numbers = array("d", [value for value in sample.rollout_logprobs[given_end:end] if value is not None])
-    found = False
-    for column, data, width, base in (
-        ("token_ids", ids, 4, at),
-        ("rollout_logprobs", float_bytes(numbers), 8, given_end),
-    ):
-        now, then = block_checksums(data, width), node.ids_check if width == 4 else node.logprobs_check
-        for block in range(max(len(now), len(then)) // 8):
-            if now[block * 8 : block * 8 + 8] != then[block * 8 : block * 8 + 8]:
-                found = True
-                start = base + block * BLOCK
+            ids_check = block_checksums(given.tobytes() + sampled.tobytes(), 4)
+            changed = list(_find_blocks("token_ids", ids_check, node.ids_check, at))
+            logprobs_check = block_checksums(float_bytes(logprobs), 8)
+            changed += _find_blocks("rollout_logprobs", logprobs_check, node.logprobs_check, given_end)
+            for column, start in changed:
                 what = f"turn {turn}: {column} changed (the certificate's chain breaks at node {node.node})"
-                yield _finding(sample, what, start, min(start + BLOCK, end))
-    if not found:
-        what = f"turn {turn}: versions, hashes or the order of nodes changed (the chain breaks at node {node.node})"
-        yield _finding(sample, what, at, end)
+                yield what, start, min(start + BLOCK, end)
+            if not changed:
+                what = "versions, hashes or the order of nodes changed"
+                yield f"turn {turn}: {what} (the chain breaks at node {node.node})", at, end
+        sent.update(given.tobytes())
+        if node.prompt_sha256 is not None and sent.hexdigest() != node.prompt_sha256:
+            what = "the prompt in this sample is not what the engine was sent"
+            yield f"turn {turn}: {what} (prompt_sha256 of node {node.node})", 0, given_end
+        sent.update(sampled.tobytes())
+        previous, at = bytes.fromhex(node.chain), end
+    if at != length:
+        yield f"the nodes end at token {at} of {length}", at, length
+    if format_digest(previous) != sample.certificate.chain:
+        yield "certificate.chain is not the chain of its last node", None, None
 
 
-def _check_session(sample: Sample, own: SealedRecord, session: _SessionAudit) -> Iterator[AuditFinding]:
+def _find_blocks(column: str, now: str, then: str, base: int) -> Iterator[tuple[str, int]]:
+    """The first token of each block whose checksum, 8 digits, differs."""
+    for block in range(max(len(now), len(then)) // 8):
+        if now[block * 8 : block * 8 + 8] != then[block * 8 : block * 8 + 8]:
+            yield column, base + block * BLOCK
+
+
+def _check_session(sample: Sample, own: SealedRecord, session: _SessionAudit) -> Iterator[Fault]:
     if sample.sample_id in session.seen:
-        yield _finding(sample, "this sample is in the file twice")
+        yield "this sample is in the file twice", None, None
     session.seen.add(sample.sample_id)
     if session.claimed is not None and session.claimed != own.coverage:
-        yield _finding(sample, "samples of one session disagree about its coverage")
+        yield "samples of one session disagree about its coverage", None, None
     session.claimed = session.claimed or own.coverage
     at, unnamed = 0, {(span.start, span.end) for span in sample.spans if span.why == "sampled_elsewhere"}
     for turn, node in enumerate(own.nodes):
         start, given_end, end = at, at + node.given, at + node.given + node.sampled
         at = end
         if session.links.setdefault(node.node, (node.chain, start)) != (node.chain, start):
-            what = f"turn {turn}: node {node.node} has another history in another sample"
-            yield _finding(sample, what, start, end)
+            yield f"turn {turn}: node {node.node} has another history in another sample", start, end
         if any(sample.loss_mask[start:given_end]):
-            what = f"turn {turn}: given tokens are trained (node {node.node} sampled [{given_end}, {end}) alone)"
-            yield _finding(sample, what, start, given_end)
+            sampled = f"node {node.node} sampled [{given_end}, {end}) alone"
+            yield f"turn {turn}: given tokens are trained ({sampled})", start, given_end
         session.sampled[node.node] = TokenIds(sample.token_ids[given_end:end]).sha256()
         for begin, stop, copied in node.copies:
             ids = TokenIds(sample.token_ids[start + begin : start + min(stop, node.given)])
-            session.copies.append(_Copy(sample.sample_id, start + begin, start + stop, copied, ids.sha256()))
+            session.copies.append((sample.sample_id, start + begin, start + stop, copied, ids.sha256()))
             unnamed.discard((start + begin, start + stop))
-        trained = sum(sample.loss_mask[given_end:end])
-        if not trained:
-            continue
-        session.trained += trained
-        first = session.trained_by.setdefault(node.node, sample.sample_id)
-        if first != sample.sample_id:
-            what = f"turn {turn}: trained here and in sample {first}"
-            yield _finding(sample, what, given_end, end)
+        if trained := sum(sample.loss_mask[given_end:end]):
+            session.trained += trained
+            first = session.trained_by.setdefault(node.node, sample.sample_id)
+            if first != sample.sample_id:
+                yield f"turn {turn}: trained here and in sample {first}", given_end, end
     for start, end in sorted(unnamed):
-        yield _finding(sample, "given as sampled elsewhere, and no node is named that sampled it", start, end)
+        yield "given as sampled elsewhere, and no node is named that sampled it", start, end
 
 
 def _check_copies(session: _SessionAudit) -> Iterator[AuditFinding]:
     untrained = {item.node for item in session.claimed.untrained} if session.claimed is not None else set[str]()
-    for copy in session.copies:
+    for sample, start, end, node, digest in session.copies:
         what = ""
-        if copy.node in session.sampled and session.sampled[copy.node] != copy.digest:
-            what = f"not what node {copy.node} sampled, though given as that"
-        elif copy.node not in session.sampled and copy.node not in untrained:
-            what = f"given as what node {copy.node} sampled, which is in no sample and not listed as untrained"
+        if node in session.sampled and session.sampled[node] != digest:
+            what = f"not what node {node} sampled, though given as that"
+        elif node not in session.sampled and node not in untrained:
+            what = f"given as what node {node} sampled, which is in no sample and not listed as untrained"
         if what:
-            yield AuditFinding(sample=copy.sample, what=what, start=copy.start, end=copy.end)
+            yield AuditFinding(sample=sample, what=what, start=start, end=end)
 
 
-def _check_coverage(name: str, session: _SessionAudit) -> Iterator[AuditFinding]:
+def _check_coverage(session: _SessionAudit) -> Iterator[str]:
     claimed = session.claimed
     if claimed is None:
         return
     missing = sum(item.tokens for item in claimed.untrained)
     if claimed.sampled != claimed.trained + missing:
-        what = (
-            f"coverage does not add up: {claimed.sampled} sampled, {claimed.trained} trained, {missing} accounted for"
-        )
-        yield AuditFinding(sample=f"session {name}", what=what)
+        sums = f"{claimed.sampled} sampled, {claimed.trained} trained, {missing} accounted for"
+        yield f"coverage does not add up: {sums}"
     if session.trained != claimed.trained:
         found = f"{session.trained} tokens are trained in this file, the session has {claimed.trained}"
-        what = f"{found}: samples are missing or masks changed"
-        yield AuditFinding(sample=f"session {name}", what=what)
+        yield f"{found}: samples are missing or masks changed"

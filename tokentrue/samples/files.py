@@ -4,7 +4,6 @@ a temporary name and renamed; links stay links, and devices and pipes are writte
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -34,8 +33,18 @@ def write_samples(samples: Iterable[Sample], path: str | Path, *, format: str = 
         with suppress(FileNotFoundError):
             target.stat()  # a cycle of links is an OSError here, and a RuntimeError in resolve()
         if is_stream(target):
-            return _write_stream(chosen, samples, target)
-        return _write_file(chosen, samples, target.resolve())
+            with tempfile.TemporaryDirectory() as folder, target.open("ab") as stream:
+                count = chosen.write(samples, scratch := Path(folder) / "samples")
+                stream.write(scratch.read_bytes())
+            return count
+        target = target.resolve()
+        scratch = target.with_name(f".{target.name}.{os.getpid()}.part")
+        try:
+            count = chosen.write(samples, scratch)
+            os.replace(scratch, target)
+        finally:
+            scratch.unlink(missing_ok=True)
+        return count
     except OSError as error:
         raise FileFormatError(f"cannot write {target}: {error.strerror or error}") from error
 
@@ -54,25 +63,6 @@ def is_stream(path: Path) -> bool:
     linked = path.parent / path.readlink() if path.is_symlink() else path
     is_descriptor = any(os.path.realpath(each.parent).startswith("/proc/") for each in (path, linked))
     return is_descriptor or (path.exists() and not path.is_file())
-
-
-def _write_stream(format: SampleFormat, samples: Iterable[Sample], target: Path) -> int:
-    with tempfile.TemporaryDirectory() as folder:
-        scratch = Path(folder) / "samples"
-        count = format.write(samples, scratch)
-        with scratch.open("rb") as whole, target.open("ab") as stream:
-            shutil.copyfileobj(whole, stream)
-    return count
-
-
-def _write_file(format: SampleFormat, samples: Iterable[Sample], target: Path) -> int:
-    scratch = target.with_name(f".{target.name}.{os.getpid()}.part")
-    try:
-        count = format.write(samples, scratch)
-        os.replace(scratch, target)
-    finally:
-        scratch.unlink(missing_ok=True)
-    return count
 
 
 def export_bytes(samples: Iterable[Sample], *, format: str) -> tuple[bytes, str]:
@@ -154,21 +144,14 @@ def read_sound_samples(path: str | Path, *, trust: bool = False) -> list[Sample]
 
 def require_model(samples: Sequence[Sample], *, model: str, tokenizer: str | None, vocabulary: int) -> None:
     """Compares the hash of the model's tokenizer (None if it has none) and the number of its embeddings."""
-    cure = "use the model that it was sampled from"
     for sample in samples:
-        recorded = sample.certificate.tokenizer
-        if tokenizer is not None and recorded != tokenizer:
-            raise FileFormatError(
-                f"sample {sample.sample_id} was recorded with another tokenizer ({_shorten(recorded)}) than {model} has "
-                f"({_shorten(tokenizer)}); {cure}"
-            )
+        recorded, why = sample.certificate.tokenizer, ""
         kept = () if sample.sampling_mask is None else sample.sampling_mask.token_ids
         largest = max(max(sample.token_ids, default=0), max(kept, default=0))
-        if largest >= vocabulary:
-            raise FileFormatError(
-                f"sample {sample.sample_id} holds token id {largest}, beyond the vocabulary of {model} ({vocabulary}); {cure}"
-            )
-
-
-def _shorten(digest: str) -> str:
-    return digest.removeprefix("sha256:")[:12] or "none"
+        if tokenizer is not None and recorded != tokenizer:
+            theirs, ours = (digest.removeprefix("sha256:")[:12] or "none" for digest in (recorded, tokenizer))
+            why = f"was recorded with another tokenizer ({theirs}) than {model} has ({ours})"
+        elif largest >= vocabulary:
+            why = f"holds token id {largest}, beyond the vocabulary of {model} ({vocabulary})"
+        if why:
+            raise FileFormatError(f"sample {sample.sample_id} {why}; use the model that it was sampled from")

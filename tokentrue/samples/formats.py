@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from importlib import import_module
 from itertools import islice, pairwise
 from pathlib import Path
@@ -22,28 +23,20 @@ from tokentrue.errors import FileFormatError, TokenContractError
 from tokentrue.json_types import JsonMapping, JsonObject, JsonValue
 from tokentrue.plain_json import dumps, loads, read_numbered_lines
 from tokentrue.samples import trainer_rows
-from tokentrue.samples.shape import (
-    SampleColumns,
-    SampleHead,
-    decode,
-    head_to_json,
-    sample_from_json,
-    sample_from_parts,
-    sample_to_json,
-)
+from tokentrue.samples.shape import decode, head_to_json, sample_from_json, sample_to_json
 from tokentrue.samples.trainer_rows import Columns
 from tokentrue.types import Sample
 
 _GROUP = 256  # rows of a parquet table that are written or read at once
-_JSON_TEXT = ("spans", "metadata", "certificate", "routed_experts", "sampling_mask")
 _NATIVE_TYPES = {
-    **dict.fromkeys(("sample_id", "session_id", "group", "finish_reason", *_JSON_TEXT), "string"),
+    "sample_id": "string", "session_id": "string", "group": "string", "finish_reason": "string",
+    "spans": "json", "metadata": "json", "certificate": "json", "routed_experts": "json", "sampling_mask": "json",
     "token_ids": "int32s", "loss_mask": "int8s", "rollout_logprobs": "doubles", "reward": "double",
 }  # fmt: skip
 _VERL_TYPES = {
     "prompt_ids": "int32s", "response_ids": "int32s", "response_mask": "int8s", "response_logprobs": "doubles",
     "reward_score": "double", "num_turns": "int64", "uid": "string",
-    "routed_experts": "int16 tables", "extra_fields": "replay", "tokentrue": "string",
+    "routed_experts": "int16 tables", "extra_fields": "replay", "tokentrue": "json",
 }  # fmt: skip
 _TENSOR_TYPES = {"token_ids": "int32", "loss_mask": "uint8", "rollout_logprobs": "float64", "offsets": "int64"}
 
@@ -95,23 +88,15 @@ def parse_json(text: bytes, where: str) -> JsonValue:
         raise FileFormatError(f"{where}: not JSON: {error}") from error
 
 
-def _write_native_lines(samples: Iterable[Sample], path: Path) -> int:
-    return write_lines(map(sample_to_json, samples), path)
-
-
-def _read_native_lines(path: Path) -> Iterator[ExportedSample]:
-    for where, row in read_lines(path):
-        yield ExportedSample(sample=sample_from_json(row, where), where=where)
-
-
 def _schema(types: Mapping[str, str]) -> Any:
     pa: Any = import_module("pyarrow")
     known = {
-        "string": pa.string(), "double": pa.float64(), "int64": pa.int64(),
+        "string": pa.string(), "json": pa.string(), "double": pa.float64(), "int64": pa.int64(),
         "int32s": pa.list_(pa.int32()), "int8s": pa.list_(pa.int8()), "doubles": pa.list_(pa.float64()),
         "int16 tables": pa.list_(pa.list_(pa.list_(pa.int16()))),
         "replay": pa.struct([
-            ("min_global_steps", pa.int64()), ("max_global_steps", pa.int64()), ("policy_versions", pa.list_(pa.int64())),
+            ("min_global_steps", pa.int64()), ("max_global_steps", pa.int64()),
+            ("policy_versions", pa.list_(pa.int64())),
             ("sampling_mask_token_ids", pa.list_(pa.int32())), ("sampling_mask_offsets", pa.list_(pa.int64())),
         ]),
     }  # fmt: skip
@@ -122,11 +107,17 @@ def _write_table(rows: Iterable[JsonMapping], path: Path, types: Mapping[str, st
     pa: Any = import_module("pyarrow")
     pq: Any = import_module("pyarrow.parquet")
     schema, count, iterator = _schema(types), 0, iter(rows)
+
+    def cell(row: JsonMapping, name: str) -> JsonValue:
+        value = row.get(name)
+        return dumps(value).decode() if types[name] == "json" and value is not None else value
+
     # Through an open file, because pyarrow reads a path with a colon as a URI.
     with path.open("wb") as file, pq.ParquetWriter(file, schema) as writer:
         while group := list(islice(iterator, _GROUP)):
+            cells = [{name: cell(row, name) for name in types} for row in group]
             try:
-                table = pa.Table.from_pylist([{name: row.get(name) for name in types} for row in group], schema=schema)
+                table = pa.Table.from_pylist(cells, schema=schema)
             except UnicodeEncodeError as error:
                 raise FileFormatError(
                     f"parquet cannot hold the text {error.object!r} (a lone surrogate); choose jsonl"
@@ -137,47 +128,34 @@ def _write_table(rows: Iterable[JsonMapping], path: Path, types: Mapping[str, st
 
 
 def table_columns(path: Path) -> list[str]:
+    with _reading_parquet(path) as pq:
+        return list(pq.read_schema(path).names)
+
+
+@contextmanager
+def _reading_parquet(path: Path) -> Iterator[Any]:
     pa: Any = import_module("pyarrow")
     try:
-        return list(import_module("pyarrow.parquet").read_schema(path).names)
+        yield import_module("pyarrow.parquet")
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise FileFormatError(f"{path}: not a parquet file, or a damaged one: {error}") from error
 
 
-def _read_table(path: Path) -> Iterator[tuple[str, JsonMapping]]:
+def _read_table(path: Path, types: Mapping[str, str]) -> Iterator[tuple[str, JsonMapping]]:
     names = table_columns(path)
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise FileFormatError(f"{path}: column {twice!r} is there twice")
-    pa: Any = import_module("pyarrow")
     number = 0
-    try:
-        for batch in import_module("pyarrow.parquet").ParquetFile(path).iter_batches(batch_size=_GROUP):
+    with _reading_parquet(path) as pq:
+        for batch in pq.ParquetFile(path).iter_batches(batch_size=_GROUP):
             for row in batch.to_pylist():
-                yield f"{path.name}:row {number}", cast("JsonMapping", row)
+                where = f"{path.name}:row {number}"
+                for name in [name for name in row if types.get(name) == "json" and row[name] is not None]:
+                    if not isinstance(row[name], str):
+                        raise FileFormatError(f"{where}: {name}: must be JSON text")
+                    row[name] = parse_json(row[name].encode(), f"{where}: {name}")
+                yield where, row
                 number += 1
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise FileFormatError(f"{path}: not a parquet file, or a damaged one: {error}") from error
-
-
-def _write_native_table(samples: Iterable[Sample], path: Path) -> int:
-    def table_row(sample: Sample) -> JsonObject:
-        row = {"routed_experts": None, "sampling_mask": None, **sample_to_json(sample)}
-        return {**row, **{name: None if row[name] is None else dumps(row[name]).decode() for name in _JSON_TEXT}}
-
-    return _write_table(map(table_row, samples), path, _NATIVE_TYPES)
-
-
-def _read_native_table(path: Path) -> Iterator[ExportedSample]:
-    for where, row in _read_table(path):
-        texts = {name: row[name] for name in _JSON_TEXT if row.get(name) is not None}
-        objects = {name: _parse_cell(text, f"{where}: {name}") for name, text in texts.items()}
-        yield ExportedSample(sample=sample_from_json({**row, **objects}, where), where=where)
-
-
-def _parse_cell(text: JsonValue, where: str) -> JsonValue:
-    if not isinstance(text, str):
-        raise FileFormatError(f"{where}: must be JSON text")
-    return parse_json(text.encode(), where)
 
 
 class TensorsHeader(msgspec.Struct):
@@ -216,33 +194,52 @@ def _read_tensors(path: Path) -> Iterator[ExportedSample]:
             tensors = {name: file.get_tensor(name) for name in _TENSOR_TYPES}
     except (safetensors.SafetensorError, TypeError, ValueError, RecursionError, OSError) as error:
         raise FileFormatError(f"{path}: not a safetensors file of samples, or a damaged one: {error}") from error
-    _require_tensors(tensors, len(heads), path.name)
-    ids, mask, logprobs, offsets = (tensors[name] for name in _TENSOR_TYPES)
-    for number, (head, (start, end)) in enumerate(zip(heads, pairwise(offsets.tolist()), strict=True)):
+    for name, tensor in tensors.items():
+        if tensor.ndim != 1 or str(tensor.dtype) != _TENSOR_TYPES[name]:
+            shown = f"{tensor.dtype} of shape {list(tensor.shape)}"
+            raise FileFormatError(f"{path.name}: {name} is {shown}, must be one row of {_TENSOR_TYPES[name]}")
+    ids, mask, logprobs = (tensors[name].tolist() for name in ("token_ids", "loss_mask", "rollout_logprobs"))
+    offsets = tensors["offsets"].tolist()
+    is_rising = offsets[:1] == [0] and all(start <= end for start, end in pairwise(offsets))
+    if not is_rising or len(offsets) != len(heads) + 1 or {len(ids), len(mask), len(logprobs)} != {offsets[-1]}:
+        lengths = f"{len(ids)} ids, {len(mask)} bits of the mask and {len(logprobs)} log-probabilities"
+        raise FileFormatError(f"{path.name}: offsets do not separate {len(heads)} samples of {lengths}")
+    for number, (head, (start, end)) in enumerate(zip(heads, pairwise(offsets), strict=True)):
         where = f"{path.name}:sample {number}"
         row = {
             **head,
-            "token_ids": ids[start:end].tolist(),
-            "loss_mask": mask[start:end].tolist(),
-            "rollout_logprobs": [None if value != value else value for value in logprobs[start:end].tolist()],
+            "token_ids": ids[start:end],
+            "loss_mask": mask[start:end],
+            "rollout_logprobs": [None if value != value else value for value in logprobs[start:end]],
         }
         yield ExportedSample(sample=sample_from_json(row, where), where=where)
 
 
-def _require_tensors(tensors: Mapping[str, Any], samples: int, where: str) -> None:
-    for name, tensor in tensors.items():
-        if tensor.ndim != 1 or str(tensor.dtype) != _TENSOR_TYPES[name]:
-            shown = f"{tensor.dtype} of shape {list(tensor.shape)}"
-            raise FileFormatError(f"{where}: {name} is {shown}, must be one row of {_TENSOR_TYPES[name]}")
-    offsets = tensors["offsets"].tolist()
-    if len(offsets) != samples + 1:
-        raise FileFormatError(
-            f"{where}: offsets has {len(offsets)} entries for {samples} samples, must have {samples + 1}"
-        )
-    for name in ("token_ids", "loss_mask", "rollout_logprobs"):
-        length = len(tensors[name])
-        if offsets[0] != 0 or offsets[-1] != length or any(end < start for start, end in pairwise(offsets)):
-            raise FileFormatError(f"{where}: offsets must rise from 0 to {length}, the length of {name}")
+def _rows_format(
+    name: str,
+    *,
+    follows: str,
+    mark: str,
+    types: Mapping[str, str] | None,
+    to_row: Callable[[Sample], JsonMapping],
+    from_row: Callable[[JsonMapping, str], ExportedSample],
+) -> SampleFormat:
+    """JSON lines, or a parquet table with columns of `types`."""
+
+    def write(samples: Iterable[Sample], path: Path) -> int:
+        rows = map(to_row, samples)
+        return write_lines(rows, path) if types is None else _write_table(rows, path, types)
+
+    def read(path: Path) -> Iterator[ExportedSample]:
+        for where, row in read_lines(path) if types is None else _read_table(path, types):
+            yield from_row(row, where)
+
+    suffix: Literal[".jsonl", ".parquet"] = ".jsonl" if types is None else ".parquet"
+    return SampleFormat(name=name, suffix=suffix, follows=follows, mark=mark, write=write, read=read)
+
+
+def _from_native_row(row: JsonMapping, where: str) -> ExportedSample:
+    return ExportedSample(sample=sample_from_json(row, where), where=where)
 
 
 def trainer_format(
@@ -258,44 +255,41 @@ def trainer_format(
     """JSON lines, or a parquet table with columns of `types`. `added` names fields that users add to the row, which
     are not compared."""
 
-    def write(samples: Iterable[Sample], path: Path) -> int:
-        pairs = ((row(sample), head_to_json(sample)) for sample in samples)
-        if types is None:
-            return write_lines(({**fields, "tokentrue": head} for fields, head in pairs), path)
-        return _write_table(({**fields, "tokentrue": dumps(head).decode()} for fields, head in pairs), path, types)
+    def to_row(sample: Sample) -> JsonObject:
+        return {**row(sample), "tokentrue": head_to_json(sample)}
 
-    def read(path: Path) -> Iterator[ExportedSample]:
-        for where, found in read_lines(path) if types is None else _read_table(path):
-            if "tokentrue" not in found:
-                columns_found = ", ".join(sorted(found))
-                raise FileFormatError(f"{where}: not a samples file of tokentrue: the columns are {columns_found}")
-            own = found["tokentrue"] if types is None else _parse_cell(found["tokentrue"], f"{where}: tokentrue")
-            head = decode(own, SampleHead, f"{where}: tokentrue")
-            fields = {key: value for key, value in found.items() if key != "tokentrue"}
-            try:
-                sample = sample_from_parts(head, _sample_columns(columns(fields), head, where), where)
-                differences = tuple(find_differences(row(sample), fields, added=added))
-            except (KeyError, IndexError, TypeError, AttributeError) as error:
-                raise FileFormatError(f"{where}: not a row of {name}: {type(error).__name__}: {error}") from error
-            except TokenContractError as error:
-                raise FileFormatError(f"{where}: {error}") from error
-            yield ExportedSample(sample=sample, where=where, differences=differences)
+    def from_row(found: JsonMapping, where: str) -> ExportedSample:
+        if "tokentrue" not in found:
+            names = ", ".join(sorted(found))
+            raise FileFormatError(f"{where}: not a samples file of tokentrue: the columns are {names}")
+        head = decode(found["tokentrue"], JsonObject, f"{where}: tokentrue")
+        fields = {key: value for key, value in found.items() if key != "tokentrue"}
+        try:
+            ids, mask, logprobs = columns(fields)
+            whole = {  # a trainer may omit the given prefix
+                "token_ids": ids,
+                "loss_mask": [*[0] * (len(ids) - len(mask)), *mask],
+                "rollout_logprobs": [*[None] * (len(ids) - len(logprobs)), *logprobs],
+            }
+            sample = _without_given_logprobs(sample_from_json({**head, **whole}, where))
+            differences = tuple(find_differences(row(sample), fields, added=added))
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
+            raise FileFormatError(f"{where}: not a row of {name}: {type(error).__name__}: {error}") from error
+        except TokenContractError as error:
+            raise FileFormatError(f"{where}: {error}") from error
+        return ExportedSample(sample=sample, where=where, differences=differences)
 
-    suffix: Literal[".jsonl", ".parquet"] = ".jsonl" if types is None else ".parquet"
-    return SampleFormat(name=name, suffix=suffix, follows=follows, mark=mark, write=write, read=read)
+    return _rows_format(name, follows=follows, mark=mark, types=types, to_row=to_row, from_row=from_row)
 
 
-def _sample_columns(columns: Columns, head: SampleHead, where: str) -> SampleColumns:
-    """Adds the given prefix that a trainer omits; log-probabilities become None where the spans say that nothing was
-    sampled."""
-    ids, mask, logprobs = columns
-    whole = [*[None] * (len(ids) - len(logprobs)), *logprobs]
-    for span in head.spans:
+def _without_given_logprobs(sample: Sample) -> Sample:
+    """None where the spans say that nothing was sampled: trainers have a number there."""
+    logprobs = list(sample.rollout_logprobs)
+    for span in sample.spans:
         if span.kind == "given":
-            for index in range(span.start, min(span.end, len(whole))):
-                whole[index] = None
-    found = {"token_ids": ids, "loss_mask": [*[0] * (len(ids) - len(mask)), *mask], "rollout_logprobs": whole}
-    return decode(found, SampleColumns, where)
+            end = min(span.end, len(logprobs))
+            logprobs[span.start : end] = [None] * (end - span.start)
+    return replace(sample, rollout_logprobs=logprobs)
 
 
 def find_differences(
@@ -341,66 +335,38 @@ def _kinds_in(values: list[JsonValue]) -> set[type]:
 FORMATS: Mapping[str, SampleFormat] = {
     each.name: each
     for each in (
-        SampleFormat(
-            name="jsonl",
-            suffix=".jsonl",
-            follows="tokentrue's own format",
-            mark="certificate",
-            write=_write_native_lines,
-            read=_read_native_lines,
+        _rows_format(
+            "jsonl", follows="tokentrue's own format", mark="certificate", types=None,
+            to_row=sample_to_json, from_row=_from_native_row,
+        ),
+        _rows_format(
+            "parquet", follows="Apache Parquet through pyarrow", mark="certificate", types=_NATIVE_TYPES,
+            to_row=sample_to_json, from_row=_from_native_row,
         ),
         SampleFormat(
-            name="parquet",
-            suffix=".parquet",
-            follows="Apache Parquet through pyarrow",
-            mark="certificate",
-            write=_write_native_table,
-            read=_read_native_table,
-        ),
-        SampleFormat(
-            name="safetensors",
-            suffix=".safetensors",
-            follows="safetensors 0.5 or later",
-            mark="certificate",
-            write=_write_tensors,
-            read=_read_tensors,
+            name="safetensors", suffix=".safetensors", follows="safetensors 0.5 or later", mark="certificate",
+            write=_write_tensors, read=_read_tensors,
         ),
         trainer_format(
-            "verl",
-            follows="verl 0.9.1, AgentLoopOutput",
-            mark="response_ids",
-            row=trainer_rows.verl_row,
-            columns=trainer_rows.verl_columns,
-            types=_VERL_TYPES,
+            "verl", follows="verl 0.9.1, AgentLoopOutput", mark="response_ids",
+            row=trainer_rows.verl_row, columns=trainer_rows.verl_columns, types=_VERL_TYPES,
         ),
         trainer_format(
-            "trl",
-            follows="trl 1.16.0, GRPOTrainer rollout_func",
-            mark="completion_ids",
-            row=trainer_rows.trl_row,
-            columns=trainer_rows.trl_columns,
+            "trl", follows="trl 1.16.0, GRPOTrainer rollout_func", mark="completion_ids",
+            row=trainer_rows.trl_row, columns=trainer_rows.trl_columns,
         ),
         trainer_format(
-            "slime",
-            follows="slime, Sample.from_dict (September 2026)",
-            mark="response_length",
-            row=trainer_rows.slime_row,
-            columns=trainer_rows.slime_columns,
+            "slime", follows="slime, Sample.from_dict (September 2026)", mark="response_length",
+            row=trainer_rows.slime_row, columns=trainer_rows.slime_columns,
         ),
         trainer_format(
-            "prime-rl",
-            follows="prime-rl, TrainingSample (September 2026)",
-            mark="mask",
-            row=trainer_rows.prime_rl_row,
-            columns=trainer_rows.prime_rl_columns,
+            "prime-rl", follows="prime-rl, TrainingSample (September 2026)", mark="mask",
+            row=trainer_rows.prime_rl_row, columns=trainer_rows.prime_rl_columns,
         ),
         trainer_format(
-            "tinker",
-            follows="tinker, Datum with a policy loss",
-            mark="loss_fn_inputs",
-            row=trainer_rows.tinker_row,
-            columns=trainer_rows.tinker_columns,
+            "tinker", follows="tinker, Datum with a policy loss", mark="loss_fn_inputs",
+            row=trainer_rows.tinker_row, columns=trainer_rows.tinker_columns,
             added=frozenset({"loss_fn_inputs.advantages"}),
         ),
     )
-}
+}  # fmt: skip

@@ -12,8 +12,8 @@ import msgspec
 
 from tokentrue.errors import TokenContractError
 from tokentrue.json_types import JsonObject
-from tokentrue.samples.shape import Count, decode
-from tokentrue.types import PENALTIES, TRUNCATIONS, Coverage, Sample, is_temperature
+from tokentrue.samples.shape import decode
+from tokentrue.types import PENALTIES, TRUNCATIONS, Count, Coverage, Sample, is_temperature
 
 
 class TurnRow(msgspec.Struct, kw_only=True):

@@ -17,9 +17,10 @@ import msgspec
 
 from tokentrue.errors import FileFormatError
 from tokentrue.json_types import JsonObject
-from tokentrue.samples.shape import Count, decode
+from tokentrue.samples.recorded_turns import TurnRow
+from tokentrue.samples.shape import decode
 from tokentrue.sessions.tree import Node, float_bytes
-from tokentrue.types import Coverage, Sample, Sampling
+from tokentrue.types import Count, Coverage, Sample, Sampling
 
 _SHAPING = (
     "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "extra",
@@ -28,20 +29,18 @@ BLOCK = 64
 """Tokens per checksum: the precision with which a changed token is located."""
 
 
-class NodeRow(msgspec.Struct, kw_only=True):
-    """One turn on a sample's path. `copies` are ranges of its given tokens (start, end, node) that repeat what
-    another node sampled. Older files have no `prompt_sha256`."""
+class NodeRow(TurnRow, kw_only=True):
+    """One turn on a sample's path, with what proves it. `copies` are ranges of its given tokens (start, end, node)
+    that repeat what another node sampled. Older files have no `prompt_sha256`."""
 
     node: str
-    given: Count
-    sampled: Count
     chain: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
     versions: list[tuple[int, int, int]]
     temperature: float
     ids_check: str
     logprobs_check: str
     prompt_sha256: str | None = None
-    copies: list[tuple[Count, Count, str]] = []
+    copies: tuple[tuple[Count, Count, str], ...] = ()
 
 
 class SealedRecord(msgspec.Struct, kw_only=True):
@@ -57,8 +56,9 @@ def read_sealed_record(sample: Sample) -> SealedRecord:
 
 
 def node_rows(path: Sequence[Node]) -> list[JsonObject]:
-    rows: list[JsonObject] = []
+    rows, defaults = list[JsonObject](), Sampling()
     for node in path:
+        settings = {name: getattr(node.sampling, name) for name in _SHAPING}
         ids = node.given_ids.tobytes() + node.sampled_ids.tobytes()
         rows.append(
             {
@@ -71,7 +71,7 @@ def node_rows(path: Sequence[Node]) -> list[JsonObject]:
                 "why": node.edge_reason,
                 "projection": node.projection,
                 "temperature": node.sampling.temperature,
-                "sampling": describe_sampling(node.sampling),
+                "sampling": {name: value for name, value in settings.items() if value != getattr(defaults, name)},
                 "prompt_sha256": node.prompt_digest.hex(),
                 "ids_check": block_checksums(ids, 4),
                 "logprobs_check": block_checksums(float_bytes(node.logprobs), 8),
@@ -79,12 +79,6 @@ def node_rows(path: Sequence[Node]) -> list[JsonObject]:
             }
         )
     return rows
-
-
-def describe_sampling(sampling: Sampling) -> JsonObject:
-    """Settings that shaped the distribution and differ from the defaults."""
-    defaults = Sampling()
-    return {name: value for name in _SHAPING if (value := getattr(sampling, name)) != getattr(defaults, name)}
 
 
 def block_checksums(data: bytes, width: int) -> str:

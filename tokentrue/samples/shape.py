@@ -13,30 +13,25 @@ import msgspec
 from tokentrue.errors import FileFormatError, TokenContractError
 from tokentrue.ids import TokenIds
 from tokentrue.json_types import JsonMapping, JsonObject, JsonValue
-from tokentrue.types import Certificate, RoutedExperts, Sample, SamplingMask, Span
+from tokentrue.types import Certificate, Count, RoutedExperts, Sample, SamplingMask, Span
 
 T = TypeVar("T")
-Count = Annotated[int, msgspec.Meta(ge=0)]
-MaskBit = Literal[0, 1]
-Utf8 = Annotated[str, msgspec.Meta(pattern=r"^[^\ud800-\udfff]*$")]
-"""Text without lone surrogates, which JSON can escape and UTF-8 cannot encode."""
+Width = Annotated[int, msgspec.Meta(ge=1, le=4096)]
+"""Bounded: a damaged number must not allocate gigabytes."""
 
 
 def head_to_json(sample: Sample) -> JsonObject:
-    routed = sample.routed_experts
+    """Everything but the three per-token columns."""
+    routed, mask = sample.routed_experts, sample.sampling_mask
     head: JsonObject = {
         "sample_id": sample.sample_id,
         "session_id": sample.session_id,
         "group": sample.group,
-        "spans": [{name: getattr(span, name) for name in SpanRow.__struct_fields__} for span in sample.spans],
+        "spans": [msgspec.to_builtins(span) for span in sample.spans],
         "reward": sample.reward,
         "finish_reason": sample.finish_reason,
         "metadata": sample.metadata,
-        "certificate": {
-            "chain": sample.certificate.chain,
-            "template": sample.certificate.template,
-            "tokenizer": sample.certificate.tokenizer,
-        },
+        "certificate": msgspec.to_builtins(sample.certificate),
     }
     if routed is not None:
         head["routed_experts"] = {
@@ -45,8 +40,7 @@ def head_to_json(sample: Sample) -> JsonObject:
             "data": encode_bytes(routed.data),
             "weights": None if routed.weights is None else encode_bytes(routed.weights),
         }
-    if sample.sampling_mask is not None:
-        mask = sample.sampling_mask
+    if mask is not None:
         head["sampling_mask"] = {
             "token_ids": encode_bytes(mask.token_ids.tobytes()),
             "offsets": encode_bytes(mask.offsets.tobytes()),
@@ -59,35 +53,16 @@ def encode_bytes(data: bytes) -> str:
 
 
 def sample_to_json(sample: Sample) -> JsonObject:
-    columns = {
+    return {
+        **head_to_json(sample),
         "token_ids": list(sample.token_ids),
         "loss_mask": list(sample.loss_mask),
         "rollout_logprobs": list(sample.rollout_logprobs),
     }
-    return {**head_to_json(sample), **columns}
-
-
-class SpanRow(msgspec.Struct):
-    start: Count
-    end: Count
-    kind: Literal["given", "sampled"]
-    role: str
-    turn: Count
-    policy_version: int | None
-    trainable: bool
-    why: str
-
-
-class CertificateRow(msgspec.Struct):
-    chain: str
-    template: Utf8
-    tokenizer: Utf8
 
 
 class RoutedExpertsRow(msgspec.Struct):
-    """`shape` is bounded: a damaged number must not allocate gigabytes."""
-
-    shape: tuple[Count, Annotated[int, msgspec.Meta(ge=1, le=4096)], Annotated[int, msgspec.Meta(ge=1, le=4096)]]
+    shape: tuple[Count, Width, Width]
     data: bytes
     start: Count
     weights: bytes | None
@@ -98,25 +73,20 @@ class SamplingMaskRow(msgspec.Struct):
     offsets: bytes
 
 
-class SampleHead(msgspec.Struct, kw_only=True):
-    """Everything but the three per-token columns."""
-
+class SampleRow(msgspec.Struct, kw_only=True):
     sample_id: str
     session_id: str
-    spans: list[SpanRow]
-    finish_reason: str
-    certificate: CertificateRow
     group: str | None = None
+    token_ids: list[int]
+    loss_mask: list[Literal[0, 1]]
+    rollout_logprobs: list[float | None]
+    spans: tuple[Span, ...]
     reward: float | None = None
+    finish_reason: str
     metadata: JsonObject = {}
+    certificate: Certificate
     routed_experts: RoutedExpertsRow | None = None
     sampling_mask: SamplingMaskRow | None = None
-
-
-class SampleColumns(msgspec.Struct):
-    token_ids: list[int]
-    loss_mask: list[MaskBit]
-    rollout_logprobs: list[float | None]
 
 
 def decode(value: JsonValue, kind: type[T], where: str) -> T:
@@ -128,31 +98,15 @@ def decode(value: JsonValue, kind: type[T], where: str) -> T:
 
 
 def sample_from_json(data: JsonMapping, where: str = "sample") -> Sample:
-    return sample_from_parts(decode(data, SampleHead, where), decode(data, SampleColumns, where), where)
-
-
-def sample_from_parts(head: SampleHead, columns: SampleColumns, where: str) -> Sample:
+    row = decode(data, SampleRow, where)
+    routed, mask, fields = row.routed_experts, row.sampling_mask, msgspec.structs.asdict(row)
     try:
-        return Sample(
-            sample_id=head.sample_id,
-            session_id=head.session_id,
-            group=head.group,
-            token_ids=TokenIds(columns.token_ids),
-            loss_mask=columns.loss_mask,
-            rollout_logprobs=columns.rollout_logprobs,
-            spans=msgspec.convert(head.spans, tuple[Span, ...], from_attributes=True),
-            reward=head.reward,
-            finish_reason=head.finish_reason,
-            metadata=head.metadata,
-            certificate=msgspec.convert(head.certificate, Certificate, from_attributes=True),
-            routed_experts=msgspec.convert(head.routed_experts, RoutedExperts | None, from_attributes=True),
-            sampling_mask=_mask_from_row(head.sampling_mask),
-        )
+        fields["token_ids"] = TokenIds(row.token_ids)
+        if routed is not None:
+            fields["routed_experts"] = RoutedExperts(**msgspec.structs.asdict(routed))
+        if mask is not None:
+            columns = {name: TokenIds.from_bytes(data) for name, data in msgspec.structs.asdict(mask).items()}
+            fields["sampling_mask"] = SamplingMask(**columns)
+        return Sample(**fields)
     except TokenContractError as error:
         raise FileFormatError(f"{where}: {error}") from error
-
-
-def _mask_from_row(row: SamplingMaskRow | None) -> SamplingMask | None:
-    if row is None:
-        return None
-    return SamplingMask(token_ids=TokenIds.from_bytes(row.token_ids), offsets=TokenIds.from_bytes(row.offsets))

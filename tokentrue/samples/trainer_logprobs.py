@@ -8,7 +8,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 from tokentrue.errors import FileFormatError
 from tokentrue.json_types import JsonValue
@@ -44,43 +43,32 @@ def read_trainer_logprobs(path: str | Path) -> dict[str, TrainerLogprobs]:
     found: dict[str, TrainerLogprobs] = {}
     lines: dict[str, int] = {}
     for number, line in enumerate(text.split("\n"), start=1):
-        if line.strip():
-            name, given = _read_line(line, f"{source}:{number}")
-            if name in lines:
-                raise FileFormatError(
-                    f"{source}:{number}: sample_id {name!r} is also in line {lines[name]}; give each sample once"
-                )
-            lines[name], found[name] = number, given
+        if not line.strip():
+            continue
+        place = f"{source}:{number}"
+        try:
+            row: JsonValue = json.loads(line, parse_int=float)
+            name, logprobs, entropy = row["sample_id"], row["logprobs"], row.get("entropy")
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise FileFormatError(f'{place}: not a JSON object with "sample_id" and "logprobs" ({error})') from error
+        if not isinstance(name, str) or not isinstance(logprobs, list) or not isinstance(entropy, list | None):
+            raise FileFormatError(f'{place}: "sample_id" must be text, "logprobs" and "entropy" lists')
+        if name in lines:
+            raise FileFormatError(f"{place}: sample_id {name!r} is also in line {lines[name]}; give each sample once")
+        _check_numbers(logprobs, "log-probability", place, most=MOST_LOGPROB)
+        _check_numbers(entropy or (), "entropy", place)
+        lines[name], found[name] = number, TrainerLogprobs(logprobs=logprobs, entropy=entropy)
     return found
 
 
-def _read_line(line: str, place: str) -> tuple[str, TrainerLogprobs]:
-    try:
-        row: JsonValue = json.loads(line, parse_int=float)
-        name, logprobs, entropy = row["sample_id"], row["logprobs"], row.get("entropy")
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise FileFormatError(f'{place}: not a JSON object with "sample_id" and "logprobs" ({error})') from error
-    if not isinstance(name, str) or not isinstance(logprobs, list) or not isinstance(entropy, list | None):
-        raise FileFormatError(f'{place}: "sample_id" must be text, "logprobs" and "entropy" lists')
-    values = _read_numbers(cast("list[object]", logprobs), "log-probability", place)
+def _check_numbers(values: Sequence[JsonValue], what: str, place: str, most: float = math.inf) -> None:
     for index, value in enumerate(values):
-        if value is not None and value > MOST_LOGPROB:
-            cure = "pass natural logarithms of probabilities"
-            raise FileFormatError(f"{place}: token {index}: the log-probability {value:g} is above 0; {cure}")
-    return name, TrainerLogprobs(
-        logprobs=values,
-        entropy=None if entropy is None else _read_numbers(cast("list[object]", entropy), "entropy", place),
-    )
-
-
-def _read_numbers(values: Sequence[object], what: str, place: str) -> list[float | None]:
-    for index, value in enumerate(values):
+        why = ""
         if value is not None and not isinstance(value, float):
-            raise FileFormatError(
-                f"{place}: token {index}: {value!r} is not a number; write null where the {what} is unknown"
-            )
-        if value is not None and not math.isfinite(value):
-            raise FileFormatError(
-                f"{place}: token {index}: the {what} {value} is not finite; write null where it is unknown"
-            )
-    return cast("list[float | None]", values)
+            why = f"{value!r} is not a number; write null where the {what} is unknown"
+        elif value is not None and not math.isfinite(value):
+            why = f"the {what} {value} is not finite; write null where it is unknown"
+        elif value is not None and value > most:
+            why = f"the {what} {value:g} is above 0; pass natural logarithms of probabilities"
+        if why:
+            raise FileFormatError(f"{place}: token {index}: {why}")
