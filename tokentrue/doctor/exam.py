@@ -68,6 +68,11 @@ class Examination:
     uncertain: list[tuple[int, ...]] = field(default_factory=list[tuple[int, ...]])  # prompts with an uncertain next id
     tops: list[Mapping[int, float]] = field(default_factory=list[Mapping[int, float]])  # at `open_prompts`, T = 1
 
+    @property
+    def visible(self) -> float:
+        """A difference above this is seen through the wire and the dtype."""
+        return max(self.spread.limit, 1e-3)
+
     def render(self, text: str) -> tuple[int, ...]:
         return tuple(self.renderer.render([{"role": "user", "content": text}]).token_ids)
 

@@ -40,14 +40,14 @@ def compare_routing(exam: Examination, seen: Observation, routed: RoutedExperts,
         return cannot_tell(f"the engine reports {theirs.shape[1]} layers of routing, the model has {layers}")
     model, rows = exam.reference.model, torch.arange(routed.start, routed.end)
     with record_routing(model) as record:
-        plain = score(model, [seen])
+        (plain,) = score(model, [seen])
     ours = record.experts.index_select(0, rows)
     same = (theirs.sort(dim=-1).values == ours.sort(dim=-1).values).all(dim=-1)
     flips = 1.0 - same.double().mean(dim=0)
     whole = torch.full((len(seen.token_ids), *theirs.shape[1:]), FREE, dtype=torch.int16)
     whole[rows] = theirs
     with replay_routing(model, whole):
-        replayed = score(model, [seen])
+        (replayed,) = score(model, [seen])
     engine = torch.tensor(seen.logprobs, dtype=torch.float64)
     without, with_replay = (float((engine - side).abs().mean()) for side in (plain, replayed))
     mean, worst = float(flips.mean()), int(flips.argmax())

@@ -38,7 +38,13 @@ async def gather_observations(exam: Examination) -> Finding:
     except EngineUnreachable:
         raise  # nothing can be probed
     except (EngineContractError, TokenContractError) as error:
-        found = _broken_contract(str(error))
+        counted = re.search(r"counted (\d+) prompt tokens where (\d+) were sent", str(error))
+        if counted is None:
+            found = fault("bad_logprobs", "refused", detail=str(error))
+        else:
+            theirs, sent = int(counted[1]), int(counted[2])
+            known = "bos_added" if theirs == sent + 1 else "context_truncated" if theirs < sent else "prompt_changed"
+            found = fault(known, f"{theirs} prompt tokens of {sent}", detail=str(error))
     except (EngineError, InputError) as error:
         found = fault("engine_refused", "no answer", detail=str(error))
     return replace(found, probe="contract: ids and log-probabilities")
@@ -52,16 +58,14 @@ async def _observe(exam: Examination) -> Finding:
         if completion.token_ids:
             exam.observations.append(Observation.from_completion(prompt, completion))
     exam.uncertain = _uncertain(prompts, completions)
-    size = exam.reference.vocab_size
-    outside = [i for seen in exam.observations for i in seen.token_ids[seen.prompt_tokens :] if i >= size]
-    if outside:
-        return fault("other_model", f"sampled id {max(outside)} of {size}")
+    size, sampled = exam.reference.vocab_size, [token for one in completions for token in one.token_ids]
+    if max(sampled, default=0) >= size:
+        return fault("other_model", f"sampled id {max(sampled)} of {size}")
     shifted, told = _shifted_tops(completions)
     if shifted > told / 2:
         detail = "log-probabilities are those of the neighbour's top list"
         return fault("off_by_one", f"{shifted} of {told} tokens", detail=detail)
-    tokens = sum(len(seen.positions) for seen in exam.observations)
-    return ok(f"{tokens} sampled tokens") if tokens else cannot_tell("the engine sampled nothing")
+    return ok(f"{len(sampled)} sampled tokens") if sampled else cannot_tell("the engine sampled nothing")
 
 
 def _uncertain(prompts: Sequence[Sequence[int]], completions: Sequence[Completion]) -> list[tuple[int, ...]]:
@@ -73,15 +77,6 @@ def _uncertain(prompts: Sequence[Sequence[int]], completions: Sequence[Completio
             if len(values) > 1 and values[0] - values[1] > CLEAR_GAP:
                 found.append((values[0], (*prompt, *completion.token_ids[:index])))
     return [prefix for _, prefix in sorted(found)[:4]]
-
-
-def _broken_contract(words: str) -> Finding:
-    counted = re.search(r"counted (\d+) prompt tokens where (\d+) were sent", words)
-    if counted is None:
-        return fault("bad_logprobs", "refused", detail=words)
-    theirs, sent = int(counted[1]), int(counted[2])
-    known = "bos_added" if theirs == sent + 1 else "context_truncated" if theirs < sent else "prompt_changed"
-    return fault(known, f"{theirs} prompt tokens of {sent}", detail=words)
 
 
 def _shifted_tops(completions: Sequence[Completion]) -> tuple[int, int]:
@@ -168,7 +163,7 @@ async def _filters(exam: Examination) -> Finding:
             "this engine reports no renormalised log-probabilities; the gateway refuses filters in training sessions"
         )
     sampling = Sampling(temperature=1.0, top_k=2, max_tokens=1, seed=exam.seed)
-    limit = max(exam.spread.limit, 1e-3)
+    limit = exam.visible
     inside: list[float] = []
     outside: list[float] = []
     for top, completion in zip(exam.tops, await exam.generate(exam.open_prompts(), sampling), strict=True):
@@ -215,7 +210,7 @@ async def _penalties(exam: Examination) -> Finding:
     targets = ids[0, len(prompt) :, None]
     theirs = torch.tensor(found.logprobs, dtype=torch.float64)
     plain, penalised = (x.log_softmax(-1).gather(-1, targets)[:, 0] for x in (logits, logits - counted))
-    limit = max(exam.spread.limit, 1e-3)
+    limit = exam.visible
     clear = (plain - penalised).abs() > 3 * limit
     if not bool(clear.any()):
         return cannot_tell("the penalty changes no sampled token's log-probability visibly")
@@ -226,7 +221,7 @@ async def _penalties(exam: Examination) -> Finding:
 @probe("meaning: greedy")
 async def _greedy(exam: Examination) -> Finding:
     found = await exam.generate(exam.open_prompts(), Sampling(temperature=0.0, max_tokens=1))
-    limit = max(exam.spread.limit, 1e-3)
+    limit = exam.visible
     pairs = [(max(top.values()), completion.logprobs[0]) for top, completion in zip(exam.tops, found, strict=True)]
     pairs = [(ours, theirs) for ours, theirs in pairs if ours < -3 * limit]
     if not pairs:

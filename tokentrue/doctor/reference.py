@@ -10,7 +10,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +24,6 @@ from tokentrue.types import Completion
 
 Change: TypeAlias = Callable[[Any], Any]
 """Takes a copy of the reference model; returns the model to run."""
-
-RECORDED: Literal["recorded"] = "recorded"
-"""In place of a temperature: the one that each position was sampled at."""
 
 THETAS = (10_000.0, 100_000.0, 500_000.0, 1_000_000.0, 5_000_000.0)
 
@@ -44,19 +41,15 @@ class Observation:
 
     @staticmethod
     def from_completion(prompt_ids: Sequence[int], completion: Completion) -> Observation:
-        ids = (*prompt_ids, *completion.token_ids)
-        positions = tuple(range(len(prompt_ids), len(ids)))
-        return Observation(
-            token_ids=ids, positions=positions, logprobs=completion.logprobs, prompt_tokens=len(prompt_ids)
-        )
+        ids, sent = (*prompt_ids, *completion.token_ids), len(prompt_ids)
+        positions = tuple(range(sent, len(ids)))
+        return Observation(token_ids=ids, positions=positions, logprobs=completion.logprobs, prompt_tokens=sent)
 
     @staticmethod
     def from_prompt(prompt_ids: Sequence[int], logprobs: Sequence[float]) -> Observation:
         """`logprobs` are of `prompt_ids[1:]`."""
-        positions = tuple(range(1, len(prompt_ids)))
-        return Observation(
-            token_ids=tuple(prompt_ids), positions=positions, logprobs=tuple(logprobs), prompt_tokens=len(prompt_ids)
-        )
+        ids, sent = tuple(prompt_ids), len(prompt_ids)
+        return Observation(token_ids=ids, positions=tuple(range(1, sent)), logprobs=tuple(logprobs), prompt_tokens=sent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +69,9 @@ class Reference:
         self.model: Any = model.eval()
         self.config: Any = model.config
         self.source, self.adapter = source, adapter
-        self.dtype = saved_dtype(self.config if source is None else load_config(source))
+        # What engines serve by default; a loaded model's configuration has the dtype of loading instead.
+        saved = getattr(self.config if source is None else load_config(source), "dtype", None)
+        self.dtype = str(saved or "float32").removeprefix("torch.")
 
     @staticmethod
     def load(source: str | Path, *, adapter: Path | None = None) -> Reference:
@@ -94,56 +89,40 @@ class Reference:
 
     def logprobs(self, observations: Sequence[Observation]) -> Tensor:
         """At the temperature that each token was sampled at, over the ids that were kept."""
-        return score(self.model, observations)
-
-    def logprobs_at(self, observations: Sequence[Observation], temperatures: Sequence[float]) -> Tensor:
-        """`[temperatures, tokens]`, from one forward pass: at these temperatures, whatever was recorded."""
-        return score_at(self.model, observations, temperatures)
+        return score(self.model, observations)[0]
 
     def predict(self, variant: Variant, observations: Sequence[Observation]) -> Tensor:
         changed = variant.change(copy.deepcopy(self.model)).eval()
-        return score(changed, observations, kv_dtype=variant.kv_dtype)
-
-
-def saved_dtype(config: Any) -> str:
-    """What engines serve by default; a loaded model's configuration has the dtype of loading instead."""
-    return str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
+        return score(changed, observations, kv_dtype=variant.kv_dtype)[0]
 
 
 def load_model(source: str | Path) -> Any:
     return load_causal_model(source, dtype="float32").eval()
 
 
-def score(model: Any, observations: Sequence[Observation], *, kv_dtype: torch.dtype | None = None) -> Tensor:
-    return score_at(model, observations, (RECORDED,), kv_dtype=kv_dtype)[0]
-
-
 @torch.no_grad()
-def score_at(
+def score(
     model: Any,
     observations: Sequence[Observation],
-    temperatures: Sequence[float | Literal["recorded"]],
+    temperatures: Sequence[float | None] = (None,),
     *,
     kv_dtype: torch.dtype | None = None,
 ) -> Tensor:
+    """`[temperatures, tokens]`, from one forward pass; None is the temperature that each token was sampled at."""
     found: list[Tensor] = [torch.zeros(len(temperatures), 0, dtype=torch.float64)]
     for seen in observations:
-        ids = torch.tensor([seen.token_ids])
+        ids, at = torch.tensor([seen.token_ids]), torch.tensor(seen.positions) - 1
         cache = {} if kv_dtype is None else {"past_key_values": quantising_cache(kv_dtype), "use_cache": True}
-        at = torch.tensor(seen.positions) - 1
-        logits = remove_filtered(model(ids, **cache).logits[0].index_select(0, at).double(), _kept_rows(seen))
+        logits = model(ids, **cache).logits[0].index_select(0, at).double()
+        if any(seen.kept):
+            offsets = torch.tensor([0, *(len(row) for row in seen.kept)]).cumsum(0)
+            kept = torch.tensor([one for row in seen.kept for one in row])
+            logits = remove_filtered(logits, KeptRows(token_ids=kept, offsets=offsets))
         chosen = ids[0, at + 1].unsqueeze(1)
         own = torch.tensor(seen.temperatures or [1.0] * len(seen.positions), dtype=torch.float64).unsqueeze(1)
-        scaled = [logits / (own if t == RECORDED else t) for t in temperatures]
-        found.append(torch.stack([torch.log_softmax(one, dim=-1).gather(1, chosen).squeeze(1) for one in scaled]))
+        scaled = [logits / (own if temperature is None else temperature) for temperature in temperatures]
+        found.append(torch.stack([one.log_softmax(dim=-1).gather(1, chosen).squeeze(1) for one in scaled]))
     return torch.cat(found, dim=1)
-
-
-def _kept_rows(seen: Observation) -> KeptRows | None:
-    if not any(seen.kept):
-        return None
-    offsets = torch.tensor([0, *(len(row) for row in seen.kept)]).cumsum(0)
-    return KeptRows(token_ids=torch.tensor([one for row in seen.kept for one in row]), offsets=offsets)
 
 
 def quantising_cache(dtype: torch.dtype) -> Any:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -18,7 +20,7 @@ from torch import Tensor, nn
 
 from tokentrue.doctor.exam import BAND, Examination, Spread, probe
 from tokentrue.doctor.findings import Finding, Verdict, cannot_tell, fault, ok
-from tokentrue.doctor.reference import Observation, Reference, list_variants
+from tokentrue.doctor.reference import Observation, Reference, list_variants, score
 from tokentrue.protocols import Scoring
 
 CERTAIN, CLEAR, LIKELY = 0.95, 0.8, 0.45  # shares explained
@@ -45,6 +47,12 @@ class Difference:
     @property
     def e(self) -> Tensor:
         return self.engine - self.reference
+
+    def explain(self, fault: str, label: str, logprobs: Tensor) -> Explanation:
+        """`logprobs` are what an engine with this fault would report."""
+        predicted = logprobs - self.reference
+        share, size = explained_share(self.e, predicted), float(predicted.abs().mean())
+        return Explanation(fault=fault, label=label, share=share, size=size)
 
     @property
     def lengths(self) -> list[int]:
@@ -131,14 +139,14 @@ def explain_alignment(seen: Difference) -> Iterator[Explanation]:
 
 def explain_inputs(exam: Examination, seen: Difference) -> Iterator[Explanation]:
     """The engine processed other ids than it was sent, or sampled at another temperature."""
-    for temperature, row in zip(TEMPERATURES, exam.reference.logprobs_at(seen.observations, TEMPERATURES), strict=True):
-        share = explained_share(seen.e, row - seen.reference)
-        yield Explanation(fault="sampled_temperature", label=f"temperature {temperature:g}", share=share)
+    for temperature, row in zip(
+        TEMPERATURES, score(exam.reference.model, seen.observations, TEMPERATURES), strict=True
+    ):
+        yield seen.explain("sampled_temperature", f"temperature {temperature:g}", row)
     bos = getattr(exam.reference.config, "bos_token_id", None)
     if isinstance(bos, int):
         prediction = exam.reference.logprobs([move_prompt(one, (bos,)) for one in seen.observations])
-        share = explained_share(seen.e, prediction - seen.reference)
-        yield Explanation(fault="bos_added", label=f"token {bos} before the prompt", share=share)
+        yield seen.explain("bos_added", f"token {bos} before the prompt", prediction)
     if any(one.positions[0] < one.prompt_tokens for one in seen.observations):
         return  # log-probabilities of a prompt: nothing was cut off
     longest = max(one.prompt_tokens for one in seen.observations)
@@ -151,15 +159,12 @@ def explain_inputs(exam: Examination, seen: Difference) -> Iterator[Explanation]
                 else row
                 for one, row in zip(seen.observations, rows, strict=True)
             ]
-            share = explained_share(seen.e, torch.cat(cut) - seen.reference)
-            yield Explanation(fault="context_truncated", label=f"the last {kept} prompt tokens only", share=share)
+            yield seen.explain("context_truncated", f"the last {kept} prompt tokens only", torch.cat(cut))
 
 
 def explain_weights(exam: Examination, seen: Difference) -> Iterator[Explanation]:
     for variant in list_variants(exam.reference, previous=exam.previous):
-        prediction = exam.reference.predict(variant, seen.observations) - seen.reference
-        share, size = explained_share(seen.e, prediction), float(prediction.abs().mean())
-        yield Explanation(fault=variant.fault, label=variant.label, share=share, size=size)
+        yield seen.explain(variant.fault, variant.label, exam.reference.predict(variant, seen.observations))
 
 
 def move_prompt(seen: Observation, before: tuple[int, ...] = (), *, cut: int = 0) -> Observation:
@@ -205,15 +210,15 @@ def locate_difference(exam: Examination, findings: Sequence[Finding], engine_mod
     """The first layer whose output differs, where the weights probe found a fault."""
     if not any(finding.verdict is Verdict.FAULT and finding.probe.startswith("weights") for finding in findings):
         return []
-    name = "weights: first layer that differs"
-    if engine_model is None:
-        why = "the engine's layers cannot be reached from here; --engine hf can be looked into"
-        return [cannot_tell(why, probe=name)]
-    ids, tolerance = exam.observations[0].token_ids, TOLERANCES.get(exam.dtype, 1e-4)
-    place, size = first_difference(exam.reference.model, engine_model, ids, tolerance)
-    if not place:
-        return [cannot_tell("no single layer differs: the difference is in what surrounds the layers", probe=name)]
-    return [cannot_tell(f"first in {place}", figure=f"{size:.2g} relative", probe=name)]
+    figure, why = "-", "the engine's layers cannot be reached from here; --engine hf can be looked into"
+    if engine_model is not None:
+        ids, tolerance = exam.observations[0].token_ids, TOLERANCES.get(exam.dtype, 1e-4)
+        place, size = first_difference(exam.reference.model, engine_model, ids, tolerance)
+        figure = f"{size:.2g} relative" if place else "-"
+        why = (
+            f"first in {place}" if place else "no single layer differs: the difference is in what surrounds the layers"
+        )
+    return [cannot_tell(why, figure=figure, probe="weights: first layer that differs")]
 
 
 def first_difference(reference: nn.Module, other: nn.Module, ids: Sequence[int], tolerance: float) -> tuple[str, float]:
@@ -234,19 +239,14 @@ def record_outputs(model: nn.Module, ids: Sequence[int]) -> dict[str, Tensor]:
     """The output of every module without children, in the order of execution."""
     outputs: dict[str, Tensor] = {}
 
-    def hook_for(name: str) -> Any:
-        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            value = output[0] if isinstance(output, tuple) else output
-            if isinstance(value, Tensor) and value.is_floating_point():
-                outputs.setdefault(name, value.detach().float().cpu())
+    def record(module: nn.Module, inputs: Any, output: Any, *, name: str) -> None:
+        value = output[0] if isinstance(output, tuple) else output
+        if isinstance(value, Tensor) and value.is_floating_point():
+            outputs.setdefault(name, value.detach().float().cpu())
 
-        return hook
-
-    leaves = [(name, module) for name, module in model.named_modules() if not any(module.children())]
-    handles = [module.register_forward_hook(hook_for(name)) for name, module in leaves]
-    try:
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            if not any(module.children()):
+                hooks.enter_context(module.register_forward_hook(partial(record, name=name)))
         model(torch.tensor([list(ids)], device=next(model.parameters()).device))
-    finally:
-        for handle in handles:
-            handle.remove()
     return outputs
