@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+from bisect import bisect_right
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -87,15 +88,9 @@ class Examination:
     def long_prompt(self, tokens: int = 400) -> tuple[int, ...]:
         """A prompt of about `tokens` ids that no probe has sent before, well inside the context."""
         tokens = min(tokens, self.reference.max_positions // 2)
-        words = STORY.split()
-        while len(self.render(" ".join(words))) < tokens:
-            words += STORY.split()
-        low, high = 1, len(words)
-        while low < high:  # the longest text whose prompt still fits
-            middle = (low + high + 1) // 2
-            fits = len(self.render(" ".join(words[:middle]))) <= tokens
-            low, high = (middle, high) if fits else (low, middle - 1)
-        return self.render(" ".join(words[:low]))
+        words = STORY.split() * (1 + tokens // len(STORY.split()))
+        too_many = bisect_right(range(len(words)), tokens, key=lambda count: len(self.render(" ".join(words[:count]))))
+        return self.render(" ".join(words[: max(1, too_many - 1)]))
 
     async def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Completion]:
         """All at once; where one fails the others end before its error is raised."""

@@ -116,12 +116,9 @@ def _one_version(exam: Examination, means: dict[str, float]) -> Finding | None:
 def _keys(chosen: Sequence[tuple[Sample, Observation]], key: Callable[[Span], str]) -> list[str]:
     found: list[str] = []
     for sample, seen in chosen:
-        spans = iter(sample.spans)
-        span = next(spans, None)
-        for position in seen.positions:
-            while span is not None and position >= span.end:
-                span = next(spans, None)
-            found.append("?" if span is None else key(span))
+        length = len(sample.token_ids)  # a span of a damaged file may be too long
+        by_token = {at: key(span) for span in sample.spans for at in range(span.start, min(span.end, length))}
+        found += [by_token.get(position, "?") for position in seen.positions]
     return found
 
 

@@ -22,7 +22,8 @@ async def probe_stability(exam: Examination) -> list[Finding]:
 
 
 async def probe_interruption(exam: Examination) -> list[Finding]:
-    return [await _pause(exam), await _preempt(exam)]
+    paused, preempted = probe("stability: paused and resumed")(_interrupt), probe("stability: preempted")(_interrupt)
+    return [await paused(exam, "pause", preempt=False), await preempted(exam, "preemption", preempt=True)]
 
 
 @probe("stability: same request twice")
@@ -66,16 +67,6 @@ async def _prefill(exam: Examination) -> Finding:
     filled = await exam.provider.generate(longer, Sampling(temperature=0.0, max_tokens=len(decoded.token_ids) - cut))
     rest = Completion(token_ids=decoded.token_ids[cut:], logprobs=decoded.logprobs[cut:], finish=decoded.finish)
     return compare_runs(exam, "prefill_decode", rest, filled)
-
-
-@probe("stability: paused and resumed")
-async def _pause(exam: Examination) -> Finding:
-    return await _interrupt(exam, "pause", preempt=False)
-
-
-@probe("stability: preempted")
-async def _preempt(exam: Examination) -> Finding:
-    return await _interrupt(exam, "preemption", preempt=True)
 
 
 async def _interrupt(exam: Examination, known: str, *, preempt: bool) -> Finding:

@@ -198,7 +198,7 @@ def _read_tensors(path: Path) -> Iterator[ExportedSample]:
         if tensor.ndim != 1 or str(tensor.dtype) != _TENSOR_TYPES[name]:
             shown = f"{tensor.dtype} of shape {list(tensor.shape)}"
             raise FileFormatError(f"{path.name}: {name} is {shown}, must be one row of {_TENSOR_TYPES[name]}")
-    ids, mask, logprobs = (tensors[name].tolist() for name in ("token_ids", "loss_mask", "rollout_logprobs"))
+    ids, mask, logprobs = (tensors[name] for name in ("token_ids", "loss_mask", "rollout_logprobs"))
     offsets = tensors["offsets"].tolist()
     is_rising = offsets[:1] == [0] and all(start <= end for start, end in pairwise(offsets))
     if not is_rising or len(offsets) != len(heads) + 1 or {len(ids), len(mask), len(logprobs)} != {offsets[-1]}:
@@ -208,9 +208,9 @@ def _read_tensors(path: Path) -> Iterator[ExportedSample]:
         where = f"{path.name}:sample {number}"
         row = {
             **head,
-            "token_ids": ids[start:end],
-            "loss_mask": mask[start:end],
-            "rollout_logprobs": [None if value != value else value for value in logprobs[start:end]],
+            "token_ids": ids[start:end].tolist(),
+            "loss_mask": mask[start:end].tolist(),
+            "rollout_logprobs": [None if value != value else value for value in logprobs[start:end].tolist()],
         }
         yield ExportedSample(sample=sample_from_json(row, where), where=where)
 
