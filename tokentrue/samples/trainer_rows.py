@@ -7,10 +7,9 @@ a given prefix.
 
 from __future__ import annotations
 
-import sys
-from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TypeAlias
 
 from tokentrue.errors import TokenContractError
@@ -76,12 +75,7 @@ def expert_table(sample: Sample) -> list[list[list[int]]] | None:
     routed = sample.routed_experts
     if routed is None:
         return None
-    positions, layers, top_k = routed.shape
-    flat = array("h", routed.data)
-    if sys.byteorder != "little":
-        flat.byteswap()
-    slots = [flat[at : at + top_k].tolist() for at in range(0, len(flat), top_k)]
-    return [slots[at : at + layers] for at in range(0, positions * layers, layers)]
+    return import_module("numpy").frombuffer(routed.data, "<i2").reshape(routed.shape).tolist()
 
 
 def verl_row(sample: Sample) -> JsonObject:
