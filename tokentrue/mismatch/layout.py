@@ -88,8 +88,8 @@ class Rows:
 
     def read_per_token(self, name: str, values: Values) -> Tensor:
         """Values per token, or one per row at each of its tokens."""
-        is_vector = isinstance(values, Tensor) and values.dim() <= 1 and values.shape != self.shape
-        if is_vector and values.numel() == self.num_rows:
+        is_alike = shape_of(values) == self.shape
+        if isinstance(values, Tensor) and values.dim() <= 1 and values.numel() == self.num_rows and not is_alike:
             return self.spread(values.reshape(-1).to(device=self.row.device, dtype=torch.float64))
         return self.read(name, values)
 

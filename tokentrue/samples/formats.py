@@ -9,7 +9,7 @@ compared.
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -133,7 +133,7 @@ def table_columns(path: Path) -> list[str]:
 
 
 @contextmanager
-def _reading_parquet(path: Path) -> Iterator[Any]:
+def _reading_parquet(path: Path) -> Generator[Any, None, None]:
     pa: Any = import_module("pyarrow")
     try:
         yield import_module("pyarrow.parquet")

@@ -17,7 +17,6 @@ import msgspec
 
 from tokentrue.errors import FileFormatError
 from tokentrue.json_types import JsonObject
-from tokentrue.samples.recorded_turns import TurnRow
 from tokentrue.samples.shape import decode
 from tokentrue.sessions.tree import Node, float_bytes
 from tokentrue.types import Count, Coverage, Sample, Sampling
@@ -29,11 +28,13 @@ BLOCK = 64
 """Tokens per checksum: the precision with which a changed token is located."""
 
 
-class NodeRow(TurnRow, kw_only=True):
+class NodeRow(msgspec.Struct, kw_only=True):
     """One turn on a sample's path, with what proves it. `copies` are ranges of its given tokens (start, end, node)
     that repeat what another node sampled. Older files have no `prompt_sha256`."""
 
     node: str
+    given: Count
+    sampled: Count
     chain: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
     versions: list[tuple[int, int, int]]
     temperature: float

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tokentrue.errors import FileFormatError
-from tokentrue.json_types import JsonValue
+from tokentrue.json_types import JsonValue, is_array
 from tokentrue.types import Sample
 
 MOST_LOGPROB = 1e-3  # rounding may put the logarithm of probability 1 this far above 0
@@ -51,7 +51,7 @@ def read_trainer_logprobs(path: str | Path) -> dict[str, TrainerLogprobs]:
             name, logprobs, entropy = row["sample_id"], row["logprobs"], row.get("entropy")
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise FileFormatError(f'{place}: not a JSON object with "sample_id" and "logprobs" ({error})') from error
-        if not isinstance(name, str) or not isinstance(logprobs, list) or not isinstance(entropy, list | None):
+        if not isinstance(name, str) or not is_array(logprobs) or not (entropy is None or is_array(entropy)):
             raise FileFormatError(f'{place}: "sample_id" must be text, "logprobs" and "entropy" lists')
         if name in lines:
             raise FileFormatError(f"{place}: sample_id {name!r} is also in line {lines[name]}; give each sample once")
