@@ -170,10 +170,10 @@ def _probe_losses(m: Any) -> None:
     near(penalised, 2 * (x.exp() - 1 - x).mean())
     one = torch.tensor([[-1.0]], dtype=D, requires_grad=True)
     with_penalty = m.LossConfig(surrogate="reinforce", penalty=m.Penalty(coefficient=1.0))
-    value, _ = m.policy_loss(
-        one, None, None, torch.zeros(1, 1), None, with_penalty, reference_logprobs=torch.tensor([[-0.5]], dtype=D)
-    )
-    near(torch.autograd.grad(value, one)[0], [[1 - math.exp(0.5)]])
+    for x in (0.5, 0.005):
+        reference = torch.tensor([[x - 1.0]], dtype=D)
+        value, _ = m.policy_loss(one, None, None, torch.zeros(1, 1), None, with_penalty, reference_logprobs=reference)
+        near(torch.autograd.grad(value, one)[0], [[1 - math.exp(x)]])
     # Weights of current ÷ rollout hold the current policy, and are constants all the same: the gradient is -w·A/n and
     # no more.
     weighed = m.Correction(
