@@ -12,7 +12,7 @@ from aiohttp.test_utils import TestServer
 from tests.doctor import engines as e
 from tests.doctor.faults import FAULTS, Case, tiny_model
 from tests.processor import MARKS
-from tokentrue.doctor import DoctorReport, examine, routes_for
+from tokentrue.doctor import DoctorReport, EngineRoutes, examine
 from tokentrue.doctor.reference import load_model
 from tokentrue.providers import load
 from tokentrue.providers.hf import HFProvider
@@ -37,7 +37,7 @@ async def examined(case: Case, **options: Any) -> DoctorReport:
     await server.start_server()
     url = str(server.make_url("")).rstrip("/")
     provider = load("sglang", url=url)
-    routes = routes_for(provider, url)
+    routes = EngineRoutes(provider, url)
     try:
         return await examine(provider, renderer, case.reference(), routes=routes, **settings)
     finally:

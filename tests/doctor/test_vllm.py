@@ -18,7 +18,7 @@ import pytest
 
 from tests.doctor import engines as e
 from tests.providers.test_vllm_real import serve
-from tokentrue.doctor import DoctorReport, Reference, examine, routes_for
+from tokentrue.doctor import DoctorReport, EngineRoutes, Reference, examine
 from tokentrue.doctor.reference import load_model
 from tokentrue.providers import load
 from tokentrue.renderers import load_renderer
@@ -47,7 +47,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 async def examined(url: str, model: Path, **options: Any) -> DoctorReport:
     provider = load("vllm", url=url)
-    routes = routes_for(provider, url)
+    routes = EngineRoutes(provider, url)
     try:
         options = {"dtype": "float32", **options}
         return await examine(provider, load_renderer(str(model)), Reference.load(model), routes=routes, **options)

@@ -3,6 +3,6 @@
 from tokentrue.doctor.examine import examine
 from tokentrue.doctor.findings import CAUSES, DoctorReport, Finding, Verdict
 from tokentrue.doctor.reference import Reference
-from tokentrue.doctor.routes import HttpRoutes, routes_for
+from tokentrue.doctor.routes import EngineRoutes
 
-__all__ = ["CAUSES", "DoctorReport", "Finding", "HttpRoutes", "Reference", "Verdict", "examine", "routes_for"]
+__all__ = ["CAUSES", "DoctorReport", "EngineRoutes", "Finding", "Reference", "Verdict", "examine"]

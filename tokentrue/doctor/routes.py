@@ -12,42 +12,29 @@ from tokentrue.providers.remote import EngineHttp, read_tokens
 
 
 class EngineRoutes:
-    """An engine in this process, which has none of them: None and False say so."""
+    """Those of vLLM and of SGLang. An engine in this process, without a URL, has none: None and False say so."""
+
+    _http: EngineHttp | None = None
+    _provider: Provider | None = None
+
+    def __init__(self, provider: Provider | None = None, url: str | None = None, *, api_key: str | None = None) -> None:
+        if url is not None:
+            self._http = EngineHttp(url, timeout_s=120.0, connect_s=5.0, retries=1, api_key=api_key)
+            self._provider = provider
 
     async def tokenize_chat(self, messages: Sequence[JsonMapping]) -> TokenIds | None:
-        return None
-
-    async def pause(self) -> bool:
-        """Holds every running generation where it is."""
-        return False
-
-    async def preempt(self) -> bool:
-        """Of a paused engine: drops the keys and values of running generations, which are computed again."""
-        return False
-
-    async def resume(self) -> bool:
-        return False
-
-    async def close(self) -> None:
-        pass
-
-
-class HttpRoutes(EngineRoutes):
-    """Of vLLM and of SGLang."""
-
-    def __init__(self, provider: Provider, url: str, *, api_key: str | None = None) -> None:
-        self._provider = provider
-        self._http = EngineHttp(url, timeout_s=120.0, connect_s=5.0, retries=1, api_key=api_key)
-
-    async def tokenize_chat(self, messages: Sequence[JsonMapping]) -> TokenIds | None:
+        if self._http is None or self._provider is None:
+            return None
         model = (await self._provider.health())["model"]
         body = {"model": model, "messages": list(messages), "add_generation_prompt": True}
         return await read_tokens(self._http, "/tokenize", body)
 
     async def pause(self) -> bool:
+        """Holds every running generation where it is."""
         return await self._post("/pause?mode=keep") or await self._post("/pause_generation", {"mode": "in_place"})
 
     async def preempt(self) -> bool:
+        """Of a paused engine: drops the keys and values of running generations, which are computed again."""
         reset = "/reset_prefix_cache?reset_running_requests=true"
         return await self._post(reset) or await self._post("/pause_generation", {"mode": "retract"})
 
@@ -55,15 +42,14 @@ class HttpRoutes(EngineRoutes):
         return await self._post("/resume") or await self._post("/continue_generation")
 
     async def close(self) -> None:
-        await self._http.close()
+        if self._http is not None:
+            await self._http.close()
 
     async def _post(self, path: str, body: dict[str, str] | None = None) -> bool:
+        if self._http is None:
+            return False
         try:
             await self._http.read("POST", path, body or {}, retry=False)
         except (EngineContractError, EngineRejected):
             return False
         return True
-
-
-def routes_for(provider: Provider, url: str | None, *, api_key: str | None = None) -> EngineRoutes:
-    return EngineRoutes() if url is None else HttpRoutes(provider, url, api_key=api_key)

@@ -61,7 +61,7 @@ def command(
     quiet_libraries()
     from rich.console import Console
 
-    from tokentrue.doctor import Reference, examine, routes_for
+    from tokentrue.doctor import EngineRoutes, Reference, examine
     from tokentrue.renderers import load_renderer
 
     _check_models({"--model": model, "--served": served, "--previous": previous})
@@ -73,7 +73,7 @@ def command(
             reference, renderer = Reference.load(model, adapter=adapter), load_renderer(model)
         with name_option("--served" if served else "--model"):
             provider, module = _provider(engine, url, served or model, dtype or reference.dtype)
-        routes = routes_for(provider, url, api_key=os.environ.get(ENGINE_KEY))
+        routes = EngineRoutes(provider, url, api_key=os.environ.get(ENGINE_KEY))
         try:
             await provider.health()
             with name_option("--previous"):  # the one model that is loaded for the first time by a probe
