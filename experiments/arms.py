@@ -18,7 +18,7 @@ from experiments.local_sessions import LocalSessions
 from experiments.rewriting import Rewriting, RewrittenRounds, TranscribedSessions
 from experiments.routing import is_mixture, routing_flips
 from experiments.sources import SourceSink, rollout_weights
-from tokentrue.app.rollout.rollouts import RolloutRounds, evaluate
+from tokentrue.app.rollouts import RolloutRounds, evaluate
 from tokentrue.environments import SMALL_MODEL, RolloutConfig, Sessions
 from tokentrue.errors import ConfigError
 from tokentrue.hub import load_causal_model
@@ -291,7 +291,7 @@ def trainer_for(arm: Arm, scale: Scale) -> Trainer:
         routing_replay=arm.routing_replay,
         micro_tokens=4096 if scale.device == "cpu" else 8192,
     )
-    from tokentrue.train.update.scoring import ExactScorer, PlainScorer
+    from tokentrue.train.scoring import ExactScorer, PlainScorer
 
     scorer = ExactScorer() if arm.scorer == "exact" else PlainScorer()
     optim = OptimConfig(lr=scale.lr * arm.lr_factor)

@@ -21,7 +21,7 @@ from experiments.arms import Arm, Scale, loss_of, provider_for, rollout_config, 
 from experiments.local_sessions import LocalSessions
 from experiments.sources import SourceSink
 from experiments.study import format_mean_range, save
-from tokentrue.app.rollout.rollouts import RolloutRounds
+from tokentrue.app.rollouts import RolloutRounds
 from tokentrue.mismatch import Correction, Reject, Weights
 from tokentrue.renderers import load_renderer
 from tokentrue.train import Publisher, Trainer

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tokentrue.app.configuration import read
-from tokentrue.app.training.settings import LossSpec, TrainRun, loss_for
+from tokentrue.app.training import LossSpec, TrainRun, loss_for
 from tokentrue.errors import ConfigError
 from tokentrue.mismatch import (
     LOSSES,
@@ -23,7 +23,7 @@ from tokentrue.mismatch import (
     Weights,
     loss_named,
 )
-from tokentrue.train.update.correcting import KlCoefficient
+from tokentrue.train.update import KlCoefficient
 
 
 def plain(value: Any) -> Any:

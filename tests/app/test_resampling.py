@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.train.rows import sample_of
-from tokentrue.app.rollout.rollouts import RolloutRounds, Share
+from tokentrue.app.rollouts import RolloutRounds, Share
 from tokentrue.environments import Plan, RolloutConfig, Task
 from tokentrue.errors import ConfigError
 from tokentrue.samples import sample_to_json

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tokentrue.app.rollout.files import Recorder, read_whole_lines, trim_to_whole_groups
+from tokentrue.app.rollouts import Recorder, read_whole_lines, trim_to_whole_groups
 from tokentrue.environments import Plan, Rollout, Task, plan_groups
 
 PLANS = plan_groups([Task(task_id=name, prompt="") for name in ("a", "b", "c")], n=2, seed=0)

@@ -16,8 +16,8 @@ import typer
 
 from tests.docs.fences import PAGES, ROOT
 from tokentrue.app.configuration import as_mapping, literal
-from tokentrue.app.rollout.settings import RolloutRun
-from tokentrue.app.training.settings import TrainRun
+from tokentrue.app.rollouts import RolloutRun
+from tokentrue.app.training import TrainRun
 from tokentrue.app.wiring import ServeConfig
 from tokentrue.cli.main import COMMANDS, load_command
 from tokentrue.mismatch import LOSSES, Correction, LossConfig

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from tokentrue.app.rollout.settings import RolloutRun, plan_rollouts
+from tokentrue.app.rollouts import RolloutRun, plan_rollouts
 from tokentrue.environments import Rollout, RolloutConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own: unclosed sockets, a future default

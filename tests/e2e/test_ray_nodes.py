@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.test_ray import undisturbed
-from tokentrue.app.rollout.settings import RolloutRun, plan_rollouts
+from tokentrue.app.rollouts import RolloutRun, plan_rollouts
 from tokentrue.cli.main import run
 from tokentrue.environments import RolloutConfig
 from tokentrue.errors import ConfigError

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.gateway.world import scripted_server
-from tokentrue.app.rollout.rollouts import round_counts
+from tokentrue.app.rollouts import round_counts
 from tokentrue.client import AsyncClient
 from tokentrue.environments import (
     Plan,

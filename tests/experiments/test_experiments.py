@@ -117,7 +117,7 @@ async def test_retold_samples_carry_the_engines_own_log_probabilities() -> None:
 
     from experiments.arms import provider_for, rollout_config
     from experiments.local_sessions import LocalSessions
-    from tokentrue.app.rollout.rollouts import RolloutRounds
+    from tokentrue.app.rollouts import RolloutRounds
     from tokentrue.numerics import score
     from tokentrue.renderers import load_renderer
 

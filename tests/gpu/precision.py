@@ -160,7 +160,7 @@ def run_job(job: Job) -> dict[str, Any]:
 def forget_masters(trainer: Trainer) -> None:
     """Training in bfloat16 alone: what the rounded weights do not hold is lost."""
     own = dict(trainer.model.named_parameters())
-    for name, master in trainer.masters.copies():
+    for name, master in trainer.masters.copies.items():
         master.copy_(own[name])
 
 

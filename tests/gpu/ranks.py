@@ -28,7 +28,7 @@ import torch
 from tokentrue.engine import ExactEngine
 from tokentrue.mismatch import loss_named
 from tokentrue.train import OptimConfig, Publisher, Ranks, TrainConfig, Trainer, join, leave, shard, train
-from tokentrue.train.data.rounds import Groups
+from tokentrue.train.rows import Groups
 from tokentrue.types import Certificate, Completion, Sample, Sampling, Span
 
 SHAPES: dict[str, dict[str, int]] = {

@@ -13,7 +13,7 @@ from tests.train.rows import sample_of
 from tokentrue.integrations.rollouts import centre_rewards
 from tokentrue.samples.groups import group_of, group_sessions
 from tokentrue.train.config import Baseline
-from tokentrue.train.data.rows import SessionRewards, row_from_sample, session_advantages
+from tokentrue.train.rows import SessionRewards, row_from_sample, session_advantages
 from tokentrue.types import Sample
 from tokentrue.viewer import SampleList, ViewerData
 

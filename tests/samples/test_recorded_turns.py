@@ -18,7 +18,7 @@ from tokentrue.doctor.samples import observe, why_not_comparable
 from tokentrue.errors import TokenContractError, TokenTrueError
 from tokentrue.samples.recorded_turns import read_record, read_turns, scoring_temperatures, why_not_scorable
 from tokentrue.samples.trainer_rows import sampled_temperatures
-from tokentrue.train.data.rows import is_truncated, row_from_sample
+from tokentrue.train.rows import is_truncated, row_from_sample
 from tokentrue.types import Completion, Sample, SamplingMask
 from tokentrue.viewer.data import ViewerData
 from tokentrue.viewer.sources import SampleList

@@ -18,8 +18,8 @@ from tests.train.rows import groups_for, small_model
 from tokentrue.errors import EngineError
 from tokentrue.mismatch import Penalty, loss_named
 from tokentrue.train import OptimConfig, Publisher, Ranks, TrainConfig, Trainer, join, leave, shard
-from tokentrue.train.data.rounds import Groups
 from tokentrue.train.loop import Run
+from tokentrue.train.rows import Groups
 
 TIMEOUT_S = 20.0
 

@@ -15,15 +15,15 @@ import torch
 
 from tests.processor import BFLOAT16
 from tests.train.rows import groups_for, small_model
-from tests.train.test_loop import Engine, from_json, to_json
-from tokentrue.app.training.setup import identity
+from tests.train.test_loop import Engine
+from tokentrue.app.training import identity
 from tokentrue.errors import ConfigError, EngineError, EngineUnreachable, TrainingError
 from tokentrue.mismatch import loss_named
 from tokentrue.providers.exact import ExactProvider
 from tokentrue.train import OptimConfig, Publisher, Ranks, Store, TrainConfig, Trainer, config_hash, train
 from tokentrue.train.checkpoint import find_checkpoints
 from tokentrue.train.config import AcceptanceConfig
-from tokentrue.train.probing import IN_FLIGHT, Probe, UpdateGate
+from tokentrue.train.publishing import IN_FLIGHT, Probe, UpdateGate
 
 
 class JudgingEngine(Engine):
@@ -193,7 +193,7 @@ def test_an_update_that_nobody_judged_is_in_no_checkpoint(
         engine = DyingEngine(trainer)
         engine.dies_at, trainer.stops_at = dies_at, stops_at
         judge = UpdateGate(config.acceptance, lambda: [engine])  # type: ignore[list-item]
-        store = Store(directory=directory, run_hash="h", model=None, to_json=to_json, from_json=from_json)
+        store = Store(directory=directory, run_hash="h", model=None)
         try:
             asyncio.run(train(trainer, engine, Publisher(engine, gate=judge), store=store))
         finally:

@@ -15,7 +15,7 @@ from tokentrue.errors import ConfigError
 from tokentrue.mismatch import LossConfig, Penalty, loss_named, policy_loss
 from tokentrue.train import OptimConfig, TrainConfig, Trainer
 from tokentrue.train.config import AdvantageConfig, Baseline, KlConfig, OverlongConfig, default_learning_rate
-from tokentrue.train.data.rows import (
+from tokentrue.train.rows import (
     Row,
     SessionRewards,
     mask_truncated,

@@ -9,7 +9,7 @@ import torch
 
 from tests.train.rows import sample_of
 from tokentrue.errors import TokenContractError
-from tokentrue.train.data.rows import SessionRewards, row_from_sample, session_advantages
+from tokentrue.train.rows import SessionRewards, row_from_sample, session_advantages
 from tokentrue.types import Sample
 
 

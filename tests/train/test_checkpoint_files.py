@@ -23,7 +23,7 @@ from tokentrue.mismatch import Penalty, loss_named
 from tokentrue.train import OptimConfig, Publisher, TrainConfig, Trainer, train
 from tokentrue.train.checkpoint import find_checkpoints, load, save
 from tokentrue.train.config import EvaluationConfig, KlConfig
-from tokentrue.train.evaluation import Evaluator
+from tokentrue.train.loop import Evaluator
 from tokentrue.train.reporting import count_flops
 
 MIB = 1 / 1024  # of a GiB
@@ -38,7 +38,7 @@ def trainer_of(dtype: torch.dtype = torch.float32, **config: object) -> Trainer:
 
 def bits(trainer: Trainer) -> list[torch.Tensor]:
     own = [value.view(torch.int16 if value.dtype == torch.bfloat16 else torch.int32) for _, value in trainer.weights()]
-    return [*own, *(master.detach().view(torch.int32) for _, master in trainer.masters.named())]
+    return [*own, *(master.detach().view(torch.int32) for _, master in trainer.masters.named.items())]
 
 
 def same(a: Trainer, b: Trainer) -> bool:

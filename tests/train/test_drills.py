@@ -24,7 +24,7 @@ from tests.app.test_resampling import StandInSessions
 from tests.train.rows import small_model
 from tests.train.test_long_runs import store_of
 from tests.train.test_loop import Engine
-from tokentrue.app.rollout.rollouts import RolloutRounds
+from tokentrue.app.rollouts import RolloutRounds
 from tokentrue.environments import RolloutConfig, Task
 from tokentrue.errors import EngineError, EngineUnreachable, TrainingError
 from tokentrue.mismatch import loss_named

@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 
 from tokentrue.errors import ConfigError
-from tokentrue.train.writer import EXTRAS, LOGGERS, MetricsWriter
+from tokentrue.train.reporting import MetricsWriter
 
 ROOT = Path(__file__).resolve().parents[2]
 WRITE = """
 import sys
 from pathlib import Path
-from tokentrue.train.writer import MetricsWriter
+from tokentrue.train.reporting import MetricsWriter
 directory, name, first = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 writer = MetricsWriter(directory, provenance={"run": "r"}, first_step=first, log=(name,))
 for step in range(first, first + 2):
@@ -93,4 +93,3 @@ def test_a_logger_that_is_not_installed_is_named(tmp_path: Path, monkeypatch: py
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigError, match=r"wandb is not installed: pip install 'tokentrue\[wandb\]'"):
         MetricsWriter(tmp_path, provenance={}, log=("wandb",))
-    assert set(LOGGERS) == set(EXTRAS)

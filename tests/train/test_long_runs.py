@@ -17,8 +17,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.train.rows import groups_for, small_model
-from tests.train.test_loop import Engine, from_json, to_json
-from tokentrue.app.rollout.rollouts import RolloutRounds
+from tests.train.test_loop import Engine
+from tokentrue.app.rollouts import RolloutRounds
 from tokentrue.environments import SMALL_MODEL, RolloutConfig
 from tokentrue.errors import (
     EngineContractError,
@@ -32,8 +32,8 @@ from tokentrue.mismatch import loss_named
 from tokentrue.train import MetricsWriter, OptimConfig, Publisher, Store, TrainConfig, Trainer, train
 from tokentrue.train.checkpoint import find_checkpoints, load, save
 from tokentrue.train.config import AcceptanceConfig, EvaluationConfig
-from tokentrue.train.evaluation import Evaluator, pass_at_k
-from tokentrue.train.probing import Probe, UpdateGate
+from tokentrue.train.loop import Evaluator, pass_at_k
+from tokentrue.train.publishing import Probe, UpdateGate
 from tokentrue.types import Completion, Finish
 
 
@@ -44,7 +44,7 @@ def trainer_of(model: torch.nn.Module | None = None, **config: object) -> Traine
 
 
 def store_of(directory: Path) -> Store:
-    return Store(directory=directory, run_hash="h", model=str(SMALL_MODEL), to_json=to_json, from_json=from_json)
+    return Store(directory=directory, run_hash="h", model=str(SMALL_MODEL))
 
 
 # ---- checkpoints -------------------------------------------------------------------------------------------------------------------------

@@ -13,15 +13,13 @@ import pytest
 import torch
 
 from tests.train.rows import groups_for, small_model
-from tokentrue.app.training.settings import TrainRun
-from tokentrue.app.training.setup import store_for
+from tokentrue.app.training import TrainRun, store_for
 from tokentrue.errors import FileFormatError
 from tokentrue.mismatch import loss_named
 from tokentrue.train import MetricsWriter, OptimConfig, Publisher, SourceRounds, Store, TrainConfig, Trainer, train
 from tokentrue.train.checkpoint import find_checkpoints
-from tokentrue.train.data.rounds import Groups
 from tokentrue.train.loop import Run
-from tokentrue.types import Certificate, Sample, Span
+from tokentrue.train.rows import Groups
 
 
 class Crash(Exception):
@@ -59,17 +57,6 @@ class Engine:
         return {"rollouts/played": 10 + number} if number in dict(self.played) else {}
 
 
-def to_json(sample: Sample) -> Mapping[str, Any]:
-    from dataclasses import asdict
-
-    return asdict(sample)
-
-
-def from_json(data: Mapping[str, Any]) -> Sample:
-    spans = tuple(Span(**span) for span in data["spans"])
-    return Sample(**{**data, "spans": spans, "certificate": Certificate(**data["certificate"])})
-
-
 def run(directory: Path | None, *, steps: int, lag: int, every: int = 2) -> tuple[Trainer, Engine, list[Any]]:
     torch.set_num_threads(1)
     config = TrainConfig(steps=6, lag=lag, checkpoint_every=every, groups_per_step=2)
@@ -77,11 +64,7 @@ def run(directory: Path | None, *, steps: int, lag: int, every: int = 2) -> tupl
         small_model(), config=config, optim=OptimConfig(schedule="cosine", warmup=2), loss=loss_named("dapo")
     )
     engine = Engine(trainer)
-    store = (
-        None
-        if directory is None
-        else Store(directory=directory, run_hash="h", model=None, to_json=to_json, from_json=from_json)
-    )
+    store = None if directory is None else Store(directory=directory, run_hash="h", model=None)
 
     def stop(report: Any, seconds: Any) -> None:
         if report.version == steps + 1:

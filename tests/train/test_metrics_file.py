@@ -11,11 +11,11 @@ import orjson
 import pytest
 
 from tests.train.test_drills import file_limit
-from tokentrue.app.training.settings import TrainRun
+from tokentrue.app.training import TrainRun
 from tokentrue.cli.run.train_report import read_metrics, training_report
 from tokentrue.errors import TrainingError
+from tokentrue.plain_json import dumps
 from tokentrue.train import MetricsWriter
-from tokentrue.train import writer as metrics_writer
 
 
 def writer_of(directory: Path, **more: Any) -> MetricsWriter:
@@ -49,7 +49,7 @@ def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
     writer.close()
     (row,) = map(orjson.loads, writer.path.read_bytes().splitlines())
     assert row["update/loss"] is None and row["update/grad_norm"] is None and row["reward"] == 0.5
-    assert orjson.loads(metrics_writer.json_line({"seconds": {"step": -math.inf}})) == {"seconds": {"step": None}}
+    assert orjson.loads(dumps({"seconds": {"step": -math.inf}})) == {"seconds": {"step": None}}
 
 
 def test_a_report_of_a_run_with_skipped_updates(tmp_path: Path) -> None:

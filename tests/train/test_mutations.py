@@ -15,10 +15,9 @@ from tests.marks import slow_except
 from tests.train import test_batch, test_loop, test_trainer
 from tests.train.rows import small_model
 from tokentrue.errors import ExactnessError
-from tokentrue.train import checkpoint, exactness, loop, trainer
-from tokentrue.train.data import rows
-from tokentrue.train.data.rows import Row, SessionRewards, row_from_sample
+from tokentrue.train import checkpoint, exactness, loop, rows, trainer
 from tokentrue.train.exactness import Agreement, ulps
+from tokentrue.train.rows import Row, SessionRewards, row_from_sample
 from tokentrue.train.trainer import Trainer
 
 CAUGHT = (AssertionError, ExactnessError, pytest.fail.Exception)
@@ -36,23 +35,20 @@ def caught(test: Callable[[], object]) -> None:
 
 
 def test_a_comparison_that_lets_one_ulp_pass(base: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    def lenient(
-        rows: Sequence[Row], values: Sequence[Tensor], *, version: int, places: list[tuple[int, int]] | None = None
-    ) -> Agreement:
+    def lenient(rows: Sequence[Row], values: Sequence[Tensor], *, version: int) -> Agreement:
         near: list[Tensor] = []
         for row, found in zip(rows, values, strict=True):
             close = [ulps(float(a), float(b)) <= 1 for a, b in zip(found, row.rollout, strict=True)]
             near.append(torch.where(torch.tensor(close), row.rollout, found.detach()))
-        return strict(rows, near, version=version, places=places)
+        return strict(rows, near, version=version)
 
     strict = exactness.agreement
-    for module in (exactness, trainer):
-        monkeypatch.setattr(module, "agreement", lenient)
+    monkeypatch.setattr(trainer, "agreement", lenient)
     caught(lambda: test_trainer.test_one_bit_stops_the_run_and_is_located(base))
 
 
 def test_a_comparison_by_allclose(base: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    def close(rows: Sequence[Row], values: Sequence[Tensor], *, version: int, places: object = None) -> Agreement:
+    def close(rows: Sequence[Row], values: Sequence[Tensor], *, version: int) -> Agreement:
         unlike = [
             not torch.allclose(v.detach()[r.sampled], r.rollout[r.sampled], atol=1e-6)
             for r, v in zip(rows, values, strict=True)
@@ -64,9 +60,9 @@ def test_a_comparison_by_allclose(base: torch.nn.Module, monkeypatch: pytest.Mon
 
 
 def test_a_mean_over_the_rows_that_give_a_gradient_only(base: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    def active_only(rows: Sequence[Row], part: Any, *args: Any, **kwargs: Any) -> Any:
+    def active_only(batch: Any, part: Any, *args: Any, **kwargs: Any) -> Any:
         counted = replace(part, rows=tuple(i for bin_ in part.active for i in bin_))
-        return plain(rows, counted, *args, **kwargs)
+        return plain(batch, counted, *args, **kwargs)
 
     plain = trainer.correct_minibatch
     monkeypatch.setattr(trainer, "correct_minibatch", active_only)
@@ -74,11 +70,9 @@ def test_a_mean_over_the_rows_that_give_a_gradient_only(base: torch.nn.Module, m
 
 
 def test_a_mean_over_each_micro_batch(base: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    def own(self: Trainer, rows: Sequence[Row], values: Any, numbers: Sequence[int], correction: Any) -> Any:
-        tokens = float(sum(int(rows[i].mask.sum()) for i in numbers))
-        return plain(
-            self, rows, values, numbers, replace(correction, num_tokens=tokens, num_sessions=float(len(numbers)))
-        )
+    def own(self: Trainer, batch: Any, numbers: Sequence[int], correction: Any) -> Any:
+        tokens = float(sum(int(batch.rows[i].mask.sum()) for i in numbers))
+        return plain(self, batch, numbers, replace(correction, num_tokens=tokens, num_sessions=float(len(numbers))))
 
     plain = Trainer.pass_loss
     monkeypatch.setattr(Trainer, "pass_loss", own)
@@ -136,13 +130,12 @@ def test_samples_counted_where_sessions_should_be(monkeypatch: pytest.MonkeyPatc
 def test_a_version_that_does_not_move_on(base: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     """A trainer that takes every token for its own policy's, whatever version sampled it."""
 
-    def all_current(rows: Sequence[Row], values: Sequence[Tensor], *, version: int, places: Any = None) -> Agreement:
+    def all_current(rows: Sequence[Row], values: Sequence[Tensor], *, version: int) -> Agreement:
         renamed = [replace(row, versions=torch.where(row.sampled, version, row.versions)) for row in rows]
-        return plain(renamed, values, version=version, places=places)
+        return plain(renamed, values, version=version)
 
     plain = exactness.agreement
-    for module in (exactness, trainer):
-        monkeypatch.setattr(module, "agreement", all_current)
+    monkeypatch.setattr(trainer, "agreement", all_current)
     caught(lambda: test_trainer.test_other_weights_are_not_mistaken_for_the_same(base))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokentrue.train.data.planning import pack, share, split_even
+from tokentrue.train.rows import pack, share, split_even
 
 LENGTHS = st.lists(st.integers(1, 90), max_size=40)
 

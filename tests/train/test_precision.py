@@ -36,7 +36,7 @@ def trainer_in(dtype: torch.dtype, lr: float = LR, **config: object) -> Trainer:
 def changed_share(before: torch.nn.Module, after: Trainer) -> float:
     """Share of the weights that training has moved, as the optimiser holds them."""
     old = dict(before.named_parameters())
-    pairs = [(old[name].float(), value.float()) for name, value in after.masters.named()]
+    pairs = [(old[name].float(), value.float()) for name, value in after.masters.named.items()]
     moved = sum(int((a != b).sum()) for a, b in pairs)
     return moved / sum(a.numel() for a, _ in pairs)
 
@@ -54,8 +54,8 @@ def test_small_updates_are_not_lost(dtype: torch.dtype) -> None:
     assert changed_share(load_model(torch.float32), full) > 0.9
     assert changed_share(load_model(dtype), low) > 0.9
     start = dict(scored.named_parameters())
-    a = torch.cat([(value.detach() - start[name].detach()).flatten() for name, value in low.masters.named()])
-    b = torch.cat([(value.detach() - start[name].detach()).flatten() for name, value in full.masters.named()])
+    a = torch.cat([(value.detach() - start[name].detach()).flatten() for name, value in low.masters.named.items()])
+    b = torch.cat([(value.detach() - start[name].detach()).flatten() for name, value in full.masters.named.items()])
     assert float(torch.nn.functional.cosine_similarity(a, b, dim=0)) > 0.8
     assert float(a.norm() / b.norm()) == pytest.approx(1.0, abs=0.1)
 
@@ -65,7 +65,7 @@ def test_what_is_published_is_what_is_scored_with() -> None:
     """bfloat16 parameters: the rounded master, bit for bit."""
     trainer = trainer_in(torch.bfloat16, lr=1e-3)
     trainer.step(groups_for(load_model(torch.float32), groups=2, size=3))
-    masters = dict(trainer.masters.named())
+    masters = trainer.masters.named
     published = dict(trainer.weights())
     assert {value.dtype for value in published.values()} == {torch.bfloat16}
     for name, value in published.items():
@@ -81,7 +81,7 @@ def test_masters_survive_a_checkpoint_bit_for_bit(tmp_path: Path, dtype: torch.d
     load(resumed, tmp_path / "step-000001", run_hash="h")
     for each in (whole, resumed):
         each.step(groups)
-    pairs = zip(whole.masters.named(), resumed.masters.named(), strict=True)
+    pairs = zip(whole.masters.named.items(), resumed.masters.named.items(), strict=True)
     assert all(torch.equal(a.view(torch.int32), b.view(torch.int32)) for (_, a), (_, b) in pairs)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from tokentrue.app.rollout.rollouts import Share
+from tokentrue.app.rollouts import Share
 
 ROOT = Path(__file__).parent.parent.parent
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}

@@ -27,7 +27,7 @@ from tokentrue.routing_replay import RoutedExperts, SamplingMask
 from tokentrue.samples import audit, read_samples, write_samples
 from tokentrue.samples.recorded_turns import read_turns
 from tokentrue.train import ExactScorer, OptimConfig, PlainScorer, TrainConfig, Trainer
-from tokentrue.train.data.rows import rows_from_groups
+from tokentrue.train.rows import rows_from_groups
 from tokentrue.types import Sample, Sampling, TurnRequest
 
 FILTERS = {
@@ -78,9 +78,7 @@ def trainer_of(model: torch.nn.Module, *, is_exact: bool, **config: Any) -> Trai
 def mean_ratio(model: torch.nn.Module, samples: Sequence[Sample], *, kept: bool) -> float:
     rows = rows_from_groups([samples])
     with torch.no_grad():
-        found = PlainScorer()(
-            model, [r.ids for r in rows], [r.temperatures for r in rows], kept=[r.kept for r in rows] if kept else None
-        )
+        found = PlainScorer()(model, rows if kept else [replace(row, kept=None) for row in rows])
     return diagnose(found.logprobs, [r.rollout for r in rows], [r.mask for r in rows], worst=0).metrics[
         "ratio/raw/mean"
     ]
@@ -192,7 +190,7 @@ def test_gradient_and_entropy_are_those_of_the_kept_ids(model: torch.nn.Module, 
     row = rows_from_groups([[replace(sample, sampling_mask=mask)]])[0]
     ours = copy.deepcopy(model)
     with scorer.active(ours):
-        scores = scorer(ours, [ids], [row.temperatures], entropy=True, kept=[row.kept])
+        scores = scorer(ours, [row], entropy=True)
         assert scores.entropy is not None
         (scores.logprobs[0].sum() + 0.1 * scores.entropy[0].sum()).backward()
     dense = copy.deepcopy(model)

@@ -21,8 +21,14 @@ from tests.train.rows import groups_for, small_model
 from tokentrue.errors import InputError
 from tokentrue.mismatch import Correction, LossConfig, Penalty, Reject, Weights, loss_named, policy_loss
 from tokentrue.train import OptimConfig, TrainConfig, Trainer
-from tokentrue.train.data.planning import Packing, plan_minibatches
-from tokentrue.train.data.rows import SessionRewards, list_sessions, rows_from_groups, session_advantages
+from tokentrue.train.rows import (
+    Packing,
+    SessionRewards,
+    list_sessions,
+    plan_minibatches,
+    rows_from_groups,
+    session_advantages,
+)
 from tokentrue.types import Sample
 
 KEPT = Correction(

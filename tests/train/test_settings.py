@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tokentrue.app.configuration import read
-from tokentrue.app.training.settings import TrainRun
+from tokentrue.app.training import TrainRun
 from tokentrue.cli.main import run as command
 from tokentrue.errors import ConfigError
 

@@ -15,7 +15,7 @@ from tokentrue.errors import TokenContractError, TrainingError
 from tokentrue.mismatch import loss_named
 from tokentrue.numerics import score
 from tokentrue.train import OptimConfig, PlainScorer, TrainConfig, Trainer
-from tokentrue.train.data.planning import pack
+from tokentrue.train.rows import pack
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +39,9 @@ class Watching(PlainScorer):
     def __init__(self) -> None:
         self.costs: list[int] = []
 
-    def __call__(self, model: Any, ids: Any, temperatures: Any, **settings: Any) -> Any:
-        self.costs.append(len(ids) * max(len(row) for row in ids))
-        return super().__call__(model, ids, temperatures, **settings)
+    def __call__(self, model: Any, rows: Any, **settings: Any) -> Any:
+        self.costs.append(len(rows) * max(row.length for row in rows))
+        return super().__call__(model, rows, **settings)
 
 
 def test_padding_counts_in_the_budget(base: torch.nn.Module) -> None:

@@ -32,7 +32,7 @@ from tokentrue.mismatch import (
 )
 from tokentrue.train import ExactScorer, OptimConfig, PlainScorer, Ranks, TrainConfig, Trainer
 from tokentrue.train.config import AdvantageConfig, KlConfig, OverlongConfig
-from tokentrue.train.data.rows import SessionRewards, rows_from_groups, session_advantages
+from tokentrue.train.rows import SessionRewards, rows_from_groups, session_advantages
 from tokentrue.types import Sample
 
 KEPT = Correction(reject=(Reject(estimator="k3", aggregate="seq_mean", upper=0.0565),), loss_counts="kept")
@@ -95,10 +95,9 @@ def whole_batch(
     model = copy.deepcopy(base)
     rows = rows_from_groups(groups)
     scorer = PlainScorer()
-    ids, heats = [row.ids for row in rows], [row.temperatures for row in rows]
-    scores = scorer(model, ids, heats, entropy=True)
+    scores = scorer(model, rows, entropy=True)
     with torch.no_grad():
-        others = scorer(reference, ids, heats).logprobs
+        others = scorer(reference, rows).logprobs
     advantages = session_advantages(SessionRewards.of(rows), "grpo")
     value, _ = policy_loss(
         scores.logprobs,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from experiments.report import curves, mean_over_runs, write_experiment_report
-from tokentrue.app.training.settings import TrainRun
+from tokentrue.app.training import TrainRun
 from tokentrue.cli.run.train_report import write_training_report
 
 

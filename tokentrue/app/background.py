@@ -23,7 +23,6 @@ DRAIN_S = 5.0  # after an error, turns without callers must not keep the process
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Embedded:
     base_url: str
-    gateway: Any
     provider: Any  # the engine itself, to publish weights to
     admin_key: str
 
@@ -45,12 +44,15 @@ async def embedded_gateway(settings: ServeConfig) -> AsyncGenerator[Embedded, No
         public.close()
         raise
     async with serve_embedded(gateway, public, drain_s=DRAIN_S):
-        yield Embedded(base_url=base_url, gateway=gateway, provider=gateway.provider.inner, admin_key=admin_key)
+        yield Embedded(base_url=base_url, provider=gateway.provider.inner, admin_key=admin_key)
 
 
 class BackgroundGateway:
-    """Use as a context manager. `engine` and `options` are those of `tokentrue serve`; `settings` replaces all of
-    them."""
+    """Use as a context manager: it sets `url` and `admin_key`. `engine` and `options` are those of `tokentrue serve`;
+    `settings` replaces all of them."""
+
+    url: str
+    admin_key: str
 
     def __init__(
         self,
@@ -69,15 +71,15 @@ class BackgroundGateway:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="tokentrue-gateway", daemon=True)
         self._context = embedded_gateway(chosen)
-        self._embedded: Embedded | None = None
 
     def __enter__(self) -> BackgroundGateway:
         self._thread.start()
         try:
-            self._embedded = self._run(self._context.__aenter__())
+            running = self._run(self._context.__aenter__())
         except BaseException:
             self._stop()
             raise
+        self.url, self.admin_key, self._provider = running.base_url, running.admin_key, running.provider
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -86,22 +88,9 @@ class BackgroundGateway:
         finally:
             self._stop()
 
-    @property
-    def url(self) -> str:
-        return self._running.base_url
-
-    @property
-    def admin_key(self) -> str:
-        return self._running.admin_key
-
     def publish(self, weights: Mapping[str, Any], *, version: int) -> None:
         """Returns when every later token is sampled from these weights."""
-        self._run(self._running.provider.publish(list(weights.items()), version=version))
-
-    @property
-    def _running(self) -> Embedded:
-        assert self._embedded is not None, "use BackgroundGateway as a context manager"
-        return self._embedded
+        self._run(self._provider.publish(list(weights.items()), version=version))
 
     def _run(self, work: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()

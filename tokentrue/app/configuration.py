@@ -31,7 +31,13 @@ def read(
     values: JsonObject = {}
     for dotted, value in (defaults or {}).items():
         set_dotted(values, dotted, value)
-    merge(values, _file(path) if path is not None else {})
+    if path is not None:
+        try:
+            merge(values, tomllib.loads(path.read_text(encoding="utf-8")))
+        except OSError as error:
+            raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path} is not TOML: {error}") from error
     for dotted, value in (overrides or {}).items():
         if value is not None:
             set_dotted(values, dotted, value)
@@ -50,15 +56,6 @@ def merge(values: JsonObject, over: JsonMapping) -> None:
             merge(cast("JsonObject", known), cast("JsonMapping", value))
         else:
             values[name] = value
-
-
-def _file(path: Path) -> JsonObject:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not TOML: {error}") from error
 
 
 def literal(text: str) -> Any:
@@ -82,26 +79,22 @@ def build(type_: type[T], values: JsonMapping, *, path: str = "", base: T | None
     """`base` supplies missing values, table by table."""
     hints = get_type_hints(type_, include_extras=True)
     known = {field.name: field for field in dataclasses.fields(cast("Any", type_)) if field.init}
-    for name in values:
+    made: JsonObject = {}
+    for name, value in values.items():
+        at = f"{path}.{name}" if path else name
         if name not in known:
             close = difflib.get_close_matches(name, known, 1)
             meant = f"; did you mean {close[0]}?" if close else ""
-            raise ConfigError(f"{_at(path, name)}: unknown key; known here: {', '.join(sorted(known))}{meant}")
+            raise ConfigError(f"{at}: unknown key; known here: {', '.join(sorted(known))}{meant}")
+        made[name] = _value(hints[name], value, at, getattr(base, name, None))
     for name, field in known.items():
         is_needed = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if base is None and is_needed and name not in values:
-            raise ConfigError(f"{_at(path, name)}: is needed")
-    made = {
-        name: _value(hints[name], value, _at(path, name), getattr(base, name, None)) for name, value in values.items()
-    }
+            raise ConfigError(f"{path}.{name}: is needed" if path else f"{name}: is needed")
     try:
         return type_(**made) if base is None else cast("T", dataclasses.replace(cast("Any", base), **made))
     except InputError as error:
         raise ConfigError(f"{path + ': ' if path else ''}{error}") from error
-
-
-def _at(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
 
 
 def _value(hint: Any, value: Any, path: str, base: Any = None) -> Any:
@@ -135,15 +128,11 @@ def _as_path(type_: type[Any], value: Any) -> Any:
 
 def as_mapping(config: Any) -> Any:
     """Omits `None`, which TOML cannot represent."""
-    if dataclasses.is_dataclass(config) and not isinstance(config, type):
-        pairs = ((field.name, getattr(config, field.name)) for field in dataclasses.fields(config))
-        return {name: as_mapping(value) for name, value in pairs if value is not None}
+    if dataclasses.is_dataclass(config):
+        config = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     if isinstance(config, Mapping):
-        return {
-            str(name): as_mapping(value)
-            for name, value in cast("Mapping[Any, Any]", config).items()
-            if value is not None
-        }
+        pairs = cast("Mapping[Any, Any]", config).items()
+        return {str(name): as_mapping(value) for name, value in pairs if value is not None}
     if isinstance(config, list | tuple):
         return [as_mapping(value) for value in cast("Sequence[Any]", config)]
     return str(config) if isinstance(config, Path) else config

@@ -23,6 +23,7 @@ from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.providers.registry import IN_PROCESS, REMOTE, list_names
 from tokentrue.sessions.limits import SessionLimits as SessionLimits
 from tokentrue.tracing import start_tracing
+from tokentrue.types import AtLeastOne
 
 if TYPE_CHECKING:
     from tokentrue.gateway.app import Gateway
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 
 ADMIN_KEY = "TOKENTRUE_ADMIN_KEY"
 ENGINE_KEY = "TOKENTRUE_ENGINE_KEY"
-AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
 DEFAULT_STORE = "sqlite:tokentrue.sqlite"
 
 
@@ -100,18 +100,20 @@ def renderer_for(
     config: ModelConfig, render_deadline: AbstractContextManager[Any] | None = None
 ) -> Callable[[str], Renderer]:
     """Each is loaded once."""
-    path = config.path or str(SMALL_MODEL)
 
     @cache
     def load(history: Literal["keep", "template"]) -> Renderer:
         from tokentrue.renderers import load_renderer
 
-        kwargs = dict(config.template_kwargs) or None
-        settings: JsonObject = {
-            name: getattr(config, name) for name in ("injection", "encode_cache_bytes", "extend_plans")
-        }
         return load_renderer(
-            path, config.chat_template, kwargs, history=history, render_deadline=render_deadline, **settings
+            config.path or str(SMALL_MODEL),
+            config.chat_template,
+            dict(config.template_kwargs) or None,
+            history=history,
+            render_deadline=render_deadline,
+            injection=config.injection,
+            encode_cache_bytes=config.encode_cache_bytes,
+            extend_plans=config.extend_plans,
         )
 
     return load  # pyright: ignore[reportReturnType]
@@ -197,8 +199,9 @@ def gateway_for(
     loaded: Any = renderer(config.model.history)  # a refused template is a start-up error, not a request's
     for warning in loaded.proof.warnings:
         logging.getLogger("tokentrue").warning("%s: %s", config.model.shown, warning)
-    shared: JsonObject = {each.name: getattr(config.server, each.name) for each in fields(ServingConfig)}
-    shared["base_url"] = config.server.base_url.rstrip("/")
+    server = config.server
+    shared: JsonObject = {each.name: getattr(server, each.name) for each in fields(ServingConfig)}
+    shared["base_url"] = server.base_url.rstrip("/")
     settings = GatewayConfig(
         **shared,
         model=config.model.shown,
@@ -208,25 +211,24 @@ def gateway_for(
         history=config.model.history,
     )
     journal = open_journal(
-        config.server.store,
-        durability=config.server.durability,
+        server.store,
+        durability=server.durability,
         lock=lock,
-        name=f"{socket.gethostname()} {config.server.address} {number}" if config.server.address else "",
-        address=config.server.address,
-        lease_s=config.server.lease_s,
+        name=f"{socket.gethostname()} {server.address} {number}" if server.address else "",
+        address=server.address,
+        lease_s=server.lease_s,
     )
     try:
-        check_journal(journal, loaded, config.server.store)
-        provider = provider_for(config.engine, config.model, renderer)
+        check_journal(journal, loaded, server.store)
+        return Gateway(
+            config=settings,
+            renderer_for=renderer,
+            provider=provider_for(config.engine, config.model, renderer),
+            journal=journal,
+            peers=peers,
+            admin_state=admin_state,
+            view=view_for(config, journal, renderer),
+        )
     except BaseException:
         journal.close()
         raise
-    return Gateway(
-        config=settings,
-        renderer_for=renderer,
-        provider=provider,
-        journal=journal,
-        peers=peers,
-        admin_state=admin_state,
-        view=view_for(config, journal, renderer),
-    )

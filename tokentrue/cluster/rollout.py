@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
-from tokentrue.app.rollout.settings import RolloutRun
+from tokentrue.app.rollouts import RolloutRun
 from tokentrue.app.wiring import ServeConfig, ServerConfig
 from tokentrue.environments import Plan, Rollout, run_plans
 from tokentrue.errors import ConfigError, EngineError

@@ -15,10 +15,8 @@ from collections.abc import AsyncGenerator, Iterable
 from dataclasses import replace
 from typing import Any
 
-from tokentrue.app.rollout.rollouts import RolloutRounds
-from tokentrue.app.rollout.settings import RolloutRun
-from tokentrue.app.training.settings import TrainRun
-from tokentrue.app.training.setup import engine_for
+from tokentrue.app.rollouts import RolloutRounds, RolloutRun
+from tokentrue.app.training import TrainRun, engine_for
 from tokentrue.app.wiring import REMOTE
 from tokentrue.cluster.rollout import Fleet, attach, await_actor, import_ray
 from tokentrue.errors import ConfigError, EngineError
@@ -107,9 +105,9 @@ class FleetSink:
 
 @contextlib.asynccontextmanager
 async def source_on_ray(settings: TrainRun, ranks: Any, *, address: str) -> AsyncGenerator[tuple[Any, Any, None], None]:
-    """Yields rounds and the weight sink, as `tokentrue.app.training.setup.source_for`; rank 0 has the fleet."""
+    """Yields rounds and the weight sink, as `tokentrue.app.training.source_for`; rank 0 has the fleet."""
     from tokentrue.train import Publisher
-    from tokentrue.train.data.rounds import NoRounds
+    from tokentrue.train.loop import NoRounds
 
     if not ranks.first:
         yield NoRounds(), Publisher(), None

@@ -12,13 +12,10 @@ from tokentrue.samples.trainer_rows import fill_logprobs, token_versions
 from tokentrue.types import Sample
 
 
-def workflow(
-    agent: Agent, *, url: str, admin_key: str | None = None, temperature: float | None = None, **settings: Any
-) -> Any:
+def workflow(agent: Agent, *, url: str, temperature: float | None = None, **settings: Any) -> Any:
     """`settings` are those of `GatewayRollouts`."""
     base: Any = import_module("areal.api").RolloutWorkflow
-
-    rollouts = GatewayRollouts(url=url, agent=agent, admin_key=admin_key, **settings)
+    rollouts = GatewayRollouts(url=url, agent=agent, **settings)
 
     class GatewayWorkflow(base):
         async def arun_episode(self, engine: Any, data: JsonObject) -> JsonObject:

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import import_module
+from itertools import pairwise
 from typing import Any
 
 from tokentrue.errors import ConfigError
@@ -13,21 +15,18 @@ from tokentrue.integrations.rollouts import (
     Agent,
     GatewayRollouts,
     group_name,
-    largest,
     require_reward,
     scored_settings,
-    tokens_left_out,
+    take_largest,
 )
 from tokentrue.json_types import JsonObject
 from tokentrue.samples.trainer_rows import fill_logprobs
-from tokentrue.types import Sample
 
 
-def agent_executor(agent: Agent, *, url: str, admin_key: str | None = None, **settings: Any) -> type[Any]:
+def agent_executor(agent: Agent, *, url: str, **settings: Any) -> type[Any]:
     """The class that OpenRLHF looks for. `settings` are those of `GatewayRollouts`."""
     base: Any = import_module("openrlhf.utils.agent").AgentExecutorBase
-
-    rollouts = GatewayRollouts(url=url, agent=agent, admin_key=admin_key, **settings)
+    rollouts = GatewayRollouts(url=url, agent=agent, **settings)
 
     class AgentExecutor(base):
         async def execute(
@@ -42,39 +41,30 @@ def agent_executor(agent: Agent, *, url: str, admin_key: str | None = None, **se
         ) -> JsonObject:
             names = ("temperature", "top_p", "top_k")
             sampling = scored_settings({name: getattr(sampling_params, name, None) for name in names})
-            samples = await rollouts.run_rollout(
-                {"prompt": prompt, "label": label}, group=group_name(prompt), sampling=sampling
-            )
-            chosen = largest(samples)
-            if len(chosen.token_ids) > max_length:
+            task: JsonObject = {"prompt": prompt, "label": label}
+            samples = await rollouts.run_rollout(task, group=group_name(prompt), sampling=sampling)
+            sample, left_out = take_largest(samples)
+            if len(sample.token_ids) > max_length:
                 raise ConfigError(
-                    f"sample {chosen.sample_id} has {len(chosen.token_ids)} tokens, OpenRLHF cuts at {max_length}: "
+                    f"sample {sample.sample_id} has {len(sample.token_ids)} tokens, OpenRLHF cuts at {max_length}: "
                     "raise --data.max_len"
                 )
-            logs = {"tokens_left_out": tokens_left_out(samples, chosen)}
+            reward = require_reward(sample)
             return {
-                "prompt": prompt,
-                "label": label,
+                **task,
                 "images": images,
-                "extra_logs": logs,
-                **columns_from_sample(chosen),
+                "extra_logs": {"tokens_left_out": left_out},
+                "reward": reward,
+                "scores": reward,
+                "observation_tokens": list(sample.token_ids),
+                "action_ranges": find_ranges(sample.loss_mask),
+                "rollout_log_probs": fill_logprobs(sample.rollout_logprobs),
+                "truncated": sample.finish_reason == "length",
             }
 
     return AgentExecutor
 
 
-def columns_from_sample(sample: Sample) -> JsonObject:
-    reward = require_reward(sample)
-    return {
-        "reward": reward,
-        "scores": reward,
-        "observation_tokens": list(sample.token_ids),
-        "action_ranges": _ranges(sample.loss_mask),
-        "rollout_log_probs": fill_logprobs(sample.rollout_logprobs),
-        "truncated": sample.finish_reason == "length",
-    }
-
-
-def _ranges(mask: Any) -> list[tuple[int, int]]:
-    edges = [i for i in range(len(mask) + 1) if bool(i < len(mask) and mask[i]) != bool(i > 0 and mask[i - 1])]
+def find_ranges(mask: Sequence[int]) -> list[tuple[int, int]]:
+    edges = [i for i, (before, after) in enumerate(pairwise([0, *mask, 0])) if bool(before) != bool(after)]
     return list(zip(edges[::2], edges[1::2], strict=True))

@@ -35,56 +35,56 @@ class GatewayRollouts:
 
     def run(self, tasks: Sequence[Any], groups: Sequence[str], *, first: int = 0) -> list[list[Sample]]:
         """The samples of each task's rollout. `first` is the place of the first task among those of all processes."""
-        return asyncio.run(self.run_async(tasks, groups, first=first))
-
-    async def run_async(self, tasks: Sequence[Any], groups: Sequence[str], *, first: int = 0) -> list[list[Sample]]:
-        slots = asyncio.Semaphore(self.concurrency)
-        async with AsyncClient(self.url, self.admin_key, timeout_s=self.timeout_s) as client:
-
-            async def run_one(index: int, task: Any, group: str) -> list[Sample]:
-                async with slots:
-                    return await self._run_one(client, task, group, self._pinned(group, index))
-
-            return list(await asyncio.gather(*map(run_one, range(first, first + len(tasks)), tasks, groups)))
+        return asyncio.run(self.run_async(tasks, groups, range(first, first + len(tasks))))
 
     async def run_rollout(
         self, task: Any, *, group: str, index: int | None = None, sampling: JsonMapping | None = None
     ) -> list[Sample]:
-        """The samples of one rollout. `sampling` adds what the framework scores with, `index` is its place in the
-        group."""
-        if index is None and self.seed is not None:
+        """The samples of one rollout; `index` is its place in the group."""
+        (samples,) = await self.run_async([task], [group], [index], sampling)
+        return samples
+
+    async def run_async(
+        self,
+        tasks: Sequence[Any],
+        groups: Sequence[str],
+        places: Sequence[int | None],
+        sampling: JsonMapping | None = None,
+    ) -> list[list[Sample]]:
+        """`sampling` adds what the framework scores with."""
+        if self.seed is not None and None in places:
             raise ConfigError(
                 "this trainer does not number the rollouts of a group, so one seed would make them all equal; leave "
                 "it out"
             )
+        slots = asyncio.Semaphore(self.concurrency)
         async with AsyncClient(self.url, self.admin_key, timeout_s=self.timeout_s) as client:
-            return await self._run_one(client, task, group, {**(sampling or {}), **self._pinned(group, index or 0)})
 
-    def _pinned(self, group: str, index: int) -> JsonObject:
-        if self.seed is None:
-            return dict(self.sampling)
-        name = f"{self.seed}/{group}/{index}"
-        return {**self.sampling, "seed": int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little") >> 1}
+            async def run_one(task: Any, group: str, place: int | None) -> list[Sample]:
+                pinned: JsonObject = {**(sampling or {}), **self.sampling}
+                if self.seed is not None:
+                    name = f"{self.seed}/{group}/{place}"
+                    pinned["seed"] = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little") >> 1
+                async with slots, client.session(group=group, sampling=pinned or None) as session:
+                    reward = self.agent(session.openai(), task)
+                    if inspect.isawaitable(reward):
+                        reward = await asyncio.wait_for(reward, self.timeout_s)
+                    if reward is not None:
+                        await session.reward(float(reward))
+                    samples = await session.samples()
+                if not samples:
+                    raise GatewayError(f"session {session.id}: the agent made no model call that can be trained on")
+                return samples
 
-    async def _run_one(self, client: AsyncClient, task: Any, group: str, sampling: JsonObject) -> list[Sample]:
-        async with client.session(group=group, sampling=sampling or None) as session:
-            outcome = self.agent(session.openai(), task)
-            reward = await asyncio.wait_for(outcome, self.timeout_s) if inspect.isawaitable(outcome) else outcome
-            if reward is not None:
-                await session.reward(float(reward))
-            samples = await session.samples()
-        if not samples:
-            raise GatewayError(f"session {session.id}: the agent made no model call that can be trained on")
-        return samples
-
-
-def largest(samples: Sequence[Sample]) -> Sample:
-    """The sample that trains the most tokens, for trainers that take one row per rollout; ties go to the last one."""
-    return max(reversed(samples), key=lambda sample: sum(sample.loss_mask))
+            return list(await asyncio.gather(*map(run_one, tasks, groups, places)))
 
 
-def tokens_left_out(samples: Sequence[Sample], chosen: Sample) -> int:
-    return sum(sum(sample.loss_mask) for sample in samples) - sum(chosen.loss_mask)
+def take_largest(samples: Sequence[Sample]) -> tuple[Sample, int]:
+    """The sample that trains the most tokens, for trainers that take one row per rollout (ties go to the last one), and
+    how many tokens the others train."""
+    counts = [sum(sample.loss_mask) for sample in samples]
+    chosen = max(reversed(range(len(samples))), key=counts.__getitem__)
+    return samples[chosen], sum(counts) - counts[chosen]
 
 
 def group_name(*parts: Any) -> str:

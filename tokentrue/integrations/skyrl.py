@@ -6,7 +6,6 @@ sample is a row; without it SkyRL wants one row per prompt, the sample that trai
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
@@ -16,46 +15,38 @@ from tokentrue.integrations.rollouts import (
     Agent,
     GatewayRollouts,
     group_name,
-    largest,
     require_reward,
     scored_settings,
-    tokens_left_out,
+    take_largest,
 )
 from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.samples.trainer_rows import split
 from tokentrue.types import Sample
 
 
-def generator(agent: Agent, *, url: str, admin_key: str | None = None, step_wise: bool = False, **settings: Any) -> Any:
+def generator(agent: Agent, *, url: str, step_wise: bool = False, **settings: Any) -> Any:
     """`settings` are those of `GatewayRollouts`."""
     base: Any = import_module("skyrl.train.generators.base").GeneratorInterface
-
-    rollouts = GatewayRollouts(url=url, agent=agent, admin_key=admin_key, **settings)
+    rollouts = GatewayRollouts(url=url, agent=agent, **settings)
 
     class GatewayGenerator(base):
         async def generate(self, input_batch: JsonMapping) -> JsonObject:
             trajectories = input_batch["trajectory_ids"]
             if trajectories is None:
                 raise ConfigError("the batch has no trajectory_ids, so its prompts cannot be grouped")
-            slots = asyncio.Semaphore(rollouts.concurrency)
-            sampling = scored_settings(input_batch["sampling_params"])
             step = input_batch["batch_metadata"].global_step if input_batch.get("batch_metadata") else None
-
-            async def run_one(index: int) -> list[Sample]:
-                extras: Sequence[Any] = input_batch["env_extras"] or [None] * len(trajectories)
-                task: JsonObject = {
-                    "prompt": input_batch["prompts"][index],
-                    "env_class": input_batch["env_classes"][index],
-                    "extras": extras[index],
-                }
-                identity = trajectories[index]
-                async with slots:
-                    group = group_name(step, identity.instance_id)
-                    return await rollouts.run_rollout(
-                        task, group=group, index=identity.repetition_id, sampling=sampling
+            extras = input_batch["env_extras"] or [None] * len(trajectories)
+            found = await rollouts.run_async(
+                [
+                    {"prompt": prompt, "env_class": kind, "extras": extra}
+                    for prompt, kind, extra in zip(
+                        input_batch["prompts"], input_batch["env_classes"], extras, strict=True
                     )
-
-            found = await asyncio.gather(*map(run_one, range(len(trajectories))))
+                ],
+                [group_name(step, identity.instance_id) for identity in trajectories],
+                [identity.repetition_id for identity in trajectories],
+                scored_settings(input_batch["sampling_params"]),
+            )
             return output_of(found, trajectories, step_wise=step_wise)
 
     return GatewayGenerator()
@@ -63,14 +54,14 @@ def generator(agent: Agent, *, url: str, admin_key: str | None = None, step_wise
 
 def output_of(rollouts: Sequence[Sequence[Sample]], trajectories: Sequence[Any], *, step_wise: bool) -> JsonObject:
     """SkyRL's columns. The reward is at the last response token, as SkyRL does with scalar rewards."""
-    chosen = rollouts if step_wise else [[largest(samples)] for samples in rollouts]
+    largest = [take_largest(samples) for samples in rollouts]
+    chosen = rollouts if step_wise else [[sample] for sample, _ in largest]
     rows = [
         (sample, identity, sample is samples[-1])
         for samples, identity in zip(chosen, trajectories, strict=True)
         for sample in samples
     ]
     parts = [split(sample) for sample, _, _ in rows]
-    left_out = sum(tokens_left_out(samples, largest(samples)) for samples in rollouts)
     return {
         "prompt_token_ids": [part.prompt_ids for part in parts],
         "response_ids": [part.response_ids for part in parts],
@@ -80,7 +71,7 @@ def output_of(rollouts: Sequence[Sequence[Sample]], trajectories: Sequence[Any],
         ],
         "loss_masks": [part.response_mask for part in parts],
         "stop_reasons": [sample.finish_reason for sample, _, _ in rows],
-        "rollout_metrics": {"tokens_left_out": 0 if step_wise else left_out},
+        "rollout_metrics": {"tokens_left_out": 0 if step_wise else sum(left_out for _, left_out in largest)},
         "rollout_logprobs": [part.response_logprobs for part in parts],
         "trajectory_ids": [identity for _, identity, _ in rows],
         "trajectory_generation_times": None,

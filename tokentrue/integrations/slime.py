@@ -21,11 +21,9 @@ from tokentrue.samples.trainer_rows import slime_row
 FIELDS = ("tokens", "response_length", "loss_mask", "rollout_log_probs", "weight_versions")
 
 
-def generate_function(
-    agent: Agent, *, url: str, admin_key: str | None = None, **settings: Any
-) -> Callable[..., Awaitable[list[Any]]]:
+def generate_function(agent: Agent, *, url: str, **settings: Any) -> Callable[..., Awaitable[list[Any]]]:
     """`generate(args, sample, sampling_params, evaluation=False)`. `settings` are those of `GatewayRollouts`."""
-    rollouts = GatewayRollouts(url=url, agent=agent, admin_key=admin_key, **settings)
+    rollouts = GatewayRollouts(url=url, agent=agent, **settings)
 
     async def generate(args: Any, sample: Any, sampling_params: JsonMapping, evaluation: bool = False) -> list[Any]:
         sampling = scored_settings(sampling_params)

@@ -9,39 +9,32 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tokentrue.errors import ConfigError
-from tokentrue.integrations.rollouts import Agent, GatewayRollouts, group_name, largest, tokens_left_out
-from tokentrue.json_types import JsonMapping, JsonObject
+from tokentrue.integrations.rollouts import Agent, GatewayRollouts, group_name, take_largest
+from tokentrue.json_types import JsonMapping
 from tokentrue.samples.trainer_rows import trl_row
 
 COLUMNS = ("prompt_ids", "completion_ids", "env_mask", "logprobs", "reward")
 
 
 def rollout_func(
-    agent: Agent,
-    *,
-    url: str,
-    admin_key: str | None = None,
-    sampling: JsonMapping | None = None,
-    seed: int | None = None,
-    concurrency: int = 16,
-    timeout_s: float = 600.0,
+    agent: Agent, *, url: str, sampling: JsonMapping | None = None, **settings: Any
 ) -> Callable[[Sequence[Any], Any], dict[str, list[Any]]]:
     """`rollout_func(prompts, trainer)` for TRL: each prompt is one task for `agent(client, prompt)`.
 
-    The temperature is pinned to the trainer's, because TRL scores completions at `args.temperature`.
+    `settings` are those of `GatewayRollouts`. The temperature is pinned to the trainer's, because TRL scores
+    completions at `args.temperature`.
     """
 
     def run(prompts: Sequence[Any], trainer: Any) -> dict[str, list[Any]]:
         pinned = {"temperature": trainer.args.temperature, **(sampling or {})}
-        settings: JsonObject = {"concurrency": concurrency, "timeout_s": timeout_s}
-        rollouts = GatewayRollouts(url=url, agent=agent, admin_key=admin_key, sampling=pinned, seed=seed, **settings)
+        rollouts = GatewayRollouts(url=url, agent=agent, sampling=pinned, **settings)
         groups = [f"step-{trainer.state.global_step}/{group_name(prompt)}" for prompt in prompts]
         # TRL deals the rollouts of one prompt to all processes, each with as many prompts as the others.
         found = rollouts.run(prompts, groups, first=trainer.accelerator.process_index * len(prompts))
-        chosen = [largest(samples) for samples in found]
-        rows = [trl_row(sample) for sample in chosen]
-        left_out = [tokens_left_out(samples, one) for samples, one in zip(found, chosen, strict=True)]
-        return {name: [one[name] for one in rows] for name in COLUMNS} | {"tokens_left_out": left_out}
+        chosen = [take_largest(samples) for samples in found]
+        rows = [trl_row(sample) for sample, _ in chosen]
+        columns: dict[str, list[Any]] = {name: [row[name] for row in rows] for name in COLUMNS}
+        return columns | {"tokens_left_out": [left_out for _, left_out in chosen]}
 
     return run
 

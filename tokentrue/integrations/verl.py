@@ -12,40 +12,37 @@ from typing import Any
 import numpy as np
 
 from tokentrue.errors import ConfigError
-from tokentrue.integrations.rollouts import (
-    Agent,
-    GatewayRollouts,
-    group_name,
-    largest,
-    scored_settings,
-    tokens_left_out,
-)
+from tokentrue.integrations.rollouts import Agent, GatewayRollouts, group_name, scored_settings, take_largest
 from tokentrue.json_types import JsonObject
-from tokentrue.samples.trainer_rows import list_versions, verl_row
+from tokentrue.samples.trainer_rows import verl_row
 from tokentrue.types import Sample
 
 AGENT_LOOPS = "verl.experimental.agent_loop.agent_loop"
 FIELDS = ("prompt_ids", "response_ids", "response_mask", "response_logprobs", "reward_score", "num_turns")
 
 
-def agent_loop(agent: Agent, *, url: str, admin_key: str | None = None, **settings: Any) -> type[Any]:
+def agent_loop(agent: Agent, *, url: str, **settings: Any) -> type[Any]:
     """A class for verl's registry. `settings` are those of `GatewayRollouts`: `sampling`, `seed`, `timeout_s`."""
     base: Any = import_module(AGENT_LOOPS).AgentLoopBase
-
-    rollouts = GatewayRollouts(url=url, agent=agent, admin_key=admin_key, **settings)
+    rollouts = GatewayRollouts(url=url, agent=agent, **settings)
 
     class GatewayAgentLoop(base):
         async def run(self, sampling_params: JsonObject, **row: Any) -> Any:
             group = str(row["uid"]) if "uid" in row else group_name(row.get("index"), row.get("raw_prompt"))
-            takes_all = "session_id" in row  # the v1 trainer numbers the rollouts of a prompt
             samples = await rollouts.run_rollout(
                 row, group=group, index=row.get("session_id"), sampling=scored_settings(sampling_params)
             )
-            if takes_all:
+            if "session_id" in row:  # the v1 trainer, which numbers the rollouts of a prompt
                 return [output_of(sample) for sample in samples]
-            chosen = largest(samples)
-            output = output_of(chosen, tokens_left_out=tokens_left_out(samples, chosen))
-            require_fit(output, self.rollout_config)
+            chosen, left_out = take_largest(samples)
+            output = output_of(chosen, tokens_left_out=left_out)
+            for name, ids in (("prompt", output.prompt_ids), ("response", output.response_ids)):
+                bound = getattr(self.rollout_config, f"{name}_length")
+                if len(ids) > bound:  # the older trainer pads to fixed lengths, and fails later without a name
+                    raise ConfigError(
+                        f"sample {chosen.sample_id}: its {name} has {len(ids)} tokens; rollout.{name}_length is "
+                        f"{bound}: raise it"
+                    )
             return output
 
     return GatewayAgentLoop
@@ -54,30 +51,10 @@ def agent_loop(agent: Agent, *, url: str, admin_key: str | None = None, **settin
 def output_of(sample: Sample, **extra: Any) -> Any:
     """A sample as verl's `AgentLoopOutput`; weight versions are the steps of its staleness control."""
     verl: Any = import_module(AGENT_LOOPS)
-
     row = verl_row(sample)
-    versions = list_versions(sample)
-    extra_fields: JsonObject = {
-        **extra,
-        "reward_extra_info": {},
-        "min_global_steps": min(versions, default=None),
-        "max_global_steps": max(versions, default=None),
-        "sample_id": sample.sample_id,
-    }
+    steps = {name: row["extra_fields"][name] for name in ("min_global_steps", "max_global_steps")}
+    extra_fields: JsonObject = {**extra, "reward_extra_info": {}, **steps, "sample_id": sample.sample_id}
     fields = {name: row[name] for name in FIELDS}
     if row["routed_experts"] is not None:  # verl pads an array, and takes no list
         fields["routed_experts"] = np.array(row["routed_experts"], np.int16)
     return verl.AgentLoopOutput(**fields, metrics=verl.AgentLoopMetrics(), extra_fields=extra_fields)
-
-
-def require_fit(output: Any, config: Any) -> None:
-    """The older trainer pads to fixed lengths and fails later, without a name, on rows that are longer."""
-    for name, ids, bound in (
-        ("prompt", output.prompt_ids, config.prompt_length),
-        ("response", output.response_ids, config.response_length),
-    ):
-        if len(ids) > bound:
-            sample = output.extra_fields["sample_id"]
-            raise ConfigError(
-                f"sample {sample}: its {name} has {len(ids)} tokens; rollout.{name}_length is {bound}: raise it"
-            )

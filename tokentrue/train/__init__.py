@@ -8,21 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tokentrue.train.config import Baseline, OptimConfig, TrainConfig, config_hash
-    from tokentrue.train.data.rounds import Groups, Rounds, SourceRounds
-    from tokentrue.train.loop import Store, train
+    from tokentrue.train.loop import Rounds, SourceRounds, Store, train
     from tokentrue.train.publishing import Publisher
     from tokentrue.train.ranks import Ranks, join, leave, shard
-    from tokentrue.train.reporting import StepReport
+    from tokentrue.train.reporting import MetricsWriter, StepReport
+    from tokentrue.train.rows import Groups
+    from tokentrue.train.scoring import ExactScorer, PlainScorer, Scorer
     from tokentrue.train.trainer import Trainer
-    from tokentrue.train.update.scoring import ExactScorer, PlainScorer, Scorer
-    from tokentrue.train.writer import MetricsWriter
 
 __all__ = [
     "Baseline", "ExactScorer", "Groups", "MetricsWriter", "OptimConfig", "PlainScorer", "Publisher", "Ranks", "Rounds",
     "Scorer", "SourceRounds", "StepReport", "Store", "TrainConfig", "Trainer", "config_hash", "join", "leave", "shard",
     "train",
 ]  # fmt: skip
-_HOMES = ("config", "data.rounds", "loop", "publishing", "ranks", "reporting", "trainer", "update.scoring", "writer")
+_HOMES = ("config", "rows", "scoring", "ranks", "reporting", "trainer", "publishing", "loop")
 
 
 def __getattr__(name: str) -> Any:

@@ -21,7 +21,7 @@ import shutil
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,9 @@ from torch import Tensor, nn
 from tokentrue.errors import FileFormatError, TrainingError
 from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.plain_json import read_numbered_lines
+from tokentrue.samples import sample_from_json, sample_to_json
 from tokentrue.train.ranks import Ranks, named_weights, whole
+from tokentrue.train.rows import Groups
 from tokentrue.train.trainer import Trainer
 
 NAME = re.compile(r"step-(\d{6})")
@@ -48,11 +50,9 @@ MODEL_FILES = (
 class Checkpoint:
     """What a checkpoint holds beside weights, moments and counters."""
 
-    path: Path
-    version: int
-    rounds: Mapping[int, list[list[JsonObject]]]
-    evaluation: JsonMapping = field(default_factory=JsonObject)
-    counts: Mapping[int, Mapping[str, float]] = field(default_factory=dict[int, Mapping[str, float]])
+    rounds: dict[int, Groups]
+    evaluation: JsonMapping
+    counts: dict[int, Mapping[str, float]]
 
 
 def save(
@@ -61,7 +61,7 @@ def save(
     *,
     model: str | None,
     run_hash: str,
-    rounds: Mapping[int, Any],
+    rounds: Mapping[int, Groups],
     keep: int,
     best: int | None = None,
     evaluation: JsonMapping | None = None,
@@ -70,26 +70,27 @@ def save(
 ) -> Path | None:
     """Every rank calls it. The newest `keep` checkpoints stay, and that of step `best`.
 
-    `rounds` are plain JSON: the batches in waiting; `model` is the directory or hub id whose tokenizer belongs to the
-    weights.
+    `rounds` are the batches in waiting; `model` is the directory or hub id whose tokenizer belongs to the weights.
     """
+    ranks = trainer.ranks
     target = directory / f"step-{trainer.version:06d}"
     partial = directory / f".{target.name}.partial"
     try:
-        if trainer.ranks.first:
+        if ranks.first:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-        trainer.ranks.all_gather_object(None)  # the directory is there
+        ranks.all_gather_object(None)  # the directory is there
         limit = int(trainer.config.shard_checkpoint_gib * 2**30)
-        write_weights(trainer.model, partial, trainer.ranks, limit_bytes=limit)
+        write_weights(trainer.model, partial, ranks, limit_bytes=limit)
         write_optimizer(trainer, partial, is_sharded=weights_bytes(trainer.model) > limit)
-        if trainer.ranks.first:
+        if ranks.first:
             write_model_files(trainer.model, model, partial)
             with (partial / "rounds.jsonl").open("w") as out:
                 for number, groups in sorted(rounds.items()):
-                    out.write(json.dumps({"round": number, "groups": groups}) + "\n")
-        digests = digests_under(partial, trainer.ranks)
-        if not trainer.ranks.first:
+                    row = {"round": number, "groups": [[sample_to_json(each) for each in group] for group in groups]}
+                    out.write(json.dumps(row) + "\n")
+        digests = digests_under(partial, ranks)
+        if not ranks.first:
             return None
         state = {
             **trainer.counters(),
@@ -107,22 +108,16 @@ def save(
         shutil.rmtree(partial, ignore_errors=True)
         raise TrainingError(
             f"step {trainer.version}: the checkpoint could not be written to {directory} ({error}); the ones before "
-            "are "
-            "whole: make room and run again to resume"
+            "are whole: make room and run again to resume"
         ) from error
     for old in find_checkpoints(directory)[:-keep]:
         if best is None or old.name != f"step-{best:06d}":
             shutil.rmtree(old)
-    point_to(directory / "latest", target)
+    link = directory / ".latest.partial"
+    link.unlink(missing_ok=True)
+    link.symlink_to(target.name)
+    os.replace(link, directory / "latest")
     return target
-
-
-def point_to(link: Path, target: Path) -> None:
-    """A relative link, moved into place whole."""
-    beside = link.with_name(f".{link.name}.partial")
-    beside.unlink(missing_ok=True)
-    beside.symlink_to(target.name)
-    os.replace(beside, link)
 
 
 def find_checkpoints(directory: Path) -> list[Path]:
@@ -136,11 +131,11 @@ def latest(directory: Path) -> Path | None:
     return next(reversed(find_checkpoints(directory)), None)
 
 
-def read_state(path: Path, *, run_hash: str, samples_digest: str = "") -> tuple[int, int]:
-    """A checkpoint's version and updates; refused when another configuration or file of samples made it."""
+def read_state(path: Path, *, run_hash: str, samples_digest: str = "") -> JsonObject:
+    """A checkpoint's counters; refused when another configuration or file of samples made it."""
     try:
         state = json.loads((path / "state.json").read_text())
-        version, updates, made_by = int(state["version"]), int(state["updates"]), state["run_hash"]
+        made_by, _, _ = (state[name] for name in ("run_hash", "version", "updates"))
     except (OSError, ValueError, KeyError) as error:
         raise not_whole(path, repr(error)) from error
     if made_by != run_hash:
@@ -153,7 +148,7 @@ def read_state(path: Path, *, run_hash: str, samples_digest: str = "") -> tuple[
             f"{path}: another file of samples made it (SHA-256 {trained_on[:12]}…, now {samples_digest[:12]}…); choose "
             "another directory"
         )
-    return version, updates
+    return state
 
 
 def not_whole(path: Path, why: str) -> FileFormatError:
@@ -162,36 +157,19 @@ def not_whole(path: Path, why: str) -> FileFormatError:
 
 def load(trainer: Trainer, path: Path, *, run_hash: str) -> Checkpoint:
     """Puts weights, moments and counters in place, bit for bit. Every rank calls it."""
-    version, _ = read_state(path, run_hash=run_hash)
-    state = json.loads((path / "state.json").read_text())
+    state = read_state(path, run_hash=run_hash)
     require_digests(path, state.get("digests", {}), trainer.ranks)
     try:
         rows = [json.loads(line) for _, line in read_numbered_lines(path / "rounds.jsonl")]
-        rounds = {row["round"]: row["groups"] for row in rows}
-        restore_weights(trainer, path)
+        rounds = {row["round"]: [[sample_from_json(each) for each in group] for group in row["groups"]] for row in rows}
+        restore_weights(trainer.model, path)
         is_sharded = (path / SHARDS).is_dir()
         restore_optimizer(trainer, read_shards(trainer, path) if is_sharded else load_file(path / OPTIMIZER))
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise not_whole(path, repr(error)) from error
     trainer.set_counters(state)
     counts = {int(number): found for number, found in state.get("counts", {}).items()}
-    return Checkpoint(path=path, version=version, rounds=rounds, evaluation=state.get("evaluation", {}), counts=counts)
-
-
-def restore_weights(trainer: Trainer, path: Path) -> None:
-    left = dict(named_weights(trainer.model))
-    with torch.no_grad():
-        for name, value in read_weights(path):
-            target = left.pop(name, None)
-            if target is None or target.shape != value.shape:
-                raise FileFormatError(
-                    f"{path}: its weights are those of another model ({name}); choose another directory"
-                )
-            place(target, value)
-    if left:
-        raise FileFormatError(
-            f"{path}: its weights are those of another model (no {min(left)}); choose another directory"
-        )
+    return Checkpoint(rounds=rounds, evaluation=state.get("evaluation", {}), counts=counts)
 
 
 def file_digest(path: Path) -> str:
@@ -204,40 +182,20 @@ def digests_under(directory: Path, ranks: Ranks) -> dict[str, str]:
     names = ranks.from_first(
         sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file())
     )
-    mine = {name: file_digest(directory / name) for name in names[ranks.rank :: ranks.world]}
-    return {name: digest for found in ranks.all_gather_object(mine) for name, digest in found.items()}
+    return ranks.merge({name: file_digest(directory / name) for name in names[ranks.rank :: ranks.world]})
 
 
 def require_digests(directory: Path, digests: Mapping[str, str], ranks: Ranks) -> None:
     """Raises FileFormatError, on every rank, where a file changed."""
-    mine = [
-        name
-        for name in sorted(digests)[ranks.rank :: ranks.world]
-        if not (directory / name).is_file() or file_digest(directory / name) != digests[name]
-    ]
-    changed = sorted(name for found in ranks.all_gather_object(mine) for name in found)
-    if changed:
-        raise not_whole(directory, f"{changed[0]} is missing or changed")
+    mine = sorted(digests)[ranks.rank :: ranks.world]
+    found = ranks.merge({name: file_digest(directory / name) for name in mine if (directory / name).is_file()})
+    for name in sorted(digests):
+        if found.get(name) != digests[name]:
+            raise not_whole(directory, f"{name} is missing or changed")
 
 
 def weights_bytes(model: nn.Module) -> int:
-    return sum(value.numel() * value.element_size() for _, value in named_weights(model))
-
-
-def plan_files(model: nn.Module, limit_bytes: int) -> dict[str, list[str]]:
-    """Names of tensors by file, in the model's order."""
-    parts: list[list[str]] = [[]]
-    held = 0
-    for name, value in named_weights(model):
-        size = value.numel() * value.element_size()
-        if parts[-1] and held + size > limit_bytes:
-            parts.append([])
-            held = 0
-        parts[-1].append(name)
-        held += size
-    if len(parts) == 1:
-        return {SINGLE: parts[0]}
-    return {f"model-{number:05d}-of-{len(parts):05d}.safetensors": names for number, names in enumerate(parts, 1)}
+    return sum(value.nbytes for _, value in named_weights(model))
 
 
 def gather_tensors(held: Iterable[tuple[str, Tensor]], ranks: Ranks) -> dict[str, Tensor]:
@@ -251,29 +209,42 @@ def gather_tensors(held: Iterable[tuple[str, Tensor]], ranks: Ranks) -> dict[str
 
 
 def write_weights(model: nn.Module, directory: Path, ranks: Ranks, *, limit_bytes: int) -> None:
-    """A tied parameter is written once."""
-    held = dict(named_weights(model))
-    files = plan_files(model, limit_bytes)
-    for file, names in files.items():
-        tensors = gather_tensors(((name, held[name]) for name in names), ranks)
+    """In files of at most `limit_bytes`, in the model's order. A tied parameter is written once."""
+    parts: list[dict[str, Tensor]] = [{}]
+    for name, value in named_weights(model):
+        if parts[-1] and sum(held.nbytes for held in parts[-1].values()) + value.nbytes > limit_bytes:
+            parts.append({})
+        parts[-1][name] = value
+    weight_map: dict[str, str] = {}
+    for number, part in enumerate(parts, 1):
+        file = SINGLE if len(parts) == 1 else f"model-{number:05d}-of-{len(parts):05d}.safetensors"
+        tensors = gather_tensors(part.items(), ranks)
         if ranks.first:
             save_file(tensors, directory / file, metadata={"format": "pt"})
-    if ranks.first and len(files) > 1:
-        table = {
-            "metadata": {"total_size": weights_bytes(model)},
-            "weight_map": {n: f for f, names in files.items() for n in names},
-        }
+        weight_map |= dict.fromkeys(part, file)
+    if ranks.first and len(parts) > 1:
+        table = {"metadata": {"total_size": weights_bytes(model)}, "weight_map": weight_map}
         (directory / INDEX).write_text(json.dumps(table, indent=1))
 
 
-def read_weights(directory: Path) -> Iterator[tuple[str, Tensor]]:
+def restore_weights(model: nn.Module, directory: Path) -> None:
     files = [SINGLE]
     if (directory / INDEX).is_file():
         files = sorted(set(json.loads((directory / INDEX).read_text())["weight_map"].values()))
+    left = dict(named_weights(model))
     for file in files:
         with safe_open(directory / file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118
-                yield name, opened.get_tensor(name)
+                target, value = left.pop(name, None), opened.get_tensor(name)
+                if target is None or target.shape != value.shape:
+                    raise other_model(directory, name)
+                place(target, value)
+    if left:
+        raise other_model(directory, f"no {min(left)}")
+
+
+def other_model(path: Path, why: str) -> FileFormatError:
+    return FileFormatError(f"{path}: its weights are those of another model ({why}); choose another directory")
 
 
 def write_model_files(model: Any, source: str | None, target: Path) -> None:
@@ -293,10 +264,10 @@ def write_model_files(model: Any, source: str | None, target: Path) -> None:
 
 
 def held_tensors(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
-    for name, master in trainer.masters.named():
+    for name, master in trainer.masters.named.items():
         for key, value in trainer.optimizer.state.get(master, {}).items():
             yield f"{name}|{key}", value.detach()
-    for name, master in trainer.masters.copies():
+    for name, master in trainer.masters.copies.items():
         yield f"{name}|{MASTER}", master.detach()
 
 
@@ -305,7 +276,7 @@ def write_optimizer(trainer: Trainer, directory: Path, *, is_sharded: bool) -> N
     if is_sharded:
         from torch.distributed.checkpoint.state_dict_saver import save
 
-        with alone_is_meant(trainer):
+        with alone_is_meant():
             save(dict(held_tensors(trainer)), checkpoint_id=directory / SHARDS, no_dist=trainer.ranks.world == 1)
         return
     tensors = gather_tensors(held_tensors(trainer), trainer.ranks)
@@ -318,14 +289,15 @@ def restore_optimizer(trainer: Trainer, found: Mapping[str, Tensor]) -> None:
     for key, value in found.items():
         name, _, kind = key.rpartition("|")
         by_name.setdefault(name, {})[kind] = value
-    for name, master in trainer.masters.named():
+    for name, master in trainer.masters.named.items():
         mine = by_name.get(name, {})
         if (copy := mine.pop(MASTER, None)) is not None:
-            with torch.no_grad():
-                place(master, copy)
+            place(master, copy)
         if mine:
-            placed = {k: v.clone() if v.dim() == 0 else place(torch.zeros_like(master), v) for k, v in mine.items()}
-            trainer.optimizer.state[master] = placed
+            trainer.optimizer.state[master] = {
+                kind: value.clone() if value.dim() == 0 else place(torch.zeros_like(master), value)
+                for kind, value in mine.items()
+            }
 
 
 def read_shards(trainer: Trainer, directory: Path) -> Mapping[str, Tensor]:
@@ -333,28 +305,26 @@ def read_shards(trainer: Trainer, directory: Path) -> Mapping[str, Tensor]:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    known = FileSystemReader(directory / SHARDS).read_metadata().state_dict_metadata
-    masters = dict(trainer.masters.named())
     wanted: dict[str, Tensor] = {}
-    for key, facts in known.items():
-        name = key.rpartition("|")[0]
-        if name in masters and isinstance(facts, TensorStorageMetadata):
-            like = masters[name].detach()
+    for key, facts in FileSystemReader(directory / SHARDS).read_metadata().state_dict_metadata.items():
+        like = trainer.masters.named.get(key.rpartition("|")[0])
+        if like is not None and isinstance(facts, TensorStorageMetadata):
+            like = like.detach()
             wanted[key] = torch.zeros_like(like) if facts.size else torch.zeros((), dtype=facts.properties.dtype)
-    with alone_is_meant(trainer):
+    with alone_is_meant():
         load(wanted, checkpoint_id=directory / SHARDS, no_dist=trainer.ranks.world == 1)
     return wanted
 
 
 @contextmanager
-def alone_is_meant(trainer: Trainer) -> Iterator[None]:
-    """torch warns that one process writes alone; with one rank that is as it should be."""
+def alone_is_meant() -> Iterator[None]:
+    """With one rank torch warns that one process writes alone, which is as it should be."""
     with warnings.catch_warnings():
-        if trainer.ranks.world == 1:
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
 
 
+@torch.no_grad()
 def place(target: Tensor, value: Tensor) -> Tensor:
     """Copies a whole tensor, or a shard like the target's own, into a parameter that may be sharded."""
     mesh = getattr(target, "device_mesh", None)

@@ -207,5 +207,6 @@ def learning_rate(optim: OptimConfig, update: int, total: int) -> float:
 
 def config_hash(*parts: Any) -> str:
     """Names a configuration; beside every row of metrics."""
-    text = json.dumps([asdict(part) for part in parts], sort_keys=True, default=str)
+    plain = [part if isinstance(part, dict) else asdict(part) for part in parts]
+    text = json.dumps(plain, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:12]

@@ -13,34 +13,35 @@ import torch
 from torch import Tensor
 
 from tokentrue.errors import EngineContractError, ExactnessError, TokenContractError
-from tokentrue.train.data.rows import Row
+from tokentrue.train.ranks import Ranks
+from tokentrue.train.rows import Row
 
 PROBED_TOKENS = 24  # that an engine samples for the probe, whose mean |δ| is the limit of a row's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
-    """`largest` is the largest |trainer - rollout| among the `differing`."""
+    """`largest` is the largest |trainer - rollout| among the `differing`, and `first` describes the first of them."""
 
     compared: int
     differing: int
     largest: float
+    first: str = ""
 
     def merge(self, other: Agreement) -> Agreement:
         return Agreement(
             compared=self.compared + other.compared,
             differing=self.differing + other.differing,
             largest=max(self.largest, other.largest),
+            first=self.first or other.first,
         )
 
 
-def agreement(
-    rows: Sequence[Row], trainer: Sequence[Tensor], *, version: int, places: list[tuple[int, int]] | None = None
-) -> Agreement:
-    """Compares bits. `places` collects (row, token) of each row's first difference."""
+def agreement(rows: Sequence[Row], trainer: Sequence[Tensor], *, version: int) -> Agreement:
+    """Compares bits, in row order."""
     compared = differing = 0
-    largest = 0.0
-    for number, (row, values) in enumerate(zip(rows, trainer, strict=True)):
+    largest, first = 0.0, ""
+    for row, values in zip(rows, trainer, strict=True):
         current = row.sampled & (row.versions == version)
         mine = values.detach().to(device="cpu", dtype=torch.float32)
         unequal = current & (mine.view(torch.int32) != row.rollout.view(torch.int32))
@@ -48,55 +49,61 @@ def agreement(
         if bool(unequal.any()):
             differing += int(unequal.sum())
             largest = max(largest, float((mine - row.rollout)[unequal].abs().max()))
-            if places is not None:
-                places.append((number, int(unequal.nonzero()[0])))
-    return Agreement(compared=compared, differing=differing, largest=largest)
+            first = first or describe_difference(row, mine, int(unequal.nonzero()[0]))
+    return Agreement(compared=compared, differing=differing, largest=largest, first=first)
 
 
-def require_exact(rows: Sequence[Row], trainer: Sequence[Tensor], *, version: int, step: int) -> Agreement:
-    """Raises ExactnessError at the first token, in row order, whose bits differ."""
-    places: list[tuple[int, int]] = []
-    found = agreement(rows, trainer, version=version, places=places)
-    if not places:
-        return found
-    number, token = places[0]
-    row = rows[number]
-    mine, theirs = float(trainer[number][token]), float(row.rollout[token])
-    span = next(s for s in row.sample.spans if s.start <= token < s.end)
-    raise ExactnessError(
-        f"step {step}: the trainer's log-probability differs from the rollout's. First at sample "
-        f"{row.sample.sample_id} "
-        f"(session {row.sample.session_id}, turn {span.turn}), token {token}, id {int(row.ids[token])}: "
-        f"rollout {theirs!r} ({theirs.hex()}), trainer {mine!r} ({mine.hex()}), {ulps(mine, theirs)} ulp; "
-        f"{found.differing} of {found.compared} tokens of policy version {version} differ, by at most "
-        f"{found.largest:.3g}. "
-        "Score with the engine's operators (train.exact), the same temperature and dtype, or set exact = false"
+def describe_difference(row: Row, trainer: Tensor, token: int) -> str:
+    mine, theirs = float(trainer[token]), float(row.rollout[token])
+    turn = next(span.turn for span in row.sample.spans if span.start <= token < span.end)
+    return (
+        f"sample {row.sample.sample_id} (session {row.sample.session_id}, turn {turn}), token {token}, "
+        f"id {int(row.ids[token])}: rollout {theirs!r} ({theirs.hex()}), trainer {mine!r} ({mine.hex()}), "
+        f"{ulps(mine, theirs)} ulp"
     )
 
 
+def require_exact(found: Agreement, *, version: int) -> None:
+    if found.differing:
+        raise ExactnessError(
+            f"step {version}: the trainer's log-probability differs from the rollout's. First at {found.first}; "
+            f"{found.differing} of {found.compared} tokens of policy version {version} differ, by at most "
+            f"{found.largest:.3g}. Score with the engine's operators (train.exact), the same temperature and dtype, or "
+            "set exact = false"
+        )
+
+
 def require_near(
-    compared: Iterable[tuple[Row, Tensor, Tensor, Tensor]], limit: float, *, version: int, doing: str
+    compared: Iterable[tuple[Row, Tensor, Tensor, Tensor]],
+    limit: float | None,
+    *,
+    version: int,
+    doing: str,
+    ranks: Ranks,
 ) -> None:
-    """Raises EngineContractError at the first row that an engine computed with other weights than the trainer's.
+    """Raises EngineContractError, on every rank, at a row that an engine computed with other weights than the trainer's.
 
     `compared` has rows, the trainer's and the engine's log-probabilities, and where they count.
     """
+    if limit is None:
+        return
+    trouble: EngineContractError | None = None
     for row, mine, theirs, counts in compared:
         distances = (mine.detach().double().cpu() - theirs.double())[counts].abs()
         mean = float(distances.sum()) / max(PROBED_TOKENS, distances.numel())
         if mean > limit:
-            raise EngineContractError(
+            trouble = EngineContractError(
                 f"sample {row.sample.sample_id}: an engine {doing} it as version {version}, and its log-probabilities "
-                f"are {mean:.3g} "
-                f"away from those of that version in the mean (limit {limit:.3g}): it has other weights, behind a "
-                "router perhaps. "
-                "Nothing of it is trained on; restart the engine and run again to resume"
+                f"are {mean:.3g} away from those of that version in the mean (limit {limit:.3g}): it has other "
+                "weights, behind a router perhaps. Nothing of it is trained on; restart the engine and run again to "
+                "resume"
             )
+            break
+    ranks.raise_together(trouble, "compare its rows with the engines'")
 
 
-def require_own_versions(rows: Sequence[Row], version: int, *, is_offline: bool) -> None:
-    """Versions of a file count another run's steps."""
-    for row in rows if not is_offline else ():
+def require_own_versions(rows: Sequence[Row], version: int) -> None:
+    for row in rows:
         newest = int(row.versions.max())
         if newest > version:
             raise TokenContractError(

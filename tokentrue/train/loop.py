@@ -7,21 +7,130 @@ that an older version must sample has ended. So a run repeats bit for bit whatev
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
-from tokentrue.errors import EngineError, TrainingError
-from tokentrue.json_types import JsonMapping
+from tokentrue.errors import EngineError, FileFormatError, TrainingError
+from tokentrue.protocols import SampleSource
 from tokentrue.train import checkpoint
-from tokentrue.train.config import TrainConfig
-from tokentrue.train.data.rounds import CountingRounds, Groups, Rounds
-from tokentrue.train.evaluation import Evaluator
+from tokentrue.train.config import EvaluationConfig
 from tokentrue.train.publishing import Publisher
+from tokentrue.train.ranks import Ranks
 from tokentrue.train.reporting import StepReport, step_speeds
+from tokentrue.train.rows import Groups
 from tokentrue.train.trainer import Trainer
-from tokentrue.types import Sample
+
+OnStep = Callable[[StepReport, Mapping[str, float]], None]
+Rewards = Sequence[Sequence[float]]  # by task, one for each attempt
+
+
+class Rounds(Protocol):
+    """`play(j)` returns the groups of step j in a fixed order; with several ranks, this rank's part."""
+
+    async def play(self, number: int) -> Groups: ...
+
+
+@runtime_checkable
+class CountingRounds(Protocol):
+    def counts(self, number: int) -> Mapping[str, float]:
+        """Rollouts, failures and time-outs of a round that has ended; forgets them."""
+        ...
+
+
+class NoRounds:
+    """Of a rank that plays nothing."""
+
+    async def play(self, number: int) -> Groups:
+        return []
+
+
+class SourceRounds:
+    """Recorded groups, `groups_per_step` per step; when they run out the next step starts again.
+
+    A step never holds a group twice. Rounds asked for in order are read in one pass.
+    """
+
+    def __init__(self, source: SampleSource, groups_per_step: int) -> None:
+        self._source = source
+        self._count = groups_per_step
+        self._next = 0
+        self._left = self._steps()
+
+    async def play(self, number: int) -> Groups:
+        if number != self._next:
+            self._left = islice(self._steps(), number, None)
+        taken = next(self._left, None)
+        self._next = number + 1
+        if taken is None:
+            raise FileFormatError("the source holds no group of samples with rewards")
+        return taken
+
+    def _steps(self) -> Iterator[Groups]:
+        is_empty = False
+        while not is_empty:
+            is_empty = True
+            groups = iter(self._source.groups())
+            while taken := list(islice(groups, self._count)):
+                is_empty = False
+                yield taken
+
+
+class Evaluator:
+    """Held-out reward and pass@k, the best version so far, and when to stop early.
+
+    Called after every step. `run` runs this rank's tasks; all ranks get the result of all.
+    """
+
+    def __init__(
+        self, config: EvaluationConfig, run: Callable[[], Awaitable[Rewards]], ranks: Ranks | None = None
+    ) -> None:
+        self.config = config
+        self._run = run
+        self._ranks = ranks or Ranks()
+        self.best = -math.inf
+        self.best_version: int | None = None
+        self._without_gain = 0
+
+    async def __call__(self, version: int) -> Mapping[str, float]:
+        if not self.config.every or version % self.config.every:
+            return {}
+        mine = await self._run()
+        await self._ranks.meet()
+        rewards = [attempts for part in self._ranks.all_gather_object(mine) for attempts in part]
+        mean = sum(sum(attempts) / len(attempts) for attempts in rewards) / len(rewards)
+        self._without_gain = 0 if mean > self.best else self._without_gain + 1
+        if mean > self.best:
+            self.best, self.best_version = mean, version
+        found = {"eval/reward": mean, "eval/best": self.best}
+        solved = [(len(attempts), sum(each >= self.config.solved for each in attempts)) for attempts in rewards]
+        for k in (2**n for n in range(self.config.attempts.bit_length())):
+            found[f"eval/pass@{k}"] = sum(pass_at_k(*counts, k) for counts in solved) / len(rewards)
+        return found
+
+    def state(self) -> dict[str, float | int]:
+        """What a resumed run must know."""
+        if self.best_version is None:
+            return {}
+        return {"best": self.best, "best_version": self.best_version, "without_gain": self._without_gain}
+
+    def restore(self, state: Mapping[str, float | int]) -> None:
+        if state:
+            self.best, self.best_version = float(state["best"]), int(state["best_version"])
+            self._without_gain = int(state["without_gain"])
+
+    @property
+    def is_over(self) -> bool:
+        return bool(self.config.patience) and self._without_gain >= self.config.patience
+
+
+def pass_at_k(attempts: int, solved: int, k: int) -> float:
+    """The probability that k of the attempts hold a solved one: 1 - C(n - c, k) / C(n, k)."""
+    return 1.0 - math.comb(attempts - solved, k) / math.comb(attempts, k)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +140,6 @@ class Store:
     directory: Path
     run_hash: str
     model: str | None  # whose tokenizer belongs to the weights
-    to_json: Callable[[Sample], JsonMapping]
-    from_json: Callable[[JsonMapping], Sample]
     samples_digest: str = ""
 
 
@@ -43,7 +150,7 @@ async def train(
     *,
     store: Store | None = None,
     evaluator: Evaluator | None = None,
-    on_step: Callable[[StepReport, Mapping[str, float]], None] | None = None,
+    on_step: OnStep | None = None,
 ) -> list[StepReport]:
     """Runs the steps that are left, from the newest checkpoint in `store`, with the same result as without the break.
 
@@ -51,29 +158,28 @@ async def train(
     """
     run = Run(trainer=trainer, rounds=rounds, publish=publish, store=store, evaluator=evaluator, on_step=on_step)
     run.resume()
-    await run.begin()
+    run.kept = trainer.version
+    await publish.begin(trainer)
+    if evaluator is not None and not trainer.version:
+        await evaluator(0)
     try:
         for number in range(trainer.version, trainer.config.steps):
             await run.step(number)
             if evaluator is not None and evaluator.is_over:
                 break
     except (asyncio.CancelledError, KeyboardInterrupt, EngineError):
-        run.keep_if_possible()
+        if trainer.version > run.kept and trainer.ranks.world == 1:  # no other rank is needed to gather the weights
+            if run.unreported is not None:
+                run.report_step({})
+            run.keep()
         raise
     finally:
-        await run.cancel_rounds()
-    if store is not None and trainer.version > run.kept:
+        for task in run.running.values():
+            task.cancel()
+        await asyncio.gather(*run.running.values(), return_exceptions=True)
+    if trainer.version > run.kept:
         run.keep()
     return run.reports
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FinishedStep:
-    """A step whose metrics are not written yet."""
-
-    report: StepReport
-    began: float
-    waited: float
 
 
 @dataclass(slots=True, kw_only=True)
@@ -85,14 +191,14 @@ class Run:
     publish: Publisher
     store: Store | None
     evaluator: Evaluator | None
-    on_step: Callable[[StepReport, Mapping[str, float]], None] | None
+    on_step: OnStep | None
     # this rank's parts
     running: dict[int, asyncio.Task[Groups]] = field(default_factory=dict[int, "asyncio.Task[Groups]"])
     finished: dict[int, Groups] = field(default_factory=dict[int, Groups])  # whole rounds
     counts: dict[int, Mapping[str, float]] = field(default_factory=dict[int, "Mapping[str, float]"])
     reports: list[StepReport] = field(default_factory=list[StepReport])
-    unreported: FinishedStep | None = None
-    idle: int = 0
+    unreported: tuple[StepReport, float, float] | None = None  # with its begin and the time that it waited
+    idle: int = 0  # steps in a row without a row to train on
     kept: int = 0  # the version of the newest checkpoint
     kept_at: float = field(default_factory=time.monotonic)
 
@@ -101,19 +207,9 @@ class Run:
         if path is None or self.store is None:
             return
         loaded = checkpoint.load(self.trainer, path, run_hash=self.store.run_hash)
+        self.finished, self.counts = loaded.rounds, loaded.counts
         if self.evaluator is not None:
             self.evaluator.restore(loaded.evaluation)
-        parse = self.store.from_json
-        self.finished = {
-            number: [[parse(s) for s in group] for group in groups] for number, groups in loaded.rounds.items()
-        }
-        self.counts = dict(loaded.counts)
-
-    async def begin(self) -> None:
-        self.kept = self.trainer.version
-        await self.publish.begin(self.trainer)
-        if self.evaluator is not None and not self.trainer.version:
-            await self.evaluator(0)
 
     async def step(self, number: int) -> None:
         trainer = self.trainer
@@ -134,36 +230,41 @@ class Run:
             await self.publish.publish_step(trainer, report, groups, before)
         except BaseException:
             if before is not None:  # no checkpoint may have an update that nobody accepted: the round is trained again
-                trainer.rewind(before)
+                trainer.restore(before, is_counted=False)
                 self.finished[number] = groups
             elif stepping.done() and stepping.exception() is None:
-                self.unreported = FinishedStep(report=stepping.result(), began=began, waited=waited)
+                self.unreported = stepping.result(), began, waited
             raise
-        self.unreported = FinishedStep(report=report, began=began, waited=waited)
+        self.unreported = report, began, waited
         report = self.report_step(await self.evaluator(trainer.version) if self.evaluator is not None else {})
-        self.idle = require_progress(report, self.idle, trainer.config)
-        if self.store is not None and self.is_due():
+        self.require_progress(report)
+        if self.is_due():
             for waiting in sorted(self.running):
                 await self.gather_round(waiting)
             self.keep()
 
     def report_step(self, judged: Mapping[str, float]) -> StepReport:
         """Reports the last finished step, once: its row of metrics comes before a checkpoint that has it."""
-        done, self.unreported = self.unreported, None
-        assert done is not None
-        seconds = {
-            **done.report.seconds,
-            "wait": done.waited,
-            "publish": self.publish.seconds,
-            "step": time.perf_counter() - done.began,
-        }
-        metrics = {**done.report.metrics, **self.counts.pop(done.report.step, {}), **self.publish.metrics, **judged}
-        speeds = {**done.report.speeds, **step_speeds(done.report, seconds)}
-        report = replace(done.report, metrics=metrics, speeds=speeds)
+        assert self.unreported is not None
+        (report, began, waited), self.unreported = self.unreported, None
+        whole = time.perf_counter() - began
+        seconds = {**report.seconds, "wait": waited, "publish": self.publish.seconds, "step": whole}
+        metrics = {**report.metrics, **self.counts.pop(report.step, {}), **self.publish.metrics, **judged}
+        report = replace(report, metrics=metrics, speeds={**report.speeds, **step_speeds(report, seconds)})
         self.reports.append(report)
         if self.on_step is not None:
             self.on_step(report, seconds)
         return report
+
+    def require_progress(self, report: StepReport) -> None:
+        """Raises TrainingError after too many steps in a row without a row to train on."""
+        self.idle = 0 if report.metrics["rows_trained"] else self.idle + 1
+        if self.idle > self.trainer.config.max_idle_steps:
+            rows = int(report.metrics["rows"])
+            raise TrainingError(
+                f"step {report.step}: no row to train on ({rows} rows, all with advantage 0), {self.idle} step(s) in a "
+                "row; groups need sessions with different rewards (train.max_idle_steps allows more such steps)"
+            )
 
     def start_rounds(self, *, first: int) -> None:
         """Starts this rank's part of every round that the current weights may play."""
@@ -189,12 +290,17 @@ class Run:
 
         ranks = self.trainer.ranks
         mine = await ranks.together(take(), f"play its part of round {number}")
-        counts = dict(self.rounds.counts(number)) if isinstance(self.rounds, CountingRounds) else {}
-        parts = ranks.all_gather_object((mine, counts))
+        counts = self.rounds.counts(number) if isinstance(self.rounds, CountingRounds) else {}
+        parts = ranks.all_gather_object((mine, dict(counts)))
         self.finished[number] = [group for groups, _ in parts for group in groups]
-        self.counts[number] = add_counts([counts for _, counts in parts])
+        total: dict[str, float] = {}
+        for name, value in (item for _, counted in parts for item in counted.items()):
+            total[name] = total.get(name, 0) + value
+        self.counts[number] = total
 
     def is_due(self) -> bool:
+        if self.store is None:
+            return False
         config, version = self.trainer.config, self.trainer.version
         by_clock = bool(config.checkpoint_minutes) and time.monotonic() - self.kept_at > 60 * config.checkpoint_minutes
         by_step = bool(config.checkpoint_every) and version % config.checkpoint_every == 0
@@ -202,36 +308,23 @@ class Run:
         return self.trainer.ranks.from_first(by_clock or by_step or is_best or version == config.steps)
 
     def keep(self) -> None:
-        store, evaluator = self.store, self.evaluator
-        assert store is not None
+        """Writes a checkpoint, where the run has a store."""
+        if self.store is None:
+            return
+        evaluator = self.evaluator
         checkpoint.save(
             self.trainer,
-            store.directory,
-            model=store.model,
-            run_hash=store.run_hash,
-            rounds={
-                n: [[store.to_json(sample) for sample in group] for group in groups]
-                for n, groups in self.finished.items()
-            },
+            self.store.directory,
+            model=self.store.model,
+            run_hash=self.store.run_hash,
+            rounds=self.finished,
             keep=self.trainer.config.keep_checkpoints,
             best=None if evaluator is None else evaluator.best_version,
             evaluation=None if evaluator is None else evaluator.state(),
             counts=self.counts,
-            samples_digest=store.samples_digest,
+            samples_digest=self.store.samples_digest,
         )
         self.kept, self.kept_at = self.trainer.version, time.monotonic()
-
-    def keep_if_possible(self) -> None:
-        """After an interruption, where no other rank is needed to gather the weights."""
-        if self.store is not None and self.trainer.version > self.kept and self.trainer.ranks.world == 1:
-            if self.unreported is not None:
-                self.report_step({})
-            self.keep()
-
-    async def cancel_rounds(self) -> None:
-        for task in self.running.values():
-            task.cancel()
-        await asyncio.gather(*self.running.values(), return_exceptions=True)
 
 
 async def finish(step: asyncio.Future[StepReport]) -> StepReport:
@@ -243,18 +336,6 @@ async def finish(step: asyncio.Future[StepReport]) -> StepReport:
         raise
 
 
-def require_progress(report: StepReport, idle: int, config: TrainConfig) -> int:
-    """How many steps in a row had no row to train on; raises TrainingError when they are too many."""
-    idle = 0 if report.metrics["rows_trained"] else idle + 1
-    if idle > config.max_idle_steps:
-        rows = int(report.metrics["rows"])
-        raise TrainingError(
-            f"step {report.step}: no row to train on ({rows} rows, all with advantage 0), {idle} step(s) in a row; "
-            "groups need sessions with different rewards (train.max_idle_steps allows more such steps)"
-        )
-    return idle
-
-
 def require_fresh(groups: Groups, number: int, *, lag: int) -> None:
     """Raises TrainingError where a token of a round was sampled by older weights than the round's."""
     oldest = max(0, number - lag)
@@ -264,15 +345,6 @@ def require_fresh(groups: Groups, number: int, *, lag: int) -> None:
             if span.kind == "sampled" and version < oldest:
                 raise TrainingError(
                     f"round {number}: sample {sample.sample_id} has tokens of policy version {version}, and version "
-                    f"{oldest} was published "
-                    f"before the round (train.lag = {lag}): an engine samples from older weights. Restart it and "
-                    "resume the run"
+                    f"{oldest} was published before the round (train.lag = {lag}): an engine samples from older "
+                    "weights. Restart it and resume the run"
                 )
-
-
-def add_counts(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    total: dict[str, float] = {}
-    for counts in parts:
-        for name, value in counts.items():
-            total[name] = total.get(name, 0) + value
-    return total

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-from collections.abc import Awaitable, Iterable, Iterator
+from collections.abc import Awaitable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from tokentrue.errors import ConfigError, EngineError
 
 POLL_S = 0.02
+K = TypeVar("K")
 T = TypeVar("T")
 
 
@@ -40,6 +41,10 @@ class Ranks:
         found: list[Any] = [None] * self.world
         torch.distributed.all_gather_object(found, value)
         return found
+
+    def merge(self, mine: Mapping[K, T]) -> dict[K, T]:
+        """The items of all ranks."""
+        return {key: value for found in self.all_gather_object(dict(mine)) for key, value in found.items()}
 
     def raise_together(self, trouble: Exception | None, doing: str) -> None:
         """A rank in trouble raises it, all others an error that names it."""
@@ -87,31 +92,29 @@ def join(device: str = "cpu") -> Ranks:
         return Ranks(device=device)
     if not torch.distributed.is_available():
         raise ConfigError("this torch has no distributed support; run without torchrun")
-    own, backend = device, "gloo"
+    backend = "gloo"
     if device.startswith("cuda"):
-        local, gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-        own = f"cuda:{local % gpus}"
-        torch.cuda.set_device(own)
-        is_shared = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > gpus
-        if is_shared:
+        gpus = torch.cuda.device_count()
+        device = f"cuda:{int(os.environ.get('LOCAL_RANK', '0')) % gpus}"
+        torch.cuda.set_device(device)
+        backend = "cpu:gloo,cuda:nccl"
+        if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > gpus:
             from tokentrue.train import host_collectives
 
             host_collectives.register()
-        backend = "staged" if is_shared else "cpu:gloo,cuda:nccl"
-    if not torch.distributed.is_initialized():
-        torch.distributed.init_process_group(backend)
-    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    return Ranks(rank=rank, world=world, device=own, store=meeting_store() if world > 1 else None)
-
-
-def meeting_store() -> Any:
-    """A client of the group's store; keys of an earlier attempt of torchrun are not seen."""
+            backend = host_collectives.BACKEND
     distributed: Any = torch.distributed
+    if not distributed.is_initialized():
+        distributed.init_process_group(backend)
+    rank, world = distributed.get_rank(), distributed.get_world_size()
+    if world == 1:
+        return Ranks(device=device)
     store = distributed.TCPStore(
         os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, wait_for_workers=False
     )
+    # Keys of an earlier attempt of torchrun must not be seen.
     attempt = f"{os.environ.get('TORCHELASTIC_RUN_ID', '')}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    return distributed.PrefixStore(f"tokentrue/{attempt}", store)
+    return Ranks(rank=rank, world=world, device=device, store=distributed.PrefixStore(f"tokentrue/{attempt}", store))
 
 
 def leave() -> None:
@@ -130,22 +133,16 @@ def shard(model: nn.Module, ranks: Ranks) -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-    kind = "cuda" if next(model.parameters()).is_cuda else "cpu"
-    mesh = init_device_mesh(kind, (ranks.world,))
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    if not lists:
+        raise ConfigError(f"{type(model).__name__} has no list of layers; FSDP2 would have one unit only")
+    mesh = init_device_mesh("cuda" if next(model.parameters()).is_cuda else "cpu", (ranks.world,))
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
-    for unit in (*find_layers(model), model):
+    for unit in (*max(lists, key=len), model):  # the longest list is that of the layers
         fully_shard(unit, mesh=mesh, mp_policy=policy)
         if isinstance(unit, FSDPModule) and torch.distributed.get_backend() in ("gloo", "staged"):
             unit.set_force_sum_reduction_for_comms(True)  # gloo has no mean
     return model
-
-
-def find_layers(model: nn.Module) -> Iterable[nn.Module]:
-    """The longest list of modules."""
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    if not lists:
-        raise ConfigError(f"{type(model).__name__} has no list of layers; FSDP2 would have one unit only")
-    return max(lists, key=len)
 
 
 def whole(value: Tensor) -> Tensor:

@@ -1,19 +1,42 @@
-"""What one step did, in numbers that people watch."""
+"""What one step did, in numbers that people watch, and where they are written: JSON lines, and TensorBoard, Weights &
+Biases or Trackio, each imported when it is named.
+
+A number that is not finite is null. Every row names its run, its policy version and the machine. What is on file is
+replaced only by a file that is whole. wandb and trackio take their own variables (WANDB_MODE, TRACKIO_DIR).
+"""
 
 from __future__ import annotations
 
+import hashlib
+import itertools
+import json
+import os
+import platform
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from tokentrue.train.data.rows import Row, is_truncated
+from tokentrue.errors import ConfigError, TrainingError
+from tokentrue.json_types import JsonMapping
+from tokentrue.plain_json import dumps
+from tokentrue.train.config import LoggerName
 from tokentrue.train.exactness import Agreement
+from tokentrue.train.rows import Row, is_truncated
 
+PROJECT = "tokentrue"  # where WANDB_PROJECT or TRACKIO_PROJECT names no other
+LOGGERS: Mapping[LoggerName, tuple[str, str]] = {  # module, and the extra that installs it
+    "tensorboard": ("torch.utils.tensorboard.writer", "train"),
+    "wandb": ("wandb", "wandb"),
+    "trackio": ("trackio", "trackio"),
+}
+COUNTS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 MEASURED: Mapping[str, str] = {  # what a step reports of `diagnose`
     "delta_abs_mean": "delta/abs_mean",
     "delta_min": "delta/min",
@@ -69,9 +92,7 @@ def step_speeds(report: StepReport, seconds: Mapping[str, float]) -> dict[str, f
 
 def batch_metrics(rows: Sequence[Row], advantages: Sequence[float], *, version: int) -> dict[str, float]:
     """Of the rollouts; `version` sampled the freshest of them."""
-    rewards = torch.tensor(
-        list({(row.group, row.sample.session_id): row.reward for row in rows}.values()), dtype=torch.float64
-    )
+    rewards = torch.tensor(list({row.session: row.reward for row in rows}.values()), dtype=torch.float64)
     lengths = torch.tensor([int(row.mask.sum()) for row in rows], dtype=torch.float64)
     ages = torch.cat([version - row.versions[row.sampled] for row in rows]).double().clamp(min=0)
     groups: dict[str, bool] = {}
@@ -96,9 +117,6 @@ def batch_metrics(rows: Sequence[Row], advantages: Sequence[float], *, version: 
     }
 
 
-COUNTS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFlops:
     """Weights that each token is multiplied with; `attention` is layers · heads · head_dim.
@@ -116,36 +134,152 @@ class ModelFlops:
 def count_flops(model: nn.Module) -> ModelFlops | None:
     """None where the configuration does not say enough."""
     config: Any = getattr(model, "config", None)
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    layers, heads = getattr(config, "num_hidden_layers", None), getattr(config, "num_attention_heads", None)
-    kinds = getattr(config, "layer_types", None) or ()
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    layers, heads = getattr(text, "num_hidden_layers", None), getattr(text, "num_attention_heads", None)
+    kinds = getattr(text, "layer_types", None) or ()
     if not layers or not heads or any(kind != "full_attention" for kind in kinds):
         return None
-    share = expert_share(config)
+    taken = getattr(text, "num_experts_per_tok", None)
+    experts = next((getattr(text, name) for name in COUNTS_OF_EXPERTS if getattr(text, name, None)), None)
     weights = 0.0
     for name, parameter in model.named_parameters():
-        if parameter.dim() < 2 or is_lookup(model, name):
+        is_embedding = isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Embedding)
+        # An embedding is read, not multiplied; where it is also the head, it counts as the head.
+        if parameter.dim() < 2 or (is_embedding and not config.tie_word_embeddings):
             continue
-        if ".experts." in name:
-            if share is None:
-                return None
-            weights += parameter.numel() * share
-        else:
+        if ".experts." not in name:
             weights += parameter.numel()
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        elif taken and experts:
+            weights += parameter.numel() * taken / experts
+        else:
+            return None
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     return ModelFlops(weights=weights, attention=float(layers * heads * head_dim))
 
 
-def expert_share(config: Any) -> float | None:
-    """The share of the experts that a token takes."""
-    taken = getattr(config, "num_experts_per_tok", None)
-    total = next((getattr(config, name) for name in COUNTS_OF_EXPERTS if getattr(config, name, None)), None)
-    return None if not taken or not total else taken / total
+def open_logger(
+    name: LoggerName, directory: Path, config: JsonMapping, first_step: int
+) -> tuple[Callable[[int, Mapping[str, float]], None], Callable[[], None]]:
+    """Functions that log the metrics of a step, and close. `directory` names the run: a resumed one has the same id."""
+    module_name, extra = LOGGERS[name]
+    try:
+        module: Any = import_module(module_name)
+    except ImportError as error:
+        raise ConfigError(
+            f"log: {name} is not installed: pip install 'tokentrue[{extra}]', or leave it out of log"
+        ) from error
+    if name == "tensorboard":
+        board = module.SummaryWriter(str(directory / "tensorboard"), purge_step=first_step or None)
+
+        def log(step: int, metrics: Mapping[str, float]) -> None:
+            for key, value in metrics.items():
+                board.add_scalar(key, value, step)
+
+        return log, board.close
+    place = directory.resolve()
+    run_id = hashlib.sha256(str(place).encode()).hexdigest()[:12]
+    project = os.environ.get(f"{name.upper()}_PROJECT", PROJECT)
+    if name == "wandb":
+        opened = module.init(
+            project=project,
+            dir=str(directory),
+            id=run_id,
+            name=place.name,
+            config=dict(config),
+            # offline, wandb cannot look up what it has of a run
+            resume="allow" if os.environ.get("WANDB_MODE", "online") == "online" else None,
+            settings=module.Settings(silent=True),
+        )
+    else:  # trackio has no ids: the name is what a resumed run is found by
+        opened = module.init(
+            project=project, name=f"{place.name}-{run_id}", config=dict(config), resume="allow", embed=False
+        )
+    return lambda step, metrics: opened.log(dict(metrics), step=step), opened.finish
 
 
-def is_lookup(model: nn.Module, name: str) -> bool:
-    """An embedding is read, not multiplied; where it is also the head, it counts as the head."""
-    owner = name.rpartition(".")[0]
-    is_embedding = isinstance(model.get_submodule(owner), nn.Embedding)
-    config: Any = getattr(model, "config", None)
-    return is_embedding and not getattr(config, "tie_word_embeddings", False)
+class MetricsWriter:
+    """Appends. Rows of steps that a resumed run repeats move to `metrics.before-N.jsonl`."""
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        provenance: JsonMapping,
+        device: str = "cpu",
+        first_step: int = 0,
+        log: Sequence[LoggerName] = ("tensorboard",),
+    ) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self.path = directory / "metrics.jsonl"
+        self._provenance = {**provenance, "hardware": hardware(device), "torch": torch.__version__}
+        self._loggers = [open_logger(name, directory, self._provenance, first_step) for name in log]
+        try:
+            self._move_repeated_rows(first_step)
+            self._file = self.path.open("ab")
+        except OSError as error:
+            raise TrainingError(
+                f"{self.path}: the rows before step {first_step} could not be written again ({error.strerror}); the "
+                "file is as it was: make room and run again to resume"
+            ) from error
+
+    def _move_repeated_rows(self, first_step: int) -> None:
+        """Leaves the rows of earlier steps in `metrics.jsonl`; all other lines go to another file first."""
+        text = self.path.read_text() if self.path.exists() else ""
+        kept: list[str] = []
+        others: list[str] = []
+        for line in text.removesuffix("\n").split("\n") if text else ():
+            (kept if is_before(line, first_step) else others).append(line + "\n")
+        if not others and (not text or text.endswith("\n")):
+            return
+        if others:
+            moved = (self.path.with_name(f"metrics.before-{n}.jsonl") for n in itertools.count(1))
+            replace_text(next(path for path in moved if not path.exists()), "".join(others))
+        replace_text(self.path, "".join(kept))
+
+    def write(self, step: int, version: int, metrics: Mapping[str, float], seconds: Mapping[str, float]) -> None:
+        timed = {f"seconds/{name}": round(value, 6) for name, value in seconds.items()}
+        try:
+            row = {"step": step, "policy_version": version, **metrics, **timed, **self._provenance}
+            self._file.write(dumps(row) + b"\n")
+            self._file.flush()
+        except OSError as error:
+            raise TrainingError(
+                f"{self.path}: the row of step {step} could not be written ({error.strerror}); the rows before are "
+                "whole: make room and run again to resume"
+            ) from error
+        for log, _ in self._loggers:
+            log(step, {**metrics, **timed})
+
+    def close(self) -> None:
+        with suppress(OSError):  # every row was flushed, or its error raised, by `write`
+            self._file.close()
+        for _, close in self._loggers:
+            close()
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Writes beside `path` and moves the whole file into place: a full disk leaves the old one."""
+    beside = path.with_name(f".{path.name}.partial")
+    try:
+        with beside.open("w") as out:
+            out.write(text)
+            out.flush()
+            os.fsync(out.fileno())
+        os.replace(beside, path)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from error  # a failed write names no file
+
+
+def is_before(line: str, first_step: int) -> bool:
+    """Whether a line is a whole row of an earlier step; a crash may have left half a line."""
+    try:
+        return json.loads(line)["step"] < first_step
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
+def hardware(device: str) -> str:
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()}, {torch.get_num_threads()} threads"

@@ -211,7 +211,7 @@ def _compare_file(found: list[Sample], path: Path | None) -> Comparison:
 
 
 def _compare_model(found: list[Sample], model: str, *, plain: bool, dtype: str, device: str, quiet: bool) -> Comparison:
-    from tokentrue.app.training.sample_files import require_samples_of
+    from tokentrue.app.training import require_samples_of
     from tokentrue.samples.trainer_logprobs import TrainerLogprobs
 
     score = load_scorer(model, plain=plain, dtype=dtype, device=device)
@@ -255,8 +255,8 @@ def load_scorer(
 
     from tokentrue.hub import load_causal_model
     from tokentrue.samples.recorded_turns import scoring_temperatures
-    from tokentrue.train.data.rows import kept_rows
-    from tokentrue.train.update.scoring import ExactScorer, PlainScorer
+    from tokentrue.train.rows import ScoredRow, kept_rows
+    from tokentrue.train.scoring import ExactScorer, PlainScorer
 
     logging.disable_progress_bar()  # ours is enough
     with name_option("--trainer"):
@@ -272,9 +272,10 @@ def load_scorer(
 
     def score_sample(sample: Sample) -> tuple[list[float | None], list[int] | None]:
         ids, temperatures = torch.tensor(list(sample.token_ids)), torch.tensor(scoring_temperatures(sample))
+        row = ScoredRow(ids=ids, temperatures=temperatures, kept=kept_rows(sample))
         tops.clear()
         with torch.no_grad():
-            found: Any = score(loaded, [ids], [temperatures], kept=[kept_rows(sample)]).logprobs[0]
+            found: Any = score(loaded, [row]).logprobs[0]
         return [None, *found[1:].tolist()], tops[0] if tops else None
 
     return score_sample

@@ -145,7 +145,7 @@ def _read_samples(path: Path | None, model: str) -> list[Sample]:
     """Samples of another model would blame the engine, or contain token ids that the reference has no logits for."""
     if path is None:
         return []
-    from tokentrue.app.training.sample_files import require_samples_of
+    from tokentrue.app.training import require_samples_of
     from tokentrue.samples import read_samples
 
     samples = list(read_samples(path))

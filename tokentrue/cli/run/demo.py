@@ -10,7 +10,8 @@ import asyncio
 import json
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -20,10 +21,11 @@ import typer
 
 from tokentrue.cli.options import AsJson
 from tokentrue.cli.output import Costs, pluralise, progress_bar
+from tokentrue.plain_json import dumps
 from tokentrue.types import Coverage
 
 if TYPE_CHECKING:
-    from tokentrue.environments import RolloutConfig, Sessions
+    from tokentrue.environments import Rollout, RolloutConfig, Sessions
     from tokentrue.train.reporting import StepReport
     from tokentrue.viewer.records import ViewRenderer
 
@@ -92,7 +94,7 @@ def command(
 
 async def run(*, seed: int, steps: int, tasks: int, heldout: int, out: Path, quiet: bool) -> DemoResult:
     from tokentrue.app.background import embedded_gateway
-    from tokentrue.app.rollout.rollouts import RolloutRounds
+    from tokentrue.app.rollouts import RolloutRounds
     from tokentrue.app.wiring import ServeConfig, ServerConfig, renderer_for
     from tokentrue.environments import SMALL_MODEL, RolloutConfig
     from tokentrue.environments.http import GatewaySessions
@@ -108,6 +110,15 @@ async def run(*, seed: int, steps: int, tasks: int, heldout: int, out: Path, qui
     optim, loss = OptimConfig(lr=4e-4), loss_named("dapo")
     settings = ServeConfig(server=ServerConfig(port=0, store=f"sqlite:{out / 'sessions.sqlite'}"))
     compared = differing = 0
+    counted: Counter[str] = Counter()
+
+    def record(groups: Sequence[Sequence[Rollout]]) -> None:
+        with (out / "samples.jsonl").open("ab") as file:
+            for rollout in (rollout for group in groups for rollout in group):
+                file.writelines(dumps(sample) + b"\n" for sample in rollout.samples)
+                counted.update(rollouts=1, failed=int(rollout.error is not None))
+                counted.update({name: rollout.coverage.get(name, 0) for name in ("sampled", "trained")})
+
     async with embedded_gateway(settings) as here:
         say(f"tokentrue demo   gateway {here.base_url}, exact engine, model {SMALL_MODEL.name}")
         trainer = Trainer(load_causal_model(SMALL_MODEL, dtype="float32"), config=config, optim=optim, loss=loss)
@@ -133,7 +144,7 @@ async def run(*, seed: int, steps: int, tasks: int, heldout: int, out: Path, qui
                 advance(f"reward {report.metrics['reward']:.2f}  {found.differing} of {found.compared:,} differ")
 
             async with sessions_at(rollout.temperature) as sessions:
-                rounds = RolloutRounds(rollout, sessions, keep=out / "samples.jsonl")
+                rounds = RolloutRounds(rollout, sessions, on_groups=record)
                 await train(trainer, rounds, Publisher(here.provider), on_step=on_step)
         writer.close()
         async with sessions_at(0.0) as sessions:
@@ -147,10 +158,10 @@ async def run(*, seed: int, steps: int, tasks: int, heldout: int, out: Path, qui
         tasks=heldout,
         reward_before=before,
         reward_after=after,
-        rollouts=rounds.tally.rollouts,
-        failed=rounds.tally.failed,
-        sampled=rounds.tally.sampled,
-        trained=rounds.tally.trained,
+        rollouts=counted["rollouts"],
+        failed=counted["failed"],
+        sampled=counted["sampled"],
+        trained=counted["trained"],
         compared=compared,
         differing=differing,
         seconds=time.perf_counter() - began,
@@ -165,7 +176,7 @@ async def run(*, seed: int, steps: int, tasks: int, heldout: int, out: Path, qui
 
 
 async def mean_reward(rollout: RolloutConfig, sessions: Sessions, when: str, heldout: int, *, quiet: bool) -> float:
-    from tokentrue.app.rollout.rollouts import evaluate
+    from tokentrue.app.rollouts import evaluate
 
     with progress_bar(f"evaluating {when}", heldout, quiet=quiet) as advance:
         groups = await evaluate(rollout, sessions, tasks=heldout, on_rollout=lambda _: advance(""))

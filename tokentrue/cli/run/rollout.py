@@ -17,8 +17,16 @@ from typing import Annotated
 import typer
 
 from tokentrue.app.configuration import read
-from tokentrue.app.rollout.files import Recorder, read_whole_lines, trim_to_whole_groups
-from tokentrue.app.rollout.settings import RolloutRun, agent_settings, describe_environment, plan_rollouts, remember
+from tokentrue.app.rollouts import (
+    Recorder,
+    RolloutRun,
+    agent_settings,
+    describe_environment,
+    plan_rollouts,
+    read_whole_lines,
+    remember,
+    trim_to_whole_groups,
+)
 from tokentrue.cli.options import (
     AsJson,
     ConfigFile,
@@ -109,7 +117,7 @@ def run(settings: RolloutRun, log: Path, *, ray: str | None, again: bool, as_jso
 
 
 async def play(settings: RolloutRun, plans: list[Plan], on_rollout: OnRollout, *, quiet: bool) -> None:
-    from tokentrue.app.rollout.rollouts import open_sessions
+    from tokentrue.app.rollouts import open_sessions
 
     config = settings.rollout
     environment = load_environment(config.environment, config.options)

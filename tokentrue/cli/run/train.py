@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tokentrue.app.configuration import as_mapping, read
-from tokentrue.app.training.settings import TrainRun
+from tokentrue.app.training import TrainRun
 from tokentrue.cli.options import (
     AsJson,
     ConfigFile,
@@ -35,6 +35,7 @@ from tokentrue.cli.options import (
 )
 from tokentrue.cli.output import Costs, loading, pluralise, progress_bar, rollout_log
 from tokentrue.errors import ConfigError
+from tokentrue.plain_json import dumps
 from tokentrue.providers.registry import IN_PROCESS, REMOTE, list_names
 
 if TYPE_CHECKING:
@@ -85,11 +86,10 @@ def command(
 async def run(
     settings: TrainRun, ranks: Ranks, *, ray: str | None = None, as_json: bool = False, trust: bool = False
 ) -> list[StepReport]:
-    from tokentrue.app.training.setup import file_for, source_for, store_for, trainer_for
+    from tokentrue.app.training import file_for, source_for, store_for, trainer_for
     from tokentrue.cli.run.train_report import write_training_report
     from tokentrue.cluster.training import source_on_ray
     from tokentrue.train import train
-    from tokentrue.train.writer import json_line
 
     file = file_for(settings, trust=trust)
     if file is not None and ranks.first:
@@ -116,7 +116,7 @@ async def run(
             if as_json and ranks.first:
                 names = {"step": report.step, "policy_version": report.version}
                 row = {**names, **report.metrics, **report.speeds, "seconds": dict(seconds)}
-                print(json_line(row), flush=True)
+                print(dumps(row).decode(), flush=True)
             shown = report.metrics
             if shown.get("update/refused") and ranks.first:
                 print(f"  {refusal_line(report)}", file=sys.stderr)
@@ -144,7 +144,7 @@ def open_metrics(
         yield lambda report, seconds: None
         return
     from tokentrue.train import MetricsWriter
-    from tokentrue.train.writer import replace_text
+    from tokentrue.train.reporting import replace_text
 
     settings.out.mkdir(parents=True, exist_ok=True)
     replace_text(settings.out / "config.json", json.dumps(as_mapping(settings), indent=1, sort_keys=True))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tokentrue.json_types import JsonObject
 
 if TYPE_CHECKING:
-    from tokentrue.app.training.settings import TrainRun
+    from tokentrue.app.training import TrainRun
     from tokentrue.viewer import Chart, Report
     from tokentrue.viewer.records import RecordSource
 
@@ -51,8 +51,7 @@ def write_training_report(settings: TrainRun) -> Path | None:
 
 def read_metrics(path: Path) -> list[JsonObject]:
     """Non-finite numbers become None: null, or NaN and Infinity in files of older runs."""
-    from tokentrue.plain_json import read_numbered_lines
-    from tokentrue.train.writer import finite_or_null
+    from tokentrue.plain_json import dumps, loads, read_numbered_lines
 
     rows: list[JsonObject] = []
     for _, line in read_numbered_lines(path) if path.is_file() else ():
@@ -61,7 +60,7 @@ def read_metrics(path: Path) -> list[JsonObject]:
         except ValueError:  # a crash or a full disk left half a row
             continue
         if isinstance(row, dict) and "step" in row:
-            rows.append(finite_or_null(row))
+            rows.append(loads(dumps(row)))
     return rows
 
 

@@ -1,1 +1,0 @@
-"""Rollouts as samples: settings, files and sessions."""

@@ -1,0 +1,295 @@
+"""A training run from its configuration: settings of `tokentrue train`, trainer, checkpoint store, source of batches."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tokentrue.app.background import Embedded, embedded_gateway
+from tokentrue.app.configuration import NONE, build
+from tokentrue.app.libraries import require_dtype
+from tokentrue.app.rollouts import RolloutRounds, Share, evaluate, sessions_on
+from tokentrue.app.wiring import EngineConfig, ModelConfig, ServeConfig, ServerConfig
+from tokentrue.environments import SMALL_MODEL, RolloutConfig
+from tokentrue.errors import ConfigError, FileFormatError, RenderError
+from tokentrue.hub import load_causal_model, load_config
+from tokentrue.json_types import JsonMapping, JsonObject
+from tokentrue.providers.registry import REMOTE
+from tokentrue.samples.files import read_sound_samples, require_model
+from tokentrue.samples.groups import group_of
+from tokentrue.train.config import EvaluationConfig, LoggerName, OptimConfig, TrainConfig
+from tokentrue.types import AtLeastOne, Sample
+
+if TYPE_CHECKING:
+    from tokentrue.mismatch import Correction, LossConfig
+    from tokentrue.train import Publisher, Ranks, Store, Trainer
+    from tokentrue.train.loop import Evaluator
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossSpec:
+    """`name` is one of `tokentrue.mismatch.LOSSES`; `options` override fields of its `LossConfig`.
+
+    `correction` names a preset, or is a table of `Correction` fields that override the loss's correction or the one
+    named by `preset`.
+    """
+
+    name: str = "dapo"
+    options: JsonMapping = field(default_factory=JsonObject)
+    correction: str | JsonMapping | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RayConfig:
+    gateways: AtLeastOne = 2
+    workers: AtLeastOne = 2
+    nodes: AtLeastOne = 1  # at least one gateway and one worker on each
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainRun:
+    """`samples` trains from a file; without it rounds are sampled live by the `rollout` section."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    loss: LossSpec = field(default_factory=LossSpec)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    ray: RayConfig = field(default_factory=RayConfig)
+    samples: Path | None = None
+    out: Path = Path("out/train")
+    device: str = "cpu"
+    dtype: str = "float32"
+    threads: AtLeastOne = 2
+    log: tuple[LoggerName, ...] = ("tensorboard",)  # besides metrics.jsonl
+
+    def __post_init__(self) -> None:
+        for name in ("temperature", "seed"):
+            wanted, default = getattr(self.rollout, name), TrainConfig.__dataclass_fields__[name].default
+            if getattr(self.train, name) not in (default, wanted):
+                raise ConfigError(f"train.{name}: set rollout.{name}, which rollouts and trainer both use")
+        require_dtype(self.dtype)
+        if self.samples is not None:
+            # Settings of engine and rollouts are allowed: one configuration file serves `tokentrue rollout` and this.
+            for section, given in (("ray", self.ray), ("evaluation", self.evaluation)):
+                for key in (each.name for each in fields(given)):
+                    if getattr(given, key) != getattr(type(given)(), key):
+                        raise ConfigError(
+                            f"{section}.{key}: has no effect with samples, which train from a file; leave one of them "
+                            "out"
+                        )
+        elif self.train.exact and self.engine.name != "exact":
+            raise ConfigError(
+                f"train.exact: engine {self.engine.name!r} is not exact; set train.exact=false, or use the exact engine"
+            )
+        if self.train.acceptance.enabled and (self.samples is not None or self.rollout.temperature != 1.0):
+            raise ConfigError(
+                "train.acceptance: needs live rollouts at rollout.temperature=1: engines score given tokens at that one"
+            )
+
+    @property
+    def model_path(self) -> str:
+        return self.model.path or str(SMALL_MODEL)
+
+
+def loss_for(spec: LossSpec) -> LossConfig:
+    from tokentrue.mismatch import LOSSES, loss_named
+
+    if spec.name not in LOSSES:
+        raise ConfigError(f"loss.name: no loss {spec.name!r}; choose one of {', '.join(LOSSES)}")
+    options = dict(spec.options)
+    if "correction" in options:
+        raise ConfigError("loss.options.correction: belongs to loss.correction")
+    base = loss_named(spec.name)
+    surrogate = options.get("surrogate", base.surrogate)
+    implied = {} if surrogate in (None, NONE) else {"surrogate": surrogate}
+    values = {**options, "correction": correction_for(spec, base.correction, implied)}
+    return build(type(base), values, path="loss.options", base=base)
+
+
+def correction_for(spec: LossSpec, own: Correction, implied: JsonMapping) -> Correction:
+    from tokentrue.mismatch import PRESETS
+
+    table = dict(spec.correction) if isinstance(spec.correction, Mapping) else {}
+    preset = table.pop("preset", None) if isinstance(spec.correction, Mapping) else spec.correction
+    if preset is not None and preset not in PRESETS:
+        raise ConfigError(f"loss.correction: no preset {preset!r}; choose one of {', '.join(PRESETS)}")
+    base = own if preset is None else PRESETS[preset]
+    return build(type(base), {**implied, **table}, path="loss.correction", base=base) if table else base
+
+
+def trainer_for(settings: TrainRun, ranks: Ranks) -> tuple[Trainer, str]:
+    """The trainer, and the hash of what its results depend on."""
+    from tokentrue.train import Trainer, config_hash, shard
+
+    config = replace(settings.train, temperature=settings.rollout.temperature, seed=settings.rollout.seed)
+    if settings.samples is not None:  # the same rows repeat: waiting cannot help
+        config = replace(config, max_idle_steps=0, offline=True)
+    optim, loss = settings.optim, loss_for(settings.loss)
+
+    def load() -> Any:
+        return load_causal_model(settings.model_path, dtype=settings.dtype).to(settings.device)
+
+    model = load()
+    if config.checkpoint_activations:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    wants_reference = bool(config.kl.reward_coefficient) or (
+        loss.penalty is not None and loss.penalty.against == "reference"
+    )
+    reference = shard(load().requires_grad_(False), ranks) if wants_reference else None
+    trainer = Trainer(shard(model, ranks), config=config, optim=optim, loss=loss, ranks=ranks, reference=reference)
+    file = settings.samples
+    facts = {
+        "dtype": settings.dtype,
+        "device": settings.device.partition(":")[0],
+        "engine": "" if file is not None else settings.engine.name,
+        "samples": "" if file is None else f"{file.name} {file.stat().st_size if file.is_file() else 0}",
+    }
+    rollout = replace(settings.rollout, concurrency=1, timeout_s=1.0, max_failed=1.0)
+    return trainer, config_hash(identity(config, optim), trainer.optim, loss, rollout, settings.model, facts)
+
+
+def identity(config: TrainConfig, optim: OptimConfig) -> TrainConfig:
+    """The part of the configuration that results depend on; with a constant rate `steps` may grow."""
+    steps = 1 if optim.schedule == "constant" else config.steps
+    alike: JsonObject = {
+        "checkpoint_every": 0, "checkpoint_minutes": 0.0, "keep_checkpoints": 1, "shard_checkpoint_gib": 0.0,
+        "peak_tflops": 0.0, "max_idle_steps": 0, "max_skipped_updates": 0,
+        "acceptance": replace(config.acceptance, max_refused=0),
+    }  # fmt: skip
+    return replace(config, steps=steps, **alike)
+
+
+def store_for(settings: TrainRun, run_hash: str) -> tuple[Store, int]:
+    """The checkpoint store, and the step to resume at. Refuses a run of another configuration or other samples
+    before changing it."""
+    from tokentrue.train import Store
+    from tokentrue.train.checkpoint import file_digest, latest, read_state
+
+    digest = "" if settings.samples is None else file_digest(settings.samples)
+    directory = settings.out / "checkpoints"
+    newest = latest(directory)
+    first = 0 if newest is None else read_state(newest, run_hash=run_hash, samples_digest=digest)["version"]
+    store = Store(directory=directory, run_hash=run_hash, model=settings.model_path, samples_digest=digest)
+    return store, first
+
+
+def require_samples_of(samples: Sequence[Sample], model: str) -> None:
+    """`model` is a directory or a hub id; raises FileFormatError."""
+    from tokentrue.renderers import load_renderer
+
+    try:
+        tokenizer = load_renderer(model).tokenizer_hash
+    except RenderError:  # a model without tokenizer or template still has a vocabulary
+        tokenizer = None
+    require_model(samples, model=model, tokenizer=tokenizer, vocabulary=read_vocabulary_size(model))
+
+
+def read_vocabulary_size(model: str) -> int:
+    return int(load_config(model).get_text_config().vocab_size)
+
+
+class SampleFile:
+    """A file's groups, in the order of their first sample. A sample without a group forms one with its session.
+    Samples without a reward are dropped, and `notes` counts them."""
+
+    def __init__(self, path: Path, *, model: str, groups_per_step: int, trust: bool = False) -> None:
+        samples = read_sound_samples(path, trust=trust)
+        require_samples_of(samples, model)
+        rewarded = [sample for sample in samples if sample.reward is not None]
+        if not rewarded:
+            raise FileFormatError(f"{path}: all {len(samples)} samples are without reward; score their sessions first")
+        self._groups: dict[str, list[Sample]] = {}
+        for sample in rewarded:
+            self._groups.setdefault(group_of(sample), []).append(sample)
+        count = len(self._groups)
+        self.notes = [f"{len(rewarded)} samples in {count} groups from {path}"]
+        if len(rewarded) < len(samples):
+            self.notes.append(f"left out: {len(samples) - len(rewarded)} samples without reward")
+        alone = sum(len({sample.session_id for sample in group}) == 1 for group in self._groups.values())
+        if alone:
+            self.notes.append(f"{alone} groups have one session: a group baseline gives them advantage 0")
+        if count < groups_per_step:
+            self.notes.append(f"train.groups_per_step is {groups_per_step}: each step trains on all {count} groups")
+
+    def groups(self) -> Iterator[list[Sample]]:
+        yield from self._groups.values()
+
+
+def file_for(settings: TrainRun, *, trust: bool) -> SampleFile | None:
+    if settings.samples is None:
+        return None
+    count = settings.train.groups_per_step
+    return SampleFile(settings.samples, model=settings.model_path, groups_per_step=count, trust=trust)
+
+
+@asynccontextmanager
+async def source_for(
+    settings: TrainRun, ranks: Ranks, file: SampleFile | None
+) -> AsyncGenerator[tuple[Any, Publisher, Evaluator | None], None]:
+    """Rounds, weight sink and evaluation. With embedded engines every rank has a gateway and an engine; otherwise
+    only rank 0 reads the file or calls the servers."""
+    from tokentrue.train import Publisher, SourceRounds
+    from tokentrue.train.loop import NoRounds
+
+    is_remote = settings.engine.name in REMOTE
+    if file is not None:
+        yield SourceRounds(file, settings.train.groups_per_step) if ranks.first else NoRounds(), Publisher(), None
+    elif is_remote and not ranks.first:
+        yield NoRounds(), publisher_for(settings, None), evaluator_for(settings, None, ranks, Share())
+    else:
+        share = Share() if is_remote else Share(rank=ranks.rank, world=ranks.world)
+        store = f"sqlite:{settings.out / ('sessions.sqlite' if ranks.first else f'sessions-{ranks.rank}.sqlite')}"
+        server = ServerConfig(port=0, store=store)
+        serve = ServeConfig(model=settings.model, engine=engine_for(settings), server=server)
+        async with (
+            embedded_gateway(serve) as here,
+            sessions_on(here.base_url, settings.rollout, here.admin_key, purge=True) as sessions,
+        ):
+            rounds = RolloutRounds(settings.rollout, sessions, share=share)
+            yield rounds, publisher_for(settings, here.provider), evaluator_for(settings, here, ranks, share)
+
+
+def engine_for(settings: TrainRun) -> EngineConfig:
+    """Embedded on the trainer's device, or remote, with a shared folder for weights."""
+    options = dict(settings.engine.options)
+    if settings.engine.name == "exact":
+        options = {"device": settings.device, "dtype": settings.dtype, **options}
+    elif settings.engine.name in REMOTE:
+        options = {"weights_dir": str((settings.out / "published").absolute()), **options}
+    return replace(settings.engine, options=options)
+
+
+def publisher_for(settings: TrainRun, pool: Any) -> Publisher:
+    """Remote engines are probed after every publication; the exact engine is compared at every token of every step."""
+    from tokentrue.train import Publisher
+    from tokentrue.train.publishing import Probe, UpdateGate
+
+    probe = gate = None
+    if settings.engine.name in REMOTE:
+        probe = Probe(lambda: pool.in_use, vocabulary=read_vocabulary_size(settings.model_path))
+    if settings.train.acceptance.enabled:
+        gate = UpdateGate(settings.train.acceptance, lambda: pool.in_use)
+    return Publisher(*([] if pool is None else [pool]), probe=probe, gate=gate)
+
+
+def evaluator_for(settings: TrainRun, here: Embedded | None, ranks: Ranks, share: Share) -> Evaluator | None:
+    from tokentrue.train.loop import Evaluator
+
+    wanted = settings.evaluation
+    if not wanted.every:
+        return None
+    rollout = replace(settings.rollout, temperature=wanted.temperature)
+
+    async def play() -> list[list[float]]:
+        if here is None:
+            return []
+        async with sessions_on(here.base_url, rollout, here.admin_key, purge=True) as sessions:
+            return await evaluate(rollout, sessions, tasks=wanted.tasks, attempts=wanted.attempts, share=share)
+
+    return Evaluator(wanted, play, ranks)

@@ -1,1 +1,0 @@
-"""From samples to rows: batches, packing, minibatches per rank, and the source of each round."""

@@ -1,0 +1,296 @@
+"""Samples to training rows, rewards to advantages, and rows to the forward passes of a step.
+
+Invariants: token ids and log-probabilities are taken as recorded, never padded, cut or re-encoded. Every row of a
+session carries the session's advantage and is in the same minibatch; a group's baseline counts each session once. Every
+row of a minibatch belongs to exactly one rank, and all ranks make the same number of forward passes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from tokentrue.errors import TokenContractError
+from tokentrue.mismatch import grpo_advantages, rloo_advantages, whitened_advantages
+from tokentrue.mismatch.routing import routing_of, routing_weights_of
+from tokentrue.numerics import KeptRows
+from tokentrue.samples.groups import group_sessions
+from tokentrue.samples.recorded_turns import read_turns, scoring_temperatures
+from tokentrue.train.config import AdvantageConfig, Baseline, OverlongConfig
+from tokentrue.types import Finish, Sample
+
+Groups = list[list[Sample]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ScoredRow:
+    """What a forward pass needs to know of a row."""
+
+    ids: Tensor  # int64 [T]
+    temperatures: Tensor  # float32 [T]
+    kept: KeptRows | None = None  # ids that the sampler's filters kept, a row for each token
+
+    @property
+    def length(self) -> int:
+        return int(self.ids.shape[0])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Row(ScoredRow):
+    """One sample, ready to train on. `mask` is True where loss falls; `rollout` is 0 and `versions` -1 where nothing
+    was sampled."""
+
+    sample: Sample
+    group: str
+    mask: Tensor  # bool [T]
+    sampled: Tensor  # bool [T]
+    rollout: Tensor  # float32 [T]
+    versions: Tensor  # int64 [T]
+    reward: float
+    experts: Tensor | None = None  # int16 [T, layers, top_k] of the rollout, and their weights
+    expert_weights: Tensor | None = None
+
+    @property
+    def session(self) -> tuple[str, str]:
+        return self.group, self.sample.session_id
+
+
+def row_from_sample(sample: Sample, group: str, temperature: float = 1.0) -> Row:
+    """`temperature` is that of samples which do not record theirs."""
+    if sample.reward is None:
+        raise TokenContractError(f"sample {sample.sample_id} has no reward; score its session first")
+    if not sample.token_ids:
+        raise TokenContractError(f"sample {sample.sample_id} has no tokens; leave it out")
+    if not set(sample.loss_mask) <= {0, 1}:
+        raise TokenContractError(f"sample {sample.sample_id}: loss_mask holds values other than 0 and 1")
+    logprobs = sample.rollout_logprobs
+    mask = torch.tensor(sample.loss_mask, dtype=torch.bool)
+    sampled = torch.tensor([value is not None for value in logprobs], dtype=torch.bool)
+    if bool((mask & ~sampled).any()):
+        raise TokenContractError(f"sample {sample.sample_id}: the loss mask covers a token that was not sampled")
+    if bool(mask[0]):
+        raise TokenContractError(f"sample {sample.sample_id}: its first token has no context and cannot be trained")
+    for number, turn in enumerate(read_turns(sample)):
+        if turn.row.temperature == 0 and bool(mask[turn.start : turn.end].any()):
+            raise TokenContractError(
+                f"sample {sample.sample_id}, turn {number}: sampled at temperature 0, which has no policy gradient"
+            )
+    versions = torch.full((len(logprobs),), -1, dtype=torch.int64)
+    for span in sample.spans:
+        if span.kind == "sampled":
+            versions[span.start : span.end] = span.policy_version or 0
+    return Row(
+        sample=sample,
+        group=group,
+        ids=torch.tensor(sample.token_ids, dtype=torch.int64),
+        mask=mask,
+        sampled=sampled,
+        rollout=torch.tensor([0.0 if value is None else value for value in logprobs], dtype=torch.float64).float(),
+        versions=versions,
+        temperatures=torch.tensor(scoring_temperatures(sample, temperature), dtype=torch.float32),
+        reward=float(sample.reward),
+        kept=kept_rows(sample),
+        experts=None if sample.routed_experts is None else routing_of(sample),
+        expert_weights=None if sample.routed_experts is None else routing_weights_of(sample),
+    )
+
+
+def kept_rows(sample: Sample) -> KeptRows | None:
+    mask = sample.sampling_mask
+    if mask is None or not mask.token_ids:
+        return None
+    return KeptRows(token_ids=torch.tensor(mask.token_ids.tolist()), offsets=torch.tensor(mask.offsets.tolist()))
+
+
+def rows_from_groups(groups: Sequence[Sequence[Sample]], temperature: float = 1.0) -> list[Row]:
+    """All rows in order; a group without a name gets one from its place."""
+    return [
+        row_from_sample(sample, sample.group or f"group-{number}", temperature)
+        for number, group in enumerate(groups)
+        for sample in group
+    ]
+
+
+def list_sessions(rows: Sequence[Row]) -> list[list[int]]:
+    """The row numbers of each session, in the order in which sessions first appear."""
+    found: dict[tuple[str, str], list[int]] = {}
+    for number, row in enumerate(rows):
+        found.setdefault(row.session, []).append(number)
+    return list(found.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SessionRewards:
+    """The sessions of a batch in the order of their first row."""
+
+    rewards: Tensor  # float64
+    groups: Sequence[str]
+    sampled: Sequence[int]  # tokens
+    trained: Sequence[int]  # tokens with loss
+    of_row: Sequence[int]
+
+    @staticmethod
+    def of(rows: Sequence[Row]) -> SessionRewards:
+        found = group_sessions((*row.session, row.reward) for row in rows)
+        sampled, trained = [0] * len(found.groups), [0] * len(found.groups)
+        for row, number in zip(rows, found.of_sample, strict=True):
+            sampled[number] += int(row.sampled.sum())
+            trained[number] += int(row.mask.sum())
+        return SessionRewards(
+            rewards=torch.tensor(found.rewards, dtype=torch.float64),
+            groups=found.groups,
+            sampled=sampled,
+            trained=trained,
+            of_row=found.of_sample,
+        )
+
+    def less(self, cost: Tensor) -> SessionRewards:
+        return replace(self, rewards=self.rewards - cost)
+
+    def sum_rows(self, values: Mapping[int, float]) -> Tensor:
+        """One number per session from one number per row."""
+        found = torch.zeros_like(self.rewards)
+        for row, value in sorted(values.items()):
+            found[self.of_row[row]] += value
+        return found
+
+
+def overlong_cost(sampled: Sequence[int], config: OverlongConfig) -> Tensor:
+    """DAPO's soft punishment: 0 up to max_tokens - buffer, then linear up to `penalty` at max_tokens."""
+    over = torch.tensor(sampled, dtype=torch.float64) - (config.max_tokens - config.buffer)
+    return config.penalty * (over / max(config.buffer, 1)).clamp(0.0, 1.0)
+
+
+def is_truncated(row: Row) -> bool:
+    """Whether a turn ended at its limit of tokens. Old files name the last turn's end alone."""
+    return row.sample.finish_reason == Finish.LENGTH or any(
+        turn.row.finish == Finish.LENGTH for turn in read_turns(row.sample)
+    )
+
+
+def mask_truncated(rows: Sequence[Row]) -> list[Row]:
+    """The same rows without loss in sessions that hold a truncated turn."""
+    cut = {row.session for row in rows if is_truncated(row)}
+    return [replace(row, mask=torch.zeros_like(row.mask)) if row.session in cut else row for row in rows]
+
+
+def session_advantages(
+    sessions: SessionRewards, baseline: Baseline, config: AdvantageConfig | None = None
+) -> list[float]:
+    config = config or AdvantageConfig()
+    values, groups, eps, lone = sessions.rewards, sessions.groups, config.epsilon, config.lone_group
+    tokens = sessions.trained if config.whiten_by == "tokens" else None
+    ways: Mapping[Baseline, Callable[[], Tensor]] = {
+        "grpo": lambda: grpo_advantages(values, groups, eps=eps, lone=lone),
+        "grpo_batch": lambda: grpo_advantages(values, groups, eps=eps, lone=lone, scale="batch"),
+        "dr_grpo": lambda: grpo_advantages(values, groups, std=False, lone=lone),
+        "rloo": lambda: rloo_advantages(values, groups, lone=lone),
+        "whitened": lambda: whitened_advantages(values, eps=eps, tokens=tokens),
+        "whitened_groups": lambda: whitened_advantages(values, groups, eps=eps, tokens=tokens, lone=lone),
+        "none": lambda: values,
+    }
+    made = ways[baseline]().tolist()
+    return [made[number] for number in sessions.of_row]
+
+
+def pack(lengths: Sequence[int], budget: int, *, padded: bool = False) -> list[list[int]]:
+    """Bins of row numbers that cost at most `budget` tokens: longest first, into the first bin with room.
+
+    A bin costs the sum of its rows or, `padded`, their number times the longest. A longer row is a bin by itself.
+    """
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for row in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        for place, left in enumerate(room):
+            cost = lengths[bins[place][0]] if padded else lengths[row]  # the first row of a bin is its longest
+            if cost <= left:
+                bins[place].append(row)
+                room[place] -= cost
+                break
+        else:
+            bins.append([row])
+            room.append(budget - lengths[row])
+    return [sorted(found) for found in bins]
+
+
+def share(lengths: Sequence[int], ranks: int) -> list[list[int]]:
+    """Rows for each rank, balanced by tokens: longest first, to the rank that has least."""
+    loads = [0] * ranks
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    for row in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        rank = min(range(ranks), key=lambda r: (loads[r], r))
+        shares[rank].append(row)
+        loads[rank] += lengths[row]
+    return [sorted(rows) for rows in shares]
+
+
+def split_even(count: int, parts: int) -> list[range]:
+    """`count` rows in `parts` runs whose sizes differ by at most one; empty runs are left out."""
+    bounds = [count * i // parts for i in range(parts + 1)]
+    return [range(a, b) for a, b in itertools.pairwise(bounds) if b > a]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Minibatch:
+    """One optimiser update. `rows` are those of all ranks, the rest is this rank's.
+
+    `idle` rows give no gradient: they are scored, corrected and counted, but not trained on.
+    """
+
+    rows: tuple[int, ...]
+    active: tuple[tuple[int, ...], ...]  # forward passes; empty ones keep the ranks in step
+    idle: tuple[tuple[int, ...], ...]
+
+    @property
+    def bins(self) -> tuple[tuple[int, ...], ...]:
+        return (*self.active, *self.idle)
+
+    @property
+    def mine(self) -> list[int]:
+        return [row for bin_ in self.bins for row in bin_]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packing:
+    """How rows become forward passes."""
+
+    budget: int
+    padded: bool
+    rank: int = 0
+    world: int = 1
+
+    def bins(self, rows: Sequence[Row], numbers: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """This rank's forward passes over `numbers`; every rank has as many, some perhaps empty."""
+        if not numbers:
+            return ()
+        shares = share([rows[i].length for i in numbers], self.world)
+        packed = [pack([rows[numbers[k]].length for k in found], self.budget, padded=self.padded) for found in shares]
+        most = max(len(bins) for bins in packed)
+        mine = [tuple(numbers[shares[self.rank][k]] for k in found) for found in packed[self.rank]]
+        return (*mine, *(() for _ in range(most - len(mine))))
+
+
+def plan_minibatches(
+    rows: Sequence[Row],
+    is_trained: Sequence[bool],
+    packing: Packing,
+    *,
+    parts: int,
+    shuffle_seed: tuple[object, ...] | None = None,
+) -> list[Minibatch]:
+    """Sessions are dealt whole, in their order or in one drawn with the seed."""
+    sessions = list_sessions(rows)
+    if shuffle_seed is not None:
+        random.Random(repr(shuffle_seed)).shuffle(sessions)
+    made: list[Minibatch] = []
+    for part in split_even(len(sessions), parts):
+        numbers = sorted(number for place in part for number in sessions[place])
+        active = packing.bins(rows, [i for i in numbers if is_trained[i]])
+        idle = packing.bins(rows, [i for i in numbers if not is_trained[i]])
+        made.append(Minibatch(rows=tuple(numbers), active=active, idle=idle))
+    return made

@@ -1,0 +1,155 @@
+"""Log-probabilities of whole rows under a model: packed through the exact operators, or padded through the model's own
+forward; and what the forward passes replay of the rollout: kept ids and experts.
+
+Each row has one float32 value per token: entry i is log p(token i | tokens before i), and entry 0 is 0 by convention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from tokentrue.mismatch.routing import replay_routing
+from tokentrue.numerics import KeptRows, exact, score, score_with_entropy
+from tokentrue.routing_replay import FREE
+from tokentrue.train.config import RoutingReplay
+from tokentrue.train.rows import Row, ScoredRow
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Scores:
+    logprobs: list[Tensor]
+    entropy: list[Tensor] | None = None
+
+
+class Scorer(Protocol):
+    """Scores rows in their order. `active()` wraps a training step. `is_padded`: a pass costs rows × longest row."""
+
+    name: str
+    is_padded: bool
+
+    def __call__(self, model: nn.Module, rows: Sequence[ScoredRow], *, entropy: bool = False) -> Scores: ...
+
+    def active(self, model: nn.Module) -> AbstractContextManager[object]: ...
+
+
+class ExactScorer:
+    """The engine's own operators: the same bits whatever is packed together."""
+
+    name = "exact"
+    is_padded = False
+
+    def __call__(self, model: nn.Module, rows: Sequence[ScoredRow], *, entropy: bool = False) -> Scores:
+        lengths = [row.length for row in rows]
+        device = next(model.parameters()).device
+        packed = torch.cat([row.ids for row in rows]).to(device)
+        bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
+        temperature = one_temperature(rows) or torch.cat([row.temperatures for row in rows])[1:].to(device)
+        joined = join_kept(rows)
+        kept = None if joined is None else joined.of(slice(1, len(packed))).to(device)
+
+        def split(flat: Tensor) -> list[Tensor]:
+            return list(nn.functional.pad(flat, (1, 0)).split(lengths))
+
+        if not entropy:
+            return Scores(logprobs=split(score(model, packed, temperature, bounds, kept=kept)))
+        flat, spread = score_with_entropy(model, packed, temperature, bounds, kept=kept)
+        return Scores(logprobs=split(flat), entropy=split(spread))
+
+    def active(self, model: nn.Module) -> AbstractContextManager[object]:
+        return exact(model)
+
+
+class PlainScorer:
+    """The model's own forward pass on right-padded rows: what an ordinary trainer computes."""
+
+    name = "plain"
+    is_padded = True
+
+    def __call__(self, model: nn.Module, rows: Sequence[ScoredRow], *, entropy: bool = False) -> Scores:
+        device = next(model.parameters()).device
+        ids_BT = nn.utils.rnn.pad_sequence([row.ids for row in rows], batch_first=True).to(device)
+        logits = model(input_ids=ids_BT, use_cache=False).logits[:, :-1].float()
+        if one_temperature(rows) != 1.0:
+            heats = [row.temperatures for row in rows]
+            padded = nn.utils.rnn.pad_sequence(heats, batch_first=True, padding_value=1.0)
+            logits = logits / padded.to(device)[:, 1:, None]
+        joined = join_kept(rows, pad_to=ids_BT.shape[1])
+        if joined is not None:
+            removed = joined.to(device).removed(logits.shape[-1]).view(*ids_BT.shape, -1)
+            logits = logits.masked_fill(removed[:, 1:], -torch.inf)
+        logp_BTV = torch.log_softmax(logits, dim=-1)
+
+        def unpad(values_BT: Tensor) -> list[Tensor]:
+            return [nn.functional.pad(values_BT[i, : row.length - 1], (1, 0)) for i, row in enumerate(rows)]
+
+        logprobs = unpad(logp_BTV.gather(-1, ids_BT[:, 1:, None]).squeeze(-1))
+        if not entropy:
+            return Scores(logprobs=logprobs)
+        terms_BTV = logp_BTV.exp() * logp_BTV.masked_fill(logp_BTV == -torch.inf, 0.0)
+        return Scores(logprobs=logprobs, entropy=unpad(-terms_BTV.sum(-1)))
+
+    def active(self, model: nn.Module) -> AbstractContextManager[object]:
+        return nullcontext()
+
+
+def one_temperature(rows: Sequence[ScoredRow]) -> float | None:
+    """The temperature that all tokens share, if they do."""
+    first = float(rows[0].temperatures[0])
+    return first if all(bool((row.temperatures == first).all()) for row in rows) else None
+
+
+def join_kept(rows: Sequence[ScoredRow], *, pad_to: int | None = None) -> KeptRows | None:
+    """The rows' kept ids end to end, each padded with empty ones to `pad_to`."""
+    ids = [row.kept.token_ids for row in rows if row.kept is not None]
+    if not ids:
+        return None
+    counts = [
+        nn.functional.pad(
+            torch.zeros(row.length, dtype=torch.int64) if row.kept is None else row.kept.offsets.diff(),
+            (0, 0 if pad_to is None else pad_to - row.length),
+        )
+        for row in rows
+    ]
+    return KeptRows(token_ids=torch.cat(ids), offsets=nn.functional.pad(torch.cat(counts).cumsum(0), (1, 0)))
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Without dropout: what is recomputed must be the policy that samples."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+
+
+@contextmanager
+def replay_experts(model: nn.Module, rows: Sequence[Row], *, padded: bool, mode: RoutingReplay) -> Iterator[None]:
+    """Forward and backward passes over these rows take the recorded experts."""
+    known = [row for row in rows if row.experts is not None]
+    if mode == "off" or not known:
+        yield
+        return
+
+    def join(tables: Sequence[Tensor | None], fill: int) -> Tensor:
+        like = next(table for table in tables if table is not None)
+        whole = [
+            like.new_full((row.length, *like.shape[1:]), fill) if table is None else table
+            for row, table in zip(rows, tables, strict=True)
+        ]
+        if padded:
+            return nn.utils.rnn.pad_sequence(whole, batch_first=True, padding_value=fill).flatten(0, 1)
+        return torch.cat(whole)
+
+    experts, weights = join([row.experts for row in rows], FREE), None
+    if mode == "weights" and all(row.expert_weights is not None for row in known):
+        weights = join([row.expert_weights for row in rows], 0)
+    with replay_routing(model, experts, weights):
+        yield

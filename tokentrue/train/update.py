@@ -1,0 +1,252 @@
+"""What one optimiser update needs beside scores: the correction of its minibatch, the coefficient of the divergence
+from the reference model, and master weights.
+
+Some rules look at the minibatch as a whole (a mean that weights are normalised by, M2PO's second moment, the counts
+that a loss divides by). So every rank gathers the log-probabilities of all rows, corrects the whole minibatch in one
+call, and takes its own rows from it. Log-probabilities are four bytes a token; correcting is 0.2% of a step.
+
+The optimiser works in float32 whatever the model computes in: a bfloat16 weight of 0.05 moves in steps of 2.4e-4, and
+an update of 1e-6 is lost in it. So a model in bfloat16 or float16 gets a float32 copy of every parameter, which collects
+the gradients and takes the updates. The model's own parameters are the copy rounded: what is scored with and published,
+bit for bit what the engine has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from tokentrue.errors import ConfigError
+from tokentrue.json_types import JsonMapping
+from tokentrue.mismatch import Corrected, LossConfig, Metrics, correct
+from tokentrue.mismatch.metrics import ESTIMATORS
+from tokentrue.train.config import KlConfig
+from tokentrue.train.ranks import Ranks
+from tokentrue.train.rows import Minibatch, Row, list_sessions
+
+LARGEST_KL_ERROR = 0.2  # of kl / target - 1
+START_SCALE = 2.0**15
+GROW_AFTER = 200  # updates without overflow
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Batch:
+    """The rows of a step, and by row number this rank's log-probabilities of them before any weight moves."""
+
+    rows: Sequence[Row]
+    parts: list[Minibatch]
+    recomputed: Mapping[int, Tensor]
+    reference: Mapping[int, Tensor]
+    advantages: Sequence[float]
+    shaped_reward: float  # mean over sessions, after what lengths and divergence cost
+    reward_kl: float  # per trained token, where it costs reward
+
+    def columns(self, numbers: Sequence[int], device: torch.device) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """Rollout log-probabilities, advantages and masks of some rows."""
+        chosen = [self.rows[i] for i in numbers]
+        return (
+            [row.rollout.to(device) for row in chosen],
+            [per_token(self.rows[i], self.advantages[i], device) for i in numbers],
+            [row.mask.to(device) for row in chosen],
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MinibatchCorrection:
+    """A whole minibatch's weights, kept tokens and counts; a session counts as one sequence."""
+
+    corrected: Corrected | None
+    places: Mapping[int, int]  # of row numbers in `corrected`
+    metrics: Metrics
+    num_tokens: float
+    num_sessions: float
+    session_tokens: Mapping[int, float]  # of each row's whole session
+
+    def of(self, numbers: Sequence[int], device: torch.device) -> Corrected | None:
+        """The part that `policy_loss` needs for some rows."""
+        if self.corrected is None:
+            return None
+        weights, kept = (
+            [values[self.places[i]].to(device) for i in numbers]
+            for values in (self.corrected.weights, self.corrected.mask)
+        )
+        return Corrected(weights=weights, mask=kept, metrics=Metrics({}), correction=self.corrected.correction)
+
+
+def in_one_call(loss: LossConfig) -> LossConfig:
+    weights = loss.correction.weights
+    if weights is None or weights.normalise is None:
+        return loss
+    weights = replace(weights, normalise=replace(weights.normalise, scope="call"))
+    return replace(loss, correction=replace(loss.correction, weights=weights))
+
+
+def correct_minibatch(
+    batch: Batch,
+    part: Minibatch,
+    loss: LossConfig,
+    *,
+    current: Mapping[int, Tensor],
+    version: int,
+    ranks: Ranks,
+) -> MinibatchCorrection:
+    """`current` holds this rank's rows; every rank calls it."""
+    chosen = [batch.rows[i] for i in part.rows]
+    rollout, advantages, masks = batch.columns(part.rows, torch.device("cpu"))
+    counted, made = masks, None
+    if loss.correction.is_active or loss.correction.non_finite != "raise":
+        old = gather_rows(batch.recomputed, part, ranks)
+        made = correct(
+            old,
+            rollout,
+            masks,
+            loss.correction,
+            logprobs=old if current is batch.recomputed else gather_rows(current, part, ranks),
+            advantages=advantages,
+            versions=[row.versions for row in chosen],
+            version=version,
+        )
+        if loss.correction.loss_counts != "original":
+            counted = list(made.mask)
+    tokens = [int(mask.sum()) for mask in counted]
+    sessions = [(places, float(sum(tokens[k] for k in places))) for places in list_sessions(chosen)]
+    return MinibatchCorrection(
+        corrected=made,
+        places={i: place for place, i in enumerate(part.rows)},
+        metrics=Metrics({}) if made is None else made.metrics,
+        num_tokens=float(sum(tokens)),
+        num_sessions=float(sum(total > 0 for _, total in sessions)),
+        session_tokens={part.rows[k]: total for places, total in sessions for k in places},
+    )
+
+
+def gather_rows(values: Mapping[int, Tensor], part: Minibatch, ranks: Ranks) -> list[Tensor]:
+    found = ranks.merge({i: values[i].detach().cpu() for i in part.mine})
+    return [found[i] for i in part.rows]
+
+
+def per_token(row: Row, value: float, device: torch.device) -> Tensor:
+    return torch.full((row.length,), value, dtype=torch.float64, device=device)
+
+
+@dataclass(slots=True)
+class KlCoefficient:
+    """Of the reward's divergence, or of the loss's penalty."""
+
+    config: KlConfig
+    value: float
+
+    @staticmethod
+    def of(config: KlConfig, loss: LossConfig) -> KlCoefficient:
+        penalty = 0.0 if loss.penalty is None else loss.penalty.coefficient
+        if config.target and config.reward_coefficient and penalty:
+            raise ConfigError(
+                "train.kl.target: adapts one coefficient; use train.kl.reward_coefficient or loss.penalty, not both"
+            )
+        if config.target and not (config.reward_coefficient or penalty):
+            raise ConfigError(
+                "train.kl.target: there is no coefficient to adapt; set train.kl.reward_coefficient or loss.penalty"
+            )
+        return KlCoefficient(config=config, value=config.reward_coefficient or penalty)
+
+    def adapt(self, kl: float, sessions: int) -> None:
+        """After a step whose mean divergence was `kl`; without a target nothing changes."""
+        if self.config.target:
+            error = max(-LARGEST_KL_ERROR, min(LARGEST_KL_ERROR, kl / self.config.target - 1))
+            self.value *= 1 + error * sessions / self.config.horizon
+
+
+def divergence_sums(
+    rows: Sequence[Row], policy: Mapping[int, Tensor], reference: Mapping[int, Tensor], config: KlConfig, ranks: Ranks
+) -> dict[int, float]:
+    """Over each row's trained tokens, for the rows of all ranks."""
+    estimate = ESTIMATORS[config.reward_estimator]
+    mine: dict[int, float] = {}
+    for i, values in policy.items():
+        x = reference[i].double() - values.double()
+        mine[i] = float(estimate(x)[rows[i].mask.to(x.device)].sum())
+    return ranks.merge(mine)
+
+
+@dataclass(slots=True)
+class LossScale:
+    """Dynamic loss scaling for float16; a constant 1 for every other dtype."""
+
+    value: float = 1.0
+    good: int = 0
+    is_fixed: bool = True
+
+    @staticmethod
+    def of(dtype: torch.dtype) -> LossScale:
+        return LossScale(value=START_SCALE, is_fixed=False) if dtype == torch.float16 else LossScale()
+
+    def adjust(self, *, overflow: bool) -> None:
+        if self.is_fixed:
+            return
+        self.good = 0 if overflow else self.good + 1
+        if overflow:
+            self.value = max(1.0, self.value / 2)
+        elif self.good >= GROW_AFTER:
+            self.value, self.good = self.value * 2, 0
+
+
+class MasterWeights:
+    """Float32 parameters by name. A float32 model is its own master; `copies` are those of other models, by name."""
+
+    def __init__(self, model: nn.Module) -> None:
+        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        self.copies = {
+            name: nn.Parameter(own.detach().float()) for name, own in trained.items() if own.dtype != torch.float32
+        }
+        self.named = {name: self.copies.get(name, own) for name, own in trained.items()}
+        self.parameters = list(self.named.values())
+        self._pairs = [(trained[name], master) for name, master in self.copies.items()]
+
+    @torch.no_grad()
+    def collect(self, *, unscale: float = 1.0) -> None:
+        """Adds the model's gradients to the masters', in float32, and clears them."""
+        for own, master in self._pairs:
+            if own.grad is not None:
+                found = own.grad.float() / unscale
+                master.grad = found if master.grad is None else master.grad.add_(found)
+                own.grad = None
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        for own, master in self._pairs:
+            own.copy_(master)
+
+
+class Snapshot:
+    """This rank's part of weights and moments, in host memory, and the trainer's counters."""
+
+    def __init__(self, masters: MasterWeights, optimizer: torch.optim.Optimizer, counters: JsonMapping) -> None:
+        self.counters = counters
+        self._weights = [copy_to_host(parameter) for parameter in masters.parameters]
+        self._moments = [
+            {name: copy_to_host(value) for name, value in optimizer.state[p].items()} for p in masters.parameters
+        ]
+
+    @torch.no_grad()
+    def restore(self, masters: MasterWeights, optimizer: torch.optim.Optimizer) -> None:
+        """Bit for bit. Moments that did not exist yet are dropped."""
+        for parameter, weight, moments in zip(masters.parameters, self._weights, self._moments, strict=True):
+            own_part(parameter).copy_(weight)
+            if not moments:
+                optimizer.state.pop(parameter, None)
+            for name, value in moments.items():
+                own_part(optimizer.state[parameter][name]).copy_(value)
+        masters.write_back()
+
+
+def copy_to_host(value: Tensor) -> Tensor:
+    return own_part(value.detach()).to("cpu", copy=True)
+
+
+def own_part(value: Tensor) -> Tensor:
+    """The shard that this rank holds of a sharded tensor."""
+    local = getattr(value, "to_local", None)
+    return value if local is None else local()

@@ -1,1 +1,0 @@
-"""What one optimiser update computes: scores, the correction of a minibatch, master weights."""
