@@ -167,13 +167,12 @@ def check_journal(journal: Journal, renderer: Renderer, store: str) -> None:
     logging.getLogger("tokentrue").warning("%s; these sessions can be read, not continued", said)
 
 
-def view_for(config: ServeConfig, journal: Journal, renderer: Callable[[str], Renderer]) -> Callable[[], Any]:
+def view_for(config: ServeConfig, journal: Journal, renderer: Callable[[str], Any]) -> Callable[[], Any]:
     def load() -> Any:
         from tokentrue.viewer import StoreSource, ViewerData, create_app
 
         source = StoreSource(journal, name=config.model.shown, kind="gateway")
-        found: Any = renderer(config.model.history)
-        return create_app(ViewerData(source, renderer=found))
+        return create_app(ViewerData(source, renderer=renderer(config.model.history)))
 
     return load
 

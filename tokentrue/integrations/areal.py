@@ -19,10 +19,8 @@ def workflow(agent: Agent, *, url: str, temperature: float | None = None, **sett
 
     class GatewayWorkflow(base):
         async def arun_episode(self, engine: Any, data: JsonObject) -> JsonObject:
-            samples = await rollouts.run_rollout(
-                data, group=group_name(data), sampling=scored_settings({"temperature": temperature})
-            )
-            return tensors_of(samples)
+            sampling = scored_settings({"temperature": temperature})
+            return tensors_of(await rollouts.run_rollout(data, group=group_name(data), sampling=sampling))
 
     return GatewayWorkflow()
 
@@ -36,9 +34,9 @@ def tensors_of(samples: Sequence[Sample]) -> JsonObject:
         return torch.tensor([[*row, *([value] * (longest - len(row)))] for row in rows], dtype=dtype)
 
     return {
-        "input_ids": padded([list(sample.token_ids) for sample in samples], torch.int32),
+        "input_ids": padded([sample.token_ids for sample in samples], torch.int32),
         "logprobs": padded([fill_logprobs(sample.rollout_logprobs) for sample in samples], torch.float32),
-        "loss_mask": padded([list(sample.loss_mask) for sample in samples], torch.int32),
+        "loss_mask": padded([sample.loss_mask for sample in samples], torch.int32),
         "versions": padded([token_versions(sample) for sample in samples], torch.int32, -1),
         "attention_mask": padded([[1] * len(sample.token_ids) for sample in samples], torch.bool),
         "rewards": torch.tensor([require_reward(sample) for sample in samples], dtype=torch.float32),

@@ -59,11 +59,9 @@ def group_rewards(args: Any, samples: Sequence[Any]) -> tuple[list[float], list[
     groups: dict[Any, dict[Any, float]] = {}
     for sample, reward in zip(samples, raw, strict=True):
         groups.setdefault(sample.group_index, {})[sample.rollout_id] = reward
-    means = {name: fmean(rewards.values()) for name, rewards in groups.items()}
-    scales = {
-        name: stdev(rewards.values()) + 1e-6 if args.grpo_std_normalization and len(rewards) > 1 else 1.0
-        for name, rewards in groups.items()
-    }
-    return raw, [
-        (reward - means[s.group_index]) / scales[s.group_index] for s, reward in zip(samples, raw, strict=True)
-    ]
+    centred: list[float] = []
+    for sample, reward in zip(samples, raw, strict=True):
+        rewards = groups[sample.group_index].values()
+        scale = stdev(rewards) + 1e-6 if args.grpo_std_normalization and len(rewards) > 1 else 1.0
+        centred.append((reward - fmean(rewards)) / scale)
+    return raw, centred

@@ -45,13 +45,10 @@ class VerifiersEnvironment:
     def tasks(self, count: int, *, seed: int = 0, split: Split = "train") -> Sequence[Task]:
         """verifiers' tasks have no split: their content decides."""
         taskset = self._env.taskset
+        own = (task for task in taskset if choose_split(task.key) == split)
         if not taskset.bounded:
-            return [
-                as_task(task)
-                for task in itertools.islice((task for task in taskset if choose_split(task.key) == split), count)
-            ]
-        every = list(taskset)
-        chosen = [task for task in every if choose_split(task.key) == split] or every
+            return [as_task(task) for task in itertools.islice(own, count)]
+        chosen = list(own) or list(taskset)
         if count < len(chosen):
             chosen = random.Random(f"{self.name}/{split}/{seed}").sample(chosen, count)
         return [as_task(task) for task in chosen]
@@ -64,7 +61,9 @@ class VerifiersEnvironment:
             async with env.serving():
                 episode = await env.run_episode(task.data["task"], vf.ModelContext(model=MODEL, client=endpoint))
         if not episode.ok:
-            raise AgentError(f"verifiers: {describe_errors(episode)}")
+            errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+            why = f"{errors[-1].type}: {errors[-1].message}" if errors else "the episode did not complete"
+            raise AgentError(f"verifiers: {why}")
         return sum(trace.reward for trace in episode.traces) / len(episode.traces)
 
 
@@ -85,11 +84,6 @@ def as_task(task: Any) -> Task:
     return Task(task_id=f"verifiers/{digest(task.key)[:16]}", prompt=text, data={"task": task})
 
 
-def describe_errors(episode: Any) -> str:
-    errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
-    return f"{errors[-1].type}: {errors[-1].message}" if errors else "the episode did not complete"
-
-
 def record_rewards(run: str | Path, *, url: str, admin_key: str | None = None) -> dict[str, float]:
     """Gives the sessions of a `vf-eval` run (`output_dir/run.dir`) their rewards and ends them; returns them by session
     id.
@@ -101,10 +95,8 @@ def record_rewards(run: str | Path, *, url: str, admin_key: str | None = None) -
         for _, line in read_numbered_lines(Path(run) / "traces.jsonl"):
             for trace in json.loads(line)["traces"]:
                 if trace.get("ok"):
-                    given = [
-                        reward["score"] * reward["weight"] for reward in trace["rewards"].values() if reward is not None
-                    ]
-                    rewards[trace["id"]] = sum(given)
-                    client.reward_session(trace["id"], sum(given), group=trace["task"]["key"])
+                    given = [reward for reward in trace["rewards"].values() if reward is not None]
+                    rewards[trace["id"]] = sum(reward["score"] * reward["weight"] for reward in given)
+                    client.reward_session(trace["id"], rewards[trace["id"]], group=trace["task"]["key"])
                 client.end_session(trace["id"])
     return rewards

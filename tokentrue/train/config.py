@@ -14,21 +14,15 @@ from tokentrue.errors import ConfigError
 from tokentrue.types import AtLeastOne, Count, Finite, NotNegative, Positive, Share, check_fields, is_temperature
 
 Baseline: TypeAlias = Literal["grpo", "grpo_batch", "dr_grpo", "rloo", "whitened", "whitened_groups", "none"]
-Schedule: TypeAlias = Literal["constant", "linear", "cosine"]
 RoutingReplay: TypeAlias = Literal["off", "experts", "weights"]
 LoggerName: TypeAlias = Literal["tensorboard", "wandb", "trackio"]
-Temperature: TypeAlias = Annotated[
-    float, Meta(ge=1e-30, le=1e30)
-]  # must divide logits; greedy rollouts have no gradient
-
-
-SMALL_PARAMETERS = 10_000_000
-SMALL_RATE, RATE = 2.5e-4, 1e-6
+# must divide logits; greedy rollouts have no gradient
+Temperature: TypeAlias = Annotated[float, Meta(ge=1e-30, le=1e30)]
 
 
 def default_learning_rate(num_parameters: int) -> float:
     """1e-6, as in TRL and verl; models below ten million parameters get what was tuned for the one that ships."""
-    return SMALL_RATE if num_parameters < SMALL_PARAMETERS else RATE
+    return 2.5e-4 if num_parameters < 10_000_000 else 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +34,7 @@ class OptimConfig:
     eps: Positive = 1e-8
     weight_decay: NotNegative = 0.0
     clip_norm: float = 1.0
-    schedule: Schedule = "constant"
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup: Count = 0
     final: Share = 0.1  # share of lr at the end of a decay
     # > 1: halves lr each time the smoothed response length exceeds so many times its reference; 0: never
@@ -83,8 +77,7 @@ class OverlongConfig:
         if self.max_tokens and not 0 < self.buffer <= self.max_tokens:
             raise ConfigError(
                 f"train.overlong: max_tokens {self.max_tokens} and buffer {self.buffer}: set max_tokens > 0 and a "
-                "buffer "
-                "in [1, max_tokens], or neither"
+                "buffer in [1, max_tokens], or neither"
             )
         if not self.max_tokens and (self.buffer or self.penalty != 1.0):
             key = "buffer" if self.buffer else "penalty"
@@ -142,9 +135,7 @@ class TrainConfig:
     micro_tokens: AtLeastOne = 4096
     lag: Count = 0
     exact: bool = True
-    drop_idle_rows: bool = (
-        True  # rows without advantage are trained on only where a penalty or entropy gives a gradient
-    )
+    drop_idle_rows: bool = True  # train on rows without advantage only where a penalty or entropy gives a gradient
     checkpoint_activations: bool = False  # layers keep their inputs alone and compute the rest again: less memory
     shuffle: bool = False  # deal sessions to minibatches in a seeded random order instead of group after group
     max_skipped_updates: Count = 3  # updates in a row whose gradient is not finite; one more stops the run
@@ -154,9 +145,7 @@ class TrainConfig:
     shard_checkpoint_gib: NotNegative = 8.0  # of weights; above it ranks write the optimiser's state in shards
     offline: bool = False  # samples of a file: their versions count the steps of another run
     max_idle_steps: Count = 3  # steps in a row without a row to train on; one more stops the run
-    peak_tflops: NotNegative = (
-        0.0  # of one device, in the dtype of the model; > 0: steps report model FLOPs utilisation
-    )
+    peak_tflops: NotNegative = 0.0  # of one device, in the model's dtype; > 0: report model FLOPs utilisation
     routing_replay: RoutingReplay = "experts"  # of samples that carry their routing: experts, and their weights too
     seed: int = 0
 
@@ -194,8 +183,7 @@ class EvaluationConfig:
 def learning_rate(optim: OptimConfig, update: int, total: int) -> float:
     """Of update number `update` (from 0) of `total`."""
     peak = optim.lr
-    if peak is None:
-        raise ConfigError("optim.lr: not resolved; see default_learning_rate")
+    assert peak is not None, "the trainer resolves it by the size of the model"
     if update < optim.warmup:
         return peak * (update + 1) / optim.warmup
     if optim.schedule == "constant":
