@@ -221,7 +221,7 @@ def test_only_renderers_encode_or_decode() -> None:
 
 def test_starts_without_torch() -> None:
     """One process each: an import must not find what another one loaded."""
-    modules = ("gateway", "turn", "samples", "cli.main", "app.training.settings")
+    modules = ("gateway", "turn", "samples", "cli.main", "app.training")
     for module in modules:
         code = f"import sys, tokentrue.{module}; print('torch' in sys.modules)"
         assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "False", module
