@@ -13,6 +13,7 @@ import gc
 import time
 import tracemalloc
 from array import array
+from dataclasses import replace
 from typing import Any
 
 from benchmarks import Report, main
@@ -31,7 +32,6 @@ def _tree(turns: int, tokens: int) -> tuple[Any, Any]:
     """A session of `turns` turns, a tenth of each turn's tokens given, the rest sampled; no engine, no tokenizer."""
     from tokentrue.ids import TokenIds
     from tokentrue.sessions import Node, SessionRecord, Tree
-    from tokentrue.sessions.tree import next_link
     from tokentrue.types import Finish, VersionSpan
 
     tree = Tree(template="sha256:bench", tokenizer="sha256:bench")
@@ -42,9 +42,6 @@ def _tree(turns: int, tokens: int) -> tuple[Any, Any]:
         sampled = TokenIds((i * 104_729 + turn) % 150_000 for i in range(tokens - given_count))
         logprobs = array("d", (-((i * 31 + turn) % 997) / 500 for i in range(len(sampled))))
         versions = (VersionSpan(start=0, end=len(sampled), version=turn // 10),)
-        link = next_link(
-            tree.link_before(parent), given_ids=given, sampled_ids=sampled, logprobs=logprobs, versions=versions
-        )
         node = Node(
             id=f"{turn:032x}",
             seq=turn,
@@ -58,12 +55,12 @@ def _tree(turns: int, tokens: int) -> tuple[Any, Any]:
             versions=versions,
             finish=Finish.STOP,
             served={"role": "assistant", "content": f"answer {turn}"},
-            chain=link,
+            chain=b"",
             prompt_length=(0 if parent is None else parent.length) + len(given),
             prompt_digest=tree.prompt_digest(parent, given),
         )
-        tree.add(node)
-        parent = node
+        parent = replace(node, chain=tree.link(node))
+        tree.add(parent)
     return tree, SessionRecord(id="bench")
 
 

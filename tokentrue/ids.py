@@ -24,8 +24,11 @@ if TYPE_CHECKING:
     import numpy as np
 
 _SIZE: Final = 4
-_SIGN_BYTE: Final = 3 if sys.byteorder == "little" else 0
+_SIGN_BYTE: Final = 3
 _SHOWN: Final = 8
+
+if sys.byteorder != "little":
+    raise ImportError("tokentrue needs a little-endian machine: ids are stored and hashed as they are in memory")
 
 
 class HashState(Protocol):
@@ -37,8 +40,8 @@ class HashState(Protocol):
 class TokenIds(Sequence[int]):
     """Immutable token ids. Build from any iterable of integers, or from stored bytes with `from_bytes`."""
 
-    __slots__ = ("_hash", "_view")
-    _view: memoryview  # read-only, format "i", over bytes
+    __slots__ = ("_hash", "view")
+    view: memoryview  # a read-only buffer of int32 over bytes, for numpy and torch without a copy
     _hash: HashState | None  # SHA-256 over the ids, once requested; concatenations continue from it
 
     def __new__(cls, ids: Iterable[int] = ()) -> TokenIds:
@@ -53,60 +56,46 @@ class TokenIds(Sequence[int]):
         """From little-endian int32 bytes, as `tobytes` returns them."""
         if len(data) % _SIZE:
             raise TokenContractError(f"{len(data)} bytes are not a whole number of token ids ({_SIZE} bytes each)")
-        if sys.byteorder == "big":
-            data = _swap_bytes(data)
         return cls._of(_view_of_bytes(data))
 
     @classmethod
     def concat(cls, parts: Iterable[TokenIds]) -> TokenIds:
         """Concatenates in one copy. If the SHA-256 state of the first part is known, only the others are hashed."""
-        parts = [part for part in parts if len(part._view)]
+        parts = [part for part in parts if len(part.view)]
         known = parts[0]._hash if parts else None
         if known is not None:
             known = known.copy()
             for part in parts[1:]:
-                known.update(part._little_endian())
-        return cls._of(_view_of_bytes(b"".join([part._view for part in parts])), known)
+                known.update(part.view)
+        return cls._of(_view_of_bytes(b"".join([part.view for part in parts])), known)
 
     @classmethod
     def _of(cls, view: memoryview, known: HashState | None = None) -> TokenIds:
         ids = object.__new__(cls)
-        object.__setattr__(ids, "_view", view)
+        object.__setattr__(ids, "view", view)
         object.__setattr__(ids, "_hash", known)
         return ids
 
-    @property
-    def view(self) -> memoryview:
-        """A read-only buffer of native int32, for numpy and torch, without a copy."""
-        return self._view
-
     def tobytes(self) -> bytes:
         """Little-endian int32."""
-        data = self._view.tobytes()
-        return data if sys.byteorder == "little" else _swap_bytes(data)
+        return self.view.tobytes()
 
     def tolist(self) -> list[int]:
-        return self._view.tolist()
+        return self.view.tolist()
 
     def sha256(self) -> bytes:
         """The digest of `tobytes()`, computed once."""
         known = self._hash
         if known is None:
-            known = sha256(self._little_endian())
+            known = sha256(self.view)
             object.__setattr__(self, "_hash", known)
         return known.digest()
 
-    def _little_endian(self) -> memoryview | bytes:
-        return self._view if sys.byteorder == "little" else self.tobytes()
-
     def startswith(self, prefix: Sequence[int]) -> bool:
-        """True if the first ids equal `prefix`."""
-        return _bytes_of(self._view).startswith(
-            prefix._view if isinstance(prefix, TokenIds) else TokenIds(prefix)._view
-        )
+        return _bytes_of(self.view).startswith(TokenIds(prefix).view)
 
     def __len__(self) -> int:
-        return len(self._view)
+        return len(self.view)
 
     @overload
     def __getitem__(self, index: int) -> int: ...
@@ -114,24 +103,24 @@ class TokenIds(Sequence[int]):
     def __getitem__(self, index: slice) -> TokenIds: ...
     def __getitem__(self, index: int | slice) -> int | TokenIds:
         if not isinstance(index, slice):
-            return self._view[index]
-        part = self._view[index]
+            return self.view[index]
+        part = self.view[index]
         return TokenIds._of(part if part.contiguous else _view_of_bytes(part.tobytes()))
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._view)
+        return iter(self.view)
 
     def __reversed__(self) -> Iterator[int]:
-        return iter(self._view[::-1].tolist())
+        return iter(self.view[::-1].tolist())
 
     def __contains__(self, value: object) -> bool:
-        return value in self._view.tolist()
+        return value in self.view.tolist()
 
     def index(self, value: int, start: int = 0, stop: int | None = None) -> int:
-        return self._view.tolist().index(value, start, len(self) if stop is None else stop)
+        return self.view.tolist().index(value, start, len(self) if stop is None else stop)
 
     def count(self, value: int) -> int:
-        return self._view.tolist().count(value)
+        return self.view.tolist().count(value)
 
     def __add__(self, other: Iterable[int]) -> TokenIds:
         return TokenIds.concat((self, TokenIds(other)))
@@ -143,18 +132,16 @@ class TokenIds(Sequence[int]):
         """Equal to a TokenIds with the same bytes, and to a tuple or list of the same integers."""
         if isinstance(other, TokenIds):
             # bytes compare by memcmp; two memoryviews would be compared item by item.
-            return self._view is other._view or (
-                len(self) == len(other) and _bytes_of(self._view).startswith(other._view)
-            )
+            return self.view is other.view or (len(self) == len(other) and self.startswith(other))
         if isinstance(other, (tuple, list)):
-            return len(self) == len(other) and self._view.tolist() == list(other)  # pyright: ignore[reportUnknownArgumentType]
+            return len(self) == len(other) and self.view.tolist() == list(other)  # pyright: ignore[reportUnknownArgumentType]
         return NotImplemented
 
     def __hash__(self) -> int:
-        return hash(_bytes_of(self._view))
+        return hash(_bytes_of(self.view))
 
     def __repr__(self) -> str:
-        shown = ", ".join(map(str, self._view[:_SHOWN]))
+        shown = ", ".join(map(str, self.view[:_SHOWN]))
         more = f", … {len(self)} ids" if len(self) > _SHOWN else ""
         return f"TokenIds([{shown}{more}])"
 
@@ -164,7 +151,7 @@ class TokenIds(Sequence[int]):
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         import numpy as np
 
-        array_ = np.frombuffer(self._view, dtype=np.int32)
+        array_ = np.frombuffer(self.view, dtype=np.int32)
         if dtype is not None and np.dtype(dtype) != array_.dtype:
             return array_.astype(dtype)
         return array_.copy() if copy else array_
@@ -195,12 +182,6 @@ def _bytes_of(view: memoryview) -> bytes:
     """The object itself if the view covers it whole, else a copy."""
     whole = view.obj
     return whole if isinstance(whole, bytes) and len(whole) == view.nbytes else view.tobytes()
-
-
-def _swap_bytes(data: bytes) -> bytes:
-    swapped = array("i", data)
-    swapped.byteswap()
-    return swapped.tobytes()
 
 
 EMPTY: Final = TokenIds()

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 import orjson
@@ -86,20 +86,16 @@ def check_depth(value: JsonValue, field: str, *, most: int = MAX_DEPTH) -> None:
 
 def _items_in(value: JsonValue) -> Iterable[JsonValue]:
     if isinstance(value, (list, tuple)):
-        return cast("Iterable[JsonValue]", value)
-    return cast("Mapping[Any, JsonValue]", value).values() if isinstance(value, (dict, Mapping)) else ()
+        return value
+    return value.values() if isinstance(value, (dict, Mapping)) else ()
 
 
 def _too_deep(field: str) -> MessageError:
     return MessageError(f"is nested deeper than {MAX_DEPTH} levels", field=field)
 
 
-def freeze(value: JsonValue, field: str) -> JsonValue:
+def freeze(value: JsonValue, field: str, levels: int = MAX_DEPTH) -> JsonValue:
     """A copy of plain dicts, lists, strings and numbers: later changes by the caller do not affect it."""
-    return _copy(value, field, MAX_DEPTH)
-
-
-def _copy(value: JsonValue, field: str, levels: int) -> JsonValue:
     if value is None or isinstance(value, (str, bool, int)):
         return value
     if isinstance(value, float):
@@ -109,13 +105,13 @@ def _copy(value: JsonValue, field: str, levels: int) -> JsonValue:
     if levels == 0 and isinstance(value, (dict, list, tuple, Mapping)):
         raise _too_deep(field)
     if isinstance(value, (list, tuple)):
-        return [_copy(item, field, levels - 1) for item in cast("list[JsonValue]", value)]
+        return [freeze(item, field, levels - 1) for item in value]
     if isinstance(value, (dict, Mapping)):
-        items = cast("Mapping[Any, JsonValue]", value)
+        items = value
         for key in items:
             if not isinstance(key, str):
                 raise MessageError(f"an object's keys must be strings, got {key!r}", field=field)
-        return {key: item if type(item) is str else _copy(item, field, levels - 1) for key, item in items.items()}
+        return {key: item if type(item) is str else freeze(item, field, levels - 1) for key, item in items.items()}
     raise MessageError(f"must be a JSON value; {type(value).__name__} is none", field=field)
 
 

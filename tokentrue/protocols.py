@@ -192,7 +192,7 @@ class Tokenizing(Protocol):
         ...
 
 
-class EngineControl(Provider, Measured, Protocol):
+class EngineControl(Provider, Measured, WeightSink, Protocol):
     """What a gateway calls on its engines besides generating."""
 
     def pause(self) -> None:
@@ -204,8 +204,6 @@ class EngineControl(Provider, Measured, Protocol):
     async def interrupt(self) -> int:
         """Pauses, and aborts running generations if an engine needs that; they continue after `resume`."""
         ...
-
-    async def publish(self, weights: Iterable[tuple[str, Any]], *, version: int) -> None: ...
 
     def watch(self) -> None:
         """Starts periodic health checks."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from math import prod
 
 from tokentrue.errors import TokenContractError
 from tokentrue.ids import EMPTY, TokenIds
@@ -35,7 +36,7 @@ class RoutedExperts:
     weights: bytes | None = None
 
     def __post_init__(self) -> None:
-        count = self.shape[0] * self.shape[1] * self.shape[2]
+        count = prod(self.shape)
         if len(self.data) != 2 * count:
             raise TokenContractError(f"routed experts: {len(self.data)} bytes do not make int16 of shape {self.shape}")
         if self.weights is not None and len(self.weights) != 4 * count:
@@ -51,12 +52,14 @@ class RoutedExperts:
 
     def cut(self, start: int, end: int) -> RoutedExperts:
         """The known rows of positions `[start, end)`."""
-        first, last = max(start, self.start), min(end, self.end)
-        rows, width = slice(first - self.start, max(first, last) - self.start), self.shape[1] * self.shape[2]
-        kept = max(0, last - first)
-        weights = None if self.weights is None else self.weights[4 * width * rows.start : 4 * width * rows.stop]
-        data = self.data[2 * width * rows.start : 2 * width * rows.stop]
-        return RoutedExperts(shape=(kept, *self.shape[1:]), data=data, start=first, weights=weights)
+        _, layers, top_k = self.shape
+        first = max(start, self.start)
+        count = max(0, min(end, self.end) - first)
+        at, stop = (first - self.start) * layers * top_k, (first - self.start + count) * layers * top_k
+        weights = None if self.weights is None else self.weights[4 * at : 4 * stop]
+        return RoutedExperts(
+            shape=(count, layers, top_k), data=self.data[2 * at : 2 * stop], start=first, weights=weights
+        )
 
     def known(self) -> list[bool]:
         """For each row, whether the engine reported it."""
@@ -109,9 +112,7 @@ class SamplingMask:
 
     @classmethod
     def from_rows(cls, rows: Sequence[Sequence[int]]) -> SamplingMask:
-        offsets = [0]
-        for row in rows:
-            offsets.append(offsets[-1] + len(row))
+        offsets = accumulate(map(len, rows), initial=0)
         return cls(token_ids=TokenIds(i for row in rows for i in row), offsets=TokenIds(offsets))
 
     def __len__(self) -> int:
@@ -131,11 +132,8 @@ class SamplingMask:
 
     def first_missing(self, sampled_ids: Sequence[int]) -> int | None:
         """The first sampled token that is missing from its non-empty row; None if there is none."""
-        for index, token in enumerate(sampled_ids):
-            row = self.row(index)
-            if row and token not in row:
-                return index
-        return None
+        rows = enumerate(zip(sampled_ids, self.rows(), strict=False))
+        return next((index for index, (token, row) in rows if row and token not in row), None)
 
 
 def join_masks(parts: Sequence[SamplingMask]) -> SamplingMask:

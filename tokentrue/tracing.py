@@ -8,11 +8,10 @@ text.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Coroutine, Generator, Iterable
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -65,22 +64,17 @@ def _span(name: str, **settings: Any) -> Generator[None, None, None]:
             raise
 
 
-def traced(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    def decorate(function: Callable[P, T]) -> Callable[P, T]:
-        async def run(*args: Any, **kwargs: Any) -> Any:
-            with _span(name):
-                return await cast("Any", function)(*args, **kwargs)
+def traced(name: str) -> Callable[[Callable[P, Coroutine[Any, Any, T]]], Callable[P, Coroutine[Any, Any, T]]]:
+    """Decorates a coroutine function."""
 
-        is_coroutine = inspect.iscoroutinefunction(function)
+    def decorate(function: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Coroutine[Any, Any, T]]:
+        async def run(*args: P.args, **kwargs: P.kwargs) -> T:
+            with _span(name):
+                return await function(*args, **kwargs)
 
         @wraps(function)
-        def call(*args: P.args, **kwargs: P.kwargs) -> T:
-            if _Tracing.tracer is None:
-                return function(*args, **kwargs)
-            if is_coroutine:
-                return cast("T", run(*args, **kwargs))
-            with _span(name):
-                return function(*args, **kwargs)
+        def call(*args: P.args, **kwargs: P.kwargs) -> Coroutine[Any, Any, T]:
+            return (function if _Tracing.tracer is None else run)(*args, **kwargs)
 
         return call
 

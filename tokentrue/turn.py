@@ -24,13 +24,14 @@ import asyncio
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from secrets import token_hex
 from typing import Any, Literal
 
-from tokentrue.conversation import Conversation, Conversations
+from msgspec import structs
+
+from tokentrue.conversation import Conversations
 from tokentrue.errors import ConfigError, KeyConflict, SessionConflict
 from tokentrue.json_types import JsonMapping
 from tokentrue.plain_json import freeze
@@ -39,26 +40,22 @@ from tokentrue.samples import Assembly, assemble, coverage_of
 from tokentrue.sessions.client import InProcessClient
 from tokentrue.sessions.journal import Journal, Rewards, SessionRecord, copy_metadata, read_reward
 from tokentrue.sessions.journal.journal import tree_from_rows
+from tokentrue.sessions.journal.rows import row_from_node
 from tokentrue.sessions.limits import SessionLimits
-from tokentrue.sessions.matching.matcher import Matcher
-from tokentrue.sessions.singleflight import InFlightTurn, SingleFlight, mark_from_record, run_to_completion
-from tokentrue.sessions.stages.commits import (
-    PinnedSampling,
-    PreparedTurn,
+from tokentrue.sessions.matching import Matcher
+from tokentrue.sessions.singleflight import InFlightTurn, SingleFlight, run_to_completion
+from tokentrue.sessions.stages.commits import replies_from_record, reply_from_node, reserve_nodes
+from tokentrue.sessions.stages.generation import Choice, deltas_from_message, generate_all
+from tokentrue.sessions.stages.pinning import PinnedPrompts, check_pin
+from tokentrue.sessions.stages.prompts import Prompt, build_prompt
+from tokentrue.sessions.stages.requests import (
+    check_pinned,
     check_truthful,
-    format_identity,
     identify_request,
     is_same_request,
-    replies_from_record,
-    reply_from_node,
-    reserve_nodes,
     resolve_sampling,
-    rows_from_nodes,
 )
-from tokentrue.sessions.stages.generation import Choice, Draft, deltas_from_message, generate_all
-from tokentrue.sessions.stages.pinning import PinnedPrompts, check_pin
-from tokentrue.sessions.stages.prompts import build_prompt
-from tokentrue.sessions.tree import Node, Outcome, Tree, TurnKey
+from tokentrue.sessions.tree import Node, Outcome, Tree
 from tokentrue.tracing import traced
 from tokentrue.types import (
     Coverage,
@@ -78,21 +75,21 @@ History = Literal["keep", "template"]
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
+class NewTurn:
     """The first request for its turn."""
 
     turn: InFlightTurn
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
+class JoinedTurn:
     """A request equal to one in flight: it waits for the same turn."""
 
     turn: InFlightTurn
 
 
 @dataclass(frozen=True, slots=True)
-class Recorded:
+class RecordedTurn:
     """A request whose key was answered before, by `nodes`."""
 
     nodes: Sequence[Node]
@@ -124,10 +121,6 @@ class Session:
     ) -> None:
         self.renderer, self.provider, self.journal = renderer, provider, journal
         self.limits = limits or SessionLimits()
-        # Open a recorded session whatever it pinned; values that are refused now are refused at its next turn.
-        self._pinned_sampling = (
-            PinnedSampling.of(sampling) if _record is None else PinnedSampling(values=_record.sampling)
-        )
         follows = renderer.history
         if history not in (None, follows):
             raise ConfigError(
@@ -137,7 +130,7 @@ class Session:
             id=session_id or uuid.uuid4().hex,
             group=group,
             metadata=copy_metadata(metadata),
-            sampling=self._pinned_sampling.values,
+            sampling=check_pinned(sampling),
             history=follows,
             training=training,
             pin=check_pin(pin),
@@ -151,16 +144,14 @@ class Session:
         self.counters: Counter[str] = Counter(
             f"edge:{node.edge_reason}" for node in self.tree.nodes.values() if node.edge_reason
         )
-        self._recorded_tokens = sum(len(node.given_ids) + len(node.sampled_ids) for node in self.tree.nodes.values())
+        self.recorded_tokens = sum(map(count_tokens, self.tree.nodes.values()))
         self.conversations = Conversations(self.limits.conversation_bytes)  # of the last requests
         self._matcher = Matcher(self.tree, renderer)
         self._pinned_prompts = PinnedPrompts(self.record.pin, self.tree)
         self._single_flight = SingleFlight()
-        self._turns_in_flight: Counter[TurnKey] = Counter()
         self._is_ending = False
         self._created = journal.create(self.record) if journal is not None and _record is None else None
-        # Claim a new session only once it is in the journal: a taken id must not revoke the session that has
-        # it.
+        # Claim a new session only once it is in the journal: a taken id must not revoke the session that has it.
         self._claim = None
         if journal is not None and self._created is None:
             self._claim = journal.claim(self.record.id, self._single_flight, _fencing_token)
@@ -198,11 +189,6 @@ class Session:
     def id(self) -> str:
         return self.record.id
 
-    @property
-    def recorded_tokens(self) -> int:
-        """Given and sampled tokens, each counted once."""
-        return self._recorded_tokens
-
     async def wait_created(self) -> None:
         """Returns when the session is in the journal."""
         created = self._created
@@ -234,7 +220,7 @@ class Session:
         several samples. Returns the recorded replies if the request key was answered before; generates a failed or
         cancelled turn again."""
         found = self._start_or_join(request, streamed=False)
-        return await found.turn.wait() if isinstance(found, Started) else await self._wait_or_read(found)
+        return await found.turn.wait() if isinstance(found, NewTurn) else await self._wait_or_read(found)
 
     async def stream(self, request: TurnRequest) -> AsyncGenerator[TurnEvent, None]:
         """Events as tokens are sampled. A request that joins a turn in flight, or repeats a recorded one, gets the
@@ -249,47 +235,41 @@ class Session:
         """`stream`, with events that are ready together in one list. The turn starts at once: the iterator must be
         read."""
         found = self._start_or_join(request, streamed=True)
-        return found.turn.events() if isinstance(found, Started) else self._stream_again(found)
+        return found.turn.events() if isinstance(found, NewTurn) else self._stream_again(found)
 
-    async def _stream_again(self, found: Joined | Recorded) -> AsyncGenerator[list[TurnEvent], None]:
+    async def _stream_again(self, found: JoinedTurn | RecordedTurn) -> AsyncGenerator[list[TurnEvent], None]:
         for index, reply in enumerate(await self._wait_or_read(found)):
-            deltas = [
-                TurnEvent(index=index, node_id=reply.node, delta=each) for each in deltas_from_message(reply.message)
-            ]
-            yield [
-                TurnEvent(index=index, node_id=reply.node),
-                *deltas,
-                TurnEvent(index=index, node_id=reply.node, reply=reply),
-            ]
+            named = TurnEvent(index=index, node_id=reply.node)
+            deltas = [structs.replace(named, delta=delta) for delta in deltas_from_message(reply.message)]
+            yield [named, *deltas, structs.replace(named, reply=reply)]
 
-    async def _wait_or_read(self, found: Joined | Recorded) -> tuple[Reply, ...]:
-        if isinstance(found, Joined):
-            return mark_from_record(await found.turn.wait())
+    async def _wait_or_read(self, found: JoinedTurn | RecordedTurn) -> tuple[Reply, ...]:
+        if isinstance(found, JoinedTurn):  # nothing was added to the record for this caller
+            return tuple(replace(reply, from_record=True) for reply in await found.turn.wait())
         return await replies_from_record(found.nodes, tree=self.tree, renderer=self.renderer)
 
-    def _start_or_join(self, request: TurnRequest, *, streamed: bool) -> Started | Joined | Recorded:
+    def _start_or_join(self, request: TurnRequest, *, streamed: bool) -> NewTurn | JoinedTurn | RecordedTurn:
         self.check_open()
         request = replace(request, template_kwargs=freeze(request.template_kwargs, "template_kwargs"))
         conversation = self.conversations.read(request.messages, request.tools)
         pinned = self._pinned_prompts.apply(conversation, retried=self._find_prompt(request))
-        conversation = pinned.conversation
         sampling = resolve_sampling(
-            request.sampling, self._pinned_sampling, renderer=self.renderer, training=self.record.training
+            request.sampling, self.record.sampling, renderer=self.renderer, training=self.record.training
         )
-        identity = identify_request(request, conversation, sampling)
+        identity = identify_request(request, pinned.conversation, sampling)
         if request.request_key is not None and (recorded := self._find_recorded(request.request_key, identity)):
-            return Recorded(recorded)
+            return RecordedTurn(recorded)
         if (turn := self._single_flight.find(identity)) is not None:
             self.counters["joined"] += 1
             turn.add_caller(request.request_key)
-            return Joined(turn)
+            return JoinedTurn(turn)
         self.limits.check_turn(
-            n=request.n, nodes=len(self.tree), tokens=self._recorded_tokens, in_flight=len(self._single_flight)
+            n=request.n, nodes=len(self.tree), tokens=self.recorded_tokens, in_flight=len(self._single_flight)
         )
-        turn = InFlightTurn(identity, streamed=streamed, pinned=pinned)
-        self._single_flight.start(turn, self._run_turn(turn, request, conversation, sampling))
+        turn = InFlightTurn(identity, request, sampling, pinned, streamed=streamed)
+        self._single_flight.start(turn, self._run_turn(turn))
         turn.add_caller(request.request_key)
-        return Started(turn)
+        return NewTurn(turn)
 
     def _find_prompt(self, request: TurnRequest) -> tuple[Message, ...]:
         if request.request_key is None:
@@ -318,123 +298,92 @@ class Session:
         if self._claim is not None:
             self._claim.check()
 
-    async def _run_turn(
-        self, turn: InFlightTurn, request: TurnRequest, conversation: Conversation, sampling: Sampling
-    ) -> tuple[Reply, ...]:
+    async def _run_turn(self, turn: InFlightTurn) -> tuple[Reply, ...]:
         await self.wait_created()
         if self.record.training:
-            await check_truthful(sampling, self.provider)
-        resolution = await self._matcher.resolve(conversation, self._turns_in_flight, named=request.continues)
-        started = self.tree.committed_seq
-        self._turns_in_flight[resolution.turn_key] += 1
+            await check_truthful(turn.sampling, self.provider)
+        request, conversation = turn.request, turn.conversation
+        resolution = await self._matcher.resolve(conversation, named=request.continues)
+        self._matcher.pending.append(resolution.turn_key)
         try:
             prompt = await build_prompt(
-                resolution,
-                conversation.tools,
-                request.template_kwargs,
-                renderer=self.renderer,
-                tree=self.tree,
-                limits=self.limits,
-                in_flight=self._turns_in_flight,
+                resolution, conversation.tools, request.template_kwargs, self._matcher, self.limits
             )
             self.limits.check_prompt(len(prompt.ids))
-            prepared = PreparedTurn(
-                request=request,
-                tools=conversation.tools,
-                prompt=prompt,
-                sampling=sampling,
-                started=started,
-                identity=format_identity(turn.identity),
-                request_keys=turn.request_keys,
-                replaced=turn.pinned.replaced,
-            )
-            drafts = await self._generate(turn, prepared)
+            choices = await self._generate(turn, prompt)
             turn.is_complete = True
-            replies = await self._commit(drafts, prepared)
+            replies = await self._commit(choices, turn, prompt)
             await self._close_turn(turn, [reply.node for reply in replies])
         except BaseException as error:
             cancelled = isinstance(error, asyncio.CancelledError)
             self.counters["cancelled" if cancelled else f"failed:{getattr(error, 'code', 'error')}"] += 1
             raise
         finally:
-            self._turns_in_flight[resolution.turn_key] -= 1
-            if not self._turns_in_flight[resolution.turn_key]:
-                del self._turns_in_flight[resolution.turn_key]
+            self._matcher.pending.remove(resolution.turn_key)
         if turn.streamed:
             for index, reply in enumerate(replies):
                 turn.emit(TurnEvent(index=index, node_id=reply.node, reply=reply))
         return replies
 
-    async def _generate(self, turn: InFlightTurn, prepared: PreparedTurn) -> list[Draft]:
+    async def _generate(self, turn: InFlightTurn, prompt: Prompt) -> list[Choice]:
         """If a choice fails or the turn is cancelled, all choices end and the received tokens are committed."""
-        choices = [
-            Choice(
-                index=index,
-                node_id=token_hex(16),
-                prompt=prepared.prompt,
-                tools=prepared.tools,
-                sampling=prepared.sampling,
-                renderer=self.renderer,
-                emit=turn.emit if turn.streamed else None,
-            )
-            for index in range(prepared.request.n)
-        ]
+        choices = [Choice(index, turn, prompt.ids, self.renderer) for index in range(turn.request.n)]
         try:
             await generate_all(choices, self.provider, self.id)
-            return [await choice.parse() for choice in choices]
+            for choice in choices:
+                await choice.parse()
         except BaseException as error:
-            outcome: Outcome = (
-                turn.outcome_if_cancelled if isinstance(error, asyncio.CancelledError) else "engine_failed"
-            )
-            await run_to_completion(self._commit_partial(choices, prepared, outcome))
+            is_cancelled = isinstance(error, asyncio.CancelledError)
+            outcome: Outcome = turn.outcome_if_cancelled if is_cancelled else "engine_failed"
+            await run_to_completion(self._commit_partial(choices, turn, prompt, outcome))
             raise
+        return choices
 
-    async def _commit_partial(self, choices: Sequence[Choice], prepared: PreparedTurn, outcome: Outcome) -> None:
-        partial = [await choice.parse_partial(outcome) for choice in choices]
-        await self._commit([draft for draft in partial if draft is not None], prepared)
+    async def _commit_partial(
+        self, choices: Sequence[Choice], turn: InFlightTurn, prompt: Prompt, outcome: Outcome
+    ) -> None:
+        await self._commit([choice for choice in choices if await choice.parse_partial(outcome)], turn, prompt)
 
     @traced("commit")
-    async def _commit(self, drafts: Sequence[Draft], prepared: PreparedTurn) -> tuple[Reply, ...]:
+    async def _commit(self, choices: Sequence[Choice], turn: InFlightTurn, prompt: Prompt) -> tuple[Reply, ...]:
         """Writes all or nothing: the journal first, then the tree. A complete turn can no longer be cancelled."""
         # If the journal fails, the tree is unchanged and the callers get the error. The write may still have happened,
-        # so `SessionRegistry.pin` drops the session, and the next request reads it from the journal.
-        nodes = reserve_nodes(drafts, prepared, self.tree)
+        # so `SessionRegistry.keep_loaded` drops the session, and the next request reads it from the journal.
+        nodes, parent = reserve_nodes(choices, turn, prompt, self.tree), prompt.resolution.parent
         try:
-            await self._append(nodes, prepared.prompt.parent)
+            if self.journal is not None and nodes:
+                rows = [row_from_node(node, parent) for node in nodes]
+                await self.journal.append_nodes(self.id, rows, self._claim)
+            for node in nodes:
+                self._add_node(node)
         finally:
             self.tree.release(nodes)
         return tuple(
-            reply_from_node(node, draft.parsed, draft.completion) for node, draft in zip(nodes, drafts, strict=True)
+            reply_from_node(node, choice.parsed, choice.completion) for node, choice in zip(nodes, choices, strict=True)
         )
+
+    def _add_node(self, node: Node) -> None:
+        self.tree.add(node)
+        self._matcher.index.add(node)
+        self._pinned_prompts.add(node)
+        self.recorded_tokens += count_tokens(node)
+        self.revision += 1
+        if node.edge_reason:
+            self.counters[f"edge:{node.edge_reason}"] += 1
+        if node.outcome != "served":
+            self.counters[node.outcome] += 1
 
     async def _close_turn(self, turn: InFlightTurn, node_ids: Sequence[str]) -> None:
         """Records the keys that joined during the commit, then removes the turn so that it cannot be joined."""
         # A crash before this loses only the late keys: their retries are generated again.
         while late := [key for key in turn.request_keys if key not in self.tree.nodes_by_key]:
-            await self._record_late_keys(late, node_ids)
+            await run_to_completion(self._record_late_keys(dict.fromkeys(late, node_ids)))
         self._single_flight.remove(turn)
 
-    async def _record_late_keys(self, keys: Sequence[str], node_ids: Sequence[str]) -> None:
-        added = dict.fromkeys(keys, node_ids)
-        await run_to_completion(
-            self._update_record(lambda record: replace(record, late_keys={**record.late_keys, **added}))
-        )
-        for key in keys:
+    async def _record_late_keys(self, added: Mapping[str, Sequence[str]]) -> None:
+        await self._update_record(lambda record: replace(record, late_keys={**record.late_keys, **added}))
+        for key, node_ids in added.items():
             self.tree.add_key(key, node_ids)
-
-    async def _append(self, nodes: Sequence[Node], parent: Node | None) -> None:
-        if self.journal is not None and nodes:
-            await self.journal.append_nodes(self.id, rows_from_nodes(nodes, parent), self._claim)
-        for node in nodes:
-            self.tree.add(node)
-            self._matcher.add(node)
-            self._pinned_prompts.add(node)
-            self._recorded_tokens += len(node.given_ids) + len(node.sampled_ids)
-            self.revision += 1
-            if node.edge_reason:
-                self.counters[f"edge:{node.edge_reason}"] += 1
-            if node.outcome != "served":
-                self.counters[node.outcome] += 1
 
     # Samples, rewards and the end.
     def samples(
@@ -506,6 +455,10 @@ class Session:
             change(self.record) if self.journal is None else await self.journal.update(self.id, change, self._claim)
         )
         self.revision += 1
+
+
+def count_tokens(node: Node) -> int:
+    return len(node.given_ids) + len(node.sampled_ids)
 
 
 async def rollout(agent: Callable[[InProcessClient, Any], Awaitable[Any]], task: Any, session: Session) -> Sample:

@@ -9,9 +9,8 @@ None), `reasoning_content`, `tool_calls[].{id,function.{name,arguments}}`, `tool
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cache
@@ -19,7 +18,7 @@ from math import isnan
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeAlias, TypeGuard, Union, cast, get_args, get_origin, get_type_hints
 
-from msgspec import Meta
+from msgspec import Meta, Struct
 
 from tokentrue.errors import ConfigError, InputError, SamplingError, TokenContractError
 from tokentrue.ids import TokenIds
@@ -95,24 +94,20 @@ PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 FILTERS = frozenset({*TRUNCATIONS, *PENALTIES})
 """All settings that make the sampled distribution differ from softmax(logits / temperature)."""
 
-_NUMBERS = ("temperature", "top_p", "min_p", *PENALTIES)
-_SAMPLING_TYPES: tuple[tuple[str, Any, str], ...] = (
-    *((name, (float, int), "a number") for name in _NUMBERS),
-    *((name, (int,), "a whole number") for name in ("top_k", "top_logprobs")),
-    *((name, (int, type(None)), "a whole number or None") for name in ("max_tokens", "seed")),
-    ("extra", (dict, Mapping), "an object"),
-)
-_SAMPLING_RULES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "temperature": (is_temperature, "0, or from 1e-30 to 1e30"),
-    "top_p": (lambda value: 0 < value <= 1, "in (0, 1]"),
-    "top_k": (lambda value: 0 <= value <= MAX_INT32, "from 0 (off) to 2^31 - 1"),
-    "min_p": (lambda value: 0 <= value < 1, "in [0, 1)"),
-    "max_tokens": (lambda value: value is None or 0 < value <= MAX_INT32, "from 1 to 2^31 - 1"),
-    "seed": (lambda value: value is None or is_seed(value), "a signed 64-bit integer"),
-    "presence_penalty": (lambda value: abs(value) <= 1e30, "from -1e30 to 1e30"),
-    "frequency_penalty": (lambda value: abs(value) <= 1e30, "from -1e30 to 1e30"),
-    "repetition_penalty": (lambda value: 0 < value <= 1e30, "> 0, and at most 1e30"),
-    "top_logprobs": (lambda value: 0 <= value <= MAX_INT32, "from 0 to 2^31 - 1"),
+_NUMBER, _WHOLE = ((float, int), "a number"), ((int,), "a whole number")
+_WHOLE_OR_NONE = ((int, type(None)), "a whole number or None")
+_SAMPLING_RULES: Mapping[str, tuple[tuple[Any, str], Callable[[Any], bool], str]] = {
+    "temperature": (_NUMBER, is_temperature, "0, or from 1e-30 to 1e30"),
+    "top_p": (_NUMBER, lambda value: 0 < value <= 1, "in (0, 1]"),
+    "top_k": (_WHOLE, lambda value: 0 <= value <= MAX_INT32, "from 0 (off) to 2^31 - 1"),
+    "min_p": (_NUMBER, lambda value: 0 <= value < 1, "in [0, 1)"),
+    "max_tokens": (_WHOLE_OR_NONE, lambda value: value is None or 0 < value <= MAX_INT32, "from 1 to 2^31 - 1"),
+    "seed": (_WHOLE_OR_NONE, lambda value: value is None or is_seed(value), "a signed 64-bit integer"),
+    "presence_penalty": (_NUMBER, lambda value: abs(value) <= 1e30, "from -1e30 to 1e30"),
+    "frequency_penalty": (_NUMBER, lambda value: abs(value) <= 1e30, "from -1e30 to 1e30"),
+    "repetition_penalty": (_NUMBER, lambda value: 0 < value <= 1e30, "> 0, and at most 1e30"),
+    "top_logprobs": (_WHOLE, lambda value: 0 <= value <= MAX_INT32, "from 0 to 2^31 - 1"),
+    "extra": (((dict, Mapping), "an object"), lambda value: True, ""),
 }
 
 
@@ -138,20 +133,19 @@ class Sampling:
 
     def __post_init__(self) -> None:
         self._check_types()
-        for name, (holds, rule) in _SAMPLING_RULES.items():
+        for name, (kind, holds, rule) in _SAMPLING_RULES.items():
             value = getattr(self, name)
             if not holds(value):
                 raise SamplingError(f"{name} must be {rule}, got {_show(value)}")
+            # 10**20 is a valid temperature, but not an integer that a request's JSON can hold.
+            if kind is _NUMBER and isinstance(value, int) and abs(value) > MAX_INT64:
+                object.__setattr__(self, name, float(value))
         for token in self.stop_token_ids:
             if not 0 <= token <= MAX_INT32:
                 raise SamplingError(f"stop_token_ids must be from 0 to 2^31 - 1, got {_show(token)}")
-        for name in _NUMBERS:  # 10**20 is a valid temperature, but not an integer that a request's JSON can hold
-            value = getattr(self, name)
-            if isinstance(value, int) and abs(value) > MAX_INT64:
-                object.__setattr__(self, name, float(value))
 
     def _check_types(self) -> None:
-        for name, kinds, word in _SAMPLING_TYPES:
+        for name, ((kinds, word), _, _) in _SAMPLING_RULES.items():
             value = getattr(self, name)
             if type(value) not in kinds and (isinstance(value, bool) or not isinstance(value, kinds)):
                 raise SamplingError(f"{name} must be {word}, got {value!r}")
@@ -177,11 +171,8 @@ _FILTERS_AT_REST = {name: getattr(Sampling(), name) for name in (*TRUNCATIONS, *
 
 def _show(value: object) -> str:
     # Python refuses to print integers of more than 4,300 digits.
-    return (
-        f"an integer of {value.bit_length()} bits"
-        if isinstance(value, int) and value.bit_length() > 128
-        else repr(value)
-    )
+    bits = value.bit_length() if isinstance(value, int) else 0
+    return f"an integer of {bits} bits" if bits > 128 else repr(value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,13 +209,9 @@ class Completion:
     prompt_tokens: int | None = None
     stopped_by: int | str | None = None
     top_logprobs: tuple[Mapping[int, float], ...] | None = None
-    raw_logprobs: tuple[float, ...] | None = (
-        None  # of softmax(logits / temperature) before filters, if the engine reports them
-    )
+    raw_logprobs: tuple[float, ...] | None = None  # of softmax(logits / temperature), before filters, if reported
     routed_experts: RoutedExperts | None = None  # rows for positions of prompt and sampled ids, up to the last input
-    sampling_mask: SamplingMask | None = (
-        None  # one row per sampled token, if filters removed ids and the engine reports the kept ones
-    )
+    sampling_mask: SamplingMask | None = None  # one row per sampled token, if filters removed ids and it is reported
     fingerprint: str | None = None  # of the exact engine's numerics
     prompt_logprobs: tuple[float, ...] | None = None  # of prompt_ids[1:], if requested and supported
     prompt_digest: bytes | None = None  # sha256 of the prompt ids, computed where the request to the engine was built
@@ -368,8 +355,7 @@ class Parsed:
     reasoning_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Delta:
+class Delta(Struct, frozen=True, kw_only=True, gc=False):
     """What one streamed piece adds to the message. `call` is the index of the tool call that `call_id`/`name` open
     or `arguments` (JSON text) continue."""
 
@@ -430,8 +416,7 @@ class Reply:
         return self.from_record
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TurnEvent:
+class TurnEvent(Struct, frozen=True, kw_only=True, gc=False):
     """The first event of each choice names its node, the last carries the committed reply."""
 
     index: int = 0  # which of n choices
@@ -564,16 +549,12 @@ def check_fields(record: object, owner: str) -> None:
 
 @cache
 def _checked_fields(kind: type[Any]) -> list[tuple[str, tuple[Any, ...]]]:
-    return list(_list_checked_fields(kind))
-
-
-def _list_checked_fields(kind: type[Any]) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    hints = get_type_hints(kind, include_extras=True)
-    for one in dataclasses.fields(kind):
-        hint = hints[one.name]
+    found: list[tuple[str, tuple[Any, ...]]] = []
+    for name, hint in get_type_hints(kind, include_extras=True).items():
         options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
         if any(get_origin(option) in (Literal, Annotated) for option in options):
-            yield one.name, options
+            found.append((name, options))
+    return found
 
 
 def _check_number(key: str, value: object, bounds: Meta) -> None:

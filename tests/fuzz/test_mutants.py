@@ -45,18 +45,18 @@ MUTANTS = (
         changes=[
             (
                 "turn.py",
-                "        resolution = await self._matcher.resolve(conversation, self._turns_in_flight, named=request.continues)\n",
-                "        resolution = await self._matcher.resolve(conversation, self._turns_in_flight, named=request.continues)\n"
+                "        resolution = await self._matcher.resolve(conversation, named=request.continues)\n",
+                "        resolution = await self._matcher.resolve(conversation, named=request.continues)\n"
                 '        remembered = self.__dict__.setdefault("_remembered", {})\n'
                 "        older = remembered.get(repr(request.sampling))\n"
-                '        if older is not None and hasattr(resolution, "node") and older in self.tree.path(resolution.node)[:-1]:\n'
+                "        if older is not None and older in self.tree.path(resolution.parent)[:-1]:\n"
                 "            later = tuple(conversation[len(self.tree.messages(older)) :])\n"
-                "            resolution = replace(resolution, node=older, tail=later)\n",
+                "            resolution = replace(resolution, parent=older, given=later)\n",
             ),
             (
                 "turn.py",
-                "            replies = await self._commit(drafts, prepared)\n",
-                "            replies = await self._commit(drafts, prepared)\n"
+                "            replies = await self._commit(choices, turn, prompt)\n",
+                "            replies = await self._commit(choices, turn, prompt)\n"
                 "            remembered[repr(request.sampling)] = self.tree.get(replies[0].node)\n",
             ),
         ],
@@ -66,7 +66,7 @@ MUTANTS = (
         name="among siblings the newest is taken, however well another fits",
         changes=[
             (
-                "sessions/matching/matcher.py",
+                "sessions/matching.py",
                 "        equal = [(node, fit) for node, fit in fits if fit.num_changes == best]\n",
                 "        equal = [(node, fit) for node, fit in fits if fit.num_changes >= best]\n",
             )
@@ -77,7 +77,7 @@ MUTANTS = (
         name="a return to recorded tools begins a new root",
         changes=[
             (
-                "sessions/matching/matcher.py",
+                "sessions/matching.py",
                 "            nodes = [node for node in nodes if self._may_have_same_tools(node)]\n",
                 "            nodes = []\n",
             )
@@ -89,7 +89,7 @@ MUTANTS = (
         changes=[
             (
                 "conversation/reading.py",
-                "        return digest(self.message_digests, self.tools_digest)\n",
+                '        return digest(b"".join(read.digest for read in self.facts), self.tools_digest)\n',
                 "        return digest(self.keys[-1], self.tools_digest)\n",
             )
         ],
@@ -100,8 +100,8 @@ MUTANTS = (
         changes=[
             (
                 "turn.py",
-                "for draft in partial if draft is not None]",
-                'for draft in partial if draft and outcome != "engine_failed"]',
+                "if await choice.parse_partial(outcome)]",
+                'if await choice.parse_partial(outcome) and outcome != "engine_failed"]',
             ),
         ],
         rules=["every sampled token is in the record"],
@@ -111,8 +111,8 @@ MUTANTS = (
         changes=[
             (
                 "turn.py",
-                "for draft in partial if draft is not None]",
-                'for draft in partial if draft and outcome != "deleted"]',
+                "if await choice.parse_partial(outcome)]",
+                'if await choice.parse_partial(outcome) and outcome != "deleted"]',
             ),
         ],
         rules=["every sampled token is in the record"],

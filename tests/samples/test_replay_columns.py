@@ -27,7 +27,7 @@ from tokentrue.routing_replay import (
 )
 from tokentrue.samples import read_samples, write_samples
 from tokentrue.samples.formats import FORMATS
-from tokentrue.sessions.journal.rows import body_from_node, node_from_row, pack_replay, row_from_body, unpack_replay
+from tokentrue.sessions.journal.rows import node_from_row, pack_replay, row_from_node, unpack_replay
 from tokentrue.types import Completion, Finish, Sample
 
 
@@ -114,13 +114,13 @@ async def test_the_journal_gives_it_back_and_finds_a_changed_byte() -> None:
         (table(4), empty_rows(len(mask))),
     ):
         changed = replace(node, routed_experts=routing, sampling_mask=kept)
-        row = row_from_body(changed, *body_from_node(changed, None))
+        row = row_from_node(changed, None)
         back = node_from_row(row, None)
         assert (back.routed_experts, back.sampling_mask) == (routing, kept)
         assert row.routed_experts is not None
         broken = bytes([row.routed_experts[0] ^ 1]) + row.routed_experts[1:]
         with pytest.raises(JournalError, match="was changed"):
-            node_from_row(replace(row, routed_experts=broken), None)
+            node_from_row(row._replace(routed_experts=broken), None)
     assert pack_replay(None, None) == (None, {})
     old = unpack_replay(
         table(3).data, {"routed_shape": [3, 3, 2], "prompt_length": 9}

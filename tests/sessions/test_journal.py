@@ -15,7 +15,7 @@ import pytest
 from tokentrue.errors import JournalError, SessionConflict, SessionNotFound
 from tokentrue.sessions import Journal, SessionRecord, StoreLock
 from tokentrue.sessions.journal.rows import Row
-from tokentrue.sessions.journal.schema import STEPS, VERSION
+from tokentrue.sessions.journal.sqlite import STEPS, VERSION
 
 
 def row(name: str, seq: int, parent: str | None = None) -> Row:
@@ -110,7 +110,7 @@ async def test_a_failing_disk_acknowledges_nothing(tmp_path: Path) -> None:
     await created(journal, "s")
     pages = await journal.write(lambda db: db.execute("PRAGMA page_count").fetchone()[0])
     await journal.write(lambda db: db.execute(f"PRAGMA max_page_count={pages}").fetchall())
-    big = replace(row("a", 0), body=b"x" * 1_000_000)
+    big = row("a", 0)._replace(body=b"x" * 1_000_000)
     with pytest.raises(JournalError, match="full"):
         await append(journal, "s", big)
     assert not journal.rows("s")
@@ -144,7 +144,7 @@ async def test_sessions_end_by_age(journal: Journal) -> None:
     await asyncio.wrap_future(journal.create(SessionRecord(id="fresh", created=100.0, state="ended", ended=990.0)))
     await asyncio.wrap_future(journal.create(SessionRecord(id="open", created=100.0)))
     await asyncio.wrap_future(journal.create(SessionRecord(id="busy", created=100.0)))
-    await append(journal, "busy", replace(row("a", 0), created=995.0))
+    await append(journal, "busy", row("a", 0)._replace(created=995.0))
     assert await journal.purge(older_than_s=100, now=1000.0) == ["old"]
     assert await journal.purge(older_than_s=100, ended_only=False, now=1000.0) == ["open"]
     assert {item.id for item in journal.sessions()} == {"fresh", "busy"}

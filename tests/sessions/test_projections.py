@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from tokentrue.conversation.changes import find_changes, format_changes
 from tokentrue.conversation.match_keys import message_key
-from tokentrue.sessions.matching.candidates import find_changes, format_changes
 
 CALL = {
     "id": "call_1",

@@ -88,7 +88,7 @@ class ReaderOnAndOff(RuleBasedStateMachine):
         replies = self.loop.run_until_complete(self.session.turn(TurnRequest(messages=messages, tools=tools, n=n)))
         for node in self.session.tree.in_order():
             if node.id not in before:
-                self.plain.add(node)
+                self.plain.index.add(node)
         for reply in replies:
             self.histories.append([*messages, reply.message, {"role": "user", "content": f"next {text}"}])
 
@@ -112,7 +112,7 @@ class ReaderOnAndOff(RuleBasedStateMachine):
         matchers = session._matcher, self.plain, fresh
         read = [known.read(messages, tools) for known in (session.conversations, Conversations(0), Conversations())]
         plans = [
-            self.loop.run_until_complete(matcher.resolve(conversation, {}))
+            self.loop.run_until_complete(matcher.resolve(conversation))
             for matcher, conversation in zip(matchers, read, strict=True)
         ]
         names = [conversation.digest for conversation in read]

@@ -16,8 +16,7 @@ from tests.turn.world import Engine
 from tokentrue.conversation import Conversations, own_source
 from tokentrue.errors import EngineContractError, MessageError, TokenContractError
 from tokentrue.sessions import Journal
-from tokentrue.sessions.journal.rows import node_from_row
-from tokentrue.sessions.stages.commits import rows_from_nodes
+from tokentrue.sessions.journal.rows import node_from_row, row_from_node
 from tokentrue.sessions.tree import Node, Tree
 from tokentrue.types import TurnRequest
 
@@ -34,7 +33,7 @@ async def first_node() -> tuple[Tree, Node]:
 
 async def test_a_row_gives_its_node_back() -> None:
     _, node = await first_node()
-    (row,) = rows_from_nodes([node], None)
+    row = row_from_node(node, None)
     assert node_from_row(row, None) == node
 
 
@@ -51,7 +50,7 @@ async def test_what_does_not_come_back_is_not_written(field: str, value: Any, er
     _, node = await first_node()
     changed: Any = {field: value}
     with pytest.raises(error, match="cannot be recorded exactly"):
-        rows_from_nodes([replace(node, **changed)], None)
+        row_from_node(replace(node, **changed), None)
 
 
 async def test_a_node_that_was_not_reserved_is_checked_when_it_is_added() -> None:

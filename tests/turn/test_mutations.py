@@ -18,11 +18,10 @@ from tests.turn import test_matching, test_promise, test_turn
 from tokentrue.conversation import reading
 from tokentrue.errors import TokenTrueError
 from tokentrue.ids import TokenIds
-from tokentrue.sessions import singleflight
+from tokentrue.sessions import matching, singleflight
 from tokentrue.sessions import tree as trees
 from tokentrue.sessions.journal import Journal, rows
 from tokentrue.sessions.journal import journal as claims
-from tokentrue.sessions.matching import candidates, matcher
 from tokentrue.sessions.stages import commits, generation, prompts
 
 assembling, auditing = (
@@ -32,20 +31,20 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 
 
 def any_replay_fits(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(matcher, "find_changes", lambda served, replayed: ())
+    patch.setattr(matching, "find_changes", lambda served, replayed: ())
 
 
 def results_without_their_call(patch: pytest.MonkeyPatch) -> None:
     real = reading.chain_key
-    for module in (reading, candidates):
+    for module in (reading, matching):
         patch.setattr(module, "chain_key", lambda previous, key, reference: real(previous, key, None))
-    patch.setattr(matcher, "_restore", lambda *known: {**known[-2], "tool_call_id": "x"})
+    patch.setattr(matching, "_restore", lambda *known: {**known[-2], "tool_call_id": "x"})
 
 
 def oldest_sibling_first(patch: pytest.MonkeyPatch) -> None:
-    real = matcher._Search._choose
+    real = matching._Search._choose
     patch.setattr(
-        matcher._Search,
+        matching._Search,
         "_choose",
         lambda self, fits, **how: real(self, sorted(fits, key=lambda fit: fit[0].seq)[:1], **how),
     )
@@ -57,7 +56,7 @@ def nothing_is_given_up(patch: pytest.MonkeyPatch) -> None:
 
 def hash_without_logprobs(patch: pytest.MonkeyPatch) -> None:
     real = trees.next_link
-    for module in (trees, commits, auditing):
+    for module in (trees, auditing):
         patch.setattr(
             module, "next_link", lambda previous, **parts: real(previous, **{**parts, "logprobs": array("d")})
         )
@@ -79,8 +78,8 @@ def prefix_decoded_and_encoded(patch: pytest.MonkeyPatch) -> None:
     """The recorded split is healed, as re-rendering would: the classic loss."""
     real = prompts._extend
 
-    async def healed(resolution: Any, chars: int, renderer: Any, tree: Any, tools: Any, kwargs: Any) -> Any:
-        made = await real(resolution, chars, renderer, tree, tools, kwargs)
+    async def healed(resolution: Any, node: Any, chars: int, renderer: Any, *rest: Any) -> Any:
+        made = await real(resolution, node, chars, renderer, *rest)
         text = renderer.decode(made.ids)
         ids = TokenIds(test_matching.encode(text, "own"))
         return prompts.Prompt(**{name: getattr(made, name) for name in made.__slots__} | {"ids": ids})
@@ -89,7 +88,7 @@ def prefix_decoded_and_encoded(patch: pytest.MonkeyPatch) -> None:
 
 
 def ids_not_restored(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(matcher, "_restore", lambda *known: known[-2])
+    patch.setattr(matching, "_restore", lambda *known: known[-2])
 
 
 def joins_nobody(patch: pytest.MonkeyPatch) -> None:
@@ -102,7 +101,9 @@ def sources_are_not_compared(patch: pytest.MonkeyPatch) -> None:
 
 def what_was_sent_is_not_compared(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
-        commits, "_sent_digest", lambda completion, prompt, tree: tree.prompt_digest(prompt.parent, prompt.given_ids)
+        commits,
+        "_sent_digest",
+        lambda completion, prompt, tree: tree.prompt_digest(prompt.resolution.parent, prompt.given_ids),
     )
 
 
@@ -114,7 +115,7 @@ def a_failed_turn_leaves_nothing(patch: pytest.MonkeyPatch) -> None:
 
 
 def requests_are_named_loosely(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(matcher.Conversation, "digest", property(lambda self: self.keys[-1]))
+    patch.setattr(matching.Conversation, "digest", property(lambda self: self.keys[-1]))
 
 
 def an_old_object_may_write(patch: pytest.MonkeyPatch) -> None:
@@ -131,9 +132,9 @@ def given_messages_are_compared_loosely(patch: pytest.MonkeyPatch) -> None:
 
 def tools_are_compared_loosely(patch: pytest.MonkeyPatch) -> None:
     async def has_same_tools(self: Any, node: Any) -> bool:
-        return matcher.tools_key(node.tools) == matcher.tools_key(self._conversation.tools)
+        return matching.tools_key(node.tools) == matching.tools_key(self._conversation.tools)
 
-    patch.setattr(matcher._Search, "_has_same_tools", has_same_tools)
+    patch.setattr(matching._Search, "_has_same_tools", has_same_tools)
 
 
 def joining_a_cancelled_turn(patch: pytest.MonkeyPatch) -> None:

@@ -537,8 +537,7 @@ async def test_overlapping_stop_strings_cut_a_stream_where_they_cut_the_record(
     shown = StreamedMessage("0" * 32, stops)
     seen = ""
     for at in range(0, len(text), size):
-        delta = shown.feed(Delta(content=text[at : at + size]))
-        seen += "" if delta is None else delta.content
+        seen += "".join(delta.content for delta in shown.feed([Delta(content=text[at : at + size])]))
     whole = text[: find_stop(text, stops)]
     rest, message = shown.finish({"role": "assistant", "content": whole})
     assert seen + "".join(delta.content for delta in rest) == whole == message["content"]

@@ -10,14 +10,14 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 from itertools import takewhile
-from typing import TypeAlias, cast
+from typing import Literal, TypeAlias
 
 from tokentrue.errors import MessageError
 from tokentrue.json_types import JsonMapping, JsonValue
-from tokentrue.plain_json import check_depth
+from tokentrue.plain_json import check_depth, digest
 from tokentrue.types import Message, Tools
 
 CallRef: TypeAlias = tuple[int, int]
@@ -34,54 +34,43 @@ _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 def text_of(content: JsonValue, field: str = "content") -> str:
     """The text of a string or of parts; a part that is not text becomes NUL and its canonical JSON."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
+    if content is None or isinstance(content, str):
+        return content or ""
     if not isinstance(content, Sequence):
         raise MessageError(f"must be a string, a list of parts or null, got {type(content).__name__}", field=field)
-    return "".join(
-        _part_text(part, f"{field}[{index}]") for index, part in enumerate(cast("Sequence[JsonValue]", content))
-    )
+    texts: list[str] = []
+    for index, part in enumerate(content):
+        if isinstance(part, str):
+            texts.append(part)
+        elif not isinstance(part, Mapping):
+            raise MessageError(f"must be an object, got {type(part).__name__}", field=f"{field}[{index}]")
+        elif (kind := part.get("type", "text")) in _TEXT_PARTS:
+            texts.append(str(part.get("text") or ""))
+        elif kind not in _REASONING_PARTS:
+            texts.append("\0" + _canonical_json(part))
+    return "".join(texts)
 
 
-def _part_text(part: JsonValue, field: str) -> str:
-    if isinstance(part, str):
-        return part
-    if not isinstance(part, Mapping):
-        raise MessageError(f"must be an object, got {type(part).__name__}", field=field)
-    fields = cast("JsonMapping", part)
-    kind = fields.get("type", "text")
-    if kind in _TEXT_PARTS:
-        return str(fields.get("text") or "")
-    if kind in _REASONING_PARTS:
-        return ""
-    return "\0" + json.dumps({k: v for k, v in fields.items() if k != "cache_control"}, sort_keys=True, default=str)
+def _canonical_json(value: JsonMapping) -> str:
+    return json.dumps({k: v for k, v in value.items() if k != "cache_control"}, sort_keys=True, default=str)
 
 
 def reasoning_of(message: Message) -> str:
-    """Reasoning in separate fields and parts; `projections` finds reasoning inlined into the text. Harnesses repeat one
-    text in several of these places; different texts are joined.
-    """
-    content = message.get("content")
-    parts = cast("Sequence[JsonValue]", content) if isinstance(content, (list, tuple)) else ()
-    in_parts = "".join(_part_reasoning(part) for part in parts if isinstance(part, Mapping))
-    texts = [*(_reasoning_text(message.get(field)) for field in ("reasoning_content", "reasoning")), in_parts]
-    return "".join({text.strip(): text for text in texts if text}.values())
-
-
-def _part_reasoning(part: JsonValue) -> str:
-    if part.get("type") not in _REASONING_PARTS:
-        return ""
-    return next((_reasoning_text(part[name]) for name in ("thinking", "text", "reasoning") if part.get(name)), "")
+    """Reasoning in separate fields and parts (`find_changes` finds reasoning inlined into the text). Harnesses repeat
+    one text in several of these places; different texts are joined."""
+    texts = [_reasoning_text(message.get(field)) for field in ("reasoning_content", "reasoning")]
+    content, in_parts = message.get("content"), ""
+    for part in content if isinstance(content, (list, tuple)) else ():
+        if isinstance(part, Mapping) and part.get("type") in _REASONING_PARTS:
+            names = ("thinking", "text", "reasoning")
+            in_parts += next((_reasoning_text(part[name]) for name in names if part.get(name)), "")
+    return "".join({text.strip(): text for text in (*texts, in_parts) if text}.values())
 
 
 def _reasoning_text(value: JsonValue) -> str:
     """Mistral writes a list of text parts. Anything else is represented by its JSON."""
-    if value is None or isinstance(value, str):
-        return value or ""
-    if isinstance(value, (list, tuple)):
-        return text_of(cast("Sequence[JsonValue]", value))
+    if value is None or isinstance(value, (str, list, tuple)):
+        return text_of(value)
     return json.dumps(value, sort_keys=True, default=str)
 
 
@@ -89,17 +78,17 @@ def check_calls(message: Message, field: str) -> None:
     calls: JsonValue = message.get("tool_calls") or ()
     if not isinstance(calls, (list, tuple)):
         raise MessageError(f"must be a list, got {type(calls).__name__}", field=f"{field}.tool_calls")
-    for index, call in enumerate(cast("Sequence[JsonValue]", calls)):
-        if not isinstance(call, Mapping) or not isinstance(cast("JsonMapping", call).get("function") or {}, Mapping):
+    for index, call in enumerate(calls):
+        if not isinstance(call, Mapping) or not isinstance(call.get("function") or {}, Mapping):
             raise MessageError("must be an object with a function object", field=f"{field}.tool_calls[{index}]")
 
 
 def calls_of(message: Message) -> Sequence[JsonMapping]:
-    return cast("Sequence[JsonMapping]", message.get("tool_calls") or ())
+    return message.get("tool_calls") or ()
 
 
 def name_and_arguments(call: JsonMapping) -> tuple[str, JsonValue]:
-    function = cast("JsonMapping", call.get("function") or call)
+    function = call.get("function") or call
     return str(function.get("name") or ""), function.get("arguments")
 
 
@@ -120,51 +109,34 @@ class _NoDouble(str):
     """JSON text of a number that no double can represent."""
 
 
-_Respell: TypeAlias = Callable[[str], JsonValue]
-"""What a harness makes of a string or a `_NoDouble` when it decodes arguments and encodes them again."""
+Harness: TypeAlias = Literal["same", "python", "javascript", "go", "any"]
+"""Decodes arguments and encodes them again; "any" maps all the ways in which a value may come back to one."""
 
 
 def repeats_arguments(served: JsonValue, replayed: JsonValue) -> bool:
     """True if `replayed` are the served arguments, up to key order, spacing, escapes, number format, and empty versus
-    `{}`.
-
-    A number beyond all doubles (`1e400`) comes back as `Infinity` from Python and as `null` from JavaScript, a lone
-    surrogate as U+FFFD from Go. This applies only to served values: `null` that comes back as a number is an edit.
-    """
-    now = _loosen_arguments(replayed, _keep)
-    return any(_loosen_arguments(served, respell) == now for respell in (_keep, _as_python, _as_javascript, _as_go))
+    `{}`. This applies only to served values: `null` that comes back as a number is an edit."""
+    now = _loosen_arguments(replayed, "same")
+    return any(_loosen_arguments(served, harness) == now for harness in ("same", "python", "javascript", "go"))
 
 
-def _keep(value: str) -> JsonValue:
-    return {"\0number": str(value)} if isinstance(value, _NoDouble) else value
+def _respell(value: str, harness: Harness) -> JsonValue:
+    """A number beyond all doubles (`1e400`) comes back as `Infinity` from Python and as `null` from JavaScript, a lone
+    surrogate as U+FFFD from Go."""
+    if not isinstance(value, _NoDouble):
+        return _LONE_SURROGATE.sub("\ufffd", value) if harness in ("go", "any") else value
+    if harness in ("javascript", "any"):
+        return None
+    if harness == "python" and value != "NaN":
+        return {"\0number": "-Infinity" if value.startswith("-") else "Infinity"}
+    return {"\0number": str(value)}
 
 
-def _as_python(value: str) -> JsonValue:
-    if not isinstance(value, _NoDouble) or value == "NaN":
-        return _keep(value)
-    return _keep(_NoDouble("-Infinity" if value.startswith("-") else "Infinity"))
-
-
-def _as_javascript(value: str) -> JsonValue:
-    return None if isinstance(value, _NoDouble) else value
-
-
-def _as_go(value: str) -> JsonValue:
-    return _keep(value) if isinstance(value, _NoDouble) else _LONE_SURROGATE.sub("\ufffd", value)
-
-
-def _as_key(value: str) -> JsonValue:
-    """Maps all the ways in which a value may come back to one."""
-    return None if isinstance(value, _NoDouble) else _as_go(value)
-
-
-def _loosen_arguments(arguments: JsonValue, respell: _Respell) -> str:
+def _loosen_arguments(arguments: JsonValue, harness: Harness) -> str:
     """Text that is not JSON or is nested too deeply is unchanged."""
-    if arguments is None:
+    if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
         return "{}"
     if isinstance(arguments, str):
-        if not arguments.strip():
-            return "{}"
         try:
             decoded = _DECODER.decode(arguments)
             check_depth(decoded, "arguments")
@@ -172,7 +144,7 @@ def _loosen_arguments(arguments: JsonValue, respell: _Respell) -> str:
             return "\0" + arguments.strip()
         arguments = decoded
     try:
-        return _ENCODER.encode(_loosen(arguments, respell))
+        return _ENCODER.encode(_loosen(arguments, harness))
     except (TypeError, ValueError, RecursionError):
         return "\0" + repr(arguments)
 
@@ -186,29 +158,24 @@ _DECODER = json.JSONDecoder(parse_float=_read_number, parse_int=_read_number, pa
 _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
 
 
-def _loosen(value: JsonValue, respell: _Respell) -> JsonValue:
+def _loosen(value: JsonValue, harness: Harness) -> JsonValue:
     if isinstance(value, str):
-        return respell(value)
-    if isinstance(value, bool) or value is None:
+        return _respell(value, harness)
+    if isinstance(value, dict):
+        return {_respell(key, harness): _loosen(item, harness) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_loosen(item, harness) for item in value]
+    if value is None or isinstance(value, bool):
         return value
-    if isinstance(value, (int, float)):
-        try:
-            return float(value) or 0.0  # -0.0 comes back as 0
-        except OverflowError:
-            return respell(_NoDouble(value))
-    if isinstance(value, (dict, Mapping)):
-        return {
-            respell(str(key)): _loosen(item, respell)
-            for key, item in cast("Mapping[JsonValue, JsonValue]", value).items()
-        }
-    if isinstance(value, Sequence):
-        return [_loosen(item, respell) for item in cast("Sequence[JsonValue]", value)]
-    raise TypeError(type(value).__name__)
+    try:
+        return float(value) or 0.0  # -0.0 comes back as 0
+    except OverflowError:
+        return _respell(_NoDouble(value), harness)
 
 
 def read_role(message: Message, field: str = "messages[]") -> str:
     """`developer` is a synonym of `system`."""
-    role = message.get("role") if isinstance(message, (dict, Mapping)) else None  # pyright: ignore[reportUnnecessaryIsInstance]
+    role = message.get("role") if isinstance(message, (dict, Mapping)) else None
     if not isinstance(role, str) or not role:
         raise MessageError("a message needs a role", field=field)
     return "system" if role == "developer" else role
@@ -235,7 +202,7 @@ def candidate_key(message: Message, field: str = "messages[]") -> bytes:
     fields = [role, _CLOSING_TAG.split(text)[-1].strip()]
     for call in calls_of(message):
         name, arguments = name_and_arguments(call)
-        fields += [name, _loosen_arguments(arguments, _as_key)]
+        fields += [name, _loosen_arguments(arguments, "any")]
     return _hash(fields)
 
 
@@ -246,16 +213,8 @@ def chain_key(previous: bytes, key: bytes, reference: CallRef | str | None) -> b
 
 def tools_key(tools: Tools | None) -> bytes:
     """Equal for tool sets that differ only in order or JSON formatting: these may still render alike."""
-    described = [
-        json.dumps({k: v for k, v in tool.items() if k != "cache_control"}, sort_keys=True, default=str)
-        for tool in tools or ()
-    ]
-    return _hash(sorted(described))
+    return _hash(sorted(map(_canonical_json, tools or ())))
 
 
-def _hash(fields: Sequence[str]) -> bytes:
-    parts: list[bytes] = []
-    for field in fields:
-        data = field.encode("utf-8", "surrogatepass")
-        parts += (b"%d:" % len(data), data)
-    return blake2b(b"".join(parts), digest_size=16).digest()
+def _hash(fields: Iterable[str]) -> bytes:
+    return digest(*(field.encode("utf-8", "surrogatepass") for field in fields))

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from operator import attrgetter, eq
-from typing import cast, overload
+from typing import overload
 
 from msgspec import Raw
 
@@ -25,12 +25,11 @@ from tokentrue.conversation.match_keys import (
     read_role,
 )
 from tokentrue.errors import MessageError
-from tokentrue.json_types import JsonObject, JsonValue
+from tokentrue.json_types import JsonMapping, JsonObject, JsonValue
 from tokentrue.plain_json import digest, dumps, freeze
 from tokentrue.types import Message, Messages, Tools
 
 _KEPT = 8  # conversations of one session: parallel branches, other dialects
-_DIGEST_BYTES = 16
 _MESSAGE_BYTES = 1000  # estimate of one message's objects, without its text
 _OWN = b"\0"  # before the source of a message that no dialect parses; no JSON begins so
 
@@ -53,18 +52,15 @@ class ConversationMessage:
         return dumps(_comparable(recorded)) == dumps(_comparable(self.message))
 
 
-def _comparable(message: Message) -> JsonObject:
+def _comparable(value: JsonMapping) -> JsonObject:
     """Without what no template prints: cache marks, and the call id, which is restored to the served one."""
-    fields = {name: value for name, value in message.items() if name not in ("tool_call_id", "cache_control")}
-    if isinstance(fields.get("content"), list):
-        fields["content"] = [_without_cache_mark(part) for part in cast("list[JsonValue]", fields["content"])]
+    fields = {name: item for name, item in value.items() if name not in ("tool_call_id", "cache_control")}
+    if isinstance(content := fields.get("content"), list):
+        fields["content"] = [
+            {name: item for name, item in part.items() if name != "cache_control"} if isinstance(part, dict) else part
+            for part in content
+        ]
     return fields
-
-
-def _without_cache_mark(part: JsonValue) -> JsonValue:
-    if not isinstance(part, dict):
-        return part
-    return {name: value for name, value in cast("JsonObject", part).items() if name != "cache_control"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -80,7 +76,6 @@ class Conversation(Sequence[Message]):
     keys: Sequence[bytes] = ()
     references: Sequence[CallRef | str | None] = ()  # for tool results: the call each one answers
     calls: Mapping[str, CallRef] = field(default_factory=dict[str, CallRef])  # the last call of each id
-    message_digests: bytes = b""  # end to end
     tools: Tools | None = None
     tools_source: bytes = b"null"
     tools_digest: bytes = digest(None)
@@ -110,11 +105,11 @@ class Conversation(Sequence[Message]):
     @property
     def digest(self) -> bytes:
         """Identifies messages and tools exactly."""
-        return digest(self.message_digests, self.tools_digest)
+        return digest(b"".join(read.digest for read in self.facts), self.tools_digest)
 
     def name_first(self, depth: int) -> bytes:
         """Identifies the first `depth` messages exactly."""
-        return digest(self.message_digests[: depth * _DIGEST_BYTES])
+        return digest(b"".join(read.digest for read in self.facts[:depth]))
 
     def append(
         self, facts: Sequence[ConversationMessage], *, sources: Sequence[Raw] = (), ends: Sequence[int | None] = ()
@@ -134,7 +129,6 @@ class Conversation(Sequence[Message]):
             keys=keys,
             references=references,
             calls=calls,
-            message_digests=self.message_digests + b"".join(read.digest for read in facts),
             sources=[*self.sources, *sources],
             ends=[*self.ends, *ends],
             messages_size=self.messages_size
@@ -158,24 +152,12 @@ class Conversation(Sequence[Message]):
         return shared
 
     def cut(self, num_sources: int) -> Conversation:
-        """The conversation of the first `num_sources` sources."""
+        """The conversation of the first `num_sources` sources, without tools."""
         if num_sources == len(self.sources):
             return self
         depth = (self.ends[num_sources - 1] or 0) if num_sources else 0
-        calls: dict[str, CallRef] = {}
-        for index, read in enumerate(self.facts[:depth]):
-            note_calls(calls, index, read.call_ids)
-        sources = self.sources[:num_sources]
-        return replace(
-            self,
-            facts=self.facts[:depth],
-            keys=self.keys[:depth],
-            references=self.references[:depth],
-            calls=calls,
-            message_digests=self.message_digests[: depth * _DIGEST_BYTES],
-            sources=sources,
-            ends=self.ends[:num_sources],
-            messages_size=sum(read.size for read in self.facts[:depth]) + sum(map(len, map(memoryview, sources))),
+        return Conversation(format=self.format).append(
+            self.facts[:depth], sources=self.sources[:num_sources], ends=self.ends[:num_sources]
         )
 
 
@@ -258,15 +240,15 @@ class Conversations:
         for kept in list(self._kept):
             if kept.format == conversation.format and kept.sources == conversation.sources[: len(kept.sources)]:
                 self._drop(kept)
-        while self._kept and (self.used + size > self._limit or len(self._kept) >= _KEPT):
+        while self._kept and (self.used + size > self._limit or len(self._kept) >= _KEPT or self._is_over_budget(size)):
             self._drop(self._kept[-1])
-        while self._kept and self.budget.used + size > self.budget.limit:
-            self._drop(self._kept[-1])
-        if self.budget.used + size > self.budget.limit:
-            return
-        self._kept.insert(0, conversation)
-        self.used += size
-        self.budget.used += size
+        if not self._is_over_budget(size):
+            self._kept.insert(0, conversation)
+            self.used += size
+            self.budget.used += size
+
+    def _is_over_budget(self, more: int) -> bool:
+        return self.budget.used + more > self.budget.limit
 
     def _drop(self, conversation: Conversation) -> None:
         self._kept.remove(conversation)
@@ -284,7 +266,7 @@ def _freeze_objects(values: JsonValue, field: str) -> list[JsonValue]:
     if not isinstance(values, Sequence) or isinstance(values, (str, bytes)):
         raise MessageError(f"must be a list of objects, got {type(values).__name__}", field=field)
     own: list[JsonValue] = []
-    for index, value in enumerate(cast("Sequence[JsonValue]", values)):
+    for index, value in enumerate(values):
         if not isinstance(value, (dict, Mapping)):
             raise MessageError(f"must be an object, got {type(value).__name__}", field=f"{field}[{index}]")
         own.append(freeze(value, f"{field}[{index}]"))

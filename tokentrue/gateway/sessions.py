@@ -262,11 +262,11 @@ class SessionRegistry:
 
     @asynccontextmanager
     async def checkout(self, session_id: str) -> AsyncGenerator[SessionHandle, None]:
-        with self.pin(await self.open(session_id)) as handle:
+        with self.keep_loaded(await self.open(session_id)) as handle:
             yield handle
 
     @contextmanager
-    def pin(self, handle: SessionHandle) -> Generator[SessionHandle, None, None]:
+    def keep_loaded(self, handle: SessionHandle) -> Generator[SessionHandle, None, None]:
         """Keeps a session in memory while the block runs. Call it right after `open`, without an await in between."""
         handle.users += 1
         try:

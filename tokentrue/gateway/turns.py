@@ -104,7 +104,7 @@ class TurnHandler:
         in_path: PathFields | None,
         clock: TurnClock,
     ) -> None:
-        with self._services.sessions.pin(await self.find(access)) as handle:
+        with self._services.sessions.keep_loaded(await self.find(access)) as handle:
             dialect = handle.dialects[name]
             handle.check_open()
             head, request = await self._read(dialect, handle, scope, receive)
@@ -180,7 +180,7 @@ class TurnHandler:
         return replies
 
     async def count_tokens(self, name: str, access: SessionAccess, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._services.sessions.pin(await self.find(access)) as handle:
+        with self._services.sessions.keep_loaded(await self.find(access)) as handle:
             dialect = cast("CountingDialect", handle.dialects[name])
             with self._services.bodies.reserve() as take:
                 decoded = dialect.decode_count(

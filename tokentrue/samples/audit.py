@@ -20,7 +20,7 @@ from tokentrue.errors import FileFormatError
 from tokentrue.ids import TokenIds
 from tokentrue.samples.formats import ExportedSample
 from tokentrue.samples.seal import BLOCK, NodeRow, SealedRecord, block_checksums, read_sealed_record, seal
-from tokentrue.sessions.tree import float_bytes, format_digest, next_link, start_link
+from tokentrue.sessions.tree import format_digest, next_link, start_link
 from tokentrue.types import Coverage, Sample, VersionSpan
 
 Fault: TypeAlias = tuple[str, int | None, int | None]
@@ -168,7 +168,7 @@ def _check_links(sample: Sample, nodes: list[NodeRow]) -> Iterator[Fault]:
         if link.hex() != node.chain:
             ids_check = block_checksums(given.tobytes() + sampled.tobytes(), 4)
             changed = list(_find_blocks("token_ids", ids_check, node.ids_check, at))
-            logprobs_check = block_checksums(float_bytes(logprobs), 8)
+            logprobs_check = block_checksums(logprobs.tobytes(), 8)
             changed += _find_blocks("rollout_logprobs", logprobs_check, node.logprobs_check, given_end)
             for column, start in changed:
                 what = f"turn {turn}: {column} changed (the certificate's chain breaks at node {node.node})"

@@ -18,7 +18,7 @@ import msgspec
 from tokentrue.errors import FileFormatError
 from tokentrue.json_types import JsonObject
 from tokentrue.samples.shape import decode
-from tokentrue.sessions.tree import Node, float_bytes
+from tokentrue.sessions.tree import Node
 from tokentrue.types import Count, Coverage, Sample, Sampling
 
 _SHAPING = (
@@ -75,7 +75,7 @@ def node_rows(path: Sequence[Node]) -> list[JsonObject]:
                 "sampling": {name: value for name, value in settings.items() if value != getattr(defaults, name)},
                 "prompt_sha256": node.prompt_digest.hex(),
                 "ids_check": block_checksums(ids, 4),
-                "logprobs_check": block_checksums(float_bytes(node.logprobs), 8),
+                "logprobs_check": block_checksums(node.logprobs.tobytes(), 8),
                 **({"copies": [list(copy) for copy in node.copies]} if node.copies else {}),
             }
         )

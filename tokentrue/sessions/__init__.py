@@ -3,16 +3,15 @@
 from tokentrue.sessions.journal import Journal, Rewards, SessionRecord, StoreLock
 from tokentrue.sessions.journal.journal import load_tree
 from tokentrue.sessions.limits import SessionLimits
-from tokentrue.sessions.matching.matcher import Continue, Matcher, Root
+from tokentrue.sessions.matching import Matcher, Resolution
 from tokentrue.sessions.tree import Node, ServedRef, Tree
 
 __all__ = [
-    "Continue",
     "Journal",
     "Matcher",
     "Node",
+    "Resolution",
     "Rewards",
-    "Root",
     "ServedRef",
     "SessionLimits",
     "SessionRecord",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, Protocol, cast
 
@@ -68,63 +69,56 @@ def _fields(value: Any) -> Any:
 
 
 class InProcessClient:
-    """`client.chat` is both callable and the OpenAI namespace."""
+    """One object is the client, its `chat` and its `chat.completions`."""
 
-    def __init__(self, session: Turns) -> None:
-        self.chat = _Chat(session)
-
-    async def __call__(self, messages: Messages, tools: Tools | None = None, **settings: Any) -> Reply:
-        return await self.chat(messages, tools, **settings)
-
-
-class _Chat:
     def __init__(self, session: Turns) -> None:
         self._session = session
-        self.completions = _Completions(session)
+
+    @property
+    def chat(self) -> InProcessClient:
+        return self
+
+    @property
+    def completions(self) -> InProcessClient:
+        return self
 
     async def __call__(self, messages: Messages, tools: Tools | None = None, **settings: Any) -> Reply:
         return (await self._session.turn(_request({"messages": messages, "tools": tools, **settings})))[0]
 
-
-class _Completions:
-    def __init__(self, session: Turns) -> None:
-        self._session = session
-
     async def create(self, *, stream: bool = False, **body: Any) -> Any:
         request = _request(body)
-        model = str(body.get("model", "tokentrue"))
+        shared = {"model": str(body.get("model", "tokentrue")), "created": int(time.time())}
         if stream:
-            return _chunks(self._session.stream(request), model)
-        return _completion(await self._session.turn(request), model)
+            return _chunks(self._session.stream(request), shared)
+        return _completion(await self._session.turn(request), shared)
 
 
 def _request(body: JsonMapping) -> TurnRequest:
-    given = {**body, **cast("JsonMapping", body.get("extra_body") or {})}
-    given.pop("extra_body", None)
-    sampling = {name: given.pop(name) for name in _SAMPLING & set(given) if given[name] is not None or given.pop(name)}
-    limits = [limit for name in ("max_completion_tokens", "max_tokens") if (limit := given.pop(name, None)) is not None]
-    if limits[1:] not in ([], limits[:1]):
+    sent = {**body, "extra_body": None, **cast("JsonMapping", body.get("extra_body") or {})}
+    given: JsonObject = {name: value for name, value in sent.items() if value is not None and name not in _IGNORED}
+    sampling = {name: given.pop(name) for name in _SAMPLING & set(given)}
+    limits = {given.pop(name) for name in ("max_completion_tokens", "max_tokens") if name in given}
+    if len(limits) > 1:
         raise SamplingError("max_tokens and max_completion_tokens differ; send one of them")
-    stop = given.pop("stop", None)
-    tools = tuple(given.pop("tools", None) or ()) or None
+    stop = given.pop("stop", ())
+    tools = tuple(given.pop("tools", ())) or None
     extra, tools = constraints_from(given.pop("tool_choice", None), given.pop("response_format", None), tools)
     if (whole := given.pop("sampling", None)) is None:
-        stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
-        top = int(given.pop("top_logprobs", None) or 0)
+        stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        top = int(given.pop("top_logprobs", 0))
         whole = Sampling(**sampling, max_tokens=next(iter(limits), None), stop=stops, top_logprobs=top)
     if extra:
         whole = replace(whole, extra={**whole.extra, **extra})
-    kwargs: JsonObject = given.pop("chat_template_kwargs", None) or given.pop("template_kwargs", None) or {}
+    kwargs: JsonObject = given.pop("template_kwargs", {})
     request = TurnRequest(
         messages=[_message(message) for message in given.pop("messages")],
         tools=tools,
         sampling=whole,
-        template_kwargs=kwargs,
-        n=int(given.pop("n", None) or 1),
+        template_kwargs=given.pop("chat_template_kwargs", None) or kwargs,
+        n=int(given.pop("n", 1)),
     )
-    unknown = sorted(name for name, value in given.items() if name not in _IGNORED and value is not None)
-    if unknown:
-        raise InputError(f"not supported by the in-process client: {', '.join(unknown)}")
+    if given:
+        raise InputError(f"not supported by the in-process client: {', '.join(sorted(given))}")
     return request
 
 
@@ -133,52 +127,35 @@ def _message(message: Any) -> Any:
     return message if dump is None else dump(exclude_none=True)
 
 
-def _completion(replies: tuple[Reply, ...], model: str) -> Fields:
-    messages = [_fields({"content": None, "tool_calls": None, **reply.message}) for reply in replies]
+def _completion(replies: tuple[Reply, ...], shared: JsonObject) -> Fields:
     choices = [
-        Fields(index=index, message=message, finish_reason=chat_finish_reason(reply), logprobs=None)
-        for index, (message, reply) in enumerate(zip(messages, replies, strict=True))
+        {
+            "index": index,
+            "message": {"content": None, "tool_calls": None, **reply.message},
+            "finish_reason": chat_finish_reason(reply),
+            "logprobs": None,
+        }
+        for index, reply in enumerate(replies)
     ]
-    sampled = sum(len(reply.completion.token_ids) for reply in replies)
-    prompt = replies[0].prompt_tokens
-    usage = Fields(prompt_tokens=prompt, completion_tokens=sampled, total_tokens=prompt + sampled)
-    return Fields(
-        id=replies[0].node,
-        object="chat.completion",
-        created=int(time.time()),
-        model=model,
-        choices=choices,
-        usage=usage,
-    )
+    prompt, sampled = replies[0].prompt_tokens, sum(len(reply.completion.token_ids) for reply in replies)
+    usage = {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+    return _fields({"id": replies[0].node, "object": "chat.completion", **shared, "choices": choices, "usage": usage})
 
 
-async def _chunks(events: AsyncGenerator[TurnEvent, None], model: str) -> AsyncIterator[Fields]:
-    try:
+async def _chunks(events: AsyncGenerator[TurnEvent, None], shared: JsonObject) -> AsyncIterator[Fields]:
+    async with aclosing(events):
         async for event in events:
             delta: JsonObject = {"role": None, "content": None, "tool_calls": None}
-            if event.delta is not None:
-                delta |= {"content": event.delta.content or None, "reasoning_content": event.delta.reasoning or None}
-                if event.delta.call is not None:
-                    function = {"name": event.delta.name or None, "arguments": event.delta.arguments}
-                    call = {
-                        "index": event.delta.call,
-                        "id": event.delta.call_id or None,
-                        "type": "function",
-                        "function": function,
-                    }
+            if (added := event.delta) is not None:
+                delta |= {"content": added.content or None, "reasoning_content": added.reasoning or None}
+                if added.call is not None:
+                    function = {"name": added.name or None, "arguments": added.arguments}
+                    call = {"index": added.call, "id": added.call_id or None, "type": "function", "function": function}
                     delta["tool_calls"] = [call]
             elif event.reply is None:
                 if event.token_ids:
                     continue
                 delta["role"] = "assistant"
             finish = None if event.reply is None else chat_finish_reason(event.reply)
-            choice = Fields(index=event.index, delta=_fields(delta), finish_reason=finish)
-            yield Fields(
-                id=event.node_id,
-                object="chat.completion.chunk",
-                created=int(time.time()),
-                model=model,
-                choices=[choice],
-            )
-    finally:
-        await events.aclose()
+            choice = {"index": event.index, "delta": delta, "finish_reason": finish}
+            yield _fields({"id": event.node_id, "object": "chat.completion.chunk", **shared, "choices": [choice]})

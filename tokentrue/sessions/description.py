@@ -16,32 +16,21 @@ def summarise_session(record: SessionRecord, tree: Tree, coverage: JsonMapping) 
 
 
 def describe_record(record: SessionRecord) -> JsonObject:
+    same = ("group", "state", "metadata", "sampling", "history", "training", "created", "ended")
     return {
         "session_id": record.id,
-        "group": record.group,
-        "state": record.state,
-        "metadata": record.metadata,
-        "sampling": record.sampling,
-        "history": record.history,
-        "training": record.training,
+        **{name: getattr(record, name) for name in same},
         "pin": list(record.pin),
-        "created": record.created,
-        "ended": record.ended,
         "reward": record.rewards.session,
         "leaf_rewards": record.rewards.leaves,
     }
 
 
 def describe_node(node: Node) -> JsonObject:
+    same = ("id", "parent", "origin", "detail", "projection", "dialect", "outcome", "created")
     return {
-        "id": node.id,
-        "parent": node.parent,
-        "origin": node.origin,
+        **{name: getattr(node, name) for name in same},
         "why": node.edge_reason,
-        "detail": node.detail,
-        "projection": node.projection,
-        "dialect": node.dialect,
-        "outcome": node.outcome,
         "finish": node.finish.value,
         "prompt_tokens": node.prompt_length,
         "given_tokens": len(node.given_ids),
@@ -50,6 +39,5 @@ def describe_node(node: Node) -> JsonObject:
         "attempts": [
             {"status": attempt.status.value, "start": attempt.start, "end": attempt.end} for attempt in node.attempts
         ],
-        "created": node.created,
         **({"replaced": list(node.replaced)} if node.replaced else {}),
     }

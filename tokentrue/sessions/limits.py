@@ -35,27 +35,28 @@ class SessionLimits:
     def check_turn(self, *, n: int, nodes: int, tokens: int, in_flight: int) -> None:
         if not 1 <= n <= self.max_n:
             raise InputError(f"n must be between 1 and {self.max_n}, got {n}")
-        if self.max_nodes is not None and nodes + n > self.max_nodes:
-            raise LimitExceeded(f"session limit max_nodes={self.max_nodes} reached; end the session or raise the limit")
-        if self.max_in_flight is not None and in_flight >= self.max_in_flight:
-            limit = f"max_in_flight={self.max_in_flight}"
-            raise LimitExceeded(f"session limit {limit} reached; try again, or raise the limit", retry_after_s=1.0)
-        if self.max_tokens is not None and tokens >= self.max_tokens:
-            raise LimitExceeded(
-                f"session limit max_tokens={self.max_tokens} reached; end the session or raise the limit"
-            )
+        for name, count in (("max_nodes", nodes + n - 1), ("max_in_flight", in_flight), ("max_tokens", tokens)):
+            limit: int | None = getattr(self, name)
+            if limit is not None and count >= limit:
+                retry_after_s = 1.0 if name == "max_in_flight" else None
+                cure = (
+                    "end the session or raise the limit" if retry_after_s is None else "try again, or raise the limit"
+                )
+                raise LimitExceeded(f"session limit {name}={limit} reached; {cure}", retry_after_s=retry_after_s)
 
     def check_text(self, chars: int) -> None:
         if self.max_new_chars is not None and chars > self.max_new_chars:
-            limit = f"max_new_chars={self.max_new_chars}"
             raise LimitExceeded(
-                f"the request has {chars} new characters, the limit is {limit}; shorten them or raise it"
+                f"the request has {chars} new characters, the limit is max_new_chars={self.max_new_chars}; "
+                "shorten them or raise it"
             )
 
     def check_prompt(self, length: int) -> None:
         if self.max_prompt_tokens is not None and length > self.max_prompt_tokens:
-            limit = f"max_prompt_tokens={self.max_prompt_tokens}"
-            raise LimitExceeded(f"the prompt has {length} tokens, the limit is {limit}; shorten the conversation")
+            raise LimitExceeded(
+                f"the prompt has {length} tokens, the limit is max_prompt_tokens={self.max_prompt_tokens}; "
+                "shorten the conversation"
+            )
 
 
 P = ParamSpec("P")

@@ -10,33 +10,34 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Coroutine
-from dataclasses import replace
 from typing import Any, TypeVar
 
 from tokentrue.errors import SessionConflict
 from tokentrue.sessions.stages.pinning import PinnedRequest
 from tokentrue.sessions.tree import Outcome
-from tokentrue.types import Reply, TurnEvent
+from tokentrue.types import Reply, Sampling, TurnEvent, TurnRequest
 
 T = TypeVar("T")
 
 
 class InFlightTurn:
-    """If the first caller streams, `emit` buffers events until they are read."""
+    """What is asked (`request` with the sampling that applies, as `identity` names it), and who waits for the answer.
+    If the first caller streams, `emit` buffers events until they are read."""
 
-    def __init__(self, identity: bytes, *, streamed: bool, pinned: PinnedRequest) -> None:
-        self.identity, self.streamed, self.pinned = identity, streamed, pinned
+    def __init__(
+        self, identity: bytes, request: TurnRequest, sampling: Sampling, pinned: PinnedRequest, *, streamed: bool
+    ) -> None:
+        self.identity, self.request, self.sampling, self.pinned = identity, request, sampling, pinned
+        self.conversation, self.streamed = pinned.conversation, streamed
         self.request_keys: list[str] = []  # of all callers, the first caller's first
         self.outcome_if_cancelled: Outcome = "disconnected"
         self.is_complete = False  # sampled and parsed, not yet written
         self._callers, self._is_cancelled, self._is_read = 0, False, streamed
         self._events: list[TurnEvent] = []  # not read yet
         self._reader: asyncio.Future[None] | None = None  # set to wake the streaming caller
-        self._task: asyncio.Task[tuple[Reply, ...]] | None = None
 
     def start(self, work: Coroutine[Any, Any, tuple[Reply, ...]], group: SingleFlight) -> None:
-        self._group = group
-        self._task = asyncio.create_task(work)
+        self._group, self._task = group, asyncio.create_task(work)
         self._task.add_done_callback(self._finish)
 
     def _finish(self, task: asyncio.Task[tuple[Reply, ...]]) -> None:
@@ -69,7 +70,6 @@ class InFlightTurn:
 
     async def events(self) -> AsyncGenerator[list[TurnEvent], None]:
         """Yields all events since the last read, then raises the turn's error, if it failed."""
-        assert self._task is not None
         try:
             while self._events or not self._task.done():
                 if not self._events:
@@ -84,7 +84,6 @@ class InFlightTurn:
             await self._leave()
 
     async def _result(self) -> tuple[Reply, ...]:
-        assert self._task is not None
         try:
             return await asyncio.shield(self._task)
         except asyncio.CancelledError:
@@ -99,11 +98,10 @@ class InFlightTurn:
 
     async def cancel(self, outcome: Outcome) -> None:
         """Returns when the sampled tokens are recorded under `outcome`, or as served if the turn is complete."""
-        if self._task is None or self._task.done():
+        if self._task.done():
             return
-        if (
-            not self._is_cancelled and not self.is_complete
-        ):  # a second cancellation would interrupt the commit of what was sampled
+        # A second cancellation would interrupt the commit of what was sampled.
+        if not self._is_cancelled and not self.is_complete:
             self._is_cancelled, self.outcome_if_cancelled = True, outcome
             self._group.remove(self)
             self._task.cancel()
@@ -141,11 +139,6 @@ class SingleFlight:
 
     async def cancel_all(self, outcome: Outcome) -> None:
         await asyncio.gather(*(turn.cancel(outcome) for turn in list(self._running)))
-
-
-def mark_from_record(replies: tuple[Reply, ...]) -> tuple[Reply, ...]:
-    """For callers that joined: nothing was added to the record for them."""
-    return tuple(replace(reply, from_record=True) for reply in replies)
 
 
 async def run_to_completion(work: Coroutine[Any, Any, T]) -> T:

@@ -7,10 +7,10 @@ per sampled id, and `prompt_digest` is the SHA-256 of those prompt ids. Nodes ar
 
 from __future__ import annotations
 
-import sys
 from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any, Literal, TypeAlias
@@ -89,9 +89,7 @@ class Node:
     request_digest: str | None = None
     choice: int = 0
     created: float = 0.0
-    routed_experts: RoutedExperts | None = (
-        None  # of the positions that this turn added: from the parent's last token to its own last input
-    )
+    routed_experts: RoutedExperts | None = None  # from the parent's last token to this turn's last input
     sampling_mask: SamplingMask | None = None  # one row per sampled token
     top_logprobs: tuple[Mapping[int, float], ...] | None = None
     fingerprint: str | None = None
@@ -137,9 +135,8 @@ class Tree:
         self.answers: dict[TurnKey, list[Node]] = defaultdict(list)
         self.nodes_by_key: dict[str, list[Node]] = defaultdict(list)  # request key -> its served nodes
         self.next_seq = 0
-        self._reserved: dict[
-            int, tuple[Node, HashState]
-        ] = {}  # checked and being written: seq -> node and the SHA-256 of its prompt
+        # Checked and being written: seq -> node and the SHA-256 of its prompt.
+        self._reserved: dict[int, tuple[Node, HashState]] = {}
         self._turn_keys: dict[str, TurnKey] = {}
         self._hashes: dict[str, HashState] = {}  # node -> SHA-256 state over its prompt and sampled ids
         self._arguments: dict[str, list[str]] = defaultdict(list)  # id of a served call -> its arguments
@@ -194,12 +191,12 @@ class Tree:
     def prompt_ids(self, node: Node) -> TokenIds:
         return self.full_ids(node)[: node.prompt_length]
 
-    def resolve(self, given: Iterable[Given]) -> list[Message]:
+    def expand(self, given: Iterable[Given]) -> list[Message]:
         """Replaces references by their messages."""
         return [self.nodes[item.node].served if isinstance(item, ServedRef) else item for item in given]
 
     def given_messages(self, node: Node) -> list[Message]:
-        return self.resolve(node.given)
+        return self.expand(node.given)
 
     def messages(self, node: Node | None) -> list[Message]:
         """The conversation up to and including what `node` served, as recorded (not as a client replayed it)."""
@@ -233,16 +230,14 @@ class Tree:
 
     # Certificates and digests.
     def link(self, node: Node) -> bytes:
+        parent = self.parent(node)
         return next_link(
-            self.link_before(self.parent(node)),
+            self._start if parent is None else parent.chain,
             given_ids=node.given_ids,
             sampled_ids=node.sampled_ids,
             logprobs=node.logprobs,
             versions=node.versions,
         )
-
-    def link_before(self, parent: Node | None) -> bytes:
-        return self._start if parent is None else parent.chain
 
     def prompt_digest(self, parent: Node | None, given_ids: TokenIds) -> bytes:
         """Hashes only the new ids."""
@@ -303,13 +298,12 @@ class Tree:
 
     def snapshot(self) -> Tree:
         """A copy of the current state, for another thread to read while this tree grows."""
-        copy = Tree(template=self.template, tokenizer=self.tokenizer)
-        copy.nodes, copy.next_seq = dict(self.nodes), self.next_seq
-        copy._turn_keys, copy._hashes = dict(self._turn_keys), dict(self._hashes)
+        copied = copy(self)
+        copied.nodes = dict(self.nodes)
         for name in ("children", "followers", "answers", "nodes_by_key"):
-            index: dict[Any, list[Node]] = getattr(copy, name)
-            index.update((key, list(found)) for key, found in getattr(self, name).items())
-        return copy
+            index: Mapping[Any, list[Node]] = getattr(self, name)
+            setattr(copied, name, defaultdict(list[Node], {key: list(found) for key, found in index.items()}))
+        return copied
 
     def in_order(self) -> list[Node]:
         return sorted(self.nodes.values(), key=lambda node: node.seq)
@@ -327,15 +321,6 @@ class Tree:
 # with. Ids are hashed as little-endian int32, log-probabilities as their float64 bits, so one flipped bit anywhere
 # breaks every later link.
 _START = b"tokentrue certificate 1"
-
-
-def float_bytes(values: array[float]) -> bytes:
-    """Little-endian float64."""
-    if sys.byteorder == "little":
-        return values.tobytes()
-    swapped = array(values.typecode, values)
-    swapped.byteswap()
-    return swapped.tobytes()
 
 
 def start_link(*, template: str, tokenizer: str) -> bytes:
@@ -356,7 +341,7 @@ def next_link(
     versions: Sequence[VersionSpan],
 ) -> bytes:
     lengths = len(given_ids).to_bytes(8, "little") + len(sampled_ids).to_bytes(8, "little")
-    parts = [previous, lengths, given_ids.tobytes(), sampled_ids.tobytes(), float_bytes(logprobs)]
+    parts = [previous, lengths, given_ids.tobytes(), sampled_ids.tobytes(), logprobs.tobytes()]
     parts += [b"%d,%d,%d;" % (span.start, span.end, span.version) for span in versions]
     return sha256(b"".join(parts)).digest()
 

@@ -11,45 +11,39 @@ also survives a loss of power.
 from __future__ import annotations
 
 import asyncio
-import os
-import queue
 import secrets
 import sqlite3
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Sized
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 from weakref import WeakValueDictionary
 
 from tokentrue.errors import JournalError, SessionConflict, SessionNotFound, TokenTrueError
 from tokentrue.ids import TokenIds
-from tokentrue.sessions.journal.database import Database, DuplicateKey, StoreLock, WorkerLock
+from tokentrue.sessions.journal.database import Database
 from tokentrue.sessions.journal.rows import (
     COLUMNS,
     RECORD,
     Row,
     SessionRecord,
-    load_record,
     node_from_row,
     record_from_values,
     row_digest,
     values_from_record,
 )
-from tokentrue.sessions.journal.schema import NODE_COLUMNS, VERSION, migrate, read_version, refuse_foreign
+from tokentrue.sessions.journal.sqlite import NODE_COLUMNS, RESTORE, SqliteFile, StoreLock, WorkerLock
 from tokentrue.sessions.tree import Tree
 
 T = TypeVar("T")
-_NODE_VALUES = attrgetter(*NODE_COLUMNS)
 _INSERT_NODE = f"""
-    INSERT INTO nodes(session, {", ".join(NODE_COLUMNS)}, digest) SELECT {",".join("?" * (len(NODE_COLUMNS) + 2))}
+    INSERT INTO nodes(session, {NODE_COLUMNS}, digest) SELECT {",".join("?" * (len(Row._fields) + 2))}
     WHERE EXISTS (SELECT 1 FROM sessions WHERE id=? AND state='open')
       AND (? IS NULL OR EXISTS (SELECT 1 FROM nodes WHERE session=? AND id=?))"""
-_DAMAGED = "restore it from a backup"
-DUPLICATE = (sqlite3.IntegrityError, DuplicateKey)
 FIRST_TOKEN = 1
 
 
@@ -57,13 +51,10 @@ class SessionClaim:
     def __init__(self, session_id: str, turns: Sized, token: int) -> None:
         self.session_id, self.turns = session_id, turns  # the turns that its holder is generating
         self.token = token  # the session's owner when it was claimed
-        self._revoked = False
-
-    def revoke(self) -> None:
-        self._revoked = True
+        self.is_revoked = False
 
     def check(self) -> None:
-        if self._revoked:
+        if self.is_revoked:
             raise SessionConflict(f"session {self.session_id!r} was opened again: use the newer object")
 
 
@@ -81,6 +72,7 @@ class Journal:
     """
 
     _greatest = "max"  # SQL for the largest of several values
+    _has_fencing = False  # a write with an older fencing token fails
 
     def __init__(
         self,
@@ -92,90 +84,28 @@ class Journal:
         check: bool = True,
     ) -> None:
         self.target = str(target)
-        self.path = self.target.removeprefix("sqlite:")
-        self._in_memory = self.path in ("memory", ":memory:")
-        self._synchronous, self._read_only, self._closed = synchronous, read_only, False
-        self._reading = threading.Lock()
-        self._claims: WeakValueDictionary[str, SessionClaim] = WeakValueDictionary()  # each is kept by its holder
-        self._lock = None if read_only or self._in_memory else StoreLock(self.path) if lock else WorkerLock(self.path)
+        file = SqliteFile(self.target, synchronous=synchronous, read_only=read_only)
+        self._lock: StoreLock | WorkerLock | None = None
+        if not (read_only or file.in_memory):
+            self._lock = StoreLock(file.path) if lock else WorkerLock(file.path)
+        connection: sqlite3.Connection | None = None
         try:
-            self._open(check)
+            file.create()
+            connection = file.connect()
+            if check and not file.in_memory:
+                file.check(connection)
+            self._start(connection, None if file.in_memory else file.connect(), read_only=read_only)
         except BaseException:
+            if connection is not None:
+                connection.close()
             self._release_lock()
             raise
 
-    def _open(self, check: bool) -> None:
-        self._create_file()
-        connection = self._connect()
-        try:
-            if check and not self._in_memory:
-                self._check_file(connection)
-        except BaseException:
-            connection.close()
-            raise
+    def _start(self, connection: Database, reader: Database | None, *, read_only: bool) -> None:
+        self._read_only, self._closed = read_only, False
+        self._claims: WeakValueDictionary[str, SessionClaim] = WeakValueDictionary()  # each is kept by its holder
+        self._reading, self._reader = threading.Lock(), reader
         self._writer = Writer(connection)
-        self._reader = None if self._in_memory else self._connect()
-
-    def _create_file(self) -> None:
-        """Readable by its owner only; SQLite gives its other files the same mode."""
-        # Never open an existing file outside SQLite: closing it drops the POSIX locks that SQLite holds on it in this
-        # process, and a reader could then delete the WAL with the newest turns.
-        if self._in_memory or self._read_only:
-            return
-        try:
-            os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
-        except FileExistsError:
-            pass
-        except OSError as error:
-            raise self._cannot_open(error) from error
-
-    def _cannot_open(self, error: Exception) -> JournalError:
-        cure = "give a writable path, or --store memory; if it was a journal, " + _DAMAGED
-        return JournalError(f"cannot open the journal {self.target}: {error}; {cure}")
-
-    def _connect(self) -> sqlite3.Connection:
-        if self._read_only and not Path(self.path).is_file():
-            raise JournalError(f"no journal at {self.target}")
-        connection: sqlite3.Connection | None = None
-        try:
-            connection = sqlite3.connect(
-                ":memory:" if self._in_memory else self.path, timeout=30, isolation_level=None, check_same_thread=False
-            )
-            refuse_foreign(connection)
-            if self._read_only:
-                return _readable(connection)
-            connection.execute("PRAGMA journal_mode=WAL")
-            connection.execute(f"PRAGMA synchronous={self._synchronous}")
-            connection.execute("PRAGMA foreign_keys=ON")
-            migrate(connection)
-        except BaseException as error:
-            if connection is not None:
-                connection.close()
-            if isinstance(error, sqlite3.Error):
-                raise self._cannot_open(error) from error
-            raise
-        return connection
-
-    def _check_file(self, db: sqlite3.Connection) -> None:
-        try:
-            found = db.execute("PRAGMA quick_check(1)").fetchone()[0]
-            if found != "ok":
-                raise JournalError(f"the journal {self.target} is damaged: {found}; {_DAMAGED}")
-            for row in db.execute(f"SELECT {', '.join(COLUMNS)}, digest FROM sessions"):
-                record_from_values(row)
-            counts = db.execute(
-                "SELECT (SELECT count(*) FROM sessions), (SELECT count FROM totals WHERE name='sessions')"
-            ).fetchone()
-            nodes = db.execute(
-                "SELECT (SELECT count(*) FROM nodes), (SELECT coalesce(sum(nodes), 0) FROM sessions)"
-            ).fetchone()
-        except sqlite3.Error as error:
-            raise JournalError(f"the journal {self.target} is damaged: {error}; {_DAMAGED}") from error
-        for name, (there, noted) in (("sessions", counts), ("nodes", nodes)):
-            if there != noted:
-                raise JournalError(
-                    f"the journal {self.target} is damaged: it holds {there} {name} of {noted}; {_DAMAGED}"
-                )
 
     def close(self) -> None:
         """Waits for queued writes."""
@@ -197,14 +127,15 @@ class Journal:
         return FIRST_TOKEN
 
     def claim(self, session_id: str, turns: Sized, token: int = FIRST_TOKEN) -> SessionClaim:
-        """Takes a session over: its previous holder can write no more. Raises while that holder is generating."""
+        """Takes a session over: its previous holder can write no more. Without fencing, raises while that holder is
+        generating."""
         held = self._claims.get(session_id)
         if held is not None:
-            if len(held.turns):
+            if len(held.turns) and not self._has_fencing:
                 raise SessionConflict(
                     f"session {session_id!r} is in use: another object is generating {len(held.turns)} turn(s) for it"
                 )
-            held.revoke()
+            held.is_revoked = True
         claim = self._claims[session_id] = SessionClaim(session_id, turns, token)
         return claim
 
@@ -212,6 +143,12 @@ class Journal:
     def lease_number(self) -> int:
         """Increases when another process may have taken this one's sessions; raises while that is unknown."""
         return 0
+
+    def note_owner(self, db: Database, session_id: str) -> None:
+        """Called in the transaction that creates a session."""
+
+    def check_owner(self, db: Database, session_id: str, claim: SessionClaim | None) -> None:
+        """Called in the transaction of every write to a session; raises if another process owns it now."""
 
     # Reading and writing.
     def submit(self, write: Callable[[Database], T]) -> Future[T]:
@@ -229,10 +166,13 @@ class Journal:
         with self._reading:
             if self._closed:
                 raise JournalError("the journal is closed")
-            try:
-                return read(self._reader)
-            except sqlite3.Error as error:
-                raise JournalError(f"the journal {self.target} could not be read: {error}") from error
+            return self._read_from(self._reader, read)
+
+    def _read_from(self, reader: Any, read: Callable[[Database], T]) -> T:
+        try:
+            return read(reader)
+        except sqlite3.Error as error:
+            raise JournalError(f"the journal {self.target} could not be read: {error}") from error
 
     def read_secret(self, name: str) -> StoreSecret:
         """Created on first use and shared by every gateway on the store."""
@@ -250,24 +190,14 @@ class Journal:
         values = values_from_record(record)
 
         def write(db: Database) -> None:
-            marks = ",".join("?" * (len(COLUMNS) + 1))
             try:
-                db.execute(
-                    f"INSERT INTO sessions({', '.join(COLUMNS)}, digest) VALUES ({marks})",
-                    (*values, row_digest(values)),
-                )
-            except DUPLICATE as error:
+                db.execute(f"INSERT INTO sessions({RECORD}) VALUES ({','.join('?' * len(values))})", values)
+            except sqlite3.IntegrityError as error:
                 raise SessionConflict(f"session {record.id!r} exists already; choose another id or open it") from error
             _count_sessions(db, 1)
             self.note_owner(db, record.id)
 
         return self.submit(write)
-
-    def note_owner(self, db: Database, session_id: str) -> None:
-        """Called in the transaction that creates a session."""
-
-    def check_owner(self, db: Database, session_id: str, claim: SessionClaim | None) -> None:
-        """Called in the transaction of every write to a session; raises if another process owns it now."""
 
     async def append_nodes(self, session_id: str, rows: Sequence[Row], claim: SessionClaim | None = None) -> None:
         """Appends all rows or none. Requires an open session, an existing parent and an unused `seq`
@@ -275,7 +205,20 @@ class Journal:
 
         def write(db: Database) -> None:
             self.check_owner(db, session_id, claim)
-            _append_nodes(db, session_id, rows)
+            for row in rows:
+                values = (session_id, *row)
+                known = (session_id, row.parent, session_id, row.parent)
+                try:
+                    done = db.execute(_INSERT_NODE, (*values, row_digest(values), *known))
+                except sqlite3.IntegrityError as error:
+                    raise SessionConflict(
+                        f"another process writes session {session_id!r}: sequence number {row.seq} is taken"
+                    ) from error
+                if done.rowcount != 1:
+                    if load_record(db, session_id).state != "open":
+                        raise SessionConflict(f"session {session_id!r} has ended")
+                    raise SessionConflict(f"parent {row.parent} of node {row.id} is not in the journal")
+            db.execute("UPDATE sessions SET nodes = nodes + ? WHERE id=?", (len(rows), session_id))
 
         await self.write(write)
 
@@ -287,9 +230,8 @@ class Journal:
         def write(db: Database) -> SessionRecord:
             self.check_owner(db, session_id, claim)
             record = change(load_record(db, session_id))
-            values = values_from_record(record)
             names = ", ".join(f"{name}=?" for name in (*COLUMNS[1:], "digest"))
-            db.execute(f"UPDATE sessions SET {names} WHERE id=?", (*values[1:], row_digest(values), session_id))
+            db.execute(f"UPDATE sessions SET {names} WHERE id=?", (*values_from_record(record)[1:], session_id))
             return record
 
         return await self.write(write)
@@ -327,89 +269,55 @@ class Journal:
         where, values = _filter_sessions(state, group)
         if after is not None:
             where, values = f"{where} AND (created < ? OR (created = ? AND id > ?))", (*values, after[0], *after)
-        sql = f"SELECT {RECORD} FROM sessions WHERE {where} ORDER BY created DESC, id LIMIT ? OFFSET ?"
-        return self.read(lambda db: list(map(record_from_values, db.execute(sql, (*values, limit, offset)).fetchall())))
+        sql = f"{where} ORDER BY created DESC, id LIMIT ? OFFSET ?"
+        return self._list_sessions(sql, (*values, limit, offset))
 
     def all_sessions(self, *, group: str | None = None) -> Iterator[SessionRecord]:
         """Oldest first; concurrent inserts and deletes do not disturb it."""
-        last = (0.0, "")
-        clause = "" if group is None else "AND grp=?"
-        sql = f"SELECT {RECORD} FROM sessions WHERE (created, id) > (?, ?) {clause} ORDER BY created, id LIMIT 100"
-        while page := self.read(lambda db: db.execute(sql, last if group is None else (*last, group)).fetchall()):  # noqa: B023
-            records = list(map(record_from_values, page))
-            yield from records
-            last = (records[-1].created, records[-1].id)
+        where, values = _filter_sessions(None, group)
+        sql, last = f"{where} AND (created, id) > (?, ?) ORDER BY created, id LIMIT 100", (0.0, "")
+        while page := self._list_sessions(sql, (*values, *last)):
+            yield from page
+            last = (page[-1].created, page[-1].id)
+
+    def _list_sessions(self, where: str, values: Sequence[Any]) -> list[SessionRecord]:
+        sql = f"SELECT {RECORD} FROM sessions WHERE {where}"
+        return list(map(record_from_values, self.read(lambda db: db.execute(sql, values).fetchall())))
 
     def count(self, *, state: str | None = None, group: str | None = None) -> int:
         where, values = _filter_sessions(state, group)
-        return self.read(
-            lambda db: int(db.execute(f"SELECT count(*) FROM sessions WHERE {where}", values).fetchone()[0])
-        )
+        sql = f"SELECT count(*) FROM sessions WHERE {where}"
+        return int(self.read(lambda db: db.execute(sql, values).fetchone()[0]))
 
     def rows(self, session_id: str) -> list[Row]:
         """In commit order, each checked against its digest."""
-        sql = f"SELECT {', '.join(NODE_COLUMNS)}, digest FROM nodes WHERE session=? ORDER BY seq"
-
-        def read(db: Database) -> list[Row]:
-            both = f"SELECT (SELECT nodes FROM sessions WHERE id=?), * FROM ({sql}) AS listed"  # one statement, one snapshot
-            found = db.execute(both, (session_id, session_id)).fetchall()
-            noted = found[0][0] if found else _count_noted(db, session_id)
-            if noted != len(found):
-                raise JournalError(
-                    f"the journal is damaged: session {session_id!r} has {len(found)} nodes of {noted}; {_DAMAGED}"
-                )
-            return [_row_from_values(session_id, values[1:]) for values in found]
-
-        return self.read(read)
+        # One statement, so one snapshot; a session without nodes has one row, of nulls.
+        sql = f"""
+            SELECT sessions.nodes, {", ".join(f"nodes.{name}" for name in Row._fields)}, nodes.digest
+            FROM sessions LEFT JOIN nodes ON nodes.session = sessions.id WHERE sessions.id=? ORDER BY nodes.seq"""
+        found = self.read(lambda db: db.execute(sql, (session_id,)).fetchall())
+        rows = [values for values in found if values[1] is not None]
+        if found and found[0][0] != len(rows):
+            raise JournalError(
+                f"the journal is damaged: session {session_id!r} has {len(rows)} nodes of {found[0][0]}; {RESTORE}"
+            )
+        return [_row_from_values(session_id, values[1:]) for values in rows]
 
 
-def _count_noted(db: Database, session_id: str) -> int:
-    noted = db.execute(
-        "SELECT nodes FROM sessions WHERE id=? AND NOT EXISTS (SELECT 1 FROM nodes WHERE session=?)",
-        (session_id, session_id),
-    )
-    return (noted.fetchone() or (0,))[0]
+def load_record(db: Database, session_id: str) -> SessionRecord:
+    row = db.execute(f"SELECT {RECORD} FROM sessions WHERE id=?", (session_id,)).fetchone()
+    if row is None:
+        raise SessionNotFound(f"no session {session_id!r}")
+    return record_from_values(row)
 
 
-def _row_from_values(session_id: str, values: tuple[Any, ...]) -> Row:
+def _row_from_values(session_id: str, values: Sequence[Any]) -> Row:
     *columns, digest = values
     if digest != row_digest((session_id, *columns)):
         raise JournalError(
-            f"the journal is damaged: node {columns[0]!r} of session {session_id!r} does not fit its digest; {_DAMAGED}"
+            f"the journal is damaged: node {columns[0]!r} of session {session_id!r} does not fit its digest; {RESTORE}"
         )
-    return Row(**dict(zip(NODE_COLUMNS, columns, strict=True)))
-
-
-def _append_nodes(db: Database, session_id: str, rows: Sequence[Row]) -> None:
-    for row in rows:
-        values = _NODE_VALUES(row)
-        try:
-            given = (
-                session_id,
-                *values,
-                row_digest((session_id, *values)),
-                session_id,
-                row.parent,
-                session_id,
-                row.parent,
-            )
-            done = db.execute(_INSERT_NODE, given)
-        except DUPLICATE as error:
-            raise SessionConflict(
-                f"another process writes session {session_id!r}: sequence number {row.seq} is taken"
-            ) from error
-        if done.rowcount != 1:
-            raise _explain_refusal(db, session_id, row)
-    db.execute("UPDATE sessions SET nodes = nodes + ? WHERE id=?", (len(rows), session_id))
-
-
-def _explain_refusal(db: Database, session_id: str, row: Row) -> Exception:
-    state = db.execute("SELECT state FROM sessions WHERE id=?", (session_id,)).fetchone()
-    if state is None:
-        return SessionNotFound(f"no session {session_id!r}")
-    if state[0] != "open":
-        return SessionConflict(f"session {session_id!r} has ended")
-    return SessionConflict(f"parent {row.parent} of node {row.id} is not in the journal")
+    return Row(*columns)
 
 
 def _delete_sessions(db: Database, session_ids: Sequence[str]) -> None:
@@ -429,18 +337,6 @@ def _count_sessions(db: Database, change: int) -> None:
         db.execute("UPDATE totals SET count = count + ? WHERE name='sessions'", (change,))
 
 
-def _readable(connection: sqlite3.Connection) -> sqlite3.Connection:
-    # A reader changes no file: an older journal is copied into memory and migrated there.
-    if read_version(connection) >= VERSION:
-        migrate(connection)  # refuses a newer one; there is nothing to do for this one
-        return connection
-    copy = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
-    connection.backup(copy)
-    connection.close()
-    migrate(copy)
-    return copy
-
-
 Write = Callable[[Database], Any]
 _LARGEST_GROUP = 512
 
@@ -454,40 +350,26 @@ class Writer:
 
     def __init__(self, connection: Database) -> None:
         self._connection = connection
-        self._queue: queue.SimpleQueue[tuple[Write, Future[Any]] | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._closed = False
-        self._thread = threading.Thread(target=self._run, name="tokentrue-journal", daemon=True)
-        self._thread.start()
+        self._waiting: deque[tuple[Write, Future[Any]]] = deque()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokentrue-journal")
 
     def submit(self, write: Callable[[Database], T]) -> Future[T]:
         future: Future[T] = Future()
-        with self._lock:
-            if self._closed:
-                raise JournalError("the journal is closed")
-            self._queue.put((write, future))
+        self._waiting.append((write, future))
+        try:
+            self._thread.submit(self._write_waiting)
+        except RuntimeError as error:
+            raise JournalError("the journal is closed") from error
         return future
 
     def close(self) -> None:
         """Waits for queued writes."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            self._queue.put(None)
-        self._thread.join()
+        self._thread.shutdown()
         self._connection.close()
 
-    def _run(self) -> None:
-        while (first := self._queue.get()) is not None:
-            group = [first]
-            while len(group) < _LARGEST_GROUP and not self._queue.empty():
-                item = self._queue.get()
-                if item is None:
-                    self._write_group(group)
-                    return
-                group.append(item)
-            self._write_group(group)
+    def _write_waiting(self) -> None:
+        if self._waiting:  # an earlier call may have written them already
+            self._write_group([self._waiting.popleft() for _ in range(min(len(self._waiting), _LARGEST_GROUP))])
 
     def _write_group(self, group: list[tuple[Write, Future[Any]]]) -> None:
         outcomes: list[tuple[Future[Any], Any, BaseException | None]] = []
@@ -498,13 +380,8 @@ class Writer:
                     outcomes.append((future, *self._write_one(write)))
             self._connection.execute("COMMIT")
         except BaseException as error:  # the transaction failed as a whole: none of its writes may be acknowledged
-            failure = (
-                error
-                if isinstance(error, TokenTrueError)
-                else JournalError(f"the journal could not be written: {error}")
-            )
             outcomes = [
-                (future, None, failure)
+                (future, None, _typed(error))
                 for _, future in group
                 if future.running() or future.set_running_or_notify_cancel()
             ]
@@ -525,10 +402,13 @@ class Writer:
                 raise  # for example a full disk: SQLite has rolled back the whole group
             self._connection.execute("ROLLBACK TO one")
             self._connection.execute("RELEASE one")
-            known = isinstance(error, TokenTrueError)
-            return None, error if known else JournalError(f"the journal could not be written: {error}")
+            return None, _typed(error)
         self._connection.execute("RELEASE one")
         return result, None
+
+
+def _typed(error: BaseException) -> BaseException:
+    return error if isinstance(error, TokenTrueError) else JournalError(f"the journal could not be written: {error}")
 
 
 def tree_from_rows(record: SessionRecord, rows: list[Row]) -> Tree:

@@ -8,20 +8,20 @@ expired, the next gateway to open one of its sessions acquires it before reading
 
 from __future__ import annotations
 
+import sqlite3
 import threading
 import time
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
-from typing import Any, TypeVar, cast
-from weakref import WeakValueDictionary
+from typing import Any, TypeVar
 
 import psycopg
 from psycopg.pq import TransactionStatus
 
 from tokentrue.errors import InputError, JournalError, SessionElsewhere, SessionNotFound
 from tokentrue.json_types import JsonObject
-from tokentrue.sessions.journal.database import Database, DuplicateKey, Found, describe_store, read_address
-from tokentrue.sessions.journal.journal import FIRST_TOKEN, Journal, SessionClaim, Writer
+from tokentrue.sessions.journal.database import Database, describe_store, read_address
+from tokentrue.sessions.journal.journal import Journal, SessionClaim
 
 T = TypeVar("T")
 LEASE_S = 15.0
@@ -87,18 +87,17 @@ class Connection:
         status = self._connection.info.transaction_status
         return status in (TransactionStatus.INTRANS, TransactionStatus.INERROR)
 
-    def execute(self, sql: str, parameters: Sequence[Any] = (), /) -> Found:
+    def execute(self, sql: str, parameters: Sequence[Any] = (), /) -> Any:
         if sql == "BEGIN IMMEDIATE":  # SQLite's statement for a write transaction
             if self._connection.closed:
                 self._connection = self._connect()
             sql = "BEGIN"
         try:
-            found = self._connection.execute(cast("Any", sql.replace("?", "%s")), parameters or None)
+            return self._connection.execute(sql.replace("?", "%s").encode(), parameters or None)
         except psycopg.errors.UniqueViolation as error:
-            raise DuplicateKey(str(error)) from error
+            raise sqlite3.IntegrityError(str(error)) from error
         except psycopg.DataError as error:
             raise InputError(f"text that PostgreSQL cannot hold: {error}") from error
-        return cast("Found", found)
 
     def retry_read(self, read: Callable[[Database], T]) -> T:
         """Retries once on a new connection if the old one was lost."""
@@ -148,12 +147,9 @@ class Lease:
             try:
                 self.renew()
             except psycopg.Error:
-                self._disconnect()
-
-    def _disconnect(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
+                if self._connection is not None:
+                    self._connection.close()
+                    self._connection = None
 
     def release(self) -> None:
         self._stopped.set()
@@ -170,51 +166,43 @@ class PostgresJournal(Journal):
     """`name` is unique to this gateway, `address` the URL at which other gateways reach it; `read_only=True` needs
     neither."""
 
-    _greatest = "greatest"
+    _greatest, _has_fencing = "greatest", True
 
     def __init__(
         self, target: str, *, name: str = "", address: str = "", lease_s: float = LEASE_S, read_only: bool = False
     ) -> None:
         self._url, self._name = target, name
         self.target = describe_store(target)
-        self._read_only, self._closed = read_only, False
-        self._reading = threading.Lock()
-        self._claims: WeakValueDictionary[str, SessionClaim] = WeakValueDictionary()
         self._lock = None
         self._lease: Lease | None = None
         try:
-            self._open_server(address, lease_s)
+            with ExitStack() as opened:
+                connection = opened.enter_context(closing(Connection(target, read_only=read_only)))
+                if not read_only:
+                    create_schema(connection)
+                elif connection.execute("SELECT to_regclass('sessions')").fetchone()[0] is None:
+                    raise JournalError(
+                        f"no journal at {self.target}: the database has no sessions table; "
+                        "give what `serve --store` was given"
+                    )
+                reader = opened.enter_context(closing(Connection(target, read_only=True)))
+                if not read_only:
+                    self._lease = Lease(target, name=name, address=address, length_s=lease_s)
+                opened.pop_all()
         except psycopg.Error as error:
             cure = "start the server, or correct --store"
             raise JournalError(f"cannot open the journal {self.target}: {one_line(error)}; {cure}") from error
-
-    def _open_server(self, address: str, lease_s: float) -> None:
-        with ExitStack() as opened:
-            connection = opened.enter_context(closing(Connection(self._url, read_only=self._read_only)))
-            if not self._read_only:
-                create_schema(connection)
-            elif connection.execute("SELECT to_regclass('sessions')").fetchone()[0] is None:
-                raise JournalError(
-                    f"no journal at {self.target}: the database has no sessions table; give what `serve --store` was given"
-                )
-            self._reader = self._postgres_reader = opened.enter_context(closing(Connection(self._url, read_only=True)))
-            if not self._read_only:
-                self._lease = Lease(self._url, name=self._name, address=address, length_s=lease_s)
-            opened.pop_all()
-        self._writer = Writer(connection)
+        self._start(connection, reader, read_only=read_only)
 
     @property
     def lease_number(self) -> int:
         return 0 if self._lease is None else self._lease.number
 
-    def read(self, read: Callable[[Database], T]) -> T:
-        with self._reading:
-            if self._closed:
-                raise JournalError("the journal is closed")
-            try:
-                return self._postgres_reader.retry_read(read)
-            except psycopg.Error as error:
-                raise JournalError(f"the journal {self.target} could not be read: {one_line(error)}") from error
+    def _read_from(self, reader: Connection, read: Callable[[Database], T]) -> T:
+        try:
+            return reader.retry_read(read)
+        except psycopg.Error as error:
+            raise JournalError(f"the journal {self.target} could not be read: {one_line(error)}") from error
 
     def close(self) -> None:
         super().close()
@@ -237,13 +225,6 @@ class PostgresJournal(Journal):
             return int(taken[0])
 
         return self.submit(write).result()
-
-    def claim(self, session_id: str, turns: Sized, token: int = FIRST_TOKEN) -> SessionClaim:
-        """The token fences off an older object of this session: its generations cannot be committed."""
-        if held := self._claims.get(session_id):
-            held.revoke()
-        claim = self._claims[session_id] = SessionClaim(session_id, turns, token)
-        return claim
 
     def check_owner(self, db: Database, session_id: str, claim: SessionClaim | None) -> None:
         """Locks the session's row until the transaction ends, so that no other gateway acquires it."""

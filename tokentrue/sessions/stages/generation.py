@@ -9,10 +9,13 @@ from __future__ import annotations
 import asyncio
 import re
 from array import array
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from secrets import token_hex
 from typing import Any, TypeVar, cast
+
+from msgspec import structs
 
 from tokentrue.conversation.match_keys import calls_of
 from tokentrue.errors import EngineContractError, RenderError, TokenContractError
@@ -21,7 +24,7 @@ from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.protocols import Provider, Renderer
 from tokentrue.routing_replay import join_masks_if_whole
 from tokentrue.sessions.limits import INLINE_IDS, run_inline_or_thread
-from tokentrue.sessions.stages.prompts import Prompt
+from tokentrue.sessions.singleflight import InFlightTurn
 from tokentrue.sessions.tree import Outcome
 from tokentrue.tracing import traced
 from tokentrue.types import (
@@ -35,9 +38,7 @@ from tokentrue.types import (
     Message,
     Parsed,
     Reply,
-    Sampling,
     SamplingMask,
-    Tools,
     TurnEvent,
     are_logprobs,
     choice_seed,
@@ -48,150 +49,114 @@ T = TypeVar("T")
 MOST_SAMPLED = 1 << 20  # tokens of one choice whose request has no max_tokens
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Draft:
-    node_id: str
-    choice: int
+class Choice:
+    """One of the n answers to one request, to be recorded as node `node_id`: what the engine sampled (`completion`)
+    and the message that the client gets (`served`). A streamed turn emits it as it is sampled."""
+
     completion: Completion
     parsed: Parsed
     served: Message
-    sampling: Sampling  # this choice's sampling, with its seed
     outcome: Outcome = "served"
 
-
-class Choice:
-    """One of the n answers to one request; `node_id` is reserved for it. With `emit`, the answer is streamed."""
-
-    def __init__(
-        self,
-        *,
-        index: int,
-        node_id: str,
-        prompt: Prompt,
-        tools: Tools | None,
-        sampling: Sampling,
-        renderer: Renderer,
-        emit: Callable[[TurnEvent], None] | None,
-    ) -> None:
-        self.index, self.node_id = index, node_id
-        self.prompt, self.tools, self._renderer, self._emit = prompt, tools, renderer, emit
-        self.sampling = (
-            sampling
-            if sampling.seed is None or index == 0
-            else replace(sampling, seed=choice_seed(sampling.seed, index))
-        )
+    def __init__(self, index: int, turn: InFlightTurn, prompt_ids: TokenIds, renderer: Renderer) -> None:
+        self.index, self.node_id = index, token_hex(16)
+        self.sampling = sampling = turn.sampling
+        if sampling.seed is not None and index:
+            self.sampling = replace(sampling, seed=choice_seed(sampling.seed, index))
+        self._prompt_ids, self._tools, self._renderer = prompt_ids, turn.conversation.tools, renderer
+        self._emit = turn.emit if turn.streamed else None
         self._limit = MOST_SAMPLED if sampling.max_tokens is None else sampling.max_tokens
         self._received = _Received(self._limit)
-        self._completion: Completion | None = None
-        self._streamed: tuple[Parsed, Message] | None = None
+        self._is_complete = self._is_parsed = False
 
     async def generate(self, provider: Provider, session_id: str) -> None:
-        view = None if self._emit is None else _StreamView(self, self._renderer, self._emit)
-        try:
-            self._completion = await self._read(provider, session_id, view)
-        except TokenContractError as error:
-            raise EngineContractError(f"the engine's answer is not a completion: {error}") from error
-        if view is not None:
-            self._streamed = view.finish()
+        if self._emit is None:
+            return await self._read(provider, session_id, None)
+        parser = self._renderer.parser(prompt_ids=self._prompt_ids, tools=self._tools)
+        shown = StreamedMessage(self.node_id, self.sampling.stop)
+        self._show()
 
-    async def _read(self, provider: Provider, session_id: str, view: _StreamView | None) -> Completion:
+        def feed(chunk: Chunk) -> None:
+            deltas = shown.feed(_parse(parser.feed, chunk.token_ids))
+            first = deltas[0] if deltas else None
+            self._show(delta=first, token_ids=chunk.token_ids, logprobs=chunk.logprobs)
+            self._show_deltas(deltas[1:])
+
+        await self._read(provider, session_id, feed)
+        rest, self.parsed = _parse(parser.finish)
+        self._show_deltas(shown.feed(rest))
+        served = serve_message(self.parsed, self.node_id, stops=self.sampling.stop)
+        missing, self.served = shown.finish(served)
+        self._show_deltas(missing)
+        self._is_parsed = True
+
+    def _show(self, **fields: Any) -> None:
+        if self._emit is not None:
+            self._emit(TurnEvent(index=self.index, node_id=self.node_id, **fields))
+
+    def _show_deltas(self, deltas: Sequence[Delta]) -> None:
+        for delta in deltas:
+            self._show(delta=delta)
+
+    async def _read(self, provider: Provider, session_id: str, feed: Callable[[Chunk], None] | None) -> None:
         # Keep chunks as they arrive, in case the stream breaks off.
         final: Completion | None = None
-        stream = provider.stream(self.prompt.ids, self.sampling, session=session_id, whole=view is None)
-        async with aclosing(cast("AsyncGenerator[Chunk, None]", stream)) as chunks:
-            async for chunk in chunks:
-                final = chunk.final or final
-                if chunk.token_ids:
-                    fitting = self._received.add(chunk)
-                    if view is not None and fitting.token_ids:
-                        view.feed(fitting)
-                    if fitting is not chunk:
-                        raise EngineContractError(
-                            f"the engine sampled more than max_tokens={self._limit}; the first {self._limit} tokens "
-                            "are recorded"
-                        )
+        stream = provider.stream(self._prompt_ids, self.sampling, session=session_id, whole=feed is None)
+        try:
+            async with aclosing(cast("AsyncGenerator[Chunk, None]", stream)) as chunks:
+                async for chunk in chunks:
+                    final = chunk.final or final
+                    if chunk.token_ids:
+                        fitting = self._received.add(chunk)
+                        if feed is not None and fitting.token_ids:
+                            feed(fitting)
+                        if fitting is not chunk:
+                            raise EngineContractError(
+                                f"the engine sampled more than max_tokens={self._limit}; the first {self._limit} "
+                                "tokens are recorded"
+                            )
+        except TokenContractError as error:
+            raise EngineContractError(f"the engine's answer is not a completion: {error}") from error
         if final is None or not self._received.is_all_of(final):
             raise EngineContractError("the engine's stream and its final answer differ")
-        check_completion(final, self.prompt)
-        return final
+        self._check(final)
+        self.completion, self._is_complete = final, True
+
+    def _check(self, completion: Completion) -> None:
+        """Raises unless the engine's report agrees with what it was sent and can be recorded."""
+        sent = len(self._prompt_ids)
+        if completion.prompt_tokens not in (None, sent):
+            raise EngineContractError(
+                f"the engine counted {completion.prompt_tokens} prompt tokens of the {sent} that were sent"
+            )
+        if not completion.token_ids:
+            raise EngineContractError("the engine sampled no token; raise max_tokens or shorten the prompt")
+        for span in completion.versions:
+            _check_version(span.version)
 
     @traced("parse")
-    async def parse(self) -> Draft:
-        assert self._completion is not None
-        return await self._build_draft(self._completion, "served")
+    async def parse(self) -> None:
+        if not self._is_parsed:
+            ids = self.completion.token_ids
+            self.parsed = await run_inline_or_thread(
+                _parse, len(ids) < INLINE_IDS, self._renderer.parse, ids, prompt_ids=self._prompt_ids, tools=self._tools
+            )
+            self.served = serve_message(self.parsed, self.node_id, stops=self.sampling.stop)
 
-    async def parse_partial(self, outcome: Outcome) -> Draft | None:
-        """The tokens received so far, labelled with why they are not served; None if there are none."""
-        completion = self._completion or self._received.completion(len(self.prompt.ids))
-        if completion is None or not completion.token_ids or self._is_invalid(completion):
-            completion = self._received.completion(len(self.prompt.ids))
-        if completion is None:
-            return None
+    async def parse_partial(self, outcome: Outcome) -> bool:
+        """Parses the tokens received so far, labelled with why they are not served; False if there are none."""
+        if not self._is_complete:
+            received = self._received.completion(len(self._prompt_ids))
+            if received is None:
+                return False
+            self.completion = received
+        self.outcome = outcome
         try:
-            return await self._build_draft(completion, outcome)
+            await self.parse()
         except EngineContractError:  # record it even if it cannot be parsed: the ids are what matters
-            empty: Message = {"role": "assistant", "content": ""}
-            parsed = Parsed(message=empty)
-            return self._make_draft(completion, parsed, empty, outcome)
-
-    def _is_invalid(self, completion: Completion) -> bool:
-        try:
-            check_completion(completion, self.prompt)
-        except EngineContractError:
-            return True
-        return False
-
-    async def _build_draft(self, completion: Completion, outcome: Outcome) -> Draft:
-        if self._streamed is not None:
-            parsed, served = self._streamed
-        else:
-            small = len(completion.token_ids) < INLINE_IDS
-            parsed = await run_inline_or_thread(self._parse_whole, small, completion)
-            served = serve_message(parsed, self.node_id, stops=self.sampling.stop)
-        return self._make_draft(completion, parsed, served, outcome)
-
-    def _make_draft(self, completion: Completion, parsed: Parsed, served: Message, outcome: Outcome) -> Draft:
-        return Draft(
-            node_id=self.node_id,
-            choice=self.index,
-            completion=completion,
-            parsed=parsed,
-            served=served,
-            sampling=self.sampling,
-            outcome=outcome,
-        )
-
-    def _parse_whole(self, completion: Completion) -> Parsed:
-        return _parse(self._renderer.parse, completion.token_ids, prompt_ids=self.prompt.ids, tools=self.tools)
-
-
-class _StreamView:
-    def __init__(self, choice: Choice, renderer: Renderer, emit: Callable[[TurnEvent], None]) -> None:
-        self._choice, self._emit = choice, emit
-        self._parser = renderer.parser(prompt_ids=choice.prompt.ids, tools=choice.tools)
-        self._shown = StreamedMessage(choice.node_id, choice.sampling.stop)
-        emit(TurnEvent(index=choice.index, node_id=choice.node_id))
-
-    def feed(self, chunk: Chunk) -> None:
-        deltas = [seen for delta in _parse(self._parser.feed, chunk.token_ids) if (seen := self._shown.feed(delta))]
-        first = deltas[0] if deltas else None
-        index, node_id = self._choice.index, self._choice.node_id
-        self._emit(
-            TurnEvent(index=index, node_id=node_id, delta=first, token_ids=chunk.token_ids, logprobs=chunk.logprobs)
-        )
-        self._emit_deltas(deltas[1:])
-
-    def _emit_deltas(self, deltas: Sequence[Delta]) -> None:
-        for delta in deltas:
-            self._emit(TurnEvent(index=self._choice.index, node_id=self._choice.node_id, delta=delta))
-
-    def finish(self) -> tuple[Parsed, Message]:
-        rest, parsed = _parse(self._parser.finish)
-        self._emit_deltas([seen for delta in rest if (seen := self._shown.feed(delta))])
-        choice = self._choice
-        missing, served = self._shown.finish(serve_message(parsed, choice.node_id, stops=choice.sampling.stop))
-        self._emit_deltas(missing)
-        return parsed, served
+            self.served = {"role": "assistant", "content": ""}
+            self.parsed = Parsed(message=self.served)
+        return True
 
 
 def _parse(parse: Callable[..., T], *args: Any, **kwargs: Any) -> T:
@@ -200,18 +165,6 @@ def _parse(parse: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         return parse(*args, **kwargs)
     except (RenderError, TokenContractError) as error:
         raise EngineContractError(f"the engine's answer cannot be read: {error}") from error
-
-
-def check_completion(completion: Completion, prompt: Prompt) -> None:
-    """Raises unless the engine's report agrees with what it was sent and can be recorded."""
-    if completion.prompt_tokens is not None and completion.prompt_tokens != len(prompt.ids):
-        raise EngineContractError(
-            f"the engine counted {completion.prompt_tokens} prompt tokens of the {len(prompt.ids)} that were sent"
-        )
-    if not completion.token_ids:
-        raise EngineContractError("the engine sampled no token; raise max_tokens or shorten the prompt")
-    for span in completion.versions:
-        _check_version(span.version)
 
 
 def _check_version(version: int) -> None:
@@ -225,43 +178,41 @@ class _Received:
     """At most `limit` tokens; each chunk is checked before it is passed on."""
 
     def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self.token_ids = array("i")
-        self._logprobs = array("d")
+        self._room = limit
+        self._token_ids, self._logprobs = array("i"), array("d")
         self._runs: list[tuple[int, int]] = []  # (tokens, policy version) of each chunk
         self._masks: list[SamplingMask | None] = []  # of each chunk
 
     def add(self, chunk: Chunk) -> Chunk:
         """The chunk, cut at the token limit."""
-        if len(chunk.token_ids) != len(chunk.logprobs) or not are_logprobs(chunk.logprobs):
-            raise EngineContractError(
-                f"{len(chunk.token_ids)} streamed ids came with log-probabilities {list(chunk.logprobs)!r}"
-            )
+        ids, logprobs, mask = chunk.token_ids, chunk.logprobs, chunk.sampling_mask
+        if len(ids) != len(logprobs) or not are_logprobs(logprobs):
+            raise EngineContractError(f"{len(ids)} streamed ids came with log-probabilities {list(logprobs)!r}")
         _check_version(chunk.policy_version)
-        if min(chunk.token_ids) < 0 or max(chunk.token_ids) > MAX_INT32:
-            TokenIds(chunk.token_ids)  # raises with the position
-        room = self._limit - len(self.token_ids)
-        if len(chunk.token_ids) > room:
-            mask = None if chunk.sampling_mask is None else chunk.sampling_mask.cut(0, room)
-            ids, logprobs = chunk.token_ids[:room], chunk.logprobs[:room]
-            chunk = replace(chunk, token_ids=ids, logprobs=logprobs, sampling_mask=mask)
-        self.token_ids.extend(chunk.token_ids)
-        self._logprobs.extend(chunk.logprobs)
-        self._runs.append((len(chunk.token_ids), chunk.policy_version))
-        self._masks.append(chunk.sampling_mask)
+        if min(ids) < 0 or max(ids) > MAX_INT32:
+            TokenIds(ids)  # raises with the position
+        if len(ids) > self._room:
+            ids, logprobs = ids[: self._room], logprobs[: self._room]
+            mask = None if mask is None else mask.cut(0, self._room)
+            chunk = Chunk(token_ids=ids, logprobs=logprobs, policy_version=chunk.policy_version, sampling_mask=mask)
+        self._room -= len(ids)
+        self._token_ids.extend(ids)
+        self._logprobs.extend(logprobs)
+        self._runs.append((len(ids), chunk.policy_version))
+        self._masks.append(mask)
         return chunk
 
     def is_all_of(self, final: Completion) -> bool:
-        is_same = final.token_ids == TokenIds(self.token_ids)
+        is_same = final.token_ids == TokenIds(self._token_ids)
         return is_same and array("d", final.logprobs) == self._logprobs
 
     def completion(self, prompt_tokens: int) -> Completion | None:
         """Aborted; None if nothing was received."""
-        if not len(self.token_ids):
+        if not self._token_ids:
             return None
         versions = spans_from_runs(self._runs)
         return Completion(
-            token_ids=TokenIds(self.token_ids),
+            token_ids=TokenIds(self._token_ids),
             logprobs=tuple(self._logprobs),
             finish=Finish.ABORT,
             versions=() if [span.version for span in versions] == [UNVERSIONED] else versions,
@@ -273,56 +224,42 @@ class _Received:
 @traced("generate")
 async def generate_all(choices: Sequence[Choice], provider: Provider, session_id: str) -> None:
     """On failure, raises the first one after cancelling and awaiting the other choices."""
-    await _run_all([choice.generate(provider, session_id) for choice in choices])
-
-
-async def _run_all(works: list[Coroutine[Any, Any, None]]) -> None:
-    if len(works) == 1:
-        return await works[0]
-    tasks = [asyncio.create_task(work) for work in works]
+    if len(choices) == 1:
+        return await choices[0].generate(provider, session_id)
+    tasks = [asyncio.create_task(choice.generate(provider, session_id)) for choice in choices]
     try:
         await asyncio.gather(*tasks)
     except BaseException:
         for task in tasks:
             task.cancel()
-        await asyncio.wait(tasks)
-        for task in tasks:
-            if not task.cancelled():
-                task.exception()  # retrieve the exceptions: the first one is being raised
+        await asyncio.gather(*tasks, return_exceptions=True)  # retrieves the exceptions: the first one is being raised
         raise
 
 
 _MADE_UP = re.compile(r"call_[0-9a-f]{24}")  # generated by a parser, for a format that carries no ids
 
 
-def make_call_id(node_id: str, index: int) -> str:
-    """The call id, equal in a stream and in the committed turn, and different in two answers to one prompt. An id
-    that the model wrote is kept (it is in its tokens), unless it has the form that parsers generate."""
-    return f"call_{node_id[:20]}{index:04x}"
-
-
-def _choose_id(written: str, node_id: str, index: int) -> str:
-    return make_call_id(node_id, index) if not written or _MADE_UP.fullmatch(written) else written
+def choose_call_id(written: str, node_id: str, index: int) -> str:
+    """Equal in a stream and in the committed turn, and different in two answers to one prompt. An id that the model
+    wrote is kept (it is in its tokens), unless it has the form that parsers generate."""
+    return f"call_{node_id[:20]}{index:04x}" if not written or _MADE_UP.fullmatch(written) else written
 
 
 def serve_message(parsed: Parsed, node_id: str, *, stops: Sequence[str]) -> Message:
     """The message of a whole turn; visible text ends before the first stop string."""
     message: JsonObject = dict(parsed.message)
-    calls = calls_of(message)
-    if calls:
-        message["tool_calls"] = [_with_id(call, node_id, index) for index, call in enumerate(calls)]
+    if calls := calls_of(message):
+        message["tool_calls"] = [
+            {**call, "id": choose_call_id(str(call.get("id") or ""), node_id, at), "type": call.get("type", "function")}
+            for at, call in enumerate(calls)
+        ]
     content = message.get("content")
     if isinstance(content, str) and (at := find_stop(content, stops)) is not None:
         message["content"] = content[:at]
     return message
 
 
-def _with_id(call: JsonMapping, node_id: str, index: int) -> JsonObject:
-    return {**call, "id": _choose_id(str(call.get("id") or ""), node_id, index), "type": call.get("type", "function")}
-
-
 def chat_finish_reason(reply: Reply) -> str:
-    # An aborted turn is incomplete, too; "length" is the protocol's only word for it.
     # An aborted turn is incomplete, too; "length" is the protocol's only word for it.
     if reply.completion.finish is not Finish.STOP:
         return "length"
@@ -347,20 +284,24 @@ class StreamedMessage:
         self._reasoning = ""
         self._calls: list[dict[str, str]] = []
 
-    def feed(self, delta: Delta) -> Delta | None:
-        """The delta that the client may see; None if it shows nothing."""
-        if delta.call is not None:
-            delta = self._feed_call(delta)
-        self._reasoning += delta.reasoning
-        delta = replace(delta, content=self._release(delta.content)) if delta.content else delta
-        return delta if delta.content or delta.reasoning or delta.call is not None else None
+    def feed(self, deltas: Iterable[Delta]) -> list[Delta]:
+        """The deltas that the client may see."""
+        seen: list[Delta] = []
+        for delta in deltas:
+            if delta.call is not None:
+                delta = self._feed_call(delta, delta.call)
+            self._reasoning += delta.reasoning
+            if delta.content:
+                delta = structs.replace(delta, content=self._release(delta.content))
+            if delta.content or delta.reasoning or delta.call is not None:
+                seen.append(delta)
+        return seen
 
-    def _feed_call(self, delta: Delta) -> Delta:
-        index = delta.call or 0
+    def _feed_call(self, delta: Delta, index: int) -> Delta:
         while len(self._calls) <= index:
             self._calls.append({"id": "", "name": "", "arguments": ""})
         if delta.name or delta.call_id:
-            delta = replace(delta, call_id=_choose_id(delta.call_id, self._node, index))
+            delta = structs.replace(delta, call_id=choose_call_id(delta.call_id, self._node, index))
         call = self._calls[index]
         call["id"], call["name"] = delta.call_id or call["id"], delta.name or call["name"]
         call["arguments"] += delta.arguments
@@ -387,16 +328,12 @@ class StreamedMessage:
         """
         deltas: list[Delta] = []
         message = dict(served)
-        reasoning, content = str(served.get("reasoning_content") or ""), str(served.get("content") or "")
-        for field, have, want in (("reasoning_content", self._reasoning, reasoning), ("content", self._shown, content)):
+        for field, have in (("reasoning_content", self._reasoning), ("content", self._shown)):
+            want = str(served.get(field) or "")
             if not want.startswith(have):
                 message[field] = have
-            elif len(want) > len(have):
-                deltas.append(
-                    Delta(reasoning=want[len(have) :])
-                    if field == "reasoning_content"
-                    else Delta(content=want[len(have) :])
-                )
+            elif more := want[len(have) :]:
+                deltas.append(Delta(content=more) if field == "content" else Delta(reasoning=more))
         calls = [dict(call) for call in calls_of(served)]
         for index in range(max(len(calls), len(self._calls))):
             self._finish_call(index, calls, deltas)
@@ -409,23 +346,16 @@ class StreamedMessage:
         wanted = calls[index] if index < len(calls) else None
         function: JsonMapping = {} if wanted is None else wanted["function"]
         arguments = str(function.get("arguments") or "")
-        if (
-            wanted is None
-            or (shown["name"] and shown["name"] != function["name"])
-            or not arguments.startswith(shown["arguments"])
-        ):
-            call = {
-                "id": shown["id"],
-                "type": "function",
-                "function": {"name": shown["name"], "arguments": shown["arguments"]},
-            }
-            calls[index : index + 1] = [call]
+        is_taken_back = shown["name"] not in ("", function.get("name")) or not arguments.startswith(shown["arguments"])
+        if wanted is None or is_taken_back:
+            call = {"name": shown["name"], "arguments": shown["arguments"]}
+            calls[index : index + 1] = [{"id": shown["id"], "type": "function", "function": call}]
             return
         if not shown["name"]:
             deltas.append(Delta(call=index, call_id=str(wanted["id"]), name=str(function["name"])))
-        if len(arguments) > len(shown["arguments"]):
-            deltas.append(Delta(call=index, arguments=arguments[len(shown["arguments"]) :]))
+        if more := arguments[len(shown["arguments"]) :]:
+            deltas.append(Delta(call=index, arguments=more))
 
 
-def deltas_from_message(message: Message) -> Iterator[Delta]:
-    yield from StreamedMessage("", ()).finish(message)[0]
+def deltas_from_message(message: Message) -> list[Delta]:
+    return StreamedMessage("", ()).finish(message)[0]

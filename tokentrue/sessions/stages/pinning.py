@@ -1,14 +1,10 @@
-"""Pinned prompts: a conversation keeps its first system prompt, whatever the agent sends later.
+"""Pinned prompts: a conversation keeps its first system prompt, whatever the agent sends later (a clock, a list of
+files).
 
-Some agents put a clock or a list of files into their system prompt, so that every turn begins with other tokens and
-becomes a separate conversation. With `pin=("system",)` a request that continues a recorded turn is read as if it began
-with that turn's system prompt: the model gets it, and it is recorded and trained on. The node keeps the client's prompt
-in `replaced`.
-
-The tools and all messages after the system prompt decide whether a turn is continued. A request that continues none
-opens a conversation with its own prompt: sub-agents and side requests keep theirs, even if they begin with the same
-message. Only the record decides: a refused or failed turn has no effect, and a reopened session has the same
-prompts.
+With `pin=("system",)` a request that continues a recorded turn is read as if it began with that turn's system prompt;
+the node keeps the client's in `replaced`. The tools and all messages after the system prompt decide whether a turn is
+continued. A request that continues none opens a conversation with its own prompt: sub-agents and side requests keep
+theirs. Only the record decides: a refused or failed turn has no effect, and a reopened session has the same prompts.
 """
 
 from __future__ import annotations
@@ -19,10 +15,10 @@ from dataclasses import dataclass
 from operator import itemgetter
 
 from tokentrue.conversation import Conversation, ConversationMessage
+from tokentrue.conversation.changes import find_changes
 from tokentrue.conversation.match_keys import count_system, message_key, read_role
 from tokentrue.errors import ConfigError
 from tokentrue.plain_json import digest
-from tokentrue.sessions.matching.candidates import find_changes
 from tokentrue.sessions.tree import Node, Tree
 from tokentrue.types import Message, Messages
 
@@ -99,10 +95,8 @@ class PinnedPrompts:
         """0 if `rest` does not have the messages of `node` from `start` on."""
         recorded = [*self._tree.given_messages(node), node.served]
         recorded = recorded if start else recorded[_count_prompt(recorded) :]
-        now = rest[start : start + len(recorded)]
-        if len(now) < len(recorded) or not all(map(_is_replay, recorded, now)):
-            return 0
-        return start + len(recorded)
+        end = start + len(recorded)
+        return end if end <= len(rest) and all(map(_is_replay, recorded, rest[start:end])) else 0
 
 
 def _has_several(prompts: Iterable[tuple[Message, ...]]) -> bool:

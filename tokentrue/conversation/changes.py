@@ -1,0 +1,102 @@
+"""Compares a message that a client sent back with the one that was served."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tokentrue.conversation.match_keys import calls_of, name_and_arguments, reasoning_of, repeats_arguments, text_of
+from tokentrue.types import Message
+
+_KNOWN = ("role", "content", "reasoning_content", "reasoning", "tool_calls")
+_TAGS = ("think", "thinking", "thought")
+
+
+def find_changes(served: Message, replayed: Message) -> tuple[str, ...] | None:
+    """Returns the changes, sorted, if `replayed` is a known lossy projection of `served`; `()` if nothing visible
+    differs; None if it is an edit.
+
+    The changes that harnesses are known to cause: `reasoning_dropped`, `reasoning_inlined`, `call_ids`, `arguments`,
+    `parts`, `empty_content`, `whitespace`, `extra_fields`. A wrong match is worse than a fork, so a replay that
+    *adds* to what was served (new reasoning, one more call) is an edit too. The served text is never split: a think
+    tag in it is text that the model wrote. Only the replay is searched for the served reasoning, inlined before the
+    served text.
+    """
+    if served is replayed:
+        return ()
+    text, calls = _text_changes(served, replayed), _call_changes(served, replayed)
+    if text is None or calls is None:
+        return None
+    is_extended = any(name not in _KNOWN and value not in (None, [], "") for name, value in replayed.items())
+    return tuple(sorted(text | calls | ({"extra_fields"} if is_extended else set())))
+
+
+def _text_changes(served: Message, replayed: Message) -> set[str] | None:
+    content, content_now = served.get("content"), replayed.get("content")
+    was, now = text_of(content), text_of(content_now)
+    thought, thought_now = reasoning_of(served), reasoning_of(replayed)
+    if thought_now.strip() and thought_now.strip() != thought.strip():
+        return None
+    changes: set[str] = set()
+    if isinstance(content_now, (list, tuple)) and not isinstance(content, (list, tuple)):
+        changes.add("parts")
+    if was.strip() == now.strip():
+        if thought.strip() and not thought_now.strip():
+            changes.add("reasoning_dropped")
+        elif thought != thought_now:
+            changes.add("whitespace")
+        if was != now:
+            changes.add("whitespace")
+        elif not was and content != content_now and "parts" not in changes:
+            changes.add("empty_content")
+        return changes
+    inlined = _find_inlined(now.strip(), thought=thought.strip(), text=was.strip())
+    if inlined is None:
+        return None
+    if thought.strip() and not inlined and not thought_now.strip():
+        return changes | {"reasoning_dropped", "whitespace"}  # an empty block before the text
+    return changes | {"reasoning_inlined"}
+
+
+def _find_inlined(replayed: str, *, thought: str, text: str) -> str | None:
+    """The reasoning before `text` in a replay: `thought`, or "" for an empty block; None if neither is there."""
+    for tag in _TAGS:
+        if replayed.startswith(f"<{tag}>"):
+            for block, rest in _split_at(replayed[len(tag) + 2 :], f"</{tag}>"):
+                if rest == text and block in ("", thought):
+                    return block
+    if thought and (thought, text) in _split_at(replayed, "</think>"):  # the opening tag was part of the prompt
+        return thought
+    return None
+
+
+def _split_at(text: str, mark: str) -> Iterator[tuple[str, str]]:
+    """The stripped texts before and after each `mark`."""
+    at = text.find(mark)
+    while at >= 0:
+        yield text[:at].strip(), text[at + len(mark) :].strip()
+        at = text.find(mark, at + 1)
+
+
+def _call_changes(served: Message, replayed: Message) -> set[str] | None:
+    was, now = calls_of(served), calls_of(replayed)
+    if len(was) != len(now):
+        return None
+    changes: set[str] = set()
+    for one, other in zip(was, now, strict=True):
+        (name, arguments), (name_now, arguments_now) = name_and_arguments(one), name_and_arguments(other)
+        if name != name_now:
+            return None
+        if arguments != arguments_now or type(arguments) is not type(arguments_now) or not isinstance(arguments, str):
+            if not repeats_arguments(arguments, arguments_now):
+                return None
+            if arguments != arguments_now:
+                changes.add("arguments")
+        if one.get("id") != other.get("id"):
+            changes.add("call_ids")
+    return changes
+
+
+def format_changes(changes: tuple[str, ...], *, ambiguous: bool = False) -> str:
+    """`"exact"`, or the changes joined by `+`, marked if the choice between siblings is ambiguous."""
+    names = list(changes) or ["exact"]
+    return "+".join([*names, "ambiguous"] if ambiguous else names)

@@ -1,0 +1,251 @@
+"""SQLite stores: their file, their tables with migrations, and their locks.
+
+One server per store: it holds an exclusive lock on a file beside the store while the store is open for writing; the
+lock ends with the process. The server's workers share a second lock. If the supervisor is killed, its workers first
+finish what they generate, and the next server waits for them: two processes never write one session.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import sqlite3
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from tokentrue.errors import JournalError
+from tokentrue.sessions.journal.rows import COLUMNS, RECORD, Row, record_from_values, row_digest
+
+RESTORE = "restore it from a backup"
+NODE_COLUMNS = ", ".join(Row._fields)
+ORPHANS_S = 60.0  # longer than workers need to end after their supervisor was killed
+
+
+class SqliteFile:
+    """A journal's file: `path`, or "memory"."""
+
+    def __init__(self, target: str, *, synchronous: str, read_only: bool) -> None:
+        self.target, self.path = target, target.removeprefix("sqlite:")
+        self.in_memory = self.path in ("memory", ":memory:")
+        self._synchronous, self._read_only = synchronous, read_only
+
+    def create(self) -> None:
+        """Readable by its owner only; SQLite gives its other files the same mode."""
+        # Never open an existing file outside SQLite: closing it drops the POSIX locks that SQLite holds on it in this
+        # process, and a reader could then delete the WAL with the newest turns.
+        if self.in_memory or self._read_only:
+            return
+        try:
+            os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
+        except FileExistsError:
+            pass
+        except OSError as error:
+            raise self._cannot_open(error) from error
+
+    def _cannot_open(self, error: Exception) -> JournalError:
+        cure = f"give a writable path, or --store memory; if it was a journal, {RESTORE}"
+        return JournalError(f"cannot open the journal {self.target}: {error}; {cure}")
+
+    def connect(self) -> sqlite3.Connection:
+        if self._read_only and not Path(self.path).is_file():
+            raise JournalError(f"no journal at {self.target}")
+        with contextlib.ExitStack() as on_error:
+            try:
+                connection = _open(":memory:" if self.in_memory else self.path)
+                on_error.callback(connection.close)
+                refuse_foreign(connection)
+                if self._read_only and read_version(connection) < VERSION:
+                    # A reader changes no file: an older journal is copied into memory and migrated there.
+                    copy = _open(":memory:")
+                    connection.backup(copy)
+                    connection.close()
+                    connection = copy
+                elif not self._read_only:
+                    connection.execute("PRAGMA journal_mode=WAL")
+                    connection.execute(f"PRAGMA synchronous={self._synchronous}")
+                    connection.execute("PRAGMA foreign_keys=ON")
+                migrate(connection)
+            except sqlite3.Error as error:
+                raise self._cannot_open(error) from error
+            on_error.pop_all()
+        return connection
+
+    def check(self, db: sqlite3.Connection) -> None:
+        """Raises if the file is damaged: reads all of it."""
+        try:
+            found = db.execute("PRAGMA quick_check(1)").fetchone()[0]
+            if found != "ok":
+                raise JournalError(f"the journal {self.target} is damaged: {found}; {RESTORE}")
+            for row in db.execute(f"SELECT {RECORD} FROM sessions"):
+                record_from_values(row)
+            counts = {
+                name: db.execute(f"SELECT (SELECT count(*) FROM {name}), ({noted})").fetchone()
+                for name, noted in (
+                    ("sessions", "SELECT count FROM totals WHERE name='sessions'"),
+                    ("nodes", "SELECT coalesce(sum(nodes), 0) FROM sessions"),
+                )
+            }
+        except sqlite3.Error as error:
+            raise JournalError(f"the journal {self.target} is damaged: {error}; {RESTORE}") from error
+        for name, (there, noted) in counts.items():
+            if there != noted:
+                raise JournalError(
+                    f"the journal {self.target} is damaged: it holds {there} {name} of {noted}; {RESTORE}"
+                )
+
+
+def _open(path: str) -> sqlite3.Connection:
+    return sqlite3.connect(path, timeout=30, isolation_level=None, check_same_thread=False)
+
+
+class _FileLock:
+    def __init__(self, store: str | Path, suffix: str) -> None:
+        # Resolved: a link to the store or to its folder names the same store.
+        path = Path(f"{os.path.realpath(str(store).removeprefix('sqlite:'))}.{suffix}")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        except OSError as error:
+            raise JournalError(
+                f"cannot open the journal {store}: {error}; give a writable path, or --store memory"
+            ) from error
+
+    def lock(self, operation: int) -> bool:
+        """False if another process, or another object of this process, holds it."""
+        try:
+            fcntl.flock(self.file, operation)
+        except BlockingIOError:
+            return False
+        return True
+
+    def release(self) -> None:
+        if self.file >= 0:
+            os.close(self.file)
+            self.file = -1
+
+
+class WorkerLock(_FileLock):
+    def __init__(self, store: str | Path) -> None:
+        super().__init__(store, "workers")
+        self.lock(fcntl.LOCK_SH)
+
+
+class StoreLock(_FileLock):
+    """Taken on construction; raises if another process, or another object of this process, holds it."""
+
+    def __init__(self, store: str | Path, *, orphans_s: float = ORPHANS_S) -> None:
+        super().__init__(store, "lock")
+        try:
+            if not self.lock(fcntl.LOCK_EX | fcntl.LOCK_NB):
+                owner = os.read(self.file, 32).decode("ascii", "replace").strip() or "unknown"
+                cure = "stop that server, or give each server a store of its own; samples and views need no lock"
+                raise JournalError(f"the store {store} is in use by process {owner}: {cure}")
+            os.ftruncate(self.file, 0)
+            os.write(self.file, str(os.getpid()).encode())
+            _wait_for_workers(store, orphans_s)
+        except BaseException:
+            self.release()
+            raise
+
+
+def _wait_for_workers(store: str | Path, seconds: float) -> None:
+    workers, end = _FileLock(store, "workers"), time.monotonic() + seconds
+    try:
+        while not workers.lock(fcntl.LOCK_EX | fcntl.LOCK_NB):
+            if time.monotonic() > end:
+                raise JournalError(f"the store {store} is in use by workers of a server that was killed: end them")
+            time.sleep(0.1)
+    finally:
+        workers.release()
+
+
+# Tables and migrations. Never edit a released step: add another one.
+def _fill_digests(db: sqlite3.Connection) -> None:
+    for row in db.execute(f"SELECT {', '.join(COLUMNS)} FROM sessions").fetchall():
+        count = db.execute("SELECT count(*) FROM nodes WHERE session=?", (row[0],)).fetchone()[0]
+        db.execute("UPDATE sessions SET digest=?, nodes=? WHERE id=?", (row_digest(row), count, row[0]))
+    for place in db.execute("SELECT session, seq FROM nodes").fetchall():
+        row = db.execute(f"SELECT session, {NODE_COLUMNS} FROM nodes WHERE session=? AND seq=?", place).fetchone()
+        db.execute("UPDATE nodes SET digest=? WHERE session=? AND seq=?", (row_digest(row), *place))
+    db.execute("INSERT INTO totals(name, count) SELECT 'sessions', count(*) FROM sessions")
+
+
+STEPS: tuple[tuple[str, Callable[[sqlite3.Connection], None] | None], ...] = (
+    # 1: sessions and their nodes.
+    (
+        """
+        CREATE TABLE sessions (
+            id TEXT PRIMARY KEY, grp TEXT, state TEXT NOT NULL, key_hash TEXT,
+            created REAL NOT NULL, ended REAL, body BLOB NOT NULL
+        ) WITHOUT ROWID;
+        CREATE TABLE nodes (
+            session TEXT NOT NULL REFERENCES sessions(id) ON DELETE CASCADE,
+            seq INTEGER NOT NULL, id TEXT NOT NULL, parent TEXT,
+            given_ids BLOB NOT NULL, sampled_ids BLOB NOT NULL, logprobs BLOB NOT NULL, chain BLOB NOT NULL,
+            body BLOB NOT NULL, routed_experts BLOB, created REAL NOT NULL,
+            PRIMARY KEY (session, seq)
+        );
+        CREATE UNIQUE INDEX nodes_by_id ON nodes(session, id);
+        """,
+        None,
+    ),
+    # 2: sessions are found by API key, by group and by age without reading them all.
+    (
+        """
+        CREATE UNIQUE INDEX sessions_by_key ON sessions(key_hash) WHERE key_hash IS NOT NULL;
+        CREATE INDEX sessions_by_group ON sessions(grp);
+        CREATE INDEX sessions_by_age ON sessions(state, ended);
+        """,
+        None,
+    ),
+    # 3: every row carries a digest of itself, every session the number of its nodes, and the store the number of its
+    # sessions.
+    (
+        """
+        ALTER TABLE sessions ADD COLUMN digest BLOB;
+        ALTER TABLE sessions ADD COLUMN nodes INTEGER NOT NULL DEFAULT 0;
+        ALTER TABLE nodes ADD COLUMN digest BLOB;
+        CREATE TABLE totals (name TEXT PRIMARY KEY, count INTEGER NOT NULL) WITHOUT ROWID;
+        """,
+        _fill_digests,
+    ),
+    # 4: secrets of the store, shared by every gateway that opens it.
+    ("CREATE TABLE secrets (name TEXT PRIMARY KEY, value BLOB NOT NULL, created REAL NOT NULL) WITHOUT ROWID", None),
+)
+VERSION = len(STEPS)
+
+
+def read_version(connection: sqlite3.Connection) -> int:
+    return int(connection.execute("PRAGMA user_version").fetchone()[0])
+
+
+def refuse_foreign(connection: sqlite3.Connection) -> None:
+    """A database with tables but without our version belongs to another program."""
+    version, tables = connection.execute(
+        "SELECT (SELECT user_version FROM pragma_user_version), count(*) FROM sqlite_master"
+    ).fetchone()
+    if version == 0 and tables:
+        raise JournalError("this is the database of another program, not a journal; give another path")
+
+
+def migrate(connection: sqlite3.Connection) -> None:
+    """Each step in a transaction; refuses a journal from a newer release."""
+    while (version := read_version(connection)) < VERSION:
+        connection.execute("BEGIN IMMEDIATE")
+        try:
+            if read_version(connection) == version:  # another process may have migrated it meanwhile
+                statements, fill = STEPS[version]
+                for statement in filter(str.strip, statements.split(";")):
+                    connection.execute(statement)
+                if fill is not None:
+                    fill(connection)
+                connection.execute(f"PRAGMA user_version={version + 1}")
+            connection.execute("COMMIT")
+        except BaseException:
+            if connection.in_transaction:
+                connection.execute("ROLLBACK")
+            raise
+    if version > VERSION:
+        raise JournalError(f"the journal has schema {version}, this tokentrue knows {VERSION}: use a newer tokentrue")

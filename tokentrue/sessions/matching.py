@@ -1,0 +1,494 @@
+"""Finds the recorded turn that a request continues, without changing the record.
+
+The whole list of messages is matched against the current tree, in four steps:
+1. chained loose keys (`CandidateIndex`) find the nodes whose conversation may be a prefix of the request (deepest
+   first);
+2. every served turn on a candidate's path must be replayed exactly or with a known loss (`find_changes`);
+3. every given message and the tools must be equal as JSON, or else render to the same ids;
+4. candidates that fit are ranked: served whole, fewest given messages written differently, fewest changes, named by the
+   request, not asked again since, not continued by this very request before, newest. If several are equal in both
+   counts and none is named, the match is marked ambiguous.
+
+An agent may alternate between tool sets or system prompts (plan and act, a sub-agent with fewer tools). A request
+then rejoins the deepest turn under its own tools and system prompt. The later turns were sampled elsewhere: steps 1
+to 4 find them under any tools (or, if equal to the letter, under any system prompt), and they become references to
+their nodes. The only state kept between requests is how exactly their messages fit a path (`Matcher.fits`).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from tokentrue.conversation import Conversation
+from tokentrue.conversation.changes import find_changes, format_changes
+from tokentrue.conversation.match_keys import (
+    START_KEY,
+    CallRef,
+    call_ids_of,
+    calls_of,
+    candidate_key,
+    chain_key,
+    count_system,
+    note_calls,
+    read_role,
+    reasoning_of,
+    text_of,
+    tools_key,
+)
+from tokentrue.errors import RenderError
+from tokentrue.plain_json import digest
+from tokentrue.protocols import Renderer
+from tokentrue.sessions.limits import count_chars, run_by_size
+from tokentrue.sessions.tree import Given, Node, ServedRef, Tree, TurnKey, turn_key
+from tokentrue.tracing import traced
+from tokentrue.types import Message, Messages, Tools
+
+_MAX_KNOWN_FITS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resolution:
+    """A request continues `parent` with the new messages `given`, whose call ids are those that were served; or, if
+    `parent` is None, nothing recorded can be continued token by token, and `given` is the whole conversation.
+
+    `edge_reason` is None if nothing had continued `parent` before. `origin` is the node whose conversation is continued
+    with other tokens: of a root, or the last turn of `given` that was sampled elsewhere.
+    """
+
+    parent: Node | None
+    given: tuple[Given, ...]
+    turn_key: TurnKey
+    started: int  # the tree's `committed_seq`
+    projection: str = "root"
+    edge_reason: str | None = None
+    detail: str = ""
+    origin: Node | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PathFit:
+    """How the first `depth` messages of a request fit the path to a node: the changes in replayed served messages,
+    and the number of given messages that are written differently."""
+
+    depth: int = 0
+    num_changes: int = 0
+    changes: frozenset[str] = frozenset()
+    num_respelled: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Match:
+    """`elsewhere` is a deeper turn of the same conversation, sampled under other tools or another system prompt."""
+
+    node: Node
+    fit: PathFit
+    ambiguous: bool
+    same_tools: bool = True
+    elsewhere: Match | None = None
+
+
+class Matcher:
+    """`pending` holds the keys of the turns that are being generated."""
+
+    def __init__(self, tree: Tree, renderer: Renderer) -> None:
+        self.tree, self.renderer, self.index = tree, renderer, CandidateIndex(tree)
+        self.pending: list[TurnKey] = []
+        # Recent fits by node and exact messages: the next request of a conversation compares only what it adds.
+        self.fits: OrderedDict[tuple[str, bytes], PathFit] = OrderedDict()
+
+    @traced("resolve")
+    async def resolve(self, conversation: Conversation, *, named: str | None = None) -> Resolution:
+        """`named` is the node that the request says it continues. Awaits only if long histories must be rendered to be
+        compared; turns committed meanwhile are not candidates."""
+        search = _Search(self, conversation, named)
+        found = await search.find_deepest()
+        if found is None:
+            return self._build_root(tuple(conversation), conversation.tools, lambda: self._classify_root(conversation))
+        tail = search.build_tail(found)
+        node, elsewhere = found.node, found.elsewhere
+        if not found.same_tools:
+            detail = f"node {node.id} was sampled under other tools"
+            return self.root_after(node, tail, conversation.tools, edge_reason="tools_changed", detail=detail)
+        key = turn_key(node, tail, conversation.tools)
+        edge_reason, detail = self._find_repeat(key) or self._classify_edge(node.id, tail)
+        parts = [found] if elsewhere is None else [found, elsewhere]
+        changes = frozenset[str]().union(*(part.fit.changes for part in parts))
+        return Resolution(
+            parent=node,
+            given=tail,
+            turn_key=key,
+            started=self.tree.committed_seq,
+            projection=format_changes(tuple(sorted(changes)), ambiguous=any(part.ambiguous for part in parts)),
+            edge_reason=edge_reason,
+            detail=detail,
+            origin=None if elsewhere is None else elsewhere.node,
+        )
+
+    def root_after(
+        self,
+        node: Node,
+        tail: Sequence[Given],
+        tools: Tools | None,
+        *,
+        edge_reason: str,
+        detail: str,
+    ) -> Resolution:
+        """Renders the conversation of `node` and `tail` again; served messages become references."""
+        given = (*self.tree.conversation(node), *tail)
+        return self._build_root(given, tools, lambda: (edge_reason, detail), origin=node)
+
+    def _build_root(
+        self,
+        given: tuple[Given, ...],
+        tools: Tools | None,
+        classify: Callable[[], tuple[str, str]],
+        origin: Node | None = None,
+    ) -> Resolution:
+        key = turn_key(None, given, tools)
+        edge_reason, detail = self._find_repeat(key) or classify()
+        return Resolution(
+            parent=None,
+            given=given,
+            turn_key=key,
+            started=self.tree.committed_seq,
+            edge_reason=edge_reason,
+            detail=detail,
+            origin=origin,
+        )
+
+    def _find_repeat(self, key: TurnKey) -> tuple[str, str] | None:
+        if key in self.pending:
+            return "parallel", "another request for this turn was in flight"
+        if answers := self.tree.answers.get(key):
+            return "retry", f"turn asked again after node {answers[-1].id}"
+        return None
+
+    def _classify_edge(self, node: str, tail: Sequence[Given]) -> tuple[str | None, str]:
+        copies = sum(isinstance(item, ServedRef) for item in tail)
+        if any(not isinstance(item, ServedRef) and item.get("role") == "assistant" for item in tail):
+            return "edited", f"messages after node {node} are not what was served"
+        if copies:
+            return "rejoined", f"after node {node}, {copies} turn(s) sampled under other tools or another system prompt"
+        if any(parent == node for parent, _ in self.pending):
+            return "parallel", f"another continuation of node {node} was in flight"
+        if self.tree.followers.get(node):
+            return "branch", f"node {node} had already been continued otherwise"
+        return None, ""
+
+    def _classify_root(self, conversation: Conversation) -> tuple[str, str]:
+        """Judged by the first message that no recorded conversation contains."""
+        if not len(self.tree) and not self.pending:
+            return "first", ""
+        passed = self.index.passed
+        shared = next((i for i, key in enumerate(conversation.keys) if key not in passed), len(conversation.keys))
+        if shared == 0:
+            return "new_conversation", "shares no message with this session"
+        before = passed[conversation.keys[shared - 1]]
+        if any(facts.role == "assistant" for facts in conversation.facts):
+            role = conversation.facts[min(shared, len(conversation.facts) - 1)].role
+            return "edited", f"messages[{shared}] ({role}) is not what led to node {before.id}"
+        if shared == len(conversation.keys) and digest(before.tools) != conversation.tools_digest:
+            return "tools_changed", f"the same messages led to node {before.id} under other tools"
+        return (
+            "history_replaced",
+            f"shares only its first {shared} message(s) with this session: a summary, or another task",
+        )
+
+
+class _Search:
+    def __init__(self, matcher: Matcher, conversation: Conversation, named: str | None) -> None:
+        self._matcher, self._tree, self._index = matcher, matcher.tree, matcher.index
+        self._conversation, self._named = conversation, named
+        self._fits: dict[str, PathFit | None] = {}  # of this request, by node
+
+    async def find_deepest(self) -> Match | None:
+        """Under the request's own tools if possible."""
+        other: Match | None = None
+        for at in range(len(self._conversation.facts) - 1, -1, -1):
+            if self._conversation.facts[at].role != "assistant":
+                continue
+            found = await self._find_at(at, other)
+            if found is not None and found.same_tools:
+                return self._find_elsewhere(found)
+            other = other or found
+        return other
+
+    async def _find_at(self, at: int, other: Match | None) -> Match | None:
+        """Once `other` is found, turns under other tools are ignored."""
+        nodes = self._index.ends.get(self._conversation.keys[at], ())
+        if other is not None:
+            nodes = [node for node in nodes if self._may_have_same_tools(node)]
+        fits = [(node, fit) for node in nodes if (fit := self._fit(node)) is not None]
+        fits = [(node, fit) for node, fit in fits if not fit.num_respelled or await self._renders_alike(node)]
+        # Prefer a complete answer to one that broke off.
+        fits = [(node, fit) for node, fit in fits if node.outcome == "served"] or fits
+        same = [(node, fit) for node, fit in fits if await self._has_same_tools(node)]
+        if other is None:
+            return self._choose(same or fits, same_tools=bool(same)) if fits else None
+        if not same:
+            return None
+        # Of equal nodes, prefer the one whose conversation leads to `other`.
+        passed = self._tree.conversation(other.node)
+        same = [(node, fit) for node, fit in same if ServedRef(node.id) in passed] or same
+        return self._choose(same, other=other)
+
+    def _find_elsewhere(self, found: Match) -> Match:
+        """Finds later turns under other system prompts, where nothing else may differ."""
+        facts = self._conversation.facts
+        first = (found.elsewhere or found).fit.depth
+        if all(read.role != "assistant" for read in facts[first:]):
+            return found
+        num_system = count_system(read.role for read in facts)
+        key, ends = START_KEY, list[bytes]()
+        for at, read in enumerate(facts):
+            key = chain_turns(key, read.key, self._conversation.references[at], at, num_system)
+            if at >= first and read.role == "assistant":
+                ends.append(key)
+        for key in reversed(ends):
+            nodes = self._index.turns.get(key, ())
+            fits = [(node, fit) for node in nodes if (fit := self._fit_turns(node, num_system, found.node)) is not None]
+            if fits:
+                ranks = [
+                    (
+                        node.outcome != "served",
+                        ServedRef(found.node.id) not in self._tree.conversation(node),
+                        fit.num_changes,
+                        node.id != self._named,
+                        -node.seq,
+                    )
+                    for node, fit in fits
+                ]
+                best = min(ranks)
+                node, fit = fits[ranks.index(best)]
+                ambiguous = node.id != self._named and sum(rank[:3] == best[:3] for rank in ranks) > 1
+                return replace(found, elsewhere=Match(node=node, fit=fit, ambiguous=ambiguous, same_tools=False))
+        return found
+
+    def _fit_turns(self, node: Node, num_system: int, joined: Node) -> PathFit | None:
+        """Fits the request and the conversation of `node`, each after its system prompt; None unless all given
+        messages are identical."""
+        items = self._tree.conversation(node)[self._index.places[node.id].num_system :]
+        # Under the first prompt of a kind, the turns to `joined` are the client's copies of what was served: they may be
+        # written differently from this request, which fits `joined` itself.
+        served = self._tree.conversation(joined)[num_system:]
+        for at, (item, known) in enumerate(zip(items, served, strict=False)):
+            if isinstance(known, ServedRef) and not isinstance(item, ServedRef):
+                if find_changes(self._tree.nodes[known.node].served, item) is None:
+                    return None
+                items[at] = known
+        fit = self._fit_items(PathFit(depth=num_system), items)
+        return None if fit is None or fit.num_respelled else fit
+
+    def _choose(
+        self, fits: Sequence[tuple[Node, PathFit]], *, same_tools: bool = True, other: Match | None = None
+    ) -> Match:
+        # Given messages first: two sub-agents may differ by a `name` that the template does not print, and be served
+        # the same text.
+        fewest = min(fit.num_respelled for _, fit in fits)
+        fits = [(node, fit) for node, fit in fits if fit.num_respelled == fewest]
+        best = min(fit.num_changes for _, fit in fits)
+        equal = [(node, fit) for node, fit in fits if fit.num_changes == best]
+        equal = [(node, fit) for node, fit in equal if node.id == self._named] or equal
+        matches = [
+            Match(node=node, fit=fit, ambiguous=len(equal) > 1, same_tools=same_tools, elsewhere=other)
+            for node, fit in equal
+        ]
+        # Ranking restores and hashes the new messages.
+        return matches[0] if len(matches) == 1 else min(matches, key=self._rank)
+
+    def _rank(self, match: Match) -> tuple[bool, bool, int]:
+        node = match.node
+        is_replaced = any(other.started > node.seq for other in self._tree.answers_like(node))
+        key = turn_key(node, self.build_tail(match), self._conversation.tools)
+        return is_replaced, key in self._tree.answers or key in self._matcher.pending, -node.seq
+
+    def _fit(self, node: Node) -> PathFit | None:
+        """None if a turn on the path was edited. Fits are cached: siblings, and the next request, reuse their
+        parent's."""
+        fits, known, name_first = self._fits, self._matcher.fits, self._conversation.name_first
+        if node.id not in fits:
+            parent, before = self._tree.parent(node), PathFit()
+            if parent is not None:
+                if parent.id not in fits:
+                    fit = known.get((parent.id, name_first(self._index.places[parent.id].depth)))
+                    fits[parent.id] = fit or self._fit_items(PathFit(), self._tree.conversation(parent))
+                before = fits[parent.id]
+            fit = None if before is None else self._fit_items(before, (*node.given, ServedRef(node.id)))
+            if fit is not None:
+                known[node.id, name_first(fit.depth)] = fit
+                while len(known) > _MAX_KNOWN_FITS:
+                    known.popitem(last=False)
+            fits[node.id] = fit
+        return fits[node.id]
+
+    def _fit_items(self, before: PathFit, items: Sequence[Given]) -> PathFit | None:
+        facts = self._conversation.facts
+        num_changes, changes, num_respelled = before.num_changes, set(before.changes), before.num_respelled
+        for at, item in enumerate(items, before.depth):
+            if isinstance(item, ServedRef):
+                found = find_changes(self._tree.nodes[item.node].served, facts[at].message)
+                if found is None:
+                    return None
+                num_changes += len(found)
+                changes.update(found)
+            else:
+                num_respelled += not facts[at].repeats(item)
+        return PathFit(
+            depth=before.depth + len(items),
+            num_changes=num_changes,
+            changes=frozenset(changes),
+            num_respelled=num_respelled,
+        )
+
+    def _may_have_same_tools(self, node: Node) -> bool:
+        """False if the tools differ in more than their order."""
+        place = self._index.places[node.id]
+        return place.tools == self._conversation.tools_digest or place.loose_tools == self._loose_tools
+
+    async def _has_same_tools(self, node: Node) -> bool:
+        if self._index.places[node.id].tools == self._conversation.tools_digest:
+            return True
+        if not self._may_have_same_tools(node):
+            return False
+        recorded = self._tree.messages(node)[:-1]
+        return await self._renders_equal(node, recorded, recorded, self._conversation.tools)
+
+    @cached_property
+    def _loose_tools(self) -> bytes:
+        return tools_key(self._conversation.tools)
+
+    async def _renders_alike(self, node: Node) -> bool:
+        """True if the given messages on the path, as written in this request, render to the recorded ids."""
+        recorded, now = self._tree.messages(node), list[Message]()
+        for item, message in zip(self._tree.conversation(node), recorded, strict=True):
+            sent = message if isinstance(item, ServedRef) else self._conversation.facts[len(now)].message
+            now.append({**sent, "tool_call_id": message["tool_call_id"]} if "tool_call_id" in message else sent)
+        return await self._renders_equal(node, recorded[:-1], now[:-1], node.tools)
+
+    async def _renders_equal(self, node: Node, recorded: Messages, now: Messages, tools: Tools | None) -> bool:
+        """True if `now` under `tools` renders as `recorded` under the tools of `node`."""
+        render, kwargs = self._matcher.renderer.render, dict(node.template_kwargs) or None
+
+        def compare() -> bool:
+            try:
+                was = render(recorded, node.tools, template_kwargs=kwargs)
+                return was.token_ids == render(now, tools, template_kwargs=kwargs).token_ids
+            except RenderError:
+                return False
+
+        return await run_by_size(compare, count_chars(recorded) + count_chars(now))
+
+    def build_tail(self, match: Match) -> tuple[Given, ...]:
+        """The new messages after `match.node`: recorded messages and references up to `match.elsewhere`, then the
+        request's own."""
+        # Tool results get the call ids that were served: templates may print them, and sampled tokens may contain them.
+        depth = self._index.places[match.node.id].depth
+        recorded: list[Given] = []
+        if match.elsewhere is not None:
+            path = self._tree.conversation(match.elsewhere.node)
+            recorded = path[len(path) - match.elsewhere.fit.depth + depth :]  # system prompts may differ in length
+        sent = self._conversation[depth + len(recorded) :]
+        answered = self._tree.expand(recorded)
+        return tuple(
+            _restore(self._tree, match.node, depth, answered, item, reference)
+            for item, reference in zip((*recorded, *sent), self._conversation.references[depth:], strict=True)
+        )
+
+
+def _restore(
+    tree: Tree, node: Node, depth: int, recorded: Sequence[Message], item: Given, reference: CallRef | str | None
+) -> Given:
+    """`recorded` holds the messages from index `depth` on that were recorded elsewhere."""
+    if isinstance(item, ServedRef) or not isinstance(reference, tuple) or reference[0] >= depth + len(recorded):
+        return item  # no tool result, or one that answers a call of the request's own messages
+    at, position = reference
+    if at == depth - 1:
+        calls = calls_of(node.served)
+    else:
+        calls = calls_of(recorded[at - depth] if at >= depth else tree.messages(node)[at])
+    served = calls[position].get("id") if position < len(calls) else None
+    return item if served in (None, item.get("tool_call_id")) else {**item, "tool_call_id": served}
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The key of the conversation after a node's served message, and its number of messages. `turns_key` excludes
+    the `num_system` messages of the system prompt. `tools` identifies the tools exactly, `loose_tools` in any order."""
+
+    key: bytes = START_KEY
+    depth: int = 0
+    turns_key: bytes = START_KEY
+    num_system: int = 0
+    tools: bytes = b""
+    loose_tools: bytes = b""
+
+
+class CandidateIndex:
+    """From a conversation's loose key, with and without its system prompt, to the recorded turns that end there. Call
+    `add` for every node after it was added to the tree."""
+
+    def __init__(self, tree: Tree) -> None:
+        self._tree = tree
+        self.places: dict[str, Place] = {}
+        self.ends: dict[bytes, list[Node]] = defaultdict(list)  # key after the served message -> nodes
+        self.turns: dict[bytes, list[Node]] = defaultdict(list)  # the same without the system prompt
+        # key after any message -> the first node whose conversation contains it
+        self.passed: dict[bytes, Node] = {}
+        for node in tree.in_order():
+            self.add(node)
+
+    def add(self, node: Node) -> None:
+        parent, given = self._tree.parent(node), self._tree.given_messages(node)
+        before = Place(num_system=count_system(map(read_role, given))) if parent is None else self.places[parent.id]
+        key, turns_key, depth, seen = before.key, before.turns_key, before.depth, dict[str, CallRef]()
+        for message in given:
+            own, reference = candidate_key(message), self._reference(message, parent, seen)
+            key = chain_key(key, own, reference)
+            turns_key = chain_turns(turns_key, own, reference, depth, before.num_system)
+            note_calls(seen, depth, call_ids_of(message))
+            self.passed.setdefault(key, node)
+            depth += 1
+        own, same_tools = candidate_key(node.served), parent is not None and node.tools is parent.tools
+        place = self.places[node.id] = Place(
+            key=chain_key(key, own, None),
+            depth=depth + 1,
+            turns_key=chain_turns(turns_key, own, None, depth, before.num_system),
+            num_system=before.num_system,
+            tools=before.tools if same_tools else digest(node.tools),
+            loose_tools=before.loose_tools if same_tools else tools_key(node.tools),
+        )
+        served = node.served
+        # A turn that ended before a client saw any of it cannot be replayed, and its ids may not decode.
+        if node.outcome == "served" or text_of(served.get("content")) or reasoning_of(served) or calls_of(served):
+            self.ends[place.key].append(node)
+            self.turns[place.turns_key].append(node)
+        self.passed.setdefault(place.key, node)
+
+    def _reference(self, message: Message, node: Node | None, seen: Mapping[str, CallRef]) -> CallRef | str | None:
+        """The call that a tool result answers: one in `seen`, else the nearest one on the path to `node`."""
+        call_id = message.get("tool_call_id")
+        if not isinstance(call_id, str) or read_role(message) == "assistant":
+            return None
+        if call_id in seen:
+            return seen[call_id]
+        while node is not None:
+            index = self.places[node.id].depth - 1
+            for earlier in (node.served, *reversed(self._tree.given_messages(node))):
+                ids = call_ids_of(earlier)
+                if call_id in ids:
+                    return index, len(ids) - 1 - ids[::-1].index(call_id)
+                index -= 1
+            node = self._tree.parent(node)
+        return call_id
+
+
+def chain_turns(previous: bytes, key: bytes, reference: CallRef | str | None, index: int, num_system: int) -> bytes:
+    """`chain_key` without the system prompt: message indices are counted from after it."""
+    if index < num_system:
+        return START_KEY
+    if isinstance(reference, tuple):
+        reference = reference[0] - num_system, reference[1]
+    return chain_key(previous, key, reference)
