@@ -4,6 +4,7 @@ dropped.
 Run: TOKENTRUE_URL=http://127.0.0.1:8000 TOKENTRUE_ADMIN_KEY=… python examples/anthropic_sdk.py
 """
 
+import json
 import os
 
 import tokentrue as tt
@@ -24,8 +25,10 @@ with tt.Client(os.environ["TOKENTRUE_URL"]) as client, client.session(group="exa
         calls = [block for block in reply.content if block.type == "tool_use"]
         if not calls:
             break
-        results = [{"type": "tool_result", "tool_use_id": call.id, "content": calculate(call.input)} for call in calls]
-        messages.append({"role": "user", "content": results})
+        results = [calculate(json.dumps(call.input)) for call in calls]
+        blocks = zip(calls, results, strict=True)
+        content = [{"type": "tool_result", "tool_use_id": call.id, "content": result} for call, result in blocks]
+        messages.append({"role": "user", "content": content})
     coverage = session.coverage()
 
 print(f"{len(messages)} messages, {coverage.sampled} tokens sampled, coverage {coverage.ratio:.0%}")

@@ -3,7 +3,6 @@
 Run: TOKENTRUE_URL=http://127.0.0.1:8000 TOKENTRUE_ADMIN_KEY=… python examples/openai_sdk.py
 """
 
-import json
 import os
 
 import tokentrue as tt
@@ -21,7 +20,7 @@ with tt.Client(os.environ["TOKENTRUE_URL"]) as client, client.session(group="exa
         if not message.tool_calls:
             break
         for call in message.tool_calls:
-            result = calculate(json.loads(call.function.arguments))
+            result = calculate(call.function.arguments)
             messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
     session.reward(float("17" in (message.content or "")))
     samples, coverage = session.samples(), session.coverage()

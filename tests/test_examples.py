@@ -12,6 +12,7 @@ import pytest
 from tests.gateway.test_mini_swe_agent import bash
 from tests.gateway.world import scripted_server
 from tokentrue.app.background import BackgroundGateway
+from tokentrue.environments import word_problems
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 AGAINST_A_GATEWAY = {
@@ -55,8 +56,18 @@ def gateway() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("name", AGAINST_A_GATEWAY)
-def test_against_a_gateway(name: str, gateway: str, play: Callable[..., str]) -> None:
+def test_against_a_gateway(name: str, gateway: str, play: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    results: list[str] = []
+
+    def calculate(arguments: str) -> str:
+        results.append(plain(arguments))
+        return results[-1]
+
+    plain = word_problems.calculate
+    monkeypatch.setattr(word_problems, "calculate", calculate)
     said = play(name, url=gateway)
+    assert "error: give an expression" not in results, "the tool gets the arguments' text"
+    assert results or not name.endswith("_sdk")
     assert AGAINST_A_GATEWAY[name] in said, said
     assert "coverage 100%" in said or name == "diagnose_samples"
 

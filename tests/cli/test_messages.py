@@ -13,9 +13,9 @@ import pytest
 
 import tokentrue as tt
 from tests.gateway.world import Server, scripted_server
+from tokentrue.cli.common import pluralise
 from tokentrue.cli.main import COMMANDS, main, run
-from tokentrue.cli.output import pluralise
-from tokentrue.cli.run.rollout import print_summary
+from tokentrue.cli.rollout import print_summary
 from tokentrue.environments import SMALL_MODEL
 
 KEY = "a-long-admin-key"
@@ -232,7 +232,7 @@ def test_few_steps_of_the_demo_are_not_judged(tmp_path: Path, capsys: pytest.Cap
 
 def test_the_banner_names_the_toy_model(capsys: pytest.CaptureFixture[str]) -> None:
     from tokentrue.app.wiring import ModelConfig, ServeConfig
-    from tokentrue.cli.run.serve import greet
+    from tokentrue.cli.serve import greet
 
     greet(ServeConfig(), "http://h", None)
     shown = capsys.readouterr().out

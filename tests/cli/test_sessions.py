@@ -13,8 +13,8 @@ import pytest
 import tokentrue as tt
 from tests.gateway.world import Server, model_dir, scripted_server, write_script
 from tests.marks import slow_except
-from tokentrue.cli.inspect.sessions import show_list
 from tokentrue.cli.main import run
+from tokentrue.cli.sessions import print_list
 from tokentrue.errors import SessionNotFound
 from tokentrue.sessions import Journal
 from tokentrue.viewer import StoreSource
@@ -110,10 +110,7 @@ def test_ids_are_shown_whole_on_a_narrow_terminal(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "60")
     ids = [f"{number:032x}" for number in range(3)]
-    show_list(
-        [{"session_id": name, "group": "a-long-name-of-a-group", "state": "ended", "turns": 3} for name in ids],
-        as_json=False,
-    )
+    print_list([{"session_id": name, "group": "a-long-name-of-a-group", "state": "ended", "turns": 3} for name in ids])
     shown = capsys.readouterr().out
     assert all(name in shown for name in ids), shown
 

@@ -13,7 +13,7 @@ import pytest
 
 import tokentrue as tt
 from tests.gateway.world import Server, sampled_by, scripted_server
-from tokentrue.cli.inspect.samples import session_names
+from tokentrue.cli.samples import session_names
 from tokentrue.client import AsyncClientSession, ClientSession
 from tokentrue.errors import (
     ConfigError,

@@ -13,8 +13,8 @@ import torch
 
 from tests.doctor import engines as e
 from tests.doctor.faults import tiny_model
-from tokentrue.cli.inspect.doctor import write_page
 from tokentrue.cli.main import run
+from tokentrue.cli.reports import write_doctor_report
 from tokentrue.doctor import CAUSES, DoctorReport, Finding, Reference, Verdict, examine
 from tokentrue.doctor.exam import Examination
 from tokentrue.doctor.findings import FOLLOWS, cannot_tell, fault, ok, settle
@@ -121,7 +121,7 @@ def test_the_page_escapes_what_an_engine_says(tmp_path: Path) -> None:
     finding = Finding(
         probe="p", verdict=Verdict.FAULT, figure="<b>", fault="template", detail="<script>alert(1)</script>"
     )
-    write_page(
+    write_doctor_report(
         DoctorReport(engine="vllm", model="m", facts={"id": "<i>"}, findings=(finding, cannot_tell("&"))),
         tmp_path / "page.html",
     )

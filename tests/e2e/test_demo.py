@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tokentrue.cli.run.demo import DemoResult, pick_sessions, run
+from tokentrue.cli.demo import DemoResult, pick_sessions, run
 from tokentrue.samples import audit, read_samples
 
 pytestmark = pytest.mark.timeout(280)

@@ -101,7 +101,7 @@ def tokens(rollout: Rollout) -> list[list[int]]:
 
 def undisturbed(config: RolloutConfig, out: Path) -> dict[str, list[list[int]]]:
     """The same rollouts in one process, without Ray."""
-    from tokentrue.cli.run.rollout import play
+    from tokentrue.cli.rollout import play
 
     ended: list[Rollout] = []
     asyncio.run(

@@ -20,7 +20,7 @@ import pytest
 from tokentrue.environments import load_environment
 from tokentrue.environments.agents import CommandLineAgent
 from tokentrue.environments.agents.presets import PRESETS, load_preset
-from tokentrue.environments.agents.process import CommandResult, run_command
+from tokentrue.environments.agents.process import CommandResult, reward_from_command, run_command
 from tokentrue.environments.agents.sandbox import (
     LIMIT_FILES,
     Confinement,
@@ -31,7 +31,6 @@ from tokentrue.environments.agents.sandbox import (
     parts_beside,
     try_bwrap,
 )
-from tokentrue.environments.agents.score import reward_from_command
 from tokentrue.environments.agents.tasks import read_tasks
 from tokentrue.environments.agents.workspace import PREFIX, find_abandoned, open_workspace, own_name
 from tokentrue.environments.base import digest
@@ -306,13 +305,13 @@ SCORES = [
 
 @pytest.mark.parametrize(("code", "printed", "reward"), SCORES)
 def test_scores(code: int, printed: str, reward: float) -> None:
-    assert reward_from_command(CommandResult(code=code, seconds=0, tail=printed), "c") == reward
+    assert reward_from_command(CommandResult(code=code, tail=printed), "c") == reward
 
 
 @pytest.mark.parametrize("code", [None, 126, 127, 137])
 def test_a_score_command_that_did_not_run_is_no_score(code: int | None) -> None:
     with pytest.raises(AgentError, match="score: 'c'"):
-        reward_from_command(CommandResult(code=code, seconds=0), "c")
+        reward_from_command(CommandResult(code=code), "c")
 
 
 async def test_what_cannot_run_is_an_error_with_its_cure(folder: Path) -> None:
@@ -426,12 +425,9 @@ async def test_harbor_tasks_as_they_are(harbor: Path, tmp_path: Path, command: s
 
 
 def test_presets_say_how_to_start_and_what_changes() -> None:
-    from tokentrue.environments.agents.presets import SessionAddress
-
-    address = SessionAddress(openai="http://g/sessions/s/v1", root="http://g/sessions/s", api_key="the-key")
     for name in PRESETS:
         preset = load_preset(name)
-        launch = preset.launch(address, "do it")
+        launch = preset.launch("http://g/sessions/s", "the-key", "do it")
         said = json.dumps([launch.arguments, dict(launch.env), dict(launch.home_files)])
         assert preset.name == name and preset.changes and preset.install
         assert "do it" in launch.arguments and "the-key" in said and "http://g/sessions/s" in said

@@ -322,7 +322,7 @@ def test_a_name_that_utf8_cannot_hold_is_shown_and_refused_for_a_page(
     assert run("diagnose", [str(path), "--trainer", str(model_dir)]) in {0, 1}
     assert field != "sample_id" or "worst: odd\\ud800" in capsys.readouterr().out
     monkeypatch.setattr(
-        "tokentrue.cli.inspect.diagnose.load_scorer", lambda *_, **__: pytest.fail("it is refused before any scoring")
+        "tokentrue.cli.diagnose.load_scorer", lambda *_, **__: pytest.fail("it is refused before any scoring")
     )
     assert run("diagnose", [str(path), "--trainer", str(model_dir), "-o", str(page)]) == 2
     said = capsys.readouterr().err

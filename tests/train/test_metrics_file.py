@@ -12,7 +12,7 @@ import pytest
 
 from tests.train.test_drills import file_limit
 from tokentrue.app.training import TrainRun
-from tokentrue.cli.run.train_report import read_metrics, training_report
+from tokentrue.cli.reports import read_metrics, training_report
 from tokentrue.errors import TrainingError
 from tokentrue.plain_json import dumps
 from tokentrue.train import MetricsWriter

@@ -29,10 +29,10 @@ from tokentrue.samples.trainer_logprobs import read_trainer_logprobs
 from tokentrue.sessions import Journal
 from tokentrue.viewer import (
     Chart,
-    ChosenSessions,
     Report,
     ReportTable,
     SampleList,
+    SessionList,
     StoreSource,
     ViewerData,
     write_export,
@@ -319,9 +319,9 @@ def test_a_report_has_charts_and_rollouts(browser: Browser, data: ViewerData, tm
         tables=[ReportTable(title="Steps", columns=("step", "reward"), rows=[("1", 0.1)])],
     )
     target = tmp_path / "report.html"
-    write_report(
-        target, report, source=ChosenSessions(data.source, ["task0-rollout0", "task0-rollout1"]), renderer=renderer()
-    )
+    views = [data.source.load_session(name) for name in ("task0-rollout0", "task0-rollout1")]
+    chosen = SessionList(views, name=data.source.name, kind=data.source.kind)
+    write_report(target, report, source=chosen, renderer=renderer())
     with watched(browser, f"file://{target}") as seen:
         page = seen.open()
         expect(page.locator("h1")).to_have_text("A run")

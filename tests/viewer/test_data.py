@@ -39,7 +39,7 @@ from tokentrue.types import Sample
 from tokentrue.viewer import FileSource, Report, SampleList, StoreSource, ViewerData, create_app, write_report
 from tokentrue.viewer.breaks import differing_ranges
 from tokentrue.viewer.page import answer_key
-from tokentrue.viewer.plots import compare_tokens, group_advantages, plots_to_json
+from tokentrue.viewer.plots import group_advantages, plots_to_json
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -204,7 +204,7 @@ def test_plots_count_every_token_once() -> None:
     rollout = [None, *(-draw.exponential(size=500)).tolist()]
     trainer = [None if value is None else min(0.0, value + float(draw.normal(0, 0.01))) for value in rollout]
     mask = [0, *([1] * 500)]
-    found = plots_to_json(compare_tokens([(rollout, trainer, mask, 1.5), (rollout, rollout, mask, -0.5)]))
+    found = plots_to_json([(rollout, trainer, mask, 1.5), (rollout, rollout, mask, -0.5)])
     assert found["tokens"] == 1000 == sum(found["histogram"]["count"]) == sum(found["position"]["count"])
     assert found["equal"] >= 500
     assert found["contribution"]["positive"]["tokens"] == 500 == found["contribution"]["negative"]["tokens"]

@@ -11,7 +11,7 @@ import pytest
 
 from experiments.report import curves, mean_over_runs, write_experiment_report
 from tokentrue.app.training import TrainRun
-from tokentrue.cli.run.train_report import write_training_report
+from tokentrue.cli.reports import write_training_report
 
 
 def answers_of(page: Path) -> Any:

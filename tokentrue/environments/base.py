@@ -126,9 +126,9 @@ class RolloutConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        counts = ("tasks", "group_size", "max_tokens", "concurrency")
         rules = {
-            **{name: (getattr(self, name) >= 1, "at least 1") for name in ("tasks", "group_size", "max_tokens")},
-            "concurrency": (self.concurrency >= 1, "at least 1"),
+            **{name: (getattr(self, name) >= 1, "at least 1") for name in counts},
             "resample": (self.resample >= 0, ">= 0"),
             "max_failed": (0 <= self.max_failed <= 1, "in [0, 1]"),
             "timeout_s": (self.timeout_s > 0, "> 0"),

@@ -22,46 +22,29 @@ async def ask(
     request: JsonObject = {"model": "tokentrue", "messages": list(messages)}
     if tools:
         request["tools"] = list(tools)
-    if not stream:
-        answer = await client.chat.completions.create(**request)
-        return message_from_answer(answer.choices[0].message)
-    return await message_from_stream(await client.chat.completions.create(**request, stream=True))
-
-
-def message_from_answer(message: Any) -> JsonObject:
-    calls = message.tool_calls or ()
-    plain = [
-        {"id": c.id, "type": "function", "function": {"name": c.function.name, "arguments": c.function.arguments}}
-        for c in calls
-    ]
-    return make_message(message.content or "", plain)
-
-
-def make_message(content: str, calls: list[JsonObject]) -> JsonObject:
-    message: JsonObject = {"role": "assistant", "content": content}
-    if calls:
-        message["tool_calls"] = calls
-    return message
-
-
-async def message_from_stream(stream: Any) -> JsonObject:
-    content: list[str] = []
+    message: JsonObject = {"role": "assistant", "content": ""}
     calls: dict[int, JsonObject] = {}
-    async for chunk in stream:
-        if not chunk.choices:
-            continue
-        delta = chunk.choices[0].delta
-        if delta.content:
-            content.append(delta.content)
-        for piece in delta.tool_calls or ():
-            call = calls.setdefault(
-                piece.index, {"id": "", "type": "function", "function": {"name": "", "arguments": ""}}
-            )
+
+    def add(part: Any) -> None:
+        message["content"] += part.content or ""
+        for number, piece in enumerate(part.tool_calls or ()):
+            fresh: JsonObject = {"id": "", "type": "function", "function": {"name": "", "arguments": ""}}
+            call = calls.setdefault(getattr(piece, "index", number), fresh)
             call["id"] = piece.id or call["id"]
             if piece.function is not None:
                 call["function"]["name"] += piece.function.name or ""
                 call["function"]["arguments"] += piece.function.arguments or ""
-    return make_message("".join(content), [calls[index] for index in sorted(calls)])
+
+    if stream:
+        async for chunk in await client.chat.completions.create(**request, stream=True):
+            if chunk.choices:
+                add(chunk.choices[0].delta)
+    else:
+        answer = await client.chat.completions.create(**request)
+        add(answer.choices[0].message)
+    if calls:
+        message["tool_calls"] = [calls[index] for index in sorted(calls)]
+    return message
 
 
 async def work(

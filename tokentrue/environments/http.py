@@ -13,7 +13,10 @@ import hashlib
 import re
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+import httpx
 
 from tokentrue.client import AsyncClient, session_path
 from tokentrue.environments.runner import Plan, session_settings
@@ -28,17 +31,17 @@ def resumed_id(plan: Plan) -> str:
     return hashlib.sha256(plan.key.encode()).hexdigest()[:32]
 
 
+@dataclass(frozen=True, slots=True)
 class GatewaySession:
     """One open session; `client` is an `openai.AsyncOpenAI` with its key."""
 
-    def __init__(self, owner: GatewaySessions, session_id: str, client: Any) -> None:
-        self.session_id = session_id
-        self.client = client
-        self._owner = owner
+    session_id: str
+    client: Any
+    admin: AsyncClient
 
     async def finish(self, reward: float) -> tuple[Sequence[JsonObject], JsonMapping]:
-        await self._owner.admin.reward_session(self.session_id, reward)
-        answer = await self._owner.admin.call("GET", f"{session_path(self.session_id)}/samples")
+        await self.admin.reward_session(self.session_id, reward)
+        answer = await self.admin.call("GET", f"{session_path(self.session_id)}/samples")
         return answer["samples"], answer["coverage"]
 
 
@@ -60,45 +63,35 @@ class GatewaySessions:
         retries: int = 2,
         timeout_s: float = 120.0,
     ) -> None:
-        self.base_url = base_url.rstrip("/")
-        self._sampling = dict(sampling)
-        self._pin = pin
-        self.admin = AsyncClient(base_url, admin_key, timeout_s=timeout_s, retries=retries)
-        self._purge = purge
-        self._resume = resume and admin_key is not None
-        self._is_retried = is_retried
-        self._retries = retries
-        self._timeout_s = timeout_s
-        self._sent: Counter[tuple[str, str]] = Counter()
-        self._openai: Any = None
-
-    async def __aenter__(self) -> GatewaySessions:
-        import httpx
-
         try:
             import openai
         except ImportError as error:
             raise ConfigError("the OpenAI client is missing: pip install 'tokentrue[train]'") from error
+        self.base_url = base_url.rstrip("/")
+        self._sampling, self._pin, self._purge = dict(sampling), pin, purge
+        self._resume, self._is_retried = resume and admin_key is not None, is_retried
+        self._sent: Counter[tuple[str, str]] = Counter()
+        self.admin = AsyncClient(base_url, admin_key, timeout_s=timeout_s, retries=retries)
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
-        http = openai.DefaultAsyncHttpxClient(
-            limits=limits, timeout=self._timeout_s, event_hooks={"request": [self._name]}
-        )
+        hooks = {"request": [self._name]}
+        http = openai.DefaultAsyncHttpxClient(limits=limits, timeout=timeout_s, event_hooks=hooks)
         self._openai = openai.AsyncOpenAI(
-            base_url=self.base_url, api_key="unset", http_client=http, max_retries=self._retries
+            base_url=self.base_url, api_key="unset", http_client=http, max_retries=retries
         )
+
+    async def __aenter__(self) -> GatewaySessions:
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self._openai.close()
         await self.admin.close()
 
-    async def _name(self, request: Any) -> None:
-        # The client marks its own retries.
+    async def _name(self, request: httpx.Request) -> None:
         found = SESSION_IN_PATH.search(request.url.path)
         if found is None or request.method != "POST":
             return
         body = hashlib.sha256(request.content).hexdigest()[:24]
-        if request.headers.get("x-stainless-retry-count", "0") == "0":
+        if request.headers.get("x-stainless-retry-count", "0") == "0":  # the client marks its own retries
             self._sent[(found[1], body)] += 1
         request.headers["Idempotency-Key"] = f"{body}-{self._sent[(found[1], body)]}"
 
@@ -111,18 +104,17 @@ class GatewaySessions:
         """A session for one rollout, ended with the block. It stays open only if the rollout will be resumed."""
         session_id, base_url, api_key = await self._create(plan)
         try:
-            yield GatewaySession(self, session_id, self._openai.with_options(base_url=base_url, api_key=api_key))
+            client = self._openai.with_options(base_url=base_url, api_key=api_key)
+            yield GatewaySession(session_id, client, self.admin)
         except BaseException as error:
-            if not self._is_kept(error):
+            is_kept = self._resume and (not isinstance(error, Exception) or self._is_retried(error))
+            if not is_kept:
                 # purge a resumable session: the rollout may run again under its name
                 ending = asyncio.ensure_future(self._end(session_id, purge=self._purge or self._resume))
                 with contextlib.suppress(Exception):
                     await asyncio.wait_for(asyncio.shield(ending), END_S)
             raise
         await self._end(session_id, purge=self._purge)
-
-    def _is_kept(self, error: BaseException) -> bool:
-        return self._resume and (not isinstance(error, Exception) or self._is_retried(error))
 
     async def _end(self, session_id: str, *, purge: bool) -> None:
         await (self.admin.delete_session if purge else self.admin.end_session)(session_id)

@@ -31,17 +31,14 @@ class Questions:
     def tasks(self, count: int, *, seed: int = 0, split: Split = "train") -> Sequence[Task]:
         known = read_questions(self.path, split)
         rng = random.Random(f"{self.name}/{split}/{seed}")
-        return [task_of(*rng.choice(known)) for _ in range(count)]
+        drawn = [rng.choice(known) for _ in range(count)]
+        return [Task(task_id=f"questions/{digest(q)[:12]}", prompt=q, data={"answer": answer}) for q, answer in drawn]
 
     async def run(self, client: Any, task: Task) -> float:
         reply = await client.chat.completions.create(
             model="tokentrue", messages=[{"role": "user", "content": task.prompt}]
         )
         return float(is_right(reply.choices[0].message.content or "", str(task.data["answer"])))
-
-
-def task_of(question: str, answer: str) -> Task:
-    return Task(task_id=f"questions/{digest(question)[:12]}", prompt=question, data={"answer": answer})
 
 
 def is_right(text: str, answer: str) -> bool:

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, cast
 
 from tokentrue.environments.base import LOG, Environment, Outcome, Task
 from tokentrue.errors import ConfigError
@@ -112,7 +112,8 @@ async def run_one(
     """
     began = time.perf_counter()
     session_id = ""
-    limit, cancellations = asyncio.timeout(timeout_s), count_cancellations()
+    task, limit = cast("asyncio.Task[object]", asyncio.current_task()), asyncio.timeout(timeout_s)
+    cancellations = task.cancelling()
     try:
         # the limit is inside, so the session sees a time-out as an error, not a cancellation, and is ended
         async with sessions.open(plan) as session, limit:
@@ -122,7 +123,7 @@ async def run_one(
                 outcome = Outcome(reward=float(outcome))
             samples, coverage = await session.finish(outcome.reward)
     except (asyncio.CancelledError, SystemExit) as error:
-        if count_cancellations() > cancellations:  # Ctrl-C, or the run was closed
+        if task.cancelling() > cancellations:  # Ctrl-C, or the run was closed
             raise
         return failed_rollout(plan, error, began, session_id=session_id)
     except Exception as error:
@@ -143,26 +144,15 @@ async def run_one(
     )
 
 
-def count_cancellations() -> int:
-    task = asyncio.current_task()
-    return 0 if task is None else task.cancelling()
-
-
 def failed_rollout(plan: Plan, error: BaseException | str, began: float, *, session_id: str) -> Rollout:
-    said, trace = error, ""
+    said, trace = str(error), ""
     if isinstance(error, BaseException):
-        said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        trace = escape_surrogates("".join(traceback.format_exception(error)).rstrip())
+        said = f"{type(error).__name__}: {said}" if said else type(error).__name__
+        trace = "".join(traceback.format_exception(error)).rstrip()
+    # Files, logs and terminals need UTF-8, and errors may quote file names with lone surrogates.
+    said, trace = (text.encode("utf-8", "backslashreplace").decode() for text in (said, trace))
     seconds = time.perf_counter() - began
-    return Rollout(
-        plan=plan, session_id=session_id, reward=None, error=escape_surrogates(str(said)), seconds=seconds, trace=trace
-    )
-
-
-def escape_surrogates(text: str) -> str:
-    """Writes lone surrogates as backslash escapes: files, logs and terminals need UTF-8, and errors may quote such
-    file names."""
-    return text.encode("utf-8", "backslashreplace").decode()
+    return Rollout(plan=plan, session_id=session_id, reward=None, error=said, seconds=seconds, trace=trace)
 
 
 async def run_plans(play: Player, plans: Sequence[Plan], *, concurrency: int | None = None) -> AsyncGenerator[Rollout]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from tokentrue.environments.base import Split, Task, choose_split, digest
 from tokentrue.environments.chat import Chat, ask, work
-from tokentrue.json_types import JsonObject
+from tokentrue.json_types import JsonObject, JsonValue
 
 NAMES = ("Tom", "Ana", "Ben", "Eva", "Max", "Lea", "Sam", "Ida")
 THINGS = ("apples", "pens", "coins", "books", "cards", "eggs", "keys", "shells")
@@ -50,11 +50,10 @@ EXPRESSION = re.compile(r"\s*(\d{1,6})\s*([-+*])\s*(\d{1,6})\s*")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """`value = before op operand`, worded by phrasing number `phrase`."""
+    """`value` is the one before `op operand`, worded by phrasing number `phrase`."""
 
     op: str
     operand: int
-    before: int
     value: int
     phrase: int
 
@@ -86,22 +85,17 @@ def apply(op: str, left: int, right: int) -> int:
     return {"+": left + right, "-": left - right, "*": left * right}[op]
 
 
-def draw_step(rng: random.Random, before: int) -> Step:
-    while True:
-        op = rng.choice("+-*")
-        operand = rng.randint(2, 5) if op == "*" else rng.randint(1, 30)
-        value = apply(op, before, operand)
-        if 0 <= value <= 99:
-            return Step(op=op, operand=operand, before=before, value=value, phrase=rng.randrange(3))
-
-
 def draw_problem(rng: random.Random, *, steps: int | None = None) -> Problem:
     count = steps if steps is not None else (1 if rng.random() < 0.4 else 2)
     start = value = rng.randint(2, 30)
     drawn: list[Step] = []
-    for _ in range(count):
-        drawn.append(draw_step(rng, value))
-        value = drawn[-1].value
+    while len(drawn) < count:
+        op = rng.choice("+-*")
+        operand = rng.randint(2, 5) if op == "*" else rng.randint(1, 30)
+        after = apply(op, value, operand)
+        if 0 <= after <= 99:
+            value = after
+            drawn.append(Step(op=op, operand=operand, value=value, phrase=rng.randrange(3)))
     return Problem(name=rng.choice(NAMES), thing=rng.choice(THINGS), start=start, steps=tuple(drawn))
 
 
@@ -156,6 +150,10 @@ def last_number(text: str) -> int | None:
     return int(found[-1]) if found else None
 
 
+def make_task(environment: str, prompt: str, answer: int, *, key: str | None = None, **data: JsonValue) -> Task:
+    return Task(task_id=f"{environment}/{digest(key or prompt)[:12]}", prompt=prompt, answer=answer, data=data)
+
+
 def reward_answer(answer: str | None, task: Task) -> float:
     """1 if the last number of the answer is right, else 0."""
     return float(answer is not None and last_number(answer) == task.answer)
@@ -171,7 +169,7 @@ class Calculator:
 
     def tasks(self, count: int, *, seed: int = 0, split: Split = "train") -> Sequence[Task]:
         drawn = islice(problems(random.Random(f"{self.name}/{split}/{seed}"), split=split, steps=self.steps), count)
-        return [Task(task_id=f"{self.name}/{digest(p.text)[:12]}", prompt=p.text, answer=p.answer) for p in drawn]
+        return [make_task(self.name, problem.text, problem.answer) for problem in drawn]
 
     async def run(self, client: Any, task: Task) -> float:
         chat: Chat = [{"role": "user", "content": task.prompt}]
@@ -194,8 +192,8 @@ class Shop:
             drawn = draw_price_list(rng)
             key = f"{drawn.text}\n{drawn.listing}"
             if choose_split(key) == split:
-                name, data = f"{self.name}/{digest(key)[:12]}", {"listing": drawn.listing}
-                found.append(Task(task_id=name, prompt=drawn.text, answer=sum(drawn.operands), data=data))
+                task = make_task(self.name, drawn.text, sum(drawn.operands), key=key, listing=drawn.listing)
+                found.append(task)
         return found
 
     async def run(self, client: Any, task: Task) -> float:
@@ -219,13 +217,11 @@ class Ledger:
         self.questions, self.compact_every, self.max_turns = questions, compact_every, max_turns
 
     def tasks(self, count: int, *, seed: int = 0, split: Split = "train") -> Sequence[Task]:
-        rng = random.Random(f"{self.name}/{split}/{seed}")
-        found: list[Task] = []
-        for drawn in islice(problems(rng, split=split, steps=self.questions), count):
-            data = {"opening": drawn.opening, "told": [drawn.told(step) for step in drawn.steps]}
-            name = f"{self.name}/{digest(drawn.text)[:12]}"
-            found.append(Task(task_id=name, prompt=drawn.text, answer=drawn.answer, data=data))
-        return found
+        drawn = islice(problems(random.Random(f"{self.name}/{split}/{seed}"), split=split, steps=self.questions), count)
+        return [
+            make_task(self.name, one.text, one.answer, opening=one.opening, told=[one.told(step) for step in one.steps])
+            for one in drawn
+        ]
 
     async def run(self, client: Any, task: Task) -> float:
         opening: str = task.data["opening"]

@@ -2,18 +2,17 @@
 
 from tokentrue.viewer.app import create_app
 from tokentrue.viewer.data import ViewerData
-from tokentrue.viewer.page import write_export
-from tokentrue.viewer.report import Chart, Report, ReportTable, write_report
-from tokentrue.viewer.sources import ChosenSessions, FileSource, GatewaySource, SampleList, StoreSource
+from tokentrue.viewer.page import Chart, Report, ReportTable, write_export, write_report
+from tokentrue.viewer.sources import FileSource, GatewaySource, SampleList, SessionList, StoreSource
 
 __all__ = [
     "Chart",
-    "ChosenSessions",
     "FileSource",
     "GatewaySource",
     "Report",
     "ReportTable",
     "SampleList",
+    "SessionList",
     "StoreSource",
     "ViewerData",
     "create_app",

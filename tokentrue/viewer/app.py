@@ -5,7 +5,7 @@ No request leaves the machine: the content security policy allows only this serv
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -19,17 +19,9 @@ from tokentrue.json_types import JsonValue
 from tokentrue.viewer.data import PAGE, ViewerData
 from tokentrue.viewer.page import STATIC, encode_json
 
-POLICY = "; ".join(
-    (
-        "default-src 'none'",
-        "script-src 'self'",
-        "style-src 'self'",
-        "img-src 'self' data:",
-        "connect-src 'self'",
-        "base-uri 'none'",
-        "form-action 'none'",
-        "frame-ancestors 'none'",
-    )
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 HEADERS = [
     (b"content-security-policy", POLICY.encode()),
@@ -37,6 +29,7 @@ HEADERS = [
     (b"referrer-policy", b"no-referrer"),
     (b"cache-control", b"no-cache"),
 ]
+STATUS: Mapping[type[TokenTrueError], int] = {SessionNotFound: 404, InputError: 422, TokenTrueError: 500}
 
 
 def create_app(data: ViewerData) -> ASGIApp:
@@ -49,35 +42,34 @@ def create_app(data: ViewerData) -> ASGIApp:
         "breaks": lambda request: data.breaks(_text(request, "session"), _text(request, "sample")),
         "group": lambda request: data.group(_text(request, "group")),
         "mismatch": lambda request: data.mismatch(),
-        "report": lambda request: data.report(),
     }
 
     def answer(request: Request) -> Response:  # a plain function: Starlette runs it in a thread
         view = views.get(request.path_params["view"])
-        if view is None:
-            return _json({"error": f"no such view; one of {', '.join(views)}"}, 404)
         try:
-            return _json(view(request))
-        except SessionNotFound as error:
-            return _json({"error": str(error)}, 404)
-        except InputError as error:
-            return _json({"error": str(error)}, 422)
+            if view is None:
+                raise SessionNotFound(f"no such view; one of {', '.join(views)}")
+            return Response(encode_json(view(request)), media_type="application/json")
         except TokenTrueError as error:
-            return _json({"error": str(error)}, 500)
+            status = next(status for kind, status in STATUS.items() if isinstance(error, kind))
+            return Response(encode_json({"error": str(error)}), status, media_type="application/json")
 
     def page(request: Request) -> Response:
         return FileResponse(STATIC / "index.html", media_type="text/html")
 
-    routes = [
-        Route("/", page),
-        Route("/data/{view}", answer),
-        Mount("/static", StaticFiles(directory=STATIC)),
-    ]
-    return _with_headers(Starlette(routes=routes))
+    app = Starlette(
+        routes=[Route("/", page), Route("/data/{view}", answer), Mount("/static", StaticFiles(directory=STATIC))]
+    )
 
+    async def with_headers(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message["headers"], *HEADERS]}
+            await send(message)
 
-def _json(value: JsonValue, status: int = 200) -> Response:
-    return Response(encode_json(value), status_code=status, media_type="application/json")
+        await app(scope, receive, send_guarded)
+
+    return with_headers
 
 
 def _text(request: Request, name: str) -> str:
@@ -92,15 +84,3 @@ def _whole(request: Request, name: str, default: int) -> int:
     if not text.isascii() or not text.isdigit() or len(text) > 9:
         raise InputError(f"{name}: must be a whole number from 0 up")
     return int(text)
-
-
-def _with_headers(app: ASGIApp) -> ASGIApp:
-    async def wrapped(scope: Scope, receive: Receive, send: Send) -> None:
-        async def guarded(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message = {**message, "headers": [*message["headers"], *HEADERS]}
-            await send(message)
-
-        await app(scope, receive, guarded)
-
-    return wrapped

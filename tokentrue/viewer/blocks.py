@@ -7,11 +7,11 @@ opens.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from tokentrue.errors import TokenTrueError
-from tokentrue.json_types import JsonMapping, JsonObject, JsonValue
-from tokentrue.types import Ids, Message, Parsed, Span
+from tokentrue.json_types import JsonObject, JsonValue, is_object
+from tokentrue.types import Message
 from tokentrue.viewer.records import Branch, TurnMessages, ViewRenderer
 
 
@@ -23,45 +23,20 @@ def cut_blocks(branch: Branch, turns: Sequence[TurnMessages] | None) -> list[Jso
         if span.kind == "given" and ((span.start, span.end) in inserted or span.role in {"assistant", "structure"}):
             pending = span.start if pending is None else pending
             continue
-        last = blocks[-1] if blocks else None
-        if pending is None and last is not None and _continues(last, span):
-            last["end"] = span.end
-            if (
-                branch.inserted is None and span.kind == "given"
-            ):  # the template's part before a message is a separate span
-                last["body"] = span.start
+        names: JsonObject = {"turn": span.turn, "role": span.role, "kind": span.kind}
+        if pending is None and blocks and names.items() <= blocks[-1].items():
+            blocks[-1]["end"] = span.end
+            if branch.inserted is None and span.kind == "given":  # the template's part before a message is its own span
+                blocks[-1]["body"] = span.start
             continue
         start = span.start if pending is None else pending
-        blocks.append(
-            {
-                "start": start,
-                "end": span.end,
-                "turn": span.turn,
-                "role": span.role,
-                "kind": span.kind,
-                "body": span.start,
-            }
-        )
+        blocks.append({"start": start, "end": span.end, **names, "body": span.start})
         pending = None
     if pending is not None:
-        end = len(branch.sample.token_ids)
-        last_turn = branch.sample.spans[-1].turn
-        blocks.append(
-            {"start": pending, "end": end, "turn": last_turn, "role": "structure", "kind": "given", "body": pending}
-        )
-    _attach(blocks, turns)
-    return blocks
-
-
-def _continues(block: JsonMapping, span: Span) -> bool:
-    return (block["turn"], block["role"], block["kind"]) == (span.turn, span.role, span.kind)
-
-
-def _attach(blocks: list[JsonObject], turns: Sequence[TurnMessages] | None) -> None:
-    # By their order in the turn; omitted if their numbers differ.
-    if turns is None:
-        return
-    for number, turn in enumerate(turns):
+        names = {"turn": branch.sample.spans[-1].turn, "role": "structure", "kind": "given"}
+        blocks.append({"start": pending, "end": len(branch.sample.token_ids), **names, "body": pending})
+    # Messages belong to blocks by their order in the turn; omitted if their numbers differ.
+    for number, turn in enumerate(turns or ()):
         given = [block for block in blocks if block["turn"] == number and block["kind"] == "given"]
         if len(given) == len(turn.given):
             for block, message in zip(given, turn.given, strict=True):
@@ -69,35 +44,29 @@ def _attach(blocks: list[JsonObject], turns: Sequence[TurnMessages] | None) -> N
         sampled = [block for block in blocks if block["turn"] == number and block["kind"] == "sampled"]
         if sampled and turn.served is not None:
             sampled[0]["message"] = readable_message(turn.served)
+    return blocks
 
 
 def readable_message(message: Message) -> JsonObject:
-    shown: JsonObject = {"role": message.get("role", ""), "content": text_of(message.get("content"))}
+    content: JsonValue = message.get("content") or ""
+    if not isinstance(content, str):
+        parts: list[JsonValue] = list(content)
+        content = "\n".join(
+            str(part.get("text", f"[{part.get('type', 'part')}]")) if hasattr(part, "get") else str(part)
+            for part in parts
+        )
+    shown: JsonObject = {"role": message.get("role", ""), "content": content}
     if reasoning := message.get("reasoning_content"):
         shown["reasoning"] = str(reasoning)
     if name := message.get("name"):
         shown["name"] = str(name)
-    calls = message.get("tool_calls") or ()
-    if calls:
-        shown["calls"] = [
-            {"name": str(call["function"].get("name", "")), "arguments": _arguments(call["function"].get("arguments"))}
-            for call in calls
-            if isinstance(call.get("function"), Mapping)
-        ]
+    for call in message.get("tool_calls") or ():
+        function = call.get("function")
+        if is_object(function):
+            arguments: JsonValue = function.get("arguments")
+            text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+            shown.setdefault("calls", []).append({"name": str(function.get("name", "")), "arguments": text})
     return shown
-
-
-def _arguments(value: JsonValue) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def text_of(content: JsonValue) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    parts: list[JsonValue] = list(content)
-    return "\n".join(
-        str(part.get("text", f"[{part.get('type', 'part')}]")) if hasattr(part, "get") else str(part) for part in parts
-    )
 
 
 def messages_from_tokens(branch: Branch, renderer: ViewRenderer) -> tuple[TurnMessages, ...]:
@@ -106,7 +75,6 @@ def messages_from_tokens(branch: Branch, renderer: ViewRenderer) -> tuple[TurnMe
     blocks = cut_blocks(branch, None)
     turns: list[TurnMessages] = []
     for number in sorted({span.turn for span in branch.sample.spans}):
-        spans = [span for span in branch.sample.spans if span.turn == number]
         given: list[Message] = []
         calls = [call["id"] for call in (turns[-1].served or {}).get("tool_calls") or ()] if turns else []
         for block in blocks:
@@ -114,15 +82,13 @@ def messages_from_tokens(branch: Branch, renderer: ViewRenderer) -> tuple[TurnMe
                 content = renderer.decode(ids[block["body"] : block["end"]])
                 extra = {"tool_call_id": calls.pop(0)} if block["role"] == "tool" and calls else {}
                 given.append({"role": block["role"], "content": content, **extra})
-        sampled = [span for span in spans if span.kind == "sampled"]
-        served = parse_turn(ids, sampled, renderer) if sampled else None
-        turns.append(TurnMessages(given=tuple(given), served=None if served is None else served.message))
+        sampled = [span for span in branch.sample.spans if span.turn == number and span.kind == "sampled"]
+        served = None
+        if sampled:
+            start, end = sampled[0].start, sampled[-1].end
+            try:
+                served = renderer.parse(ids[start:end], prompt_ids=ids[:start]).message
+            except TokenTrueError:
+                served = None
+        turns.append(TurnMessages(given=tuple(given), served=served))
     return tuple(turns)
-
-
-def parse_turn(ids: Ids, sampled: Sequence[Span], renderer: ViewRenderer) -> Parsed | None:
-    start, end = sampled[0].start, sampled[-1].end
-    try:
-        return renderer.parse(ids[start:end], prompt_ids=ids[:start])
-    except TokenTrueError:
-        return None

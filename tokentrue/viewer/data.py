@@ -6,7 +6,6 @@ branch(session, sample)     one branch: ids, log-probabilities, blocks with thei
 breaks(session, sample)     the recorded ids against a render of the same conversation
 group(name)                 the rollouts of one task, with rewards and advantages
 mismatch()                  plots of δ, ratio and contribution over all samples that have both sides
-report()                    what a command reports, where this page is a report
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from itertools import pairwise
 from typing import Any
 
 from tokentrue.errors import ConfigError, SessionNotFound
-from tokentrue.json_types import JsonMapping, JsonObject
+from tokentrue.json_types import JsonObject
 from tokentrue.samples.recorded_turns import read_record
 from tokentrue.samples.trainer_logprobs import TrainerLogprobs
-from tokentrue.types import Ids, Sample
+from tokentrue.types import Ids
 from tokentrue.viewer.blocks import cut_blocks, messages_from_tokens
 from tokentrue.viewer.breaks import breaks_to_json
-from tokentrue.viewer.plots import compare_tokens, compute_advantages, plots_to_json
+from tokentrue.viewer.plots import compute_advantages, plots_to_json
 from tokentrue.viewer.records import Branch, RecordSource, SessionSummary, SessionView, ViewRenderer, check_names
 
 FORMAT = 1
@@ -44,9 +43,8 @@ class ViewerData:
         *,
         renderer: ViewRenderer | None = None,
         trainer: Mapping[str, TrainerLogprobs] | None = None,
-        report: JsonMapping | None = None,
     ) -> None:
-        self.source, self._renderer, self._trainer, self._report = source, renderer, dict(trainer or {}), report
+        self.source, self._renderer, self._trainer = source, renderer, dict(trainer or {})
         self._groups: dict[str, tuple[float, dict[str, float]]] = {}  # when they were computed, advantages by sample id
 
     def index(self, *, offset: int = 0, limit: int = PAGE) -> JsonObject:
@@ -56,7 +54,7 @@ class ViewerData:
             "source": {"kind": self.source.kind, "name": self.source.name, "live": self.source.live},
             "has_text": self._renderer is not None,
             "has_trainer": bool(self._trainer),
-            "has_report": self._report is not None,
+            "has_report": False,
             "sessions": [_row(row) for row in rows],
             "total": total,
             "offset": offset,
@@ -70,14 +68,11 @@ class ViewerData:
 
     def branch(self, session_id: str, sample_id: str) -> JsonObject:
         view, branch = self._find(session_id, sample_id)
-        sample = branch.sample
+        sample, entropy = branch.sample, branch.entropy
         trainer = self._trainer.get(sample_id)
         if trainer is not None:
             trainer.check(sample)
-        entropy = trainer.entropy if trainer is not None and trainer.entropy is not None else branch.entropy
-        turns = branch.turns
-        if turns is None and self._renderer is not None:
-            turns = messages_from_tokens(branch, self._renderer)
+            entropy = entropy if trainer.entropy is None else trainer.entropy
         return {
             **_head(branch, self._advantages(view).get(sample_id)),
             "session_id": sample.session_id,
@@ -92,27 +87,25 @@ class ViewerData:
                 for s in sample.spans
             ],
             "inserted": self._inserted(branch),
-            "blocks": cut_blocks(branch, turns),
+            "blocks": self._blocks(branch),
             "malformed_calls": [
                 {"turn": call.turn, "status": call.status} for call in read_record(sample).malformed_calls
             ],
             "pieces": self._pieces(sample.token_ids),
-            "certificate": {"chain": sample.certificate.chain, "template": sample.certificate.template}
-            | {"tokenizer": sample.certificate.tokenizer},
+            "certificate": {name: getattr(sample.certificate, name) for name in ("chain", "template", "tokenizer")},
         }
 
     def breaks(self, session_id: str, sample_id: str) -> JsonObject:
         if self._renderer is None:
             raise ConfigError(NO_MODEL)
         _, branch = self._find(session_id, sample_id)
-        found = breaks_to_json(branch, self._renderer)
-        ids = branch.sample.token_ids
+        found, sample = breaks_to_json(branch, self._renderer), branch.sample
         return {
             **found,
             "sample_id": sample_id,
-            "token_ids": list(ids),
-            "rollout_logprobs": list(branch.sample.rollout_logprobs),
-            "pieces": self._pieces([*ids, *found["other_ids"]]),
+            "token_ids": list(sample.token_ids),
+            "rollout_logprobs": list(sample.rollout_logprobs),
+            "pieces": self._pieces([*sample.token_ids, *found["other_ids"]]),
         }
 
     def group(self, name: str) -> JsonObject:
@@ -126,8 +119,15 @@ class ViewerData:
     def mismatch(self) -> JsonObject:
         if not self._trainer:
             raise ConfigError(NO_TRAINER)
+        summaries, total = self.source.list_sessions(offset=0, limit=PAGE)
+        while len(summaries) < total:
+            more, _ = self.source.list_sessions(offset=len(summaries), limit=PAGE)
+            if not more:
+                break
+            summaries += more
         rows: list[Any] = []
-        for view in self._views():
+        for summary in summaries:
+            view = self.source.load_session(summary.session_id)
             advantages = self._advantages(view)
             for sample in (branch.sample for branch in view.branches):
                 trainer = self._trainer.get(sample.sample_id)
@@ -135,21 +135,7 @@ class ViewerData:
                     trainer.check(sample)
                     advantage = advantages.get(sample.sample_id)
                     rows.append((sample.rollout_logprobs, trainer.logprobs, sample.loss_mask, advantage))
-        return {"samples": len(rows), **plots_to_json(compare_tokens(rows))}
-
-    def report(self) -> JsonMapping:
-        if self._report is None:
-            raise ConfigError("this page is not a report")
-        return self._report
-
-    def _views(self) -> list[SessionView]:
-        rows, total = self.source.list_sessions(offset=0, limit=PAGE)
-        while len(rows) < total:
-            more, _ = self.source.list_sessions(offset=len(rows), limit=PAGE)
-            if not more:
-                break
-            rows += more
-        return [self.source.load_session(row.session_id) for row in rows]
+        return {"samples": len(rows), **plots_to_json(rows)}
 
     def _find(self, session_id: str, sample_id: str) -> tuple[SessionView, Branch]:
         view = self.source.load_session(session_id)
@@ -170,41 +156,41 @@ class ViewerData:
     def _pieces(self, ids: Ids) -> dict[str, list[str]]:
         if self._renderer is None:
             return {}
-        spelling = self._renderer.codec.spelling
-        found: dict[str, list[str]] = {}
-        for token in sorted(set(ids)):
-            raw: bytes = spelling[token]
-            found[str(token)] = [raw.decode("utf-8", "replace"), raw.hex()]
-        return found
+        spelling: Mapping[int, bytes] = self._renderer.codec.spelling
+        raw = {str(token): spelling[token] for token in sorted(set(ids))}
+        return {token: [text.decode("utf-8", "replace"), text.hex()] for token, text in raw.items()}
+
+    def _blocks(self, branch: Branch) -> list[JsonObject]:
+        turns = branch.turns
+        if turns is None and self._renderer is not None:
+            turns = messages_from_tokens(branch, self._renderer)
+        return cut_blocks(branch, turns)
 
     def _inserted(self, branch: Branch) -> list[tuple[int, int]]:
         """The template's tokens: as the store recorded them, else generation prompts and special tokens."""
         if branch.inserted is not None:
             return list(branch.inserted)
-        sample = branch.sample
-        marks = [0] * len(sample.token_ids)
+        ids = branch.sample.token_ids
+        marks = [0] * len(ids)
         special: frozenset[int] = frozenset() if self._renderer is None else self._renderer.structure.special
-        for span in sample.spans:
+        for span in branch.sample.spans:
             if span.kind == "given":
                 own = span.role in {"assistant", "structure"}
-                for i in range(span.start, span.end):
-                    marks[i] = int(own or sample.token_ids[i] in special)
+                marks[span.start : span.end] = [int(own or token in special) for token in ids[span.start : span.end]]
         return _ranges(marks)
 
     def _rollout(self, branch: Branch, advantages: Mapping[str, float]) -> JsonObject:
         sample = branch.sample
-        turns = branch.turns
-        if turns is None and self._renderer is not None:
-            turns = messages_from_tokens(branch, self._renderer)
-        messages = [block["message"] for block in cut_blocks(branch, turns) if "message" in block]
-        texts = [{**message, "content": message["content"][:TEXT]} for message in messages]
+        messages = [block["message"] for block in self._blocks(branch) if "message" in block]
         known = [value for value in sample.rollout_logprobs if value is not None]
+        edges = [len(known) * n // STRIP for n in range(STRIP + 1)]
         return {
             **_head(branch, advantages.get(sample.sample_id)),
             "session_id": sample.session_id,
             "mean_logprob": sum(known) / len(known) if known else None,
-            "strip": _strip(known),
-            "messages": texts,
+            # each point shows the least likely of its tokens
+            "strip": known if len(known) <= STRIP else [min(known[a:b]) for a, b in pairwise(edges)],
+            "messages": [{**message, "content": message["content"][:TEXT]} for message in messages],
         }
 
 
@@ -231,29 +217,11 @@ def _head(branch: Branch, advantage: float | None) -> JsonObject:
         "advantage": advantage,
         "finish_reason": sample.finish_reason,
         "abandoned": branch.abandoned,
-        "versions": _versions(sample),
+        "versions": sorted({span.policy_version for span in sample.spans if span.policy_version is not None}),
     }
 
 
-def _versions(sample: Sample) -> list[int]:
-    return sorted({span.policy_version for span in sample.spans if span.policy_version is not None})
-
-
 def _ranges(marks: Sequence[int]) -> list[tuple[int, int]]:
-    found: list[tuple[int, int]] = []
-    start: int | None = None
-    for i, mark in enumerate([*marks, 0]):
-        if mark and start is None:
-            start = i
-        elif not mark and start is not None:
-            found.append((start, i))
-            start = None
-    return found
-
-
-def _strip(values: Sequence[float]) -> list[float]:
-    """At most `STRIP` points; each shows the least likely of its tokens."""
-    if len(values) <= STRIP:
-        return list(values)
-    edges = [len(values) * n // STRIP for n in range(STRIP + 1)]
-    return [min(values[a:b]) for a, b in pairwise(edges)]
+    """Where runs of marks start and end."""
+    edges = [i for i, (before, mark) in enumerate(pairwise([0, *marks, 0])) if bool(before) != bool(mark)]
+    return list(zip(edges[::2], edges[1::2], strict=True))

@@ -1,4 +1,4 @@
-"""The page as one self-contained HTML file.
+"""The page as one self-contained HTML file, and the reports of commands: facts, charts and tables on that page.
 
 Modules become `data:` URLs in an import map; the responses of the data API are embedded as JSON.
 """
@@ -8,19 +8,25 @@ from __future__ import annotations
 import base64
 import json
 import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 import orjson
 
-from tokentrue.errors import ConfigError, FileFormatError
+from tokentrue.errors import FileFormatError
 from tokentrue.json_types import JsonObject, JsonValue
+from tokentrue.samples.trainer_logprobs import TrainerLogprobs
 from tokentrue.viewer.data import PAGE, ViewerData
+from tokentrue.viewer.records import RecordSource, ViewRenderer
+from tokentrue.viewer.sources import SessionList
 
 STATIC = Path(__file__).parent / "static"
 MOST_TOKENS = 1_000_000
-_IMPORT = re.compile(r"""((?:from|import)\s*)(["'])\.{1,2}/([\w./-]+)\2""")
-_LINK = re.compile(r'<link rel="stylesheet" href="static/([\w./-]+)">')
-_SCRIPT = re.compile(r'<script type="module" src="static/([\w./-]+)"></script>')
+IMPORT = re.compile(r"""(["'])\./(?:vendor/)?([\w-]+\.js)\1""")
+LINK = re.compile(r'<link rel="stylesheet" href="static/([\w./-]+)">')
+SCRIPT = '<script type="module" src="static/app.js"></script>'
 POLICY = (
     "default-src 'none'; script-src 'unsafe-inline' data:; style-src 'unsafe-inline'; img-src data:; base-uri 'none'"
 )
@@ -35,9 +41,14 @@ def encode_json(value: JsonValue) -> bytes:
         return json.dumps(plain, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "backslashreplace")
 
 
-def write_export(data: ViewerData, path: str | Path, *, most_tokens: int = MOST_TOKENS) -> int:
+def write_export(
+    data: ViewerData, path: str | Path, *, most_tokens: int = MOST_TOKENS, report: Report | None = None
+) -> int:
     """Writes the first sessions that together fit into `most_tokens`; returns their number."""
     answers, count = collect_answers(data, most_tokens=most_tokens)
+    if report is not None:
+        answers[answer_key("report")] = asdict(report)
+        answers[answer_key("index", "0")]["has_report"] = True
     target = Path(path)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -57,32 +68,20 @@ def collect_answers(data: ViewerData, *, most_tokens: int) -> tuple[JsonObject, 
         tokens += row["tokens"]
         if kept and tokens > most_tokens:
             break
-        kept.append(_add_session(data, row["session_id"], answers, has_text=index["has_text"]))
+        name = row["session_id"]
+        answers[answer_key("session", name)] = session = data.session(name)
+        kept.append(session["session"])
+        for sample in (head["sample_id"] for head in session["branches"]):
+            answers[answer_key("branch", name, sample)] = data.branch(name, sample)
+            if index["has_text"]:
+                answers[answer_key("breaks", name, sample)] = data.breaks(name, sample)
     for group in {row["group"] for row in kept if row["group"] is not None}:
         answers[answer_key("group", group)] = data.group(group)
     if index["has_trainer"]:
         answers[answer_key("mismatch")] = data.mismatch()
-    if index["has_report"]:
-        answers[answer_key("report")] = data.report()
-    source = {**index["source"], "live": False}
-    answers[answer_key("index", "0")] = {
-        **index,
-        "source": source,
-        "sessions": kept,
-        "left_out": index["total"] - len(kept),
-    }
+    shown = {"source": {**index["source"], "live": False}, "sessions": kept, "left_out": index["total"] - len(kept)}
+    answers[answer_key("index", "0")] = {**index, **shown}
     return answers, len(kept)
-
-
-def _add_session(data: ViewerData, session_id: str, answers: JsonObject, *, has_text: bool) -> JsonValue:
-    """Returns its row of the list."""
-    answers[answer_key("session", session_id)] = session = data.session(session_id)
-    for head in session["branches"]:
-        sample_id = head["sample_id"]
-        answers[answer_key("branch", session_id, sample_id)] = data.branch(session_id, sample_id)
-        if has_text:
-            answers[answer_key("breaks", session_id, sample_id)] = data.breaks(session_id, sample_id)
-    return session["session"]
 
 
 def answer_key(view: str, *arguments: str) -> str:
@@ -91,27 +90,68 @@ def answer_key(view: str, *arguments: str) -> str:
 
 def page_with(answers: JsonObject) -> str:
     page = (STATIC / "index.html").read_text(encoding="utf-8")
-    entry = _SCRIPT.search(page)
-    if entry is None:
-        raise ConfigError("the viewer's index.html has no module script")
-    modules = {file.relative_to(STATIC).as_posix(): _module(file) for file in sorted(STATIC.rglob("*.js"))}
-    imports = encode_json({"imports": {f"tokentrue/{name}": url for name, url in modules.items()}}).decode()
+    imports: dict[str, str] = {}
+    for file in sorted(STATIC.rglob("*.js")):
+        source = IMPORT.sub(r'"tokentrue/\2"', file.read_text(encoding="utf-8"))  # a key of the import map
+        imports[f"tokentrue/{file.name}"] = f"data:text/javascript;base64,{base64.b64encode(source.encode()).decode()}"
+    modules = encode_json({"imports": imports}).decode()
     values = encode_json(answers).decode().replace("<", "\\u003c")
     scripts = (
-        f'<script type="importmap">{imports}</script>\n<script type="application/json" id="answers">{values}</script>\n'
-        f'<script type="module">import "tokentrue/{entry[1]}"</script>'
+        f'<script type="importmap">{modules}</script>\n<script type="application/json" id="answers">{values}</script>\n'
+        '<script type="module">import "tokentrue/app.js"</script>'
     )
-    page = page.replace(entry[0], "").replace("</body>", f"{scripts}\n</body>")
+    page = page.replace(SCRIPT, scripts)
     page = page.replace("<head>", f'<head>\n<meta http-equiv="Content-Security-Policy" content="{POLICY}">')
-    return _LINK.sub(lambda link: f"<style>{(STATIC / link[1]).read_text(encoding='utf-8')}</style>", page)
+    return LINK.sub(lambda link: f"<style>{(STATIC / link[1]).read_text(encoding='utf-8')}</style>", page)
 
 
-def _module(file: Path) -> str:
-    """A `data:` URL, with relative imports renamed to the import map's keys."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chart:
+    """`series` maps a name to its values over `x`; None is a gap. `labels` name bars instead of numbers."""
 
-    def absolute(found: re.Match[str]) -> str:
-        start = file.parent if not found[0].endswith(f"../{found[3]}{found[2]}") else file.parent.parent
-        return f"{found[1]}{found[2]}tokentrue/{(start / found[3]).relative_to(STATIC).as_posix()}{found[2]}"
+    title: str
+    x_label: str
+    y_label: str
+    series: Mapping[str, Sequence[float | None]]
+    x: Sequence[float] = ()
+    labels: Sequence[str] = ()
+    kind: Literal["line", "bars"] = "line"
+    log_y: bool = False
+    y_range: tuple[float, float] | None = None
 
-    source = _IMPORT.sub(absolute, file.read_text(encoding="utf-8"))
-    return "data:text/javascript;base64," + base64.b64encode(source.encode()).decode()
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportTable:
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str | float | int]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """`facts` are label and value; `verdict` is one sentence, `ok` whether it is good."""
+
+    title: str
+    verdict: str = ""
+    ok: bool = True
+    facts: Sequence[tuple[str, str]] = ()
+    charts: Sequence[Chart] = ()
+    tables: Sequence[ReportTable] = ()
+    note: str = ""
+    highlights: Sequence[tuple[str, str]] = ()  # the few numbers to read first
+
+
+def write_report(
+    path: str | Path,
+    report: Report,
+    source: RecordSource | None = None,
+    *,
+    renderer: ViewRenderer | None = None,
+    trainer: Mapping[str, TrainerLogprobs] | None = None,
+    most_tokens: int = MOST_TOKENS,
+) -> None:
+    """Writes one self-contained HTML file that shows the first sessions of `source`, up to `most_tokens`, token by
+    token."""
+    rollouts = source or SessionList((), name=report.title)
+    data = ViewerData(rollouts, renderer=renderer, trainer=trainer)
+    write_export(data, path, most_tokens=most_tokens, report=report)

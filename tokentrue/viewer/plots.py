@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -26,42 +25,19 @@ LOG_CLAMP = 20.0
 EPS = 1e-6
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ComparedTokens:
-    """Trained tokens of all samples that have both sides. `position` counts a sample's trained tokens."""
-
-    delta: Floats
-    position: Floats
-    advantage: Floats  # NaN where unknown
-
-
-def compare_tokens(
+def plots_to_json(
     rows: Sequence[tuple[Sequence[float | None], Sequence[float | None], Sequence[int], float | None]],
-) -> ComparedTokens:
-    """Each row: rollout and trainer log-probabilities, loss mask, advantage."""
-    deltas: list[Floats] = []
-    positions: list[Floats] = []
-    advantages: list[Floats] = []
+) -> JsonObject:
+    """Each row: rollout and trainer log-probabilities, loss mask, advantage. Shows trained tokens with both sides."""
+    tokens: list[tuple[float, int, float]] = []  # δ, trained tokens before it in its sample, advantage
     for rollout, trainer, mask, advantage in rows:
-        pairs = [
-            (r, t) for r, t, m in zip(rollout, trainer, mask, strict=True) if m and r is not None and t is not None
-        ]
-        if pairs:
-            values = np.array(pairs, dtype=np.float64)
-            deltas.append(values[:, 1] - values[:, 0])
-            positions.append(np.arange(len(pairs), dtype=np.float64))
-            advantages.append(np.full(len(pairs), np.nan if advantage is None else advantage))
-    return ComparedTokens(delta=_join(deltas), position=_join(positions), advantage=_join(advantages))
-
-
-def _join(parts: Sequence[Floats]) -> Floats:
-    return np.concatenate(parts) if parts else np.zeros(0)
-
-
-def plots_to_json(tokens: ComparedTokens) -> JsonObject:
-    delta = tokens.delta
-    if not len(delta):
+        pairs = zip(rollout, trainer, mask, strict=True)
+        deltas = [t - r for r, t, trained in pairs if trained and r is not None and t is not None]
+        known = math.nan if advantage is None else advantage
+        tokens += [(delta, position, known) for position, delta in enumerate(deltas)]
+    if not tokens:
         return {"tokens": 0}
+    delta, position, advantages = np.array(tokens, dtype=np.float64).T
     size = np.abs(delta)
     return {
         "tokens": len(delta),
@@ -77,8 +53,8 @@ def plots_to_json(tokens: ComparedTokens) -> JsonObject:
         },
         "histogram": _histogram(delta),
         "tail": _tail(size),
-        "position": _by_position(tokens),
-        "contribution": _contribution(tokens),
+        "position": _by_position(delta, position),
+        "contribution": _contribution(delta, advantages),
     }
 
 
@@ -87,9 +63,8 @@ def _histogram(values: Floats) -> JsonObject:
     reach = float(np.quantile(np.abs(values), 0.998)) or float(np.abs(values).max()) or 1e-6
     edges = np.linspace(-reach, reach, BINS + 1)
     counts, _ = np.histogram(np.clip(values, -reach, reach), bins=edges)
-    middles = (edges[:-1] + edges[1:]) / 2
     outside = int((np.abs(values) > reach).sum())
-    return {"x": middles.tolist(), "count": counts.tolist(), "outside": outside}
+    return {"x": ((edges[:-1] + edges[1:]) / 2).tolist(), "count": counts.tolist(), "outside": outside}
 
 
 def _tail(size: Floats) -> JsonObject:
@@ -102,12 +77,11 @@ def _tail(size: Floats) -> JsonObject:
     return {"x": x.tolist(), "share": share.tolist()}
 
 
-def _by_position(tokens: ComparedTokens) -> JsonObject:
+def _by_position(delta: Floats, position: Floats) -> JsonObject:
     """Mean ratio exp(δ) by the number of trained tokens before it, and the range of 98% of the tokens."""
-    ratio = np.exp(np.minimum(tokens.delta, LOG_CLAMP))
-    last = float(tokens.position.max())
-    edges = np.unique(np.floor(np.linspace(0, last + 1, POSITION_BINS + 1)))
-    place = np.searchsorted(edges, tokens.position, side="right") - 1
+    ratio = np.exp(np.minimum(delta, LOG_CLAMP))
+    edges = np.unique(np.floor(np.linspace(0, float(position.max()) + 1, POSITION_BINS + 1)))
+    place = np.searchsorted(edges, position, side="right") - 1
     rows: list[tuple[float, float, float, float, int]] = []
     for number in range(len(edges) - 1):
         chosen = ratio[place == number]
@@ -119,24 +93,17 @@ def _by_position(tokens: ComparedTokens) -> JsonObject:
     return dict(zip(("x", "mean", "low", "high", "count"), columns, strict=True))
 
 
-def _contribution(tokens: ComparedTokens) -> JsonObject | None:
+def _contribution(delta: Floats, advantages: Floats) -> JsonObject | None:
     """C(r) = -(r - 1)·A by the sign of A: 0 everywhere when on policy."""
-    if not np.isfinite(tokens.advantage).any():
+    if not np.isfinite(advantages).any():
         return None
-    value = -np.expm1(np.clip(tokens.delta, -LOG_CLAMP, LOG_CLAMP)) * tokens.advantage
+    value = -np.expm1(np.clip(delta, -LOG_CLAMP, LOG_CLAMP)) * advantages
     found: JsonObject = {}
-    for name, chosen in (("positive", value[tokens.advantage > 0]), ("negative", value[tokens.advantage < 0])):
+    for name, chosen in (("positive", value[advantages > 0]), ("negative", value[advantages < 0])):
         if len(chosen):
-            centred = chosen - chosen.mean()
-            spread = float(chosen.std())
-            skew = float((centred**3).mean() / spread**3) if spread > 0 else 0.0
-            found[name] = {
-                "tokens": len(chosen),
-                "mean": float(chosen.mean()),
-                "std": spread,
-                "skew": skew,
-                **_histogram(chosen),
-            }
+            mean, spread = float(chosen.mean()), float(chosen.std())
+            skew = float(((chosen - mean) ** 3).mean() / spread**3) if spread > 0 else 0.0
+            found[name] = {"tokens": len(chosen), "mean": mean, "std": spread, "skew": skew, **_histogram(chosen)}
     return found
 
 

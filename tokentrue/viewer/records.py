@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from tokentrue.errors import FileFormatError
 from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.plain_json import is_utf8
-from tokentrue.types import Coverage, Ids, Message, Messages, Parsed, Rendered, Sample, TemplateKwargs, Tools
+from tokentrue.protocols import Renderer
+from tokentrue.types import Coverage, Message, Messages, Sample, TemplateKwargs, Tools
 
 SourceKind = Literal["file", "store", "gateway"]
 ADDRESSED = ("session_id", "sample_id", "group")  # names that are parts of the page's addresses
@@ -49,14 +50,14 @@ class SessionSummary:
     state: str
     created: float | None
     reward: float | None
-    turns: int
-    branches: int
-    forks: int
-    tokens: int
-    sampled: int
-    trained: int
-    untrained: Mapping[str, int]
-    versions: tuple[int, int] | None
+    turns: int = 0
+    branches: int = 0
+    forks: int = 0
+    tokens: int = 0
+    sampled: int = 0
+    trained: int = 0
+    untrained: Mapping[str, int] = field(default_factory=dict[str, int])
+    versions: tuple[int, int] | None = None
     in_flight: int = 0
 
 
@@ -68,63 +69,44 @@ class SessionView:
     metadata: JsonMapping = field(default_factory=JsonObject)
 
 
-class RecordSource(Protocol):
-    """`live`: its content may grow while it is viewed."""
+class RecordSource:
+    """Where the viewer reads sessions. `live`: its content may grow while it is viewed."""
 
-    @property
-    def kind(self) -> SourceKind: ...
-    @property
-    def name(self) -> str: ...
-    @property
-    def live(self) -> bool: ...
+    kind: SourceKind
+    name: str
+    live = True
 
     def list_sessions(self, *, offset: int, limit: int) -> tuple[list[SessionSummary], int]:
         """A page, newest first, and the total number."""
-        ...
+        raise NotImplementedError
 
     def load_session(self, session_id: str) -> SessionView:
         """Raises `SessionNotFound`."""
-        ...
+        raise NotImplementedError
 
-    def load_group(self, group: str) -> list[SessionView]: ...
+    def load_group(self, group: str) -> list[SessionView]:
+        raise NotImplementedError
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        pass
 
 
-class ViewRenderer(Protocol):
+class ViewRenderer(Renderer, Protocol):
     @property
     def codec(self) -> Any: ...
     @property
     def structure(self) -> Any: ...
-    def decode(self, token_ids: Ids) -> str: ...
-    def encode_sampled(self, text: str) -> list[int]: ...
-    def render(
-        self, messages: Messages, tools: Tools | None = None, *, template_kwargs: TemplateKwargs | None = None
-    ) -> Rendered: ...
-    def parse(self, sampled_ids: Ids, *, prompt_ids: Ids = (), tools: Tools | None = None) -> Parsed: ...
 
 
 def summarise(
-    nodes: Sequence[JsonMapping],
-    coverage: Coverage,
-    *,
-    session_id: str,
-    group: str | None,
-    state: str,
-    created: float | None,
-    rewards: Sequence[float | None],
-    session_reward: float | None = None,
-    in_flight: int = 0,
+    head: SessionSummary, nodes: Sequence[JsonMapping], coverage: Coverage, rewards: Sequence[float | None]
 ) -> SessionSummary:
-    """`rewards` has one per sample; the session's reward is their mean, or `session_reward`."""
+    """`rewards` has one per sample; the session's reward is their mean, or that of `head`."""
     versions = [version for node in nodes for version in node["policy_versions"]]
     known = [reward for reward in rewards if reward is not None]
-    return SessionSummary(
-        session_id=session_id,
-        group=group,
-        state=state,
-        created=created,
-        reward=sum(known) / len(known) if known else session_reward,
+    return replace(
+        head,
+        reward=sum(known) / len(known) if known else head.reward,
         turns=len(nodes),
         branches=len(rewards),
         forks=sum(count - 1 for count in Counter(node["parent"] for node in nodes).values()),  # also of roots
@@ -133,7 +115,6 @@ def summarise(
         trained=coverage.trained,
         untrained=coverage.untrained_by_reason,
         versions=(min(versions), max(versions)) if versions else None,
-        in_flight=in_flight,
     )
 
 

@@ -1,18 +1,18 @@
 """The viewer's sources: a samples file or list, a durable store, a running gateway.
 
 A samples file has neither messages nor abandoned branches; a store has both, and what the engine reported for each
-token; a gateway is read over its public HTTP. Session summaries are cached until the session changes. Open sessions
-are refreshed within a time budget per request, so that a store with thousands of sessions responds quickly and
-catches up over the next requests.
+token; a gateway is read over its public HTTP.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
+from itertools import islice
 from pathlib import Path
 
 from tokentrue.errors import ConfigError, GatewayError, SessionNotFound
@@ -21,7 +21,7 @@ from tokentrue.samples import assemble, read_samples
 from tokentrue.samples.assemble import reward_of_path
 from tokentrue.samples.recorded_turns import read_record
 from tokentrue.samples.shape import decode
-from tokentrue.sessions import Journal, Node, SessionRecord, Tree
+from tokentrue.sessions import Journal, SessionRecord, Tree
 from tokentrue.sessions.description import describe_node
 from tokentrue.sessions.journal.journal import load_tree
 from tokentrue.types import Coverage, Sample, Untrained
@@ -36,40 +36,51 @@ from tokentrue.viewer.records import (
     view_node,
 )
 
-BUDGET_S: Mapping[SourceKind, float] = {"store": 0.5, "gateway": 0.1}  # a gateway has other work to do
-ANSWER_S, TIMEOUT_S = 1.0, 60.0  # of a gateway over HTTP: for summaries, and for one call
+STORE_S, OWN_GATEWAY_S, GATEWAY_S = 0.5, 0.1, 1.0  # for summaries in one request; a gateway has other work to do
+TIMEOUT_S = 60.0  # of one call to a gateway
 GATEWAY_PAGE = 200
-NOTHING = Coverage(sampled=0, trained=0)
 
 
-class SampleList:
-    kind: SourceKind = "file"
+class SessionList(RecordSource):
+    """Sessions that are loaded already."""
+
     live = False
 
-    def __init__(self, samples: Iterable[Sample], *, name: str) -> None:
-        self.name = name
-        self._sessions = _by_session(samples)
+    def __init__(self, views: Iterable[SessionView], *, name: str, kind: SourceKind = "file") -> None:
+        self.name, self.kind = name, kind
+        # its group, and what returns the view
+        self._sessions: dict[str, tuple[str | None, Callable[[], SessionView]]] = {
+            view.summary.session_id: (view.summary.group, lambda view=view: view) for view in views
+        }
 
     def _refresh(self) -> None:
         pass
 
     def list_sessions(self, *, offset: int, limit: int) -> tuple[list[SessionSummary], int]:
         self._refresh()
-        names = list(self._sessions)[offset : offset + limit]
-        return [view_from_samples(self._sessions[name]).summary for name in names], len(self._sessions)
+        page = islice(self._sessions.values(), offset, offset + limit)
+        return [load().summary for _, load in page], len(self._sessions)
 
     def load_session(self, session_id: str) -> SessionView:
         self._refresh()
         if session_id not in self._sessions:
             raise SessionNotFound(f"no session {session_id!r} in {self.name}")
-        return view_from_samples(self._sessions[session_id])
+        return self._sessions[session_id][1]()
 
     def load_group(self, group: str) -> list[SessionView]:
         self._refresh()
-        return [view_from_samples(samples) for samples in self._sessions.values() if samples[0].group == group]
+        return [load() for known, load in self._sessions.values() if known == group]
 
-    def close(self) -> None:
-        pass
+
+class SampleList(SessionList):
+    def __init__(self, samples: Iterable[Sample], *, name: str) -> None:
+        super().__init__((), name=name)
+        sessions: dict[str, list[Sample]] = {}
+        for sample in samples:
+            read_record(sample)  # refuse a malformed one now, not when its page is opened
+            sessions.setdefault(sample.session_id, []).append(sample)
+        for session_id, rows in sessions.items():
+            self._sessions[session_id] = (rows[0].group, partial(view_from_samples, rows))
 
 
 class FileSource(SampleList):
@@ -91,65 +102,22 @@ class FileSource(SampleList):
     def _refresh(self) -> None:
         stamp = self._stat()
         if stamp is not None and stamp != self._stamp:
-            self._sessions = _by_session(read_samples(self._path))
+            super().__init__(read_samples(self._path), name=self.name)
             self._stamp = stamp
-
-
-class ChosenSessions:
-    live = False
-
-    def __init__(self, source: RecordSource, session_ids: Sequence[str]) -> None:
-        self._source, self._ids = source, list(session_ids)
-        self.kind: SourceKind = source.kind
-        self.name = source.name
-
-    def list_sessions(self, *, offset: int, limit: int) -> tuple[list[SessionSummary], int]:
-        return [self._source.load_session(one).summary for one in self._ids[offset : offset + limit]], len(self._ids)
-
-    def load_session(self, session_id: str) -> SessionView:
-        if session_id not in self._ids:
-            raise SessionNotFound(f"session {session_id!r} is not among those chosen of {self.name}")
-        return self._source.load_session(session_id)
-
-    def load_group(self, group: str) -> list[SessionView]:
-        return [view for view in self._source.load_group(group) if view.summary.session_id in self._ids]
-
-    def close(self) -> None:
-        self._source.close()
-
-
-def _by_session(samples: Iterable[Sample]) -> dict[str, list[Sample]]:
-    found: dict[str, list[Sample]] = {}
-    for sample in samples:
-        read_record(sample)  # refuse a malformed one now, not when its page is opened
-        found.setdefault(sample.session_id, []).append(sample)
-    return found
 
 
 def view_from_samples(samples: Sequence[Sample]) -> SessionView:
     first, nodes = samples[0], tuple(nodes_from_samples(samples))
-    summary = summarise(
-        nodes,
-        read_record(first).coverage or _count_coverage(samples),
-        session_id=first.session_id,
-        group=first.group,
-        state="exported",
-        created=None,
-        rewards=[sample.reward for sample in samples],
-    )
+    head = SessionSummary(session_id=first.session_id, group=first.group, state="exported", created=None, reward=None)
+    coverage = read_record(first).coverage or _count_coverage(samples)
+    summary = summarise(head, nodes, coverage, [sample.reward for sample in samples])
     metadata = {key: value for key, value in first.metadata.items() if key != "tokentrue"}
-    return SessionView(
-        summary=summary,
-        nodes=nodes,
-        branches=tuple(_branch_from_sample(sample) for sample in samples),
-        metadata=metadata,
-    )
-
-
-def _branch_from_sample(sample: Sample) -> Branch:
-    record = read_record(sample)
-    projection = record.nodes[-1].projection if record.nodes else None
-    return Branch(sample=sample, leaf=record.leaf or sample.sample_id, projection=projection or "")
+    branches: list[Branch] = []
+    for sample in samples:
+        record = read_record(sample)
+        projection = record.nodes[-1].projection if record.nodes else None
+        branches.append(Branch(sample=sample, leaf=record.leaf or sample.sample_id, projection=projection or ""))
+    return SessionView(summary=summary, nodes=nodes, branches=tuple(branches), metadata=metadata)
 
 
 def _count_coverage(samples: Sequence[Sample]) -> Coverage:
@@ -188,140 +156,122 @@ def _node_rows(sample: Sample) -> list[JsonObject]:
         ]
     turns: dict[int, JsonObject] = {}
     for span in sample.spans:
-        fresh: JsonObject = {
-            "id": f"{sample.sample_id}:{span.turn}",
-            "given_tokens": 0,
-            "sampled_tokens": 0,
-            "policy_versions": [],
-        }
-        node = turns.setdefault(span.turn, {**fresh, "why": None, "projection": None})
+        fresh: JsonObject = {"given_tokens": 0, "sampled_tokens": 0, "policy_versions": []}
+        names = {"id": f"{sample.sample_id}:{span.turn}", "why": None, "projection": None}
+        node = turns.setdefault(span.turn, {**names, **fresh})
         node[f"{span.kind}_tokens"] += span.end - span.start
         if span.policy_version is not None and span.policy_version not in node["policy_versions"]:
             node["policy_versions"].append(span.policy_version)
     return [turns[turn] for turn in sorted(turns)]
 
 
-class StoreSource:
+class SummaryCache:
+    """A summary is kept until its session changes, and refreshed within a time budget per request, so that a store with
+    thousands of sessions responds quickly and catches up over the next requests."""
+
+    def __init__(self, budget_s: float) -> None:
+        self._budget_s = budget_s
+        self._known: dict[str, tuple[float, object, SessionSummary]] = {}  # when it was computed, and from what
+
+    def read(
+        self, listed: Sequence[tuple[SessionSummary, object]], load: Callable[[str], SessionSummary]
+    ) -> list[SessionSummary]:
+        """`listed` has the head of each summary, and what changes with the session."""
+        known, deadline = self._known, time.monotonic() + self._budget_s
+        stale: list[tuple[float, str, object]] = []
+        for head, stamp in listed:
+            computed, before, _ = known.get(head.session_id, (0.0, None, head))
+            if head.state != "ended" or before != stamp:
+                stale.append((computed, head.session_id, stamp))
+        for _, name, stamp in sorted(stale, key=lambda item: item[0]):  # the longest waiting first
+            with suppress(SessionNotFound):  # purged since it was listed
+                known[name] = (time.monotonic(), stamp, load(name))
+            if time.monotonic() > deadline:
+                break
+        return [known[head.session_id][2] if head.session_id in known else head for head, _ in listed]
+
+
+class StoreSource(RecordSource):
     """`kind` is "gateway" if the journal belongs to a running gateway, which closes it."""
 
-    live = True
-
     def __init__(self, journal: Journal, *, name: str, kind: SourceKind = "store") -> None:
-        self._journal, self.name = journal, name
-        self.kind: SourceKind = kind
-        self._summaries: dict[
-            str, tuple[float, SessionRecord, SessionSummary]
-        ] = {}  # when it was computed, and from what
+        self.name, self.kind, self._journal = name, kind, journal
+        self._summaries = SummaryCache(STORE_S if kind == "store" else OWN_GATEWAY_S)
 
     def list_sessions(self, *, offset: int, limit: int) -> tuple[list[SessionSummary], int]:
-        total = self._journal.count()
-        records = self._journal.sessions(offset=offset, limit=limit)
-        self._catch_up(records)
-        return [
-            self._summaries[record.id][2] if record.id in self._summaries else _summary(record) for record in records
-        ], total
-
-    def _catch_up(self, records: Sequence[SessionRecord]) -> None:
-        """The longest waiting first, until the budget is spent."""
-        deadline = time.monotonic() + BUDGET_S[self.kind]
-        stale = [record for record in records if not self._is_settled(record)]
-        for record in sorted(
-            stale, key=lambda record: self._summaries[record.id][0] if record.id in self._summaries else 0.0
-        ):
-            with suppress(SessionNotFound):  # purged since it was listed
-                self._summaries[record.id] = (time.monotonic(), record, self._view(record.id).summary)
-            if time.monotonic() > deadline:
-                return
-
-    def _is_settled(self, record: SessionRecord) -> bool:
-        return record.state == "ended" and record.id in self._summaries and self._summaries[record.id][1] == record
+        total, records = self._journal.count(), self._journal.sessions(offset=offset, limit=limit)
+        heads = [(summary_head(record), record) for record in records]
+        return self._summaries.read(heads, lambda name: self.load_session(name).summary), total
 
     def load_session(self, session_id: str) -> SessionView:
-        return self._view(session_id)
+        return view_from_tree(*load_tree(self._journal, session_id))
 
     def load_group(self, group: str) -> list[SessionView]:
         found: list[SessionView] = []
         for record in self._journal.all_sessions(group=group):
             with suppress(SessionNotFound):
-                found.append(self._view(record.id))
+                found.append(self.load_session(record.id))
         return found
-
-    def _view(self, session_id: str) -> SessionView:
-        record, tree = load_tree(self._journal, session_id)
-        return view_from_tree(record, tree)
 
     def close(self) -> None:
         if self.kind == "store":
             self._journal.close()
 
 
-def _summary(
-    record: SessionRecord,
-    nodes: Sequence[JsonMapping] = (),
-    coverage: Coverage = NOTHING,
-    rewards: Sequence[float | None] = (),
-) -> SessionSummary:
-    return summarise(
-        nodes,
-        coverage,
+def summary_head(record: SessionRecord) -> SessionSummary:
+    return SessionSummary(
         session_id=record.id,
         group=record.group,
         state=record.state,
         created=record.created,
-        rewards=rewards,
-        session_reward=record.rewards.session,
+        reward=record.rewards.session,
     )
 
 
 def view_from_tree(record: SessionRecord, tree: Tree) -> SessionView:
     made = assemble(tree, record)
     reasons = {item.node: item.why for item in made.coverage.untrained}
-    branches = [_branch(tree, sample, None) for sample in made.samples]
+    branches = [branch_from_tree(tree, sample, None) for sample in made.samples]
     if reasons:
         trained_leaves = {branch.leaf for branch in branches}
         for sample in assemble(tree, record, include_abandoned=True).samples:
-            leaf = _leaf(sample)
-            if leaf not in trained_leaves:
-                branches.append(
-                    _branch(tree, _mark_untrained(sample, tree, reasons), reasons.get(leaf, "trained_elsewhere"))
-                )
+            leaf = sample.metadata["tokentrue"]["leaf"]
+            if leaf in trained_leaves:
+                continue
+            path = tree.path(tree.get(leaf))
+            spans = tuple(
+                replace(span, trainable=False, why=reasons.get(path[span.turn].id, "trained_elsewhere"))
+                if span.kind == "sampled"
+                else span
+                for span in sample.spans
+            )
+            untrained = replace(sample, spans=spans, loss_mask=[0] * len(sample.token_ids))
+            branches.append(branch_from_tree(tree, untrained, reasons.get(leaf, "trained_elsewhere")))
     nodes = tuple(view_node(describe_node(node), reasons) for node in tree.in_order())
+    summary = summarise(summary_head(record), nodes, made.coverage, [sample.reward for sample in made.samples])
     metadata = {**record.metadata, **record.rewards.metadata}
-    summary = _summary(record, nodes, made.coverage, [sample.reward for sample in made.samples])
     return SessionView(summary=summary, nodes=nodes, branches=tuple(branches), metadata=metadata)
 
 
-def _leaf(sample: Sample) -> str:
-    return sample.metadata["tokentrue"]["leaf"]
-
-
-def _mark_untrained(sample: Sample, tree: Tree, reasons: Mapping[str, str]) -> Sample:
-    path = tree.path(tree.get(_leaf(sample)))
-    spans = tuple(
-        replace(span, trainable=False, why=reasons.get(path[span.turn].id, "trained_elsewhere"))
-        if span.kind == "sampled"
-        else span
-        for span in sample.spans
-    )
-    return replace(sample, spans=spans, loss_mask=[0] * len(sample.token_ids))
-
-
-def _branch(tree: Tree, sample: Sample, abandoned: str | None) -> Branch:
-    path = [node for node in tree.path(tree.get(_leaf(sample))) if node.length <= len(sample.token_ids)]
+def branch_from_tree(tree: Tree, sample: Sample, abandoned: str | None) -> Branch:
+    leaf = sample.metadata["tokentrue"]["leaf"]
+    path = [node for node in tree.path(tree.get(leaf)) if node.length <= len(sample.token_ids)]
     inserted: list[tuple[int, int]] = []
     entropy: list[float | None] = []
     for node in path:
         start = node.prompt_length - len(node.given_ids)
         inserted += [(start + span.start, start + span.end) for span in node.given_spans if span.message is None]
         entropy += [None] * len(node.given_ids)
-        entropy += _entropies(node)
-    turns = tuple(TurnMessages(given=tuple(tree.given_messages(node)), served=node.served) for node in path)
-    tools = next((node.tools for node in path if node.parent is None), None)
+        # in nats, over the alternatives that the engine reported: a lower bound of the full entropy
+        entropy += [
+            -sum(math.exp(value) * value for value in top.values()) if len(top) > 1 else None
+            for top in node.top_logprobs or [dict[int, float]()] * len(node.sampled_ids)
+        ]
     return Branch(
         sample=sample,
-        leaf=_leaf(sample),
-        turns=turns,
-        tools=tools,
+        leaf=leaf,
+        turns=tuple(TurnMessages(given=tuple(tree.given_messages(node)), served=node.served) for node in path),
+        tools=next((node.tools for node in path if node.parent is None), None),
         template_kwargs=path[-1].template_kwargs,
         inserted=tuple(inserted),
         entropy=entropy if any(value is not None for value in entropy) else None,
@@ -330,19 +280,10 @@ def _branch(tree: Tree, sample: Sample, abandoned: str | None) -> Branch:
     )
 
 
-def _entropies(node: Node) -> Sequence[float | None]:
-    """In nats, over the alternatives that the engine reported: a lower bound of the full entropy."""
-    tops = node.top_logprobs
-    if not tops:
-        return [None] * len(node.sampled_ids)
-    return [-sum(math.exp(value) * value for value in top.values()) if len(top) > 1 else None for top in tops]
-
-
-class GatewaySource:
+class GatewaySource(RecordSource):
     """`key` is the gateway's admin key."""
 
-    kind: SourceKind = "gateway"
-    live = True
+    kind = "gateway"
 
     def __init__(self, url: str, *, key: str | None) -> None:
         from tokentrue.client import Client
@@ -350,31 +291,24 @@ class GatewaySource:
         address = url.rstrip("/").removesuffix("/v1").removesuffix("/view")
         self.name = address.partition("://")[2]
         self._client = Client(address, key, timeout_s=TIMEOUT_S)
-        self._summaries: dict[str, tuple[JsonMapping, SessionSummary]] = {}
+        self._summaries = SummaryCache(GATEWAY_S)
         try:
             self._client.sessions(limit=1)
         except (ConfigError, GatewayError) as error:  # a wrong address or key is a start-up error
-            self._client.close()
+            self.close()
             raise ConfigError(str(error)) from error
 
     def list_sessions(self, *, offset: int, limit: int) -> tuple[list[SessionSummary], int]:
         page = self._client.call("GET", f"/sessions?offset={offset}&limit={limit}")
-        deadline = time.monotonic() + ANSWER_S
-        return [self._summary(item, time.monotonic() < deadline) for item in page["sessions"]], page["total"]
+        heads = [(summary_head_from_json(listed), listed) for listed in page["sessions"]]
 
-    def _summary(self, listed: JsonMapping, in_time: bool) -> SessionSummary:
-        name = listed["session_id"]
-        known = self._summaries.get(name)
-        if known is not None and (not in_time or (known[0] == listed and listed["state"] == "ended")):
-            return known[1]
-        if not in_time:
-            return _view_from_json({**listed, "nodes": [], "coverage": {"sampled": 0, "trained": 0}}).summary
-        summary = _view_from_json(self._client.session_state(name)).summary
-        self._summaries[name] = (listed, summary)
-        return summary
+        def load(name: str) -> SessionSummary:
+            return view_from_json(self._client.session_state(name)).summary
+
+        return self._summaries.read(heads, load), page["total"]
 
     def load_session(self, session_id: str) -> SessionView:
-        view = _view_from_json(self._client.session_state(session_id))
+        view = view_from_json(self._client.session_state(session_id))
         samples = self._client.session_samples(session_id).samples
         return replace(view, branches=view_from_samples(samples).branches) if samples else view
 
@@ -389,25 +323,21 @@ class GatewaySource:
         self._client.close()
 
 
-def _view_from_json(shown: JsonMapping) -> SessionView:
+def summary_head_from_json(shown: JsonMapping) -> SessionSummary:
+    known = {name: shown[name] for name in ("session_id", "group", "state", "created", "reward")}
+    return SessionSummary(**known, in_flight=shown.get("in_flight", 0))
+
+
+def view_from_json(shown: JsonMapping) -> SessionView:
     coverage = decode(shown["coverage"], Coverage, f"session {shown['session_id']}: coverage")
     reasons = {item.node: item.why for item in coverage.untrained}
     nodes = tuple(view_node(node, reasons) for node in shown["nodes"])
-    summary = summarise(
-        nodes,
-        coverage,
-        session_id=shown["session_id"],
-        group=shown["group"],
-        state=shown["state"],
-        created=shown["created"],
-        rewards=[reward_of_path(path, shown["leaf_rewards"], shown["reward"]) for path in _trained_paths(nodes)],
-        session_reward=shown["reward"],
-        in_flight=shown.get("in_flight", 0),
-    )
+    rewards = [reward_of_path(path, shown["leaf_rewards"], shown["reward"]) for path in trained_paths(nodes)]
+    summary = summarise(summary_head_from_json(shown), nodes, coverage, rewards)
     return SessionView(summary=summary, nodes=nodes, branches=(), metadata=dict(shown["metadata"]))
 
 
-def _trained_paths(nodes: Sequence[JsonMapping]) -> Iterator[list[str]]:
+def trained_paths(nodes: Sequence[JsonMapping]) -> Iterator[list[str]]:
     parents = {node["id"]: node["parent"] for node in nodes}
     trained = [node["id"] for node in nodes if node["untrained"] is None]
     continued = {parents[node] for node in trained}

@@ -23,8 +23,16 @@ from urllib.parse import urlsplit
 
 from tokentrue.environments.agents.bridge import ENTER, PORT, open_bridge
 from tokentrue.environments.agents.bridge import INSIDE as BRIDGE
-from tokentrue.environments.agents.presets import SessionAddress, load_preset
-from tokentrue.environments.agents.process import CANNOT_RUN, GRACE_S, CommandResult, remove_container, run_command
+from tokentrue.environments.agents.presets import load_preset
+from tokentrue.environments.agents.process import (
+    CANNOT_RUN,
+    GRACE_S,
+    CommandResult,
+    remove_container,
+    reward_from_command,
+    reward_from_harbor,
+    run_command,
+)
 from tokentrue.environments.agents.sandbox import (
     DESCRIPTIONS,
     NOBODY,
@@ -40,8 +48,7 @@ from tokentrue.environments.agents.sandbox import (
     paths_shown,
     visible_programs,
 )
-from tokentrue.environments.agents.score import reward_from_command, reward_from_harbor
-from tokentrue.environments.agents.tasks import AgentTask, needs_image, read_tasks, select_split
+from tokentrue.environments.agents.tasks import AgentTask, read_tasks
 from tokentrue.environments.agents.workspace import (
     Workspace,
     WorkspaceKind,
@@ -51,7 +58,6 @@ from tokentrue.environments.agents.workspace import (
     make_folders,
     open_workspace,
     remove_tree,
-    write_files,
 )
 from tokentrue.environments.base import Outcome, Split, Task
 from tokentrue.errors import AgentError, ConfigError
@@ -102,13 +108,17 @@ class CommandLineAgent:
         self.all_tasks = read_tasks(Path(tasks))
         self.sandbox: ChosenSandbox = choose_sandbox(sandbox, image=image)
         self._engine: Literal["docker", "podman"] | None = None if self.sandbox in ("bwrap", "none") else self.sandbox
-        self._limits = SandboxLimits(**limits)
-        self._default_network: Network = network
-        self._image = image or ""
-        self._readable, self._agent_folders = tuple(readable), folders_named_in(agent)
-        self._program, self._arguments = self._find_program(program or self.preset.program), tuple(arguments)
-        self._score, self._env = score, dict(env or {})
+        self._limits, self._image = SandboxLimits(**limits), image or ""
+        self._network: Network = network
         self._workspace: WorkspaceKind = workspace
+        self._readable, self._agent_folders = tuple(readable), folders_named_in(agent)
+        self._program, self._arguments = program or self.preset.program, tuple(arguments)
+        if self._engine is None:  # otherwise it is in the image
+            found = shutil.which(self._program)
+            if found is None:
+                raise ConfigError(f"agent: {self._program!r} is not there; {self.preset.install}")
+            self._program = str(Path(found).absolute())
+        self._score, self._env = score, dict(env or {})
         self._agent_timeout_s, self._score_timeout_s = agent_timeout_s, score_timeout_s
         self._transcripts = None if transcripts is None else Path(transcripts)
         self._directory = Path(directory or tempfile.gettempdir()).resolve()
@@ -116,66 +126,62 @@ class CommandLineAgent:
             if task.score is None and score is None:
                 raise ConfigError(f"tasks: {task.task_id!r} has no score; give --score, or a score in its line")
         for left in find_abandoned(self._directory):  # left by a killed run
-            place = Workspace(directory=left)
-            for room in (place.agent, place.score):
-                if self._engine is not None:
-                    remove_container(self._engine, container_name(place, room))
+            if self._engine is not None:
+                for room in ("agent", "score"):
+                    remove_container(self._engine, f"{left.name}-{room}")
             remove_tree(left)
-
-    def _find_program(self, name: str) -> str:
-        if self._engine is not None:
-            return name  # from the image
-        found = shutil.which(name)
-        if found is None:
-            raise ConfigError(f"agent: {name!r} is not there; {self.preset.install}")
-        return str(Path(found).absolute())
 
     def notes(self) -> list[str]:
         if self.sandbox == "none" and any(task.tests for task in self.all_tasks):
             raise ConfigError(
                 "tasks: Harbor tasks use /app, /tests and /logs, which a plain process cannot have; use sandbox='bwrap'"
             )
-        described = DESCRIPTIONS[self.sandbox]
-        notes = [f"{self.preset.name}: each rollout runs {described}; from turn to turn: {self.preset.changes}"]
-        images = sum(needs_image(task) for task in self.all_tasks)
+        runs = f"{self.preset.name}: each rollout runs {DESCRIPTIONS[self.sandbox]}"
+        notes = [f"{runs}; from turn to turn: {self.preset.changes}"]
+        images = sum(task.has_dockerfile for task in self.all_tasks)
         if images and self._engine is None:
-            notes.append(
-                f"{images} of {len(self.all_tasks)} tasks have a Dockerfile: no container runs here, so its steps are "
-                "not run"
-            )
+            have = f"{images} of {len(self.all_tasks)} tasks have a Dockerfile"
+            notes.append(f"{have}: no container runs here, so its steps are not run")
         return notes
 
     def tasks(self, count: int, *, seed: int = 0, split: Split = "train") -> Sequence[Task]:
         """All tasks in file order, or `count` drawn without repeats, depending only on the seed."""
-        chosen = select_split(self.all_tasks, split)
+        # without held-out tasks, all tasks serve both splits
+        chosen = [task for task in self.all_tasks if task.split == split] or self.all_tasks
         if count < len(chosen):
             chosen = random.Random(f"{self.name}/{split}/{seed}").sample(chosen, count)
-        made = [task.as_task for task in chosen]
-        return [replace(task, data={**task.data, "pin": self.preset.pin}) for task in made] if self.preset.pin else made
+        pin = {"pin": self.preset.pin} if self.preset.pin else {}
+        return [Task(task_id=one.task_id, prompt=one.prompt, data={"agent_task": one, **pin}) for one in chosen]
 
     async def run(self, client: Any, task: Task) -> Outcome:
-        address, session_id = session_address(client)
+        found = SESSION_URL.fullmatch(str(getattr(client, "base_url", "")))
+        if found is None:
+            raise ConfigError("agent: a command-line agent needs a gateway over HTTP; this client has no session URL")
         asked: AgentTask = task.data["agent_task"]
         async with open_workspace(asked.source, kind=self._workspace, ref=asked.ref, under=self._directory) as place:
             try:
-                result = await self._run_agent(place, asked, address)
+                result = await self._run_agent(place, asked, found["root"], client.api_key)
                 if result.code in CANNOT_RUN:
                     said = result.tail.strip()[-300:] or "no output"
                     raise AgentError(f"{self.preset.name} could not be run (exit code {result.code}): {said}")
                 reward = await self._run_score(place, asked)
                 return Outcome(reward=reward, note=f"the agent {result.limit}" if result.limit else None)
             finally:
-                self._keep_transcript(place, session_id)
+                self._keep_transcript(place, found["id"])
 
-    async def _run_agent(self, place: Workspace, asked: AgentTask, address: SessionAddress) -> CommandResult:
-        is_bridged = self.sandbox != "none" and self._network(asked) == "gateway"
-        launch = self.preset.launch(address_inside(address) if is_bridged else address, asked.prompt)
-        write_files(place.agent / "home", launch.home_files)
+    async def _run_agent(self, place: Workspace, asked: AgentTask, url: str, api_key: str) -> CommandResult:
+        is_bridged = self.sandbox != "none" and (asked.network or self._network) == "gateway"
+        seen = f"http://127.0.0.1:{PORT}{urlsplit(url).path}" if is_bridged else url
+        launch = self.preset.launch(seen, api_key, asked.prompt)
+        for name, text in launch.home_files.items():
+            path = place.agent / "home" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
         command = [self._program, *launch.arguments, *self._arguments]
         readonly = paths_shown((*self._readable, *self._agent_folders))
         async with AsyncExitStack() as stack:
             if is_bridged:
-                await stack.enter_async_context(open_bridge(place.directory / "gateway", address.openai))
+                await stack.enter_async_context(open_bridge(place.directory / "gateway", url))
                 command = [sys.executable if self._engine is None else "python3", "-I", "-S", "-c", ENTER, *command]
                 readonly[place.directory / "gateway"] = BRIDGE
             return await self._run_command(
@@ -230,13 +236,12 @@ class CommandLineAgent:
             kept["HOME"] = home
         else:  # a rootless engine finds its images and runtime by these, and passes on what --env names
             kept |= {name: os.environ[name] for name in ENGINE_KEPT if name in os.environ}
-        container = None if self._engine is None else (self._engine, container_name(place, room))
+        container = None if self._engine is None else (self._engine, f"{place.directory.name}-{room.name}")
         limits = self._limits
         if room == place.score:  # it holds a copy of what the agent wrote, within limits
             limits = replace(limits, file_mib=2 * limits.file_mib, disk_mib=2 * limits.disk_mib)
-        confinement = Confinement(
-            writable=writable, readonly=readonly, cwd=work, network=self._network(asked), limits=limits
-        )
+        network = asked.network or self._network
+        confinement = Confinement(writable=writable, readonly=readonly, cwd=work, network=network, limits=limits)
 
         def build(info_fd: int) -> Sequence[str]:
             if container is not None:
@@ -258,9 +263,6 @@ class CommandLineAgent:
                 container=container,
             )  # fmt: skip
 
-    def _network(self, asked: AgentTask) -> Network:
-        return asked.network or self._default_network
-
     def _keep_transcript(self, place: Workspace, session_id: str) -> None:
         if self._transcripts is None:
             return
@@ -270,19 +272,3 @@ class CommandLineAgent:
                 log = log_beside(room)
                 if log.exists():
                     out.write(f"== {log.name}\n".encode() + log.read_bytes() + b"\n")
-
-
-def session_address(client: Any) -> tuple[SessionAddress, str]:
-    found = SESSION_URL.fullmatch(str(getattr(client, "base_url", "")))
-    if found is None:
-        raise ConfigError("agent: a command-line agent needs a gateway over HTTP; this client has no session URL")
-    return SessionAddress(openai=found["root"] + "/v1", root=found["root"], api_key=client.api_key), found["id"]
-
-
-def container_name(place: Workspace, room: Path) -> str:
-    return f"{place.directory.name}-{room.name}"
-
-
-def address_inside(address: SessionAddress) -> SessionAddress:
-    root = f"http://127.0.0.1:{PORT}{urlsplit(address.root).path}"
-    return replace(address, openai=f"{root}/v1", root=root)

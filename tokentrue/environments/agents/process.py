@@ -1,12 +1,15 @@
-"""Runs one command line until it ends or reaches a limit. When `run_command` returns or raises, no process of its
-sandbox is alive."""
+"""Runs one command line until it ends or reaches a limit, and reads a reward from a score command's result. When
+`run_command` returns or raises, no process of its sandbox is alive."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import math
 import os
 import re
 import signal
+import stat
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -15,11 +18,12 @@ from pathlib import Path
 from typing import BinaryIO, Literal, TypeAlias
 
 from tokentrue.environments.agents.sandbox import MIB, SandboxLimits
+from tokentrue.errors import AgentError
 
 Container: TypeAlias = tuple[Literal["docker", "podman"], str]  # engine and name
 CANNOT_RUN = (125, 126, 127)  # the sandbox failed; not executable; not found
 GRACE_S = 5  # between the signal that asks a command to end and the one that kills it
-TAIL_BYTES = 65536
+TAIL_BYTES = REWARD_BYTES = 65536
 # Of the file system: an open file without a name is in no folder.
 LEAST_FREE_BYTES, LEAST_FREE_FILES = 256 * MIB, 10_000
 UNREADABLE_CHECKS = 5
@@ -35,7 +39,6 @@ class CommandResult:
     """`code` is None if a limit ended the command; `limit` says which."""
 
     code: int | None
-    seconds: float
     tail: str = ""
     limit: str | None = None
 
@@ -110,7 +113,7 @@ async def run_command(
         limit, code = f"took longer than its time limit ({timeout_s:g} s)", None
     else:
         limit = explain_failure(code or 0, tail, limits)
-    return CommandResult(code=code, seconds=seconds, tail=tail, limit=limit)
+    return CommandResult(code=code, tail=tail, limit=limit)
 
 
 async def start(
@@ -187,10 +190,13 @@ async def watch_disk(folder: Path, limits: SandboxLimits) -> str:
     unreadable = 0
     while True:
         began = loop.time()
-        used_kib, is_whole = await asyncio.to_thread(measure_disk, folder)
-        if used_kib > limits.disk_mib * 1024:
+        measured = await asyncio.to_thread(
+            subprocess.run, ["du", "-skx", str(folder)], capture_output=True, env={**os.environ, "LC_ALL": "C"}
+        )
+        used = measured.stdout.split()
+        if used and int(used[0]) > limits.disk_mib * 1024:
             return f"wrote more than disk_mib = {limits.disk_mib}"
-        unreadable = 0 if is_whole else unreadable + 1
+        unreadable = unreadable + 1 if b"Permission denied" in measured.stderr else 0
         if unreadable >= UNREADABLE_CHECKS:
             return "keeps a folder that cannot be read, so that disk_mib cannot be checked"
         space = os.statvfs(folder)
@@ -198,13 +204,6 @@ async def watch_disk(folder: Path, limits: SandboxLimits) -> str:
         if is_full or (space.f_files and space.f_favail < LEAST_FREE_FILES):
             return f"was ended because the disk that holds {folder} is nearly full"
         await asyncio.sleep(max(1.0, 10 * (loop.time() - began)))
-
-
-def measure_disk(folder: Path) -> tuple[int, bool]:
-    """KiB on disk, and whether every folder could be read."""
-    done = subprocess.run(["du", "-skx", str(folder)], capture_output=True, env={**os.environ, "LC_ALL": "C"})
-    used = done.stdout.split()
-    return int(used[0]) if used else 0, b"Permission denied" not in done.stderr
 
 
 def explain_failure(code: int, tail: str, limits: SandboxLimits) -> str | None:
@@ -217,3 +216,63 @@ def explain_failure(code: int, tail: str, limits: SandboxLimits) -> str | None:
             if any(sign in tail for sign in signs):
                 return f"met {name} = {getattr(limits, name)}"
     return None
+
+
+def reward_from_command(result: CommandResult, command: str) -> float:
+    """Exit code 0: the number on the last line, or 1 if there is none. Other exit codes: 0. Raises if the command
+    could not run or was killed."""
+    if result.code is None:
+        raise AgentError(f"score: {command!r} {result.limit}")
+    if result.code in CANNOT_RUN or result.code > 128:
+        raise AgentError(f"score: {command!r} ended with exit code {result.code}: {result.tail.strip()[-200:]}")
+    if result.code != 0:
+        return 0.0
+    lines = result.tail.strip().splitlines()
+    number = as_number(lines[-1]) if lines else None
+    return 1.0 if number is None else number
+
+
+def reward_from_harbor(folder: Path, result: CommandResult, command: str) -> float:
+    """The verifier's reward.txt or reward.json; raises if it wrote neither."""
+    if result.code is None:
+        raise AgentError(f"score: {command!r} {result.limit}")
+    number = as_number(read_reward_file(folder, "reward.txt"))
+    if number is not None:
+        return number
+    try:
+        values = json.loads(read_reward_file(folder, "reward.json"))
+        number = float(values["reward"] if "reward" in values else sum(values.values()) / len(values))
+    except (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError, RecursionError):
+        number = math.nan
+    if math.isfinite(number):
+        return number
+    said = result.tail.strip()[-200:]
+    raise AgentError(
+        f"score: tests/test.sh wrote no number to /logs/verifier/reward.txt (exit code {result.code}): {said}"
+    )
+
+
+def read_reward_file(folder: Path, name: str) -> str:
+    """The text of a small regular file; empty if it is not one."""
+    # The tests run the agent's code, which may put a link or a FIFO there.
+    try:
+        within = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=within)
+        finally:
+            os.close(within)
+    except OSError:
+        return ""
+    try:
+        is_regular = stat.S_ISREG(os.fstat(file).st_mode)
+        return os.read(file, REWARD_BYTES).decode(errors="replace") if is_regular else ""
+    finally:
+        os.close(file)
+
+
+def as_number(text: str) -> float | None:
+    try:
+        value = float(text.strip())
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None

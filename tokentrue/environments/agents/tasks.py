@@ -8,7 +8,8 @@ file.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, TypeAlias
@@ -16,13 +17,12 @@ from typing import Annotated, TypeAlias
 import msgspec
 
 from tokentrue.environments.agents.sandbox import Network
-from tokentrue.environments.base import Split, Task, digest
+from tokentrue.environments.base import Split, digest
 from tokentrue.errors import ConfigError
 from tokentrue.plain_json import read_numbered_lines
 
 Text: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"\A[^\x00]*\Z")]  # NUL ends an argument of a command
 Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1e9)]  # 0: the environment's limit applies
-HARBOR_SCORE = "sh /tests/test.sh"
 
 
 class TaskLine(msgspec.Struct, forbid_unknown_fields=True):
@@ -68,8 +68,8 @@ class AgentTask:
     network: Network | None = None
 
     @property
-    def as_task(self) -> Task:
-        return Task(task_id=self.task_id, prompt=self.prompt, data={"agent_task": self})
+    def has_dockerfile(self) -> bool:
+        return self.tests is not None and self.source is not None and (self.source / "Dockerfile").exists()
 
 
 def read_tasks(path: Path) -> list[AgentTask]:
@@ -83,11 +83,9 @@ def read_tasks(path: Path) -> list[AgentTask]:
             raise ConfigError(f"tasks: cannot read {path}: {error}") from error
     if not found:
         raise ConfigError(f"tasks: {path} holds no task")
-    seen: set[str] = set()
-    for task in found:
-        if task.task_id in seen:
-            raise ConfigError(f"tasks: {path} holds {task.task_id!r} twice; give each task another id")
-        seen.add(task.task_id)
+    name, count = Counter(task.task_id for task in found).most_common(1)[0]
+    if count > 1:
+        raise ConfigError(f"tasks: {path} holds {name!r} twice; give each task another id")
     return found
 
 
@@ -120,23 +118,13 @@ def harbor_task(folder: Path) -> AgentTask:
         raise ConfigError(f"tasks: {folder} is no Harbor task: {error}") from error
     if not (folder / "tests" / "test.sh").exists():
         raise ConfigError(f"tasks: {folder} has no tests/test.sh")
-    environment = folder / "environment"
     return AgentTask(
         task_id=folder.name,
         prompt=prompt,
-        source=environment if environment.is_dir() else None,
-        score=HARBOR_SCORE,
+        source=folder / "environment" if (folder / "environment").is_dir() else None,
+        score="sh /tests/test.sh",
         env={name: str(value) for name, value in settings.environment.env.items()},
         timeout_s=settings.agent.timeout_sec,
         score_timeout_s=settings.verifier.timeout_sec,
         tests=folder / "tests",
     )
-
-
-def needs_image(task: AgentTask) -> bool:
-    return task.tests is not None and task.source is not None and (task.source / "Dockerfile").exists()
-
-
-def select_split(tasks: Sequence[AgentTask], split: Split) -> list[AgentTask]:
-    """Without held-out tasks, all tasks serve both splits."""
-    return [task for task in tasks if task.split == split] or list(tasks)

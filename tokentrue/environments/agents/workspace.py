@@ -5,8 +5,9 @@
         score/home work tmp logs verifier   written by the score command, made after the agent has ended
         gateway/  agent.log  score.log   written by this process
 
-Nothing is opened by name below `agent` and `score` once a command has run there, except by `score.read_reward_file`. The name
-holds the process that made the directory: a later run removes what a killed one left.
+Nothing is opened by name below `agent` and `score` once a command has run there, except by
+`process.read_reward_file`. The name holds the process that made the directory: a later run removes what a killed one
+left.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,12 +60,12 @@ async def open_workspace(
     try:
         yield await asyncio.shield(filling)
     finally:
-        await asyncio.shield(asyncio.ensure_future(_remove(directory, filling)))
 
+        async def remove() -> None:
+            await asyncio.wait([filling])
+            await asyncio.to_thread(remove_tree, directory)
 
-async def _remove(directory: Path, filling: asyncio.Future[Workspace]) -> None:
-    await asyncio.wait([filling])
-    await asyncio.to_thread(remove_tree, directory)
+        await asyncio.shield(asyncio.ensure_future(remove()))
 
 
 def fill_workspace(directory: Path, source: Path | None, kind: WorkspaceKind, ref: str | None) -> Workspace:
@@ -95,13 +96,6 @@ def check_out(source: Path, ref: str | None, work: Path) -> Path:
     git(source, "clone", "--quiet", "--shared", "--no-checkout", str(common), str(work))
     git(work, "checkout", "--quiet", "--detach", commit)
     return common / "objects"
-
-
-def write_files(folder: Path, files: Mapping[str, str]) -> None:
-    for name, text in files.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
 
 
 def git(repository: Path, *arguments: str) -> str:

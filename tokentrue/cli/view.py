@@ -3,61 +3,54 @@
 from __future__ import annotations
 
 import os
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Option
 
 from tokentrue.app.wiring import ADMIN_KEY
-from tokentrue.cli.options import TrainerFile, is_url, open_recorded, renderer_from
-from tokentrue.cli.output import pluralise
+from tokentrue.cli.common import TrainerFile, is_url, open_recorded, pluralise, renderer_from
 from tokentrue.errors import ConfigError
+from tokentrue.samples.trainer_logprobs import read_trainer_logprobs
+from tokentrue.sessions.journal import is_postgres
 
 if TYPE_CHECKING:
     from tokentrue.viewer import ViewerData
     from tokentrue.viewer.records import RecordSource
 
 HOST = "127.0.0.1"
-NAMES = ("127.0.0.1", "localhost")
 
 
 def command(
     source: Annotated[
-        str,
-        typer.Argument(help="a samples file, a store (sqlite:PATH or postgresql://…), or the URL of a running gateway"),
+        str, Argument(help="a samples file, a store (sqlite:PATH or postgresql://…), or the URL of a running gateway")
     ],
-    port: Annotated[int, typer.Option("--port", help="port to listen on; 0 picks a free one")] = 8010,
+    port: Annotated[int, Option(help="port to listen on; 0 picks a free one")] = 8010,
     model: Annotated[
-        str | None,
-        typer.Option("--model", help="a model's directory or hub id: shows tokens as text and what would have broken"),
+        str | None, Option(help="a model's directory or hub id: shows tokens as text and what would have broken")
     ] = None,
     trainer_logprobs: TrainerFile = None,
-    export: Annotated[
-        Path | None, typer.Option("--export", help="write one self-contained HTML file instead of serving")
-    ] = None,
+    export: Annotated[Path | None, Option(help="write one self-contained HTML file instead of serving")] = None,
 ) -> int:
     """The viewer: sessions, token trees, mismatch plots. Read-only."""
     if not 0 <= port <= 65535:
         raise ConfigError(f"--port must be between 0 and 65535, got {port}")
-    data = load_data(source, model=model, trainer_logprobs=trainer_logprobs)
-    try:
-        if export is not None:
-            return _export(data, export)
-        return _serve(data, port)
-    finally:
-        data.source.close()
-
-
-def load_data(source: str, *, model: str | None, trainer_logprobs: Path | None) -> ViewerData:
-    from tokentrue.samples.trainer_logprobs import read_trainer_logprobs
-    from tokentrue.viewer import ViewerData
+    from tokentrue.viewer import ViewerData, write_export
 
     trainer = None if trainer_logprobs is None else read_trainer_logprobs(trainer_logprobs)
-    return ViewerData(open_source(source), renderer=renderer_from("--model", model), trainer=trainer)
+    with closing(open_source(source)) as opened:
+        data = ViewerData(opened, renderer=renderer_from("--model", model), trainer=trainer)
+        if export is None:
+            serve(data, port)
+        else:
+            count, total = write_export(data, export), data.index(limit=1)["total"]
+            size = export.stat().st_size / 1e6
+            print(f"{export}: {count} of {pluralise(total, 'session')}, {size:.1f} MB")
+    return 0
 
 
 def open_source(source: str) -> RecordSource:
-    from tokentrue.sessions.journal import is_postgres
     from tokentrue.viewer import FileSource, GatewaySource, StoreSource
 
     if is_url(source):
@@ -68,16 +61,7 @@ def open_source(source: str) -> RecordSource:
     return FileSource(source)
 
 
-def _export(data: ViewerData, path: Path) -> int:
-    from tokentrue.viewer import write_export
-
-    count = write_export(data, path)
-    total = data.index(limit=1)["total"]
-    print(f"{path}: {count} of {pluralise(total, 'session')}, {path.stat().st_size / 1e6:.1f} MB")
-    return 0
-
-
-def _serve(data: ViewerData, port: int) -> int:
+def serve(data: ViewerData, port: int) -> None:
     import secrets
     import socket
 
@@ -87,20 +71,16 @@ def _serve(data: ViewerData, port: int) -> int:
 
     from tokentrue.viewer import create_app
 
-    # A gateway shows its conversations to holders of the admin key alone; here others on this machine must guess the path.
+    # A gateway shows its conversations to holders of the admin key alone: others on this machine must guess the path.
     path = f"{secrets.token_urlsafe(24)}/" if data.source.kind == "gateway" else ""
     page = Router(routes=[Mount(f"/{path}".rstrip("/"), create_app(data))])
     # A page from elsewhere must not read it by DNS rebinding.
-    app = TrustedHostMiddleware(page, allowed_hosts=list(NAMES))
-    listener = socket.socket()
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    app = TrustedHostMiddleware(page, allowed_hosts=[HOST, "localhost"])
     try:
-        listener.bind((HOST, port))
-        listener.listen()
+        listener = socket.create_server((HOST, port))
     except OSError as error:
         raise ConfigError(f"cannot listen on {HOST}:{port}: {error.strerror}; choose another --port") from error
     url = f"http://{HOST}:{listener.getsockname()[1]}/{path}"
     print(f"viewer: {url}   ({data.source.name}; Ctrl-C stops it)", flush=True)
     config = uvicorn.Config(app, log_level="warning", access_log=False, ws="none", lifespan="off")
     uvicorn.Server(config).run(sockets=[listener])
-    return 0

@@ -7,32 +7,35 @@ what the run measured.
 from __future__ import annotations
 
 import asyncio
-import json
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Option
 
-from tokentrue.cli.options import AsJson
-from tokentrue.cli.output import Costs, pluralise, progress_bar
+from tokentrue.cli.common import AsJson, pluralise, print_json, progress_bar, share_costs
+from tokentrue.environments import SMALL_MODEL, Rollout, RolloutConfig
+from tokentrue.environments.http import GatewaySessions
+from tokentrue.hub import load_causal_model
 from tokentrue.plain_json import dumps
+from tokentrue.samples import read_samples
+from tokentrue.sessions.journal import open_journal
 from tokentrue.types import Coverage
 
 if TYPE_CHECKING:
-    from tokentrue.environments import Rollout, RolloutConfig, Sessions
     from tokentrue.train.reporting import StepReport
     from tokentrue.viewer.records import ViewRenderer
 
 STEPS = 14  # how many the reward of the demo is judged by; fewer show coverage and exactness alone
 GROUPS_SHOWN = 2  # in the report, of the first step and of the last
 PROMISE = "the reward must rise, coverage must be 100% and no bit may differ"
-STORE_FILES = ("sessions.sqlite", "sessions.sqlite-wal", "sessions.sqlite-shm")
+STORE = "sessions.sqlite"
+LEFT_BEHIND = (STORE, f"{STORE}-wal", f"{STORE}-shm", "metrics.jsonl", "samples.jsonl", "report.html")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,12 +73,12 @@ class DemoResult:
 
 
 def command(
-    seed: Annotated[int, typer.Option(help="tasks and sampling follow from it, bit for bit")] = 0,
-    steps: Annotated[int, typer.Option(min=1, help="GRPO steps")] = STEPS,
-    tasks: Annotated[int, typer.Option(min=1, help="tasks per step, with 8 rollouts each")] = 8,
-    heldout: Annotated[int, typer.Option(min=1, help="held-out tasks to judge by")] = 64,
-    out: Annotated[Path, typer.Option(help="directory for the report, the samples and the metrics")] = Path("out/demo"),
-    threads: Annotated[int, typer.Option(min=1, help="threads for the engine and the trainer")] = 2,
+    seed: Annotated[int, Option(help="tasks and sampling follow from it, bit for bit")] = 0,
+    steps: Annotated[int, Option(min=1, help="GRPO steps")] = STEPS,
+    tasks: Annotated[int, Option(min=1, help="tasks per step, with 8 rollouts each")] = 8,
+    heldout: Annotated[int, Option(min=1, help="held-out tasks to judge by")] = 64,
+    out: Annotated[Path, Option(help="directory for the report, the samples and the metrics")] = Path("out/demo"),
+    threads: Annotated[int, Option(min=1, help="threads for the engine and the trainer")] = 2,
     as_json: AsJson = False,
 ) -> int:
     """A tool-calling agent over HTTP against the exact engine: rollouts, samples, GRPO, report. Under three minutes on
@@ -86,69 +89,71 @@ def command(
     quiet_libraries(threads)
     result = asyncio.run(run(seed=seed, steps=steps, tasks=tasks, heldout=heldout, out=out, quiet=as_json))
     if as_json:
-        print(json.dumps({**asdict(result), "coverage": result.coverage, "ok": result.ok}, indent=1))
+        print_json({**asdict(result), "coverage": result.coverage, "ok": result.ok})
     else:
-        show(result)
+        print_result(result)
     return 0 if result.ok else 1
 
 
 async def run(*, seed: int, steps: int, tasks: int, heldout: int, out: Path, quiet: bool) -> DemoResult:
     from tokentrue.app.background import embedded_gateway
-    from tokentrue.app.rollouts import RolloutRounds
+    from tokentrue.app.rollouts import RolloutRounds, evaluate
     from tokentrue.app.wiring import ServeConfig, ServerConfig, renderer_for
-    from tokentrue.environments import SMALL_MODEL, RolloutConfig
-    from tokentrue.environments.http import GatewaySessions
-    from tokentrue.hub import load_causal_model
     from tokentrue.mismatch import loss_named
     from tokentrue.train import MetricsWriter, OptimConfig, Publisher, TrainConfig, Trainer, config_hash, train
 
     began = time.perf_counter()
-    say: Callable[[str], object] = (lambda _: None) if quiet else print
-    clear(out)
+    for name in LEFT_BEHIND:  # by an earlier demo
+        (out / name).unlink(missing_ok=True)
+    shutil.rmtree(out / "tensorboard", ignore_errors=True)
     rollout = RolloutConfig(tasks=tasks, group_size=8, seed=seed, timeout_s=600.0)
     config = TrainConfig(steps=steps, groups_per_step=tasks, seed=seed)
     optim, loss = OptimConfig(lr=4e-4), loss_named("dapo")
-    settings = ServeConfig(server=ServerConfig(port=0, store=f"sqlite:{out / 'sessions.sqlite'}"))
-    compared = differing = 0
-    counted: Counter[str] = Counter()
+    settings = ServeConfig(server=ServerConfig(port=0, store=f"sqlite:{out / STORE}"))
+    costs: list[Mapping[str, float]] = []
+    counted: Counter[str] = Counter(rollouts=0, failed=0, sampled=0, trained=0)
 
     def record(groups: Sequence[Sequence[Rollout]]) -> None:
         with (out / "samples.jsonl").open("ab") as file:
-            for rollout in (rollout for group in groups for rollout in group):
-                file.writelines(dumps(sample) + b"\n" for sample in rollout.samples)
-                counted.update(rollouts=1, failed=int(rollout.error is not None))
-                counted.update({name: rollout.coverage.get(name, 0) for name in ("sampled", "trained")})
+            for ended in (ended for group in groups for ended in group):
+                file.writelines(dumps(sample) + b"\n" for sample in ended.samples)
+                counted.update(rollouts=1, failed=int(ended.error is not None))
+                counted.update({name: ended.coverage.get(name, 0) for name in ("sampled", "trained")})
 
     async with embedded_gateway(settings) as here:
-        say(f"tokentrue demo   gateway {here.base_url}, exact engine, model {SMALL_MODEL.name}")
-        trainer = Trainer(load_causal_model(SMALL_MODEL, dtype="float32"), config=config, optim=optim, loss=loss)
 
-        def sessions_at(temperature: float) -> GatewaySessions:
+        def open_sessions(temperature: float) -> GatewaySessions:
             sampling = replace(rollout, temperature=temperature).sampling
             return GatewaySessions(here.base_url, sampling=sampling, admin_key=here.admin_key)
 
-        async with sessions_at(0.0) as sessions:
-            before = await mean_reward(rollout, sessions, "before", heldout, quiet=quiet)
-        say(f"  held-out reward before   {before:.2f}   ({pluralise(heldout, 'task')}, greedy)")
+        async def measure_reward(when: str) -> float:
+            with progress_bar(f"evaluating {when}", heldout, quiet=quiet) as advance:
+                async with open_sessions(0.0) as sessions:
+                    groups = await evaluate(rollout, sessions, tasks=heldout, on_rollout=lambda _: advance(""))
+            return fmean(reward for group in groups for reward in group)
+
+        if not quiet:
+            print(f"tokentrue demo   gateway {here.base_url}, exact engine, model {SMALL_MODEL.name}")
+        trainer = Trainer(load_causal_model(SMALL_MODEL, dtype="float32"), config=config, optim=optim, loss=loss)
+        before = await measure_reward("before")
+        if not quiet:
+            print(f"  held-out reward before   {before:.2f}   ({pluralise(heldout, 'task')}, greedy)")
         provenance = {"run": config_hash(config, optim, loss, rollout), "model": "calculator", "engine": "exact"}
         writer = MetricsWriter(out, provenance=provenance)
-        costs = Costs()
         with progress_bar("training", steps, quiet=quiet) as advance:
 
             def on_step(report: StepReport, seconds: Mapping[str, float]) -> None:
-                nonlocal compared, differing
                 writer.write(report.step, report.version, report.metrics, seconds)
-                costs.add(seconds)
+                costs.append(seconds)
                 found = report.agreement
-                compared, differing = compared + found.compared, differing + found.differing
                 advance(f"reward {report.metrics['reward']:.2f}  {found.differing} of {found.compared:,} differ")
 
-            async with sessions_at(rollout.temperature) as sessions:
+            async with open_sessions(rollout.temperature) as sessions:
                 rounds = RolloutRounds(rollout, sessions, on_groups=record)
-                await train(trainer, rounds, Publisher(here.provider), on_step=on_step)
+                reports = await train(trainer, rounds, Publisher(here.provider), on_step=on_step)
         writer.close()
-        async with sessions_at(0.0) as sessions:
-            after = await mean_reward(rollout, sessions, "after", heldout, quiet=quiet)
+        after = await measure_reward("after")
+    shares, publish_ms, cost_line = share_costs(costs)
     result = DemoResult(
         model="calculator",
         parameters=sum(p.numel() for p in trainer.model.parameters()),
@@ -158,16 +163,13 @@ async def run(*, seed: int, steps: int, tasks: int, heldout: int, out: Path, qui
         tasks=heldout,
         reward_before=before,
         reward_after=after,
-        rollouts=counted["rollouts"],
-        failed=counted["failed"],
-        sampled=counted["sampled"],
-        trained=counted["trained"],
-        compared=compared,
-        differing=differing,
+        **counted,
+        compared=sum(report.agreement.compared for report in reports),
+        differing=sum(report.agreement.differing for report in reports),
         seconds=time.perf_counter() - began,
-        publish_ms=costs.publish_ms,
-        shares=costs.shares,
-        cost_line=costs.line(),
+        publish_ms=publish_ms,
+        shares=shares,
+        cost_line=cost_line,
         report=str(out / "report.html"),
     )
     renderer: Any = renderer_for(settings.model)(settings.model.history)
@@ -175,27 +177,12 @@ async def run(*, seed: int, steps: int, tasks: int, heldout: int, out: Path, qui
     return result
 
 
-async def mean_reward(rollout: RolloutConfig, sessions: Sessions, when: str, heldout: int, *, quiet: bool) -> float:
-    from tokentrue.app.rollouts import evaluate
-
-    with progress_bar(f"evaluating {when}", heldout, quiet=quiet) as advance:
-        groups = await evaluate(rollout, sessions, tasks=heldout, on_rollout=lambda _: advance(""))
-    return fmean(reward for group in groups for reward in group)
-
-
-def clear(out: Path) -> None:
-    """Removes only what an earlier demo left there."""
-    for name in (*STORE_FILES, "metrics.jsonl", "samples.jsonl", "report.html"):
-        (out / name).unlink(missing_ok=True)
-    shutil.rmtree(out / "tensorboard", ignore_errors=True)
-
-
 def write_demo_report(result: DemoResult, *, store: str, renderer: ViewRenderer) -> None:
-    from tokentrue.cli.run.train_report import metrics_parts, read_metrics
-    from tokentrue.sessions.journal import open_journal
-    from tokentrue.viewer import ChosenSessions, Report, StoreSource, write_report
+    from tokentrue.cli.reports import compare_ends, read_metrics, training_charts
+    from tokentrue.viewer import Report, SessionList, StoreSource, write_report
 
     path = Path(result.report)
+    rows = read_metrics(path.parent / "metrics.jsonl")
     verdict = "The reward rose, every sampled token was trained, and no log-probability differs in any bit between "
     report = Report(
         title="tokentrue demo",
@@ -216,20 +203,19 @@ def write_demo_report(result: DemoResult, *, store: str, renderer: ViewRenderer)
             ("a step", result.cost_line),
             ("time", f"{result.seconds:.0f} s"),
         ],
-        **metrics_parts(read_metrics(path.parent / "metrics.jsonl")),
+        charts=list(training_charts(rows)),
+        tables=[compare_ends(rows)],
     )
-    source = StoreSource(open_journal(store, read_only=True), name="rollouts of the first and the last step")
+    recorded = StoreSource(open_journal(store, read_only=True), name="rollouts of the first and the last step")
     try:
-        chosen = ChosenSessions(source, pick_sessions(path.parent / "samples.jsonl"))
-        write_report(path, report, source=chosen, renderer=renderer)
+        views = [recorded.load_session(name) for name in pick_sessions(path.parent / "samples.jsonl")]
+        write_report(path, report, SessionList(views, name=recorded.name, kind="store"), renderer=renderer)
     finally:
-        source.close()
+        recorded.close()
 
 
 def pick_sessions(samples: Path) -> list[str]:
     """Sessions of the first and last groups in the file."""
-    from tokentrue.samples import read_samples
-
     groups: dict[str, dict[str, None]] = {}
     for sample in read_samples(samples):
         groups.setdefault(sample.group or sample.session_id, {})[sample.session_id] = None
@@ -238,8 +224,7 @@ def pick_sessions(samples: Path) -> list[str]:
     return [session for name in chosen for session in groups[name]]
 
 
-def show(result: DemoResult) -> None:
-    folder = Path(result.report).parent
+def print_result(result: DemoResult) -> None:
     differ = f"of {result.compared:,} log-probabilities of rollout and trainer differ in any bit"
     print(f"  held-out reward after    {result.reward_after:.2f}   ({pluralise(result.tasks, 'task')}, greedy)")
     rollouts = pluralise(result.rollouts, "rollout")
@@ -252,7 +237,8 @@ def show(result: DemoResult) -> None:
         print(f"  {pluralise(result.steps, 'step')} of {STEPS}: too few to judge the reward by")
     if not result.ok:
         print(f"  NOT AS PROMISED: {PROMISE}")
+    samples = Path(result.report).parent / "samples.jsonl"
     print("what to try next")
-    print(f"  tokentrue audit {folder / 'samples.jsonl'}            re-check the certificates from the file alone")
+    print(f"  tokentrue audit {samples}            re-check the certificates from the file alone")
     print("  tokentrue serve                                 point your own agent at it: an OpenAI or Anthropic client")
     print("  tokentrue diagnose SAMPLES --trainer MODEL      how far the rollout is from a trainer, and what helps")

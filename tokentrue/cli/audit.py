@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from typing import Annotated
 
-import typer
+from typer import Option
 
-from tokentrue.cli.options import AsJson, SamplesFile
-from tokentrue.cli.output import count_items, pluralise
+from tokentrue.cli.common import AsJson, SamplesFile, count_items, pluralise, print_json
+from tokentrue.samples import AuditFinding, audit_exported, read_exported
 
 
 def command(
     file: SamplesFile,
     as_json: AsJson = False,
-    limit: Annotated[int, typer.Option("--limit", help="findings to print")] = 20,
+    limit: Annotated[int, Option(help="findings to print")] = 20,
 ) -> int:
     """Re-check exported samples; exit 1 where something does not hold, and say where."""
-    from tokentrue.samples import AuditFinding, audit_exported, read_exported
-
     result = audit_exported(count_items(read_exported(file), "sample", quiet=as_json))
     if not result.samples:
         result.findings.append(AuditFinding(sample=file.name, what="holds no sample: there is nothing to check"))
     if as_json:
         counts = {name: getattr(result, name) for name in ("ok", "samples", "tokens", "sampled", "trained", "coverage")}
         findings = [asdict(finding) for finding in result.findings]
-        print(json.dumps({**counts, "sessions": len(result.sessions), "findings": findings}, indent=1))
+        print_json({**counts, "sessions": len(result.sessions), "findings": findings})
         return 0 if result.ok else 1
     for finding in result.findings[:limit]:
         print(str(finding).encode(errors="backslashreplace").decode())  # a damaged name may hold what UTF-8 cannot

@@ -3,30 +3,41 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from contextlib import suppress
-from typing import TYPE_CHECKING, Annotated, cast
+from contextlib import closing, suppress
+from typing import Annotated, cast
 
-import typer
+from typer import Argument, Option
 
-from tokentrue.cli.options import AsJson, JournalOrUrl, connect, is_url, open_recorded, require_store, require_utf8
-from tokentrue.cli.output import pluralise
+from tokentrue.cli.common import (
+    AsJson,
+    JournalOrUrl,
+    connect,
+    is_url,
+    open_recorded,
+    pluralise,
+    print_json,
+    print_table,
+    require_store,
+    require_utf8,
+)
 from tokentrue.errors import ConfigError, SessionNotFound
 from tokentrue.json_types import JsonObject
-
-if TYPE_CHECKING:
-    from tokentrue.sessions.journal import SessionRecord
-    from tokentrue.sessions.tree import Tree
+from tokentrue.samples import coverage_of, coverage_to_json
+from tokentrue.sessions.description import describe_session, summarise_session
+from tokentrue.sessions.journal import SessionRecord, open_journal
+from tokentrue.sessions.journal.journal import load_tree
+from tokentrue.sessions.tree import Tree
 
 ACTIONS = ("list", "show", "delete")
+COLUMNS = ("session_id", "group", "state", "turns", "coverage", "reward")
 MOST_ROWS = 2**63 - 1  # of a statement, in SQLite and PostgreSQL
 
 
 def command(
     source: JournalOrUrl,
-    action: Annotated[str, typer.Argument(help="list, show or delete")] = "list",
-    session_id: Annotated[str | None, typer.Argument(help="the session to show or delete")] = None,
-    limit: Annotated[int, typer.Option(help="list at most this many, newest first")] = 100,
+    action: Annotated[str, Argument(help="list, show or delete")] = "list",
+    session_id: Annotated[str | None, Argument(help="the session to show or delete")] = None,
+    limit: Annotated[int, Option(help="list at most this many, newest first")] = 100,
     as_json: AsJson = False,
 ) -> int:
     """List, show or delete recorded sessions."""
@@ -36,20 +47,24 @@ def command(
         raise ConfigError(f"`{action}` needs a session id; `tokentrue sessions {source}` lists them")
     if limit < 0:
         raise ConfigError(f"--limit: {limit} must be at least 0")
-    require_utf8("the session id", session_id or "")
-    opened = connect(source) if is_url(source) else JournalSource(source)
-    try:
+    require_utf8("the session id", session_id)
+    name = str(session_id)
+    with closing(connect(source) if is_url(source) else JournalSource(source)) as opened:
         if action == "list":
-            show_list(opened.sessions(limit=limit), as_json=as_json)
+            answer: JsonObject = {"sessions": opened.sessions(limit=limit)}
         elif action == "show":
-            show_one(opened.session_state(str(session_id)), as_json=as_json)
+            answer = opened.session_state(name)
         else:
-            opened.delete_session(str(session_id))
-            print(
-                json.dumps({"deleted": session_id}) if as_json else f"session {session_id} and its tokens are deleted"
-            )
-    finally:
-        opened.close()
+            opened.delete_session(name)
+            answer = {"deleted": name}
+    if as_json:
+        print_json(answer)
+    elif action == "list":
+        print_list(answer["sessions"])
+    elif action == "show":
+        print_session(answer)
+    else:
+        print(f"session {name} and its tokens are deleted")
     return 0
 
 
@@ -61,10 +76,9 @@ class JournalSource:
     def __init__(self, store: str) -> None:
         self._store = require_store(store)
         self._journal = open_recorded(store)
+        self.close = self._journal.close
 
     def sessions(self, *, limit: int) -> list[JsonObject]:
-        from tokentrue.sessions.description import summarise_session
-
         found: list[JsonObject] = []
         for record in self._journal.sessions(limit=min(limit, MOST_ROWS)):
             with suppress(SessionNotFound):  # purged since it was listed
@@ -72,59 +86,32 @@ class JournalSource:
         return found
 
     def session_state(self, session_id: str) -> JsonObject:
-        from tokentrue.sessions.description import describe_session
-
         return describe_session(*self._load(session_id))
 
     def _load(self, session_id: str) -> tuple[SessionRecord, Tree, JsonObject]:
-        from tokentrue.samples import coverage_of, coverage_to_json
-        from tokentrue.sessions.journal.journal import load_tree
-
         record, tree = load_tree(self._journal, session_id)
         return record, tree, coverage_to_json(coverage_of(tree, record))
 
     def delete_session(self, session_id: str) -> None:
-        from tokentrue.sessions.journal import open_journal
-
-        journal = open_journal(self._store)
-        try:
+        with closing(open_journal(self._store)) as journal:
             journal.acquire(session_id)
             asyncio.run(journal.delete(session_id))
-        finally:
-            journal.close()
-
-    def close(self) -> None:
-        self._journal.close()
 
 
-def show_list(sessions: list[JsonObject], *, as_json: bool) -> None:
-    if as_json:
-        print(json.dumps({"sessions": sessions}, indent=1))
-        return
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table()
-    columns = ("session_id", "group", "state", "turns", "coverage", "reward")
-    shown = [
-        name for name in columns if any(name in entry for entry in sessions)
-    ]  # a gateway reads no trees for a list
-    longest = max((len(entry["session_id"]) for entry in sessions), default=0)
-    for name in shown:
-        # An id must be whole to be used.
-        table.add_column(name.removesuffix("_id"), min_width=longest if name == "session_id" else None)
+def print_list(sessions: list[JsonObject]) -> None:
+    # a gateway reads no trees for a list
+    shown = [name for name in COLUMNS if any(name in entry for entry in sessions)]
+    rows: list[list[str]] = []
     for entry in sessions:
         ratio = cast("JsonObject", entry.get("coverage") or {}).get("ratio")
         cells: JsonObject = {**entry, "coverage": None if ratio is None else f"{ratio:.2%}"}
-        table.add_row(*("" if cells.get(name) is None else str(cells[name]) for name in shown))
-    Console().print(table)
+        rows.append(["" if cells.get(name) is None else str(cells[name]) for name in shown])
+    longest = max((len(entry["session_id"]) for entry in sessions), default=0)  # an id must be whole to be used
+    print_table(None, [name.removesuffix("_id") for name in shown], rows, whole=longest)
     print(pluralise(len(sessions), "session"))
 
 
-def show_one(session: JsonObject, *, as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(session, indent=1))
-        return
+def print_session(session: JsonObject) -> None:
     coverage = cast("JsonObject", session.get("coverage") or {})
     print(f"session {session['session_id']}, {session.get('state')}, group {session.get('group') or '-'}")
     print(f"coverage {coverage.get('ratio', 1.0):.2%} of {pluralise(coverage.get('sampled', 0), 'sampled token')}")

@@ -1,0 +1,192 @@
+"""What the commands share: options, how their values resolve to a model, a journal or a gateway, and output."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeAlias, TypeVar
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+from typer import Argument, Option
+
+from tokentrue.client import Client
+from tokentrue.errors import ConfigError, FileFormatError, InputError, RenderError
+from tokentrue.json_types import JsonValue
+from tokentrue.plain_json import is_utf8
+from tokentrue.sessions.journal import Journal, is_postgres, open_journal
+
+if TYPE_CHECKING:
+    from tokentrue.renderers import Renderer
+
+T = TypeVar("T")
+SUBJECT = "model: "  # what `tokentrue.hub` and `load_renderer` begin with
+ADVICE = "give what `tokentrue serve --store` was given: sqlite:PATH or postgresql://…"
+MAGIC = b"SQLite format 3\0"
+STEP_PARTS = ("wait", "recompute", "measure", "update", "publish")  # `wait`: rollouts run and nothing is trained
+
+AsJson: TypeAlias = Annotated[bool, Option("--json", help="print JSON")]
+ConfigFile: TypeAlias = Annotated[Path | None, Option("--config", help="a TOML file; flags win over it")]
+Settings: TypeAlias = Annotated[list[str] | None, Option("--set", help="any setting: key.path=value; may be repeated")]
+OutFolder: TypeAlias = Annotated[Path | None, Option("--out", help="output directory; resumes an existing run")]
+ReportPage: TypeAlias = Annotated[Path | None, Option("-o", "--output", help="write the report as one HTML page")]
+ModelName: TypeAlias = Annotated[
+    str | None, Option("--model", help="a model's directory or hub id (default: the small model that ships)")
+]
+Device: TypeAlias = Annotated[str | None, Option("--device", help="cpu, cuda or cuda:N (default: cpu)")]
+Dtype: TypeAlias = Annotated[str | None, Option("--dtype", help="float32, bfloat16 or float16 (default: float32)")]
+RayAddress: TypeAlias = Annotated[
+    str | None, Option("--ray", help="a Ray address, or `local`: engines, gateways and rollouts as actors")
+]
+RayNodes: TypeAlias = Annotated[int | None, Option("--nodes", help="of --ray: nodes to place the actors on")]
+SamplesFile: TypeAlias = Annotated[Path, Argument(help="exported samples, in any of tokentrue's formats")]
+JournalOrUrl: TypeAlias = Annotated[
+    str, Argument(help="a journal (sqlite:PATH, PATH or postgresql://…) or the base URL of a running gateway")
+]
+TrainerFile: TypeAlias = Annotated[
+    Path | None,
+    Option("--trainer-logprobs", help='JSON lines {"sample_id": …, "logprobs": [per token, null where unknown]}'),
+]
+
+
+def require_utf8(option: str, text: str | None) -> None:
+    """Bytes of the command line that are not UTF-8 arrive as lone surrogates."""
+    if not is_utf8(text or ""):
+        raise ConfigError(f"{option}: {text!r} is not UTF-8 text")
+
+
+@contextmanager
+def name_option(option: str) -> Generator[None, None, None]:
+    """Adds the option's name to errors about its model."""
+    try:
+        yield
+    except (InputError, RenderError) as error:
+        if not str(error).startswith(SUBJECT):
+            raise
+        raise ConfigError(f"{option}: {str(error).removeprefix(SUBJECT)}") from error
+
+
+def renderer_from(option: str, model: str | None) -> Renderer | None:
+    if model is None:
+        return None
+    from tokentrue.renderers import load_renderer
+
+    with name_option(option):
+        return load_renderer(model)
+
+
+def is_url(source: str) -> bool:
+    return source.startswith(("http://", "https://"))
+
+
+def connect(url: str) -> Client:
+    """Reads the admin key from TOKENTRUE_ADMIN_KEY."""
+    return Client(url.rstrip("/").removesuffix("/v1"))
+
+
+def open_recorded(source: str) -> Journal:
+    return open_journal(require_store(source), read_only=True)
+
+
+def require_store(source: str) -> str:
+    """The store that `source` names; raises FileFormatError if a path has no journal. Call it before this process
+    opens the store: closing a file drops the locks that SQLite holds on it."""
+    if is_postgres(source):
+        return source
+    path = Path(source.removeprefix("sqlite:"))
+    if not path.is_file():
+        raise FileFormatError(f"no journal at {path}; {ADVICE}")
+    with path.open("rb") as file:
+        if file.read(len(MAGIC)) not in (b"", MAGIC):
+            raise FileFormatError(f"{path} is not a journal (no SQLite file); {ADVICE}")
+    return f"sqlite:{path}"
+
+
+def pluralise(number: int, noun: str) -> str:
+    """`1 sample`, `2 samples`, `1,024 tokens`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def print_json(value: JsonValue) -> None:
+    print(json.dumps(value, indent=1))
+
+
+def print_table(
+    title: str | None, columns: Sequence[str], rows: Iterable[Sequence[str | tuple[str, str]]], *, whole: int = 0
+) -> None:
+    """A cell is its text, or (text, style); the first column is at least `whole` wide."""
+    table = Table(title=title)
+    for number, column in enumerate(columns):
+        table.add_column(column, overflow="fold", min_width=whole if number == 0 else None)
+    for row in rows:
+        table.add_row(*(Text(cell) if isinstance(cell, str) else Text(*cell) for cell in row))
+    Console().print(table)
+
+
+def print_verdict(text: str, *, ok: bool) -> None:
+    Console().print(Text(text, style="green" if ok else "red"))
+
+
+@contextmanager
+def progress_bar(title: str, total: int, *, quiet: bool = False) -> Generator[Callable[[str], None], None, None]:
+    """Call the yielded function once per finished piece, with a word about it."""
+    if quiet:
+        yield lambda _: None
+        return
+    columns = (TextColumn("  {task.description}"), BarColumn(bar_width=16), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TextColumn("{task.fields[note]}")) as progress:
+        task = progress.add_task(title, total=total, note="")
+        yield lambda note: progress.update(task, advance=1, note=note)
+
+
+def count_items(items: Iterable[T], noun: str, *, quiet: bool = False) -> Iterator[T]:
+    """Passes the items on and counts them with a spinner on a terminal's stderr."""
+    with show_status("reading", quiet=quiet or not sys.stderr.isatty()) as update:
+        for number, item in enumerate(items, start=1):
+            update(pluralise(number, noun))
+            yield item
+
+
+@contextmanager
+def show_status(text: str, *, quiet: bool = False) -> Generator[Callable[[str], None], None, None]:
+    """A spinner on a terminal's stderr, one line elsewhere. The yielded function changes the text of the spinner."""
+    if quiet:
+        yield lambda _: None
+        return
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        print(f"  {text}", file=sys.stderr, flush=True)
+        yield lambda _: None
+        return
+    with console.status(text) as status:
+        yield status.update
+
+
+@contextmanager
+def rollout_log(out: Path) -> Generator[Path, None, None]:
+    """Tracebacks of agents and environments go to `out/rollouts.log`."""
+    path = out / "rollouts.log"
+    handler = logging.FileHandler(path, delay=True, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    logger = logging.getLogger("tokentrue.rollouts")
+    logger.addHandler(handler)
+    try:
+        yield path
+    finally:
+        logger.removeHandler(handler)
+        handler.close()
+
+
+def share_costs(steps: Sequence[Mapping[str, float]]) -> tuple[dict[str, float], float, str]:
+    """From the seconds of each training step: the share of each part, milliseconds per publication, and a line."""
+    spent = {name: sum(step.get(name, 0.0) for step in steps) for name in (*STEP_PARTS, "step")}
+    shares = {name: spent[name] / spent["step"] for name in STEP_PARTS} if spent["step"] else {}
+    publish_ms = 1000 * spent["publish"] / max(1, len(steps))
+    parts = ", ".join(f"{name} {share:.1%}" for name, share in shares.items())
+    return shares, publish_ms, f"{parts}; publishing the weights took {publish_ms:.1f} ms"

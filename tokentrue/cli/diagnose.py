@@ -1,0 +1,323 @@
+"""tokentrue diagnose SAMPLES: how far and where rollout and trainer log-probabilities differ; what a correction
+does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+
+from typer import Option
+
+from tokentrue.app.libraries import require_device, require_dtype
+from tokentrue.app.training import require_samples_of
+from tokentrue.cli.common import (
+    AsJson,
+    ReportPage,
+    SamplesFile,
+    TrainerFile,
+    count_items,
+    name_option,
+    pluralise,
+    print_json,
+    print_table,
+    renderer_from,
+)
+from tokentrue.errors import ConfigError, InputError, TokenContractError
+from tokentrue.hub import load_causal_model
+from tokentrue.samples import read_samples
+from tokentrue.samples.recorded_turns import scoring_temperatures
+from tokentrue.samples.trainer_logprobs import TrainerLogprobs, read_trainer_logprobs
+from tokentrue.types import Sample
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from tokentrue.mismatch import Correction, Diagnosis
+    from tokentrue.mismatch.diagnosis import WorstRow
+
+BATCH_TOKENS = 8192
+ALARM_K3 = 0.015
+SHOWN = (
+    "tokens", "rows", "delta/mean", "delta/abs_mean", "delta/min", "delta/max", "delta/quantile/abs_p99", "corr/k1",
+    "corr/k3", "ppl/trainer", "ppl/rollout", "chi2/token", "ratio/raw/ess", "tail/raw/above_2", "tail/applied/above_2",
+    "fraction/rejected", "flips",
+    "contribution/rollout/positive/mean", "contribution/rollout/positive/skew", "contribution/rollout/negative/mean",
+    "contribution/rollout/negative/skew",
+)  # fmt: skip
+Scored: TypeAlias = tuple[TrainerLogprobs, list[int] | None]
+"""The trainer's log-probabilities, and its most likely tokens if known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One sample, and for each of its trained tokens with numbers of both sides: the numbers, the token's kind, and
+    whether the argmax flips (None if unknown)."""
+
+    sample: Sample
+    scores: TrainerLogprobs
+    rollout: list[float]
+    trainer: list[float]
+    kinds: list[str]
+    flips: list[bool] | None
+
+
+def command(
+    samples: SamplesFile,
+    trainer: Annotated[str | None, Option(help="the trainer's model, a directory or a hub id, scored here")] = None,
+    trainer_logprobs: TrainerFile = None,
+    output: ReportPage = None,
+    plain: Annotated[
+        bool, Option("--plain", help="with --trainer: the model's own forward pass, not the exact operators")
+    ] = False,
+    dtype: Annotated[str, Option(help="with --trainer: float32, bfloat16 or float16")] = "float32",
+    device: Annotated[str, Option(help="with --trainer: cpu, cuda or cuda:N")] = "cpu",
+    tokenizer: Annotated[
+        str | None, Option(help="with -o: a model's directory or hub id, to show tokens as text")
+    ] = None,
+    correction: Annotated[str, Option(help="preset whose effect is shown")] = "decoupled_token_is",
+    max_k3: Annotated[float, Option(help="exit 1 where the mean K3 per token is above this")] = ALARM_K3,
+    as_json: AsJson = False,
+) -> int:
+    """Mismatch report: δ, K1/K3, ratio tails, ESS, argmax flips, contribution skew; a table, and plots with -o."""
+    from tokentrue.mismatch import PRESETS
+    from tokentrue.viewer.records import check_names
+
+    if correction not in PRESETS:
+        raise ConfigError(f"--correction: no preset {correction!r}; choose one of {', '.join(PRESETS)}")
+    if (trainer is None) == (trainer_logprobs is None):
+        raise ConfigError(
+            "pass either --trainer MODEL or --trainer-logprobs FILE: the trainer's side of the comparison"
+        )
+    if not max_k3 >= 0:
+        raise ConfigError(f"--max-k3: {max_k3:g} must be a number >= 0")
+    renderer: Any = None if output is None else renderer_from("--tokenizer", tokenizer)
+    found = list(read_samples(samples))
+    if output is not None:  # refuse names that the page cannot hold now, not after minutes of scoring
+        for sample in found:
+            check_names(sample)
+    if trainer is None:
+        given = read_trainer_logprobs(str(trainer_logprobs))
+        side = {"trainer": str(trainer_logprobs)}
+        known = [sample for sample in found if sample.sample_id in given]
+        rows, refused = score_all(known, lambda sample: (given[sample.sample_id], None), quiet=True)
+    else:
+        side = {"trainer": trainer}
+        side["scored"] = f"{'the model’s own forward pass' if plain else 'exact operators'}, {dtype}, {device}"
+        score = load_scorer(trainer, plain=plain, dtype=dtype, device=device)
+        require_samples_of(found, trainer)
+        rows, refused = score_all(found, score, quiet=as_json)
+    if not rows:
+        why = "no sample has trained tokens with log-probabilities of both sides"
+        if refused:
+            why = f"the trainer cannot score any sample as it was sampled; the first: {refused[0]}"
+        raise InputError(f"{samples}: {why}")
+    counts = {
+        "samples": len(rows),
+        "samples_in_file": len(found),
+        "trained_tokens": sum(len(row.trainer) for row in rows),
+        "trained_tokens_in_file": sum(sum(map(bool, sample.loss_mask)) for sample in found),
+    }
+    whole, steps, shown = diagnose_steps(rows, found, correction)
+    facts = {
+        "samples": f"{len(rows):,} of {len(found):,} in {samples.name}",
+        "trained tokens": f"{counts['trained_tokens']:,} of {counts['trained_tokens_in_file']:,}",
+        "correction shown": shown,
+        **side,
+    }
+    if left_out := len(found) - len(rows) - len(refused):
+        missing = "without trained tokens or without the trainer's log-probabilities"
+        facts["left out"] = f"{pluralise(left_out, 'sample')} {missing}"
+    if refused:
+        facts["not scored"] = f"{pluralise(len(refused), 'sample')}; the first: {refused[0]}"
+    verdict, alarm = judge(whole, counts, max_k3)
+    if output is not None:
+        from tokentrue.cli.reports import diagnosis_report, write_diagnosis
+
+        report = diagnosis_report(whole, steps, verdict=verdict, ok=not alarm, facts=facts)
+        write_diagnosis(output, report, whole, found, {row.sample.sample_id: row.scores for row in rows}, renderer)
+    metrics: dict[str, float | None] = dict(whole.metrics.items())
+    if rows[0].flips is None:  # the exact operators and a file of log-probabilities report no argmax
+        metrics["flips"] = None
+    if as_json:
+        head = {"verdict": verdict, "ok": not alarm, "facts": facts, "compared": counts}
+        print_json({**head, "metrics": metrics, "worst": [asdict(row) for row in whole.worst]})
+    else:
+        print_metrics(metrics, whole.worst[:3])
+        lines = {"not scored": facts.get("not scored"), "report": output}
+        print("\n".join([verdict, *(f"{name}: {text}" for name, text in lines.items() if text)]))
+    return 1 if alarm else 0
+
+
+def print_metrics(metrics: Mapping[str, float | None], worst: Sequence[WorstRow]) -> None:
+    shown = {key: metrics[key] for key in SHOWN if key in metrics}
+    cells = [(key, "-" if value is None else f"{value:.6g}") for key, value in shown.items()]
+    for row in worst:
+        most = f"mean K3 {row.score:.3g}, max |δ| {row.max_abs_delta:.3g} at token {row.position}"
+        cells.append((f"worst: {row.row}", most))
+    print_table("training-inference mismatch", ("metric", "value"), cells)
+
+
+def score_all(
+    samples: Sequence[Sample], score: Callable[[Sample], Scored], *, quiet: bool
+) -> tuple[list[Row], list[str]]:
+    """Samples with numbers of both sides, and why the trainer cannot score others."""
+    rows: list[Row] = []
+    refused: list[str] = []
+    for sample in count_items(samples, "sample", quiet=quiet):
+        if any(sample.loss_mask):
+            try:
+                rows.append(compare(sample, *score(sample)))
+            except TokenContractError as error:
+                refused.append(str(error))
+    return [row for row in rows if row.trainer], refused
+
+
+def compare(sample: Sample, scores: TrainerLogprobs, tops: Sequence[int] | None) -> Row:
+    scores.check(sample)
+    turns = {i: span.turn for span in sample.spans for i in range(span.start, span.end)}
+    row = Row(sample=sample, scores=scores, rollout=[], trainer=[], kinds=[], flips=None if tops is None else [])
+    for i, trained in enumerate(sample.loss_mask):
+        rollout, trainer = sample.rollout_logprobs[i], scores.logprobs[i]
+        if not trained or rollout is None or trainer is None:
+            continue
+        for side, value, cure in (
+            ("rollout's", rollout, "`tokentrue audit` lists every such sample of the file"),
+            ("trainer's", trainer, "check the weights and --dtype"),
+        ):
+            if not math.isfinite(value):
+                where = f"sample {sample.sample_id}: the {side} log-probability of token {i}"
+                raise InputError(f"{where} is {value}; {cure}")
+        row.rollout.append(float(rollout))
+        row.trainer.append(float(trainer))
+        row.kinds.append("sampled" if i not in turns else f"turn {turns[i]}" if turns[i] < 8 else "turn 8+")
+        if tops is not None and row.flips is not None:
+            # A sampled token with probability above one half is the rollout's argmax: does the trainer have another?
+            row.flips.append(rollout > math.log(0.5) and tops[i] != sample.token_ids[i])
+    return row
+
+
+def load_scorer(model: str, *, plain: bool, dtype: str, device: str) -> Callable[[Sample], Scored]:
+    """Log-probabilities as `tokentrue train` computes them: at the turn's temperature, over the ids that its filters
+    kept. Raises TokenContractError for a sample that cannot be scored so.
+    """
+    import torch
+    from transformers.utils import logging
+
+    from tokentrue.train.rows import ScoredRow, kept_rows
+    from tokentrue.train.scoring import ExactScorer, PlainScorer
+
+    require_device(device)
+    require_dtype(dtype)
+    logging.disable_progress_bar()  # ours is enough
+    with name_option("--trainer"):
+        loaded = load_causal_model(model, dtype=dtype).to(device).eval()
+    tops: list[list[int]] = []
+
+    def record_tops(_module: object, _given: object, out: Any) -> None:
+        tops.append([-1, *out.logits[0, :-1].argmax(-1).tolist()])
+
+    if plain:
+        loaded.register_forward_hook(record_tops)
+    score = PlainScorer() if plain else ExactScorer()
+
+    def score_sample(sample: Sample) -> Scored:
+        ids, temperatures = torch.tensor(list(sample.token_ids)), torch.tensor(scoring_temperatures(sample))
+        row = ScoredRow(ids=ids, temperatures=temperatures, kept=kept_rows(sample))
+        tops.clear()
+        with torch.no_grad():
+            found: Any = score(loaded, [row]).logprobs[0]
+        return TrainerLogprobs(logprobs=[None, *found[1:].tolist()]), tops[0] if tops else None
+
+    return score_sample
+
+
+def diagnose_steps(
+    rows: Sequence[Row], found: Sequence[Sample], preset: str
+) -> tuple[Diagnosis, dict[str, Diagnosis], str]:
+    """The whole, each step by its label, and the correction that is shown."""
+    from tokentrue.mismatch import PRESETS
+    from tokentrue.viewer.plots import compute_advantages
+
+    correction: Correction | None = PRESETS[preset]
+    advantages: dict[str, float] | None = compute_advantages(found)
+    if not all(row.sample.sample_id in advantages for row in rows):
+        advantages = None
+        if "advantages" in correction.needs:
+            correction, preset = None, f"none: {preset} needs a reward for every sample"
+    kinds = sorted({kind for row in rows for kind in row.kinds})
+    by_step: dict[str, list[Row]] = {}
+    for row in rows:
+        versions = (span.policy_version for span in row.sample.spans if span.kind == "sampled")
+        newest = max((version for version in versions if version is not None), default=0)
+        by_step.setdefault(str(row.sample.metadata.get("step", newest)), []).append(row)
+
+    def in_order(label: str) -> tuple[int, float, str]:
+        return (0, float(label), "") if label.lstrip("-").isdigit() else (1, 0.0, label)
+
+    steps: dict[str, Diagnosis] = {}
+    for label in sorted(by_step, key=in_order):
+        first, *others = [diagnose_rows(batch, advantages, kinds, correction) for batch in cut_batches(by_step[label])]
+        steps[label] = first.merge(*others)
+    first, *others = steps.values()
+    return first.merge(*others), steps, preset
+
+
+def cut_batches(rows: Sequence[Row]) -> Iterator[list[Row]]:
+    batch: list[Row] = []
+    tokens = 0
+    for row in rows:
+        if batch and tokens + len(row.trainer) > BATCH_TOKENS:
+            yield batch
+            batch, tokens = [], 0
+        batch.append(row)
+        tokens += len(row.trainer)
+    yield batch
+
+
+def diagnose_rows(
+    rows: Sequence[Row], advantages: dict[str, float] | None, kinds: list[str], correction: Correction | None
+) -> Diagnosis:
+    import torch
+
+    from tokentrue.mismatch import diagnose
+
+    def tensors(values: Sequence[Sequence[float]], dtype: torch.dtype = torch.float64) -> list[Tensor]:
+        return [torch.tensor(value, dtype=dtype) for value in values]
+
+    names = [row.sample.sample_id for row in rows]
+    trainer = tensors([row.trainer for row in rows])
+    known = [row.flips for row in rows if row.flips is not None]
+    flips = tensors(known, torch.long) if len(known) == len(rows) else None
+    return diagnose(
+        trainer,
+        tensors([row.rollout for row in rows]),
+        logprobs=trainer if correction is not None and correction.needs_current else None,
+        advantages=None if advantages is None else tensors([[advantages[name] for name in names]])[0],
+        correction=correction,
+        kinds=tensors([[kinds.index(kind) for kind in row.kinds] for row in rows], torch.long),
+        kind_names=kinds,
+        trainer_top_ids=flips,
+        rollout_top_ids=None if flips is None else [torch.zeros_like(row) for row in flips],
+        row_names=names,
+    )
+
+
+def judge(whole: Diagnosis, counts: Mapping[str, int], max_k3: float) -> tuple[str, bool]:
+    """The verdict, and whether it is an alarm."""
+    tokens, k3, most = int(whole["tokens"]), whole["corr/k3"], max(whole["delta/max"], -whole["delta/min"])
+    alarm = most != 0.0 and k3 > max_k3
+    text = f"exact: all {tokens:,} log-probabilities are equal"
+    if most != 0.0:
+        sizes = f"mean |δ| {whole['delta/abs_mean']:.3g}, largest |δ| {most:.3g}"
+        text = f"K3 {k3:.3g} per token, {sizes} over {tokens:,} tokens"
+    if alarm:
+        text += f": above {max_k3:g}, look at the template, the tokenizer and the weights before any correction"
+    compared, trained, samples, all_samples = (
+        counts[name] for name in ("trained_tokens", "trained_tokens_in_file", "samples", "samples_in_file")
+    )
+    if (compared, samples) != (trained, all_samples):
+        text += f"; compared {compared:,} of {trained:,} trained tokens, {samples:,} of {all_samples:,} samples"
+    return text, alarm

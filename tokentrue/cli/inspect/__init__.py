@@ -1,1 +1,0 @@
-"""Commands that read and check: templates, samples, sessions, engines."""

@@ -1,1 +1,0 @@
-"""Commands that run something: a gateway, rollouts, training and the demo."""

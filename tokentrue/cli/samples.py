@@ -1,0 +1,100 @@
+"""tokentrue samples STORE_OR_URL -o OUT: exports training samples from a journal or from a running gateway."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Annotated
+
+from typer import Option
+
+from tokentrue.cli.common import (
+    AsJson,
+    JournalOrUrl,
+    connect,
+    count_items,
+    is_url,
+    open_recorded,
+    pluralise,
+    print_json,
+    require_utf8,
+)
+from tokentrue.client import Client, SessionSamples
+from tokentrue.errors import ConfigError, SessionNotFound
+from tokentrue.json_types import JsonObject
+from tokentrue.samples import Assembly, assemble, write_samples
+from tokentrue.samples.files import find_format
+from tokentrue.samples.formats import FORMATS
+from tokentrue.sessions.journal.journal import load_tree
+from tokentrue.types import Coverage, Sample
+
+
+def command(
+    source: JournalOrUrl,
+    out: Annotated[Path, Option("-o", "--out", help="the file to write")],
+    session: Annotated[list[str] | None, Option(help="only this session (may repeat)")] = None,
+    group: Annotated[str | None, Option(help="only sessions of this group")] = None,
+    format: Annotated[str, Option(help=", ".join(FORMATS))] = "jsonl",
+    max_tokens: Annotated[int | None, Option(help="cut samples at the last turn that fits")] = None,
+    abandoned: Annotated[bool, Option("--abandoned", help="also export what was retried or given up")] = False,
+    as_json: AsJson = False,
+) -> int:
+    """Export training samples."""
+    find_format(format)
+    for name in session or ():
+        require_utf8("--session", name)
+    require_utf8("--group", group)
+    if is_url(source) and (max_tokens is not None or abandoned):
+        raise ConfigError("--max-tokens and --abandoned need the journal itself, not a URL")
+    counts: Counter[str] = Counter(sessions=0, sampled=0, trained=0)
+    reasons: Counter[str] = Counter()
+
+    def collect(load: Callable[[str], Assembly | SessionSamples], listed: Iterable[str]) -> Iterator[Sample]:
+        for name in session or listed:
+            try:
+                made = load(name)
+            except SessionNotFound:
+                if session:
+                    raise
+                continue  # it was listed, and has been purged since
+            counts.update(sessions=1, sampled=made.coverage.sampled, trained=made.coverage.trained)
+            reasons.update(made.coverage.untrained_by_reason)
+            yield from made.samples
+        if group is not None and not counts["sessions"]:  # an error, not an empty file
+            raise SessionNotFound(f"no session of group {group!r}; `tokentrue sessions` lists them")
+
+    def read_all() -> Iterator[Sample]:
+        if is_url(source):
+            with connect(source) as client:
+                yield from collect(client.session_samples, session_names(client, group))
+            return
+        with closing(open_recorded(source)) as journal:
+
+            def load(name: str) -> Assembly:
+                record, tree = load_tree(journal, name)
+                return assemble(tree, record, max_tokens=max_tokens, include_abandoned=abandoned)
+
+            yield from collect(load, (record.id for record in journal.all_sessions(group=group)))
+
+    count = write_samples(count_items(read_all(), "sample"), out, format=format)
+    ratio = Coverage(sampled=counts["sampled"], trained=counts["trained"]).ratio
+    if as_json:
+        print_json({"out": str(out), "samples": count, **counts, "coverage": ratio, "untrained": reasons})
+        return 0
+    written = f"{pluralise(count, 'sample')} of {pluralise(counts['sessions'], 'session')} in {out}"
+    if not counts["sessions"]:
+        print(f"{written}: the journal has no session yet")
+        return 0
+    print(f"{written}; coverage {ratio:.2%} of {pluralise(counts['sampled'], 'sampled token')}")
+    if reasons:
+        print("not trained: " + ", ".join(f"{tokens} {why}" for why, tokens in sorted(reasons.items())))
+    return 0
+
+
+def session_names(client: Client, group: str | None) -> Iterator[str]:
+    last: JsonObject | None = None
+    while page := client.sessions(after=last, group=group):
+        yield from (item["session_id"] for item in page)
+        last = page[-1]

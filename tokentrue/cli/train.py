@@ -1,0 +1,190 @@
+"""tokentrue train: the reference trainer, live against its own gateway or offline from a file of samples.
+
+One process, or `torchrun --nproc-per-node=N -m tokentrue train --config F.toml`: every rank runs a gateway, an engine
+and its part of the rollouts, and all ranks train. The output directory has checkpoints, `metrics.jsonl`, the files of
+`log` and the resolved configuration.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from typer import Option
+
+from tokentrue.app.configuration import as_mapping, read
+from tokentrue.app.training import TrainRun, file_for, source_for, store_for, trainer_for
+from tokentrue.cli.common import (
+    AsJson,
+    ConfigFile,
+    Device,
+    Dtype,
+    ModelName,
+    OutFolder,
+    RayAddress,
+    RayNodes,
+    Settings,
+    pluralise,
+    progress_bar,
+    rollout_log,
+    share_costs,
+    show_status,
+)
+from tokentrue.errors import ConfigError
+from tokentrue.plain_json import dumps
+from tokentrue.providers.registry import IN_PROCESS, REMOTE, list_names
+
+if TYPE_CHECKING:
+    from tokentrue.train.ranks import Ranks
+    from tokentrue.train.reporting import StepReport
+
+COUNTED = {  # metric -> what the summary says of it
+    "rollouts/failed": ("rollout", "failed"),
+    "rollouts/timed_out": ("rollout", "timed out"),
+    "rollouts/without_sample": ("rollout", "without a sample"),
+    "rollouts/groups_lost": ("group", "lost"),
+    "rollouts/groups_resampled": ("group", "resampled"),
+    "groups_without_signal": ("group", "without signal"),
+    "update/skipped": ("update", "skipped"),
+    "update/refused": ("step", "refused and undone"),
+}
+
+
+def command(
+    config: ConfigFile = None,
+    out: OutFolder = None,
+    samples: Annotated[Path | None, Option(help="train from this file of samples instead of live rollouts")] = None,
+    steps: Annotated[int | None, Option(help="training steps")] = None,
+    model: ModelName = None,
+    engine: Annotated[str | None, Option(help=list_names(IN_PROCESS + REMOTE))] = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    ray: RayAddress = None,
+    nodes: RayNodes = None,
+    trust: Annotated[
+        bool, Option("--trust", help="with --samples: do not check certificates, masks and duplicates")
+    ] = False,
+    sets: Settings = None,
+    as_json: AsJson = False,
+) -> int:
+    """Train with REINFORCE, GRPO, PPO or any loss of tokentrue.mismatch; exact, resumable, reproducible."""
+    flags = {"out": out, "samples": samples, "train.steps": steps, "model.path": model, "engine.name": engine}
+    settings = read(TrainRun, config, sets or (), {**flags, "device": device, "dtype": dtype, "ray.nodes": nodes})
+    if nodes is not None and ray is None:
+        raise ConfigError("--nodes belongs to --ray")
+    require_writable(settings.out)
+    from tokentrue.app.libraries import quiet_libraries, require_device
+    from tokentrue.train import join, leave
+
+    quiet_libraries(settings.threads)
+    require_device(settings.device)
+    ranks = join(settings.device)
+    try:
+        with rollout_log(settings.out):
+            asyncio.run(run(replace(settings, device=ranks.device), ranks, ray=ray, as_json=as_json, trust=trust))
+    finally:
+        leave()
+    return 0
+
+
+def require_writable(folder: Path) -> None:
+    """Raises what creating `folder` would raise, before anything is loaded. Creates nothing: a run that is refused
+    later leaves no files."""
+    nearest = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+        kind = errno.EACCES if nearest.is_dir() else errno.ENOTDIR
+        raise OSError(kind, os.strerror(kind), str(folder))
+
+
+async def run(settings: TrainRun, ranks: Ranks, *, ray: str | None, as_json: bool, trust: bool) -> None:
+    from tokentrue.cli.reports import write_training_report
+    from tokentrue.cluster.training import source_on_ray
+    from tokentrue.train import MetricsWriter, train
+    from tokentrue.train.reporting import replace_text
+
+    quiet = as_json or not ranks.first
+    file = file_for(settings, trust=trust)
+    if file is not None and ranks.first:
+        print(*(f"  {note}" for note in file.notes), sep="\n", file=sys.stderr)
+    with show_status(f"loading {settings.model.shown}, {settings.dtype} on {settings.device}", quiet=quiet):
+        trainer, run_hash = trainer_for(settings, ranks)
+    store, first = store_for(settings, run_hash)
+    if settings.optim.lr is None:
+        settings = replace(settings, optim=trainer.optim)
+        if not quiet:
+            print(f"  learning rate {trainer.optim.lr:g}, by the size of the model (optim.lr sets it)")
+    if first and not quiet:
+        print(f"  resuming at step {first}")
+    costs: list[Mapping[str, float]] = []
+    with ExitStack() as stack:
+        writer = None
+        if ranks.first:
+            settings.out.mkdir(parents=True, exist_ok=True)
+            replace_text(settings.out / "config.json", json.dumps(as_mapping(settings), indent=1, sort_keys=True))
+            names = {"model": settings.model.shown, "engine": settings.engine.name, "loss": settings.loss.name}
+            writer = MetricsWriter(
+                settings.out,
+                provenance={"run": run_hash, **names},
+                device=settings.device,
+                first_step=first,
+                log=settings.log,
+            )
+            stack.enter_context(closing(writer))
+        left = max(0, trainer.config.steps - first)
+        advance = stack.enter_context(progress_bar("training", left, quiet=quiet))
+
+        def on_step(report: StepReport, seconds: Mapping[str, float]) -> None:
+            costs.append(seconds)
+            shown = report.metrics
+            if writer is not None:
+                writer.write(report.step, report.version, {**shown, **report.speeds}, seconds)
+                if as_json:
+                    row = {"step": report.step, "policy_version": report.version, **shown, **report.speeds}
+                    print(dumps({**row, "seconds": dict(seconds)}).decode(), flush=True)
+                if shown.get("update/refused"):
+                    why = f"gain {shown['acceptance/gain']:.3g}, divergence {shown['acceptance/divergence']:.3g}"
+                    refused = f"the engines refuse the update ({why}); the weights before it are back"
+                    print(f"  step {report.step}: {refused}", file=sys.stderr)
+            note = (
+                f"reward {shown['reward']:.3f}  loss {shown['update/loss']:+.4f}  |g| {shown['update/grad_norm']:.2f}"
+            )
+            advance(note)
+
+        source = source_for(settings, ranks, file) if ray is None else source_on_ray(settings, ranks, address=ray)
+        async with source as (rounds, publish, evaluator):
+            reports = await train(trainer, rounds, publish, store=store, evaluator=evaluator, on_step=on_step)
+    page = write_training_report(settings) if ranks.first else None
+    if not quiet:
+        print_summary(settings, reports, share_costs(costs)[2])
+        if page is not None:
+            print(f"  report: {page}")
+
+
+def print_summary(settings: TrainRun, reports: Sequence[StepReport], cost_line: str) -> None:
+    if not reports:
+        print(f"  nothing left to do: {settings.out} has {pluralise(settings.train.steps, 'step')}")
+        return
+
+    def total(name: str) -> int:
+        return int(sum(report.metrics.get(name, 0) for report in reports))
+
+    rewards = f"reward {reports[0].metrics['reward']:.3f} → {reports[-1].metrics['reward']:.3f}"
+    print(f"  {pluralise(len(reports), 'step')}, {rewards}, policy version {reports[-1].version}")
+    differing = sum(report.agreement.differing for report in reports)
+    compared = sum(report.agreement.compared for report in reports)
+    print(f"  exactness: {differing} of {compared:,} log-probabilities differ")
+    rows = [f"{total('rows_trained'):,} of {total('rows'):,} trained"]
+    rows += [f"{pluralise(total(key), noun)} {what}" for key, (noun, what) in COUNTED.items() if total(key)]
+    print(f"  rows: {'; '.join(rows)}")
+    print(f"  a step: {cost_line}")
+    print(f"  weights in {settings.out / 'checkpoints'}; `tokentrue serve --model` takes any of them")
+    board = f"; tensorboard --logdir {settings.out / 'tensorboard'}" if "tensorboard" in settings.log else ""
+    print(f"  metrics in {settings.out / 'metrics.jsonl'}{board}")
