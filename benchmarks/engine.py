@@ -1,7 +1,7 @@
 """The price of exactness on the CPU, in one run: the exact engine against Hugging Face `generate`, exact training
 against sdpa, a pipeline of processes against one.
 
-Rounds of both sides alternate, and a ratio is the median over rounds. Every speed stands beside the bit check of the
+Rounds of both sides alternate, and a ratio is the median over rounds. Every speed is printed beside the bit check of the
 same tokens.
 """
 

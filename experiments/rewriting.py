@@ -56,7 +56,7 @@ def change_of(kind: Rewriting, renderer: Any) -> Callable[[Sample], Sample]:
 
 
 def reencode(sample: Sample, renderer: Any) -> Sample:
-    """Each sampled turn decoded to text and encoded again: heals splits, keeps everything else."""
+    """Each sampled turn decoded to text and encoded again: splits are re-encoded, everything else is kept."""
     ids: list[int] = []
     spans: list[Span] = []
     for span in sample.spans:

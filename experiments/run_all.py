@@ -150,7 +150,7 @@ def start_sharing(out: Path) -> bool:
 
 
 def make_models(options: argparse.Namespace) -> list[subprocess.Popen[bytes]]:
-    """One maker per model that is not there, all at once."""
+    """One maker per missing model, all at once."""
     tiny = ("--hidden", "64", "--layers", "2", "--steps", "2", "--batch", "4")
     size = tiny if options.tiny else ("--hidden", "512", "--layers", "10", "--lr", "5e-4", "--steps", "500")
     script = str(Path(__file__).resolve().parent.parent / "scripts" / "make_small_model.py")
@@ -234,7 +234,7 @@ def one_step(job: Job) -> None:
 
 
 def worker(asked: Any, answers: Any, number: int) -> None:
-    """Runs jobs until it hears None. Libraries are imported and kernels loaded once."""
+    """Runs jobs until it receives None. Libraries are imported and kernels loaded once."""
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     from transformers.utils import logging
 

@@ -1,4 +1,4 @@
-"""check_prose.py: exits 1 if a page or a command's help has a phrase of banned_phrases.txt; prints file, line, phrase
+"""check_prose.py: exits 1 if a page, a docstring, a comment or a command's help has a phrase of banned_phrases.txt; prints file, line, phrase
 and the advice."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LIST = Path(__file__).with_name("banned_phrases.txt")
-PAGES = ("*.md", "docs/**/*.md", "tokentrue/**/*.md", "examples/*", "tokentrue/cli/**/*.py")
+PAGES = ("*.md", "docs/**/*.md", "tokentrue/**/*.md", "examples/*", "tokentrue/**/*.py", "benchmarks/**/*.py", "experiments/**/*.py")
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 
 

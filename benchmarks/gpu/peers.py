@@ -7,7 +7,7 @@ this process, with CUDA graphs and compilation, at temperature 1 with the log-pr
 compared with a forward of transformers (sdpa) over the same sequence; `vllm-invariant` sets VLLM_BATCH_INVARIANT=1.
 
 PLACE of VeXact is a checkout that holds the package `vexact` and, under `deps`, what it imports beyond torch and
-transformers (msgspec, pyzmq). Its dense path is used as it stands, greedy, with its Triton attention and CUDA graphs;
+transformers (msgspec, pyzmq). Its dense path is used unchanged, greedy, with its Triton attention and CUDA graphs;
 flash-attn's cross entropy, which it asks for, is stood in for by a log-softmax. Its bits are those of a trainer that it
 patches itself; they are not compared.
 

@@ -116,7 +116,7 @@ class CommandLineAgent:
         if self._engine is None:  # otherwise it is in the image
             found = shutil.which(self._program)
             if found is None:
-                raise ConfigError(f"agent: {self._program!r} is not there; {self.preset.install}")
+                raise ConfigError(f"agent: {self._program!r} is not installed; {self.preset.install}")
             self._program = str(Path(found).absolute())
         self._score, self._env = score, dict(env or {})
         self._agent_timeout_s, self._score_timeout_s = agent_timeout_s, score_timeout_s
