@@ -321,7 +321,7 @@ async def test_what_cannot_run_is_an_error_with_its_cure(folder: Path) -> None:
         CommandLineAgent(agent="pi")
     with pytest.raises(ConfigError, match=r"^agent: no preset 'nope'"):
         load_environment("agent", {"agent": "nope", "tasks": str(folder / "tasks.jsonl")})
-    with pytest.raises(ConfigError, match="'nothing-of-this-name' is not there"):
+    with pytest.raises(ConfigError, match="'nothing-of-this-name' is not installed"):
         make_agent(folder, "nothing-of-this-name {task}")  # at the start of a run, not in each rollout
     (folder / "program").write_text("#!/no/such/interpreter\n")
     (folder / "program").chmod(0o700)
