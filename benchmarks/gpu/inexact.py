@@ -14,7 +14,6 @@ from tokentrue.numerics.triton.attention import QueryTile
 class InexactOps(TritonOps):
     """The same forward with exactness off: cuBLAS products and a quicker decode tile, whose bits depend on the batch."""
 
-    name = "inexact"
     reads_16bit = False
 
     def __init__(self) -> None:

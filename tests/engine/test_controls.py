@@ -6,7 +6,6 @@ one side computes the same mathematics by another formula.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from tests.marks import slow_except
 from tokentrue.errors import ExactnessError
 from tokentrue.numerics import AttentionSpec, ExpertWeights, Packed, PagedBatch
 from tokentrue.numerics.cpu import CpuOps
-from tokentrue.numerics.ops import NormForm, Ops
+from tokentrue.numerics.ops import NormForm
 
 
 class Plain(CpuOps):
@@ -74,19 +73,12 @@ class Other(CpuOps):
         square = (x.double() ** 2).mean(-1, keepdim=True)
         return (x / (square + eps).sqrt().float()) * weight
 
-    def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         if self.other != "rotary":
-            return super().rotary(q, k, cos, sin)
+            return super().rotary(x, cos, sin)
         half = cos.shape[-1] // 2
         signed = torch.cat((-sin[..., :half], sin[..., half:]), -1)
-        exact = ((x.double() * cos[:, None] + x.double().roll(half, -1) * signed[:, None]).to(x.dtype) for x in (q, k))
-        return tuple(exact)  # type: ignore[return-value]
-
-    def prepare_qkv(self, *inputs: Any, **settings: Any) -> Any:
-        fused = (
-            super().prepare_qkv if self.other != "rotary" else partial(Ops.prepare_qkv, self)
-        )  # the steps one by one, ours among them
-        return fused(*inputs, **settings)
+        return (x.double() * cos[:, None] + x.double().roll(half, -1) * signed[:, None]).to(x.dtype)
 
     def log_softmax(self, logits: Tensor) -> Tensor:
         if self.other != "log_softmax":

@@ -1,11 +1,13 @@
-"""Runs every test of this folder without pytest, for GPU machines that have torch, triton and transformers alone.
+"""Runs every test of this folder without pytest, for bare GPU machines.
 
 python -m tests.gpu.job [name …]
+Needs torch with triton, and transformers, safetensors, numpy and msgspec (unpacked wheels on PYTHONPATH will do).
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 import time
 import traceback
@@ -13,8 +15,13 @@ from pathlib import Path
 
 import torch
 
+NEEDED = ("triton", "transformers", "safetensors", "numpy", "msgspec")
+
 
 def main(names: list[str]) -> int:
+    if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
+        print(f"tests/gpu needs {', '.join(NEEDED)} beside torch; install {', '.join(missing)}")
+        return 1
     if not torch.cuda.is_available():
         print("tests/gpu needs a CUDA device and found none")
         return 1

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from tokentrue.numerics.cpu import CpuOps
 from tokentrue.numerics.ops import AttentionSpec, ClampedSwiglu, ExpertWeights, HeadNorm, NormForm, Packed, PagedBatch
+from tokentrue.numerics.selftest import fill_pages, paged_batch
 
 GENERATOR_SEED = 5
 LINEARS = (
@@ -172,7 +173,7 @@ def test_prepare_qkv_equals_its_parts() -> None:
                 )
                 slots = torch.randperm(300, device="cuda")[:70]
                 table = torch.zeros((1, 1), dtype=torch.int32, device="cuda")
-                batch = dataclasses.replace(one_decode(0, table), slots=slots)
+                batch = dataclasses.replace(paged_batch(0, 1, table), slots=slots)
                 found = []
                 for fused in (True, False):
                     o = ops()
@@ -199,12 +200,6 @@ def test_log_softmax() -> None:
 # ---- attention --------------------------------------------------------------------------------------------------------------------
 SHAPES = ((16, 8, 128), (16, 16, 64), (14, 2, 64), (32, 4, 128), (9, 3, 64), (8, 4, 256))
 SPECS = ({}, {"window": 100}, {"softcap": 20.0})
-
-
-def one_decode(position: int, table: torch.Tensor, copies: int = 1) -> PagedBatch:
-    from tokentrue.numerics.triton.selftest import decode_batch
-
-    return decode_batch(position, table, copies)
 
 
 def attention_cases(dtype: torch.dtype) -> Iterator[tuple[tuple[int, int, int], AttentionSpec, list[torch.Tensor]]]:
@@ -242,8 +237,6 @@ def mixed_batch(lengths: list[int], contexts: list[int], decodes: int, table: to
 
 
 def test_attention_rows_do_not_depend_on_the_batch() -> None:
-    from tokentrue.numerics.triton.selftest import paged_copy
-
     random = torch.Generator(device="cuda").manual_seed(0)
     for dtype, tolerance in ((torch.bfloat16, 8e-3), (torch.float32, 2e-5)):
         for shape, spec, (q, k, v) in attention_cases(dtype):
@@ -258,7 +251,7 @@ def test_attention_rows_do_not_depend_on_the_batch() -> None:
                 spec,
             )
             assert same(packed, torch.cat((whole[:90], whole))), case
-            k_cache, v_cache, table = paged_copy(k, v, o.block_size, random)
+            k_cache, v_cache, table = fill_pages(o, k, v, random)
             k_cache[0], v_cache[0] = float("nan"), float("nan")
             for split in (True, False):
                 o.split_decode = split
@@ -268,7 +261,7 @@ def test_attention_rows_do_not_depend_on_the_batch() -> None:
                             q[position].expand(copies, -1, -1).contiguous(),
                             k_cache,
                             v_cache,
-                            one_decode(position, table, copies),
+                            paged_batch(position, 1, table, copies),
                             spec,
                         )
                         assert all(same(row, whole[position]) for row in found), (

@@ -19,17 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tokentrue.errors import ExactnessError
-from tokentrue.numerics import AttentionSpec, HeadNorm, NormForm, Ops, PagedBatch
+from tokentrue.numerics import AttentionSpec, HeadNorm, Norm, Ops, PagedBatch
 from tokentrue.numerics.delta import GatedDelta
 from tokentrue.numerics.exact import head_size
 from tokentrue.numerics.modules import activation_kind, norm_kind
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Norm:
-    weight: Tensor
-    eps: float
-    form: NormForm
 
 
 def data_of(parameter: nn.Parameter | None) -> Tensor | None:
@@ -87,8 +80,8 @@ class LatentAttention:
         latent = ops.rms_norm(latent, self.kv_norm.weight, self.kv_norm.eps, form=self.kv_norm.form)
         expanded = ops.linear(latent, *self.kv_up).view(h.shape[0], -1, self.plain_size + self.value_size)
         key, value = expanded.split((self.plain_size, self.value_size), -1)
-        q_turned, turned = ops.rotary(self.halves(q[..., self.plain_size :]), self.halves(turning), cos, sin)
-        q = torch.cat((q[..., : self.plain_size], q_turned), -1)
+        q = torch.cat((q[..., : self.plain_size], ops.rotary(self.halves(q[..., self.plain_size :]), cos, sin)), -1)
+        turned = ops.rotary(self.halves(turning), cos, sin)
         key = torch.cat((key, turned.expand(-1, key.shape[1], -1)), -1)
         ops.store_kv(key, F.pad(value, (0, size - self.value_size)), *cache, batch.slots)
         return ops.paged_attention(q, *cache, batch, self.spec)[..., : self.value_size].flatten(1)

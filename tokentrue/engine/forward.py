@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -178,8 +177,7 @@ class Forward:
             qkv = torch.cat((q.flatten(1), qkv[:, wide:]), -1)
         if mixer.wide_norm is not None:
             qkv = norm_heads(ops, mixer.wide_norm, qkv)
-        prepare = ops.prepare_qkv if mixer.rope is not None else partial(Ops.prepare_qkv, ops)
-        q = prepare(qkv, self.decoder.heads, mixer.head_norm, *step.ropes[mixer.rope], *cache, step.batch)
+        q = ops.prepare_qkv(qkv, self.decoder.heads, mixer.head_norm, *step.ropes[mixer.rope], *cache, step.batch)
         attended = ops.paged_attention(q, *cache, step.batch, mixer.spec).flatten(1)
         return attended if gate is None else attended * ops.activation(gate.flatten(1), "sigmoid")
 

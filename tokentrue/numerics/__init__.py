@@ -1,7 +1,17 @@
 """Batch-invariant operators and THE ONE log-probability function, shared by engine and trainer."""
 
 from tokentrue.numerics.exact import SWITCHES, Contract, exact, on_device, ops_for
-from tokentrue.numerics.logprob import KeptRows, filter_logits, logprobs_of, remove_filtered, scale_logits
+from tokentrue.numerics.logprob import (
+    KeptRows,
+    deterministic_grad,
+    filter_logits,
+    logits_of,
+    logprobs_of,
+    remove_filtered,
+    scale_logits,
+    score,
+    score_with_entropy,
+)
 from tokentrue.numerics.ops import (
     AttentionSpec,
     ClampedSwiglu,
@@ -9,6 +19,7 @@ from tokentrue.numerics.ops import (
     HeadNorm,
     LowRank,
     LowRankStack,
+    Norm,
     NormForm,
     Ops,
     Packed,
@@ -16,7 +27,6 @@ from tokentrue.numerics.ops import (
     RowSlots,
     same_bits,
 )
-from tokentrue.numerics.score import deterministic_grad, logits_of, score, score_with_entropy
 
 __all__ = [
     "SWITCHES",
@@ -28,6 +38,7 @@ __all__ = [
     "KeptRows",
     "LowRank",
     "LowRankStack",
+    "Norm",
     "NormForm",
     "Ops",
     "Packed",

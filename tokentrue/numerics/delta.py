@@ -1,5 +1,4 @@
-"""Gated delta rule (Qwen3-Next, Qwen3.5): linear attention with a state updated token by token, in one order on both
-sides.
+"""Gated delta rule (Qwen3-Next, Qwen3.5): linear attention with a state updated token by token.
 
 Per token and value head, in float32, K the key size:
 
@@ -12,6 +11,7 @@ compute this recurrent form; gradients come from transformers' chunked form.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -22,30 +22,14 @@ from tokentrue.numerics.ops import NormForm, Ops, Packed
 
 
 def groups(lengths: Sequence[int], device: torch.device) -> Iterator[tuple[list[int], Tensor]]:
-    """Sequences of equal length, and their rows."""
-    starts, members = [0], dict[int, list[int]]()
+    """Sequences of equal length, and their rows [S, length]."""
+    starts, members = list(accumulate(lengths, initial=0)), dict[int, list[int]]()
     for index, length in enumerate(lengths):
-        starts.append(starts[-1] + length)
         members.setdefault(length, []).append(index)
     for length, own in members.items():
         if length:
             first = torch.tensor([starts[i] for i in own], device=device)
-            yield own, (first[:, None] + torch.arange(length, device=device)).flatten()
-
-
-def recurrent_scan(
-    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor
-) -> tuple[Tensor, Tensor]:
-    """q, k [S,n,H,K], v [S,n,H,V], decay, beta [S,n,H], state [S,H,K,V] -> out [S,n,H,V] and the last state."""
-    factor, scaled = torch.exp(decay), q * q.shape[-1] ** -0.5
-    out = torch.empty_like(v)
-    for t in range(q.shape[1]):
-        key = k[:, t].unsqueeze(-1)
-        state = state * factor[:, t, :, None, None]
-        delta = (v[:, t] - (state * key).sum(-2)) * beta[:, t].unsqueeze(-1)
-        state = state + key * delta.unsqueeze(-2)
-        out[:, t] = (state * scaled[:, t].unsqueeze(-1)).sum(-2)
-    return out, state
+            yield own, first[:, None] + torch.arange(length, device=device)
 
 
 def scan_sequences(
@@ -53,11 +37,18 @@ def scan_sequences(
 ) -> tuple[Tensor, Tensor]:
     """`Ops.delta_scan` in plain torch."""
     last = q.new_zeros(len(lengths), q.shape[1], q.shape[2], v.shape[2]) if state is None else state.clone()
-    out = torch.empty_like(v)
+    out, factor, scaled = torch.empty_like(v), torch.exp(decay), q * q.shape[-1] ** -0.5
     for members, rows in groups(lengths, q.device):
-        qm, km, vm, decays, betas = (x[rows].view(len(members), -1, *x.shape[1:]) for x in (q, k, v, decay, beta))
-        found, last[members] = recurrent_scan(qm, km, vm, decays, betas, last[members])
-        out[rows] = found.flatten(0, 1)
+        own = last[members]
+        queries, keys, values, factors, betas = (x[rows] for x in (scaled, k, v, factor, beta))
+        found = torch.empty_like(values)
+        for t in range(rows.shape[1]):
+            key = keys[:, t].unsqueeze(-1)
+            own = own * factors[:, t, :, None, None]
+            delta = (values[:, t] - (own * key).sum(-2)) * betas[:, t].unsqueeze(-1)
+            own = own + key * delta.unsqueeze(-2)
+            found[:, t] = (own * queries[:, t].unsqueeze(-1)).sum(-2)
+        out[rows], last[members] = found, own
     return out, last
 
 
@@ -83,28 +74,14 @@ class DeltaScan(torch.autograd.Function):
 
         inputs = ctx.saved_tensors  # read once: checkpointing unpacks it
         found = [torch.empty_like(x) for x in inputs]
-        for members, rows in groups(ctx.lengths, grads[0].device):
-
-            def together(x: Tensor, rows: Tensor = rows, count: int = len(members)) -> Tensor:
-                return x[rows].view(count, -1, *x.shape[1:])
-
+        for _, rows in groups(ctx.lengths, grads[0].device):
             with torch.enable_grad():
-                leaves = [together(x).detach().requires_grad_() for x in inputs]
-                q, k, v, decay, beta = leaves
+                q, k, v, decay, beta = leaves = [x[rows].detach().requires_grad_() for x in inputs]
                 out, _ = torch_chunk_gated_delta_rule(q, k, v, g=decay, beta=beta)
-                parts = torch.autograd.grad(out, leaves, together(grads[0]))
+                parts = torch.autograd.grad(out, leaves, grads[0][rows])
             for whole, part in zip(found, parts, strict=True):
-                whole[rows] = part.flatten(0, 1)
+                whole[rows] = part
         return (*found, None, None)
-
-
-def differentiable_scan(
-    scan: Scan, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, lengths: Sequence[int], state: Tensor | None
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`scan`, differentiable if inputs need gradients and the sequences start from zero states."""
-    if state is None and torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, decay, beta)):
-        return DeltaScan.apply(q, k, v, decay, beta, tuple(lengths), scan)  # pyright: ignore[reportReturnType]
-    return scan(q, k, v, decay, beta, lengths, state)
 
 
 class GatedDelta:
@@ -131,15 +108,17 @@ class GatedDelta:
         ops, m = self.ops, self.module
         mixed, z, b, a = self.project(x_TK)
         mixed, history = self.convolve(mixed, lengths, history)
-        q, k, v = mixed.split(
-            (self.key_heads * self.key_size, self.key_heads * self.key_size, self.value_heads * self.value_size), -1
-        )
+        keys = self.key_heads * self.key_size
+        q, k, v = mixed.split((keys, keys, self.value_heads * self.value_size), -1)
         q, k = (self.unit(part.view(-1, self.key_heads, self.key_size)) for part in (q, k))
+        v = v.view(-1, self.value_heads, self.value_size).float()
         beta = ops.activation(b, "sigmoid").float()
         decay = -torch.exp(m.A_log.float()) * ops.activation(a.float() + m.dt_bias, "softplus")
-        out, state = differentiable_scan(
-            ops.delta_scan, q, k, v.view(-1, self.value_heads, self.value_size).float(), decay, beta, lengths, state
-        )
+        inputs = (q, k, v, decay, beta)
+        if state is None and torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+            out, state = DeltaScan.apply(*inputs, tuple(lengths), ops.delta_scan)  # pyright: ignore
+        else:
+            out, state = ops.delta_scan(*inputs, lengths, state)
         normed = ops.rms_norm(out.to(x_TK.dtype), m.norm.weight, m.norm.variance_epsilon, form=NormForm.PLAIN)
         gated = (normed.float() * ops.activation(z.float(), "silu")).to(x_TK.dtype)
         return ops.linear(gated.flatten(1), m.out_proj.weight), history, state
@@ -148,13 +127,10 @@ class GatedDelta:
         """Inputs of the convolution [T,C], gate z [T,H,V], b and a [T,H]."""
         ops, m, tokens = self.ops, self.module, x.shape[0]
         if not self.joined:
-            z = ops.linear(x, m.in_proj_z.weight).view(tokens, self.value_heads, self.value_size)
-            return (
-                ops.linear(x, m.in_proj_qkv.weight),
-                z,
-                ops.linear(x, m.in_proj_b.weight),
-                ops.linear(x, m.in_proj_a.weight),
-            )
+            # Their order is that of the sum of x's gradient.
+            parts = (m.in_proj_z, m.in_proj_qkv, m.in_proj_b, m.in_proj_a)
+            z, mixed, b, a = (ops.linear(x, part.weight) for part in parts)
+            return mixed, z.view(tokens, self.value_heads, self.value_size), b, a
         group = self.value_heads // self.key_heads
         wide = group * self.value_size
         qkvz = ops.linear(x, m.in_proj_qkvz.weight).view(tokens, self.key_heads, -1)
@@ -173,12 +149,12 @@ class GatedDelta:
         pieces: list[tuple[Tensor, Tensor]] = []
         for members, rows in groups(lengths, mixed.device):
             length = lengths[members[0]]
-            long = torch.cat((history[members], mixed[rows].view(len(members), length, -1)), 1)
+            long = torch.cat((history[members], mixed[rows]), 1)
             wide = long.float()
             total = wide[:, :length] * weight[:, 0]
             for tap in range(1, self.taps):
                 total = total + wide[:, tap : tap + length] * weight[:, tap]
-            pieces.append((rows, total.to(mixed.dtype).flatten(0, 1)))
+            pieces.append((rows.flatten(), total.to(mixed.dtype).flatten(0, 1)))
             kept[members] = long[:, length:].detach()
         order = torch.cat([rows for rows, _ in pieces])
         out = torch.cat([values for _, values in pieces]).index_select(0, order.argsort())
@@ -196,12 +172,9 @@ def delta_forward(name: str, module: nn.Module, ops: Ops) -> Any:
     delta = GatedDelta(name, module, ops)
 
     def forward(
-        hidden_states: Tensor,
-        cache_params: Any = None,
-        attention_mask: Tensor | None = None,
-        packed: Packed | None = None,
+        hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, packed: Packed | None = None,
         **kwargs: Any,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         if cache_params is not None:
             raise ExactnessError(
                 "exact(model) scores whole sequences; for generation with a cache use ExactEngine (here: use_cache=False)"

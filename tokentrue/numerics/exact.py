@@ -1,8 +1,7 @@
 """`exact(model)`: replaces the operators of a Hugging Face decoder by exact ones; undone on exit, also on error.
 
-No process-wide state changes: a replaced `forward` is set on the module object, attention goes through transformers'
-AttentionInterface under our name, and the code between modules may call only the functions listed in `modules.py`. An
-unknown module with parameters is refused by name. The `Contract` lists what the bits depend on besides the inputs: two
+No process-wide state changes: a replaced `forward` is set on the module object, and attention goes through
+transformers' AttentionInterface under our name. The `Contract` lists what the bits depend on besides the inputs: two
 sides with the same fingerprint compute the same bits.
 """
 
@@ -24,19 +23,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from tokentrue.errors import ExactnessError
 from tokentrue.numerics.cpu import CpuOps
-from tokentrue.numerics.delta import delta_forward, is_gated_delta
-from tokentrue.numerics.modules import (
-    CONTAINERS,
-    HARMLESS,
-    Replacement,
-    guard,
-    is_experts,
-    is_router,
-    own_parameters,
-    replace_attribute,
-    replacement_of,
-    unguard,
-)
+from tokentrue.numerics.modules import is_experts, is_router, plan_of, replace_attribute
 from tokentrue.numerics.ops import AttentionSpec, Heads, Linears, Ops, Packed
 
 
@@ -67,23 +54,15 @@ def machine_of(device: torch.device) -> dict[str, str]:
         import triton
 
         name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
-        version = str(vars(triton)["__version__"])
-        return {
-            "torch": torch.__version__,
-            "device": name,
-            "capability": f"{capability[0]}.{capability[1]}",
-            "triton": version,
+        found = {"device": name, "capability": "{}.{}".format(*capability), "triton": str(vars(triton)["__version__"])}
+    else:
+        built = torch.__config__.show().splitlines()
+        found = {
+            "device": torch.backends.cpu.get_cpu_capability(),
+            "threads": str(torch.get_num_threads()),
+            "library": "; ".join(line.strip(" -") for line in built if "MKL" in line and "Build settings" not in line),
         }
-    return {
-        "torch": torch.__version__,
-        "device": torch.backends.cpu.get_cpu_capability(),
-        "threads": str(torch.get_num_threads()),
-        "library": library_of(torch.__config__.show()),
-    }
-
-
-def library_of(text: str) -> str:
-    return "; ".join(line.strip(" -") for line in text.splitlines() if "MKL" in line and "Build settings" not in line)
+    return {"torch": torch.__version__, **found}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +82,10 @@ def shapes_of(model: nn.Module) -> ModelShapes:
             linears[module.weight.dtype].add((module.in_features, module.out_features, module.bias is not None))
         parameters = dict(module.named_parameters(recurse=False))
         if is_experts(parameters):
-            linears[parameters["down_proj"].dtype].update(expert_shapes(module, parameters))
+            for name in ("gate_up_proj", "down_proj"):
+                _, n, k = parameters[name].shape
+                shape = (n, k, False) if getattr(module, "is_transposed", False) else (k, n, False)
+                linears[parameters["down_proj"].dtype].add(shape)
         elif is_router(module) and not isinstance(module, nn.Linear | nn.Embedding):
             weight = parameters["weight"]
             for dtype in (weight.dtype, torch.float32):  # some routers compute in float32
@@ -115,17 +97,8 @@ def shapes_of(model: nn.Module) -> ModelShapes:
     return ModelShapes(linears=dict(linears), heads=frozenset(heads), dtype=dtype)
 
 
-def expert_shapes(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> Linears:
-    sizes = [parameters[name].shape for name in ("gate_up_proj", "down_proj")]
-    return {(k, n, False) if getattr(module, "is_transposed", False) else (n, k, False) for _, k, n in sizes}
-
-
 def head_size(module: nn.Module) -> int | None:
     return getattr(module, "qk_head_dim", getattr(module, "head_dim", None))
-
-
-def contract_of(model: nn.Module, ops: Ops) -> Contract:
-    return contract_for(shapes_of(model), ops, next(model.parameters()).device)
 
 
 def contract_for(shapes: ModelShapes, ops: Ops, device: torch.device) -> Contract:
@@ -144,10 +117,8 @@ OPS = "_tokentrue_ops"
 def attach_attention(model: nn.Module, ops: Ops, undo: ExitStack) -> None:
     AttentionInterface.register(ATTENTION, exact_attention)
     AttentionMaskInterface.register(ATTENTION, padding_mask)
-    owners: list[Any] = [
-        m for m in model.modules() if hasattr(m, "config") and hasattr(m.config, "_attn_implementation")
-    ]
-    configs = {id(m.config): m.config for m in owners}
+    owned = (getattr(module, "config", None) for module in model.modules())
+    configs = {id(config): config for config in owned if hasattr(config, "_attn_implementation")}
     for config in configs.values():
         undo.callback(setattr, config, "_attn_implementation", config._attn_implementation)
         config._attn_implementation = ATTENTION
@@ -170,50 +141,32 @@ def exact_attention(
 ) -> tuple[Tensor, None]:  # fmt: skip
     """query [B,H,T,D] -> [B,T,H,D]: whole sequences from position 0, padded on either side or packed."""
     ops: Ops = module.__dict__[OPS]
+    (b, h, t, d), narrow, mask = query.shape, value.shape[-1], attention_mask
     if dropout:
         raise ExactnessError(f"attention dropout {dropout} has no exact form: set it to 0 or call model.eval()")
-    if query.shape[2] != key.shape[2]:
+    if t != key.shape[2]:
         raise ExactnessError(
             "exact(model) scores whole sequences; for generation with a cache use ExactEngine (here: use_cache=False)"
         )
-    spec = AttentionSpec(
-        scale=scaling or query.shape[-1] ** -0.5, window=sliding_window, softcap=softcap, sinks=kwargs.get("s_aux")
-    )
-    with torch._C.DisableTorchFunction():
-        return attend(ops, query, key, value, attention_mask, packed, kwargs.get("position_ids"), spec), None
-
-
-def attend(
-    ops: Ops, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, packed: Packed | None, positions: Tensor | None,
-    spec: AttentionSpec,
-) -> Tensor:  # fmt: skip
-    b, h, t, d = query.shape
-    narrow = value.shape[-1]
     if narrow > d:
         raise ExactnessError(f"attention values of {narrow} per head are wider than its keys of {d}: no exact form")
-    # Zero padding is safe: every column of the result has its own sum.
-    value = F.pad(value, (0, d - narrow)) if narrow < d else value
-    q, k, v = (x.transpose(1, 2).reshape(b * t, -1, d) for x in (query, key, value))
-    if mask is not None:
-        out = attend_unpadded(ops, q, k, v, mask, spec)
-    else:
-        out = ops.attention(
-            q, k, v, packed or packed_from_positions(positions, b, t) or Packed.of((t,) * b, query.device), spec
-        )
-    return out.view(b, t, h, d)[..., :narrow]
-
-
-def attend_unpadded(ops: Ops, q: Tensor, k: Tensor, v: Tensor, mask_BT: Tensor, spec: AttentionSpec) -> Tensor:
-    """Padding rows are returned as zeros; real ones must be one run per sequence."""
-    if mask_BT.dim() != 2:
+    if mask is not None and mask.dim() != 2:
         raise ExactnessError(
             "exact attention knows padding masks [batch, tokens] and packed sequences, not a free 4-D mask"
         )
-    lengths = mask_BT.sum(-1)
-    rows = mask_BT.reshape(-1).nonzero().squeeze(-1)
-    packed = Packed.of(tuple(lengths.tolist()), q.device)
-    out = ops.attention(q[rows], k[rows], v[rows], packed, spec)
-    return torch.zeros_like(q).index_copy(0, rows, out)
+    spec = AttentionSpec(scale=scaling or d**-0.5, window=sliding_window, softcap=softcap, sinks=kwargs.get("s_aux"))
+    with torch._C.DisableTorchFunction():
+        # Zero padding is safe: every column of the result has its own sum.
+        value = F.pad(value, (0, d - narrow)) if narrow < d else value
+        q, k, v = (x.transpose(1, 2).reshape(b * t, -1, d) for x in (query, key, value))
+        if mask is not None:  # real rows are one run per sequence; padding rows are returned as zeros
+            rows = mask.reshape(-1).nonzero().squeeze(-1)
+            inside = ops.attention(q[rows], k[rows], v[rows], Packed.of(tuple(mask.sum(-1).tolist()), q.device), spec)
+            out = torch.zeros_like(q).index_copy(0, rows, inside)
+        else:
+            packed = packed or packed_from_positions(kwargs.get("position_ids"), b, t)
+            out = ops.attention(q, k, v, packed or Packed.of((t,) * b, q.device), spec)
+        return out.view(b, t, h, d)[..., :narrow], None
 
 
 def packed_from_positions(position_ids: Tensor | None, batch: int, tokens: int) -> Packed | None:
@@ -246,18 +199,8 @@ def ops_for(device: torch.device | str) -> Ops:
 
 
 SWITCHES = (
-    "linear",
-    "rms_norm",
-    "activation",
-    "rotary",
-    "router",
-    "experts",
-    "functions",
-    "linear_attention",
-    "attention",
-)
-# Kinds whose forward decides which of its torch calls are replaced.
-LOOKED_AT = ("router", "rotary")
+    "linear", "rms_norm", "activation", "rotary", "router", "experts", "functions", "linear_attention", "attention",
+)  # fmt: skip
 STATE = "_tokentrue_exact"
 
 
@@ -288,7 +231,7 @@ def exact(
     device = next(model.parameters()).device
     ops = ops or ops_for(device)
     plan = plan_of(model, ops)
-    contract = contract_of(model, ops)
+    contract = contract_for(shapes_of(model), ops, device)
     with ExitStack() as undo:
         for module, kind, forward in plan:
             if kind not in without:
@@ -297,47 +240,3 @@ def exact(
             attach_attention(model, ops, undo)
         replace_attribute(model, STATE, State(ops=ops, contract=contract), undo)
         yield contract
-
-
-def plan_of(model: nn.Module, ops: Ops) -> list[Replacement]:
-    """The replacement of every module that computes; raises on the first without an exact form."""
-    plan: list[Replacement] = []
-    whole: list[str] = []  # modules replaced with all that is in them
-    for name, module in model.named_modules():
-        if any(name.startswith(f"{outer}.") for outer in whole):
-            continue
-        if is_gated_delta(module):
-            whole.append(name)
-            plan.append((module, "linear_attention", unguard(delta_forward(name, module, ops))))
-            continue
-        known = replacement_of(name, module, ops)
-        if known is not None:
-            plan.append((known[0], known[1], known[2] if known[1] in LOOKED_AT else unguard(known[2])))
-        elif (
-            own_parameters(module)
-            and not isinstance(module, nn.Embedding)
-            and not is_router(module)
-            and not has_sinks_alone(module)
-        ):
-            raise ExactnessError(
-                f"{name} ({type(module).__name__}) has no exact form; its parameters are {own_parameters(module)}"
-            )
-        elif isinstance(module, nn.Dropout) and module.p > 0 and module.training:
-            raise ExactnessError(
-                f"{name} drops activations with p={module.p}: call model.eval() or set the dropout to 0"
-            )
-        elif has_own_code(module):
-            if not any(module.children()) and not is_router(module):
-                raise ExactnessError(f"{name} ({type(module).__name__}) has no exact form")
-            if ".layers." in f".{name}":
-                plan.append((module, "functions", guard(name, ops, module.forward)))
-    return plan
-
-
-def has_sinks_alone(module: nn.Module) -> bool:
-    """Sinks reach `exact_attention` as `s_aux`."""
-    return own_parameters(module) == ["sinks"] and hasattr(module, "o_proj")
-
-
-def has_own_code(module: nn.Module) -> bool:
-    return not isinstance(module, (*HARMLESS, *CONTAINERS)) and "RotaryEmbedding" not in type(module).__name__

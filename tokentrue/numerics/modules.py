@@ -3,26 +3,31 @@
 Glue code (residual sums, gates, routers) calls torch directly. Under `exact` each such call goes through
 `ExactFunctions`: products, and elementwise functions whose bits depend on an element's position in memory, are computed
 by the exact operators; listed functions pass; any other is refused by name. Functions are listed because they move or
-select values, or because `cpu/selftest.py` checks here that their bits do not depend on the batch. Parameters are read
+select values, or because `CpuOps.self_test` checks that their bits do not depend on the batch. Parameters are read
 from a module at call time: FSDP2 gathers them just before.
 """
 
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode, _get_current_function_mode, resolve_name
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode,
+    _get_current_function_mode_stack,
+    resolve_name,
+)
 from transformers.activations import ACT2CLS, ACT2FN
 
 from tokentrue.errors import ExactnessError
 from tokentrue.numerics.cpu.arithmetic import ACTIVATIONS
+from tokentrue.numerics.delta import delta_forward, is_gated_delta
 from tokentrue.numerics.ops import ClampedSwiglu, ExpertWeights, LowRank, NormForm, Ops
 
 MOVES = frozenset({
@@ -43,7 +48,7 @@ MOVES = frozenset({
     "tolist", "topk", "transpose", "tril", "triu", "type", "type_as", "unbind", "unflatten", "unfold", "unsafe_chunk",
     "unsqueeze", "unsqueeze_", "view", "view_as", "where", "zero_", "zeros", "zeros_like",
 })  # fmt: skip
-# `selftest.py` checks those that are more than one rounded operation.
+# `CpuOps.self_test` checks those that are more than one rounded operation.
 ARITHMETIC = frozenset({
     "__add__", "__floordiv__", "__iadd__", "__imul__", "__isub__", "__itruediv__", "__mod__", "__mul__", "__neg__",
     "__radd__", "__rmul__", "__rsub__", "__rtruediv__", "__sub__", "__truediv__", "abs", "add", "add_", "div", "div_",
@@ -54,8 +59,6 @@ ARITHMETIC = frozenset({
 REPLACED: dict[str, str] = {"sigmoid": "sigmoid", "sigmoid_": "sigmoid", "softplus": "softplus", "silu": "silu"}
 # By `Ops.function`.
 TRIGONOMETRIC = frozenset({"cos", "sin"})
-
-_state = threading.local()
 
 
 class ExactFunctions(TorchFunctionMode):
@@ -68,15 +71,7 @@ class ExactFunctions(TorchFunctionMode):
 
     @staticmethod
     def active() -> bool:
-        return getattr(_state, "active", False)
-
-    def __enter__(self) -> ExactFunctions:
-        _state.active = True
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        _state.active = False
-        super().__exit__(*error)
+        return any(isinstance(mode, ExactFunctions) for mode in _get_current_function_mode_stack())
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -127,9 +122,7 @@ def guard(name: str, ops: Ops, forward: Forward) -> Forward:
     """`forward` with the list applied; inside another guarded module it already is."""
 
     def checked(*args: Any, **kwargs: Any) -> Any:
-        if ExactFunctions.active():
-            return forward(*args, **kwargs)
-        with ExactFunctions(ops, name):
+        with nullcontext() if ExactFunctions.active() else ExactFunctions(ops, name):
             return forward(*args, **kwargs)
 
     return checked
@@ -145,39 +138,64 @@ def unguard(forward: Forward) -> Forward:
     return free
 
 
-# Module, which of SWITCHES it belongs to, its exact forward.
+# Module, which of `exact.SWITCHES` it belongs to, its exact forward.
 Replacement = tuple[nn.Module, str, Forward]
-HARMLESS = (nn.Embedding, nn.Dropout, nn.Identity)
-PLAIN_VARIANT = "MiCALinearVariant"  # of peft's variants of LoRA the one whose forward is the plain one
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+PLAIN_VARIANT = "MiCALinearVariant"  # of peft's variants of LoRA the one whose forward is the plain one
 
 
-def own_parameters(module: nn.Module) -> list[str]:
-    return [name for name, value in module.named_parameters(recurse=False) if value is not None]
+def plan_of(model: nn.Module, ops: Ops) -> list[Replacement]:
+    """The replacement of every module that computes; raises on the first without an exact form."""
+    plan: list[Replacement] = []
+    whole: list[str] = []  # modules replaced with all that is in them
+    for name, module in model.named_modules():
+        if any(name.startswith(f"{outer}.") for outer in whole):
+            continue
+        if is_gated_delta(module):
+            whole.append(name)
+        known = exact_form(name, module, ops)
+        if known is not None:
+            plan.append((module, *known))
+        elif computes(name, module) and ".layers." in f".{name}":
+            plan.append((module, "functions", guard(name, ops, module.forward)))
+    return plan
 
 
-def replacement_of(name: str, module: nn.Module, ops: Ops) -> Replacement | None:
-    if is_adapted(module):
-        return module, "linear", adapted_forward(name, module, ops)
+def computes(name: str, module: nn.Module) -> bool:
+    """True if a module without an exact form has code; raises if that code may not be exact."""
+    parameters = [name for name, value in module.named_parameters(recurse=False) if value is not None]
+    what = f"{name} ({type(module).__name__}) has no exact form"
+    sinks_alone = parameters == ["sinks"] and hasattr(module, "o_proj")  # they reach `exact_attention` as `s_aux`
+    if parameters and not sinks_alone and not isinstance(module, nn.Embedding) and not is_router(module):
+        raise ExactnessError(f"{what}; its parameters are {parameters}")
+    if isinstance(module, nn.Dropout) and module.p > 0 and module.training:
+        raise ExactnessError(f"{name} drops activations with p={module.p}: call model.eval() or set the dropout to 0")
+    if isinstance(module, (nn.Embedding, nn.Dropout, nn.Identity, *CONTAINERS)):
+        return False
+    if not any(module.children()) and not is_router(module):
+        raise ExactnessError(what)
+    return True
+
+
+def exact_form(name: str, module: Any, ops: Ops) -> tuple[str, Forward] | None:
+    if is_gated_delta(module):
+        return "linear_attention", unguard(delta_forward(name, module, ops))
+    if all(hasattr(module, part) for part in ("base_layer", "lora_A", "lora_B", "scaling")):
+        return "linear", unguard(adapted_forward(name, module, ops))
     if isinstance(module, nn.Linear):
-        return module, "linear", lambda x, m=module: ops.linear(x, m.weight, m.bias)
+        return "linear", unguard(lambda x: ops.linear(x, module.weight, module.bias))
     if type(module).__name__.endswith("RMSNorm"):
         eps, form = norm_kind(name, module)
-        return module, "rms_norm", lambda x, m=module: ops.rms_norm(x, m.weight, eps, form=form)  # pyright: ignore
+        return "rms_norm", unguard(lambda x: ops.rms_norm(x, module.weight, eps, form=form))
     if "RotaryEmbedding" in type(module).__name__:
-        return module, "rotary", rotary_forward(rotary_of_host(name, module), ops)
-    kind = activation_kind(module)
-    if kind is not None:
-        return module, "activation", lambda x: ops.activation(x, kind)
+        return "rotary", rotary_forward(name, module, ops)
+    if (kind := activation_kind(module)) is not None:
+        return "activation", unguard(lambda x: ops.activation(x, kind))
     if (normalise := softmax_router(module)) is not None:
-        return module, "router", router_forward(module, ops, normalise)
+        return "router", router_forward(module, ops, normalise)
     if is_experts(dict(module.named_parameters(recurse=False))):
-        return module, "experts", experts_forward(name, module, ops)
+        return "experts", unguard(experts_forward(name, module, ops))
     return None
-
-
-def is_adapted(module: nn.Module) -> bool:
-    return all(hasattr(module, part) for part in ("base_layer", "lora_A", "lora_B", "scaling"))
 
 
 def adapted_forward(name: str, module: Any, ops: Ops) -> Forward:
@@ -199,9 +217,8 @@ def adapted_forward(name: str, module: Any, ops: Ops) -> Forward:
             what = "merged" if module.merged else f"several active adapters {active}"
             raise ExactnessError(f"{name}: {what} has no exact form; unmerge, and activate one adapter")
         for adapter in active:
-            low = LowRank(
-                a=module.lora_A[adapter].weight, b=module.lora_B[adapter].weight, scale=module.scaling[adapter]
-            )
+            a, b = module.lora_A[adapter].weight, module.lora_B[adapter].weight
+            low = LowRank(a=a, b=b, scale=module.scaling[adapter])
             y = ops.add_low_rank(y, module.lora_dropout[adapter](x), low)
         return y
 
@@ -211,29 +228,26 @@ def adapted_forward(name: str, module: Any, ops: Ops) -> Forward:
 def is_router(module: nn.Module) -> bool:
     """A bare weight [experts, hidden] (and perhaps a bias) read by the module's own code."""
     parameters = dict(module.named_parameters(recurse=False))
-    return parameters.keys() <= {"weight", "bias"} and "weight" in parameters and parameters["weight"].dim() == 2
+    return parameters.keys() in ({"weight"}, {"weight", "bias"}) and parameters["weight"].dim() == 2
 
 
 def softmax_router(module: Any) -> bool | None:
     """Whether the router divides the chosen probabilities by their sum, found by running its code on another weight;
     None if it is not a plain softmax router.
     """
-    is_plain = is_router(module) and not isinstance(module, nn.Linear | nn.Embedding) and not list(module.buffers())
     top_k = getattr(module, "top_k", None)
-    if not is_plain or not isinstance(top_k, int):
+    if not isinstance(top_k, int) or not is_router(module) or list(module.buffers()):
         return None
-    generator, has_bias = torch.Generator().manual_seed(0), "bias" in dict(module.named_parameters(recurse=False))
-    experts, size = module.weight.shape
+    generator, (experts, size) = torch.Generator().manual_seed(0), module.weight.shape
     x, w = torch.randn(6, size, generator=generator), torch.randn(experts, size, generator=generator) / size**0.5
-    bias = torch.randn(experts, generator=generator) if has_bias else torch.zeros(experts)
-    found = run_stand_in(module, x, w, bias if has_bias else None)
-    if not isinstance(found, tuple) or len(found) != 3 or found[2].shape != (6, top_k):
-        return None
-    probs, index = torch.topk(torch.softmax(x @ w.t() + bias, -1), top_k, dim=-1)
-    if not torch.equal(found[2], index) or found[1].shape != probs.shape:
+    has_bias = isinstance(getattr(module, "bias", None), nn.Parameter)
+    bias = torch.randn(experts, generator=generator) if has_bias else None
+    found: Any = run_stand_in(module, x, w, bias)
+    probs, index = torch.topk(torch.softmax(F.linear(x, w, bias), -1), top_k, dim=-1)
+    if not isinstance(found, tuple) or len(found) != 3 or not torch.equal(found[2], index):
         return None
     for normalise, wanted in ((True, probs / probs.sum(-1, keepdim=True)), (False, probs)):
-        if torch.allclose(found[1], wanted, atol=1e-5):
+        if found[1].shape == wanted.shape and torch.allclose(found[1], wanted, atol=1e-5):
             return normalise
     return None
 
@@ -250,9 +264,8 @@ def router_forward(module: Any, ops: Ops, normalise: bool) -> Forward:
         taken = torch.topk(scores, module.top_k, dim=-1)[1]
         with torch._C.DisableTorchFunction():
             own = torch.topk(scores, module.top_k, dim=-1)[1]
-            weight, index = ops.route(
-                logits, module.top_k, normalise, torch.where((taken == own).all(-1, keepdim=True), index, taken)
-            )
+            taken = torch.where((taken == own).all(-1, keepdim=True), index, taken)
+            weight, index = ops.route(logits, module.top_k, normalise, taken)
         return logits, weight, index
 
     return forward
@@ -260,23 +273,19 @@ def router_forward(module: Any, ops: Ops, normalise: bool) -> Forward:
 
 def norm_kind(name: str, module: nn.Module) -> tuple[float, NormForm]:
     """eps and form, found by running the module's code on another weight: formula in float32, rounding in bfloat16."""
+    what = f"{name} ({type(module).__name__}) has no exact form"
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     weight = getattr(module, "weight", None)
     if not isinstance(eps, float) or weight is None or weight.dim() != 1:
-        raise ExactnessError(
-            f"{name} ({type(module).__name__}) has no exact form: not an RMS norm over the last dimension"
-        )
-    generator = torch.Generator().manual_seed(0)
-    size = weight.shape[0]
+        raise ExactnessError(f"{what}: not an RMS norm over the last dimension")
+    generator, size = torch.Generator().manual_seed(0), weight.shape[0]
     x, w = torch.randn(8, size, generator=generator), torch.rand(size, generator=generator) + 0.5
     found = run_stand_in(module, x, w)
     normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
     if torch.allclose(found, normed * (1 + w), rtol=1e-4, atol=1e-5):
         return eps, NormForm.UNIT_OFFSET
     if not torch.allclose(found, normed * w, rtol=1e-4, atol=1e-5):
-        raise ExactnessError(
-            f"{name} ({type(module).__name__}) has no exact form: its formula is neither x·w nor x·(1+w) over the RMS"
-        )
+        raise ExactnessError(f"{what}: its formula is neither x·w nor x·(1+w) over the RMS")
     x, w = x.bfloat16(), w.bfloat16()
     normed = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps)
     found = run_stand_in(module, x, w)
@@ -285,52 +294,42 @@ def norm_kind(name: str, module: nn.Module) -> tuple[float, NormForm]:
 
 
 def run_stand_in(module: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The code of the module's class on other parameters."""
     stand_in = copy.copy(module)
     parameters = {"weight": nn.Parameter(weight), **({} if bias is None else {"bias": nn.Parameter(bias)})}
     stand_in.__dict__ = {**module.__dict__, "_parameters": parameters}
-    stand_in.__dict__.pop("forward", None)
     with torch.no_grad():
         return type(module).forward(stand_in, x)
 
 
-def rotary_forward(module: Any, ops: Ops) -> Forward:
-    own = module.forward
+def rotary_forward(name: str, module: Any, ops: Ops) -> Forward:
+    """With float32 frequencies as the host computes them: `model.bfloat16()` rounds them, and a model built on a GPU has
+    different last bits. Frequencies that are not the config's are unchanged.
+    """
+    own = list(module.buffers(recurse=False))
+    is_rounded = any(buffer.dtype != torch.float32 for buffer in own)
+    if hasattr(module, "config"):
+        with torch.device("cpu"):
+            fresh = type(module)(module.config)
+        pairs = [(one.cpu(), other) for one, other in zip(own, fresh.buffers(recurse=False), strict=True)]
+        is_close = all(torch.allclose(*pair, rtol=1e-5, atol=0.0) for pair in pairs if not is_rounded)
+        if is_rounded or (is_close and not all(torch.equal(*pair) for pair in pairs)):
+            module = fresh.to(own[0].device)
+    elif is_rounded:
+        raise ExactnessError(
+            f"{name} ({type(module).__name__}) has rounded frequencies: load the model with dtype=, do not cast it"
+        )
+    own_forward = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         with ExactAngles(ops):
-            return own(*args, **kwargs)
+            return own_forward(*args, **kwargs)
 
     return forward
 
 
-def rotary_of_host(name: str, module: Any) -> Any:
-    """The module with float32 frequencies as the host computes them: `model.bfloat16()` rounds them, and a model built
-    on a GPU has different last bits. Frequencies that are not the config's are unchanged.
-    """
-    own = list(module.buffers(recurse=False))
-    is_rounded = any(buffer.dtype != torch.float32 for buffer in own)
-    if not hasattr(module, "config"):
-        if is_rounded:
-            raise ExactnessError(
-                f"{name} ({type(module).__name__}) has rounded frequencies: load the model with dtype=, do not cast it"
-            )
-        return module
-    with torch.device("cpu"):
-        fresh = type(module)(module.config)
-    if is_rounded or differ_in_last_bits(own, list(fresh.buffers(recurse=False))):
-        return fresh.to(own[0].device)
-    return module
-
-
-def differ_in_last_bits(some: list[Tensor], others: list[Tensor]) -> bool:
-    pairs = [(one.cpu(), other) for one, other in zip(some, others, strict=True)]
-    return any(not torch.equal(*pair) for pair in pairs) and all(
-        torch.allclose(*pair, rtol=1e-5, atol=0.0) for pair in pairs
-    )
-
-
 def activation_kind(module: nn.Module) -> str | None:
-    """The name in ACT2FN under which transformers builds this module, if it is one of ours."""
+    """The name under which transformers builds this module, if it is one of ours."""
     for kind in ACTIVATIONS:
         if kind in ACT2CLS and type(module) is type(ACT2FN[kind]):
             return kind
@@ -344,7 +343,8 @@ def is_experts(parameters: dict[str, nn.Parameter]) -> bool:
 
 
 def experts_forward(name: str, module: Any, ops: Ops) -> Forward:
-    extra = set(own_parameters(module)) - {"gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"}
+    known = {"gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"}
+    extra = {name for name, _ in module.named_parameters(recurse=False)} - known
     interleaved = getattr(module, "is_transposed", False)
     act = expert_activation(module)
     if extra or interleaved == getattr(module, "is_concatenated", True) or act is None:

@@ -1,24 +1,24 @@
 """The operators whose bits must not depend on the batch: one interface, one implementation per device.
 
-Invariant of every method: the result of a row (a token, a query) depends only on that row's inputs; never on the number
-of rows in the call, its position among them, the chunking of its prefill, the page its keys are in, or on prefill
-versus decode. Engine and trainer call the same methods, so equal inputs give equal bits on both sides.
+Invariant of every method: the result of a row (a token, a query) depends only on that row's inputs; never on the other
+rows of the call, the chunking of its prefill, the page its keys are in, or on prefill versus decode. Engine and trainer
+call the same methods, so equal inputs give equal bits on both sides.
 
 Shapes: T tokens (all sequences of a step back to back), S sequences, H query heads, J key/value heads (H % J == 0), D
 head size, K/N in/out features, V vocabulary, E experts, I expert width, B block (page) size.
 
-Paged cache of one layer: `k_cache`, `v_cache` `[num_blocks, J, B, D]` in the model's dtype, from `Ops.new_cache`. Block
-0 is the null block: never allocated, always zero, padding of the block tables. Entries are always finite. The token at
-position p of a sequence is in block `table[p // B]`, row `p % B`; its slot is `block * B + p % B`.
+Paged cache of one layer: `k_cache`, `v_cache` `[num_blocks, J, B, D]`, from `Ops.new_cache`. Block 0 is never allocated
+and always zero: padding of the block tables. Entries are always finite. The token at position p of a sequence is in
+block `table[p // B]`, row `p % B`; its slot is `block * B + p % B`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,30 +32,23 @@ Heads = set[tuple[int, int, int]]  # (H, J, D)
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Equal dtype, shape and bits: no tolerance, and -0 is not 0."""
     kind = INTEGERS[a.element_size()]
-    return (
-        a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.contiguous().view(kind), b.contiguous().view(kind))
-    )
+    alike = a.dtype == b.dtype and a.shape == b.shape
+    return alike and torch.equal(a.contiguous().view(kind), b.contiguous().view(kind))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
-    """Causal attention. `window=w`: a query at position p sees keys p-w+1 .. p. `softcap=c`: scores become c*tanh(s/c).
-    `sinks` [H] (gpt-oss): an additional score of each query head, without a value.
-    """
-
     scale: float
-    window: int | None = None
-    softcap: float | None = None
-    sinks: Tensor | None = None
+    window: int | None = None  # a query at position p sees keys p-window+1 .. p
+    softcap: float | None = None  # scores become softcap*tanh(s/softcap)
+    sinks: Tensor | None = None  # [H] (gpt-oss): an additional score of each query head, without a value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packed:
-    """Whole sequences back to back (training), from position 0: sequence i has rows `cu_seqlens[i] ..
-    cu_seqlens[i+1]`.
-    """
+    """Whole sequences back to back (training), from position 0."""
 
-    cu_seqlens: Tensor  # int32 [S+1], on the device
+    cu_seqlens: Tensor  # int32 [S+1], on the device: where each starts
     lengths: tuple[int, ...]  # the same on the host
 
     @classmethod
@@ -66,12 +59,10 @@ class Packed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PagedBatch:
-    """One engine step: the newest `q_lens[i]` tokens of each sequence, back to back; the first `num_decodes` have one
-    each.
+    """One engine step: the newest `q_lens[i]` tokens of each sequence, back to back.
 
-    Keys of the new tokens are stored before attention reads, so a query at position p sees cache positions 0 .. p. Host
-    tuples are for planning; a captured graph reads only the device tensors (padding rows have slot 0 and context length
-    0 or 1).
+    Keys of the new tokens are stored before attention reads. Host tuples are for planning; a captured graph reads only
+    the device tensors (padding rows have slot 0 and context length 0 or 1).
     """
 
     positions: Tensor  # int64 [T]
@@ -81,16 +72,23 @@ class PagedBatch:
     block_tables: Tensor  # int32 [S, W], padded with 0
     q_lens: tuple[int, ...]
     contexts: tuple[int, ...]  # context_lens on the host
-    num_decodes: int
+    num_decodes: int  # the first ones, with one query each
     plan: Any = None  # derived from q_lens; given for a captured step that is replayed with other lengths
 
 
 class NormForm(IntEnum):
-    """Where an RMS norm rounds, and what its weight means. n = x / sqrt(mean(x²) + eps) in float32."""
+    """What follows n = x / sqrt(mean(x²) + eps) in float32."""
 
     PLAIN = 0  # round(n), then times weight, rounded again (Llama, Qwen3)
     UNIT_OFFSET = 1  # n * (1 + weight) in float32, one rounding (Gemma, Qwen3-Next)
     ONE_ROUNDING = 2  # n * weight in float32, one rounding (OLMo, gpt-oss)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Norm:
+    weight: Tensor
+    eps: float
+    form: NormForm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,26 +110,22 @@ class LowRank:
     scale: float
 
 
+@dataclass(slots=True)
 class LowRankStack:
-    """The adapted parts of one merged product, of all loaded adapters. Its projections end at the columns `ends`.
-    `packed`: a device's joint form of all parts, if any.
-    """
+    """The adapted parts of one merged product, of all loaded adapters."""
 
-    def __init__(self, ends: tuple[int, ...]) -> None:
-        self.ends = ends
-        self.parts: dict[int, tuple[LowRank | None, ...]] = {}  # slot -> one for each projection
-        self.packed: Any = None
+    ends: tuple[int, ...]  # of the product's projections: columns
+    parts: dict[int, tuple[LowRank | None, ...]] = field(default_factory=dict)  # slot -> one for each projection
+    packed: Any = None  # a device's joint form of all parts, if any
 
 
 @dataclass(slots=True, kw_only=True)
 class RowSlots:
-    """Which adapter changes each token row of a step. `slots` [T] int64 on the device; `count` for a row without an
-    adapter. `by_slot`: the rows of each slot; empty in a captured step.
-    """
+    """Which adapter changes each token row of a step."""
 
-    slots: Tensor
+    slots: Tensor  # int64 [T] on the device; `count` for a row without an adapter
     count: int
-    by_slot: Mapping[int, Tensor]
+    by_slot: Mapping[int, Tensor]  # the rows of each slot; empty in a captured step
     groups: Any = None  # what a device derives from `slots`, once a step
 
 
@@ -158,13 +152,10 @@ class ExpertWeights:
     down_bias: Tensor | None = None
     interleaved: bool = False
 
-    def gate_up_of(self, expert: int) -> Tensor:
-        """[2I,K], perhaps a transposed view."""
-        return self.gate_up[expert].t() if self.interleaved else self.gate_up[expert]
-
-    def down_of(self, expert: int) -> Tensor:
-        """[K,I], perhaps a transposed view."""
-        return self.down[expert].t() if self.interleaved else self.down[expert]
+    def matrices(self, expert: int) -> tuple[Tensor, Tensor]:
+        """[2I,K] and [K,I], perhaps transposed views."""
+        gate_up, down = self.gate_up[expert], self.down[expert]
+        return (gate_up.t(), down.t()) if self.interleaved else (gate_up, down)
 
     def split(self, both: Tensor) -> tuple[Tensor, Tensor]:
         if self.interleaved:
@@ -173,22 +164,21 @@ class ExpertWeights:
         return gate, up
 
 
-class Norm(Protocol):
-    @property
-    def weight(self) -> Tensor: ...
-    @property
-    def eps(self) -> float: ...
-    @property
-    def form(self) -> NormForm: ...
+def apply_rotation(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
+    """Values beyond the width of `cos` are unchanged. Computes in `cos`'s dtype if that is wider."""
+    width = cos.shape[-1]
+    if cos.dtype != x.dtype:
+        return apply_rotation(x.to(cos.dtype), cos, signed_sin).to(x.dtype)
+    if width < x.shape[-1]:
+        return torch.cat((apply_rotation(x[..., :width], cos, signed_sin), x[..., width:]), -1)
+    return (x * cos).add_(torch.cat((x[..., width // 2 :], x[..., : width // 2]), -1).mul_(signed_sin))
 
 
 class Ops(ABC):
-    """All exact operators of one device. (grad) works under autograd; the others are for inference only.
-
-    Rounding is part of the contract: results are rounded to the tensor's dtype exactly where a docstring says so.
+    """All exact operators of one device. (grad) works under autograd; the others are for inference only. Results are
+    rounded to the tensor's dtype exactly where a docstring says so.
     """
 
-    name: str
     block_size: int
     # Fewer rows cost more than this many: a lone token may be repeated this many times.
     least_rows: int = 1
@@ -196,6 +186,7 @@ class Ops(ABC):
     reads_16bit: bool = False
     # While it is a list, every mixture of experts appends its choice [T,k] and the weights.
     routes: list[tuple[Tensor, Tensor]] | None = None
+    _rotation: tuple[Tensor, Tensor, Tensor] | None = None
 
     # ---- rows x features
     @abstractmethod
@@ -218,17 +209,21 @@ class Ops(ABC):
     def act_mul(self, gate: Tensor, up: Tensor, kind: str) -> Tensor:
         """(grad) activation(gate) * up, rounded after each; both may be views of one `[..., 2*I]` tensor."""
 
-    @abstractmethod
-    def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """q [T,H,D], k [T,J,D], cos/sin [T,R] (model dtype): q*cos + rotate_half(q)*sin, rounded after each product and
-        after the sum, without fused multiply-add, as Hugging Face's `apply_rotary_pos_emb`.
+    def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x [T,H,D], cos/sin [T,R] (model dtype): x*cos + rotate_half(x)*sin, rounded after each product and after the
+        sum, without fused multiply-add, as Hugging Face's `apply_rotary_pos_emb`.
 
         With R < D only the first R values of a head are rotated. With float32 cos/sin the sum is rounded once (OLMo-3).
         """
+        if self._rotation is None or self._rotation[0] is not cos:  # the same for every layer of a step
+            half = sin.shape[-1] // 2
+            signed = torch.cat((-sin[..., :half], sin[..., half:]), -1)  # (-x)*sin and x*(-sin) have the same bits
+            self._rotation = (cos, cos.unsqueeze(1), signed.unsqueeze(1))
+        return apply_rotation(x, *self._rotation[1:])
 
     @abstractmethod
     def log_softmax(self, logits: Tensor) -> Tensor:
-        """(grad) Over the last dimension, in and out float32."""
+        """Over the last dimension, in and out float32."""
 
     @abstractmethod
     def experts(self, x: Tensor, index: Tensor, weight: Tensor, experts: ExpertWeights) -> Tensor:
@@ -274,8 +269,7 @@ class Ops(ABC):
 
     @abstractmethod
     def self_test(self, *, linears: Linears, heads: Heads, dtype: torch.dtype) -> list[str]:
-        """Checks the invariant on this machine for these (K, N, bias) and (H, J, D), and falls back if it does not
-        hold.
+        """Checks the invariant on this machine for these shapes, and falls back where it does not hold.
 
         Returns one sentence per fallback; raises ExactnessError if there is none.
         """
@@ -289,9 +283,7 @@ class Ops(ABC):
         return self.rms_norm(total, weight, eps, form=form), total
 
     def add_low_rank(self, y: Tensor, x: Tensor, low: LowRank) -> Tensor:
-        """(grad) y + linear(linear(x, A), B) * scale: products in the adapter's dtype, the sum in the wider one,
-        rounded to y's.
-        """
+        """(grad) y + linear(linear(x, A), B) * scale: products in the adapter's dtype, the sum in the wider one."""
         delta = self.linear(self.linear(x.to(low.a.dtype), low.a), low.b) * low.scale
         return (y + delta).to(y.dtype)
 
@@ -328,13 +320,7 @@ class Ops(ABC):
         return self.act_mul(gate, up, kind)
 
     def norm_linear(
-        self,
-        h: Tensor,
-        residual: Tensor,
-        norm: Norm,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        kind: str | None = None,
+        self, h: Tensor, residual: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None, kind: str | None = None
     ) -> tuple[Tensor, Tensor]:
         """(linear, or with `kind` gated_linear, of add_rms_norm(h, residual); residual + h). For inference."""
         normed, total = self.add_rms_norm(h, residual, norm.weight, norm.eps, form=norm.form)
@@ -351,31 +337,27 @@ class Ops(ABC):
         return gradient.scatter_add_(1, ids[:, None], grads[:, :1])
 
     def token_logprobs(self, logits: Tensor, ids: Tensor) -> Tensor:
-        """(grad) log_softmax(logits [R,V] float32)[r, ids[r]]."""
+        """log_softmax(logits [R,V] float32)[r, ids[r]]."""
         return self.log_softmax(logits).gather(-1, ids[:, None]).squeeze(-1)
 
     def prepare_qkv(
-        self,
-        qkv: Tensor,
-        heads: tuple[int, int, int],
-        norm: HeadNorm | None,
-        cos: Tensor | None,
-        sin: Tensor | None,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        batch: PagedBatch,
-    ) -> Tensor:
-        """qkv [T, (H+2J)*D] of one merged linear: head norms, rotary (cos/sin [T,D]), keys and values into the pages;
-        returns q [T,H,D].
-
-        Layers without a rotary embedding pass None and always use this method, never an override.
+        self, qkv: Tensor, heads: tuple[int, int, int], norm: HeadNorm | None, cos: Tensor | None, sin: Tensor | None,
+        k_cache: Tensor, v_cache: Tensor, batch: PagedBatch,
+    ) -> Tensor:  # fmt: skip
+        """qkv [T, (H+2J)*D] of one merged linear: head norms, rotary (cos/sin [T,D]) if any, keys and values into the
+        pages; returns q [T,H,D]. Queries and keys go together: half the calls.
         """
         h, j, d = heads
-        q, k, v = qkv.view(-1, h + 2 * j, d).split((h, j, j), dim=1)
+        split = qkv.view(-1, h + 2 * j, d)
+        qk, v = split[:, : h + j], split[:, h + j :]
         if norm is not None:
-            q = self.rms_norm(q, norm.q_weight, norm.eps, form=norm.form)
-            k = self.rms_norm(k, norm.k_weight, norm.eps, form=norm.form)
+            qk = self.norm_heads(qk, norm, h)
         if cos is not None and sin is not None:
-            q, k = self.rotary(q, k, cos, sin)
-        self.store_kv(k, v, k_cache, v_cache, batch.slots)
-        return q
+            qk = self.rotary(qk, cos, sin)
+        self.store_kv(qk[:, h:], v, k_cache, v_cache, batch.slots)
+        return qk[:, :h]
+
+    def norm_heads(self, qk: Tensor, norm: HeadNorm, query_heads: int) -> Tensor:
+        q, k = qk[:, :query_heads], qk[:, query_heads:]
+        q = self.rms_norm(q, norm.q_weight, norm.eps, form=norm.form)
+        return torch.cat((q, self.rms_norm(k, norm.k_weight, norm.eps, form=norm.form)), 1)

@@ -1,8 +1,8 @@
-"""CPU arithmetic whose bits do not depend on the number of rows, nor on a value's position or neighbours.
+"""Arithmetic on the CPU whose bits do not depend on the number of rows, nor on a value's position or neighbours.
 
 float32 products have three forms with the same bits: oneDNN's linear kernel (rows are independent from two rows up);
-for small K the ordinary product of at least PLAIN_ROWS rows, and the product with the transposed weight, both with far
-less call overhead. Fixed row tiles serve 16-bit types, one column, and every case where the others fail.
+for small K, with far less call overhead, the ordinary product of at least PLAIN_ROWS rows, and the product with the
+transposed weight. Fixed row tiles serve 16-bit types, one column, and every case where the others fail.
 """
 
 from __future__ import annotations
@@ -77,23 +77,20 @@ def tiled_product(x_MK: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     rows, columns = x_MK.shape[0], weight.shape[0]
     if weight.dtype == torch.float32 and columns < LEAST_COLUMNS:
         missing = LEAST_COLUMNS - columns
-        wide = tiled_product(
-            x_MK, F.pad(weight, (0, 0, 0, missing)), None if bias is None else F.pad(bias, (0, missing))
-        )
-        return wide[:, :columns].contiguous()
-    out = x_MK.new_empty(rows, weight.shape[0])
+        wide_bias = None if bias is None else F.pad(bias, (0, missing))
+        return tiled_product(x_MK, F.pad(weight, (0, 0, 0, missing)), wide_bias)[:, :columns].contiguous()
+    out = x_MK.new_empty(rows, columns)
     for start in range(0, rows, TILE):
         tile = x_MK[start : start + TILE]
         short = TILE - tile.shape[0]
         if short:
             tile = torch.cat((tile, tile.new_zeros(short, tile.shape[1])))
-        result = F.linear(tile, weight, bias)
-        out[start : start + TILE] = result[: TILE - short] if short else result
+        out[start : start + TILE] = F.linear(tile, weight, bias)[: TILE - short]
     return out
 
 
 class Linear(torch.autograd.Function):
-    """Forward by a row-invariant product; backward by ordinary ones (deterministic, which suffices for gradients)."""
+    """On any device: forward by a row-invariant product; backward by ordinary ones (deterministic, which suffices)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, product: Product) -> Tensor:
@@ -106,12 +103,10 @@ class Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         grad = grads[0]
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
-        return (
-            multiply(grad, weight) if need_x else None,
-            multiply(grad.T, x) if need_weight else None,
-            grad.sum(0) if ctx.has_bias and need_bias else None,
-            None,
-        )
+        d_bias = None
+        if ctx.has_bias and need_bias:
+            d_bias = grad.sum(0) if grad.device.type == "cpu" else grad.float().sum(0).to(grad.dtype)
+        return multiply(grad, weight) if need_x else None, multiply(grad.T, x) if need_weight else None, d_bias, None
 
 
 LANES = 16  # float32 values in the widest vector register
@@ -150,10 +145,6 @@ def gelu_tanh(x: Tensor) -> Tensor:
     return x * 0.5 * (1 + torch.tanh((x + x * x * x * 0.044715) * 0.7978845608028654))
 
 
-def gelu(x: Tensor) -> Tensor:
-    return x * 0.5 * (1 + apply_formula("erf", x * 0.7071067811865476))
-
-
 def sigmoid(x: Tensor) -> Tensor:
     return x.neg().exp_().add_(1).reciprocal_()
 
@@ -166,10 +157,7 @@ FORMULAS: Mapping[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tenso
         lambda x: x.clamp(min=0).add_(x.abs().neg_().exp_().log1p_()),
         lambda grad, x: grad * torch.sigmoid(x),
     ),
-    "erf": (
-        lambda x: compute("erf", x),
-        lambda grad, x: grad * (2 / math.sqrt(math.pi)) * torch.exp(-x.square()),
-    ),
+    "erf": (partial(compute, "erf"), lambda grad, x: grad * (2 / math.sqrt(math.pi)) * torch.exp(-x.square())),
 }
 
 
@@ -196,28 +184,8 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "swish": partial(apply_formula, "silu"),
     "gelu_pytorch_tanh": gelu_tanh,
     "gelu_new": gelu_tanh,
-    "gelu": gelu,
+    "gelu": lambda x: x * 0.5 * (1 + apply_formula("erf", x * 0.7071067811865476)),
     "relu": torch.relu,
     "sigmoid": partial(apply_formula, "sigmoid"),
     "softplus": partial(apply_formula, "softplus"),
 }
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return apply_rotation(x, *rotation_of(cos, sin))
-
-
-def rotation_of(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and signed sin, broadcastable over heads; (-x2)*sin and x2*(-sin) have the same bits."""
-    half = sin.shape[-1] // 2
-    return cos.unsqueeze(1), torch.cat((-sin[..., :half], sin[..., half:]), -1).unsqueeze(1)
-
-
-def apply_rotation(x: Tensor, cos: Tensor, signed: Tensor) -> Tensor:
-    """Values beyond the width of `cos` are unchanged. Computes in `cos`'s dtype if that is wider."""
-    if cos.dtype != x.dtype:
-        return apply_rotation(x.to(cos.dtype), cos, signed).to(x.dtype)
-    if cos.shape[-1] < x.shape[-1]:
-        return torch.cat((apply_rotation(x[..., : cos.shape[-1]], cos, signed), x[..., cos.shape[-1] :]), -1)
-    half = cos.shape[-1] // 2
-    return (x * cos).add_(torch.cat((x[..., half:], x[..., :half]), -1).mul_(signed))

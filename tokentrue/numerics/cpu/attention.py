@@ -1,9 +1,9 @@
 """Causal attention on the CPU with one reduction order for training, prefill and decode.
 
 A query's result is a fold over key blocks of 128, in order: scores by one product over the head size, the maximum over
-all visible keys, exp, then per block the product with the values and the sum, block after block, a sink last. Masked
-and padded keys have weight exactly 0, so padding changes nothing. A product gives a row the same bits from a minimum
-number of rows on, which the start-up check finds (`selftest.Findings.rows`). float32 throughout.
+all visible keys, exp, then per block the product with the values and the sum, a sink last. Masked and padded keys have
+weight exactly 0, so padding changes nothing. A product gives a row the same bits from a minimum number of rows on,
+which the self-test finds. float32 throughout.
 
 Legend: X batch of (key head, sequence), M query rows (position-major, then heads of the group), N keys (a multiple of
 128), D head size.
@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -31,12 +32,7 @@ KEPT = 1 << 24
 
 
 def fold(
-    q_XMD: Tensor,
-    k_XND: Tensor,
-    v_XND: Tensor,
-    hidden: Tensor | None,
-    softcap: float | None,
-    sink: Tensor | None = None,
+    q_XMD: Tensor, k_XND: Tensor, v_XND: Tensor, hidden: Tensor, softcap: float | None, sink: Tensor | None = None
 ) -> tuple[Tensor, ...]:
     """Output [X,M,D], maximum and total [X,M,1], weights before division [X,M,N].
 
@@ -45,9 +41,7 @@ def fold(
     s_XMN = torch.bmm(q_XMD, k_XND.transpose(1, 2))
     if softcap is not None:
         s_XMN = s_XMN.div_(softcap).tanh_().mul_(softcap)
-    if hidden is not None:
-        last = s_XMN if s_XMN.shape[-1] == hidden.shape[-1] else s_XMN[..., s_XMN.shape[-1] - hidden.shape[-1] :]
-        last.masked_fill_(hidden, -torch.inf)
+    s_XMN[..., s_XMN.shape[-1] - hidden.shape[-1] :].masked_fill_(hidden, -torch.inf)
     top = s_XMN.amax(-1, keepdim=True)
     if sink is not None:
         top = torch.maximum(top, sink)
@@ -92,7 +86,7 @@ class Chunk:
     first: int
     tile: int
     keys: int  # a multiple of KEYS
-    hidden: Tensor
+    hidden: Tensor  # over the last keys
 
 
 def chunks(start: int, stop: int, window: int | None, groups: int) -> Iterator[Chunk]:
@@ -114,16 +108,8 @@ class PackedAttention(torch.autograd.Function):
     """q [C,T,H,D], k/v [C,T,J,D]: C sequences padded to T (a multiple of 128). Padded rows are undefined."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, spec: AttentionSpec) -> Tensor:
+        scale, window, softcap = spec.scale, spec.window, spec.softcap
         q_XTGD, k_XND, v_XND = head_major(q, k, v, scale)
         x, t, g, d = q_XTGD.shape
         out = torch.empty_like(q_XTGD)
@@ -175,8 +161,6 @@ class PackedAttention(torch.autograd.Function):
             token_major(dv.unsqueeze(2), v.shape).to(v.dtype),
             None if d_sinks is None or sinks is None else d_sinks.flatten().to(sinks.dtype),
             None,
-            None,
-            None,
         )
 
 
@@ -215,57 +199,115 @@ def attention(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], spec: A
     """q [T,H,D], k/v [T,J,D], sequences back to back; those of equal padded length share a product."""
     if lengths[0] % KEYS == 0 and len(set(lengths)) == 1:
         even = (x.view(len(lengths), lengths[0], *x.shape[1:]) for x in (q, k, v))
-        return PackedAttention.apply(*even, spec.sinks, spec.scale, spec.window, spec.softcap).view(q.shape)  # pyright: ignore
-    starts = [0]
-    for length in lengths:
-        starts.append(starts[-1] + length)
+        return PackedAttention.apply(*even, spec.sinks, spec).view(q.shape)  # pyright: ignore
+    starts = list(accumulate(lengths, initial=0))
     buckets: dict[int, list[int]] = {}
     for index, length in enumerate(lengths):
         buckets.setdefault(up_to(length, KEYS), []).append(index)
     rows, results = [], []
     for padded, members in buckets.items():
-        index = torch.cat([padded_index(starts[i], lengths[i], padded) for i in members])
-        shape = (len(members), padded)
-        tensors = (x.index_select(0, index).view(*shape, *x.shape[1:]) for x in (q, k, v))
-        out = PackedAttention.apply(*tensors, spec.sinks, spec.scale, spec.window, spec.softcap)
+        # The last row repeated as padding: finite, and hidden from every real query.
+        index = torch.cat([torch.arange(starts[i], starts[i] + padded).clamp_(max=starts[i + 1] - 1) for i in members])
+        tensors = (x.index_select(0, index).view(len(members), padded, *x.shape[1:]) for x in (q, k, v))
+        out = PackedAttention.apply(*tensors, spec.sinks, spec)
         keep = torch.cat([torch.arange(lengths[i]) + row * padded for row, i in enumerate(members)])
         rows.append(torch.cat([torch.arange(starts[i], starts[i + 1]) for i in members]))
         results.append(out.view(-1, *out.shape[2:]).index_select(0, keep))  # pyright: ignore
-    order = torch.cat(rows)
-    joined = torch.cat(results) if len(results) > 1 else results[0]
-    if len(buckets) == 1 and bool((order[1:] > order[:-1]).all()):
-        return joined
-    return joined.index_select(0, order.argsort())
-
-
-def padded_index(start: int, length: int, padded: int) -> Tensor:
-    """Repeats the last row as padding: finite, and hidden from every real query."""
-    return torch.arange(start, start + padded).clamp_(max=start + length - 1)
+    if len(buckets) == 1:  # in order
+        return results[0]
+    return torch.cat(results).index_select(0, torch.cat(rows).argsort())
 
 
 @dataclass(frozen=True, slots=True)
-class DecodePlan:
-    """Sequences that decode together, and the mask of `keys` (padding included)."""
+class Plan:
+    """Sequences of a step that are computed together: as many queries each, and about as many keys."""
 
-    rows: slice | Tensor
+    rows: Tensor | None  # of their queries; None: all of the step
+    sequences: int
     pages: Tensor
-    keys: int
-    hidden: Tensor | None
+    keys: int  # padding included
+    first: int  # position of the first query (unless they are decodes)
+    chunks: list[Chunk]
 
 
-def decode_buckets(contexts: tuple[int, ...]) -> list[list[int]]:
-    """Padded lengths within a factor of two share a product; others would pay for the longest."""
-    buckets: dict[int, list[int]] = {}
-    for i, context in enumerate(contexts):
-        buckets.setdefault(((context - 1) // KEYS).bit_length(), []).append(i)
-    return list(buckets.values())
+class PagedAttention:
+    """`Ops.paged_attention`."""
 
+    def __init__(self, page: int) -> None:
+        self.page = page
+        self.rows = 8  # least rows of a product; the self-test finds it
+        self._buffers: dict[str, Tensor] = {}
+        self._plans: tuple[PagedBatch, dict[tuple[int | None, int, int], list[Plan]]] | None = None
 
-def prefill_buckets(batch: PagedBatch) -> list[list[int]]:
-    buckets: dict[tuple[int, int], list[int]] = {}
-    for i in range(batch.num_decodes, len(batch.q_lens)):
-        buckets.setdefault((batch.q_lens[i], batch.contexts[i]), []).append(i)
-    return list(buckets.values())
+    def __call__(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, spec: AttentionSpec) -> Tensor:
+        if self._plans is None or self._plans[0] is not batch:
+            self._plans = (batch, {})
+        heads = k_cache.shape[1]
+        key = (spec.window, heads, q.shape[1] // heads)
+        plans = self._plans[1].get(key)  # the same for every layer of a step
+        if plans is None:
+            plans = self._plans[1][key] = self.plan(batch, *key)
+        if len(plans) == 1 and plans[0].rows is None:
+            return self.compute(q, k_cache, v_cache, plans[0], spec)
+        out = q.new_empty(q.shape)
+        for plan in plans:
+            out[plan.rows] = self.compute(q[plan.rows], k_cache, v_cache, plan, spec)
+        return out
+
+    def plan(self, batch: PagedBatch, window: int | None, heads: int, groups: int) -> list[Plan]:
+        """Decodes of padded lengths within a factor of two share a product (others would pay for the longest), and so do
+        prefills alike.
+        """
+        buckets: dict[tuple[int, int], list[int]] = {}
+        for i, (queries, context) in enumerate(zip(batch.q_lens, batch.contexts, strict=True)):
+            alike = (0, ((context - 1) // KEYS).bit_length()) if i < batch.num_decodes else (queries, context)
+            buckets.setdefault(alike, []).append(i)
+        starts = list(accumulate(batch.q_lens, initial=0))
+        plans = []
+        for members in buckets.values():
+            queries, contexts = batch.q_lens[members[0]], [batch.contexts[i] for i in members]
+            keys, first = up_to(max(contexts), KEYS), contexts[0] - queries
+            if members[0] < batch.num_decodes:
+                hidden = hidden_decode(contexts, keys, window)
+                chunked = [Chunk(first, 1, keys, hidden.repeat(heads, 1, 1) if len(members) > 1 else hidden)]
+            else:
+                chunked = list(chunks(first, contexts[0], window, groups))
+            whole = len(members) == len(batch.q_lens)
+            rows = None if whole else torch.cat([torch.arange(starts[i], starts[i + 1]) for i in members])
+            tables, pages = batch.block_tables if whole else batch.block_tables[members], keys // self.page
+            tables = F.pad(tables[:, :pages], (0, max(0, pages - tables.shape[1])))
+            plans.append(Plan(rows, len(members), tables.reshape(-1), keys, first, chunked))
+        return plans
+
+    def compute(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Plan, spec: AttentionSpec) -> Tensor:
+        shape = (plan.sequences, q.shape[0] // plan.sequences, *q.shape[1:])
+        j, s, t = k_cache.shape[1], *shape[:2]
+        k, v = self.gather(k_cache, plan, "k"), self.gather(v_cache, plan, "v")
+        q_XTGD = head_major_one(q.view(shape), j) * spec.scale
+        x, _, g, d = q_XTGD.shape
+        out = torch.empty_like(q_XTGD)
+        for chunk in plan.chunks:
+            at, hidden = chunk.first - plan.first, chunk.hidden
+            stop, least = min(chunk.tile, t - at), max(chunk.tile * g, self.rows)
+            rows = F.pad(q_XTGD[:, at : at + stop].reshape(x, -1, d), (0, 0, 0, least - stop * g))
+            if hidden.shape[-2] not in (1, least):
+                hidden = F.pad(hidden, (0, 0, 0, least - hidden.shape[-2]))
+            sink = sink_rows(spec.sinks, j, s, stop, least)
+            result = fold(rows, k[:, : chunk.keys], v[:, : chunk.keys], hidden, spec.softcap, sink)[0]
+            out[:, at : at + stop] = result[:, : stop * g].view(x, stop, g, d)
+        return token_major(out, torch.Size(shape)).to(q.dtype).view(q.shape)
+
+    def gather(self, cache: Tensor, plan: Plan, name: str) -> Tensor:
+        """float32 [J*S, keys, D], in a buffer that the next call with this name reuses."""
+        source = cache.transpose(0, 1)
+        j, _, b, d = source.shape
+        size = j * plan.pages.shape[0] * b * d
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.numel() < size or buffer.dtype != cache.dtype:
+            buffer = self._buffers[name] = torch.empty(size, dtype=cache.dtype)
+        out = buffer[:size].view(j, plan.pages.shape[0], b, d)
+        torch.index_select(source, 1, plan.pages, out=out)
+        return out.view(-1, plan.keys, d).float()
 
 
 @lru_cache(maxsize=1)
@@ -274,21 +316,12 @@ def past_the_end() -> Tensor:
     return torch.arange(KEYS)[None, :] >= torch.arange(KEYS + 1)[:, None]
 
 
-def hidden_decode(contexts: list[int], keys: int, window: int | None) -> Tensor | None:
+def hidden_decode(contexts: list[int], keys: int, window: int | None) -> Tensor:
     """[S,1,N]: mask of hidden keys; only over the last block if that suffices."""
     first = keys - KEYS
-    if window is None and all(context == keys for context in contexts):
-        return None
     if window is None and min(contexts) > first:
-        table = past_the_end()
-        return (
-            table[contexts[0] - first].view(1, 1, -1)
-            if len(contexts) == 1
-            else table[[c - first for c in contexts]].unsqueeze(1)
-        )
+        return past_the_end()[[context - first for context in contexts]].unsqueeze(1)
     ends = torch.tensor(contexts).view(-1, 1, 1)
     at = torch.arange(keys).view(1, 1, -1)
     hidden = at >= ends
-    if window is not None:
-        hidden |= at < ends - window
-    return hidden
+    return hidden if window is None else hidden | (at < ends - window)

@@ -7,15 +7,13 @@ rows a warp, the sums of a row stay inside one warp, so the tile's height does n
 future are exact no-ops. A sink is folded in last, as a block of one key without a value. The backward pass has no
 atomics: dQ and dK/dV are two kernels, each a fixed fold.
 
-Legend: T tokens, H query heads, J key heads, G = H/J, D head size, S sequences, BM rows of a query tile, BN keys of a
-block.
+Legend: T tokens, H query heads, J key heads, G = H/J, D head size, S sequences, BM query rows, BN keys of a block.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -23,15 +21,21 @@ import triton.language as tl
 from torch import Tensor
 
 from tokentrue.errors import ExactnessError
-from tokentrue.numerics.ops import AttentionSpec, Packed
-from tokentrue.numerics.triton.launch import align_rows, cdiv, launch, let_next_start, power_of_two, wait_for_inputs
-from tokentrue.numerics.triton.matmul import precision_of
+from tokentrue.numerics.ops import AttentionSpec, Packed, PagedBatch
+from tokentrue.numerics.triton.launch import (
+    align_rows,
+    cdiv,
+    launch,
+    let_next_start,
+    power_of_two,
+    precision_of,
+    wait_for_inputs,
+)
 
 LOG2E = 1.4426950408889634
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QueryTile:
+class QueryTile(NamedTuple):
     """Does not affect bits while a warp has at least 16 rows (16-bit dtypes)."""
 
     rows: int
@@ -51,8 +55,7 @@ def tile_of(dtype: torch.dtype, *, streams: bool = False) -> QueryTile:
     return QueryTile(rows=64, warps=4, stages=3 if streams else 2)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tiles:
+class Tiles(NamedTuple):
     """Program i computes queries from `query[i]` on in sequence `sequence[i]` (int32)."""
 
     sequence: Tensor
@@ -110,8 +113,7 @@ def divide_rows(out, total, kind: tl.constexpr):
 @triton.jit
 def _fold_parts(part_ptr, part_m_ptr, part_l_ptr, sink_ptr, o_ptr, s, j, lowest, num_blocks, max_blocks, H: tl.constexpr, J: tl.constexpr,
                 D: tl.constexpr, BD: tl.constexpr, GP: tl.constexpr, SINK: tl.constexpr):  # fmt: skip
-    """The blocks of one decode query in ascending order; read past the first cache, where another program's writes may
-    not show."""
+    """The blocks of one decode query; read past the first cache, where another program's writes may not show."""
     G: tl.constexpr = H // J
     g = tl.arange(0, GP)
     d = tl.arange(0, BD)
@@ -144,8 +146,8 @@ def _forward_kernel(q_ptr, k_ptr, v_ptr, sink_ptr, o_ptr, lse_ptr, starts_ptr, c
                     H: tl.constexpr, J: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, GP: tl.constexpr, BM: tl.constexpr,
                     BN: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, LSE: tl.constexpr,
                     SPLIT: tl.constexpr, DECODE: tl.constexpr, SINK: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """Grid (tiles, J, splits). With SPLIT (one query a sequence) programs leave their blocks in `part_*`, and the last
-    to arrive folds them all, in the order of a program that has them alone."""
+    """Grid (tiles, J, splits). With SPLIT (one query a sequence) the last program to arrive folds the blocks of all, in
+    the order of a program that has them alone."""
     wait_for_inputs()
     let_next_start()
     tile = tl.program_id(0)
@@ -238,12 +240,6 @@ def _forward_kernel(q_ptr, k_ptr, v_ptr, sink_ptr, o_ptr, lse_ptr, starts_ptr, c
             tl.store(lse_ptr + at_out, top + tl.log2(total), mask=row_ok)
 
 
-def tiles_of(
-    counts: Sequence[int], *, skip: int = 0, heads: int, key_heads: int, dtype: torch.dtype, device: torch.device
-) -> Tiles:
-    return copy_tiles(tile_starts(counts, skip=skip, heads=heads, key_heads=key_heads, dtype=dtype), device)
-
-
 def copy_tiles(pairs: list[tuple[int, int]], device: torch.device) -> Tiles:
     """Asynchronous copy to the device."""
     flat = torch.tensor(pairs, dtype=torch.int32).reshape(-1, 2).t().contiguous()
@@ -258,58 +254,12 @@ def tile_starts(
     group, rows = power_of_two(heads // key_heads), tile_of(dtype).rows
     if group > rows:
         raise ExactnessError(f"{group} query heads for one key head have no exact form in {dtype}; the most is {rows}")
-    per_tile = rows // group
-    return [(s, first) for s in range(skip, len(counts)) for first in range(0, counts[s], per_tile)]
+    return [(s, first) for s in range(skip, len(counts)) for first in range(0, counts[s], rows // group)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
-    """Unfolded blocks of decode steps: sequences × max_blocks. `splits` programs share one sequence and key head."""
-
-    out: Tensor
-    top: Tensor
-    total: Tensor
-    arrived: Tensor  # int32 [sequences × J], zero between launches
-    max_blocks: int
-    splits: int
-
-
-def parts_for(
-    arrived: Tensor, sequences: int, context: int, splits: int, *, shape: tuple[int, int, int], dtype: torch.dtype
-) -> Parts:
-    """For sequences of up to `context` keys and (H, J, D) heads; the caller owns `arrived`."""
-    heads, key_heads, size = shape
-    blocks = cdiv(context, key_block(dtype))
-    rows = sequences * key_heads * blocks * power_of_two(heads // key_heads)
-    out = torch.empty((rows, power_of_two(size)), dtype=torch.float32, device=arrived.device)
-    top, total = torch.empty((2, rows), dtype=torch.float32, device=arrived.device)
-    return Parts(out=out, top=top, total=total, arrived=arrived, max_blocks=blocks, splits=splits)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Keys:
-    """Dense [T, J, D] beside the queries, or contiguous pages [blocks, J, page, D] found through `table`."""
-
-    k: Tensor
-    v: Tensor
-    starts: Tensor  # int32 [S+1]: rows of each sequence's queries
-    table: Tensor | None = None
-    context: Tensor | None = None
-
-    @property
-    def page(self) -> int:
-        return self.k.shape[2] if self.table is not None else 0
-
-    @property
-    def strides(self) -> tuple[int, int]:
-        return (0, 0) if self.table is not None else (self.k.stride(1), self.k.stride(0))
-
-
-def dense_keys(k: Tensor, v: Tensor, starts: Tensor) -> Keys:
-    k, v = align_rows(k), align_rows(v)
-    if v.stride() != k.stride():
-        k, v = align_rows(k.contiguous()), align_rows(v.contiguous())
-    return Keys(k=k, v=v, starts=starts)
+def gradient_tiles(lengths: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tiles:
+    """Made once for all layers: a copy per layer would synchronise with the device."""
+    return copy_tiles([(s, at) for s, n in enumerate(lengths) for at in range(0, n, side_of(dtype))], device)
 
 
 def dense_heads(q: Tensor) -> Tensor:
@@ -318,41 +268,42 @@ def dense_heads(q: Tensor) -> Tensor:
 
 
 def attend(
-    q: Tensor,
-    keys: Keys,
-    out: Tensor,
-    spec: AttentionSpec,
-    *,
-    tiles: Tiles | None,
-    sequences: int,
-    lse: Tensor | None = None,
-    parts: Parts | None = None,
-    tile: QueryTile | None = None,
-) -> None:
-    """Attention of q [T, H, D] into `out`: the queries of `tiles`, or (None) one decode query of each of the first
-    `sequences`.
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, spec: AttentionSpec, source: Packed | PagedBatch, tiles: Tiles | None, *,
+    lse: Tensor | None = None, splits: int = 1, arrived: Tensor | None = None, tile: QueryTile | None = None,
+) -> None:  # fmt: skip
+    """Attention of q [T, H, D] into `out`: the queries of `tiles`, or (None) the decodes of a `PagedBatch`.
 
-    A `tile` with fewer than 16 rows a warp changes bits: only for benchmarks with exactness off.
+    Keys and values lie dense [T, J, D] beside the queries (`Packed`), or in contiguous pages [blocks, J, page, D].
+    `splits` programs share a decode's blocks; `arrived` int32 [S·J] is zero between launches. A `tile` with fewer than
+    16 rows a warp changes bits: only for benchmarks with exactness off.
     """
     _, heads, size = q.shape
-    key_heads = keys.k.shape[1]
-    programs = sequences if tiles is None else tiles.sequence.shape[0]
+    key_heads, group, width = k.shape[1], power_of_two(heads // k.shape[1]), power_of_two(size)
+    programs = tiles.sequence.shape[0] if tiles is not None else source.num_decodes
     if programs == 0:
         return
-    if tile is None:
-        tile = tile_of(q.dtype, streams=tiles is None and parts is None)
-    table = keys.table if keys.table is not None else keys.starts
-    context = keys.context if keys.context is not None else keys.starts
+    split, block = splits > 1, key_block(q.dtype)
+    tile = tile or tile_of(q.dtype, streams=tiles is None and not split)
+    if isinstance(source, Packed):
+        starts = table = context = source.cu_seqlens
+        page, strides = 0, (k.stride(1), k.stride(0), 0)
+    else:
+        starts, table, context = source.cu_q, source.block_tables, source.context_lens
+        page, strides = k.shape[2], (0, 0, table.stride(0))
+    blocks, parts = 0, (out, out, out)  # unfolded blocks: values, maximum, sum
+    if split:
+        blocks = cdiv(table.shape[1] * page, block)
+        rows = programs * key_heads * blocks * group
+        shape = {"dtype": torch.float32, "device": q.device}
+        parts = (torch.empty((rows, width), **shape), *torch.empty((2, rows), **shape))
     launch(
-        _forward_kernel, (programs, key_heads, parts.splits if parts else 1),
-        q, keys.k, keys.v, spec.sinks if spec.sinks is not None else q, out, lse if lse is not None else out, keys.starts, context,
+        _forward_kernel, (programs, key_heads, splits),
+        q, k, v, spec.sinks if spec.sinks is not None else q, out, lse if lse is not None else out, starts, context,
         tiles.sequence if tiles else table, tiles.query if tiles else table, table,
-        spec.scale if spec.softcap else spec.scale * LOG2E, q.stride(0), *keys.strides, table.stride(0) if keys.page else 0,
-        parts.out if parts else out, parts.top if parts else out, parts.total if parts else out,
-        parts.arrived if parts else keys.starts, parts.max_blocks if parts else 0,
-        H=heads, J=key_heads, D=size, BD=power_of_two(size), GP=power_of_two(heads // key_heads), BM=tile.rows, BN=key_block(q.dtype),
-        PAGE=keys.page, WINDOW=spec.window or 0, SOFTCAP=float(spec.softcap or 0.0), LSE=lse is not None,
-        SPLIT=parts is not None, DECODE=tiles is None, SINK=spec.sinks is not None, PRECISION=precision_of(q.dtype),
+        spec.scale if spec.softcap else spec.scale * LOG2E, q.stride(0), *strides, *parts, arrived if split else starts, blocks,
+        H=heads, J=key_heads, D=size, BD=width, GP=group, BM=tile.rows, BN=block,
+        PAGE=page, WINDOW=spec.window or 0, SOFTCAP=float(spec.softcap or 0.0), LSE=lse is not None,
+        SPLIT=split, DECODE=tiles is None, SINK=spec.sinks is not None, PRECISION=precision_of(q.dtype),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
@@ -465,24 +416,17 @@ def side_of(dtype: torch.dtype) -> int:
     return 64 if dtype != torch.float32 else 16
 
 
-def gradient_tiles(lengths: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tiles:
-    """Made once for all layers: a copy per layer would synchronise with the device."""
-    pairs = [(s, at) for s, n in enumerate(lengths) for at in range(0, n, side_of(dtype))]
-    return copy_tiles(pairs, device)
-
-
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, packed: Packed, spec: AttentionSpec,
         tiles: Tiles, backward_tiles: Tiles,
     ) -> Tensor:  # fmt: skip
-        keys = dense_keys(k, v, packed.cu_seqlens)
-        q = align_rows(q.contiguous())
-        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        q, lse = align_rows(q.contiguous()), torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        k, v = dense_keys(k, v)
         out = torch.empty_like(q)
-        attend(q, keys, out, spec, tiles=tiles, sequences=len(packed.lengths), lse=lse)
-        ctx.save_for_backward(q, keys.k, keys.v, sinks, out, lse)
+        attend(q, k, v, out, spec, packed, tiles, lse=lse)
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
         ctx.packed, ctx.spec, ctx.tiles = packed, spec, backward_tiles
         return out
 
@@ -491,34 +435,34 @@ class _Attention(torch.autograd.Function):
         q, k, v, sinks, out, lse = ctx.saved_tensors
         packed, spec, tiles = ctx.packed, ctx.spec, ctx.tiles
         do = align_rows(grads[0].contiguous())
-        delta = torch.empty_like(lse)
-        heads, key_heads, size = q.shape[1], k.shape[1], q.shape[2]
-        side = side_of(q.dtype)
-        dq = torch.empty_like(q)
-        dk, dv = (torch.empty((k.shape[0], key_heads, size), dtype=k.dtype, device=k.device) for _ in range(2))
+        delta, dq = torch.empty_like(lse), torch.empty_like(q)
+        (_, heads, size), key_heads, side = q.shape, k.shape[1], side_of(q.dtype)
+        dk, dv = (torch.empty(k.shape, dtype=k.dtype, device=k.device) for _ in range(2))
         scale = spec.scale if spec.softcap else spec.scale * LOG2E
-        shape = {"H": heads, "J": key_heads, "D": size, "BD": power_of_two(size), "BM": side, "BN": side, "WINDOW": spec.window or 0,
-                 "SOFTCAP": float(spec.softcap or 0.0), "PRECISION": precision_of(q.dtype),
-                 "num_warps": 4, "num_stages": 2}  # fmt: skip
+        width = {"D": size, "BD": power_of_two(size)}
+        shape = {"H": heads, "J": key_heads, **width, "BM": side, "BN": side, "WINDOW": spec.window or 0,
+                 "SOFTCAP": float(spec.softcap or 0.0), "PRECISION": precision_of(q.dtype), "num_warps": 4, "num_stages": 2}  # fmt: skip
         strides = q.stride(0), k.stride(0), k.stride(1)
         args = (packed.cu_seqlens, tiles.sequence, tiles.query, scale, spec.scale, *strides)
         if count := len(tiles.query):
-            launch(_delta_kernel, (delta.numel(),), do, out, delta, D=size, BD=power_of_two(size), num_warps=1)
+            launch(_delta_kernel, (delta.numel(),), do, out, delta, **width, num_warps=1)
             launch(_dq_kernel, (count, heads), q, k, v, do, lse, delta, dq, *args, **shape)
             launch(_dkv_kernel, (count, key_heads), q, k, v, do, lse, delta, dk, dv, *args, **shape)
         d_sinks = None if sinks is None else -(torch.exp2(sinks.float() * LOG2E - lse) * delta).sum(0).to(sinks.dtype)
         return dq, dk, dv, d_sinks, None, None, None, None
 
 
+def dense_keys(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Both with aligned rows and the same strides."""
+    k, v = align_rows(k), align_rows(v)
+    return (k, v) if v.stride() == k.stride() else (align_rows(k.contiguous()), align_rows(v.contiguous()))
+
+
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, packed: Packed, spec: AttentionSpec, tiles: Tiles | None = None,
-    backward_tiles: Tiles | None = None,
-) -> Tensor:  # fmt: skip
-    if tiles is None:
-        tiles = tiles_of(packed.lengths, heads=q.shape[1], key_heads=k.shape[1], dtype=q.dtype, device=q.device)
+    q: Tensor, k: Tensor, v: Tensor, packed: Packed, spec: AttentionSpec, tiles: Tiles, backward_tiles: Tiles
+) -> Tensor:
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        backward_tiles = backward_tiles or gradient_tiles(packed.lengths, q.dtype, q.device)
-        return _Attention.apply(q, k, v, spec.sinks, packed, spec, tiles, backward_tiles)  # type: ignore[return-value]
+        return _Attention.apply(q, k, v, spec.sinks, packed, spec, tiles, backward_tiles)
     q, out = dense_heads(q), torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    attend(q, dense_keys(k, v, packed.cu_seqlens), out, spec, tiles=tiles, sequences=len(packed.lengths))
+    attend(q, *dense_keys(k, v), out, spec, packed, tiles)
     return out

@@ -1,8 +1,5 @@
 """Recurrence of the gated delta rule: one program runs one sequence's tokens in order, for one head and a block of its
-values.
-
-The state [K, BLOCK] stays in registers; the order of sums over K depends only on K, not on the number of tokens in a
-call or the sequences that share it.
+values. The state [K, BLOCK] stays in registers; the order of sums over K depends only on K.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Activations, RMS norms, and head norm + rotary embedding + write into the pages in one launch.
 
-Arithmetic is float32, rounded where the Hugging Face modules round (`NormForm`), so fused and separate launches have
-equal bits. One row of a norm is one program; its block and warps, and with them the order of the sum, depend only on
-the row's width.
+Arithmetic is float32, rounded where the Hugging Face modules round, so fused and separate launches have equal bits. One
+row of a norm is one program, whose block and warps, and with them the order of the sum, depend only on its width.
 
 Legend: T tokens, H query heads, J key heads, D head size. A cache is [blocks, J, page, D].
 """
@@ -56,6 +55,12 @@ def activate(x, ACT: tl.constexpr):
 
 
 @triton.jit
+def gate_values(gate, up, ACT: tl.constexpr):
+    """activate(gate) * up, rounded after each."""
+    return (activate(gate, ACT).to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
+
+
+@triton.jit
 def slope(x, ACT: tl.constexpr):
     """act'(x), rounded to x's dtype."""
     z = x.to(tl.float32)
@@ -73,28 +78,21 @@ def slope(x, ACT: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["n"])
-def _act_grad_kernel(x_ptr, dy_ptr, act_ptr, dx_ptr, n, ACT: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr):
-    """dy · act'(x), or, without a gradient, act(x) and act'(x)."""
+def _act_kernel(x_ptr, dy_ptr, y_ptr, dx_ptr, n, ACT: tl.constexpr, VALUE: tl.constexpr, SLOPE: tl.constexpr, GRADIENT: tl.constexpr,
+                BLOCK: tl.constexpr):  # fmt: skip
+    """VALUE: act(x). SLOPE: act'(x), times dy with GRADIENT."""
     wait_for_inputs()
     let_next_start()
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
     x = tl.load(x_ptr + at, mask=inside, other=0.0)
-    dx = slope(x, ACT)
-    if GRADIENT:
-        dx = (tl.load(dy_ptr + at, mask=inside, other=0.0).to(tl.float32) * dx.to(tl.float32)).to(x.dtype)
-    else:
-        tl.store(act_ptr + at, activate(x, ACT), mask=inside)
-    tl.store(dx_ptr + at, dx, mask=inside)
-
-
-@triton.jit(do_not_specialize=["n"])
-def _act_kernel(x_ptr, y_ptr, n, ACT: tl.constexpr, BLOCK: tl.constexpr):
-    wait_for_inputs()
-    let_next_start()
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < n
-    tl.store(y_ptr + at, activate(tl.load(x_ptr + at, mask=inside, other=0.0), ACT), mask=inside)
+    if SLOPE:
+        dx = slope(x, ACT)
+        if GRADIENT:
+            dx = (tl.load(dy_ptr + at, mask=inside, other=0.0).to(tl.float32) * dx.to(tl.float32)).to(x.dtype)
+        tl.store(dx_ptr + at, dx, mask=inside)
+    if VALUE:
+        tl.store(y_ptr + at, activate(x, ACT), mask=inside)
 
 
 @triton.jit
@@ -106,42 +104,40 @@ def _act_mul_kernel(gate_ptr, up_ptr, y_ptr, D, stride_gate, stride_up, ACT: tl.
     inside = at < D
     gate = tl.load(gate_ptr + row * stride_gate + at, mask=inside, other=0.0)
     up = tl.load(up_ptr + row * stride_up + at, mask=inside, other=0.0)
-    y = activate(gate, ACT).to(tl.float32) * up.to(tl.float32)
-    tl.store(y_ptr + row * D + at, y.to(gate.dtype), mask=inside)
+    tl.store(y_ptr + row * D + at, gate_values(gate, up, ACT), mask=inside)
 
 
-def activation_grad(x: Tensor, kind: str, dy: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(act(x), act'(x)); with `dy` (x, dy · act'(x))."""
+def _activate(x: Tensor, kind: str, dy: Tensor | None = None, *, value: bool, slope: bool) -> tuple[Tensor, Tensor]:
+    """act(x) and act'(x), times `dy` if given; `x` itself for what is not asked for."""
     x = align_rows(x.contiguous())
-    acted, dx = x if dy is not None else torch.empty_like(x), torch.empty_like(x)
-    dy = x if dy is None else align_rows(dy.contiguous())
+    y, dx = torch.empty_like(x) if value else x, torch.empty_like(x) if slope else x
     if x.numel():
         launch(
-            _act_grad_kernel, (cdiv(x.numel(), 1024),), x, dy, acted, dx, x.numel(), ACT=branch_of(kind), GRADIENT=acted is x,
-            BLOCK=1024, num_warps=4,
+            _act_kernel, (cdiv(x.numel(), 1024),), x, x if dy is None else align_rows(dy.contiguous()), y, dx, x.numel(),
+            ACT=branch_of(kind), VALUE=value, SLOPE=slope, GRADIENT=dy is not None, BLOCK=1024, num_warps=4,
         )  # fmt: skip
-    return acted, dx
+    return y, dx
+
+
+def activation_grad(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """(act(x), act'(x))."""
+    return _activate(x, kind, value=True, slope=True)
 
 
 class _Act(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, kind: str) -> Tensor:
-        x = align_rows(x.contiguous())
         ctx.save_for_backward(x)
         ctx.kind = kind
-        y = torch.empty_like(x)
-        if x.numel():
-            launch(_act_kernel, (cdiv(x.numel(), 1024),), x, y, x.numel(), ACT=branch_of(kind), BLOCK=1024, num_warps=4)
-        return y
+        return _activate(x, kind, value=True, slope=False)[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (x,) = ctx.saved_tensors
-        return activation_grad(x, ctx.kind, grads[0])[1], None
+        return _activate(*ctx.saved_tensors, ctx.kind, grads[0], value=False, slope=True)[1], None
 
 
 def activation(x: Tensor, kind: str) -> Tensor:
-    return _Act.apply(x, kind)  # type: ignore[return-value]
+    return _Act.apply(x, kind)
 
 
 def act_mul(gate: Tensor, up: Tensor, kind: str) -> Tensor:
@@ -182,17 +178,12 @@ def _norm_kernel(x_ptr, res_ptr, w_ptr, y_ptr, sum_ptr, rstd_ptr, eps, D: tl.con
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     kind = y_ptr.dtype.element_ty
-    if BLOCK == D:
-        x = tl.load(x_ptr + row * D + at)
-        w = tl.load(w_ptr + at)
-    else:
-        x = tl.load(x_ptr + row * D + at, mask=at < D, other=0.0)
-        w = tl.load(w_ptr + at, mask=at < D, other=0.0)
+    inside = None if BLOCK == D else at < D
+    zero = None if BLOCK == D else 0.0
+    x = tl.load(x_ptr + row * D + at, mask=inside, other=zero)
+    w = tl.load(w_ptr + at, mask=inside, other=zero)
     if RESIDUAL:
-        if BLOCK == D:  # noqa: SIM108
-            r = tl.load(res_ptr + row * D + at)
-        else:
-            r = tl.load(res_ptr + row * D + at, mask=at < D, other=0.0)
+        r = tl.load(res_ptr + row * D + at, mask=inside, other=zero)
         x = (r.to(tl.float32) + x.to(tl.float32)).to(kind)
         tl.store(sum_ptr + row * D + at, x, mask=at < D)
     x = x.to(tl.float32)
@@ -207,9 +198,10 @@ def warps_for(width: int) -> int:
     return min(max(power_of_two(width) // 256, 1), 8)
 
 
-def _launch(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, form: NormForm, save: bool
-) -> tuple[Tensor, ...]:
+def _norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, form: NormForm, *, save: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The norm of x [rows, width] + residual, that sum, and (if saved) the reciprocal RMS of each row."""
     rows, width = x.shape
     y = torch.empty_like(x)
     total = torch.empty_like(x) if residual is not None else x
@@ -250,22 +242,10 @@ def _norm_grad_kernel(x_ptr, w_ptr, rstd_ptr, dy_ptr, dx_ptr, dw_ptr, rows, per,
 PROGRAMS = 2112
 
 
-def _gradients(x: Tensor, weight: Tensor, rstd: Tensor, dy: Tensor, form: NormForm) -> tuple[Tensor, Tensor]:
-    rows, width = x.shape
-    dx, per = torch.empty_like(x), cdiv(rows, PROGRAMS)
-    programs = cdiv(rows, per)
-    dw = torch.empty((programs, width), dtype=torch.float32, device=x.device)
-    launch(
-        _norm_grad_kernel, (programs,), x, align_rows(weight), rstd, rows_of(dy), dx, dw, rows, per, D=width, BLOCK=power_of_two(width),
-        FORM=int(form), num_warps=warps_for(width),
-    )  # fmt: skip
-    return dx, dw.sum(0)
-
-
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, form: NormForm) -> Tensor:
-        y, _, rstd = _launch(x, None, weight, eps, form, True)
+        y, _, rstd = _norm(x, None, weight, eps, form, save=True)
         ctx.save_for_backward(x, weight, rstd)
         ctx.form = form
         return y
@@ -273,23 +253,28 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, rstd = ctx.saved_tensors
-        if x.shape[0] == 0:
+        rows, width = x.shape
+        if rows == 0:
             return torch.zeros_like(x), torch.zeros_like(weight), None, None
-        dx, dw = _gradients(x, weight, rstd, grads[0], ctx.form)
-        return dx, dw.to(weight.dtype), None, None
+        dx, per = torch.empty_like(x), cdiv(rows, PROGRAMS)
+        programs = cdiv(rows, per)
+        dw = torch.empty((programs, width), dtype=torch.float32, device=x.device)
+        launch(
+            _norm_grad_kernel, (programs,), x, align_rows(weight), rstd, rows_of(grads[0]), dx, dw, rows, per, D=width,
+            BLOCK=power_of_two(width), FORM=int(ctx.form), num_warps=warps_for(width),
+        )  # fmt: skip
+        return dx, dw.sum(0).to(weight.dtype), None, None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, form: NormForm = NormForm.PLAIN) -> Tensor:
     flat = rows_of(x)
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        return _RMSNorm.apply(flat, weight, eps, form).reshape(x.shape)  # type: ignore[union-attr]
-    return _launch(flat, None, weight, eps, form, False)[0].reshape(x.shape)
+        return _RMSNorm.apply(flat, weight, eps, form).reshape(x.shape)
+    return _norm(flat, None, weight, eps, form)[0].reshape(x.shape)
 
 
-def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, form: NormForm = NormForm.PLAIN
-) -> tuple[Tensor, Tensor]:
-    y, total, _ = _launch(rows_of(x), rows_of(residual), weight, eps, form, False)
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, form: NormForm) -> tuple[Tensor, Tensor]:
+    y, total, _ = _norm(rows_of(x), rows_of(residual), weight, eps, form)
     return y.reshape(x.shape), total.reshape(x.shape)
 
 
@@ -336,15 +321,9 @@ def _prepare_kernel(qkv_ptr, cos_ptr, sin_ptr, qw_ptr, kw_ptr, q_ptr, k_ptr, v_p
 
 
 def prepare_qkv(
-    qkv: Tensor,
-    heads: tuple[int, int, int],
-    norm: HeadNorm | None,
-    cos: Tensor,
-    sin: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    qkv: Tensor, heads: tuple[int, int, int], norm: HeadNorm | None, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor,
     slots: Tensor,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Queries [T, H, D] of qkv [T, (H+2J)·D]; writes keys and values to `slots` of the pages."""
     h, j, d = heads
     qkv, tokens = align_rows(qkv), qkv.shape[0]

@@ -1,26 +1,22 @@
-"""Mixtures: one launch chooses the experts; (token, slot) pairs are grouped by expert in a stable order, one product
-per group, slots added in order.
+"""Mixtures: (token, slot) pairs are grouped by expert in a stable order, one product per group, slots added in order.
 
-One program routes one token; ties take the lower expert. A pair's row is an ordinary exact product with its expert's
-weights, so its bits do not depend on the other pairs. Planning stays on the device with fixed sizes, so that a decode
-step can be captured in a graph.
+A pair's row is an ordinary exact product with its expert's weights, so its bits do not depend on the other pairs.
+Planning stays on the device with fixed sizes, so that a decode step can be captured in a graph.
 
 Legend: T tokens, k slots a token, P = T·k pairs, E experts, I expert width, K model width.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-import tokentrue.numerics.triton.hopper as hopper
 from tokentrue.numerics.ops import ClampedSwiglu, ExpertWeights
-from tokentrue.numerics.triton.elementwise import activate, activation_grad, branch_of
+from tokentrue.numerics.triton.elementwise import activation_grad, branch_of, gate_values
 from tokentrue.numerics.triton.launch import (
     Tile,
     align_rows,
@@ -28,15 +24,17 @@ from tokentrue.numerics.triton.launch import (
     launch,
     let_next_start,
     power_of_two,
+    precision_of,
     rows_of,
     wait_for_inputs,
 )
-from tokentrue.numerics.triton.matmul import precision_of
+from tokentrue.numerics.triton.matmul import describe, multiply_add, multiprocessors, zeros_of_tile
 
 
 @triton.jit
 def _route_kernel(z_ptr, weight_ptr, index_ptr, E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, NORMALISE: tl.constexpr,
                   GIVEN: tl.constexpr):  # fmt: skip
+    """One program a token; ties take the lower expert."""
     wait_for_inputs()
     let_next_start()
     t = tl.program_id(0).to(tl.int64)
@@ -64,24 +62,17 @@ def _route_kernel(z_ptr, weight_ptr, index_ptr, E: tl.constexpr, EP: tl.constexp
     tl.store(weight_ptr + t * K + slots, chosen.to(weight_ptr.dtype.element_ty), mask=slots < K)
 
 
-def _route(logits: Tensor, top_k: int, normalise: bool, given: Tensor | None) -> tuple[Tensor, Tensor]:
-    tokens, experts = logits.shape
-    weight = torch.empty((tokens, top_k), dtype=logits.dtype, device=logits.device)
-    index = (
-        torch.empty((tokens, top_k), dtype=torch.int64, device=logits.device) if given is None else given.contiguous()
-    )
-    if tokens:
-        launch(
-            _route_kernel, (tokens,), logits, weight, index, E=experts, EP=power_of_two(experts), K=top_k, NORMALISE=normalise,
-            GIVEN=given is not None, num_warps=1,
-        )  # fmt: skip
-    return weight, index
-
-
 class _Route(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, top_k: int, normalise: bool, given: Tensor | None) -> tuple[Tensor, Tensor]:
-        weight, index = _route(logits, top_k, normalise, given)
+        tokens, experts = logits.shape
+        weight = torch.empty((tokens, top_k), dtype=logits.dtype, device=logits.device)
+        index = weight.new_empty(weight.shape, dtype=torch.int64) if given is None else given.contiguous()
+        if tokens:
+            launch(
+                _route_kernel, (tokens,), logits, weight, index, E=experts, EP=power_of_two(experts), K=top_k, NORMALISE=normalise,
+                GIVEN=given is not None, num_warps=1,
+            )  # fmt: skip
         ctx.save_for_backward(logits, index)
         ctx.normalise = normalise
         ctx.mark_non_differentiable(index)
@@ -102,15 +93,11 @@ def fits_route(logits: Tensor, top_k: int) -> bool:
     return top_k <= 16 and logits.shape[-1] <= 1024
 
 
-def route(logits: Tensor, top_k: int, normalise: bool, given: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    flat = rows_of(logits)
-    if torch.is_grad_enabled() and logits.requires_grad:
-        return _Route.apply(flat, top_k, normalise, given)  # type: ignore[return-value]
-    return _route(flat, top_k, normalise, given)
+def route(logits: Tensor, top_k: int, normalise: bool, given: Tensor | None) -> tuple[Tensor, Tensor]:
+    return _Route.apply(rows_of(logits), top_k, normalise, given)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Groups:
+class Groups(NamedTuple):
     """Tiles of BM pairs of one expert each: `pairs` [tiles·BM] (P if empty), `experts` [tiles] (E if unused)."""
 
     pairs: Tensor
@@ -121,8 +108,7 @@ class Groups:
 @triton.jit(do_not_specialize=["P", "tiles"])
 def _plan_kernel(index_ptr, pair_ptr, expert_ptr, P, tiles, E: tl.constexpr, EP: tl.constexpr, ROWS: tl.constexpr,
                  BLOCK: tl.constexpr):  # fmt: skip
-    """Grid (E,). Program e writes the tiles of expert e; its pairs keep their order. Integers alone: timing changes
-    nothing."""
+    """Program e writes the tiles of expert e; its pairs keep their order. Integers alone: timing changes nothing."""
     wait_for_inputs()
     let_next_start()
     e = tl.program_id(0)
@@ -166,6 +152,11 @@ def group(index: Tensor, experts: int, rows: int) -> Groups:
     return Groups(pairs=pairs, experts=of_tile, rows=rows)
 
 
+@triton.jit
+def _add_bias(y, at, ok):
+    return (y.to(tl.float32) + tl.load(at, mask=ok, other=0.0).to(tl.float32)[None, :]).to(y.dtype)
+
+
 @triton.jit(do_not_specialize=["P"])
 def _group_kernel(x_ptr, w_ptr, b_ptr, y_ptr, pair_ptr, expert_ptr, P, N, K, E, stride_x, stride_e, stride_n, stride_k, SLOTS: tl.constexpr,
                   BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
@@ -207,21 +198,12 @@ def _group_kernel(x_ptr, w_ptr, b_ptr, y_ptr, pair_ptr, expert_ptr, P, N, K, E, 
         up_tile += step
     let_next_start()
     y = acc.to(kind)
+    u = up.to(kind)
     if BIAS:
-        y = (
-            y.to(tl.float32) + tl.load(b_ptr + e * height + first, mask=cols < N, other=0.0).to(tl.float32)[None, :]
-        ).to(kind)
+        y = _add_bias(y, b_ptr + e * height + first, cols < N)
+        u = _add_bias(u, b_ptr + e * height + second, cols < N) if GATED else u
     if GATED:
-        u = up.to(kind)
-        if BIAS:
-            u = (
-                u.to(tl.float32)
-                + tl.load(b_ptr + e * height + second, mask=cols < N, other=0.0).to(tl.float32)[None, :]
-            ).to(kind)
-        if ACT == 4:
-            y = clamped_swiglu(y, u, ALPHA, LIMIT, kind)
-        else:
-            y = (activate(y, ACT).to(tl.float32) * u.to(tl.float32)).to(kind)
+        y = clamped_swiglu(y, u, ALPHA, LIMIT, kind) if ACT == 4 else gate_values(y, u, ACT)
     tl.store(y_ptr + pair[:, None] * N + cols[None, :], y, mask=ok[:, None] & (cols < N)[None, :])
 
 
@@ -233,6 +215,41 @@ def clamped_swiglu(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr, kind: tl.
     inner = (g * ALPHA).to(kind).to(tl.float32)
     share = (1.0 / (1.0 + tl.exp(-inner))).to(kind).to(tl.float32)
     return ((u + 1.0).to(kind).to(tl.float32) * (g * share).to(kind).to(tl.float32)).to(kind)
+
+
+@triton.jit(do_not_specialize=["P"])
+def _described_group_kernel(x_ptr, w_desc, y_ptr, pair_ptr, expert_ptr, P, N, K, E, SLOTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+                            BK: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr):  # fmt: skip
+    """Grid (N tiles, tiles of pairs). w [E · 2N, K] where GATED and x rows are tokens, else [E · N, K] and pairs."""
+    wait_for_inputs()
+    tile = tl.program_id(1)
+    e = tl.load(expert_ptr + tile).to(tl.int32)
+    if e >= E:
+        return
+    pair = tl.load(pair_ptr + tile * BM + tl.arange(0, BM))
+    ok = pair < P
+    ks = tl.arange(0, BK)
+    x_tile = x_ptr + (pair // SLOTS if GATED else pair)[:, None] * K + ks[None, :]
+    at = tl.program_id(0) * BN
+    row = e * (2 * N if GATED else N) + at
+    kind = y_ptr.dtype.element_ty
+    TURNED: tl.constexpr = BM < 64
+    acc = zeros_of_tile(BM, BN, TURNED)
+    up = zeros_of_tile(BM, BN, TURNED)
+    for k in range(0, K, BK):
+        x = tl.load(x_tile, mask=ok[:, None] & (ks < K - k)[None, :], other=0.0)
+        acc = multiply_add(x, w_desc.load([row, k]), acc, TURNED)
+        if GATED:
+            up = multiply_add(x, w_desc.load([row + N, k]), up, TURNED)
+        x_tile += BK
+    let_next_start()
+    y = acc.to(kind)
+    if GATED:
+        y = gate_values(y, up.to(kind), ACT)
+    if TURNED:
+        y = y.T
+    cols = at + tl.arange(0, BN)
+    tl.store(y_ptr + pair[:, None] * N + cols[None, :], y, mask=ok[:, None] & (cols < N)[None, :])
 
 
 @triton.jit
@@ -254,33 +271,28 @@ def _add_slots_kernel(x_ptr, weight_ptr, y_ptr, K, SLOTS: tl.constexpr, BLOCK: t
     tl.store(y_ptr + t * K + at, total, mask=at < K)
 
 
-def tile_for_group(rows: int, pairs: int, dtype: torch.dtype, *, gated: bool) -> Tile:
+def fits_descriptors(x: Tensor, experts: ExpertWeights) -> bool:
+    plain = not experts.interleaved and experts.gate_up_bias is None and experts.down_bias is None
+    if not plain or not isinstance(experts.act, str) or x.dtype == torch.float32 or not multiprocessors(x.device):
+        return False
+    weights = (experts.gate_up, experts.down)
+    return all(w.is_contiguous() and w.shape[1] % 16 == 0 and w.shape[2] % 8 == 0 for w in weights)
+
+
+def tile_for_group(rows: int, pairs: int, dtype: torch.dtype, *, gated: bool, described: bool) -> Tile:
     """Measured on an H200; does not affect bits."""
     if dtype == torch.float32:
-        return Tile(m=rows, n=32, k=32, warps=4, stages=3)
+        return Tile(rows, 32, 32, 4, 3)
+    if rows > 64:  # with descriptors alone
+        return Tile(rows, 128 if gated else 256, 64, 8, 4 if gated else 3)
     if rows > 16:
-        return Tile(m=rows, n=64, k=64, warps=4, stages=3)
-    if gated and pairs <= 64:  # few programs: narrow ones, and few steps of the loop
-        return Tile(m=rows, n=32, k=256, warps=4, stages=3)
-    return Tile(m=rows, n=64, k=128, warps=4, stages=4 if gated else 3)
+        return Tile(rows, 128 if described and not gated else 64, 64, 4, 3)
+    if gated and pairs <= 64:  # few programs: few steps of the loop
+        return Tile(rows, 64 if described else 32, 256, 4, 3)
+    return Tile(rows, 64, 128, 4, 4 if gated and not described else 3)
 
 
-def _grouped(x: Tensor, experts: ExpertWeights, groups: Groups, num_pairs: int, slots: int, *, gated: bool) -> Tensor:
-    weight, bias = (experts.gate_up, experts.gate_up_bias) if gated else (experts.down, experts.down_bias)
-    by_output = weight.transpose(1, 2) if experts.interleaved else weight  # [E, outputs, K], whatever its memory
-    outputs = by_output.shape[1] // 2 if gated else by_output.shape[1]
-    y = torch.empty((num_pairs, outputs), dtype=x.dtype, device=x.device)
-    if hopper.fits_experts(x, experts):
-        t, act = hopper.tile_of_a_group(groups.rows, num_pairs, gated=gated), str(experts.act) if gated else None
-        hopper.grouped_product(x, weight, groups.pairs, groups.experts, t, y, slots=slots, act=act)
-        return y
-    tile = tile_for_group(groups.rows, num_pairs, x.dtype, gated=gated)
-    act = experts.act if gated else None
-    launch_groups(x, by_output, bias, y, groups, tile, act=act, slots=slots, interleaved=experts.interleaved)
-    return y
-
-
-def launch_groups(
+def multiply_groups(
     x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, groups: Groups, tile: Tile, *,
     act: str | ClampedSwiglu | None = None, slots: int = 1, interleaved: bool = False,
 ) -> None:  # fmt: skip
@@ -297,49 +309,60 @@ def launch_groups(
     )  # fmt: skip
 
 
-def _rows_of_a_group(x: Tensor, pairs: int, experts: ExpertWeights) -> int:
-    each = pairs // experts.gate_up.shape[0]
-    if each < 32 or x.dtype == torch.float32:
-        return 16
-    return 128 if each >= 128 and hopper.fits_experts(x, experts) else 64
-
-
 def _forward(x: Tensor, index: Tensor, weight: Tensor, experts: ExpertWeights) -> Tensor:
     tokens, slots = index.shape
     y = torch.empty_like(x)
     if tokens == 0:
         return y
-    number = experts.gate_up.shape[0]
-    groups = group(index, number, _rows_of_a_group(x, tokens * slots, experts))
-    hidden = _grouped(x, experts, groups, tokens * slots, slots, gated=True)
-    out = _grouped(hidden, experts, groups, tokens * slots, slots, gated=False)
+    pairs, number, described = tokens * slots, experts.gate_up.shape[0], fits_descriptors(x, experts)
+    height = 16
+    if pairs // number >= 32 and x.dtype != torch.float32:
+        height = 128 if pairs // number >= 128 and described else 64
+    groups = group(index, number, height)
+
+    def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, act: str | ClampedSwiglu | None) -> Tensor:
+        by_output = weight.transpose(1, 2) if experts.interleaved else weight  # [E, outputs, K], whatever its memory
+        _, outputs, inputs = by_output.shape
+        columns = outputs if act is None else outputs // 2
+        out = torch.empty((pairs, columns), dtype=x.dtype, device=x.device)
+        t = tile_for_group(height, pairs, x.dtype, gated=act is not None, described=described)
+        if not described:
+            multiply_groups(x, by_output, bias, out, groups, t, act=act, slots=slots, interleaved=experts.interleaved)
+            return out
+        launch(
+            _described_group_kernel, (cdiv(columns, t.n), groups.experts.shape[0]), x, describe(weight.view(-1, inputs), t.n, t.k), out,
+            groups.pairs, groups.experts, pairs, columns, inputs, number, SLOTS=slots, BM=t.m, BN=t.n, BK=t.k, GATED=act is not None,
+            ACT=branch_of(str(act)) if act is not None else 0, num_warps=t.warps, num_stages=t.stages,
+        )  # fmt: skip
+        return out
+
+    hidden = multiply(x, experts.gate_up, experts.gate_up_bias, experts.act)
+    out = multiply(hidden, experts.down, experts.down_bias, None)
     grid = (tokens, cdiv(x.shape[1], 1024))
     launch(_add_slots_kernel, grid, out, weight.contiguous(), y, x.shape[1], SLOTS=slots, BLOCK=1024, num_warps=4)
     return y
 
 
+TENSORS = ("gate_up", "down", "gate_up_bias", "down_bias")
+
+
 class _Experts(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, index: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor,
-        gate_up_bias: Tensor | None, down_bias: Tensor | None, experts: ExpertWeights,
-    ) -> Tensor:  # fmt: skip
-        ctx.save_for_backward(x, index, weight, gate_up, down, gate_up_bias, down_bias)
-        ctx.form = (experts.act, experts.interleaved)
+    def forward(ctx: Any, x: Tensor, index: Tensor, weight: Tensor, experts: ExpertWeights, *tensors: Tensor) -> Tensor:
+        """`tensors`: those of `experts`, for autograd."""
+        ctx.save_for_backward(x, index, weight, *tensors)
+        ctx.form = {"act": experts.act, "interleaved": experts.interleaved}
         return _forward(x, index, weight, experts)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Expert by expert over the sorted pairs, put back by a permutation: every order of addition is fixed."""
-        x, index, weight, gate_up, down, gate_up_bias, down_bias = ctx.saved_tensors
-        act, interleaved = ctx.form
-        experts = ExpertWeights(
-            gate_up=gate_up, down=down, act=act, gate_up_bias=gate_up_bias, down_bias=down_bias, interleaved=interleaved
-        )
-        grad = ExpertGradients(experts)
+        x, index, weight, *tensors = ctx.saved_tensors
+        experts = ExpertWeights(**dict(zip(TENSORS, tensors, strict=True)), **ctx.form)
+        totals = [None if tensor is None else torch.zeros_like(tensor) for tensor in tensors]
         tokens, slots = index.shape
         expert, order = torch.sort(index.reshape(-1).long(), stable=True)
-        counts = torch.bincount(expert, minlength=gate_up.shape[0]).tolist()
+        counts = torch.bincount(expert, minlength=experts.gate_up.shape[0]).tolist()
         token = order // slots
         dy, xs, ws = grads[0][token], x[token], weight.reshape(-1)[order]
         dx, dw = torch.empty_like(xs), torch.zeros_like(ws, dtype=torch.float32)
@@ -348,38 +371,35 @@ class _Experts(torch.autograd.Function):
             if count:
                 part = slice(at, at + count)
                 at += count
-                dx[part], dw[part] = grad.add(e, xs[part], ws[part], dy[part])
+                dx[part], dw[part] = add_gradients(experts, totals, e, xs[part], ws[part], dy[part])
         back = torch.empty_like(order)
         back[order] = torch.arange(order.shape[0], device=order.device)
         d_x = dx[back].reshape(tokens, slots, -1).float().sum(1).to(x.dtype)
-        return d_x, None, dw[back].reshape(tokens, slots).to(weight.dtype), *grad.totals, None
+        return d_x, None, dw[back].reshape(tokens, slots).to(weight.dtype), None, *totals
 
 
-class ExpertGradients:
-    def __init__(self, experts: ExpertWeights) -> None:
-        self.experts = experts
-        tensors = (experts.gate_up, experts.down, experts.gate_up_bias, experts.down_bias)
-        self.totals = tuple(None if tensor is None else torch.zeros_like(tensor) for tensor in tensors)
-
-    def add(self, e: int, x: Tensor, w: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
-        """Gradients of rows x [P, K] and slot weights w [P] of expert `e`, from those of its output rows."""
-        experts, (gate_up, down, gate_up_bias, down_bias) = self.experts, self.totals
-        both = x @ experts.gate_up_of(e).t()
-        both = both if experts.gate_up_bias is None else both + experts.gate_up_bias[e]
-        hidden, of_gate, of_up = gate_gradients(*experts.split(both), experts.act)
-        out = hidden @ experts.down_of(e).t()
-        out = out if experts.down_bias is None else out + experts.down_bias[e]
-        d_out = dy * w[:, None].to(dy.dtype)
-        d_hidden = d_out @ experts.down_of(e)
-        halves = (d_hidden * of_gate, d_hidden * of_up)
-        d_both = torch.stack(halves, -1).flatten(-2) if experts.interleaved else torch.cat(halves, -1)
-        for total, first, second in ((gate_up, d_both, x), (down, d_out, hidden)):
-            assert total is not None
-            total[e] = second.t() @ first if experts.interleaved else first.t() @ second
-        for bias, rows in ((gate_up_bias, d_both), (down_bias, d_out)):
-            if bias is not None:
-                bias[e] = rows.float().sum(0).to(bias.dtype)
-        return d_both @ experts.gate_up_of(e), (dy.float() * out.float()).sum(-1)
+def add_gradients(
+    experts: ExpertWeights, totals: list[Tensor | None], e: int, x: Tensor, w: Tensor, dy: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of rows x [P, K] and slot weights w [P] of expert `e`, from those of its output rows; its own go to
+    `totals`.
+    """
+    gate_up, down = experts.matrices(e)
+    both = x @ gate_up.t()
+    both = both if experts.gate_up_bias is None else both + experts.gate_up_bias[e]
+    hidden, of_gate, of_up = gate_gradients(*experts.split(both), experts.act)
+    out = hidden @ down.t()
+    out = out if experts.down_bias is None else out + experts.down_bias[e]
+    d_out = dy * w[:, None].to(dy.dtype)
+    d_hidden = d_out @ down
+    halves = (d_hidden * of_gate, d_hidden * of_up)
+    d_both = torch.stack(halves, -1).flatten(-2) if experts.interleaved else torch.cat(halves, -1)
+    for total, first, second in zip(totals[:2], (d_both, d_out), (x, hidden), strict=True):
+        total[e] = second.t() @ first if experts.interleaved else first.t() @ second
+    for bias, rows in zip(totals[2:], (d_both, d_out), strict=True):
+        if bias is not None:
+            bias[e] = rows.float().sum(0).to(bias.dtype)
+    return d_both @ gate_up, (dy.float() * out.float()).sum(-1)
 
 
 def gate_gradients(gate: Tensor, up: Tensor, act: str | ClampedSwiglu) -> tuple[Tensor, ...]:
@@ -396,7 +416,7 @@ def gate_gradients(gate: Tensor, up: Tensor, act: str | ClampedSwiglu) -> tuple[
 
 def experts(x: Tensor, index: Tensor, weight: Tensor, experts: ExpertWeights) -> Tensor:
     x = align_rows(x.contiguous())
-    tensors = (experts.gate_up, experts.down, experts.gate_up_bias, experts.down_bias)
+    tensors = [getattr(experts, name) for name in TENSORS]
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, *tensors)):
-        return _Experts.apply(x, index, weight, *tensors, experts)  # type: ignore[return-value]
+        return _Experts.apply(x, index, weight, experts, *tensors)
     return _forward(x, index, weight, experts)

@@ -1,17 +1,16 @@
 """LoRA beside a base product: y += (x A^T) B^T * scale, with an adapter per row.
 
-Rows are grouped by adapter as pairs are by expert, so a row has the bits of `Ops.add_low_rank`, whatever else is in the
-batch. Planning stays on the device and sizes are fixed, so that a step can be captured; new weights of the same shape
-are written in place.
+Rows are grouped by adapter as pairs are by expert, so a row has the bits of `Ops.add_low_rank`. Planning stays on the
+device and sizes are fixed, so that a step can be captured; new weights of the same shape are written in place.
 
 Legend: T rows, K inputs, N outputs, S slots, P projections of the merged product, R rank (padded with zeros, which
 change no sum).
 """
 
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false, reportPossiblyUnboundVariable=false
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -19,9 +18,16 @@ import triton.language as tl
 from torch import Tensor
 
 from tokentrue.numerics.ops import LowRank, LowRankStack, RowSlots
-from tokentrue.numerics.triton.experts import Groups, group, launch_groups
-from tokentrue.numerics.triton.launch import Tile, align_rows, launch, let_next_start, power_of_two, wait_for_inputs
-from tokentrue.numerics.triton.matmul import precision_of
+from tokentrue.numerics.triton.experts import Groups, group, multiply_groups
+from tokentrue.numerics.triton.launch import (
+    Tile,
+    align_rows,
+    launch,
+    let_next_start,
+    power_of_two,
+    precision_of,
+    wait_for_inputs,
+)
 
 LEAST_RANK = 16
 MOST_PARTS = 3
@@ -61,8 +67,7 @@ def _expand_kernel(u_ptr, b_ptr, scale_ptr, rank_ptr, y_ptr, row_ptr, slot_ptr, 
     tl.store(y_tile, (y.to(tl.float32) + delta.to(tl.float32)).to(y_ptr.dtype.element_ty), mask=ok[:, None])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PackedStack:
+class PackedStack(NamedTuple):
     """`a` [S,P·R,K], `b` [S,N,R], `scales` and `ranks` [S,P] (0 if not adapted)."""
 
     a: Tensor
@@ -70,51 +75,40 @@ class PackedStack:
     scales: Tensor
     ranks: Tensor
 
-    def holds(self, parts: tuple[LowRank | None, ...], count: int) -> bool:
-        rank = self.b.shape[2]
-        fits = all(low is None or (low.a.shape[0] <= rank and low.a.dtype == self.a.dtype) for low in parts)
-        return fits and self.a.shape[0] == count
-
-    def write(self, slot: int, parts: tuple[LowRank | None, ...], ends: tuple[int, ...]) -> None:
-        rank, start = self.b.shape[2], 0
-        self.a[slot].zero_()
-        self.b[slot].zero_()
-        self.ranks[slot].zero_()
-        for part, (low, end) in enumerate(zip(parts, ends, strict=True)):
-            if low is not None:
-                own = low.a.shape[0]
-                self.a[slot, part * rank : part * rank + own] = low.a
-                self.b[slot, start:end, :own] = low.b
-                self.scales[slot, part] = low.scale
-                self.ranks[slot, part] = own
-            start = end
-
 
 def pack(stack: LowRankStack, count: int) -> None:
     """Fills `stack.packed`, in place if the parts fit; None if they have no packed form."""
-    packed = stack.packed
-    if packed is None or not all(packed.holds(parts, count) for parts in stack.parts.values()):
-        packed = stack.packed = new_packed(stack, count)
-    if packed is not None:
-        nothing = (None,) * len(stack.ends)
-        for slot in range(count):
-            packed.write(slot, stack.parts.get(slot, nothing), stack.ends)
-
-
-def new_packed(stack: LowRankStack, count: int) -> PackedStack | None:
+    packed: PackedStack | None = stack.packed
     lows = [low for parts in stack.parts.values() for low in parts if low is not None]
-    kinds = {low.a.dtype for low in lows} | {low.b.dtype for low in lows}
+    fits = packed is not None and all(
+        low.a.shape[0] <= packed.b.shape[2] and low.a.dtype == packed.a.dtype for low in lows
+    )
+    if packed is None or not fits or packed.a.shape[0] != count:
+        packed = stack.packed = new_packed(stack, lows, count)
+    if packed is None:
+        return
+    rank = packed.b.shape[2]
+    for tensor in (packed.a, packed.b, packed.ranks):
+        tensor.zero_()
+    for slot, parts in stack.parts.items():
+        for part, (low, start, end) in enumerate(zip(parts, (0, *stack.ends), stack.ends, strict=False)):
+            if low is not None:
+                own = low.a.shape[0]
+                packed.a[slot, part * rank : part * rank + own] = low.a
+                packed.b[slot, start:end, :own] = low.b
+                packed.scales[slot, part] = low.scale
+                packed.ranks[slot, part] = own
+
+
+def new_packed(stack: LowRankStack, lows: Sequence[LowRank], count: int) -> PackedStack | None:
+    kinds = {tensor.dtype for low in lows for tensor in (low.a, low.b)}
     if len(kinds) != 1 or kinds == {torch.float64} or len(stack.ends) > MOST_PARTS or columns_of(stack.ends) is None:
         return None
     rank = power_of_two(max(LEAST_RANK, *(low.a.shape[0] for low in lows)))
-    parts, like = len(stack.ends), lows[0].a
-
-    def zeros(*shape: int, dtype: torch.dtype = like.dtype) -> Tensor:
-        return torch.zeros(count, *shape, dtype=dtype, device=like.device)
-
+    parts, a = len(stack.ends), lows[0].a
     return PackedStack(
-        a=zeros(parts * rank, like.shape[1]), b=zeros(stack.ends[-1], rank), scales=zeros(parts, dtype=torch.float32),
-        ranks=zeros(parts, dtype=torch.int32),
+        a=a.new_zeros(count, parts * rank, a.shape[1]), b=a.new_zeros(count, stack.ends[-1], rank),
+        scales=a.new_zeros(count, parts, dtype=torch.float32), ranks=a.new_zeros(count, parts, dtype=torch.int32),
     )  # fmt: skip
 
 
@@ -125,24 +119,19 @@ def columns_of(ends: tuple[int, ...]) -> int | None:
 def add_low_ranks(y: Tensor, x: Tensor, stack: LowRankStack, rows: RowSlots) -> None:
     packed: PackedStack = stack.packed
     x, count = align_rows(x), x.shape[0]
-    groups = groups_of(rows, count)
+    if rows.groups is None:  # by the first product of a step
+        rows.groups = group(rows.slots[:, None], rows.count, 16 if count <= 512 else 64)
+    groups: Groups = rows.groups
     (slots, height, _), (_, outputs, rank) = packed.a.shape, packed.b.shape
     columns = columns_of(stack.ends)
     assert columns is not None and y.stride(1) == 1
-    u = torch.empty((count, height), dtype=packed.a.dtype, device=x.device)
     # The ranks of all projections side by side, in the adapter's dtype.
-    tile = Tile(m=groups.rows, n=32, k=32 if packed.a.dtype == torch.float32 else 128, warps=4, stages=4)
-    launch_groups(x, packed.a, None, u, groups, tile)
+    u = torch.empty((count, height), dtype=packed.a.dtype, device=x.device)
+    tile = Tile(groups.rows, 32, 32 if packed.a.dtype == torch.float32 else 128, 4, 4)
+    multiply_groups(x, packed.a, None, u, groups, tile)
     ends = (*stack.ends[:-1], outputs, outputs)
     launch(
         _expand_kernel, (groups.experts.shape[0], outputs // columns), u, packed.b, packed.scales, packed.ranks, y, groups.pairs,
         groups.experts, count, outputs, slots, ends[0], ends[1], y.stride(0), PARTS=len(stack.ends), R=rank, BM=groups.rows, BN=columns,
         BK=min(rank, 64), PRECISION=precision_of(packed.a.dtype), num_warps=4, num_stages=2,
     )  # fmt: skip
-
-
-def groups_of(rows: RowSlots, count: int) -> Groups:
-    """Cached by the first product of a step."""
-    if rows.groups is None:
-        rows.groups = group(rows.slots[:, None], rows.count, 16 if count <= 512 else 64)
-    return rows.groups

@@ -1,10 +1,9 @@
 """Log-softmax over a vocabulary, and the end of a decode step on the device, without the host in between.
 
 A row is cut into chunks of fixed size; each gives its maximum and its sum of exponentials, and one program folds them.
-Everything after that is elementwise, so `log_softmax`, `token_logprobs` and `advance` have equal bits. Arithmetic is
-float32. The Gumbel noise is a hash of (seed, position, token) in float64, that of `engine/sample.py`;
-`engine/graphs.py` passes the seed half as `keys`. float32 scores select the chunks that can contain the winner; among
-those it is found in float64.
+Everything after that is elementwise, so `log_softmax`, `token_logprobs` and `advance` have equal bits. The Gumbel noise
+is a hash of (seed, position, token) in float64, that of `engine/sample.py`. float32 scores select the chunks that can
+contain the winner; among those it is found in float64.
 
 Legend: R rows, V vocabulary.
 """
@@ -12,7 +11,6 @@ Legend: R rows, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -54,15 +52,21 @@ def _fold_kernel(top_ptr, total_ptr, out_ptr, chunks, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _whole_kernel(z_ptr, stats_ptr, out_ptr, V, stride, CHUNK: tl.constexpr):
+def _whole_kernel(
+    z_ptr, stats_ptr, token_ptr, g_ptr, out_ptr, V, stride, stride_g, GRADIENT: tl.constexpr, CHUNK: tl.constexpr
+):
+    """Log-softmax of z; GRADIENT: ((1 at the token, else 0) - softmax(z)) times the row's gradient."""
     wait_for_inputs()
     let_next_start()
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     top = tl.load(stats_ptr + row * 2)
     log_total = tl.load(stats_ptr + row * 2 + 1)
-    z = tl.load(z_ptr + row * stride + at, mask=at < V, other=0.0)
-    tl.store(out_ptr + row * V + at, (z - top) - log_total, mask=at < V)
+    z = tl.load(z_ptr + row * stride + at, mask=at < V, other=0.0).to(tl.float32)
+    out = (z - top) - log_total
+    if GRADIENT:
+        out = (tl.where(at == tl.load(token_ptr + row), 1.0, 0.0) - tl.exp(out)) * tl.load(g_ptr + row * stride_g)
+    tl.store(out_ptr + row * V + at, out.to(out_ptr.dtype.element_ty), mask=at < V)
 
 
 @triton.jit(do_not_specialize=["R"])
@@ -78,38 +82,6 @@ def _gather_kernel(z_ptr, stats_ptr, token_ptr, out_ptr, R, stride, BLOCK: tl.co
     tl.store(out_ptr + row, (z - top) - log_total, mask=ok)
 
 
-@triton.jit
-def _gradient_kernel(z_ptr, stats_ptr, token_ptr, g_ptr, out_ptr, V, stride, stride_g, CHUNK: tl.constexpr):
-    """out = (1 at the token, else 0) - softmax(z), times the row's gradient."""
-    wait_for_inputs()
-    let_next_start()
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
-    top = tl.load(stats_ptr + row * 2)
-    log_total = tl.load(stats_ptr + row * 2 + 1)
-    g = tl.load(g_ptr + row * stride_g)
-    token = tl.load(token_ptr + row)
-    z = tl.load(z_ptr + row * stride + at, mask=at < V, other=0.0).to(tl.float32)
-    d = (tl.where(at == token, 1.0, 0.0) - tl.exp((z - top) - log_total)) * g
-    tl.store(out_ptr + row * V + at, d.to(out_ptr.dtype.element_ty), mask=at < V)
-
-
-def logits_gradient(logits: Tensor, tokens: Tensor, grads: Tensor) -> Tensor:
-    """Gradient of Σ_r grads[r] · log_softmax(logits)[r, token]: [R, V] in the logits' dtype.
-
-    A row's sums are computed from float32, as in the forward pass: 16-bit rows would have another layout, and so
-    another order of sums.
-    """
-    z = rows_of(logits)
-    out = torch.empty_like(z)
-    if z.shape[0]:
-        grid = (z.shape[0], cdiv(z.shape[1], CHUNK))
-        stats = row_stats(z.float())
-        args = (z, stats, tokens, grads, out, z.shape[1], z.stride(0), grads.stride(0))
-        launch(_gradient_kernel, grid, *args, CHUNK=CHUNK, num_warps=4)
-    return out
-
-
 def row_stats(z: Tensor) -> Tensor:
     """[R, 2]: maximum and log-sum of each row of z."""
     rows, vocabulary = z.shape
@@ -122,47 +94,36 @@ def row_stats(z: Tensor) -> Tensor:
     return stats
 
 
-class _LogSoftmax(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, z: Tensor) -> Tensor:
-        rows, vocabulary = z.shape
-        out = torch.empty_like(z)
-        stats = row_stats(z)
-        if rows:
-            grid = (rows, cdiv(vocabulary, CHUNK))
-            launch(_whole_kernel, grid, z, stats, out, vocabulary, z.stride(0), CHUNK=CHUNK, num_warps=4)
-        ctx.save_for_backward(out)
-        return out
+def whole_rows(z: Tensor, tokens: Tensor | None = None, grads: Tensor | None = None) -> Tensor:
+    """Log-softmax of z [R, V], or the gradient of Σ_r grads[r] · log_softmax(z)[r, tokens[r]], in z's dtype.
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        (out,) = ctx.saved_tensors
-        return grads[0] - out.exp() * grads[0].sum(-1, keepdim=True)
-
-
-class _TokenLogprobs(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, z: Tensor, tokens: Tensor) -> Tensor:
-        stats = row_stats(z)
-        out = torch.empty(z.shape[0], dtype=torch.float32, device=z.device)
-        if z.shape[0]:
-            grid = (cdiv(z.shape[0], 128),)
-            launch(_gather_kernel, grid, z, stats, tokens, out, z.shape[0], z.stride(0), BLOCK=128, num_warps=4)
-        ctx.save_for_backward(z, tokens)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        z, tokens = ctx.saved_tensors
-        return logits_gradient(z, tokens, grads[0].contiguous()), None
+    A row's sums are computed from float32 in both: 16-bit rows would have another layout, and so another order of sums.
+    """
+    (rows, vocabulary), out, stats = z.shape, torch.empty_like(z), row_stats(z.float())
+    if rows:
+        more = (stats, stats, 0) if grads is None else (tokens, grads, grads.stride(0))
+        launch(
+            _whole_kernel, (rows, cdiv(vocabulary, CHUNK)), z, stats, *more[:2], out, vocabulary, z.stride(0), more[2],
+            GRADIENT=grads is not None, CHUNK=CHUNK, num_warps=4,
+        )  # fmt: skip
+    return out
 
 
 def log_softmax(logits: Tensor) -> Tensor:
-    return _LogSoftmax.apply(rows_of(logits.float())).reshape(logits.shape)  # type: ignore[union-attr]
+    return whole_rows(rows_of(logits.float())).reshape(logits.shape)
+
+
+def logits_gradient(logits: Tensor, tokens: Tensor, grads: Tensor) -> Tensor:
+    return whole_rows(rows_of(logits), tokens, grads)
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
-    return _TokenLogprobs.apply(rows_of(logits.float()), tokens.reshape(-1)).reshape(tokens.shape)  # type: ignore[union-attr]
+    z, flat = rows_of(logits.float()), tokens.reshape(-1)
+    rows, out = z.shape[0], torch.empty(z.shape[0], dtype=torch.float32, device=z.device)
+    if rows:
+        args = (z, row_stats(z), flat, out, rows, z.stride(0))
+        launch(_gather_kernel, (cdiv(rows, 128),), *args, BLOCK=128, num_warps=4)
+    return out.reshape(tokens.shape)
 
 
 SAMPLING_CHUNK = 1024
@@ -179,28 +140,18 @@ def _mix(z):
 
 
 @triton.jit
-def _noise_bits(key, context, token):
-    """The 53 random bits of each token of one row."""
+def _uniform(key, context, token):
+    """Of each token of one row; `key`: hash of the seed."""
     golden = tl.full((), 0x9E3779B97F4A7C15, tl.uint64)
     stream = _mix(key.to(tl.uint64) + context.to(tl.uint64) * golden)
-    return _mix(stream + (token + 1).to(tl.uint64) * golden) >> 11
-
-
-@triton.jit
-def _uniform(bits):
+    bits = _mix(stream + (token + 1).to(tl.uint64) * golden) >> 11
     return (bits.to(tl.float64) + 0.5) * 1.1102230246251565e-16
 
 
 @triton.jit
-def _gumbel(bits):
-    return -tl.log(-tl.log(_uniform(bits)))
-
-
-@triton.jit
-def _quick_gumbel(bits):
+def _quick_gumbel(u):
     """-log(-log(u)) in float32 within 3e-5: from 1 - u where u is near 1, because there the first logarithm is all
     rounding."""
-    u = _uniform(bits)
     v = (1.0 - u).to(tl.float32)
     series = v * (1.0 + v * (0.5 + v * (0.33333334 + v * (0.25 + v * (0.2 + v * 0.16666667)))))
     return -libdevice.fast_logf(tl.where(v < 0.0625, series, -libdevice.fast_logf(u.to(tl.float32))))
@@ -224,7 +175,7 @@ def _quick_kernel(
         score = tl.div_rn(logit, tl.zeros_like(logit) + temperature)
     tl.store(z_ptr + row * V + token, score, mask=inside)
     if tl.load(noisy_ptr + row) != 0:
-        score += _quick_gumbel(_noise_bits(tl.load(key_ptr + row), tl.load(context_ptr + row), token))
+        score += _quick_gumbel(_uniform(tl.load(key_ptr + row), tl.load(context_ptr + row), token))
     tl.store(top_ptr + row * chunks + chunk, tl.max(score, 0))
 
 
@@ -248,7 +199,7 @@ def _advance_kernel(z_ptr, stats_ptr, top_ptr, key_ptr, noisy_ptr, ids_ptr, posi
         token = chunk * CHUNK + tl.arange(0, CHUNK)
         score = tl.load(z_ptr + row * V + token, mask=token < V, other=float("-inf")).to(tl.float64)
         if noisy != 0:
-            score += _gumbel(_noise_bits(key, context, token))
+            score += -tl.log(-tl.log(_uniform(key, context, token)))
         top = tl.max(score, 0)
         if top > best:  # chunks come in ascending order: on a tie the first token stays
             best = top
