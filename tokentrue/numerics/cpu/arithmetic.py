@@ -95,7 +95,6 @@ class Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, product: Product) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.has_bias = bias is not None
         return product(x, weight, bias)
 
     @staticmethod
@@ -104,7 +103,7 @@ class Linear(torch.autograd.Function):
         grad = grads[0]
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
         d_bias = None
-        if ctx.has_bias and need_bias:
+        if need_bias:
             d_bias = grad.sum(0) if grad.device.type == "cpu" else grad.float().sum(0).to(grad.dtype)
         return multiply(grad, weight) if need_x else None, multiply(grad.T, x) if need_weight else None, d_bias, None
 
