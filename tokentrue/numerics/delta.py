@@ -116,12 +116,12 @@ class GatedDelta:
         decay = -torch.exp(m.A_log.float()) * ops.activation(a.float() + m.dt_bias, "softplus")
         inputs = (q, k, v, decay, beta)
         if state is None and torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
-            out, state = DeltaScan.apply(*inputs, tuple(lengths), ops.delta_scan)  # pyright: ignore
+            out, last = DeltaScan.apply(*inputs, tuple(lengths), ops.delta_scan)  # pyright: ignore
         else:
-            out, state = ops.delta_scan(*inputs, lengths, state)
+            out, last = ops.delta_scan(*inputs, lengths, state)
         normed = ops.rms_norm(out.to(x_TK.dtype), m.norm.weight, m.norm.variance_epsilon, form=NormForm.PLAIN)
         gated = (normed.float() * ops.activation(z.float(), "silu")).to(x_TK.dtype)
-        return ops.linear(gated.flatten(1), m.out_proj.weight), history, state
+        return ops.linear(gated.flatten(1), m.out_proj.weight), history, last
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Inputs of the convolution [T,C], gate z [T,H,V], b and a [T,H]."""

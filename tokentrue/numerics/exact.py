@@ -118,7 +118,7 @@ def attach_attention(model: nn.Module, ops: Ops, undo: ExitStack) -> None:
     AttentionInterface.register(ATTENTION, exact_attention)
     AttentionMaskInterface.register(ATTENTION, padding_mask)
     owned = (getattr(module, "config", None) for module in model.modules())
-    configs = {id(config): config for config in owned if hasattr(config, "_attn_implementation")}
+    configs: dict[int, Any] = {id(config): config for config in owned if hasattr(config, "_attn_implementation")}
     for config in configs.values():
         undo.callback(setattr, config, "_attn_implementation", config._attn_implementation)
         config._attn_implementation = ATTENTION

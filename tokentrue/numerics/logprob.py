@@ -155,7 +155,8 @@ class HeadScores(torch.autograd.Function):
             if d_bias is not None:
                 d_bias += d_logits.float().sum(0)
         d_weight = None if d_weight is None else d_weight.to(weight.dtype)
-        return d_hidden, d_weight, None if d_bias is None else d_bias.to(bias.dtype), None, None
+        d_bias = None if d_bias is None or bias is None else d_bias.to(bias.dtype)
+        return d_hidden, d_weight, d_bias, None, None
 
 
 def pieces(rows: int, weight: Tensor) -> Iterator[slice]:

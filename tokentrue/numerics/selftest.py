@@ -29,9 +29,9 @@ def fill_pages(ops: Ops, k: Tensor, v: Tensor, random: torch.Generator) -> Pages
     pages = -(-tokens // block)
     table = torch.randperm(pages, device=k.device, generator=random).to(torch.int32) + 1
     at = torch.arange(tokens, device=k.device)
-    caches = [ops.new_cache(pages + 1, heads, size, k.dtype, k.device) for _ in range(2)]
-    ops.store_kv(k, v, *caches, table[at // block].long() * block + at % block)
-    return caches[0], caches[1], table[None]
+    k_cache, v_cache = (ops.new_cache(pages + 1, heads, size, k.dtype, k.device) for _ in range(2))
+    ops.store_kv(k, v, k_cache, v_cache, table[at // block].long() * block + at % block)
+    return k_cache, v_cache, table[None]
 
 
 def paged_batch(first: int, count: int, table: Tensor, copies: int = 1) -> PagedBatch:

@@ -308,8 +308,8 @@ def attention_independent(rows: int, h: int, j: int, d: int, threads: int) -> bo
     runs = [(first, tile) for tile in TILES for first in (*starts, keys - tile) if first % KEYS + tile <= KEYS]
     with torch.no_grad():
         whole = ops.attention(q, k, v, Packed.of((keys,)), spec)
-        twice = (torch.cat((x, x[:200])) for x in (q, k, v))
-        if not same_bits(ops.attention(*twice, Packed.of((keys, 200)), spec), torch.cat((whole, whole[:200]))):
+        q_two, k_two, v_two, wanted = (torch.cat((x, x[:200])) for x in (q, k, v, whole))
+        if not same_bits(ops.attention(q_two, k_two, v_two, Packed.of((keys, 200)), spec), wanted):
             return False
         pages = fill_pages(ops, k, v, random)
         return not any(differing_runs(ops, q, whole, pages, spec, runs, copies) for copies in (1, 3))
