@@ -62,17 +62,22 @@ def _route_kernel(z_ptr, weight_ptr, index_ptr, E: tl.constexpr, EP: tl.constexp
     tl.store(weight_ptr + t * K + slots, chosen.to(weight_ptr.dtype.element_ty), mask=slots < K)
 
 
+def _choose(logits: Tensor, top_k: int, normalise: bool, given: Tensor | None) -> tuple[Tensor, Tensor]:
+    tokens, experts = logits.shape
+    weight = torch.empty((tokens, top_k), dtype=logits.dtype, device=logits.device)
+    index = weight.new_empty(weight.shape, dtype=torch.int64) if given is None else given.contiguous()
+    if tokens:
+        launch(
+            _route_kernel, (tokens,), logits, weight, index, E=experts, EP=power_of_two(experts), K=top_k, NORMALISE=normalise,
+            GIVEN=given is not None, num_warps=1,
+        )  # fmt: skip
+    return weight, index
+
+
 class _Route(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, top_k: int, normalise: bool, given: Tensor | None) -> tuple[Tensor, Tensor]:
-        tokens, experts = logits.shape
-        weight = torch.empty((tokens, top_k), dtype=logits.dtype, device=logits.device)
-        index = weight.new_empty(weight.shape, dtype=torch.int64) if given is None else given.contiguous()
-        if tokens:
-            launch(
-                _route_kernel, (tokens,), logits, weight, index, E=experts, EP=power_of_two(experts), K=top_k, NORMALISE=normalise,
-                GIVEN=given is not None, num_warps=1,
-            )  # fmt: skip
+        weight, index = _choose(logits, top_k, normalise, given)
         ctx.save_for_backward(logits, index)
         ctx.normalise = normalise
         ctx.mark_non_differentiable(index)
@@ -94,7 +99,8 @@ def fits_route(logits: Tensor, top_k: int) -> bool:
 
 
 def route(logits: Tensor, top_k: int, normalise: bool, given: Tensor | None) -> tuple[Tensor, Tensor]:
-    return _Route.apply(rows_of(logits), top_k, normalise, given)
+    choose = _Route.apply if torch.is_grad_enabled() and logits.requires_grad else _choose
+    return choose(rows_of(logits), top_k, normalise, given)
 
 
 class Groups(NamedTuple):
