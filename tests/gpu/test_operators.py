@@ -104,6 +104,7 @@ def test_gated_linear_equals_its_parts() -> None:
         (1024, 6144, "gelu"),
         (1024, 6144, "relu"),
         (256, 24576, "silu"),
+        (256, 2, "silu"),
     )
     for dtype in (torch.bfloat16, torch.float32):
         for k, n, kind in cases:

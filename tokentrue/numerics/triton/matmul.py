@@ -63,9 +63,7 @@ def _linear_kernel(x_ptr, w_ptr, b_ptr, y_ptr, M, N, K, stride_x, stride_y, BM: 
     kind = y_ptr.dtype.element_ty
     x_tile = x_ptr + rows.to(tl.int64)[:, None] * stride_x + ks[None, :]
     w_tile = w_ptr + cols.to(tl.int64)[None, :] * K + ks[:, None]
-    up_tile = w_tile
-    if GATED:  # a product with one output has a constant N
-        up_tile += N.to(tl.int64) * K
+    up_tile = w_ptr + (cols.to(tl.int64) + N)[None, :] * K + ks[:, None]
     acc = tl.zeros((BM, BN), dtype=tl.float32)
     up = tl.zeros((BM, BN), dtype=tl.float32)
     for k in range(0, K, BK):
