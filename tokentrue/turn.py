@@ -75,13 +75,6 @@ History = Literal["keep", "template"]
 
 
 @dataclass(frozen=True, slots=True)
-class NewTurn:
-    """The first request for its turn."""
-
-    turn: InFlightTurn
-
-
-@dataclass(frozen=True, slots=True)
 class JoinedTurn:
     """A request equal to one in flight: it waits for the same turn."""
 
@@ -220,7 +213,7 @@ class Session:
         several samples. Returns the recorded replies if the request key was answered before; generates a failed or
         cancelled turn again."""
         found = self._start_or_join(request, streamed=False)
-        return await found.turn.wait() if isinstance(found, NewTurn) else await self._wait_or_read(found)
+        return await found.wait() if isinstance(found, InFlightTurn) else await self._wait_or_read(found)
 
     async def stream(self, request: TurnRequest) -> AsyncGenerator[TurnEvent, None]:
         """Events as tokens are sampled. A request that joins a turn in flight, or repeats a recorded one, gets the
@@ -235,7 +228,7 @@ class Session:
         """`stream`, with events that are ready together in one list. The turn starts at once: the iterator must be
         read."""
         found = self._start_or_join(request, streamed=True)
-        return found.turn.events() if isinstance(found, NewTurn) else self._stream_again(found)
+        return found.events() if isinstance(found, InFlightTurn) else self._stream_again(found)
 
     async def _stream_again(self, found: JoinedTurn | RecordedTurn) -> AsyncGenerator[list[TurnEvent], None]:
         for index, reply in enumerate(await self._wait_or_read(found)):
@@ -248,7 +241,8 @@ class Session:
             return tuple(replace(reply, from_record=True) for reply in await found.turn.wait())
         return await replies_from_record(found.nodes, tree=self.tree, renderer=self.renderer)
 
-    def _start_or_join(self, request: TurnRequest, *, streamed: bool) -> NewTurn | JoinedTurn | RecordedTurn:
+    def _start_or_join(self, request: TurnRequest, *, streamed: bool) -> InFlightTurn | JoinedTurn | RecordedTurn:
+        """A turn that this request starts, joins or repeats."""
         self.check_open()
         request = replace(request, template_kwargs=freeze(request.template_kwargs, "template_kwargs"))
         conversation = self.conversations.read(request.messages, request.tools)
@@ -269,7 +263,7 @@ class Session:
         turn = InFlightTurn(identity, request, sampling, pinned, streamed=streamed)
         self._single_flight.start(turn, self._run_turn(turn))
         turn.add_caller(request.request_key)
-        return NewTurn(turn)
+        return turn
 
     def _find_prompt(self, request: TurnRequest) -> tuple[Message, ...]:
         if request.request_key is None:

@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, Protocol, cast
 
 from tokentrue.errors import InputError, SamplingError
@@ -30,20 +31,14 @@ class Turns(Protocol):
     def stream(self, request: TurnRequest) -> AsyncGenerator[TurnEvent, None]: ...
 
 
-class Fields:
+class Fields(SimpleNamespace):
     """Fields as attributes, as items, or as plain data (`model_dump()`)."""
-
-    def __init__(self, **values: Any) -> None:
-        self.__dict__.update(values)
 
     def __getitem__(self, name: str) -> Any:
         return self.__dict__[name]
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"the answer has no field {name!r}; it has {', '.join(self.__dict__)}")
-
-    def __repr__(self) -> str:
-        return f"Fields({self.model_dump()!r})"
 
     def get(self, name: str, default: Any = None) -> Any:
         return self.__dict__.get(name, default)
