@@ -198,9 +198,9 @@ class SampleFile:
     """A file's groups, in the order of their first sample. A sample without a group forms one with its session.
     Samples without a reward are dropped, and `notes` counts them."""
 
-    def __init__(self, path: Path, *, model: str, groups_per_step: int, trust: bool = False) -> None:
+    def __init__(self, path: Path, settings: TrainRun, *, trust: bool) -> None:
         samples = read_sound_samples(path, trust=trust)
-        require_samples_of(samples, model)
+        require_samples_of(samples, settings.model_path)
         rewarded = [sample for sample in samples if sample.reward is not None]
         if not rewarded:
             raise FileFormatError(f"{path}: all {len(samples)} samples are without reward; score their sessions first")
@@ -214,18 +214,16 @@ class SampleFile:
         alone = sum(len({sample.session_id for sample in group}) == 1 for group in self._groups.values())
         if alone:
             self.notes.append(f"{alone} groups have one session: a group baseline gives them advantage 0")
-        if count < groups_per_step:
-            self.notes.append(f"train.groups_per_step is {groups_per_step}: each step trains on all {count} groups")
+        wanted = settings.train.groups_per_step
+        if count < wanted:
+            self.notes.append(f"train.groups_per_step is {wanted}: each step trains on all {count} groups")
 
     def groups(self) -> Iterator[list[Sample]]:
         yield from self._groups.values()
 
 
 def file_for(settings: TrainRun, *, trust: bool) -> SampleFile | None:
-    if settings.samples is None:
-        return None
-    count = settings.train.groups_per_step
-    return SampleFile(settings.samples, model=settings.model_path, groups_per_step=count, trust=trust)
+    return None if settings.samples is None else SampleFile(settings.samples, settings, trust=trust)
 
 
 @asynccontextmanager

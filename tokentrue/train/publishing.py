@@ -173,15 +173,6 @@ class UpdateGate:
         self.refused = 0 if found.accepted else self.refused + 1
         return found
 
-    def require_progress(self, found: UpdateCheck, *, step: int) -> None:
-        """Raises TrainingError when too many updates in a row were refused."""
-        if self.refused > self.config.max_refused:
-            raise TrainingError(
-                f"step {step}: {self.refused} updates in a row were refused by update acceptance and undone (the "
-                f"last: gain {found.gain:.3g}, divergence {found.divergence:.3g}); lower optim.lr, look at the "
-                "mismatch of engine and trainer, or change train.acceptance"
-            )
-
     async def _score(self, rows: Sequence[Row]) -> list[Tensor]:
         """Rows are dealt to the engines in turn; those of an engine that cannot be reached go to the next one."""
         if not rows:
@@ -277,7 +268,12 @@ class Publisher:
             "update/refused": float(not found.accepted),
         }
         self.seconds = time.perf_counter() - began
-        self.gate.require_progress(found, step=report.step)
+        if self.gate.refused > self.gate.config.max_refused:
+            raise TrainingError(
+                f"step {report.step}: {self.gate.refused} updates in a row were refused by update acceptance and "
+                f"undone (the last: gain {found.gain:.3g}, divergence {found.divergence:.3g}); lower optim.lr, look at "
+                "the mismatch of engine and trainer, or change train.acceptance"
+            )
 
     async def hand_over(self, trainer: Trainer) -> None:
         weights = trainer.weights()  # gathered while somebody iterates

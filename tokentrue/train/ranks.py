@@ -156,9 +156,3 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_parameters()
     kept = model.state_dict(keep_vars=True).keys()
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name in kept)
-
-
-def whole_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """`named_weights`, gathered one at a time. Every rank must walk through all of them."""
-    for name, value in named_weights(model):
-        yield name, whole(value.detach())

@@ -67,19 +67,11 @@ class StepReport:
     speeds: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
-class Clock:
-    """Seconds by name. Nested names count in both."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
+@contextmanager
+def clock(seconds: dict[str, float], name: str) -> Iterator[None]:
+    began = time.perf_counter()
+    yield
+    seconds[name] = time.perf_counter() - began
 
 
 def step_speeds(report: StepReport, seconds: Mapping[str, float]) -> dict[str, float]:

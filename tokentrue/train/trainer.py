@@ -22,8 +22,8 @@ from tokentrue.mismatch import LengthDecay, LossConfig, Metrics, diagnose, polic
 from tokentrue.numerics import on_device
 from tokentrue.train.config import OptimConfig, TrainConfig, default_learning_rate, learning_rate
 from tokentrue.train.exactness import Agreement, agreement, require_exact, require_near, require_own_versions
-from tokentrue.train.ranks import Ranks, whole, whole_weights
-from tokentrue.train.reporting import MEASURED, Clock, StepReport, batch_metrics, count_flops
+from tokentrue.train.ranks import Ranks, named_weights, whole
+from tokentrue.train.reporting import MEASURED, StepReport, batch_metrics, clock, count_flops
 from tokentrue.train.rows import (
     Minibatch,
     Packing,
@@ -109,24 +109,24 @@ class Trainer:
         model.train()
 
     def step(self, groups: Sequence[Sequence[Sample]]) -> StepReport:
-        clock = Clock()
+        seconds: dict[str, float] = {}
         rows = self.rows(groups)
         if not rows:
             raise ConfigError("a training step got no rows: every rollout of the batch failed, or none was asked for")
         if not self.config.offline:  # versions of a file count another run's steps
             require_own_versions(rows, self.version)
         with self.scoring():
-            with clock("recompute"):
+            with clock(seconds, "recompute"):
                 batch = self.recompute(rows)
             found = self.compare(batch)
             self.response_lengths.append(sum(int(row.sampled.sum()) for row in rows) / len(rows))
-            with clock("measure"):
+            with clock(seconds, "measure"):
                 measured = self.measure(batch)
-            with clock("update"):
+            with clock(seconds, "update"):
                 parts = enumerate(batch.parts * self.config.epochs)
                 done = [self.update(batch, part, is_first=not number) for number, part in parts]
         self.version += 1
-        report = self.report(batch, found, measured, done, clock)
+        report = self.report(batch, found, measured, done, seconds)
         if self.config.kl.target and "kl/mean" in report.metrics:
             self.kl.adapt(report.metrics["kl/mean"], int(report.metrics["sessions"]))
             self.set_kl_coefficient(self.kl.value)
@@ -143,7 +143,9 @@ class Trainer:
         return mask_truncated(rows) if self.config.overlong.mask else rows
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        return whole_weights(self.model)
+        """Gathered one at a time: every rank must walk through all of them."""
+        for name, value in named_weights(self.model):
+            yield name, whole(value.detach())
 
     def snapshot(self) -> Snapshot:
         return Snapshot(self.masters, self.optimizer, self.counters())
@@ -373,7 +375,7 @@ class Trainer:
         found: Agreement,
         measured: Mapping[str, float],
         done: Sequence[UpdateResult],
-        clock: Clock,
+        seconds: Mapping[str, float],
     ) -> StepReport:
         merged = done[0].statistics.merge(*(update.statistics for update in done[1:]))
         rows, advantages = batch.rows, batch.advantages
@@ -407,11 +409,11 @@ class Trainer:
                 [row.length for row, is_trained in zip(rows, trained, strict=True) if is_trained]
             )
             peak = self.config.peak_tflops * 1e12 * self.ranks.world
-            seconds = clock.seconds["recompute"] + clock.seconds["update"]
-            speeds["speed/mfu"] = (scored + 3 * self.config.epochs * passed) / (seconds * peak)
+            busy = seconds["recompute"] + seconds["update"]
+            speeds["speed/mfu"] = (scored + 3 * self.config.epochs * passed) / (busy * peak)
         return StepReport(
             step=self.version - 1, version=self.version, metrics=metrics, agreement=found, advantages=advantages,
-            seconds=clock.seconds, speeds=speeds,
+            seconds=seconds, speeds=speeds,
         )  # fmt: skip
 
     def set_kl_coefficient(self, value: float) -> None:
