@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from tokentrue.app.identity import PROBE, identify_model
-from tokentrue.app.wiring import EngineConfig, ModelConfig, ServeConfig
+from tokentrue.app.wiring import PROBE, EngineConfig, ModelConfig, ServeConfig, identify_model
 from tokentrue.environments import SMALL_MODEL
 from tokentrue.errors import ConfigError
 from tokentrue.renderers import load_renderer

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import cast
+from typing import Any
 
 from tokentrue.errors import ConfigError
 from tokentrue.providers.registry import ENGINES
@@ -46,16 +46,15 @@ def require_device(device: str) -> None:
     import torch
 
     try:
-        kind, index = torch.device(device).type, cast("int | None", torch.device(device).index)
+        found: Any = torch.device(device)
     except RuntimeError as error:
         raise ConfigError(f"device: {device!r} is no device of torch; use cpu, cuda or cuda:N") from error
-    if kind not in {"cpu", "cuda"}:
+    if found.type not in {"cpu", "cuda"}:
         raise ConfigError(f"device: {device!r} is not supported; use cpu, cuda or cuda:N")
-    if kind == "cuda" and not torch.cuda.is_available():
+    if found.type == "cuda" and not torch.cuda.is_available():
         why = "finds no GPU" if torch.version.cuda else "is built without CUDA"
         raise ConfigError(f"device: {device!r} is not available: torch {torch.__version__} {why}; use cpu")
-    if kind == "cuda" and index is not None and index >= torch.cuda.device_count():
-        count = torch.cuda.device_count()
+    if found.type == "cuda" and (found.index or 0) >= (count := torch.cuda.device_count()):
         raise ConfigError(f"device: {device!r} is not available: GPUs here: {count}, counted from 0")
 
 

@@ -3,12 +3,13 @@ for a remote engine starts without torch."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import socket
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, fields
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AbstractContextManager, asynccontextmanager
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -17,9 +18,11 @@ import msgspec
 
 from tokentrue.app.libraries import require_device, require_dtype
 from tokentrue.environments import SMALL_MODEL
-from tokentrue.errors import ConfigError
+from tokentrue.errors import ConfigError, EngineError, EngineUnreachable
 from tokentrue.gateway.config import GatewayConfig, GatewayLimits, ServingConfig
+from tokentrue.ids import TokenIds
 from tokentrue.json_types import JsonMapping, JsonObject
+from tokentrue.protocols import Tokenizing
 from tokentrue.providers.registry import IN_PROCESS, REMOTE, list_names
 from tokentrue.sessions.limits import SessionLimits as SessionLimits
 from tokentrue.tracing import start_tracing
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
 ADMIN_KEY = "TOKENTRUE_ADMIN_KEY"
 ENGINE_KEY = "TOKENTRUE_ENGINE_KEY"
 DEFAULT_STORE = "sqlite:tokentrue.sqlite"
+PROBE = "Hello, wörld! 12345 + 678 = ?\n\n\tdef f(x): return x**2  # 你好 🙂"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,3 +235,63 @@ def gateway_for(
     except BaseException:
         journal.close()
         raise
+
+
+def identify_model(config: ServeConfig) -> ServeConfig:
+    """Checks that every replica of a remote engine serves the model whose tokenizer we use, by its tokenisation of a
+    probe text, if it offers one. Without `--model` the engine's model must be a local directory."""
+    if config.engine.name not in REMOTE:
+        return config
+    if not config.engine.urls:
+        raise ConfigError(f"engine {config.engine.name!r} needs --url (one for each replica)")
+    return asyncio.run(_identify(config, config.engine))
+
+
+async def _identify(config: ServeConfig, engine: EngineConfig) -> ServeConfig:
+    names: set[str] = set()
+    for url in engine.urls:
+        async with _connected(engine, url) as provider:
+            facts = await provider.health()
+            names.add(str(facts.get("path") or facts.get("model")))
+    model = config.model
+    if model.path is None:
+        model = replace(model, path=_find_directory(engine, names))
+    renderer = renderer_for(model)(model.history)
+    ours = TokenIds(renderer.encode_sampled(PROBE))
+    for url in engine.urls:
+        async with _connected(engine, url) as provider:
+            theirs = await provider.tokenize(PROBE) if isinstance(provider, Tokenizing) else None
+        if theirs is not None and theirs != ours:  # a server may have no such route
+            raise ConfigError(
+                f"the engine at {url} has another tokenizer than --model: a probe text gives {len(theirs)} ids there "
+                f"({theirs!r}) and {len(ours)} here ({ours!r}); give --model the directory or id of the model that the "
+                "engine serves"
+            )
+    return replace(config, model=model)
+
+
+@asynccontextmanager
+async def _connected(engine: EngineConfig, url: str) -> AsyncGenerator[Provider, None]:
+    provider = connect_engine(engine, url)
+    try:
+        yield provider
+    except EngineUnreachable as error:
+        raise ConfigError(str(error)) from error
+    except EngineError as error:
+        raise ConfigError(f"the engine at {url} cannot be used: {error}") from error
+    finally:
+        await provider.close()
+
+
+def _find_directory(engine: EngineConfig, names: set[str]) -> str:
+    """The directory that all replicas report, or the shipped model by its name."""
+    if len(names) > 1:
+        raise ConfigError(f"the replicas serve different models: {', '.join(sorted(names))}")
+    (name,) = names
+    if Path(name).is_dir():
+        return name
+    if name == SMALL_MODEL.name:
+        return str(SMALL_MODEL)
+    raise ConfigError(
+        f"the {engine.name} engine serves {name!r}, which is no directory here: give --model its directory or hub id"
+    )

@@ -13,9 +13,8 @@ from typing import Annotated
 from typer import Option
 
 from tokentrue.app.configuration import read
-from tokentrue.app.identity import identify_model
 from tokentrue.app.libraries import without_torch
-from tokentrue.app.wiring import ADMIN_KEY, ServeConfig, gateway_for
+from tokentrue.app.wiring import ADMIN_KEY, ServeConfig, gateway_for, identify_model
 from tokentrue.cli.common import ConfigFile, Device, Dtype, ModelName, Settings, show_status
 from tokentrue.errors import ConfigError
 from tokentrue.providers.registry import IN_PROCESS, REMOTE, SERVED, list_names
