@@ -24,7 +24,7 @@ from tokentrue.train.config import EvaluationConfig, LoggerName, OptimConfig, Tr
 from tokentrue.types import AtLeastOne, Sample
 
 if TYPE_CHECKING:
-    from tokentrue.mismatch import Correction, LossConfig
+    from tokentrue.mismatch import LossConfig
     from tokentrue.train import Publisher, Ranks, Store, Trainer
     from tokentrue.train.loop import Evaluator
 
@@ -98,29 +98,23 @@ class TrainRun:
 
 
 def loss_for(spec: LossSpec) -> LossConfig:
-    from tokentrue.mismatch import LOSSES, loss_named
+    from tokentrue.mismatch import LOSSES, PRESETS, loss_named
 
     if spec.name not in LOSSES:
         raise ConfigError(f"loss.name: no loss {spec.name!r}; choose one of {', '.join(LOSSES)}")
-    options = dict(spec.options)
-    if "correction" in options:
+    if "correction" in spec.options:
         raise ConfigError("loss.options.correction: belongs to loss.correction")
     base = loss_named(spec.name)
-    surrogate = options.get("surrogate", base.surrogate)
-    implied = {} if surrogate in (None, NONE) else {"surrogate": surrogate}
-    values = {**options, "correction": correction_for(spec, base.correction, implied)}
-    return build(type(base), values, path="loss.options", base=base)
-
-
-def correction_for(spec: LossSpec, own: Correction, implied: JsonMapping) -> Correction:
-    from tokentrue.mismatch import PRESETS
-
-    table = dict(spec.correction) if isinstance(spec.correction, Mapping) else {}
-    preset = table.pop("preset", None) if isinstance(spec.correction, Mapping) else spec.correction
+    table: JsonObject = dict(spec.correction) if isinstance(spec.correction, Mapping) else {"preset": spec.correction}
+    preset = table.pop("preset", None)
     if preset is not None and preset not in PRESETS:
         raise ConfigError(f"loss.correction: no preset {preset!r}; choose one of {', '.join(PRESETS)}")
-    base = own if preset is None else PRESETS[preset]
-    return build(type(base), {**implied, **table}, path="loss.correction", base=base) if table else base
+    correction = base.correction if preset is None else PRESETS[preset]
+    if table:
+        surrogate = spec.options.get("surrogate", base.surrogate)
+        implied = {} if surrogate in (None, NONE) else {"surrogate": surrogate}
+        correction = build(type(correction), {**implied, **table}, path="loss.correction", base=correction)
+    return build(type(base), {**spec.options, "correction": correction}, path="loss.options", base=base)
 
 
 def trainer_for(settings: TrainRun, ranks: Ranks) -> tuple[Trainer, str]:
