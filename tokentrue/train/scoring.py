@@ -30,7 +30,6 @@ class Scores:
 class Scorer(Protocol):
     """Scores rows in their order. `active()` wraps a training step. `is_padded`: a pass costs rows × longest row."""
 
-    name: str
     is_padded: bool
 
     def __call__(self, model: nn.Module, rows: Sequence[ScoredRow], *, entropy: bool = False) -> Scores: ...
@@ -41,7 +40,6 @@ class Scorer(Protocol):
 class ExactScorer:
     """The engine's own operators: the same bits whatever is packed together."""
 
-    name = "exact"
     is_padded = False
 
     def __call__(self, model: nn.Module, rows: Sequence[ScoredRow], *, entropy: bool = False) -> Scores:
@@ -68,7 +66,6 @@ class ExactScorer:
 class PlainScorer:
     """The model's own forward pass on right-padded rows: what an ordinary trainer computes."""
 
-    name = "plain"
     is_padded = True
 
     def __call__(self, model: nn.Module, rows: Sequence[ScoredRow], *, entropy: bool = False) -> Scores:
