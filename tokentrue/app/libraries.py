@@ -1,15 +1,19 @@
-"""Loads torch and transformers on demand, silences them, and checks the device."""
+"""Loads torch and transformers on demand, silences them, and checks the device and the model of samples. Needs no
+gateway."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from tokentrue.errors import ConfigError
+from tokentrue.errors import ConfigError, RenderError
+from tokentrue.hub import load_config
 from tokentrue.providers.registry import ENGINES
+from tokentrue.samples.files import require_model
+from tokentrue.types import Sample
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -61,3 +65,18 @@ def require_device(device: str) -> None:
 def require_dtype(dtype: str) -> None:
     if dtype not in DTYPES:
         raise ConfigError(f"dtype: {dtype!r} is not one of {', '.join(DTYPES)}")
+
+
+def require_samples_of(samples: Sequence[Sample], model: str) -> None:
+    """`model` is a directory or a hub id; raises FileFormatError."""
+    from tokentrue.renderers import load_renderer
+
+    try:
+        tokenizer = load_renderer(model).tokenizer_hash
+    except RenderError:  # a model without tokenizer or template still has a vocabulary
+        tokenizer = None
+    require_model(samples, model=model, tokenizer=tokenizer, vocabulary=read_vocabulary_size(model))
+
+
+def read_vocabulary_size(model: str) -> int:
+    return int(load_config(model).get_text_config().vocab_size)

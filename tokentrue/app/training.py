@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from tokentrue.app.background import Embedded, embedded_gateway
 from tokentrue.app.configuration import NONE, build
-from tokentrue.app.libraries import require_dtype
+from tokentrue.app.libraries import read_vocabulary_size, require_dtype, require_samples_of
 from tokentrue.app.rollouts import RolloutRounds, Share, evaluate, sessions_on
 from tokentrue.app.wiring import EngineConfig, ModelConfig, ServeConfig, ServerConfig
 from tokentrue.environments import SMALL_MODEL, RolloutConfig
-from tokentrue.errors import ConfigError, FileFormatError, RenderError
-from tokentrue.hub import load_causal_model, load_config
+from tokentrue.errors import ConfigError, FileFormatError
+from tokentrue.hub import load_causal_model
 from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.providers.registry import REMOTE
-from tokentrue.samples.files import read_sound_samples, require_model
+from tokentrue.samples.files import read_sound_samples
 from tokentrue.samples.groups import group_of
 from tokentrue.train.config import EvaluationConfig, LoggerName, OptimConfig, TrainConfig
 from tokentrue.types import AtLeastOne, Sample
@@ -171,21 +171,6 @@ def store_for(settings: TrainRun, run_hash: str) -> tuple[Store, int]:
     first = 0 if newest is None else read_state(newest, run_hash=run_hash, samples_digest=digest)["version"]
     store = Store(directory=directory, run_hash=run_hash, model=settings.model_path, samples_digest=digest)
     return store, first
-
-
-def require_samples_of(samples: Sequence[Sample], model: str) -> None:
-    """`model` is a directory or a hub id; raises FileFormatError."""
-    from tokentrue.renderers import load_renderer
-
-    try:
-        tokenizer = load_renderer(model).tokenizer_hash
-    except RenderError:  # a model without tokenizer or template still has a vocabulary
-        tokenizer = None
-    require_model(samples, model=model, tokenizer=tokenizer, vocabulary=read_vocabulary_size(model))
-
-
-def read_vocabulary_size(model: str) -> int:
-    return int(load_config(model).get_text_config().vocab_size)
 
 
 class SampleFile:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 from typer import Option
 
-from tokentrue.app.libraries import require_device, require_dtype
+from tokentrue.app.libraries import require_device, require_dtype, require_samples_of
 from tokentrue.cli.common import (
     AsJson,
     ReportPage,
@@ -103,8 +103,6 @@ def command(
         known = [sample for sample in found if sample.sample_id in given]
         rows, refused = score_all(known, lambda sample: (given[sample.sample_id], None), quiet=True)
     else:
-        from tokentrue.app.training import require_samples_of
-
         side = {"trainer": trainer}
         side["scored"] = f"{'the model’s own forward pass' if plain else 'exact operators'}, {dtype}, {device}"
         score = load_scorer(trainer, plain=plain, dtype=dtype, device=device)

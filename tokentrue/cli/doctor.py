@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
-from tokentrue.app.libraries import quiet_libraries, require_dtype
-from tokentrue.app.training import require_samples_of
+from tokentrue.app.libraries import quiet_libraries, require_dtype, require_samples_of
 from tokentrue.app.wiring import ENGINE_KEY, EngineConfig, connect_engine
 from tokentrue.cli.common import AsJson, ReportPage, name_option, print_json, print_table, print_verdict, show_status
 from tokentrue.errors import ConfigError
