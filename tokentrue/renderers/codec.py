@@ -207,25 +207,6 @@ def _is_byte_level(tokenizer: Tokenizer) -> bool:
     return decoder is not None and '"ByteLevel"' in decoder.__getstate__().decode()
 
 
-class TokenTexts(dict[int, str | None]):
-    """Lazy map from id to its text; None for markers and for ids that are not whole characters."""
-
-    def __init__(self, pieces: TokenBytes, marker_ids: frozenset[int]) -> None:
-        super().__init__()
-        self._pieces, self._marker_ids = pieces, marker_ids
-
-    def __missing__(self, token_id: int) -> str | None:
-        try:
-            text = None if token_id in self._marker_ids else self._pieces[token_id].decode("utf-8")
-        except UnicodeDecodeError:
-            text = None
-        self[token_id] = text
-        return text
-
-    def is_marker(self, token_id: int) -> bool:
-        return token_id in self._marker_ids
-
-
 _BLANKS = " \t\r\n▁"
 
 

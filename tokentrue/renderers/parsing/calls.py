@@ -17,14 +17,21 @@ import regex
 from transformers.utils.chat_parsing import content_parsers
 
 from tokentrue.json_types import JsonMapping, JsonObject, is_array, is_object
-from tokentrue.renderers.parsing.partial_json import JsonValueReader
 from tokentrue.types import Status, Tools
 
 Schemas = Mapping[str, JsonMapping]
 """Tool name to its parameters' schemas."""
 
-_TRUE, _FALSE = {"true", "1"}, {"false", "0"}
+ForeignField: TypeAlias = Any
+"""A field of a response template, compiled by `transformers`; its attributes are untyped."""
+
+_process_field: Callable[[str, ForeignField, dict[str, str]], Any] = cast("Any", content_parsers).process_field
 _PYTHON_TYPES = {"str": "string", "int": "integer", "float": "number", "bool": "boolean", "NoneType": "null"}
+_NAMES, _ARGUMENTS = ("name", "function_name", "tool_name"), ("arguments", "parameters", "args", "input")
+_PLACEHOLDER = regex.compile(r"\{(\w+)(?:\.(\w+))?\}")
+_LITERAL_END = regex.compile(r"[\w<>/:｜]+\Z")
+_TRAILERS = regex.compile(r"\s*(?:</function>|</invoke>|</tool>)?\s*")
+_SPACE = " \t\r\n"
 
 
 def list_parameter_schemas(tools: Tools | None) -> dict[str, JsonMapping]:
@@ -39,17 +46,8 @@ def list_parameter_schemas(tools: Tools | None) -> dict[str, JsonMapping]:
     return found
 
 
-def type_match(match: Any, schema: Any) -> Any:
-    """Value of one matched parameter, typed by its own attribute (DeepSeek's `string="true"`), else by the schema."""
-    declared, value = match.groupdict().get("string"), match["value"]
-    if declared is None:
-        return type_value(value, schema)
-    if declared == "true":
-        return value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError):
-        return value
+def _as_object(value: Any) -> JsonMapping:
+    return value if is_object(value) else {}
 
 
 def type_value(value: Any, schema: Any) -> Any:
@@ -62,32 +60,18 @@ def type_value(value: Any, schema: Any) -> Any:
         return None
     if not types or "string" in types:
         return value
+    decoded = _load_json(text)
     for name in types:
-        fits, result = _convert(name, text)
-        if fits:
-            return result
+        if name == "boolean" and text.lower() in {"true", "1", "false", "0"}:
+            return text.lower() in {"true", "1"}
+        if name in {"integer", "number"} and type(decoded) in {int, float} and abs(decoded) < float("inf"):
+            if name == "number":
+                return decoded
+            if decoded == int(decoded):
+                return int(decoded)
+        if (name == "object" and is_object(decoded)) or (name == "array" and is_array(decoded)):
+            return decoded
     return value
-
-
-def _convert(name: str, text: str) -> tuple[bool, Any]:
-    if name == "boolean":
-        return text.lower() in _TRUE | _FALSE, text.lower() in _TRUE
-    try:
-        decoded: Any = json.loads(text)
-    except (ValueError, RecursionError):
-        return False, None
-    is_number = (
-        isinstance(decoded, int | float)
-        and not isinstance(decoded, bool)
-        and decoded == decoded
-        and abs(decoded) != float("inf")
-    )
-    if name == "integer" and is_number and decoded == int(decoded):
-        return True, int(decoded)
-    if name == "number" and is_number:
-        return True, decoded
-    fits = (name == "object" and is_object(decoded)) or (name == "array" and is_array(decoded))
-    return fits, decoded
 
 
 def _list_types(schema: Any) -> tuple[str, ...]:
@@ -106,19 +90,11 @@ def _list_types(schema: Any) -> tuple[str, ...]:
     return tuple(found + (["null"] if given.get("nullable") else []))
 
 
-def _as_object(value: Any) -> JsonMapping:
-    return value if is_object(value) else {}
-
-
-ForeignField: TypeAlias = Any
-"""A field of a response template, compiled by `transformers`; its attributes are untyped."""
-
-_process_field: Callable[[str, ForeignField, dict[str, str]], Any] = cast("Any", content_parsers).process_field
-_NAMES, _ARGUMENTS = ("name", "function_name", "tool_name"), ("arguments", "parameters", "args", "input")
-_PLACEHOLDER = regex.compile(r"\{(\w+)(?:\.(\w+))?\}")
-_LITERAL_END = regex.compile(r"[\w<>/:｜]+\Z")
-_TRAILERS = regex.compile(r"\s*(?:</function>|</invoke>|</tool>)?\s*")
-_SPACE = " \t\r\n"
+def _load_json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,84 +171,141 @@ class CallReader(Protocol):
 
 
 def start_call(call_format: CallFormat, captures: Mapping[str, str], schemas: Schemas) -> CallReader:
-    name, call_id = captures.get("name", "").strip(), _captured_id(captures)
+    name, call_id = captures.get("name", "").strip(), _get_id(captures)
     if isinstance(call_format, TagCallFormat):
         return TagCallReader(call_format, name, call_id, schemas.get(name, {}))
     return JsonCallReader(call_format, name, call_id)
 
 
-def _captured_id(captures: Mapping[str, str]) -> str:
+def _get_id(captures: Mapping[str, str]) -> str:
     return captures.get("id") or captures.get("call_id") or ""
 
 
+_CHARACTERS = regex.compile(r'(?:[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*+')
+_PART_OF_ESCAPE = regex.compile(r"\\(?:u[0-9a-fA-F]{0,3})?")
+_WORD = regex.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?|true|false|null")
+_WORD_CHARACTERS = regex.compile(r"[-+.0-9A-Za-z]+")
+_VALUE, _FIRST_ITEM, _KEY, _FIRST_KEY, _COLON, _NEXT = range(6)
+_OPENING = {"}": "{", "]": "["}
+
+
 class JsonCallReader:
+    """Strict: follows the body as long as it is the beginning of JSON that any reader accepts. The call's members are
+    those of the outermost object, or the whole body as arguments.
+    """
+
     def __init__(self, call_format: JsonCallFormat, name: str, call_id: str) -> None:
         self.name, self.call_id = name if call_format.name is None else "", call_id
         self._format = call_format
-        self._expected = "value" if call_format.arguments is None else "{"  # or "key", ":", ",", "end"
-        self._key = call_format.arguments  # key of the current or next value
-        self._value: JsonValueReader | None = None  # reader of the current key or value
-        self._text: list[str] = []  # its text
-        self._shows = False  # the current value is the arguments, which may be shown
-        self._keys: list[str | None] = []  # keys of the members so far
+        self._depth = 0 if call_format.arguments is None else 1  # of the members
+        self._stack: list[str] = []  # open brackets
+        self._want = _VALUE
+        self._in_string = False
+        self._tail = ""  # an escape or a word that may continue
+        self._from: int | None = None  # where the member's text begins in this piece; None outside members
+        self._member: list[str] = []  # its text in earlier pieces
+        self._shows = False  # the member is the arguments, which may be shown
+        self._key = call_format.arguments  # key of the current or next member
+        self._keys: list[str | None] = []
         self._arguments = ""
         self._is_lost = False
 
     def feed(self, text: str) -> str:
-        place, shown = 0, ""
+        if self._is_lost:
+            return ""
+        text, place, shown = self._tail + text, 0, ""
+        if self._from is not None:
+            self._from = len(self._tail)
+        self._tail = ""
         while place < len(text) and not self._is_lost:
-            if self._value is not None:
-                start, place = place, self._value.feed(text, place)
-                self._text.append(text[start:place])
-                if self._shows:
-                    shown = text[start : place - self._value.is_done]
-                self._is_lost = self._value.is_broken
-                if self._value.is_done:
-                    self._end_value()
-            elif text[place] in _SPACE:
-                place += 1
-            else:
-                place += self._read_structure(text[place])
+            begin, shows = self._from, self._shows
+            place = self._read_string(text, place) if self._in_string else self._read_structure(text, place)
+            if shows and self._from is None:
+                shown = text[begin : place - 1]
+        if self._from is not None:
+            self._member.append(text[self._from : place])
+            if self._shows:
+                shown = self._member[-1]
         return shown
 
-    def _read_structure(self, char: str) -> int:
-        """Returns the number of characters consumed; the first character of a value is left to its reader."""
-        if self._expected == "value" or (self._expected == "key" and char == '"'):
-            self._value, self._text = JsonValueReader(), []
-            is_first = self._expected == "value" and self._key == self._format.arguments not in self._keys
-            self._shows = is_first and char == "{" and bool(self.name)
-            return 0
-        if char == "}" and (self._expected == "," or (self._expected == "key" and not self._keys)):
-            self._expected = "end"
-        else:
-            self._is_lost = char != self._expected
-            self._expected = "value" if char == ":" else "key"
-        return 1
+    def _read_string(self, text: str, place: int) -> int:
+        place = _CHARACTERS.match(text, place).end()
+        if place == len(text):
+            return place
+        if text[place] == '"':
+            self._in_string = False
+            self._end_value(text, place + 1)
+            return place + 1
+        escape = _PART_OF_ESCAPE.match(text, place)
+        return self._hold(text, place, escape.end() if escape else place)
 
-    def _end_value(self) -> None:
-        text, self._value, self._shows = "".join(self._text), None, False
-        if self._expected == "key":
-            self._key, self._expected = json.loads(text), ":"
+    def _hold(self, text: str, start: int, end: int) -> int:
+        """`text[start:end]` is the beginning of an escape or a word: more must follow, or the text is not JSON."""
+        self._tail, self._is_lost = text[start:end], end < len(text)
+        return end
+
+    def _read_structure(self, text: str, place: int) -> int:
+        char, want, stack = text[place], self._want, self._stack
+        if char in _SPACE:
+            return place + 1
+        if len(stack) < self._depth and (char != "{" or want != _VALUE):
+            self._is_lost = True
+            return place
+        if self._from is None and len(stack) == self._depth and want in (_VALUE, _KEY, _FIRST_KEY) and char != "}":
+            self._from = place
+            is_first = self._key == self._format.arguments and self._key not in self._keys
+            self._shows = want == _VALUE and is_first and char == "{" and bool(self.name)
+        if char == '"' and want < _COLON:
+            self._in_string = True
+        elif char in "{[" and want < _KEY:
+            stack.append(char)
+            self._want = _FIRST_KEY if char == "{" else _FIRST_ITEM
+        elif char in "}]" and want in (_NEXT, _FIRST_ITEM, _FIRST_KEY) and stack[-1:] == [_OPENING[char]]:
+            stack.pop()
+            self._want = _NEXT
+            self._end_value(text, place + 1)
+        elif char == ":" and want == _COLON:
+            self._want = _VALUE
+        elif char == "," and want == _NEXT and stack:
+            self._want = _KEY if stack[-1] == "{" else _VALUE
+        elif want < _KEY and (word := _WORD_CHARACTERS.match(text, place)):
+            end = word.end()
+            if end < len(text) and _WORD.fullmatch(word[0]):
+                self._end_value(text, end)
+                return end
+            valid = (size for size in range(end, place, -1) if _WORD.fullmatch(text, place, size, partial=True))
+            return self._hold(text, place, next(valid, place))
+        else:
+            self._is_lost = True
+            return place
+        return place + 1
+
+    def _end_value(self, text: str, end: int) -> None:
+        is_key = self._want in (_KEY, _FIRST_KEY)
+        self._want = _COLON if is_key else _NEXT
+        if self._from is None or len(self._stack) > self._depth:
+            return
+        member = "".join(self._member) + text[self._from : end]
+        self._from, self._member, self._shows = None, [], False
+        if is_key:
+            self._key = json.loads(member)
             return
         has_arguments = self._format.arguments in self._keys
         self._keys.append(self._key)
-        self._expected = "end" if self._format.arguments is None else ","
         if self._key == self._format.arguments:
-            self._arguments = self._arguments or text
-        elif text[0] == '"' and self._key == self._format.name:
-            self.name = self.name or json.loads(text).strip()
-        elif text[0] == '"' and self._key == "id" and not has_arguments:  # with arguments, a stream has shown it
-            self.call_id = self.call_id or json.loads(text)
+            self._arguments = self._arguments or member
+        elif member[0] == '"' and self._key == self._format.name:
+            self.name = self.name or json.loads(member).strip()
+        elif member[0] == '"' and self._key == "id" and not has_arguments:  # with arguments, a stream has shown it
+            self.call_id = self.call_id or json.loads(member)
 
     def end(self) -> ParsedCall | CallFailure | None:
-        if self._is_lost or self._expected != "end" or self._format.arguments not in self._keys:
+        is_whole = self._want == _NEXT and not self._stack and not self._is_lost
+        if not is_whole or self._format.arguments not in self._keys:
             return None
         if self._keys.count(self._format.arguments) > 1 or self._keys.count(self._format.name or "") > 1:
             return CallFailure(status=Status.MALFORMED, detail="the call says its name or its arguments twice")
-        try:
-            values = json.loads(self._arguments)
-        except (ValueError, RecursionError):
-            return None
+        values = _load_json(self._arguments)
         if not self.name or not is_object(values):
             return None
         return ParsedCall(name=self.name, arguments=self._arguments, values=values, call_id=self.call_id)
@@ -302,7 +335,8 @@ class TagCallReader:
             self._is_odd = self._is_odd or key in self._values or bool(self._outside[-1].strip(_SPACE))
             value = type_match(match, self._schemas.get(key))
             if self.name and not self._is_odd:
-                shown += _write_member(key, value, first=not self._values)
+                comma = ", " if self._values else "{"
+                shown += f"{comma}{json.dumps(key, ensure_ascii=False)}: {json.dumps(value, ensure_ascii=False)}"
             self._values[key] = value
         self._text = self._text[place:]
         return shown
@@ -320,23 +354,32 @@ class TagCallReader:
         return ParsedCall(name=self.name, arguments=text, values=self._values, call_id=self.call_id)
 
 
-def _write_member(key: str, value: Any, *, first: bool) -> str:
-    return f"{'{' if first else ', '}{json.dumps(key, ensure_ascii=False)}: {json.dumps(value, ensure_ascii=False)}"
+def type_match(match: Any, schema: Any) -> Any:
+    """Value of one matched parameter, typed by its own attribute (DeepSeek's `string="true"`), else by the schema."""
+    declared, value = match.groupdict().get("string"), match["value"]
+    if declared is None:
+        return type_value(value, schema)
+    if declared == "true":
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
 
 
 def read_whole(
     field: ForeignField, body: str, captures: Mapping[str, str], schemas: Schemas
 ) -> list[ParsedCall] | CallFailure:
+    name, is_raw = captures.get("name"), False
     try:
         value = _process_field(body, field, dict(captures))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        return _diagnose(field, body, captures, schemas, error)
-    return _read_items(field, value, body, captures, schemas)
-
-
-def _read_items(
-    field: ForeignField, value: Any, body: str, captures: Mapping[str, str], schemas: Schemas
-) -> list[ParsedCall] | CallFailure:
+        if field.content != "json":
+            return CallFailure(status=Status.MALFORMED, detail=str(error).splitlines()[0], name=name)
+        try:  # a call of a known tool without arguments is valid
+            value, is_raw = json.loads(body), True
+        except (ValueError, RecursionError) as reason:
+            return CallFailure(status=Status.INVALID_JSON, detail=str(reason), name=name)
     items = cast("list[Any]", value) if isinstance(value, list) else [value]
     written = _list_written_ids(field, body, captures, len(items))
     calls: list[ParsedCall] = []
@@ -344,12 +387,15 @@ def _read_items(
         call = _read_item(field, item, body if len(items) == 1 else "", schemas, place)
         if isinstance(call, CallFailure):
             return call
+        if is_raw and call.name not in schemas and _get_first(item.get("function", item), _ARGUMENTS) is None:
+            detail = f"{call.name!r} has no arguments and is no known tool"
+            return CallFailure(status=Status.MALFORMED, detail=detail, name=call.name)
         calls.append(call if call.call_id else replace(call, call_id=written[place]))
     return calls or CallFailure(status=Status.MALFORMED, detail="an empty list of calls")
 
 
 def _list_written_ids(field: ForeignField, body: str, captures: Mapping[str, str], count: int) -> list[str]:
-    captured = _captured_id(captures)
+    captured = _get_id(captures)
     value = _load_json(body) if field.content == "json" and "name" not in captures else None
     if captured or value is None:  # with a captured name the body is the arguments
         return [captured] * count
@@ -372,20 +418,16 @@ def _read_item(field: ForeignField, item: Any, body: str, schemas: Schemas, plac
             values = json.loads(spelled)
         except ValueError as error:
             return CallFailure(status=Status.INVALID_JSON, detail=f"arguments: {error}", name=name)
-    if values is None:
-        values = JsonObject()
-    if not is_object(values):
-        return CallFailure(
-            status=Status.MALFORMED, detail=f"arguments are {type(values).__name__}, not an object", name=name
-        )
-    given = values
+    given: Any = {} if values is None else values
+    if not is_object(given):
+        detail = f"arguments are {type(given).__name__}, not an object"
+        return CallFailure(status=Status.MALFORMED, detail=detail, name=name)
     if field.content == "json":
         spelled = spelled or _find_spelling(body, given)
     else:
         given = {key: type_value(value, schemas.get(name, {}).get(key)) for key, value in given.items()}
-    written: Any = item.get("id") if is_object(item) else None
     text = spelled or json.dumps(given, ensure_ascii=False)
-    return ParsedCall(name=name, arguments=text, values=dict(given), call_id=str(written) if written else "")
+    return ParsedCall(name=name, arguments=text, values=dict(given), call_id=str(item.get("id") or ""))
 
 
 def _get_first(mapping: JsonMapping, keys: Sequence[str]) -> Any:
@@ -404,33 +446,3 @@ def _find_spelling(body: str, values: JsonMapping) -> str:
         if is_equal:
             return body[begin:end]
     return ""
-
-
-def _load_json(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-
-
-def _diagnose(
-    field: ForeignField, body: str, captures: Mapping[str, str], schemas: Schemas, error: Exception
-) -> list[ParsedCall] | CallFailure:
-    """Why `process_field` failed. A JSON call of a known tool without arguments is a valid call."""
-    if field.content != "json":
-        return CallFailure(status=Status.MALFORMED, detail=str(error).splitlines()[0], name=captures.get("name"))
-    try:
-        value = json.loads(body)
-    except (ValueError, RecursionError) as reason:
-        return CallFailure(status=Status.INVALID_JSON, detail=str(reason), name=captures.get("name"))
-    calls = _read_items(field, value, body, captures, schemas)
-    if isinstance(calls, CallFailure):
-        return calls
-    items = cast("list[Any]", value) if isinstance(value, list) else [value]
-    for call, item in zip(calls, items, strict=True):
-        function = item.get("function", item)
-        if call.name not in schemas and _get_first(function, _ARGUMENTS) is None:
-            return CallFailure(
-                status=Status.MALFORMED, detail=f"{call.name!r} has no arguments and is no known tool", name=call.name
-            )
-    return calls

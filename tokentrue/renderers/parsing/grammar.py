@@ -4,9 +4,9 @@ with open and close markers) and the tokens of its markers.
 
 from __future__ import annotations
 
+import json
 import re
-from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, cast
 
@@ -14,85 +14,34 @@ import regex
 from transformers.utils.chat_parsing import response_templates
 
 from tokentrue.errors import TemplateError
-from tokentrue.json_types import is_object
-from tokentrue.renderers.codec import TokenBytes, TokenTexts
+from tokentrue.renderers.codec import TokenBytes
 from tokentrue.renderers.families import PLAIN, Family
 from tokentrue.renderers.parsing.calls import CallFormat, ForeignField, find_call_format
 from tokentrue.types import Ids
 
-ESCAPE = "\ufdd0"  # a Unicode noncharacter: legal in UTF-8, never assigned
-BREAK = ESCAPE + "\ufdd2"  # inserted into a look-alike
-ESCAPED_ESCAPE = ESCAPE + "\ufdd1"  # the model wrote ESCAPE itself
-
-
-def unshield(text: str) -> str:
-    return text.replace(BREAK, "").replace(ESCAPED_ESCAPE, ESCAPE) if ESCAPE in text else text
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MarkerSet:
-    """The markers that are added tokens: a pattern for whole markers, and all their proper prefixes."""
+    """The added tokens that a response template names: a pattern for whole look-alikes of them in ordinary text, and
+    their proper prefixes. A marker of one character has no look-alike that could be told from it.
+    """
 
-    texts: tuple[str, ...]
+    ids: frozenset[int]
     whole: re.Pattern[str]
     beginnings: frozenset[str]
     longest_beginning: int
+    firsts: frozenset[str]
 
 
-def compile_markers(texts: tuple[str, ...]) -> MarkerSet:
-    ordered = sorted(set(texts), key=len, reverse=True)
+def compile_markers(found: Mapping[int, str]) -> MarkerSet:
+    ordered = sorted({text for text in found.values() if len(text) > 1}, key=len, reverse=True)
     return MarkerSet(
-        texts=texts,
+        ids=frozenset(found),
         whole=re.compile("|".join(map(re.escape, ordered)) or "(?!)"),
         beginnings=frozenset(text[:size] for text in ordered for size in range(1, len(text))),
         longest_beginning=max(map(len, ordered), default=1) - 1,
+        firsts=frozenset(text[0] for text in ordered),
     )
-
-
-class MarkerShield:
-    """Breaks look-alikes of markers in the text of ordinary tokens. Holds back a suffix that may still become one."""
-
-    def __init__(self, markers: MarkerSet) -> None:
-        self._markers = markers
-        self._held = ""
-
-    def add(self, text: str) -> str:
-        markers = self._markers
-        text = markers.whole.sub(_break, self._held + text.replace(ESCAPE, ESCAPED_ESCAPE))
-        sizes = range(min(markers.longest_beginning, len(text)), 0, -1)
-        keep = next((size for size in sizes if text[-size:] in markers.beginnings), 0)
-        settled = len(text) - keep
-        self._held = text[settled:]
-        return text[:settled]
-
-    def flush(self) -> str:
-        """Returns the held text; call it when no more ordinary text follows."""
-        held, self._held = self._held, ""
-        return held
-
-
-def _break(match: re.Match[str]) -> str:
-    return match[0][0] + BREAK + match[0][1:]
-
-
-class ShieldedOffsets:
-    """Maps character offsets of the shielded text to those of the true text."""
-
-    def __init__(self) -> None:
-        self._offsets: list[int] = []
-        self._extra: list[int] = [0]
-        self._length = 0
-
-    def add(self, text: str) -> None:
-        place = text.find(ESCAPE)
-        while place >= 0:
-            self._offsets.append(self._length + place)
-            self._extra.append(self._extra[-1] + (2 if text[place : place + 2] == BREAK else 1))
-            place = text.find(ESCAPE, place + 2)
-        self._length += len(text)
-
-    def true_offset(self, offset: int) -> int:
-        return offset - self._extra[bisect_right(self._offsets, offset - 1)]
 
 
 CALLS, BROKEN = "tool_calls", "broken_calls"
@@ -121,6 +70,14 @@ class Delimiter:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    """`delimiters`: what can end the region or open another. `starts`: the ASCII characters that one can begin with."""
+
+    delimiters: tuple[Delimiter, ...]
+    starts: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TextLayout:
     """How segments form a text field: whether its ends are trimmed, and the separator."""
 
@@ -130,18 +87,15 @@ class TextLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grammar:
-    """`delimiters`: by open region (None: none). `generation_ids` open an assistant turn, for callers without a
-    prompt.
-    """
+    """`regions`: by open field (None: none). `generation_ids` open an assistant turn, for callers without a prompt."""
 
     fields: Mapping[str, ForeignField]
     implicit: str | None  # the field of text outside all markers
     anchor: Pattern  # where the assistant's turn begins in a prompt
-    delimiters: Mapping[str | None, tuple[Delimiter, ...]]
+    regions: Mapping[str | None, Region]
     layouts: Mapping[str, TextLayout]
     call_format: CallFormat | None  # of a call that can be read incrementally
     pieces: TokenBytes
-    texts: TokenTexts
     markers: MarkerSet
     stop_ids: frozenset[int]
     closing_stop_ids: frozenset[int]  # stop tokens that the response template itself names
@@ -156,53 +110,62 @@ class Grammar:
 def compile_grammar(pieces: TokenBytes, family: Family, *, stop_token_ids: Ids, generation_ids: Ids = ()) -> Grammar:
     declared = family.response_template or PLAIN
     try:
-        template = _load_template(_to_json_types(declared))
+        template = _load_template(json.loads(json.dumps(declared, default=dict)))
     except (ValueError, TypeError, KeyError) as error:
         raise TemplateError(f"response_template: not a valid response template: {error}") from error
     named = str(declared)
-    found = {id_: text for id_, text in pieces.added.items() if text.strip() and _is_named(text, named)}
+    found = {
+        id_: text
+        for id_, text in pieces.added.items()
+        if text.strip() and (text in named or repr(regex.escape(text))[1:-1] in named)
+    }
     return Grammar(
         fields=template.fields,
         implicit=template.implicit,
         anchor=template.start_anchor_re,
-        delimiters=_list_delimiters(template),
+        regions=_list_regions(template),
         layouts=_list_layouts(template),
         call_format=find_call_format(template.fields.get(CALLS)),
         pieces=pieces,
-        texts=TokenTexts(pieces, frozenset(found)),
-        markers=compile_markers(tuple(found.values())),
+        markers=compile_markers(found),
         stop_ids=frozenset(stop_token_ids),
-        closing_stop_ids=frozenset(stop_token_ids) & frozenset(found),
+        closing_stop_ids=frozenset(stop_token_ids) & found.keys(),
         generation_ids=generation_ids,
         call_ids=family.call_ids,
     )
 
 
-def _is_named(text: str, declared: str) -> bool:
-    return text in declared or repr(regex.escape(text))[1:-1] in declared
+_ASCII = frozenset(map(chr, range(128)))
+_READS_BACK = re.compile(r"\(\?<[=!]|\\[AbBGKmM]|(?<!\[)\^")
 
 
-def _list_delimiters(template: ForeignTemplate) -> dict[str | None, tuple[Delimiter, ...]]:
+def _list_regions(template: ForeignTemplate) -> dict[str | None, Region]:
     """Outside explicit regions: every opening, and the implicit field's closing. Inside a region: only its closing."""
-    outside = [_read_opening(field) for field in template.fields.values() if field.open_re is not None]
-    implicit = template.fields.get(template.implicit or "")
+    fields: Mapping[str, ForeignField] = template.fields
+    outside = [_read_delimiter(field, opens=True) for field in fields.values() if field.open_re is not None]
+    implicit = fields.get(template.implicit or "")
     if implicit is not None and implicit.close_re is not None:
-        outside.append(_read_closing(implicit))
-    found: dict[str | None, tuple[Delimiter, ...]] = {None: tuple(outside)}
-    for name, field in template.fields.items():
-        inside = (_read_closing(field),) if field.close_re is not None else ()
-        found[name] = tuple(outside) if name == template.implicit else inside
+        outside.append(_read_delimiter(implicit, opens=False))
+    found = {None: _make_region(outside)}
+    for name, field in fields.items():
+        inside = [_read_delimiter(field, opens=False)] if field.close_re is not None else []
+        found[name] = found[None] if name == template.implicit else _make_region(inside)
     return found
 
 
-def _read_opening(field: ForeignField) -> Delimiter:
-    is_final = field.open_literals is not None and not field.open_literal_can_extend
-    return Delimiter(opens=True, field=field.name, pattern=field.open_re, is_final=is_final)
+def _make_region(delimiters: Sequence[Delimiter]) -> Region:
+    patterns = [delimiter.pattern for delimiter in delimiters]
+    if any(_READS_BACK.search(pattern.pattern) for pattern in patterns):  # a character alone does not tell
+        return Region(delimiters=tuple(delimiters), starts=_ASCII)
+    starts = (char for char in _ASCII if any(pattern.match(char, partial=True) for pattern in patterns))
+    return Region(delimiters=tuple(delimiters), starts=frozenset(starts))
 
 
-def _read_closing(field: ForeignField) -> Delimiter:
-    is_final = field.close_literals is not None and not field.close_literal_can_extend
-    return Delimiter(opens=False, field=field.name, pattern=field.close_re, is_final=is_final)
+def _read_delimiter(field: ForeignField, *, opens: bool) -> Delimiter:
+    side = "open" if opens else "close"
+    literals, can_extend = getattr(field, f"{side}_literals"), getattr(field, f"{side}_literal_can_extend")
+    is_final = literals is not None and not can_extend
+    return Delimiter(opens=opens, field=field.name, pattern=getattr(field, f"{side}_re"), is_final=is_final)
 
 
 def _list_layouts(template: ForeignTemplate) -> dict[str, TextLayout]:
@@ -213,13 +176,3 @@ def _list_layouts(template: ForeignTemplate) -> dict[str, TextLayout]:
             strip = known.strip if known is not None else bool(declared.content_args.get("strip", True))
             layouts[name] = TextLayout(strip=strip, join=(known and known.join) or declared.join)
     return layouts
-
-
-def _to_json_types(declared: Any) -> Any:
-    if is_object(declared):
-        return {key: _to_json_types(value) for key, value in declared.items()}
-    return (
-        [_to_json_types(item) for item in cast("list[Any]", declared)]
-        if isinstance(declared, list | tuple)
-        else declared
-    )

@@ -24,21 +24,13 @@ from tokentrue.renderers.parsing.calls import (
     read_whole,
     start_call,
 )
-from tokentrue.renderers.parsing.grammar import (
-    BROKEN,
-    CALLS,
-    TEXT_FIELDS,
-    Grammar,
-    ShieldedOffsets,
-    TextLayout,
-    unshield,
-)
+from tokentrue.renderers.parsing.grammar import BROKEN, CALLS, TEXT_FIELDS, Grammar, TextLayout
 from tokentrue.renderers.parsing.scanner import (
-    RegionClosed,
     RegionOpened,
     RegionScanner,
     RegionText,
     ScanEvent,
+    Settled,
     TextEnded,
     TokenSource,
 )
@@ -46,6 +38,7 @@ from tokentrue.types import Attempt, Delta, Ended, Ids, Parsed, Status, Tools
 
 _SPACE = " \t\r\n"
 _SURROGATE = re.compile("[\ud800-\udfff]")
+_ANCHOR_WINDOWS = (8, 48, 1024)  # tokens of the prompt's end that are searched for the turn's opening, a few tokens
 
 
 @dataclass(slots=True)
@@ -63,21 +56,18 @@ class TextField:
 
     def add(self, text: str) -> str:
         join = self.layout.join
-        shown = self._trim(text, join) if self.layout.strip else text
-        if shown and not self.has_begun and self.parts and join is not None:
-            shown = join + shown
-        self.has_begun = self.has_begun or bool(shown)
-        if shown:
-            self.parts.append(shown)
-        return shown
-
-    def _trim(self, text: str, join: str | None) -> str:
-        text = self.held + text
-        if not self.has_begun and (join is not None or not self.parts):
-            text = text.lstrip(_SPACE)
-        shown = text.rstrip(_SPACE)
-        self.held = text[len(shown) :]
-        return shown
+        if self.layout.strip:
+            whole = self.held + text
+            if not self.has_begun and (join is not None or not self.parts):
+                whole = whole.lstrip(_SPACE)
+            text = whole.rstrip(_SPACE)
+            self.held = whole[len(text) :]
+        if text:
+            if join is not None and self.parts and not self.has_begun:
+                text = join + text
+            self.has_begun = True
+            self.parts.append(text)
+        return text
 
     def end_segment(self) -> None:
         self.has_begun = False
@@ -138,7 +128,7 @@ class MessageBuilder:
     def open_region(self, field: str, captures: Mapping[str, str]) -> None:
         call_format = self._grammar.call_format if field == CALLS else None
         self._reader = start_call(call_format, captures, self._schemas) if call_format is not None else None
-        self._captures, self._body, self._shown_call = captures, [], None
+        self._captures, self._body, self._shown_call, self._shown = captures, [], None, []
 
     def add_body(self, text: str) -> list[Delta]:
         text = _replace_surrogates(text)
@@ -148,8 +138,8 @@ class MessageBuilder:
             return []
         deltas: list[Delta] = []
         if self._shown_call is None:
-            self._shown_call, self._shown = len(self._calls), []
-            deltas += self._append_call(self._reader.name, self._reader.call_id, "")
+            self._shown_call = len(self._calls)
+            deltas.append(self._append_call(self._reader.name, self._reader.call_id, ""))
         self._shown.append(arguments)
         return [*deltas, Delta(call=self._shown_call, arguments=arguments)]
 
@@ -161,27 +151,39 @@ class MessageBuilder:
         if field not in (CALLS, BROKEN):
             self._extra[field] = "".join(self._body)
             return []
-        calls = self._read(field, closed=closed)
-        shown, self._shown_call = self._shown_call, None
+        calls, shown, arguments = self._read(field, closed=closed), self._shown_call, "".join(self._shown)
+        self._shown_call = None
+        (start, end), deltas = span, list[Delta]()
         if shown is not None:
-            self._calls[shown]["function"]["arguments"] = "".join(self._shown)
-            calls = self._check_shown(shown, calls)
-        start, end = span
+            function = self._calls[shown]["function"]
+            function["arguments"] = arguments
+            name = function["name"]
+            if not isinstance(calls, CallFailure) and (
+                len(calls) != 1 or calls[0].name != name or not calls[0].arguments.startswith(arguments)
+            ):
+                calls = CallFailure(status=Status.MALFORMED, detail="the call ends as another than it began", name=name)
         if isinstance(calls, CallFailure):
-            self.attempts.append(
-                Attempt(status=calls.status, raw=raw, start=start, end=end, name=calls.name, detail=calls.detail)
-            )
+            attempt = Attempt(status=calls.status, raw=raw, start=start, end=end, name=calls.name, detail=calls.detail)
+            self.attempts.append(attempt)
             return self.add_text("content", raw) if shown is None else []
-        deltas: list[Delta] = []
         for call in calls:
             is_unknown = self._has_tools and call.name not in self._schemas
-            status, detail = (Status.UNKNOWN_TOOL, f"no tool is named {call.name!r}") if is_unknown else (Status.OK, "")
-            self.attempts.append(
-                Attempt(
-                    status=status, raw=raw, start=start, end=end, name=call.name, arguments=call.values, detail=detail
-                )
+            attempt = Attempt(
+                status=Status.UNKNOWN_TOOL if is_unknown else Status.OK,
+                raw=raw,
+                start=start,
+                end=end,
+                name=call.name,
+                arguments=call.values,
+                detail=f"no tool is named {call.name!r}" if is_unknown else "",
             )
-            deltas += self._add_call(call, shown)
+            self.attempts.append(attempt)
+            if shown is None:
+                deltas.append(self._append_call(call.name, call.call_id, call.arguments))
+                deltas.append(Delta(call=len(self._calls) - 1, arguments=call.arguments))
+            else:
+                self._calls[shown]["function"]["arguments"] = call.arguments
+                deltas.append(Delta(call=shown, arguments=call.arguments[len(arguments) :]))
         return deltas
 
     def _read(self, field: str, *, closed: bool) -> list[ParsedCall] | CallFailure:
@@ -199,52 +201,18 @@ class MessageBuilder:
             return calls if closed else unclosed
         return [calls] if isinstance(calls, ParsedCall) else calls
 
-    def _check_shown(self, shown: int, calls: list[ParsedCall] | CallFailure) -> list[ParsedCall] | CallFailure:
-        function = self._calls[shown]["function"]
-        if isinstance(calls, CallFailure):
-            return calls
-        if (
-            len(calls) == 1
-            and calls[0].name == function["name"]
-            and calls[0].arguments.startswith(function["arguments"])
-        ):
-            return calls
-        return CallFailure(
-            status=Status.MALFORMED, detail="the call ends as another than it began", name=function["name"]
-        )
-
-    def _add_call(self, call: ParsedCall, shown: int | None) -> list[Delta]:
-        if shown is None:
-            index = len(self._calls)
-            return [
-                *self._append_call(call.name, call.call_id, call.arguments),
-                Delta(call=index, arguments=call.arguments),
-            ]
-        function = self._calls[shown]["function"]
-        rest, function["arguments"] = call.arguments[len(function["arguments"]) :], call.arguments
-        return [Delta(call=shown, arguments=rest)]
-
-    def _append_call(self, name: str, call_id: str, arguments: str) -> list[Delta]:
+    def _append_call(self, name: str, call_id: str, arguments: str) -> Delta:
+        """The call's id is deterministic per turn and differs between turns of a conversation."""
         index = len(self._calls)
-        call_id = call_id or self._make_id(index)
+        if not call_id:
+            digest = hashlib.blake2b(self._seed + index.to_bytes(4, "big"), digest_size=12).hexdigest()
+            call_id = digest[:9] if self._grammar.call_ids == "short" else f"call_{digest}"
         self._calls.append({"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}})
-        return [Delta(call=index, call_id=call_id, name=name)]
-
-    def _make_id(self, index: int) -> str:
-        """Deterministic per turn; differs between turns of a conversation."""
-        digest = hashlib.blake2b(self._seed + index.to_bytes(4, "big"), digest_size=12).hexdigest()
-        return digest[:9] if self._grammar.call_ids == "short" else f"call_{digest}"
+        return Delta(call=index, call_id=call_id, name=name)
 
 
 def _replace_surrogates(text: str) -> str:
     return text if text.isascii() else _SURROGATE.sub("\ufffd", text)
-
-
-_ANCHOR_WINDOWS = (
-    8,
-    48,
-    1024,
-)  # tokens of the prompt's end that are searched for the opening of the turn, which is a few tokens long
 
 
 def parse_turn(grammar: Grammar, sampled_ids: Ids, *, prompt_ids: Ids = (), tools: Tools | None = None) -> Parsed:
@@ -264,16 +232,13 @@ class Parser:
         self._message = MessageBuilder(grammar, tools, prompt_ids=prompt_ids, early=early)
         self._scanner = RegionScanner(grammar, prefix=_find_opening(grammar, prompt_ids))
         self._source = TokenSource(grammar)
-        self._offsets = ShieldedOffsets()
-        self._held_stop: int | None = (
-            None  # the last id if it is a stop token: it ends the turn only if nothing follows
-        )
+        self._held_stop: int | None = None  # the last id if it is a stop token: more ids may still follow
         self._reasoning_tokens = 0
 
     def feed(self, token_ids: Ids) -> list[Delta]:
         if not len(token_ids):
             return []
-        ids = [*([] if self._held_stop is None else [self._held_stop]), *token_ids]
+        ids = [*token_ids] if self._held_stop is None else [self._held_stop, *token_ids]
         self._held_stop = ids.pop() if ids[-1] in self._grammar.stop_ids else None
         return self._scan(self._source.add(ids))
 
@@ -281,9 +246,9 @@ class Parser:
         stop = self._held_stop
         deltas = self._scan(self._source.flush())
         if stop is not None:
-            text = self._source.add((stop,))
+            settled = self._source.add((stop,))
             if stop in self._grammar.closing_stop_ids and self._scanner.is_inside:
-                deltas += self._scan(text)
+                deltas += self._scan(settled)
         deltas += self._apply(self._scanner.finish(stopped=stop is not None))
         parsed = Parsed(
             message=self._message.build(),
@@ -295,58 +260,38 @@ class Parser:
         )
         return deltas, parsed
 
-    def _scan(self, text: str) -> list[Delta]:
-        if not text:
-            return []
-        self._offsets.add(text)
-        return self._apply(self._scanner.feed(text))
+    def _scan(self, settled: Settled) -> list[Delta]:
+        return self._apply(self._scanner.feed(settled)) if settled.text else []
 
     def _apply(self, events: list[ScanEvent]) -> list[Delta]:
         deltas: list[Delta] = []
         for event in events:
+            name = TEXT_FIELDS.get(event.field)
             if isinstance(event, RegionText):
-                text = unshield(event.text)
-                name = TEXT_FIELDS.get(event.field)
-                deltas += self._message.add_body(text) if name is None else self._message.add_text(name, text)
+                deltas += self._message.add_text(name, event.text) if name else self._message.add_body(event.text)
             elif isinstance(event, RegionOpened):
-                captures = {name: unshield(value) for name, value in event.captures.items()}
-                self._message.open_region(event.field, captures)
+                self._message.open_region(event.field, event.captures)
             elif isinstance(event, TextEnded):
-                self._end_text(event)
+                self._message.end_segment(TEXT_FIELDS[event.field])
+                if name == "reasoning_content" and event.end > event.start:
+                    first, last = self._source.find_tokens(event.start, event.end)
+                    self._reasoning_tokens += last - first
             else:
-                deltas += self._close(event)
+                raw, span = self._source.raw[event.start : event.end], self._source.find_tokens(event.start, event.end)
+                deltas += self._message.close_region(event.field, closed=event.closed, raw=raw, span=span)
         return deltas
 
-    def _end_text(self, event: TextEnded) -> None:
-        name = TEXT_FIELDS[event.field]
-        self._message.end_segment(name)
-        start, end = self._offsets.true_offset(event.start), self._offsets.true_offset(event.end)
-        if name == "reasoning_content" and end > start:
-            first, last = self._source.find_tokens(start, end)
-            self._reasoning_tokens += last - first
 
-    def _close(self, event: RegionClosed) -> list[Delta]:
-        start, end = self._offsets.true_offset(event.start), self._offsets.true_offset(event.end)
-        return self._message.close_region(
-            event.field,
-            closed=event.closed,
-            raw=self._source.slice(start, end),
-            span=self._source.find_tokens(start, end),
-        )
-
-
-def _find_opening(grammar: Grammar, prompt_ids: Ids) -> str:
-    """Returns the (shielded) prompt text after the turn's last opening. Reads only the prompt's end."""
-    if len(grammar.fields) == 1:
-        return ""
-    for window in _ANCHOR_WINDOWS:
-        source = TokenSource(grammar)
-        text = source.add(prompt_ids[-window:]) + source.flush()
-        place: int | None = None
-        for match in grammar.anchor.finditer(text):
-            place = match.end()
-        if place is not None:
-            return text[place:]
-        if window >= len(prompt_ids):
-            break
-    return ""
+def _find_opening(grammar: Grammar, prompt_ids: Ids) -> Settled:
+    """Returns the prompt's text after the turn's last opening. Reads only the prompt's end."""
+    if len(grammar.fields) > 1:
+        for window in _ANCHOR_WINDOWS:
+            source = TokenSource(grammar)
+            (text, safe), (text_end, safe_end) = source.add(prompt_ids[-window:]), source.flush()
+            text, safe = text + text_end, safe + safe_end
+            ends = [match.end() for match in grammar.anchor.finditer(safe)]
+            if ends:
+                return Settled(text[ends[-1] :], safe[ends[-1] :])
+            if window >= len(prompt_ids):
+                break
+    return Settled("", "")

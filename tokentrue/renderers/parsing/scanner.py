@@ -7,59 +7,67 @@ decides. A region that is not a readable call is no error here: its body is pass
 from __future__ import annotations
 
 import codecs
+import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
 from itertools import accumulate
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias
 
-from tokentrue.renderers.parsing.grammar import TEXT_FIELDS, Delimiter, Grammar, MarkerShield
+from tokentrue.renderers.parsing.grammar import TEXT_FIELDS, Delimiter, Grammar
 from tokentrue.types import Ids
 
 _UTF8 = codecs.getincrementaldecoder("utf-8")
+BREAK = "\ufdd0"  # a Unicode noncharacter, which no pattern names
+
+
+class Settled(NamedTuple):
+    """Text that later tokens cannot change. `safe` is what patterns search: the same text, but a look-alike of a marker
+    in ordinary tokens has BREAK for its second character.
+    """
+
+    text: str
+    safe: str
 
 
 class TokenSource:
-    """`add` returns shielded text; `slice` and `find_tokens` refer to the true text.
-
-    Holds back incomplete characters, and ordinary text that may become the look-alike of a marker.
-    """
+    """Holds back incomplete characters, and ordinary text that may become the look-alike of a marker."""
 
     def __init__(self, grammar: Grammar) -> None:
-        self._pieces, self._texts = grammar.pieces, grammar.texts
-        self._shield = MarkerShield(grammar.markers)
+        self._pieces, self._markers = grammar.pieces, grammar.markers
         self._decoder = _UTF8("surrogateescape")
-        self._has_half = False  # the decoder holds part of a character
+        self._held = ""
         self._text: list[str] = []
         self._ids: list[int] = []
         self._ends: list[int] = []  # end of each token in bytes; computed lazily
 
-    def add(self, token_ids: Ids) -> str:
+    def add(self, token_ids: Ids) -> Settled:
         self._ids.extend(token_ids)
-        out: list[str] = []
-        texts = [*map(self._texts.__getitem__, token_ids), None]
-        place = 0
-        while place < len(token_ids):
-            if texts[place] is None or self._has_half:
-                out.append(self._add_odd(token_ids[place]))
-                place += 1
-            else:
-                end = texts.index(None, place)
-                out.append(self._add_text("".join(cast("list[str]", texts[place:end]))))
-                place = end
-        return "".join(out)
+        if self._markers.ids.isdisjoint(token_ids):
+            return self._add_bytes(self._pieces.join(token_ids))
+        settled: list[Settled] = []
+        start = 0
+        for place, token_id in enumerate(token_ids):
+            if token_id in self._markers.ids:
+                settled += [self._add_bytes(self._pieces.join(token_ids[start:place])), self.flush()]
+                marker = self._pieces[token_id].decode("utf-8")
+                self._text.append(marker)
+                settled.append(Settled(marker, marker))
+                start = place + 1
+        settled.append(self._add_bytes(self._pieces.join(token_ids[start:])))
+        return Settled(*map("".join, zip(*settled, strict=True)))
 
-    def flush(self) -> str:
-        """Returns the held text at the end of the turn, before its stop token."""
-        return self._release()
+    def flush(self) -> Settled:
+        """Returns what was held back, when no more ordinary text follows."""
+        text, safe = self._add_bytes(b"", final=True)
+        self._decoder.reset()
+        held, self._held = self._held, ""
+        return Settled(text + held, safe + held)
 
     @property
     def raw(self) -> str:
         """The true text so far; its bytes are those of the ids."""
         self._text = ["".join(self._text)]
         return self._text[0]
-
-    def slice(self, start: int, end: int) -> str:
-        return self.raw[start:end]
 
     def find_tokens(self, start: int, end: int) -> tuple[int, int]:
         """Tokens `[first, last)` with bytes of the characters `[start, end)`."""
@@ -70,30 +78,22 @@ class TokenSource:
         last = first + len(self.raw[start:end].encode("utf-8", "surrogateescape"))
         return bisect_right(self._ends, first), min(bisect_left(self._ends, last) + 1, len(self._ends))
 
-    def _add_text(self, text: str) -> str:
-        if not text:
-            return ""
+    def _add_bytes(self, data: bytes, *, final: bool = False) -> Settled:
+        text = self._decoder.decode(data, final)
         self._text.append(text)
-        return self._shield.add(text)
+        text = self._held + text
+        markers = self._markers
+        if markers.firsts.isdisjoint(text):
+            return Settled(text, text)
+        safe = markers.whole.sub(_break, text)
+        sizes = range(min(markers.longest_beginning, len(safe)), 0, -1)
+        settled = len(safe) - next((size for size in sizes if safe[-size:] in markers.beginnings), 0)
+        self._held = text[settled:]
+        return Settled(text[:settled], safe[:settled])
 
-    def _add_odd(self, token_id: int) -> str:
-        piece = self._pieces[token_id]
-        if self._texts.is_marker(token_id):
-            released = self._release()
-            self._text.append(piece.decode("utf-8"))
-            return released + self._text[-1]
-        text = self._add_text(self._decoder.decode(piece))
-        self._has_half = bool(self._decoder.getstate()[0])
-        return text
 
-    def _release(self) -> str:
-        """Releases the bytes of a character that stays incomplete, and text that can no longer become a look-alike."""
-        shown = ""
-        if self._has_half:
-            shown = self._add_text(self._decoder.decode(b"", final=True))
-            self._decoder.reset()
-            self._has_half = False
-        return shown + self._shield.flush()
+def _break(match: re.Match[str]) -> str:
+    return match[0][0] + BREAK + match[0][2:]
 
 
 _LOOKBEHIND = 128  # characters kept before the scanned place, for patterns that look behind
@@ -139,15 +139,16 @@ class RegionScanner:
     that it leaves open. Offsets in events count characters of the text that was fed.
     """
 
-    def __init__(self, grammar: Grammar, *, prefix: str) -> None:
+    def __init__(self, grammar: Grammar, *, prefix: Settled) -> None:
         self._grammar = grammar
         self._events: list[ScanEvent] = []
-        self._buffer, self._pos = prefix, 0
-        self._base = -len(prefix)  # the offset of the buffer's first character
+        self._text, self._safe = prefix
+        self._pos = 0
+        self._base = -len(prefix.text)  # the offset of the buffers' first character
         self._field: str | None = grammar.implicit
         self._has_begun = False  # the open region has a marker or text
         self._opened_at = self._body_at = self._base
-        if prefix:
+        if prefix.text:
             self._advance(at_end=False)
             places = [place for place, event in enumerate(self._events) if isinstance(event, RegionOpened)]
             self._events = self._events[places[-1] :] if self._field not in {None, *TEXT_FIELDS} and places else []
@@ -156,19 +157,26 @@ class RegionScanner:
     def is_inside(self) -> bool:
         return self._field is not None and self._field != self._grammar.implicit
 
-    def feed(self, text: str) -> list[ScanEvent]:
+    def feed(self, settled: Settled) -> list[ScanEvent]:
+        text, safe = settled
+        starts = self._grammar.regions[self._field].starts
+        is_plain = self._pos == len(self._safe) and safe.isascii() and starts.isdisjoint(safe)
+        self._text += text
+        self._safe += safe
+        if is_plain:
+            self._emit(len(self._safe))
+        else:
+            self._advance(at_end=False)
         if self._pos > _TRIM_AT:
             cut = self._pos - _LOOKBEHIND
-            self._buffer, self._base, self._pos = self._buffer[cut:], self._base + cut, self._pos - cut
-        self._buffer += text
-        self._advance(at_end=False)
+            self._text, self._safe = self._text[cut:], self._safe[cut:]
+            self._base, self._pos = self._base + cut, _LOOKBEHIND
         return self._take_events()
 
     def finish(self, *, stopped: bool) -> list[ScanEvent]:
         """`stopped`: the turn ended at a stop token, not at a cut-off."""
         self._advance(at_end=True)
-        self._append(self._buffer[self._pos :])
-        self._pos = len(self._buffer)
+        self._emit(len(self._safe))
         runs_on = self._field is not None and self._grammar.ends_with_turn(self._field)
         self._close(self._base + self._pos, closed=stopped and runs_on)
         return self._take_events()
@@ -184,7 +192,7 @@ class RegionScanner:
                 break
             delimiter, match = found
             start, end = match.span()
-            self._append(self._buffer[self._pos : start])
+            self._emit(start)
             self._pos = end
             had_begun = self._has_begun
             self._close(self._base + start, closed=True)
@@ -193,17 +201,15 @@ class RegionScanner:
             elif start == end and not had_begun:  # an empty close of an empty region would match here for ever
                 break
         if hold > self._pos and not at_end:
-            self._append(self._buffer[self._pos : hold])
-            self._pos = hold
+            self._emit(hold)
 
     def _find(self, *, at_end: bool) -> tuple[tuple[Delimiter, Match] | None, int]:
         """Returns the earliest certain delimiter (the longest of those), and where the first incomplete one begins."""
-        buffer, pos = self._buffer, self._pos
-        edge = hold = len(buffer)
+        edge = hold = len(self._safe)
         best: tuple[Delimiter, Match] | None = None
         best_key: tuple[int, int, bool, str] | None = None
-        for delimiter in self._grammar.delimiters[self._field]:
-            match: Match = delimiter.pattern.search(buffer, pos, partial=not at_end)
+        for delimiter in self._grammar.regions[self._field].delimiters:
+            match: Match = delimiter.pattern.search(self._safe, self._pos, partial=not at_end)
             if match is None:
                 continue
             start, end = match.span()
@@ -213,42 +219,33 @@ class RegionScanner:
             key = (start, start - end, not delimiter.opens, delimiter.field)
             if best_key is None or key < best_key:
                 best_key, best = key, (delimiter, match)
-        if best is not None and best[1].start() >= hold:
-            best = None
-        return best, hold
+        return (None if best is None or best[1].start() >= hold else best), hold
 
     def _can_grow(self, delimiter: Delimiter, start: int) -> bool:
         """True if more text may extend the match at `start`: the text after it may belong to an optional end
         (`</invoke>`, a line break, and perhaps the block's `</tool_calls>`).
         """
-        if delimiter.is_final:
-            return False
-        return delimiter.pattern.fullmatch(self._buffer, start, partial=True) is not None
+        return not delimiter.is_final and delimiter.pattern.fullmatch(self._safe, start, partial=True) is not None
 
-    def _append(self, text: str) -> None:
-        if not text or self._field is None:
-            return
-        self._has_begun = True
-        self._events.append(RegionText(field=self._field, text=text))
+    def _emit(self, end: int) -> None:
+        if end > self._pos and self._field is not None:
+            self._has_begun = True
+            self._events.append(RegionText(self._field, self._text[self._pos : end]))
+        self._pos = end
 
     def _open(self, field: str, match: Match) -> None:
         self._field, self._has_begun = field, True
         self._opened_at, self._body_at = self._base + match.start(), self._base + match.end()
         if field not in TEXT_FIELDS:
-            captures = {name: value for name, value in match.groupdict().items() if value is not None}
-            self._events.append(RegionOpened(field=field, captures=captures))
+            names = [name for name, value in match.groupdict().items() if value is not None]
+            captures = {name: self._text[slice(*match.span(name))] for name in names}
+            self._events.append(RegionOpened(field, captures))
 
     def _close(self, body_end: int, *, closed: bool) -> None:
+        end = self._base + self._pos
         if self._field in TEXT_FIELDS and self._has_begun:
-            self._events.append(TextEnded(field=self._field, start=max(self._body_at, 0), end=max(body_end, 0)))
+            self._events.append(TextEnded(self._field, max(self._body_at, 0), max(body_end, 0)))
         elif self._field is not None and self._has_begun:
-            self._events.append(
-                RegionClosed(
-                    field=self._field,
-                    start=max(self._opened_at, 0),
-                    end=max(self._base + self._pos, 0),
-                    closed=closed,
-                )
-            )
+            self._events.append(RegionClosed(self._field, max(self._opened_at, 0), max(end, 0), closed))
         self._field, self._has_begun = self._grammar.implicit, False
-        self._opened_at = self._body_at = self._base + self._pos
+        self._opened_at = self._body_at = end
