@@ -502,7 +502,7 @@ def the_last_brace_is_shown_at_once(patch: Patch) -> None:
 
     def feed_and_show(self: JsonCallReader, text: str) -> str:
         shown = feed(self, text)
-        return shown + "}" if shown and self._arguments else shown
+        return shown + "}" if shown and self._state == "done" else shown
 
     patch.setattr(JsonCallReader, "feed", feed_and_show)
 

@@ -46,6 +46,10 @@ HOSTILE = {
         "{%- set found = messages | selectattr('role', 'equalto', 'tool') | list -%}",
         "{{ found[-1].content[:2] if found else 'none' }}",
     ),
+    "letter at a count": _with("{%- set n = messages | length -%}", "{{ ('abcdefghij' * 9)[n] }}"),
+    "carried in a pair": _loop(
+        "{%- if 'magic' in m.content %}{% set ns.x, y = ns.x ~ 'M', 1 %}{% endif -%}", "{{ ns.x }}"
+    ),
     # variables merged by name
     "name of a loop and of the top": _loop(
         "{%- if t %}{% set t = m.content %}{% endif -%}{%- if 'magic' in t %}{% set ns.x = 'M' %}{% endif -%}",

@@ -15,7 +15,7 @@ from tokentrue.errors import TokenTrueError
 from tokentrue.ids import TokenIds
 from tokentrue.renderers import Renderer, renderer_of
 from tokentrue.renderers.extending import extender, kept
-from tokentrue.renderers.extending.kept import name_value
+from tokentrue.renderers.extending.kept import make_key
 
 NAMES = [*OWN, "real:qwen3", "real:glm-4.6", "real:kimi-k2", "real:mistral-nemo"]
 TEXTS = [
@@ -113,7 +113,7 @@ def test_a_remembered_plan_gives_what_planning_gives(name: str) -> None:
 
 
 def test_a_key_that_forgets_the_calls_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept, "answers_older_call", lambda *_: False)
+    monkeypatch.setattr(extender, "_answers_older_call", lambda *_: False)
     describe_shape = kept.describe_shape
     careless = lambda message: describe_shape({**message, "tool_calls": [], "name": ""})  # noqa: E731
     monkeypatch.setattr(extender, "describe_shape", careless)
@@ -188,4 +188,4 @@ def test_tools_that_are_printed_otherwise_have_another_name() -> None:
     """NaN and None are one in orjson's JSON, 1 and True are equal to Python, and the order of keys is printed."""
     values: list[Any] = [None, float("nan"), 1, True, 1.0, "1", {"a": 1, "b": 2}, {"b": 2, "a": 1}]
     tools: list[Any] = [[{"type": "function", "function": {"name": "f", "x": value}}] for value in values]
-    assert len({name_value(given) for given in (None, [], *tools)}) == len(values) + 2
+    assert len({make_key(given) for given in (None, [], *tools)}) == len(values) + 2

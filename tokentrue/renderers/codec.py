@@ -1,8 +1,7 @@
 """Text <-> ids for one tokenizer: either as the engine encodes, or so that content can never become an added token.
 
 Both give the same ids where content contains no added-token literal. `ContentShield` marks literals in content before
-rendering. The rendered text is split at the unmarked literals (as tokenizers do first), the marks are dropped, and the
-text between is encoded by the same model without its added tokens. Recorded ids are never encoded again.
+rendering; the rendered text is split at the unmarked ones, and the text between is encoded without added tokens.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import re
 import secrets
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -37,49 +36,59 @@ class LiteralSpan(NamedTuple):
 
 
 class LiteralFinder:
-    """Finds added tokens in text. The literals are collected on first use: some tokenizers have thousands."""
+    """Finds added tokens in text. The tables are made on first use: some tokenizers have thousands of literals."""
 
-    def __init__(self, make_tokens: Callable[[], list[AddedToken]]) -> None:
-        self._make_tokens = make_tokens
+    def __init__(self, tokens: Iterable[AddedToken]) -> None:
+        self._tokens = {token.content: token for token in tokens if token.content}
 
     def find(self, text: str) -> list[LiteralSpan]:
-        if not self.may_start_in(text):
+        if not any(first in text for first in self._firsts):
             return []
         found = self._library.encode(text, add_special_tokens=False)
         spans = zip(found.tokens, found.offsets, strict=True)
-        return [LiteralSpan(start, end, literal) for literal, (start, end) in spans if literal in self._literals]
-
-    def may_start_in(self, text: str) -> bool:
-        return any(first in text for first in self._firsts)
-
-    def may_end_in(self, text: str) -> bool:
-        return any(last in text for last in self._lasts)
+        return [LiteralSpan(start, end, literal) for literal, (start, end) in spans if literal in self._tokens]
 
     def may_touch(self, text: str) -> bool:
         """False only if no literal can overlap the text: it is ASCII without any first or last character of one."""
         return not text.isascii() or self._edges.search(text) is not None
 
-    @cached_property
-    def _edges(self) -> re.Pattern[str]:
-        return re.compile(
-            "[" + re.escape("".join(sorted({*self._firsts, *self._lasts}))) + "]" if self._literals else "(?!)"
-        )
+    def may_begin_at_end(self, text: str) -> bool:
+        """True if more text could make the end of this one a literal."""
+        if not any(first in text[-self._longest - 64 :] for first in self._firsts):
+            return False
+        bare = text.rstrip()
+        return any(bare[-size:] in self._beginnings for size in range(1, min(len(bare), self._longest) + 1))
 
-    @cached_property
-    def _tokens(self) -> list[AddedToken]:
-        return self._make_tokens()
-
-    @cached_property
-    def _literals(self) -> set[str]:
-        return {token.content for token in self._tokens}
+    def may_end_at_start(self, text: str) -> bool:
+        if not any(last in text[: self._longest + 64] for last in self._lasts):
+            return False
+        bare = text.lstrip()
+        return any(bare[:size] in self._endings for size in range(1, min(len(bare), self._longest) + 1))
 
     @cached_property
     def _firsts(self) -> list[str]:
-        return sorted({literal[0] for literal in self._literals})
+        return sorted({literal[0] for literal in self._tokens})
 
     @cached_property
     def _lasts(self) -> list[str]:
-        return sorted({literal[-1] for literal in self._literals})
+        return sorted({literal[-1] for literal in self._tokens})
+
+    @cached_property
+    def _edges(self) -> re.Pattern[str]:
+        edges = re.escape("".join(sorted({*self._firsts, *self._lasts})))
+        return re.compile(f"[{edges}]" if edges else "(?!)")
+
+    @cached_property
+    def _longest(self) -> int:
+        return max(map(len, self._tokens), default=0)
+
+    @cached_property
+    def _beginnings(self) -> frozenset[str]:
+        return frozenset(text[:size] for text in self._tokens for size in range(1, len(text)))
+
+    @cached_property
+    def _endings(self) -> frozenset[str]:
+        return frozenset(text[size:] for text in self._tokens for size in range(1, len(text)))
 
     @cached_property
     def _library(self) -> Tokenizer:
@@ -91,22 +100,19 @@ class LiteralFinder:
         search.add_tokens(
             [
                 AddedToken(
-                    token.content,
+                    content,
                     lstrip=token.lstrip,
                     rstrip=token.rstrip,
                     single_word=token.single_word,
                     normalized=False,
                 )
-                for token in self._tokens
+                for content, token in self._tokens.items()
             ]
         )
         return search
 
 
 LIMIT_BYTES = 64 << 20
-ENTRY_BYTES = 300  # the Python objects of one entry
-CHARACTER_BYTES = 4  # the most that Python uses per character
-ID_BYTES = 4
 
 
 class EncodedTexts:
@@ -131,22 +137,19 @@ class EncodedTexts:
             ids = TokenIds(tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids)
         except TypeError:  # lone surrogates cannot be passed on as UTF-8
             raise TokenizerError("the text holds a lone surrogate, which no tokenizer can encode") from None
-        self._keep(key, ids)
+        size = _entry_bytes(key, ids)
+        with self._lock:
+            if size <= self.limit_bytes and key not in self._entries:
+                while self.used_bytes + size > self.limit_bytes:
+                    self.used_bytes -= _entry_bytes(*self._entries.popitem(last=False))
+                self._entries[key] = ids
+                self.used_bytes += size
         return ids
 
-    def _keep(self, key: tuple[int, str], ids: TokenIds) -> None:
-        size = entry_bytes(key, ids)
-        with self._lock:
-            if size > self.limit_bytes or key in self._entries:
-                return
-            while self.used_bytes + size > self.limit_bytes:
-                self.used_bytes -= entry_bytes(*self._entries.popitem(last=False))
-            self._entries[key] = ids
-            self.used_bytes += size
 
-
-def entry_bytes(key: tuple[int, str], ids: TokenIds) -> int:
-    return ENTRY_BYTES + CHARACTER_BYTES * len(key[1]) + ID_BYTES * len(ids)
+def _entry_bytes(key: tuple[int, str], ids: TokenIds) -> int:
+    """About 300 for the Python objects of an entry, at most 4 per character and 4 per id."""
+    return 300 + 4 * len(key[1]) + 4 * len(ids)
 
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -168,7 +171,8 @@ class TokenBytes(dict[int, bytes]):
         super().__init__()
         self._tokenizer = tokenizer
         self.added: dict[int, str] = {id_: token.content for id_, token in tokenizer.get_added_tokens_decoder().items()}
-        self._byte_level = _is_byte_level(tokenizer)
+        decoder = tokenizer.decoder
+        self._byte_level = decoder is not None and '"ByteLevel"' in decoder.__getstate__().decode()
 
     def __missing__(self, token_id: int) -> bytes:
         piece = self[token_id] = self._spell(token_id)
@@ -189,25 +193,16 @@ class TokenBytes(dict[int, bytes]):
         except (OverflowError, TypeError):  # negative, or no integer
             token = None
         if token is None:
-            raise TokenizerError(
-                f"token id {token_id!r} is not in the tokenizer's vocabulary of {self._tokenizer.get_vocab_size()}"
-            )
+            size = self._tokenizer.get_vocab_size()
+            raise TokenizerError(f"token id {token_id!r} is not in the tokenizer's vocabulary of {size}")
         if self._byte_level:
-            return (
-                bytes(_ALPHABET[char] for char in token)
-                if all(char in _ALPHABET for char in token)
-                else token.encode("utf-8")
-            )
+            is_spelled = all(char in _ALPHABET for char in token)
+            return bytes(_ALPHABET[char] for char in token) if is_spelled else token.encode("utf-8")
         byte = _BYTE_TOKEN.fullmatch(token)
         return bytes([int(byte[1], 16)]) if byte else token.replace("▁", " ").encode("utf-8")
 
 
-def _is_byte_level(tokenizer: Tokenizer) -> bool:
-    decoder = tokenizer.decoder
-    return decoder is not None and '"ByteLevel"' in decoder.__getstate__().decode()
-
-
-_BLANKS = " \t\r\n▁"
+BLANKS = " \t\r\n▁"
 
 
 class Codec:
@@ -218,27 +213,13 @@ class Codec:
         self.added: dict[int, AddedToken] = tokenizer.get_added_tokens_decoder()
         self.texts: dict[int, str] = {index: token.content for index, token in self.added.items()}
         self.literals: dict[str, int] = {text: index for index, text in self.texts.items() if text}
-        self._guarded = {
-            text for text in self.literals if text.strip(_BLANKS)
-        }  # runs of blanks are text, not structure
-        self._all = LiteralFinder(lambda: self._list_tokens(self.literals))
-        self._blanks = LiteralFinder(lambda: self._list_tokens(self.literals.keys() - self._guarded))
-        self._guard = LiteralFinder(lambda: self._list_tokens(self._guarded))
+        tokens = self.added.values()
+        self._all = LiteralFinder(tokens)
+        self._blanks = LiteralFinder(token for token in tokens if not token.content.strip(BLANKS))
+        self.guarded = LiteralFinder(token for token in tokens if token.content.strip(BLANKS))
+        """The literals that content must not encode to tokens. Runs of blanks are text, not structure."""
         self._bare = _copy_without_added_tokens(tokenizer)
         self.encoded = EncodedTexts(cache_bytes)
-
-    def _list_tokens(self, texts: Container[str]) -> list[AddedToken]:
-        return [token for token in self.added.values() if token.content and token.content in texts]
-
-    # literals in text
-
-    def find_guarded(self, text: str) -> list[LiteralSpan]:
-        """Finds the literals that content must not encode to tokens."""
-        return self._guard.find(text)
-
-    def may_touch_literal(self, text: str) -> bool:
-        """False only if no literal is in the text or overlaps its ends; most strings need one search."""
-        return self._guard.may_touch(text)
 
     def split(self, text: str, mark: str = "") -> Iterator[tuple[str, str, int]]:
         """Yields (plain text, next literal or "" at the end, its end). A literal right after `mark` is content."""
@@ -249,30 +230,6 @@ class Codec:
             yield text[done:start], literal, end
             done = end
         yield text[done:], "", len(text)
-
-    def ends_like_literal(self, text: str) -> bool:
-        if not self._guard.may_start_in(text[-self._longest - 64 :]):
-            return False
-        bare = text.rstrip()
-        return any(bare[-size:] in self._beginnings for size in range(1, min(len(bare), self._longest) + 1))
-
-    def starts_like_literal(self, text: str) -> bool:
-        if not self._guard.may_end_in(text[: self._longest + 64]):
-            return False
-        bare = text.lstrip()
-        return any(bare[:size] in self._endings for size in range(1, min(len(bare), self._longest) + 1))
-
-    @cached_property
-    def _longest(self) -> int:
-        return max(map(len, self._guarded), default=0)
-
-    @cached_property
-    def _beginnings(self) -> frozenset[str]:
-        return frozenset(text[:n] for text in self._guarded for n in range(1, len(text)))
-
-    @cached_property
-    def _endings(self) -> frozenset[str]:
-        return frozenset(text[n:] for text in self._guarded for n in range(1, len(text)))
 
     @cached_property
     def absorbs_blanks(self) -> set[str]:
@@ -302,7 +259,8 @@ class Codec:
     @cached_property
     def _lead(self) -> str:
         """Literal to put before text that is not at the start of a text."""
-        return next((text for text in self._guarded if text not in self.absorbs_blanks), "")
+        guarded = (text for text in self.literals if text.strip(BLANKS))
+        return next((text for text in guarded if text not in self.absorbs_blanks), "")
 
     def _strip_after(self, text: str, literal: str) -> str:
         return text.lstrip() if literal in self.absorbs_blanks else text
@@ -321,17 +279,15 @@ class Codec:
         """Encodes text whose literals do not count, except runs of blanks."""
         ids: list[int] = []
         done = 0
-        for start, end, literal in self._blanks.find(text):
-            ids.extend(self._encode_bare(text[done:start], at_start=at_start and done == 0))
-            ids.append(self.literals[literal])
+        for start, end, literal in (*self._blanks.find(text), LiteralSpan(len(text), len(text), "")):
+            if at_start and done == 0:
+                ids.extend(self.encoded.encode(self._bare, text[done:start]))
+            else:
+                ids.extend(self.encoded.encode(self._bare, EDGE + text[done:start])[1:])
+            if literal:
+                ids.append(self.literals[literal])
             done = end
-        ids.extend(self._encode_bare(text[done:], at_start=at_start and done == 0))
         return ids
-
-    def _encode_bare(self, text: str, *, at_start: bool) -> TokenIds:
-        if at_start:
-            return self.encoded.encode(self._bare, text)
-        return self.encoded.encode(self._bare, EDGE + text)[1:]
 
     # ids -> text
 
@@ -366,7 +322,12 @@ MARKS = tuple(chr(code) for code in range(0xFDD0, 0xFDEF))  # noncharacters: nev
 
 
 def needs_shield(codec: Codec, value: Any) -> bool:
-    return any(codec.may_touch_literal(text) and _touches_literal(codec, text) for text in _strings_in(value))
+    find = codec.guarded
+    return any(
+        find.may_touch(text)
+        and (_holds_any(text, MARKS) or find.find(text) or find.may_begin_at_end(text) or find.may_end_at_start(text))
+        for text in _strings_in(value)
+    )
 
 
 def _strings_in(value: Any) -> Iterator[str]:
@@ -382,25 +343,15 @@ def _strings_in(value: Any) -> Iterator[str]:
             waiting += cast("list[Any]", item)
 
 
-def _touches_literal(codec: Codec, text: str) -> bool:
-    return (
-        _holds_any(text, MARKS)
-        or bool(codec.find_guarded(text))
-        or codec.ends_like_literal(text)
-        or codec.starts_like_literal(text)
-    )
-
-
 class ContentShield:
     """Breaks literals in the strings of one call with `mark`, a character that none of `values` contains."""
 
     def __init__(self, codec: Codec, values: Any) -> None:
-        self._codec = codec
+        self._literals = codec.guarded
         self.mark = next((mark for mark in MARKS if not _holds_any(values, (mark,))), "")
         if not self.mark:
-            raise MessageError(
-                "content holds all of U+FDD0 to U+FDEE, none is left to mark literals with", field="messages"
-            )
+            detail = "content holds all of U+FDD0 to U+FDEE, none is left to mark literals with"
+            raise MessageError(detail, field="messages")
 
     def shield(self, value: Any) -> Any:
         if isinstance(value, str):
@@ -413,10 +364,10 @@ class ContentShield:
 
     def shield_text(self, text: str) -> str:
         """Puts marks inside literals, and at an end that the template's text could complete to a literal."""
-        out, codec, mark = text, self._codec, self.mark
+        out, mark = text, self.mark
         while found := [
             hit
-            for hit in codec.find_guarded(out)
+            for hit in self._literals.find(out)
             if not (hit.end - hit.start == 1 and out[max(hit.start - 1, 0)] == mark)
         ]:
             pieces: list[str] = []
@@ -426,10 +377,10 @@ class ContentShield:
                 pieces += [out[done:start], out[start:end].replace(literal, broken)]
                 done = end
             out = "".join([*pieces, out[done:]])
-        if codec.ends_like_literal(out):
+        if self._literals.may_begin_at_end(out):
             bare = out.rstrip()
             out = bare + mark + out[len(bare) :]
-        if codec.starts_like_literal(out):
+        if self._literals.may_end_at_start(out):
             bare = out.lstrip()
             out = out[: len(out) - len(bare)] + mark + bare
         return out

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import msgspec
 
@@ -18,10 +19,9 @@ from tokentrue.renderers.confined import run_confined
 from tokentrue.renderers.extending.extender import MAX_PLANS, History
 from tokentrue.renderers.extending.stops import Stops, derive_stops, read_declared_stops
 from tokentrue.renderers.families import family_for
-from tokentrue.renderers.proof import UNPROVEN, Proof
 from tokentrue.renderers.prove import prove
-from tokentrue.renderers.renderer import Injection, Renderer
-from tokentrue.renderers.template import InputFormat, Template, find_input_format
+from tokentrue.renderers.renderer import UNPROVEN, Injection, Proof, Renderer
+from tokentrue.renderers.template import Template, find_input_format
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -47,8 +47,8 @@ def load_renderer(
     `render_deadline` limits every rendering.
     """
     for name, value, choices in (
-        ("history", history, ("keep", "template")),
-        ("injection", injection, ("safe", "engine")),
+        ("history", history, get_args(History)),
+        ("injection", injection, get_args(Injection)),
     ):
         if value not in choices:
             raise ConfigError(f"{name}: must be one of {', '.join(choices)}, got {value!r}")
@@ -101,40 +101,33 @@ def renderer_of(
     }
     key = cache.make_key({**facts, "code": cache.hash_code()})
 
-    def build(
-        inputs: InputFormat, stops: Stops, proof: Proof, history: History = history, injection: Injection = injection
-    ) -> Renderer:
+    make_renderer = partial(
+        Renderer,
+        template=template,
+        codec=codec,
+        tokenizer_hash=tokenizer_hash,
+        template_kwargs=kwargs,
+        family=family,
+        max_plans=extend_plans,
+    )
+
+    def prove_template() -> JsonObject:
+        inputs = find_input_format(template, kwargs)
+        stops = derive_stops(template, codec, inputs, kwargs, declared)
         if not stops.all:
             raise TokenizerError(
                 "eos_token: neither the tokenizer nor the template has a token that ends a turn; "
                 "set eos_token in tokenizer_config.json"
             )
-        return Renderer(
-            template=template,
-            codec=codec,
-            inputs=inputs,
-            stops=stops,
-            tokenizer_hash=tokenizer_hash,
-            template_kwargs=kwargs,
-            history=history,
-            injection=injection,
-            family=family,
-            proof=proof,
-            max_plans=extend_plans,
-        )
-
-    def prove_template() -> JsonObject:
-        inputs = find_input_format(template, kwargs)
-        stops = derive_stops(template, codec, inputs, kwargs, declared)
-        proof = prove(build(inputs, stops, UNPROVEN, "keep", "safe"))
-        return {"stops": msgspec.to_builtins(stops), "proof": proof.to_json()}
+        trial = make_renderer(inputs=inputs, stops=stops, history="keep", injection="safe", proof=UNPROVEN)
+        return {"stops": msgspec.to_builtins(stops), "proof": prove(trial).to_json()}
 
     found = cache.read(key)
     if found is None:
         found = run_confined(prove_template)
         cache.write(key, found)
     proof, stops = msgspec.convert(found["proof"], Proof), msgspec.convert(found["stops"], Stops)
-    return build(proof.inputs, stops, proof)
+    return make_renderer(inputs=proof.inputs, stops=stops, history=history, injection=injection, proof=proof)
 
 
 def _find_source(tokenizer: Any, chat_template: str | None) -> str:
@@ -171,11 +164,9 @@ def _load_tokenizer(model: str | Path, directory: Path) -> Any:
 
 
 def _hash_tokenizer(directory: Path | None, tokenizer: Any) -> str:
-    files = (
-        [directory / name for name in _TOKENIZER_FILES if (directory / name).is_file()] if directory is not None else []
-    )
-    if not files:
-        return "sha256:" + sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
+    paths = [] if directory is None else [directory / name for name in _TOKENIZER_FILES]
+    files = [path for path in paths if path.is_file()]
     if len(files) == 1:
         return "sha256:" + cache.hash_file(files[0])
-    return "sha256:" + sha256("\n".join(f"{path.name} {cache.hash_file(path)}" for path in files).encode()).hexdigest()
+    listed = "\n".join(f"{path.name} {cache.hash_file(path)}" for path in files)
+    return "sha256:" + sha256((listed or tokenizer.backend_tokenizer.to_str()).encode()).hexdigest()

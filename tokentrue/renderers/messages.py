@@ -9,14 +9,14 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import takewhile
 from typing import Any
 
 from tokentrue.errors import MessageError
 from tokentrue.json_types import JsonMapping, JsonObject, is_array, is_object
 from tokentrue.plain_json import check_depth
-from tokentrue.renderers.template import InputFormat
+from tokentrue.renderers.template import InputFormat, make_arguments, make_content
 from tokentrue.types import Messages, Tools
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
@@ -28,23 +28,34 @@ _ALPHABET = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 def normalise_tools(tools: Tools | None, inputs: InputFormat) -> list[JsonObject] | None:
     if tools is None:
         return None
-    if not is_array(tools):
-        raise MessageError(f"must be a list of tool objects, got {type(tools).__name__}", field="tools")
-    return [_normalise_tool(tool, f"tools[{index}]", inputs) for index, tool in enumerate(tools)] or None
+    out: list[JsonObject] = []
+    for index, tool in enumerate(_check_array(tools, "tools", "a list of tool objects")):
+        field = f"tools[{index}]"
+        check_depth(_check_object(tool, field), field)
+        wrapped = tool if "function" in tool else {"type": "function", "function": tool}
+        function = _check_object(wrapped["function"], f"{field}.function")
+        if not isinstance(function.get("name"), str) or not function["name"]:
+            raise MessageError("must be a non-empty string", field=f"{field}.function.name")
+        copied = _copy_json(wrapped, field)
+        out.append(copied["function"] if inputs.bare_tools else copied)
+    return out or None
 
 
-def _normalise_tool(tool: Any, field: str, inputs: InputFormat) -> JsonObject:
-    if not is_object(tool):
-        raise MessageError(f"must be an object, got {type(tool).__name__}", field=field)
-    check_depth(tool, field)
-    wrapped = dict(tool) if "function" in tool else {"type": "function", "function": tool}
-    function = wrapped["function"]
-    if not is_object(function):
-        raise MessageError(f"must be an object, got {type(function).__name__}", field=f"{field}.function")
-    if not isinstance(function.get("name"), str) or not function["name"]:
-        raise MessageError("must be a non-empty string", field=f"{field}.function.name")
-    copied = _copy_json(wrapped, field)
-    return copied["function"] if inputs.bare_tools else copied
+def _check_array(value: Any, field: str, what: str) -> Sequence[Any]:
+    if not is_array(value):
+        raise MessageError(f"must be {what}, got {type(value).__name__}", field=field)
+    return value
+
+
+def _check_object(value: Any, field: str) -> JsonMapping:
+    if not is_object(value):
+        raise MessageError(f"must be an object, got {type(value).__name__}", field=field)
+    return value
+
+
+def _check_text(value: Any, field: str) -> None:
+    if value is not None and not isinstance(value, str):
+        raise MessageError(f"must be a string, got {type(value).__name__}", field=field)
 
 
 def normalise_messages(
@@ -56,19 +67,18 @@ def normalise_messages(
 
 
 def check_messages(messages: Any, field: str, *, first: int = 0) -> None:
-    if not is_array(messages):
-        raise MessageError(f"must be a list of message objects, got {type(messages).__name__}", field=field)
-    if set(map(type, messages)) <= {dict}:
-        return
-    for index, message in enumerate(messages, first):
-        if not isinstance(message, (dict, Mapping)):
-            raise MessageError(f"must be an object, got {type(message).__name__}", field=f"{field}[{index}]")
+    _check_array(messages, field, "a list of message objects")
+    if not set(map(type, messages)) <= {dict}:
+        for index, message in enumerate(messages, first):
+            _check_object(message, f"{field}[{index}]")
 
 
 def _normalise_message(message: JsonMapping, field: str, inputs: InputFormat) -> JsonObject:
     check_depth(message, field)
     out: JsonObject = {
-        key: _copy_json(value, f"{field}.{key}") for key, value in message.items() if key != "tool_calls"
+        key: _copy_json(value, f"{field}.{key}")
+        for key, value in message.items()
+        if key != "tool_calls" and not (key in REASONING and value is None)
     }
     role = out.get("role")
     if not isinstance(role, str) or role not in ROLES:
@@ -76,54 +86,38 @@ def _normalise_message(message: JsonMapping, field: str, inputs: InputFormat) ->
     if role == "developer" and not inputs.developer:
         out["role"] = "system"
     out["content"] = _normalise_content(out.get("content"), f"{field}.content", inputs)
-    reasoning = next((out[key] for key in REASONING if out.get(key) is not None), None)
-    for key in REASONING:
-        if key in out and out[key] is None:
-            del out[key]
+    reasoning = next((out[key] for key in REASONING if key in out), None)
+    _check_text(reasoning, f"{field}.reasoning_content")
     if reasoning is not None:
-        if not isinstance(reasoning, str):
-            raise MessageError(f"must be a string, got {type(reasoning).__name__}", field=f"{field}.reasoning_content")
         out["reasoning_content"] = reasoning
         out.setdefault("thinking", reasoning)
     if calls := message.get("tool_calls"):
         out["tool_calls"] = _normalise_calls(calls, f"{field}.tool_calls", inputs)
     call_id = out.get("tool_call_id")
-    if call_id is not None and not isinstance(call_id, str):
-        raise MessageError(f"must be a string, got {type(call_id).__name__}", field=f"{field}.tool_call_id")
+    _check_text(call_id, f"{field}.tool_call_id")
     if inputs.short_ids and call_id is not None:
         out["tool_call_id"] = make_short_id(call_id)
     return out
 
 
 def _normalise_content(content: Any, field: str, inputs: InputFormat) -> Any:
-    if content is None:
-        content = ""
-    if isinstance(content, str):
-        return content if inputs.text or not inputs.parts else ([{"type": "text", "text": content}] if content else [])
-    if not is_array(content):
-        raise MessageError(f"must be a string, a list of parts or null, got {type(content).__name__}", field=field)
-    texts = [_read_part(part, f"{field}[{index}]") for index, part in enumerate(content)]
-    if inputs.parts:
-        return [{"type": "text", "text": text} for text in texts]
-    return "\n".join(texts)
-
-
-def _read_part(part: Any, field: str) -> str:
-    if isinstance(part, str):
-        return part
-    if not is_object(part):
-        raise MessageError(f"must be an object, got {type(part).__name__}", field=field)
-    text = part.get("text")
-    if part.get("type") not in ("text", "input_text", "output_text", None) or not isinstance(text, str):
-        raise MessageError(f"only text parts can be rendered, got type {part.get('type')!r}", field=field)
-    return text
+    if content is None or isinstance(content, str):
+        return make_content(content or "", inputs)
+    texts: list[str] = []
+    for index, part in enumerate(_check_array(content, field, "a string, a list of parts or null")):
+        text: Any = part
+        if not isinstance(part, str):
+            where = f"{field}[{index}]"
+            text, kind = _check_object(part, where).get("text"), part.get("type")
+            if kind not in ("text", "input_text", "output_text", None) or not isinstance(text, str):
+                raise MessageError(f"only text parts can be rendered, got type {kind!r}", field=where)
+        texts.append(text)
+    return [{"type": "text", "text": text} for text in texts] if inputs.parts else "\n".join(texts)
 
 
 def _normalise_calls(calls: Any, field: str, inputs: InputFormat) -> list[JsonObject]:
-    if not is_array(calls):
-        raise MessageError(f"must be a list, got {type(calls).__name__}", field=field)
     out: list[JsonObject] = []
-    for index, call in enumerate(calls):
+    for index, call in enumerate(_check_array(calls, field, "a list")):
         where = f"{field}[{index}]"
         function = call.get("function", call) if is_object(call) else None
         if not is_object(function):
@@ -133,9 +127,8 @@ def _normalise_calls(calls: Any, field: str, inputs: InputFormat) -> list[JsonOb
         body = _copy_json(function, f"{where}.function")
         body["arguments"] = _normalise_arguments(body.get("arguments"), inputs)
         call_id = _copy_json(str(call.get("id") or ""), f"{where}.id")
-        out.append(
-            {"type": "function", "id": make_short_id(call_id) if inputs.short_ids else call_id, "function": body}
-        )
+        call_id = make_short_id(call_id) if inputs.short_ids else call_id
+        out.append({"type": "function", "id": call_id, "function": body})
     return out
 
 
@@ -153,9 +146,7 @@ def _normalise_arguments(arguments: Any, inputs: InputFormat) -> Any:
         arguments = parsed if is_object(parsed) else arguments
     if arguments is None or arguments == "":
         arguments = {}
-    if inputs.arguments == "string" and not isinstance(arguments, str):
-        return json.dumps(arguments, ensure_ascii=False)
-    return arguments
+    return arguments if isinstance(arguments, str) else make_arguments(arguments, inputs)
 
 
 def fill_in_tool_names(messages: list[JsonObject], calls: Sequence[JsonObject] = ()) -> list[JsonObject]:
@@ -202,9 +193,8 @@ def _copy_json(value: Any, field: str) -> Any:
     """Copies to plain JSON types, so that a sandboxed template never sees objects with methods of ours."""
     if isinstance(value, str):
         if not value.isascii() and (lone := _LONE_SURROGATE.search(value)):
-            raise MessageError(
-                f"holds a lone surrogate (U+{ord(lone[0]):04X}), which no tokenizer can encode", field=field
-            )
+            detail = f"holds a lone surrogate (U+{ord(lone[0]):04X}), which no tokenizer can encode"
+            raise MessageError(detail, field=field)
         return value
     if value is None or isinstance(value, bool | int | float):
         return value

@@ -7,6 +7,7 @@ and stop. `zn0z` is the first new content.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from jinja2 import nodes
@@ -14,10 +15,10 @@ from jinja2 import nodes
 from tokentrue.errors import TokenTrueError
 from tokentrue.ids import TokenIds
 from tokentrue.json_types import JsonObject
+from tokentrue.renderers.extending.stops import Stops
 from tokentrue.renderers.extending.template_nodes import chat_environment
 from tokentrue.renderers.messages import fill_in_tool_names, normalise_messages, normalise_tools
-from tokentrue.renderers.proof import Case, Proof
-from tokentrue.renderers.renderer import Renderer
+from tokentrue.renderers.renderer import Case, Proof, Renderer
 from tokentrue.types import Extension, Message, Refusal, Tool
 
 ROLES = ("user", "tool", "tools", "system", "assistant")
@@ -46,14 +47,13 @@ def _turn(word: str, **more: Any) -> Message:
     return {"role": "assistant", "content": f"Say {word}", **more}
 
 
-def _calls(*words: str, text: str = "", first: int = 0, **more: Any) -> Message:
+def make_calls(*words: str, text: str = "", first: int = 0, **more: Any) -> Message:
+    functions = [
+        {"name": name, "arguments": {"city": word}} for name, word in zip(("weather", "clock"), words, strict=False)
+    ]
     calls = [
-        {
-            "id": f"callid{first + index:03d}",
-            "type": "function",
-            "function": {"name": name, "arguments": {"city": word}},
-        }
-        for index, (name, word) in enumerate(zip(("weather", "clock"), words, strict=False))
+        {"id": f"callid{index:03d}", "type": "function", "function": function}
+        for index, function in enumerate(functions, first)
     ]
     return {"role": "assistant", "content": text, "tool_calls": calls, **more}
 
@@ -70,53 +70,42 @@ SHAPES: dict[str, tuple[Message, ...]] = {
     "system, text": (SYSTEM, _user("za"), _turn("zlastz")),
     "reasoned text": (_user("za"), _turn("zlastz", **THOUGHT)),
     "long text": (SYSTEM, _user("za"), _turn("zb"), _user("zc"), _turn("zlastz")),
-    "text after a call": (_user("za"), _calls("zb"), _result("zc"), _turn("zlastz")),
-    "call": (_user("za"), _calls("zlastz")),
-    "system, call": (SYSTEM, _user("za"), _calls("zlastz")),
-    "text and call": (_user("za"), _calls("zlastz", text="Say zb")),
-    "reasoned call": (_user("za"), _calls("zlastz", **THOUGHT)),
-    "chain of calls": (_user("za"), _calls("zb"), _result("zc"), _calls("zlastz")),
+    "text after a call": (_user("za"), make_calls("zb"), _result("zc"), _turn("zlastz")),
+    "call": (_user("za"), make_calls("zlastz")),
+    "system, call": (SYSTEM, _user("za"), make_calls("zlastz")),
+    "text and call": (_user("za"), make_calls("zlastz", text="Say zb")),
+    "reasoned call": (_user("za"), make_calls("zlastz", **THOUGHT)),
+    "chain of calls": (_user("za"), make_calls("zb"), _result("zc"), make_calls("zlastz")),
     "long chain": (
-        SYSTEM,
-        _user("za"),
-        _calls("zb"),
-        _result("zc"),
-        _calls("zd"),
-        _result("ze"),
-        _turn("zf"),
-        _user("zg"),
-        _calls("zlastz"),
+        *(SYSTEM, _user("za"), make_calls("zb"), _result("zc"), make_calls("zd"), _result("ze")),
+        *(_turn("zf"), _user("zg"), make_calls("zlastz")),
     ),
-    "two calls": (_user("za"), _calls("zb", "zlastz")),
+    "two calls": (_user("za"), make_calls("zb", "zlastz")),
     "chain of two calls": (
-        _user("za"),
-        _calls("zb", "zc", first=2),
-        _result("zd", 2),
-        _result("ze", 3),
-        _calls("zf", "zlastz"),
+        *(_user("za"), make_calls("zb", "zc", first=2), _result("zd", 2), _result("ze", 3)),
+        make_calls("zf", "zlastz"),
     ),
 }
-ANSWER: Message = {"role": "user", "content": "New zn0z"}
-LATE_SYSTEM: Message = {"role": "system", "content": "New zn0z"}
+
+
+def _new(role: str, index: int = 0) -> Message:
+    return {"role": role, "content": f"New zn{index}z"}
+
+
+_TEXT_SHAPES = ("text", "system, text", "reasoned text", "long text", "text after a call")
+_CALL_SHAPES = ("call", "system, call", "text and call", "reasoned call", "chain of calls", "long chain")
 ADDED: dict[str, dict[str, tuple[Message, ...]]] = {
-    "user": {shape: (ANSWER,) for shape in ("text", "system, text", "reasoned text", "long text", "text after a call")},
-    "tool": {
-        shape: (_result("zn0z"),)
-        for shape in ("call", "system, call", "text and call", "reasoned call", "chain of calls", "long chain")
-    },
-    "tools": {shape: (_result("zn0z"), _result("zn1z", 1)) for shape in ("two calls", "chain of two calls")},
+    "user": dict.fromkeys(_TEXT_SHAPES, (_new("user"),)),
+    "tool": dict.fromkeys(_CALL_SHAPES, (_result("zn0z"),)),
+    "tools": dict.fromkeys(("two calls", "chain of two calls"), (_result("zn0z"), _result("zn1z", 1))),
     "system": {
-        "text": (LATE_SYSTEM,),
-        "long text": (LATE_SYSTEM, {"role": "user", "content": "New zn1z"}),
-        "call": (_result("zn0z"), {"role": "system", "content": "New zn1z"}),
+        "text": (_new("system"),),
+        "long text": (_new("system"), _new("user", 1)),
+        "call": (_result("zn0z"), _new("system", 1)),
     },
     "assistant": {
-        "text": ({"role": "assistant", "content": "New zn0z"}, {"role": "user", "content": "New zn1z"}),
-        "call": (
-            _result("zn0z"),
-            {"role": "assistant", "content": "New zn1z"},
-            {"role": "user", "content": "New zn2z"},
-        ),
+        "text": (_new("assistant"), _new("user", 1)),
+        "call": (_result("zn0z"), _new("assistant", 1), _new("user", 2)),
     },
 }
 
@@ -128,34 +117,29 @@ def list_questions(words: Sequence[str]) -> Iterator[tuple[tuple[Message, ...], 
     last, and what follows them."""
     for word in ("za", *words[:MAX_WORDS]):
         ask, say = {"role": "user", "content": f"{word} zb"}, {"role": "assistant", "content": f"za {word}"}
-        yield (_user("zy"), _turn("zx"), ask, say, _user("zc"), _turn("zlastz")), (ANSWER,)
+        yield (_user("zy"), _turn("zx"), ask, say, _user("zc"), _turn("zlastz")), (_new("user"),)
         ask, result = {"role": "user", "content": word}, {**_result("zd"), "content": f"{word} zb"}
-        yield (ask, _calls("zb", text=f"za {word} zb"), result, _calls("zlastz")), (_result("zn0z"),)
+        yield (ask, make_calls("zb", text=f"za {word} zb"), result, make_calls("zlastz")), (_result("zn0z"),)
 
 
 def prove(renderer: Renderer) -> Proof:
     cases = tuple(
         _run_case(renderer, role, shape, new) for role, shapes in ADDED.items() for shape, new in shapes.items()
     )
-    roles: dict[str, str] = {}
-    why: dict[str, str] = {}
-    for role in ROLES:
-        outcomes = [case for case in cases if case.role == role]
-        roles[role], why_role = _judge_role(outcomes)
-        if why_role:
-            why[role] = why_role
+    judged = {role: _judge_role([case for case in cases if case.role == role]) for role in ROLES}
     shows_tools = _shows_tools(renderer)
+    stops = renderer.stops
     return Proof(
-        roles=roles,
-        why=why,
-        stops={"text": renderer.stops.text, "call": renderer.stops.call, "declared": renderer.stops.declared},
+        roles={role: outcome for role, (outcome, _) in judged.items()},
+        why={role: why for role, (_, why) in judged.items() if why},
+        stops={"text": stops.text, "call": stops.call, "declared": stops.declared},
         boundary={role: found for role in ROLES if (found := _find_boundary(renderer, role, cases)) is not None},
         rewrites={role: _check_rewrites(renderer, role, cases) for role in ROLES},
         cases=cases,
         template_hash=renderer.template_hash,
         tokenizer_hash=renderer.tokenizer_hash,
         tools="rendered" if shows_tools else "ignored",
-        warnings=tuple(_list_warnings(renderer, shows_tools=shows_tools)),
+        warnings=tuple(_list_warnings(stops, shows_tools=shows_tools)),
         inputs=renderer.inputs,
         short_plans=_check_short_plans(renderer),
     )
@@ -168,13 +152,12 @@ def _check_short_plans(renderer: Renderer) -> bool:
     if renderer.history_use.why:
         return True  # there are none
     for history, new in list_questions(_list_words(renderer.template.source)):
-        stop = next(iter(_list_stops(renderer, calls=bool(history[-1].get("tool_calls")))), None)
+        stop = _find_stop(renderer, history)
         if stop is None:
             continue
-        tools = _choose_tools(history)
+        prefix, tools = [renderer.codec.literals[stop]], _choose_tools(history)
         found, expected = (
-            renderer.extend([renderer.codec.literals[stop]], history, new, tools, use_plans=use_plans)
-            for use_plans in (True, False)
+            renderer.extend(prefix, history, new, tools, use_plans=use_plans) for use_plans in (True, False)
         )
         if isinstance(found, Extension) and isinstance(expected, Extension) and found.added_ids != expected.added_ids:
             return False
@@ -200,34 +183,29 @@ def _judge_role(cases: Sequence[Case]) -> tuple[str, str]:
 
 def _run_case(renderer: Renderer, role: str, shape: str, new: Sequence[Message]) -> Case:
     history, tools = SHAPES[shape], _choose_tools(SHAPES[shape])
-    calls = bool(history[-1].get("tool_calls"))
-    stop = next(iter(_list_stops(renderer, calls=calls)), None)
+    case = partial(Case, shape=shape, role=role)
+    stop = _find_stop(renderer, history)
     if stop is None:
-        return Case(
-            shape=shape, role=role, outcome="refused", why="no_stop", detail="no token is known to end such a turn"
-        )
-    prefix = [renderer.codec.literals[stop]]
+        return case(outcome="refused", why="no_stop", detail="no token is known to end such a turn")
     try:
-        found = renderer.extend(prefix, history, new, tools)
+        found = renderer.extend([renderer.codec.literals[stop]], history, new, tools)
         join = found.join if isinstance(found, Extension) else "stop"
         expected = find_truth(renderer, history, new, tools, stop, join)
     except TokenTrueError as error:
-        return Case(shape=shape, role=role, outcome="unsupported", why=error.code, detail=str(error))
+        return case(outcome="unsupported", why=error.code, detail=str(error))
     if isinstance(found, Refusal):
-        return Case(shape=shape, role=role, outcome="refused", why=found.why, detail=found.detail)
-    if expected is None or found.added_ids != expected:
-        detail = (
-            "the render of the real history has no such place"
-            if expected is None
-            else "ids differ from the real history's"
-        )
-        return Case(shape=shape, role=role, outcome="wrong", why="differs", detail=detail)
-    why = "" if found.join == "stop" else f"{found.join}_stop"
-    return Case(shape=shape, role=role, outcome="history" if found.context == "history" else "proven", why=why)
+        return case(outcome="refused", why=found.why, detail=found.detail)
+    if expected is None:
+        return case(outcome="wrong", why="differs", detail="the render of the real history has no such place")
+    if found.added_ids != expected:
+        return case(outcome="wrong", why="differs", detail="ids differ from the real history's")
+    outcome = "history" if found.context == "history" else "proven"
+    return case(outcome=outcome, why="" if found.join == "stop" else f"{found.join}_stop")
 
 
-def _list_stops(renderer: Renderer, *, calls: bool) -> Sequence[str]:
-    return renderer.stops.call if calls else renderer.stops.text
+def _find_stop(renderer: Renderer, history: Sequence[Message]) -> str | None:
+    stops = renderer.stops.call if history[-1].get("tool_calls") else renderer.stops.text
+    return next(iter(stops), None)
 
 
 def _choose_tools(history: Sequence[Message]) -> Sequence[Tool] | None:
@@ -265,13 +243,12 @@ def _find_boundary(renderer: Renderer, role: str, cases: Sequence[Case]) -> str 
     case = next((case for case in cases if case.role == role and case.outcome in {"proven", "history"}), None)
     if case is None:
         return None
-    history = SHAPES[case.shape]
-    new = ADDED[role][case.shape]
-    stop = _list_stops(renderer, calls=bool(history[-1].get("tool_calls")))[0]
-    found = renderer.extend([renderer.codec.literals[stop]], history, new, _choose_tools(history))
+    history, new = SHAPES[case.shape], ADDED[role][case.shape]
+    prefix = [renderer.codec.literals[_find_stop(renderer, history) or ""]]
+    found = renderer.extend(prefix, history, new, _choose_tools(history))
     if not isinstance(found, Extension):
         return None
-    return renderer.decode(found.added_ids).partition("New" if role != "tool" and role != "tools" else "Got")[0]
+    return renderer.decode(found.added_ids).partition("Got" if role in ("tool", "tools") else "New")[0]
 
 
 def _check_rewrites(renderer: Renderer, role: str, cases: Sequence[Case]) -> bool:
@@ -295,10 +272,10 @@ def _shows_tools(renderer: Renderer) -> bool:
     return False
 
 
-def _list_warnings(renderer: Renderer, *, shows_tools: bool) -> Iterator[str]:
+def _list_warnings(stops: Stops, *, shows_tools: bool) -> Iterator[str]:
     if not shows_tools:
         yield "the template ignores tools: no prompt shows a request's tools to the model, calls are only parsed"
-    stops = renderer.stops
     derived = {*stops.text, *stops.call}
     if stops.declared and stops.text and not derived & set(stops.declared):
-        yield f"the template ends turns with {', '.join(sorted(derived))}, the model's files declare {', '.join(stops.declared)}"
+        written, declared = ", ".join(sorted(derived)), ", ".join(stops.declared)
+        yield f"the template ends turns with {written}, the model's files declare {declared}"

@@ -5,8 +5,12 @@ Recorded ids are never encoded or changed; `extend` returns what the template wr
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, TypeAlias
+
+import msgspec
 
 from tokentrue.errors import MessageError, TokenTrueError
 from tokentrue.ids import EMPTY, TokenIds
@@ -22,7 +26,6 @@ from tokentrue.renderers.families import Family
 from tokentrue.renderers.messages import fill_in_tool_names, normalise_messages, normalise_tools
 from tokentrue.renderers.parsing.grammar import Grammar, compile_grammar
 from tokentrue.renderers.parsing.parser import Parser, parse_turn
-from tokentrue.renderers.proof import Proof
 from tokentrue.renderers.structure import Structure, find_structure
 from tokentrue.renderers.template import InputFormat, Template
 from tokentrue.types import Extension, Ids, Message, Messages, Parsed, Refusal, Rendered, TemplateKwargs, Tools
@@ -30,42 +33,85 @@ from tokentrue.types import Extension, Ids, Message, Messages, Parsed, Refusal, 
 Injection: TypeAlias = Literal["safe", "engine"]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """`outcome`: "proven" (a dummy context suffices), "history", "refused", "unsupported" (cannot be rendered) or
+    "wrong".
+    """
+
+    shape: str
+    role: str
+    outcome: str
+    why: str = ""
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proof:
+    """`roles`: "proven", "history" (needs the real history as context) or "refused"; `why`: the refused shapes.
+    `stops`: token strings per kind of turn; `boundary`: the text between a stop and the next turn's content;
+    `rewrites`: the template changes earlier turns once such a message follows.
+    """
+
+    roles: Mapping[str, str] = field(default_factory=dict[str, str])
+    why: Mapping[str, str] = field(default_factory=dict[str, str])
+    stops: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
+    boundary: Mapping[str, str] = field(default_factory=dict[str, str])
+    rewrites: Mapping[str, bool] = field(default_factory=dict[str, bool])
+    cases: tuple[Case, ...] = ()
+    tools: Literal["rendered", "ignored", ""] = ""  # whether the template shows a request's tools to the model
+    warnings: tuple[str, ...] = ()
+    inputs: InputFormat = field(default_factory=InputFormat)
+    short_plans: bool = True  # the template's use of earlier messages is known and was tested
+    template_hash: str = ""
+    tokenizer_hash: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Nothing is wrong, and user and tool messages can follow the model's turn."""
+        settled = all(self.roles.get(role) in {"proven", "history"} for role in ("user", "tool"))
+        return settled and not any(case.outcome == "wrong" for case in self.cases)
+
+    def to_json(self) -> JsonObject:
+        return {"ok": self.ok, **msgspec.to_builtins(self)}
+
+
+UNPROVEN = Proof()
+"""Placeholder while a renderer is being proven."""
+
+
+@dataclass(kw_only=True, eq=False)
 class Renderer:
     """Built by `load_renderer`. `family`: what the template does not say (parsing, default kwargs); `proof`: what
     holds.
     """
 
-    def __init__(
-        self,
-        *,
-        template: Template,
-        codec: Codec,
-        inputs: InputFormat,
-        stops: Stops,
-        tokenizer_hash: str,
-        template_kwargs: JsonMapping,
-        history: History,
-        injection: Injection,
-        family: Family,
-        proof: Proof,
-        max_plans: int,
-    ) -> None:
-        self.template, self.codec, self.inputs, self.stops = template, codec, inputs, stops
-        self.template_kwargs, self.family = dict(template_kwargs), family
-        self.history: History = history
-        self.injection: Injection = injection
-        self.template_hash, self.tokenizer_hash, self.proof = template.hash, tokenizer_hash, proof
-        self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys(codec.literals[text] for text in stops.all))
-        self._safe = injection == "safe"
+    template: Template
+    codec: Codec
+    inputs: InputFormat
+    stops: Stops
+    tokenizer_hash: str
+    template_kwargs: JsonMapping
+    history: History
+    injection: Injection
+    family: Family
+    proof: Proof
+    max_plans: int
+
+    def __post_init__(self) -> None:
+        self.template_hash = self.template.hash
+        ids = (self.codec.literals[text] for text in self.stops.all)
+        self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys(ids))
+        self._safe = self.injection == "safe"
         self._extender = Extender(
-            template,
-            codec,
-            inputs,
-            stops,
-            history=history,
+            self.template,
+            self.codec,
+            self.inputs,
+            self.stops,
+            history=self.history,
             safe=self._safe,
-            short_plans=proof.short_plans,
-            max_plans=max_plans,
+            short_plans=self.proof.short_plans,
+            max_plans=self.max_plans,
         )
 
     # messages -> ids

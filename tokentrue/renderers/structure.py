@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 from tokentrue.errors import TokenTrueError
 from tokentrue.ids import EMPTY, TokenIds
-from tokentrue.renderers.codec import Codec
+from tokentrue.renderers.codec import BLANKS, Codec
 from tokentrue.types import Ids, Message
 
 _USER, _ASSISTANT, _SYSTEM = "qzuserqz", "qzassistantqz", "qzsystemqz"
@@ -32,17 +33,21 @@ class Structure:
 
 
 def find_structure(codec: Codec, stop_ids: Ids, render_text: RenderText) -> Structure:
-    special = frozenset(id_ for id_, text in codec.texts.items() if text.strip(" \t\r\n▁"))
+    special = frozenset(id_ for id_, text in codec.texts.items() if text.strip(BLANKS))
+    stops = frozenset(stop_ids)
     prompt = _encode_generation_prompt(codec, render_text)
-    place = next((place for place, id_ in enumerate(prompt) if id_ in special), None)
     openers: set[int] = set()
     word = ""
+    place = next((place for place, id_ in enumerate(prompt) if id_ in special), None)
     if place is not None:
         openers.add(prompt[place])
         after = next((n for n in range(place + 1, len(prompt)) if prompt[n] in special), len(prompt))
         word = codec.decode(prompt[place + 1 : after]).split("\n")[0].strip()
-    stops = frozenset(stop_ids)
-    openers |= _find_openers(codec, stops, render_text, special, openers)
+    for between in _list_gaps(render_text):
+        gap = [id_ for id_ in codec.encode(between) if id_ in special]
+        closed = next((n + 1 for n, id_ in enumerate(gap) if id_ in stops), 0)
+        shared = [id_ for id_ in gap if place is not None and id_ == prompt[place]]
+        openers.update((shared or gap[closed:] or gap[-1:])[:1])
     return Structure(
         special=special,
         openers=frozenset(openers),
@@ -63,27 +68,17 @@ def _encode_generation_prompt(codec: Codec, render_text: RenderText) -> TokenIds
     return codec.encode(whole[whole.rfind(_USER) + len(_USER) :])
 
 
-def _find_openers(
-    codec: Codec, stops: frozenset[int], render_text: RenderText, special: frozenset[int], known: set[int]
-) -> set[int]:
-    found: set[int] = set()
-    turns: list[Message] = [
-        {"role": "system", "content": _SYSTEM},
-        {"role": "user", "content": _USER},
-        {"role": "assistant", "content": _ASSISTANT},
-        {"role": "user", "content": _USER + "2"},
-    ]
+def _list_gaps(render_text: RenderText) -> Iterator[str]:
+    """The template's texts between the contents of neighbouring turns."""
+    roles = {_SYSTEM: "system", _USER: "user", _ASSISTANT: "assistant", _USER + "2": "user"}
+    turns: list[Message] = [{"role": role, "content": word} for word, role in roles.items()]
     for messages in (turns, turns[1:]):
         try:
             text = render_text(messages, False)
         except TokenTrueError:
             continue
-        for before, word in ((_SYSTEM, _USER), (_USER, _ASSISTANT), (_ASSISTANT, _USER + "2")):
+        for before, word in pairwise(roles):
             start, end = text.find(before), text.rfind(word)
             if 0 <= start < end:
-                gap = [id_ for id_ in codec.encode(text[start + len(before) : end]) if id_ in special]
-                closed = next((n + 1 for n, id_ in enumerate(gap) if id_ in stops), 0)
-                shared = [id_ for id_ in gap if id_ in known]
-                found.update((shared or gap[closed:] or gap[-1:])[:1])
-        break
-    return found
+                yield text[start + len(before) : end]
+        return

@@ -6,6 +6,7 @@ Invariant: for inputs in the shape the template takes, `Template.render` returns
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -34,6 +35,10 @@ def make_content(text: str, inputs: InputFormat) -> Any:
     if inputs.text or not inputs.parts:
         return text
     return [{"type": "text", "text": text}] if text else []
+
+
+def make_arguments(values: JsonObject, inputs: InputFormat) -> JsonObject | str:
+    return values if inputs.arguments == "object" else json.dumps(values, ensure_ascii=False)
 
 
 class Template:
@@ -100,53 +105,60 @@ def find_input_format(template: Template, kwargs: JsonMapping) -> InputFormat:
     """Decides each fact by whether marked words survive a render, never by name. Raises if it does not compile."""
     template.compile()
     inputs = InputFormat(developer="developer" in template.source)
-    inputs = _find_content_format(template, kwargs, inputs)
-    return _find_call_format(template, kwargs, inputs)
-
-
-def _find_content_format(template: Template, kwargs: JsonMapping, inputs: InputFormat) -> InputFormat:
-    def shows(content: Any, *words: str, trial: InputFormat = inputs) -> bool:
-        try:
-            text = template.render([{"role": "user", "content": content}], None, kwargs, inputs=trial)
-        except TemplateError:
-            return False
-        quoted = any(
-            quote + word in text for word in words for quote in ("'", '"')
-        )  # the list was printed as is, not interpreted
-        return all(text.count(word) == 1 for word in words) and not quoted
-
+    first, second = "qzfirstqz", "qzsecondqz"
+    parts = [{"type": "text", "text": first}, {"type": "text", "text": second}]
     empty = replace(inputs, no_tools="empty")
-    if not shows("qzwordqz", "qzwordqz") and shows("qzwordqz", "qzwordqz", trial=empty):
+    if not _shows_content(template, kwargs, inputs, first, first) and _shows_content(
+        template, kwargs, empty, first, first
+    ):
         inputs = empty
-    text = shows("qzwordqz", "qzwordqz", trial=inputs)
-    parts = [{"type": "text", "text": "qzfirstqz"}, {"type": "text", "text": "qzsecondqz"}]
-    return replace(inputs, text=text, parts=shows(parts, "qzfirstqz", "qzsecondqz", trial=inputs))
+    inputs = replace(
+        inputs,
+        text=_shows_content(template, kwargs, inputs, first, first),
+        parts=_shows_content(template, kwargs, inputs, parts, first, second),
+    )
+    trials = [
+        (inputs, "call_0123456789"),
+        (replace(inputs, short_ids=True), "abcdefghi"),
+        (replace(inputs, bare_tools=True), "call_0123456789"),
+        (replace(inputs, arguments="string"), "call_0123456789"),
+    ]
+    return next((trial for trial, call_id in trials if _shows_result(template, kwargs, trial, call_id)), inputs)
 
 
-def _find_call_format(template: Template, kwargs: JsonMapping, inputs: InputFormat) -> InputFormat:
-    parameters: JsonObject = {"type": "object", "properties": {}}
-    function: JsonObject = {"name": "qzlook", "description": "d", "parameters": parameters}
+def _shows_content(template: Template, kwargs: JsonMapping, inputs: InputFormat, content: Any, *words: str) -> bool:
+    try:
+        text = template.render([{"role": "user", "content": content}], None, kwargs, inputs=inputs)
+    except TemplateError:
+        return False
+    # with a quote before it, the list was printed as is, not interpreted
+    return all(text.count(word) == 1 and f"'{word}" not in text and f'"{word}' not in text for word in words)
 
-    def shows(trial: InputFormat, call_id: str) -> bool:
-        arguments: Any = {"q": "qzwordqz"} if trial.arguments == "object" else '{"q": "qzwordqz"}'
-        call = {"id": call_id, "type": "function", "function": {"name": "qzlook", "arguments": arguments}}
 
-        def content(word: str) -> Any:
-            return word if trial.text else [{"type": "text", "text": word}] if word else []
-
-        messages: list[JsonObject] = [
-            {"role": "user", "content": content("hello")},
-            {"role": "assistant", "content": content(""), "tool_calls": [call]},
-            {"role": "tool", "content": content("qzresultqz"), "tool_call_id": call_id, "name": "qzlook"},
-        ]
-        tools: list[JsonObject] = [function if trial.bare_tools else {"type": "function", "function": function}]
-        try:
-            return "qzresultqz" in template.render(messages, tools, kwargs, inputs=trial)
-        except TemplateError:
-            return False
-
-    if shows(inputs, "call_0123456789"):
-        return inputs
-    trials = [(replace(inputs, short_ids=True), "abcdefghi"), (replace(inputs, bare_tools=True), "call_0123456789")]
-    trials += [(replace(inputs, arguments="string"), "call_0123456789")]
-    return next((trial for trial, call_id in trials if shows(trial, call_id)), inputs)
+def _shows_result(template: Template, kwargs: JsonMapping, inputs: InputFormat, call_id: str) -> bool:
+    """True if the result of a call of the form `inputs` is in the render."""
+    function: JsonObject = {
+        "name": "qzlook",
+        "description": "d",
+        "parameters": {"type": "object", "properties": {}},
+    }
+    call = {"name": "qzlook", "arguments": make_arguments({"q": "qzwordqz"}, inputs)}
+    messages: list[JsonObject] = [
+        {"role": "user", "content": make_content("hello", inputs)},
+        {
+            "role": "assistant",
+            "content": make_content("", inputs),
+            "tool_calls": [{"id": call_id, "type": "function", "function": call}],
+        },
+        {
+            "role": "tool",
+            "content": make_content("qzresultqz", inputs),
+            "tool_call_id": call_id,
+            "name": "qzlook",
+        },
+    ]
+    tools: list[JsonObject] = [function if inputs.bare_tools else {"type": "function", "function": function}]
+    try:
+        return "qzresultqz" in template.render(messages, tools, kwargs, inputs=inputs)
+    except TemplateError:
+        return False

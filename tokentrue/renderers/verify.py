@@ -12,46 +12,21 @@ from tokentrue.ids import TokenIds
 from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.renderers.load import load_renderer
 from tokentrue.renderers.messages import normalise_messages, normalise_tools
-from tokentrue.renderers.proof import Proof
-from tokentrue.renderers.prove import TOOLS
-from tokentrue.renderers.renderer import Renderer
+from tokentrue.renderers.prove import TOOLS, make_calls
+from tokentrue.renderers.renderer import Proof, Renderer
 from tokentrue.types import Message
-
-_ASK: list[Message] = [{"role": "user", "content": "How is Paris?"}]
-
-
-def _call(name: str, city: str) -> JsonObject:
-    return {
-        "id": f"call{len(name)}{len(city):03d}",
-        "type": "function",
-        "function": {"name": name, "arguments": {"city": city}},
-    }
-
 
 TURNS: dict[str, Message] = {
     "text": {"role": "assistant", "content": "It is fine."},
     "reasoned text": {"role": "assistant", "content": "It is fine.", "reasoning_content": "Look it up."},
-    "call": {"role": "assistant", "content": "", "tool_calls": [_call("weather", "Paris")]},
-    "reasoned call": {
-        "role": "assistant",
-        "content": "",
-        "reasoning_content": "Look it up.",
-        "tool_calls": [_call("weather", "Paris")],
-    },
-    "two calls": {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [_call("weather", "Paris"), _call("clock", "Oslo")],
-    },
+    "call": make_calls("Paris"),
+    "reasoned call": make_calls("Paris", reasoning_content="Look it up."),
+    "two calls": make_calls("Paris", "Oslo"),
 }
 
 
-def check_roundtrip(renderer: Renderer) -> dict[str, str]:
-    """Per kind of turn: "ok", "differs: …", or why there is nothing to compare."""
-    return {kind: _check_turn(renderer, turn) for kind, turn in TURNS.items()}
-
-
-def _check_turn(renderer: Renderer, turn: Message) -> str:
+def check_roundtrip(renderer: Renderer, turn: Message) -> str:
+    """Returns "ok", "differs: …", or why there is nothing to compare."""
     try:
         sampled = encode_turn(renderer, turn)
         if isinstance(sampled, str):
@@ -66,12 +41,11 @@ def _check_turn(renderer: Renderer, turn: Message) -> str:
 
 def encode_turn(renderer: Renderer, turn: Message) -> tuple[TokenIds, TokenIds] | str:
     """The prompt's ids and those that a model samples to write `turn` as the template does; or why not known."""
-    ask, answer = normalise_messages(_ASK, renderer.inputs), normalise_messages([turn], renderer.inputs)
-    tools = normalise_tools(TOOLS if turn.get("tool_calls") else None, renderer.inputs)
-    prompt = renderer.template.render(ask, tools, renderer.template_kwargs, inputs=renderer.inputs)
-    whole = renderer.template.render(
-        [*ask, *answer], tools, renderer.template_kwargs, generate=False, inputs=renderer.inputs
-    )
+    inputs, kwargs = renderer.inputs, renderer.template_kwargs
+    talk = normalise_messages([{"role": "user", "content": "How is Paris?"}, turn], inputs)
+    tools = normalise_tools(TOOLS if turn.get("tool_calls") else None, inputs)
+    prompt = renderer.template.render(talk[:1], tools, kwargs, inputs=inputs)
+    whole = renderer.template.render(talk, tools, kwargs, generate=False, inputs=inputs)
     if not whole.startswith(prompt):
         return "not compared: the template does not write its own generation prompt again"
     stops = renderer.stops.call if turn.get("tool_calls") else renderer.stops.text
@@ -109,15 +83,12 @@ class Verification(Proof):
     family: str
     parse: Mapping[str, str]
 
-    @classmethod
-    def of(cls, renderer: Renderer, model: str) -> Verification:
-        proof = {field.name: getattr(renderer.proof, field.name) for field in fields(Proof)}
-        return cls(**proof, model=model, family=renderer.family.name, parse=check_roundtrip(renderer))
-
 
 def verify(
     model: str | Path, chat_template: str | None = None, template_kwargs: JsonMapping | None = None
 ) -> Verification:
     """Proves or refutes in ids that the model's template can be extended; works offline on a directory."""
     renderer = load_renderer(model, chat_template=chat_template, template_kwargs=template_kwargs)
-    return Verification.of(renderer, str(model))
+    proof = {field.name: getattr(renderer.proof, field.name) for field in fields(Proof)}
+    parse = {kind: check_roundtrip(renderer, turn) for kind, turn in TURNS.items()}
+    return Verification(**proof, model=str(model), family=renderer.family.name, parse=parse)

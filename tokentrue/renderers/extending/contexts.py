@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 
 from tokentrue.json_types import JsonMapping, JsonObject, is_object
 from tokentrue.renderers.messages import normalise_messages, normalise_tools
-from tokentrue.renderers.template import InputFormat, make_content
+from tokentrue.renderers.template import InputFormat, make_arguments, make_content
 from tokentrue.types import Message, Tools
 
 ContextKind: TypeAlias = Literal["light", "dummy", "history"]
@@ -38,8 +37,9 @@ class ExtendError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class ExtendRequest:
-    """One `extend` call, normalised for the template. Tools and `system` (the leading system message) are set only if
-    the render needs them. `kept`: the earlier messages that the new text depends on; None for the whole history.
+    """One `extend` call, normalised for the template. Tools and `system` (the leading system message) are normalised
+    only if the render needs them. `kept`: the earlier messages that the new text depends on; None for the whole
+    history.
     """
 
     last: JsonObject  # the recorded assistant turn
@@ -75,8 +75,8 @@ class ExtendPlan:
     gap: str
     literal: str  # the added token that the gap ends with; empty where it ends in text
     join: Join
-    closing: str = ""
-    template_texts: tuple[str, ...] = ()  # the template's text around the new contents, `closing` included
+    closing: str
+    template_texts: tuple[str, ...]  # the template's text around the new contents, `closing` included
 
 
 def mark_ids(text: str, last: JsonObject, *, back: bool = False) -> str:
@@ -112,10 +112,8 @@ class ContextBuilder:
         last = self.build_turn(request.last, place, real=real)
         if request.shows_text and place == "content":
             content = request.last["content"]
-            if isinstance(content, str):
-                last = {**request.last, "content": content + self.sentinel}
-            else:
-                last = {**request.last, "content": [*content, *make_content(self.sentinel, self._inputs)]}
+            sentinel = self.sentinel if isinstance(content, str) else make_content(self.sentinel, self._inputs)
+            last = {**request.last, "content": content + sentinel}
         if kind == "history" or request.kept is None:
             return [*history, last]
         has_system = request.kept[0]["role"] in ("system", "developer") and request.kept[0] == request.system
@@ -128,30 +126,24 @@ class ContextBuilder:
         out: JsonObject = {"role": "assistant"}
         if real and place == "argument":
             out = {key: value for key, value in last.items() if key != "tool_calls"}
-        calls: list[JsonObject] = [dict(call) for call in last.get("tool_calls") or ()]
         if place == "content":
             out["content"] = make_content(self.sentinel, self._inputs)
         elif not real:
             out["content"] = make_content(self.own if last["content"] else "", self._inputs)
-        for index, call in enumerate(calls):
-            holds_sentinel = place == "argument" and index == len(calls) - 1
-            arguments = self._build_arguments(call["function"]["arguments"], holds_sentinel=holds_sentinel, real=real)
-            call["function"] = {**call["function"], "arguments": arguments}
+        calls: list[JsonObject] = [*(last.get("tool_calls") or ())]
+        if not real:
+            calls = [_with_arguments(call, make_arguments({"q": "v"}, self._inputs)) for call in calls]
+        if calls and place == "argument":
+            calls[-1] = self._mark_call(calls[-1], self.sentinel, real=real)
         if calls:
             out["tool_calls"] = calls
         return out
 
-    def _build_arguments(self, arguments: Any, *, holds_sentinel: bool, real: bool) -> Any:
-        value: Any
-        if not holds_sentinel:
-            value = arguments if real else {"q": "v"}
-        elif real and is_object(arguments) and arguments:
-            value = {**arguments, list(arguments)[-1]: self.sentinel}
-        else:
-            value = {"q": self.sentinel}
-        if self._inputs.arguments == "string" and not isinstance(value, str):
-            return json.dumps(value, ensure_ascii=False)
-        return value
+    def _mark_call(self, call: JsonObject, word: str, *, real: bool) -> JsonObject:
+        """The call with the word as its last argument; `real`: after its other ones."""
+        arguments = call["function"]["arguments"]
+        known = {**arguments, list(arguments)[-1]: word} if real and is_object(arguments) and arguments else {"q": word}
+        return _with_arguments(call, make_arguments(known, self._inputs))
 
     def mark(self, messages: Sequence[JsonObject]) -> tuple[list[JsonObject], list[str]]:
         """Replaces each content by a unique word; returns the messages and the words. If a message has only calls, its
@@ -161,10 +153,12 @@ class ContextBuilder:
         words = [f"{self._base}n{index}e" for index in range(len(messages))]
         for message, word in zip(messages, words, strict=True):
             if message.get("tool_calls") and not message["content"]:
-                calls: list[JsonObject] = [dict(call) for call in message["tool_calls"]]
-                arguments: Any = {"q": word} if self._inputs.arguments == "object" else json.dumps({"q": word})
-                calls[-1]["function"] = {**calls[-1]["function"], "arguments": arguments}
-                out.append({**message, "tool_calls": calls})
+                *calls, call = message["tool_calls"]
+                out.append({**message, "tool_calls": [*calls, self._mark_call(call, word, real=False)]})
             else:
                 out.append({**message, "content": make_content(word, self._inputs)})
         return out, words
+
+
+def _with_arguments(call: JsonObject, arguments: Any) -> JsonObject:
+    return {**call, "function": {**call["function"], "arguments": arguments}}

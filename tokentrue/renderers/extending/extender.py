@@ -1,13 +1,13 @@
 """`extend`: the ids that follow a recorded prefix when new messages arrive, or a Refusal.
 
-Steps: normalise the request; get its plan (made on the real history, once per shape of request); render the plan's
-short context with the new messages; cut; encode. The cost depends only on the new messages, except for "history" plans
-and the first request of a shape.
+A plan is made on the real history, once per shape of request. After that the cost depends only on the new messages,
+except for "history" plans.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Literal, TypeAlias
 
@@ -16,13 +16,7 @@ from tokentrue.ids import TokenIds
 from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.renderers.codec import Codec
 from tokentrue.renderers.extending.contexts import ExtendError, ExtendPlan, ExtendRequest
-from tokentrue.renderers.extending.kept import (
-    MessageKeeper,
-    PlanKey,
-    answers_older_call,
-    describe_shape,
-    name_value,
-)
+from tokentrue.renderers.extending.kept import MessageKeeper, describe_shape, make_key
 from tokentrue.renderers.extending.spans import compute_spans
 from tokentrue.renderers.extending.splicer import Splicer
 from tokentrue.renderers.extending.stops import Stops
@@ -59,7 +53,7 @@ class Extender:
         self._codec, self._inputs, self._safe = codec, inputs, safe
         self._history, self._max_plans = history, max_plans
         self._stop_ids = {codec.literals[text] for text in stops.all}
-        self._plans: OrderedDict[PlanKey, ExtendPlan] = OrderedDict()
+        self._plans: OrderedDict[Hashable, ExtendPlan] = OrderedDict()
 
     def extend(
         self,
@@ -77,10 +71,8 @@ class Extender:
         request, key = self._read_request(prefix_ids, messages, new, tools, kwargs)
         try:
             if self._history == "template" and self.splicer.rewrites(request, self._normalise_past(messages)):
-                raise ExtendError(
-                    "history_rewritten",
-                    "the template rewrites earlier turns when these messages follow; begin a new root",
-                )
+                detail = "the template rewrites earlier turns when these messages follow; begin a new root"
+                raise ExtendError("history_rewritten", detail)
             plan, tail, mark = self._render_tail(request, key, messages, use_plans=use_plans)
             if self.keeper.use.reads_turn:
                 plan, tail, mark = self._check_turn(request, messages, plan, tail, mark)
@@ -88,7 +80,10 @@ class Extender:
             return Refusal(why=refused.why, detail=refused.detail)
         except TemplateError as error:
             return Refusal(why="template_raises", detail=str(error))
-        added = self._encode_tail(tail, mark, plan)
+        if mark:
+            added = self._codec.encode_shielded_after(tail, mark, literal=plan.literal)
+        else:
+            added = self._codec.encode_after(tail, literal=plan.literal)
         roles = [message["role"] for message in request.new]
         return Extension(
             prefix_ids=prefix_ids,
@@ -103,27 +98,24 @@ class Extender:
         return self.splicer.rewrites(request, self._normalise_past(messages))
 
     def _render_tail(
-        self, request: ExtendRequest, key: PlanKey, messages: Messages, *, use_plans: bool
+        self, request: ExtendRequest, key: Hashable, messages: Messages, *, use_plans: bool
     ) -> tuple[ExtendPlan, str, str]:
         """Plans on the real history are not reused: their gap belongs to that history."""
-        if not use_plans:
-            past = self._normalise_past(messages)
-            plan = self.splicer.plan(request, past, only_history=True)
-            return plan, *self.splicer.render_tail(plan, request, past)
-        known = self._plans.get(key)
+        known = self._plans.get(key) if use_plans else None
         if known is not None:
             self._plans.move_to_end(key)
-        if known is not None and known.context != "history":
-            try:
-                return known, *self.splicer.render_tail(known, request, ())
-            except (ExtendError, TemplateError):
-                pass  # made on another turn of this shape, whose call id is in the gap; the real history decides
+            if known.context != "history":
+                try:
+                    return known, *self.splicer.render_tail(known, request, ())
+                except ExtendError:
+                    pass  # made on another turn of this shape, whose call id is in the gap; the real history decides
         past = self._normalise_past(messages)
-        needs_all = key.answers_older_call or request.kept is None
-        only_history = needs_all or (known is not None and known.context == "history")
-        plan = self._plans[key] = self.splicer.plan(request, past, only_history=only_history)
-        if len(self._plans) > self._max_plans:
-            self._plans.popitem(last=False)
+        only_history = not use_plans or request.kept is None or (known is not None and known.context == "history")
+        plan = self.splicer.plan(request, past, only_history=only_history)
+        if use_plans:
+            self._plans[key] = plan
+            if len(self._plans) > self._max_plans:
+                self._plans.popitem(last=False)
         return plan, *self.splicer.render_tail(plan, request, past if plan.context == "history" else ())
 
     def _check_turn(
@@ -139,31 +131,26 @@ class Extender:
         plan = self.splicer.plan(request, past, only_history=True)
         tail, mark = self.splicer.render_tail(plan, request, past)
         if not self.splicer.is_true_tail(plan, request, past, tail, mark):
-            raise ExtendError(
-                "turn_decides", "what the assistant's turn says changes what the template writes after it"
-            )
+            detail = "what the assistant's turn says changes what the template writes after it"
+            raise ExtendError("turn_decides", detail)
         return plan, tail, mark
-
-    def _encode_tail(self, tail: str, mark: str, plan: ExtendPlan) -> TokenIds:
-        if mark:
-            return self._codec.encode_shielded_after(tail, mark, literal=plan.literal)
-        return self._codec.encode_after(tail, literal=plan.literal)
 
     # the request
 
     def _read_request(
         self, prefix_ids: Ids, messages: Messages, new: Messages, tools: Tools | None, kwargs: JsonMapping
-    ) -> tuple[ExtendRequest, PlanKey]:
+    ) -> tuple[ExtendRequest, Hashable]:
+        """The request, and everything that decides where to cut: requests with equal keys share a plan."""
         last = normalise_messages(messages[-1:], self._inputs, first=len(messages) - 1)[0]
         fresh = normalise_messages(new, self._inputs, field="new")
         if self._safe:
             fresh = fill_in_tool_names(fresh, last.get("tool_calls") or [])
         first = messages[0] if len(messages) > 1 and messages[0].get("role") in ("system", "developer") else None
-        spelled = repr(sorted(kwargs.items())) if kwargs else ""
-        turn = self.splicer.build_turn(last)
-        kept = self.keeper.choose(messages, turn, kwargs, spelled, self.splicer.dummy_user)
-        use = self.keeper.use
-        last_id = int(prefix_ids[-1])
+        kwargs_key = repr(sorted(kwargs.items())) if kwargs else ""
+        kept = self.keeper.choose(messages, last, kwargs, kwargs_key, self.splicer.contexts)
+        if kept is not None and _answers_older_call(last, fresh):  # it is visible only in the real history
+            kept = None
+        use, last_id = self.keeper.use, int(prefix_ids[-1])
         is_stop = last_id in self._stop_ids
         request = ExtendRequest(
             last=last,
@@ -178,17 +165,9 @@ class Extender:
             is_stop=is_stop,
             in_reasoning=not is_stop and self._is_in_reasoning(prefix_ids, last, kwargs),
         )
-        key = PlanKey(
-            shapes=tuple(map(describe_shape, (last, *fresh))),
-            answers_older_call=answers_older_call(last, fresh),
-            kept=kept and kept.signature,
-            tools=name_value(tools),
-            system=name_value(first),
-            kwargs=spelled,
-            stop=request.stop,
-            in_reasoning=request.in_reasoning,
-        )
-        return request, key
+        shapes = tuple(map(describe_shape, (last, *fresh)))
+        values = make_key(tools), make_key(first), kwargs_key
+        return request, (shapes, kept and kept.signature, *values, request.stop, request.in_reasoning)
 
     def _normalise_past(self, messages: Messages) -> list[JsonObject]:
         past = normalise_messages(messages[:-1], self._inputs)
@@ -203,15 +182,20 @@ class Extender:
         return bool(closing) and closing not in end
 
 
+def _answers_older_call(last: JsonObject, new: Sequence[JsonObject]) -> bool:
+    """True if a tool message answers a call of an earlier turn."""
+    ids = {call["id"] for message in (last, *new) for call in message.get("tool_calls") or ()}
+    return any(message["role"] == "tool" and (message.get("tool_call_id") or "") not in ids for message in new)
+
+
 def _check_inputs(prefix_ids: Ids, messages: Messages, new: Messages) -> Refusal | None:
     check_messages(messages, "messages")
     check_messages(new, "new")
     if not len(prefix_ids):
         return Refusal(why="empty_prefix", detail="prefix_ids is empty: render the conversation instead")
     if not len(messages) or messages[-1].get("role") != "assistant":
-        return Refusal(
-            why="not_after_assistant", detail="messages must end with the assistant's turn that prefix_ids ends with"
-        )
+        detail = "messages must end with the assistant's turn that prefix_ids ends with"
+        return Refusal(why="not_after_assistant", detail=detail)
     if not len(new):
         return Refusal(why="nothing_new", detail="new is empty: there is nothing to extend by")
     return None

@@ -4,11 +4,10 @@ history.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping
 from functools import cached_property, partial
 from operator import itemgetter
-from typing import Any, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import orjson
 
@@ -16,70 +15,11 @@ from tokentrue.errors import TokenTrueError
 from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.plain_json import digest
 from tokentrue.renderers.codec import Codec, ContentShield, needs_shield
+from tokentrue.renderers.extending.contexts import ContextBuilder
 from tokentrue.renderers.extending.history_use import HistoryUse, analyse
 from tokentrue.renderers.messages import REASONING, fill_in_tool_names, normalise_messages
 from tokentrue.renderers.template import InputFormat, Template
 from tokentrue.types import Messages
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MessageShape:
-    """What can affect structure: role, presence of text, names of calls; never the text."""
-
-    role: str
-    has_content: bool
-    call_names: tuple[str, ...]
-    name: Any
-    has_reasoning: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanKey:
-    """Everything that decides where to cut. Requests with equal keys share a plan.
-
-    `kept` describes the earlier messages that are rendered with the new ones. `answers_older_call`: a tool message
-    answers a call of an earlier turn, visible only in the real history.
-    """
-
-    shapes: tuple[MessageShape, ...]
-    answers_older_call: bool
-    kept: tuple[tuple[MessageShape, str], ...] | None
-    tools: bytes
-    system: bytes
-    kwargs: str
-    stop: str | None
-    in_reasoning: bool
-
-
-def describe_shape(message: JsonObject) -> MessageShape:
-    return MessageShape(
-        role=message["role"],
-        has_content=bool(message["content"]),
-        call_names=tuple(call["function"]["name"] for call in message.get("tool_calls") or ()),
-        name=message.get("name", ""),
-        has_reasoning="reasoning_content" in message,
-    )
-
-
-def answers_older_call(last: JsonObject, new: Sequence[JsonObject]) -> bool:
-    calls = [call for message in (last, *new) for call in message.get("tool_calls") or ()]
-    ids = {call["id"] for call in calls}
-    return any(message["role"] == "tool" and (message.get("tool_call_id") or "") not in ids for message in new)
-
-
-def spell(value: Any) -> bytes:
-    """Serialises a value so that `True` and `1`, or different key orders, differ."""
-    try:
-        data = orjson.dumps(value)
-    except TypeError:  # not plain JSON
-        return repr(value).encode()
-    return data + repr(value).encode() if b"null" in data else data  # orjson writes NaN as null
-
-
-def name_value(value: Any) -> bytes:
-    """Short exact key for a request's tools or system message; empty if there is none."""
-    return b"" if value is None else digest(spell(value))
-
 
 MAX_CACHED_CHARS = 32 << 20
 Effect: TypeAlias = tuple[str, frozenset[str]]
@@ -87,14 +27,33 @@ Effect: TypeAlias = tuple[str, frozenset[str]]
 NO_EFFECT: Effect = ("", frozenset())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeptMessages:
+def describe_shape(message: JsonObject) -> Hashable:
+    """What can affect structure: role, presence of text, names of calls; never the text."""
+    names = tuple(call["function"]["name"] for call in message.get("tool_calls") or ())
+    return message["role"], bool(message["content"]), names, message.get("name", ""), "reasoning_content" in message
+
+
+def make_key(value: Any) -> bytes:
+    """Short exact key for a request's tools or system message; empty if there is none."""
+    return b"" if value is None else digest(_serialise(value))
+
+
+def _serialise(value: Any) -> bytes:
+    """`True` and `1`, or different key orders, differ."""
+    try:
+        data = orjson.dumps(value)
+    except TypeError:  # not plain JSON
+        return repr(value).encode()
+    return data + repr(value).encode() if b"null" in data else data  # orjson writes NaN as null
+
+
+class KeptMessages(NamedTuple):
     """`messages`: the kept ones; a leading system message only if its text is needed. `signature`: what a plan may
     depend on, their shapes and what they write.
     """
 
-    messages: Sequence[JsonObject]
-    signature: tuple[tuple[MessageShape, str], ...]
+    messages: list[JsonObject]
+    signature: Hashable
 
 
 class MessageKeeper:
@@ -113,19 +72,24 @@ class MessageKeeper:
         return analyse(self._template.source)
 
     def choose(
-        self, messages: Messages, turn: JsonObject, kwargs: JsonMapping, spelled: str, dummy: JsonObject
+        self, messages: Messages, last: JsonObject, kwargs: JsonMapping, kwargs_key: str, contexts: ContextBuilder
     ) -> KeptMessages | None:
-        """Chooses from `messages`, whose last one is the recorded turn; None if the template needs them all. `turn` is
-        that turn as it will be rendered; `spelled` is the key of `kwargs`.
+        """Chooses from `messages`, whose last one is the recorded turn; None if the template needs them all. `last` is
+        that turn, normalised.
         """
-        use, end = self.use, len(messages) - 1
+        use, end, dummy = self.use, len(messages) - 1, contexts.dummy_user
         start = 1 if end and messages[0].get("role") in ("system", "developer") else 0
         if use.why or end == start:
             return None
         try:
-            known = self._effects.setdefault(spelled, {})
+            known = self._effects.setdefault(kwargs_key, {})
             find_effect = partial(self._find_effect, kwargs=kwargs, known=known)
-            writers, roles = self._find_last_writers(messages, end, turn, known, find_effect)
+            missing = {**use.variables}
+            if missing and {"role", "tool_calls"}.issuperset(use.fields):  # the turn is rendered with other texts
+                turn = contexts.build_turn({**last, "content": ""}, "content", real=False)
+                for name in find_effect(turn)[1] & find_effect(messages[end])[1]:
+                    missing.pop(name, None)
+            writers, roles = self._find_last_writers(messages, end, missing, known, find_effect)
             asked = {start} if use.second or (use.first and not start) else set[int]()
             if use.neighbour:
                 asked.add(end - 1)
@@ -136,50 +100,37 @@ class MessageKeeper:
             dummy_effect = find_effect(dummy)
             if chosen <= set(range(start)):  # some message must precede the turn
                 if not dummy_effect[0] and (roles.get("user") is not None or "user" not in use.roles):
-                    return self._keep([dummy], [dummy_effect])
+                    return _keep([(dummy, dummy_effect)])
                 chosen.add(start)  # the dummy would write what no message of the history does
-            kept: list[JsonObject] = []
-            effects: list[Effect] = []
+            kept: list[tuple[JsonObject, Effect]] = []
             for index in sorted(chosen):
                 effect = find_effect(messages[index])
-                if kept and kept[-1]["role"] == messages[index]["role"] == "user" and not use.gaps:
+                if kept and kept[-1][0]["role"] == messages[index]["role"] == "user" and not use.gaps:
                     # some templates require alternating turns
                     answer = {"role": "assistant", "content": dummy["content"]}
                     if not (answer_effect := find_effect(answer))[0] and not (use.neighbour and index == end - 1):
-                        kept.append(answer)
-                        effects.append(answer_effect)
+                        kept.append((answer, answer_effect))
                 is_like_dummy = index not in asked and effect == dummy_effect and messages[index]["role"] == "user"
-                kept.append(dummy if is_like_dummy else self._normalise(messages, index))
-                effects.append(effect)
-            return self._keep(kept, effects)
+                kept.append((dummy if is_like_dummy else self._normalise(messages, index), effect))
+            return _keep(kept)
         except TokenTrueError:
             raise
         except Exception:  # a template may fail on a message for any reason; the real history shows whether it does
             return None
 
-    def _keep(self, messages: list[JsonObject], effects: list[Effect]) -> KeptMessages:
-        signature = tuple(
-            (describe_shape(message), effect[0]) for message, effect in zip(messages, effects, strict=True)
-        )
-        return KeptMessages(messages=messages, signature=signature)
-
     def _find_last_writers(
         self,
         history: Messages,
         end: int,
-        turn: JsonObject,
+        missing: dict[str, frozenset[str] | None],
         known: Mapping[Any, Effect],
         find_effect: Callable[[JsonMapping], Effect],
     ) -> tuple[list[int], dict[str, int]]:
-        """Indices of the last message before `end` that writes each variable not written by the turn itself, and of the
-        last message of each role that is read.
+        """Indices of the last message before `end` that writes each of the `missing` variables, and of the last message
+        of each role that is read.
         """
         read_fields, writers = self._read_fields, list[int]()
         last: dict[str, int] = {}
-        missing: dict[str, frozenset[str] | None] = {**self.use.variables}
-        if missing and {"role", "tool_calls"}.issuperset(self.use.fields):  # the turn is rendered with other texts
-            for name in find_effect(turn)[1] & find_effect(history[end])[1]:
-                missing.pop(name, None)
         wanted = _list_roles(missing, self.use.roles)
         for index in range(end - 1, -1, -1):
             if not missing and len(last) == len(self.use.roles):
@@ -205,19 +156,20 @@ class MessageKeeper:
         if self.use.effects is None:
             return NO_EFFECT
         given = [message.get(name, ...) for name in self._fields]
-        key = tuple(value if type(value) is str or value is None or value is ... else spell(value) for value in given)
+        key = tuple(
+            value if type(value) is str or value is None or value is ... else _serialise(value) for value in given
+        )
         if key in known:
             return known[key]
         normal = normalise_messages([message], self._inputs)
         if self._safe and needs_shield(self._codec, normal):
-            normal = [ContentShield(self._codec, normal).shield(normal[0])]
+            normal = ContentShield(self._codec, normal).shield(normal)
         text = self._template.render_other(self.use.effects, kwargs, history=normal)
-        effect = text, frozenset(part.partition("=")[0] for part in text.split("\0")[1:])
         self._cached_chars += sum(len(part) for part in key if isinstance(part, (str, bytes)))
         if self._cached_chars > MAX_CACHED_CHARS:
             self._effects.clear()
             self._cached_chars = 0
-        known[key] = effect
+        effect = known[key] = text, frozenset(part.partition("=")[0] for part in text.split("\0")[1:])
         return effect
 
     @cached_property
@@ -231,15 +183,20 @@ class MessageKeeper:
         return cast("Callable[[JsonMapping], tuple[Any, ...]]", itemgetter(*self._fields))
 
     def _normalise(self, messages: Messages, index: int) -> JsonObject:
-        if messages[index].get("role") != "tool" or not self._safe:
-            return normalise_messages(messages[index : index + 1], self._inputs, first=index)[0]
-        first = index  # a result has the name of its call, which is in the turn before it or in an older one
-        while first and messages[first].get("role") == "tool":
-            first -= 1
-        calls = messages[first].get("tool_calls") or ()
-        ids = {call.get("id") for call in calls}
-        first = first if messages[index].get("tool_call_id") in ids else 0
-        return fill_in_tool_names(normalise_messages(messages[first : index + 1], self._inputs, first=first))[-1]
+        first = index
+        if messages[index].get("role") == "tool" and self._safe:
+            # a result has the name of its call, which is in the turn before it or in an older one
+            while first and messages[first].get("role") == "tool":
+                first -= 1
+            ids = {call.get("id") for call in messages[first].get("tool_calls") or ()}
+            first = first if messages[index].get("tool_call_id") in ids else 0
+        normal = normalise_messages(messages[first : index + 1], self._inputs, first=first)
+        return (fill_in_tool_names(normal) if self._safe else normal)[-1]
+
+
+def _keep(kept: list[tuple[JsonObject, Effect]]) -> KeptMessages:
+    signature = tuple((describe_shape(message), effect[0]) for message, effect in kept)
+    return KeptMessages([message for message, _ in kept], signature)
 
 
 def _list_roles(missing: Mapping[str, frozenset[str] | None], asked: frozenset[str]) -> set[str] | None:

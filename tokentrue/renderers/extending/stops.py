@@ -1,20 +1,19 @@
 """Which tokens end an assistant turn: those that the model's files declare and those that its template writes.
 
-They tell the engine when to stop, and where an open turn must be closed. A recorded turn is cut at its recorded stop
-id.
+They tell the engine when to stop, and where an open turn must be closed.
 """
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
-from typing import Any
 
 from tokentrue.errors import TemplateError
 from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.renderers.codec import Codec
-from tokentrue.renderers.template import InputFormat, Template, make_content
+from tokentrue.renderers.template import InputFormat, Template, make_arguments, make_content
 
 SENTINEL = "qzSampledqz"
 FOLLOWER = "qzFollowerqz"
@@ -57,38 +56,36 @@ def derive_stops(
     def literals(text: str) -> list[str]:
         return [literal for _, literal, _ in codec.split(text) if literal]
 
-    alone, followed = _render_after(
-        template, inputs, kwargs, {"role": "assistant", "content": make_content(SENTINEL, inputs)}, "user"
-    )
-    closing, opening = literals(_common_prefix(alone, followed)) or literals(alone), literals(followed)
-    text = (
-        next((literal for literal in reversed(closing) if literal in declared), closing[-1])
-        if closing
-        else next(iter(opening), "")
-    )
-    alone, followed = _render_after(template, inputs, kwargs, make_call_turn(inputs), "tool")
+    alone, followed = _render_after(template, inputs, kwargs, calls=False)
+    closing = literals(_common_prefix(alone, followed)) or literals(alone)
+    own = [literal for literal in closing if literal in declared] or closing or literals(followed)[:1]
+    text = own[-1] if own else ""
+    alone, followed = _render_after(template, inputs, kwargs, calls=True)
     after_calls = literals(_common_prefix(alone, followed)) or literals(alone)
-    if not text or not (alone or followed):
-        call = after_calls[-1] if after_calls else text
-    elif text in after_calls:
+    if text in after_calls:
         call = text
-    elif not closing:
-        call = next((literal for literal in literals(followed)[len(after_calls) :]), text)
+    elif text and not closing:
+        call = next(iter(literals(followed)[len(after_calls) :]), text)
     else:
-        call = after_calls[-1] if after_calls else next(iter(literals(followed)), text)
-    return Stops(
-        text=(text,) if text else (), call=(call,) if call else (), declared=declared, opener=bool(text) and not closing
-    )
+        call = after_calls[-1] if after_calls else next(iter(literals(followed)), text) if text else ""
+    opener = bool(text) and not closing
+    return Stops(text=(text,) if text else (), call=(call,) if call else (), declared=declared, opener=opener)
 
 
-def _render_after(
-    template: Template, inputs: InputFormat, kwargs: JsonMapping, turn: JsonObject, role: str
-) -> tuple[str, str]:
-    context = [{"role": "user", "content": make_content("Hello.", inputs)}, turn]
-    tools = [make_tool(inputs)] if turn.get("tool_calls") else None
-    follower = {"role": role, "content": make_content(FOLLOWER, inputs)}
-    if role == "tool":
+def _render_after(template: Template, inputs: InputFormat, kwargs: JsonMapping, *, calls: bool) -> tuple[str, str]:
+    """What follows a turn of text or calls alone, and before the content of the message after it."""
+    turn: JsonObject = {"role": "assistant", "content": make_content("" if calls else SENTINEL, inputs)}
+    follower: JsonObject = {"role": "tool" if calls else "user", "content": make_content(FOLLOWER, inputs)}
+    tools: list[JsonObject] | None = None
+    if calls:
+        call = {"name": "qzlook", "arguments": make_arguments({"q": SENTINEL}, inputs)}
+        turn["tool_calls"] = [{"type": "function", "id": "abcdefghi", "function": call}]
         follower |= {"tool_call_id": "abcdefghi", "name": "qzlook"}
+        properties = {"q": {"type": "string", "description": "what"}}
+        parameters = {"type": "object", "properties": properties, "required": ["q"]}
+        function = {"name": "qzlook", "description": "Looks.", "parameters": parameters}
+        tools = [function if inputs.bare_tools else {"type": "function", "function": function}]
+    context = [{"role": "user", "content": make_content("Hello.", inputs)}, turn]
 
     def render_after_turn(messages: list[JsonObject], *, generate: bool) -> str:
         try:
@@ -97,31 +94,13 @@ def _render_after(
             return ""
         return text.rpartition(SENTINEL)[2] if SENTINEL in text else ""
 
-    alone, followed = (
-        render_after_turn(context, generate=False),
-        render_after_turn([*context, follower], generate=True).partition(FOLLOWER)[0],
-    )
-    if alone and alone == render_after_turn(
-        context, generate=True
-    ):  # the flag is ignored: what both renders share belongs to the turn
+    alone = render_after_turn(context, generate=False)
+    followed = render_after_turn([*context, follower], generate=True).partition(FOLLOWER)[0]
+    if alone and alone == render_after_turn(context, generate=True):
+        # the flag is ignored: what both renders share belongs to the turn
         alone = _common_prefix(alone, followed) or alone
     return alone, followed
 
 
 def _common_prefix(left: str, right: str) -> str:
-    size = next(
-        (index for index, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right))
-    )
-    return left[:size]
-
-
-def make_tool(inputs: InputFormat, name: str = "qzlook") -> JsonObject:
-    parameters = {"type": "object", "properties": {"q": {"type": "string", "description": "what"}}, "required": ["q"]}
-    function = {"name": name, "description": "Looks.", "parameters": parameters}
-    return function if inputs.bare_tools else {"type": "function", "function": function}
-
-
-def make_call_turn(inputs: InputFormat, word: str = SENTINEL) -> JsonObject:
-    arguments: Any = {"q": word} if inputs.arguments == "object" else json.dumps({"q": word})
-    call = {"type": "function", "id": "abcdefghi", "function": {"name": "qzlook", "arguments": arguments}}
-    return {"role": "assistant", "content": make_content("", inputs), "tool_calls": [call]}
+    return "".join(char for char, _ in takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False)))

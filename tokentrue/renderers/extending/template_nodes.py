@@ -4,14 +4,15 @@ writes into the variables that a template carries from message to message.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Literal, TypeAlias
 
 from jinja2 import nodes
 
-Flags: TypeAlias = frozenset[str]
+Flags: TypeAlias = AbstractSet[str]
 """What a value depends on. "msg": the current message; "last": whether it is the last one; "now": something equal in
 the short context but not in every iteration; "first", "second": the first messages; "tools"; "top": a variable set
 outside loops; "pos:FROM:LIST": a position; "near:LIST": a position beside one; "state:NS.ATTR"; "msgs", "reversed",
@@ -38,10 +39,12 @@ class Guard:
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    node: nodes.Assign
+    """An assignment to a variable that is carried. Equal if of the same flags: nodes compare by their whole content."""
+
+    node: nodes.Assign = field(compare=False)
     flags: Flags
-    guards: tuple[Guard, ...]
-    loop: MessageLoop
+    guards: tuple[Guard, ...] = field(compare=False)
+    loop: MessageLoop = field(compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,42 +62,25 @@ class Place:
         return join(guard.flags for guard in self.guards)
 
     @property
-    def knows_first(self) -> bool:
-        """True if `loop.first` is false for the new messages here."""
+    def is_in_order(self) -> bool:
+        """True if `loop.first` is false for the new messages here, and `loop.last` for the earlier ones."""
         return self.loop is not None and not self.inner and not (self.loop.is_filtered or self.loop.is_reversed)
-
-    @property
-    def knows_last(self) -> bool:
-        """True if `loop.last` is false for the earlier messages here."""
-        return self.knows_first
 
     @property
     def scope(self) -> str:
         """Prefix of names set in a loop or macro, which are local to it."""
         return f"{self.in_macro}(" if self.in_macro else f"{id(self.loop.node)} " if self.loop else ""
 
-    def under(self, guard: Guard) -> Place:
-        return replace(self, guards=(*self.guards, guard))
+    def under(self, test: nodes.Node, flags: Flags, place: Place, *, holds: bool = True) -> Place:
+        return replace(self, guards=(*self.guards, Guard(test, holds, flags, place)))
 
 
 def join(flags: Iterable[Flags]) -> Flags:
     return frozenset[str]().union(*flags)
 
 
-def make_flags(*flags: str) -> Flags:
-    return frozenset(flags)
-
-
-def bad(why: str) -> Flags:
-    return frozenset({f"bad:{why}"})
-
-
-def has(flags: Iterable[str], *prefixes: str) -> bool:
-    return any(flag.startswith(prefixes) for flag in flags)
-
-
-def without(flags: Iterable[str], *prefixes: str) -> Flags:
-    return frozenset(flag for flag in flags if not flag.startswith(prefixes))
+def having(flags: Iterable[str], *prefixes: str) -> set[str]:
+    return {flag for flag in flags if flag.startswith(prefixes)}
 
 
 def constant(node: nodes.Node | None) -> Any:
@@ -104,9 +90,11 @@ def constant(node: nodes.Node | None) -> Any:
 
 
 def name_attribute(node: nodes.Node) -> str:
-    return (
-        f"{node.node.name}.{node.attr}" if isinstance(node, nodes.Getattr) and isinstance(node.node, nodes.Name) else ""
-    )
+    match node:
+        case nodes.Getattr(node=nodes.Name(name=name), attr=attribute):
+            return f"{name}.{attribute}"
+        case _:
+            return ""
 
 
 def read_field(node: nodes.Node | None, name: str) -> nodes.Expr | None:
@@ -146,11 +134,17 @@ def literals(guards: Sequence[Guard]) -> Iterator[tuple[nodes.Node, bool, Guard]
             yield node, holds, guard
 
 
-def list_names(node: nodes.Node) -> Iterator[str]:
-    if isinstance(node, nodes.Name):
-        yield node.name
-    for name in node.find_all(nodes.Name):
-        yield name.name
+def list_roles(test: nodes.Node, message: str = "") -> set[str]:
+    """The roles of a test like `m.role == "user" or m.role == "tool"`; empty for any other. `message`: the name `m`."""
+    match test:
+        case nodes.Or():
+            left, right = list_roles(test.left, message), list_roles(test.right, message)
+            return left | right if left and right else set()
+        case nodes.Compare(ops=[nodes.Operand(op="eq", expr=nodes.Const(value=str() as role))]):
+            owner = read_field(test.expr, "role")
+            return {role} if isinstance(owner, nodes.Name) and message in ("", owner.name) else set()
+        case _:
+            return set()
 
 
 def only_raises(body: Sequence[nodes.Node]) -> bool:
@@ -172,14 +166,10 @@ def only_raises(body: Sequence[nodes.Node]) -> bool:
     return found
 
 
-def is_position(write: Write) -> bool:
-    return any(flag.startswith("pos:") for flag in write.flags)
-
-
 def list_name(node: nodes.Node) -> str:
     if isinstance(node, nodes.Name):
         return node.name
-    if isinstance(node, nodes.Filter) and node.node is not None and node.name in {"reverse", "list"}:
+    if isinstance(node, nodes.Filter) and node.node is not None and node.name == "list":
         return list_name(node.node)
     if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice) and node.arg.start is None:
         return list_name(node.node)
@@ -197,18 +187,18 @@ class NotUnderstood(Exception):
     pass
 
 
-Kept: TypeAlias = dict[int, tuple[str, Write]]
+Writes: TypeAlias = Mapping[str, Sequence[Write]]
 
 
 def build_effects(
-    writes: dict[str, list[Write]], wanted: set[str], macros: Iterable[nodes.Macro]
+    writes: Writes, wanted: set[str], macros: Iterable[nodes.Macro]
 ) -> tuple[Any, dict[str, frozenset[str] | None], tuple[str, ...]]:
     """Builds a template that prints, for the one message in `history`, the variables set by each loop and their values:
     the loops with only these assignments. Also returns the roles that write each variable, and the fields read.
     """
     if not wanted:
         return None, {}, ()
-    kept: Kept = {id(write.node): (name, write) for name in sorted(wanted) for write in writes[name]}
+    kept = {id(write.node): (name, write) for name in sorted(wanted) for write in writes[name]}
     loops = {id(write.loop.node): write.loop.node for _, write in kept.values()}
     fields: set[str] = set()
     variables: dict[str, frozenset[str] | None] = {}
@@ -216,19 +206,15 @@ def build_effects(
     for number, loop in enumerate(loops.values()):
         if not isinstance(loop.target, nodes.Name):
             raise NotUnderstood("a loop that takes messages apart")
+        message = loop.target.name
         for name in wanted:
             if inside := [write for write in writes[name] if write.loop.node is loop]:
-                roles = [_list_roles(write, loop.target.name) for write in inside]
-                variables[f"{number}.{name}"] = frozenset[str]().union(*roles) if all(roles) else None
-        needed: set[str] = set()
-        while True:
-            pruned = _prune(loop.body, kept, needed, f"{number}.", set(writes))
-            names = {name for node in pruned for name in list_names(node)}
-            if names <= needed:
-                break
-            needed |= names
-        body.append(nodes.For(loop.target, nodes.Name("history", "load"), pruned, [], loop.test, False))
-        fields |= _list_fields([*pruned, *([loop.test] if loop.test is not None else [])], loop.target.name)
+                roles = [_find_roles(write, message) for write in inside]
+                variables[f"{number}.{name}"] = frozenset(join(roles)) if all(roles) else None
+        pruned = _Pruning(kept, f"{number}.", set(writes)).prune_loop(loop)
+        body.append(pruned)
+        for node in (*pruned.body, *([loop.test] if loop.test is not None else [])):
+            fields |= _list_fields(node, message)
     environment = chat_environment()
     template = nodes.Template(body, lineno=1)
     template.set_lineno(1)
@@ -238,98 +224,92 @@ def build_effects(
     return compiled, variables, tuple(sorted(fields))
 
 
-def _list_roles(write: Write, message: str) -> frozenset[str]:
-
-    def list_roles(node: nodes.Node) -> frozenset[str]:
-        match node:
-            case nodes.Or():
-                left, right = list_roles(node.left), list_roles(node.right)
-                return left | right if left and right else frozenset()
-            case nodes.Compare(ops=[nodes.Operand(op="eq", expr=nodes.Const(value=str() as role))]):
-                owner = read_field(node.expr, "role")
-                return frozenset({role} if isinstance(owner, nodes.Name) and owner.name == message else ())
-            case _:
-                return frozenset()
-
-    known = (list_roles(node) for node, holds, guard in literals(write.guards) if holds and not guard.place.inner)
-    return next(filter(None, known), frozenset[str]())
+def _find_roles(write: Write, message: str) -> set[str]:
+    known = (
+        list_roles(node, message) for node, holds, guard in literals(write.guards) if holds and not guard.place.inner
+    )
+    return next(filter(None, known), set[str]())
 
 
-def _prune(
-    body: Sequence[nodes.Node], kept: Kept, needed: set[str], prefix: str, states: set[str], *, inner: bool = False
-) -> list[nodes.Node]:
-    out: list[nodes.Node] = []
-    for node in body:
-        if id(node) in kept:
-            name, write = kept[id(node)]
-            value = nodes.Const("@") if is_position(write) else write.node.node
-            out.append(nodes.Output([nodes.TemplateData(f"\0{prefix}{name}="), value]))
-        elif not needed.isdisjoint(list_targets(node)):
-            out.append(node)
-        elif isinstance(node, nodes.For):
-            if inside := _prune(node.body, kept, needed, prefix, states, inner=True):
-                out.append(nodes.For(node.target, node.iter, inside, [], node.test, False))
-        elif isinstance(node, nodes.If):
-            branches = [
-                (branch.test, _prune(branch.body, kept, needed, prefix, states, inner=inner))
-                for branch in (node, *node.elif_)
-            ]
-            other = _prune(node.else_, kept, needed, prefix, states, inner=inner)
-            if other or any(inside for _, inside in branches):
-                tests = [_open(test, states, inner=inner) for test, _ in branches]
-                elifs = [
-                    nodes.If(test, inside, [], []) for test, (_, inside) in list(zip(tests, branches, strict=True))[1:]
-                ]
-                out.append(nodes.If(tests[0], branches[0][1], elifs, other))
-    return out
+@dataclass
+class _Pruning:
+    """Reduces a loop to the `kept` assignments, what they need, and the conditions around them."""
 
+    kept: Mapping[int, tuple[str, Write]]
+    prefix: str
+    states: set[str]
+    needed: set[str] = field(default_factory=set[str])
 
-def _open(test: nodes.Node, states: set[str], *, inner: bool) -> Any:
-    """The test for a message that others follow, with every variable in it assumed to allow it."""
-    match test:
-        case nodes.And():
-            return nodes.And(_open(test.left, states, inner=inner), _open(test.right, states, inner=inner))
-        case nodes.Or():
-            return nodes.Or(_open(test.left, states, inner=inner), _open(test.right, states, inner=inner))
-        case nodes.Not():
-            is_state = name_attribute(test.node) in states
-            return nodes.Const(True) if is_state else nodes.Not(_open(test.node, states, inner=inner))
-        case nodes.Getattr():
-            name = name_attribute(test)
-            if name in states:
+    def prune_loop(self, loop: nodes.For) -> nodes.For:
+        while True:
+            body = self._prune(loop.body, inner=False)
+            names = {
+                name.name
+                for node in body
+                for name in (node, *node.find_all(nodes.Name))
+                if isinstance(name, nodes.Name)
+            }
+            if names <= self.needed:
+                return nodes.For(loop.target, nodes.Name("history", "load"), body, [], loop.test, False)
+            self.needed |= names
+
+    def _prune(self, body: Sequence[nodes.Node], *, inner: bool) -> list[nodes.Node]:
+        out: list[nodes.Node] = []
+        for node in body:
+            if id(node) in self.kept:
+                name, write = self.kept[id(node)]
+                value = nodes.Const("@") if having(write.flags, "pos:") else write.node.node
+                out.append(nodes.Output([nodes.TemplateData(f"\0{self.prefix}{name}="), value]))
+            elif not self.needed.isdisjoint(list_targets(node)):
+                out.append(node)
+            elif isinstance(node, nodes.For):
+                if inside := self._prune(node.body, inner=True):
+                    out.append(nodes.For(node.target, node.iter, inside, [], node.test, False))
+            elif isinstance(node, nodes.If):
+                first, *others = (
+                    nodes.If(self._open(branch.test, inner=inner), self._prune(branch.body, inner=inner), [], [])
+                    for branch in (node, *node.elif_)
+                )
+                first.elif_, first.else_ = others, self._prune(node.else_, inner=inner)
+                if first.else_ or any(branch.body for branch in (first, *others)):
+                    out.append(first)
+        return out
+
+    def _open(self, test: Any, *, inner: bool) -> nodes.Expr:
+        """The test for a message that others follow, with every variable in it assumed to allow it."""
+        match test:
+            case nodes.And() | nodes.Or():
+                return type(test)(self._open(test.left, inner=inner), self._open(test.right, inner=inner))
+            case nodes.Not():
+                is_state = name_attribute(test.node) in self.states
+                return nodes.Const(True) if is_state else nodes.Not(self._open(test.node, inner=inner))
+            case nodes.Getattr() if name_attribute(test) in self.states:
                 return nodes.Const(True)
-            return nodes.Const(False) if name == "loop.last" and not inner else test
-        case _:
-            return test
-
-
-def _list_fields(body: Sequence[nodes.Node], message: str) -> set[str]:
-    fields: set[str] = set()
-
-    def is_message(node: nodes.Node) -> bool:
-        return isinstance(node, nodes.Name) and node.name == message
-
-    def visit(node: nodes.Node) -> None:
-        match node:
-            case nodes.Call(node=nodes.Getattr(attr="get") as method) if is_message(method.node) and node.args:
-                read(constant(node.args[0]))
-            case nodes.Getattr() if is_message(node.node):
-                read(node.attr)
-            case nodes.Getitem() if is_message(node.node):
-                read(constant(node.arg))
-            case nodes.Compare(ops=[nodes.Operand(op="in" | "notin") as operand]) if is_message(operand.expr):
-                read(constant(node.expr))
-            case nodes.Name() if is_message(node) and node.ctx == "load":
-                raise NotUnderstood("a whole message decides")
+            case nodes.Getattr() if name_attribute(test) == "loop.last" and not inner:
+                return nodes.Const(False)
             case _:
-                for child in node.iter_child_nodes():
-                    visit(child)
+                return test
 
-    def read(name: Any) -> None:
-        if not isinstance(name, str) or name == "get":
-            raise NotUnderstood("a field that is not named decides")
-        fields.add(name)
 
-    for node in body:
-        visit(node)
-    return fields
+def _list_fields(node: nodes.Node, message: str) -> set[str]:
+    """The fields of the message that the node reads."""
+
+    def is_message(other: nodes.Node) -> bool:
+        return isinstance(other, nodes.Name) and other.name == message
+
+    match node:
+        case nodes.Call(node=nodes.Getattr(attr="get") as method) if is_message(method.node) and node.args:
+            name = constant(node.args[0])
+        case nodes.Getattr() if is_message(node.node):
+            name = node.attr
+        case nodes.Getitem() if is_message(node.node):
+            name = constant(node.arg)
+        case nodes.Compare(ops=[nodes.Operand(op="in" | "notin") as operand]) if is_message(operand.expr):
+            name = constant(node.expr)
+        case nodes.Name() if is_message(node) and node.ctx == "load":
+            raise NotUnderstood("a whole message decides")
+        case _:
+            return set[str]().union(*(_list_fields(child, message) for child in node.iter_child_nodes()))
+    if not isinstance(name, str) or name == "get":
+        raise NotUnderstood("a field that is not named decides")
+    return {name}

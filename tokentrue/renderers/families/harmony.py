@@ -14,29 +14,15 @@ _TO = r"to=(?:functions\.)?(?P<name>[^\s<]+)"
 _KIND = r"[^<]*(?:<\|constrain\|>[^<]*)?<\|message\|>"
 _CHANNEL = r"<\|channel\|>(?:commentary|analysis)"
 _ENDS = ["<|end|>", "<|return|>", "<|call|>"]
+_PART = {"close": _ENDS, "repeats": True, "join": "\n"}
 
 _TEMPLATE = {
     "start_anchor": "<|start|>assistant",
     "fields": {
         "content": {},
-        "final": {
-            "open_pattern": rf"{_OPENER}\s*<\|channel\|>final{_KIND}",
-            "close": _ENDS,
-            "repeats": True,
-            "join": "\n",
-        },
-        "preamble": {
-            "open_pattern": rf"{_OPENER}\s*<\|channel\|>commentary\s*<\|message\|>",
-            "close": _ENDS,
-            "repeats": True,
-            "join": "\n",
-        },
-        "reasoning_content": {
-            "open_pattern": rf"{_OPENER}\s*<\|channel\|>analysis\s*<\|message\|>",
-            "close": _ENDS,
-            "repeats": True,
-            "join": "\n",
-        },
+        "final": {"open_pattern": rf"{_OPENER}\s*<\|channel\|>final{_KIND}", **_PART},
+        "preamble": {"open_pattern": rf"{_OPENER}\s*<\|channel\|>commentary\s*<\|message\|>", **_PART},
+        "reasoning_content": {"open_pattern": rf"{_OPENER}\s*<\|channel\|>analysis\s*<\|message\|>", **_PART},
         "tool_calls": {
             # the recipient is before the channel (as templates write it) or after it (as the model does)
             "open_pattern": rf"{_OPENER}\s*(?:{_TO}\s*{_CHANNEL}{_KIND}|{_CHANNEL}\s+{_TO}{_KIND})",

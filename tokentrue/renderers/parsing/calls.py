@@ -1,9 +1,8 @@
 """Reads a tool call incrementally; at its end returns the call or the reason why it is not one.
 
-`feed` returns the argument text that may be shown so far, `end` the call. JSON formats pass on the model's text;
-untyped formats emit each parameter when it is complete, because its value needs its type. The last brace is held back
-until the whole call has been read, so the arguments of an aborted call are never valid JSON. Bodies that a reader does
-not know (`end` returns None) and formats without a reader go to `read_whole`, which uses transformers' content parsers.
+JSON formats pass on the model's text; untyped formats emit each parameter when it is complete, because its value needs
+its type. The last brace is held back until the whole call has been read, so the arguments of an aborted call are never
+valid JSON. Bodies that a reader does not know go to `read_whole`, which uses transformers' content parsers.
 """
 
 from __future__ import annotations
@@ -32,6 +31,15 @@ _PLACEHOLDER = regex.compile(r"\{(\w+)(?:\.(\w+))?\}")
 _LITERAL_END = regex.compile(r"[\w<>/:｜]+\Z")
 _TRAILERS = regex.compile(r"\s*(?:</function>|</invoke>|</tool>)?\s*")
 _SPACE = " \t\r\n"
+_SPACES = r"[ \t\r\n]*+"
+_CHARACTERS = r'(?:[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*+'
+_TEXT_MEMBER = rf'(?P<key>"{_CHARACTERS}"){_SPACES}:{_SPACES}(?P<text>"{_CHARACTERS}"){_SPACES}'
+_NO_MEMBERS = regex.compile(_SPACES + r"(?=\{)")
+_STRING = regex.compile(_CHARACTERS)
+_PART_OF_ESCAPE = regex.compile(r"\\(?:u[0-9a-fA-F]{0,3})?")
+_WORD = regex.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?|true|false|null")
+_WORD_CHARACTERS = regex.compile(r"[-+.0-9A-Za-z]+")
+_OPENING = {"}": "{", "]": "["}
 
 
 def list_parameter_schemas(tools: Tools | None) -> dict[str, JsonMapping]:
@@ -90,9 +98,9 @@ def _list_types(schema: Any) -> tuple[str, ...]:
     return tuple(found + (["null"] if given.get("nullable") else []))
 
 
-def _load_json(text: str) -> Any:
+def _load_json(text: str, **options: Any) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(text, **options)
     except (ValueError, RecursionError):
         return None
 
@@ -116,10 +124,13 @@ class CallFailure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JsonCallFormat:
-    """Keys of a JSON call's name and arguments in the body; None: captured by the marker, or the whole body."""
+    """Keys of a JSON call's name and arguments in the body; None: captured by the marker, or the whole body. `head`
+    matches the body before the arguments if it has only texts.
+    """
 
-    name: str | None
-    arguments: str | None
+    name: str | None = None
+    arguments: str | None = None
+    head: Any = _NO_MEMBERS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,9 +152,10 @@ def find_call_format(field: ForeignField | None) -> CallFormat | None:
     name, arguments = (_read_placeholder(function.get(key)) for key in ("name", "arguments"))
     if field.content == "json" and not field.content_args:
         if name == ("name", None) and arguments == ("content", None):
-            return JsonCallFormat(name=None, arguments=None)
+            return JsonCallFormat()
         if name[0] == arguments[0] == "content" and name[1] and arguments[1]:
-            return JsonCallFormat(name=name[1], arguments=arguments[1])
+            head = rf'{_SPACES}\{{{_SPACES}(?:{_TEXT_MEMBER},{_SPACES})*"{arguments[1]}"{_SPACES}:{_SPACES}(?=\{{)'
+            return JsonCallFormat(name=name[1], arguments=arguments[1], head=regex.compile(head))
     if field.content == "xml-inline" and field.content_args.keys() == {"tag_pattern"} and name == ("name", None):
         pattern: str = field.content_args["tag_pattern"]
         closing = _LITERAL_END.search(pattern)
@@ -158,8 +170,8 @@ def _read_placeholder(text: object) -> tuple[str | None, str | None]:
 
 
 class CallReader(Protocol):
-    """`feed` returns the argument text that may be shown now; `name` and `call_id` are known by then. `end` returns
-    None if the body is not in this format.
+    """`feed` returns the argument text that may be shown now; `name` and `call_id` are known by then. `end` gets the
+    whole body and returns None if it is not in this format.
     """
 
     name: str
@@ -167,7 +179,7 @@ class CallReader(Protocol):
 
     def feed(self, text: str) -> str: ...
 
-    def end(self) -> ParsedCall | CallFailure | None: ...
+    def end(self, body: str) -> ParsedCall | CallFailure | None: ...
 
 
 def start_call(call_format: CallFormat, captures: Mapping[str, str], schemas: Schemas) -> CallReader:
@@ -181,134 +193,96 @@ def _get_id(captures: Mapping[str, str]) -> str:
     return captures.get("id") or captures.get("call_id") or ""
 
 
-_CHARACTERS = regex.compile(r'(?:[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*+')
-_PART_OF_ESCAPE = regex.compile(r"\\(?:u[0-9a-fA-F]{0,3})?")
-_WORD = regex.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?|true|false|null")
-_WORD_CHARACTERS = regex.compile(r"[-+.0-9A-Za-z]+")
-_VALUE, _FIRST_ITEM, _KEY, _FIRST_KEY, _COLON, _NEXT = range(6)
-_OPENING = {"}": "{", "]": "["}
-
-
 class JsonCallReader:
-    """Strict: follows the body as long as it is the beginning of JSON that any reader accepts. The call's members are
-    those of the outermost object, or the whole body as arguments.
-    """
+    """Follows the arguments as long as they are words, texts and brackets of JSON; `end` checks the whole body."""
 
     def __init__(self, call_format: JsonCallFormat, name: str, call_id: str) -> None:
         self.name, self.call_id = name if call_format.name is None else "", call_id
         self._format = call_format
-        self._depth = 0 if call_format.arguments is None else 1  # of the members
+        self._state: str = "head"  # then "arguments"; at last "done" or "lost"
+        self._head = ""
+        self._arguments: list[str] = []
         self._stack: list[str] = []  # open brackets
-        self._want = _VALUE
         self._in_string = False
         self._tail = ""  # an escape or a word that may continue
-        self._from: int | None = None  # where the member's text begins in this piece; None outside members
-        self._member: list[str] = []  # its text in earlier pieces
-        self._shows = False  # the member is the arguments, which may be shown
-        self._key = call_format.arguments  # key of the current or next member
-        self._keys: list[str | None] = []
-        self._arguments = ""
-        self._is_lost = False
 
     def feed(self, text: str) -> str:
-        if self._is_lost:
+        if self._state == "head":
+            text = self._read_head(text)
+        if self._state in ("head", "done", "lost"):
             return ""
-        text, place, shown = self._tail + text, 0, ""
-        if self._from is not None:
-            self._from = len(self._tail)
-        self._tail = ""
-        while place < len(text) and not self._is_lost:
-            begin, shows = self._from, self._shows
-            place = self._read_string(text, place) if self._in_string else self._read_structure(text, place)
-            if shows and self._from is None:
-                shown = text[begin : place - 1]
-        if self._from is not None:
-            self._member.append(text[self._from : place])
-            if self._shows:
-                shown = self._member[-1]
-        return shown
+        known, text = len(self._tail), self._tail + text
+        self._arguments.append(text[known : self._follow(text)])
+        return self._arguments[-1][:-1] if self._state == "done" else self._arguments[-1]
 
-    def _read_string(self, text: str, place: int) -> int:
-        place = _CHARACTERS.match(text, place).end()
-        if place == len(text):
-            return place
-        if text[place] == '"':
-            self._in_string = False
-            self._end_value(text, place + 1)
-            return place + 1
-        escape = _PART_OF_ESCAPE.match(text, place)
-        return self._hold(text, place, escape.end() if escape else place)
+    def _read_head(self, text: str) -> str:
+        """Reads the members before the arguments; returns the text after them."""
+        self._head += text
+        found = self._format.head.match(self._head, partial=True)
+        if found is None or found.partial:
+            self._state = "lost" if found is None else "head"
+            return ""
+        if self._format.name is not None:
+            for key, value in zip(found.captures("key"), found.captures("text"), strict=True):
+                if json.loads(key) == self._format.name:
+                    self.name = self.name or json.loads(value).strip()
+                elif json.loads(key) == "id":
+                    self.call_id = self.call_id or json.loads(value)
+        self._state = "arguments" if self.name else "lost"
+        return self._head[found.end() :]
+
+    def _follow(self, text: str) -> int:
+        """Returns the end of the arguments, or of what can be their beginning."""
+        self._tail, place = "", 0
+        while place < len(text):
+            char = text[place]
+            if self._in_string:
+                place = _find_end(_STRING, text, place)
+                if place == len(text):
+                    break
+                if text[place] != '"':
+                    return self._hold(text, place, _find_end(_PART_OF_ESCAPE, text, place))
+                self._in_string = False
+            elif char == '"':
+                self._in_string = True
+            elif char in "{[":
+                self._stack.append(char)
+            elif char in "}]":
+                if self._stack.pop() != _OPENING[char]:
+                    return self._hold(text, place, place)
+                if not self._stack:
+                    self._state = "done"
+                    return place + 1
+            elif char not in ",: \t\r\n":
+                end = _find_end(_WORD_CHARACTERS, text, place)
+                if end == len(text) or not _WORD.fullmatch(text, place, end):
+                    valid = (size for size in range(end, place, -1) if _WORD.fullmatch(text, place, size, partial=True))
+                    return self._hold(text, place, next(valid, place))
+                place = end - 1
+            place += 1
+        return place
 
     def _hold(self, text: str, start: int, end: int) -> int:
         """`text[start:end]` is the beginning of an escape or a word: more must follow, or the text is not JSON."""
-        self._tail, self._is_lost = text[start:end], end < len(text)
+        self._tail = text[start:end]
+        if end < len(text):
+            self._state = "lost"
         return end
 
-    def _read_structure(self, text: str, place: int) -> int:
-        char, want, stack = text[place], self._want, self._stack
-        if char in _SPACE:
-            return place + 1
-        if len(stack) < self._depth and (char != "{" or want != _VALUE):
-            self._is_lost = True
-            return place
-        if self._from is None and len(stack) == self._depth and want in (_VALUE, _KEY, _FIRST_KEY) and char != "}":
-            self._from = place
-            is_first = self._key == self._format.arguments and self._key not in self._keys
-            self._shows = want == _VALUE and is_first and char == "{" and bool(self.name)
-        if char == '"' and want < _COLON:
-            self._in_string = True
-        elif char in "{[" and want < _KEY:
-            stack.append(char)
-            self._want = _FIRST_KEY if char == "{" else _FIRST_ITEM
-        elif char in "}]" and want in (_NEXT, _FIRST_ITEM, _FIRST_KEY) and stack[-1:] == [_OPENING[char]]:
-            stack.pop()
-            self._want = _NEXT
-            self._end_value(text, place + 1)
-        elif char == ":" and want == _COLON:
-            self._want = _VALUE
-        elif char == "," and want == _NEXT and stack:
-            self._want = _KEY if stack[-1] == "{" else _VALUE
-        elif want < _KEY and (word := _WORD_CHARACTERS.match(text, place)):
-            end = word.end()
-            if end < len(text) and _WORD.fullmatch(word[0]):
-                self._end_value(text, end)
-                return end
-            valid = (size for size in range(end, place, -1) if _WORD.fullmatch(text, place, size, partial=True))
-            return self._hold(text, place, next(valid, place))
-        else:
-            self._is_lost = True
-            return place
-        return place + 1
-
-    def _end_value(self, text: str, end: int) -> None:
-        is_key = self._want in (_KEY, _FIRST_KEY)
-        self._want = _COLON if is_key else _NEXT
-        if self._from is None or len(self._stack) > self._depth:
-            return
-        member = "".join(self._member) + text[self._from : end]
-        self._from, self._member, self._shows = None, [], False
-        if is_key:
-            self._key = json.loads(member)
-            return
-        has_arguments = self._format.arguments in self._keys
-        self._keys.append(self._key)
-        if self._key == self._format.arguments:
-            self._arguments = self._arguments or member
-        elif member[0] == '"' and self._key == self._format.name:
-            self.name = self.name or json.loads(member).strip()
-        elif member[0] == '"' and self._key == "id" and not has_arguments:  # with arguments, a stream has shown it
-            self.call_id = self.call_id or json.loads(member)
-
-    def end(self) -> ParsedCall | CallFailure | None:
-        is_whole = self._want == _NEXT and not self._stack and not self._is_lost
-        if not is_whole or self._format.arguments not in self._keys:
+    def end(self, body: str) -> ParsedCall | CallFailure | None:
+        arguments = "".join(self._arguments)
+        values, members = _load_json(arguments), _load_json(body, object_pairs_hook=list)
+        if self._state != "done" or not is_object(values) or not isinstance(members, list):
             return None
-        if self._keys.count(self._format.arguments) > 1 or self._keys.count(self._format.name or "") > 1:
+        keys = [key for key, _ in cast("list[tuple[str, Any]]", members)]
+        if any(keys.count(key) > 1 for key in (self._format.name, self._format.arguments) if key is not None):
             return CallFailure(status=Status.MALFORMED, detail="the call says its name or its arguments twice")
-        values = _load_json(self._arguments)
-        if not self.name or not is_object(values):
-            return None
-        return ParsedCall(name=self.name, arguments=self._arguments, values=values, call_id=self.call_id)
+        return ParsedCall(name=self.name, arguments=arguments, values=values, call_id=self.call_id)
+
+
+def _find_end(pattern: Any, text: str, place: int) -> int:
+    found = pattern.match(text, place)
+    return place if found is None else found.end()
 
 
 class TagCallReader:
@@ -341,7 +315,7 @@ class TagCallReader:
         self._text = self._text[place:]
         return shown
 
-    def end(self) -> ParsedCall | CallFailure | None:
+    def end(self, body: str) -> ParsedCall | CallFailure | None:
         if not self.name:
             return CallFailure(status=Status.MISSING_NAME, detail="call 0 has no name")
         outside = "".join((*self._outside, self._text))

@@ -146,7 +146,7 @@ def _list_regions(template: ForeignTemplate) -> dict[str | None, Region]:
     implicit = fields.get(template.implicit or "")
     if implicit is not None and implicit.close_re is not None:
         outside.append(_read_delimiter(implicit, opens=False))
-    found = {None: _make_region(outside)}
+    found: dict[str | None, Region] = {None: _make_region(outside)}
     for name, field in fields.items():
         inside = [_read_delimiter(field, opens=False)] if field.close_re is not None else []
         found[name] = found[None] if name == template.implicit else _make_region(inside)

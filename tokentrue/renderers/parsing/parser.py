@@ -1,10 +1,9 @@
 """Parses sampled ids to an OpenAI message, incrementally; a complete turn is fed at once and finished.
 
-ids → bytes → text (never half a character) → regions (never half a marker) → reasoning, content and tool calls. The
-message does not depend on the chunks; the deltas add up to it; `raw` is every byte the model wrote. A call that cannot
-be parsed reaches the client as text and is recorded as an attempt. With `early`, a stream shows calls while the model
-writes them and cannot retract them: an aborted call keeps the arguments that were shown, which are not valid JSON.
-Bytes that are not UTF-8 are lone surrogates in `raw` (`errors="surrogateescape"`) and `�` in the message.
+The message does not depend on the chunks; the deltas add up to it; `raw` is every byte the model wrote. A call that
+cannot be parsed reaches the client as text and is recorded as an attempt. With `early`, a stream shows calls while the
+model writes them: an aborted call keeps the arguments that were shown, which are not valid JSON. Bytes that are not
+UTF-8 are lone surrogates in `raw` (`errors="surrogateescape"`) and `�` in the message.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ from tokentrue.renderers.parsing.scanner import (
     RegionText,
     ScanEvent,
     Settled,
-    TextEnded,
     TokenSource,
 )
 from tokentrue.types import Attempt, Delta, Ended, Ids, Parsed, Status, Tools
@@ -195,7 +193,7 @@ class MessageBuilder:
         if field == BROKEN:
             status = Status.MALFORMED if body.strip() else Status.MISSING_NAME
             return CallFailure(status=status, detail="not written as this model writes a call")
-        call = self._reader.end() if self._reader is not None else None
+        call = self._reader.end(body) if self._reader is not None else None
         calls = read_whole(declared, body, self._captures, self._schemas) if call is None else call
         if isinstance(calls, CallFailure):
             return calls if closed else unclosed
@@ -271,14 +269,14 @@ class Parser:
                 deltas += self._message.add_text(name, event.text) if name else self._message.add_body(event.text)
             elif isinstance(event, RegionOpened):
                 self._message.open_region(event.field, event.captures)
-            elif isinstance(event, TextEnded):
-                self._message.end_segment(TEXT_FIELDS[event.field])
+            elif name is None:
+                raw, span = self._source.raw[event.start : event.end], self._source.find_tokens(event.start, event.end)
+                deltas += self._message.close_region(event.field, closed=event.closed, raw=raw, span=span)
+            else:
+                self._message.end_segment(name)
                 if name == "reasoning_content" and event.end > event.start:
                     first, last = self._source.find_tokens(event.start, event.end)
                     self._reasoning_tokens += last - first
-            else:
-                raw, span = self._source.raw[event.start : event.end], self._source.find_tokens(event.start, event.end)
-                deltas += self._message.close_region(event.field, closed=event.closed, raw=raw, span=span)
         return deltas
 
 

@@ -110,16 +110,8 @@ class RegionText(NamedTuple):
     text: str
 
 
-class TextEnded(NamedTuple):
-    """A text region has ended; more text of its field is another segment. `[start, end)`: its body without markers."""
-
-    field: str
-    start: int
-    end: int
-
-
-class RegionClosed(NamedTuple):
-    """A region other than text has ended. `[start, end)` are characters of the sampled text, markers included.
+class RegionEnded(NamedTuple):
+    """`[start, end)` are characters of the sampled text: with the markers, or only the body if the region is text.
 
     `closed`: by its own marker, or by the end of the turn if the region may run to it.
     """
@@ -130,7 +122,7 @@ class RegionClosed(NamedTuple):
     closed: bool
 
 
-ScanEvent: TypeAlias = RegionOpened | RegionText | TextEnded | RegionClosed
+ScanEvent: TypeAlias = RegionOpened | RegionText | RegionEnded
 Match: TypeAlias = Any
 
 
@@ -142,7 +134,8 @@ class RegionScanner:
     def __init__(self, grammar: Grammar, *, prefix: Settled) -> None:
         self._grammar = grammar
         self._events: list[ScanEvent] = []
-        self._text, self._safe = prefix
+        self._text: str = prefix.text
+        self._safe: str = prefix.safe
         self._pos = 0
         self._base = -len(prefix.text)  # the offset of the buffers' first character
         self._field: str | None = grammar.implicit
@@ -243,9 +236,9 @@ class RegionScanner:
 
     def _close(self, body_end: int, *, closed: bool) -> None:
         end = self._base + self._pos
-        if self._field in TEXT_FIELDS and self._has_begun:
-            self._events.append(TextEnded(self._field, max(self._body_at, 0), max(body_end, 0)))
-        elif self._field is not None and self._has_begun:
-            self._events.append(RegionClosed(self._field, max(self._opened_at, 0), max(end, 0), closed))
+        if self._field is not None and self._has_begun:
+            is_text = self._field in TEXT_FIELDS
+            span = (self._body_at, body_end) if is_text else (self._opened_at, end)
+            self._events.append(RegionEnded(self._field, max(span[0], 0), max(span[1], 0), closed))
         self._field, self._has_begun = self._grammar.implicit, False
         self._opened_at = self._body_at = end
