@@ -16,7 +16,7 @@ import yaml
 
 from tokentrue.app.configuration import read
 from tokentrue.app.wiring import ServeConfig
-from tokentrue.gateway.metrics.registry import Metrics, build_page
+from tokentrue.gateway.metrics import Metrics, build_page
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"

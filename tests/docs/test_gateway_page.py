@@ -7,7 +7,7 @@ import re
 from tests.docs.fences import ROOT
 from tokentrue.errors import FileFormatError, TokenTrueError
 from tokentrue.gateway.asgi import STATUS
-from tokentrue.gateway.metrics.registry import Metrics, build_page
+from tokentrue.gateway.metrics import Metrics, build_page
 
 PAGE = (ROOT / "docs" / "gateway.md").read_text(encoding="utf-8")
 RAISED = re.compile(r"HttpError\(\s*(\d{3}), \"(\w+)\"")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.gateway.world import Server
-from tokentrue.gateway.metrics.registry import engine_families
+from tokentrue.gateway.metrics import engine_families
 from tokentrue.providers.pool import Pool
 from tokentrue.providers.scripted import ScriptedProvider
 

@@ -11,9 +11,12 @@ from tokentrue.conversation import Conversations
 from tokentrue.errors import InputError
 from tokentrue.gateway.dialects import Anthropic, Dialect, OpenAIChat, OpenAIResponses, ReasoningSigner
 from tokentrue.gateway.dialects.base import encode
-from tokentrue.gateway.dialects.reading import read_conversation
 
-CHAT, RESPONSES, ANTHROPIC = OpenAIChat(), OpenAIResponses(ReasoningSigner(b"x")), Anthropic(ReasoningSigner(b"x"))
+CHAT, RESPONSES, ANTHROPIC = (
+    OpenAIChat(ReasoningSigner(b"secret")),
+    OpenAIResponses(ReasoningSigner(b"x")),
+    Anthropic(ReasoningSigner(b"x")),
+)
 HEAD = {"model": "m", "max_tokens": 9}
 SAID = {"role": "user", "content": "hi"}
 FUNCTION = {"type": "function", "function": {"name": "f", "parameters": {}}}
@@ -23,7 +26,7 @@ def asked(dialect: Dialect, head: dict[str, Any], items: list[Any]) -> tuple[Any
     """The head and the messages of a request, as the gateway parses them."""
     body = {**(HEAD if dialect is ANTHROPIC else {"model": "m"}), **head, dialect.items_key: items}
     decoded = dialect.decode(json.dumps(body).encode())
-    return decoded.head, list(read_conversation(dialect, decoded, Conversations(0)))
+    return decoded.head, list(dialect.read_conversation(decoded, Conversations(0)))
 
 
 REFUSED: list[tuple[Dialect, dict[str, Any], list[Any], str]] = [

@@ -14,7 +14,6 @@ from tests.gateway.world import TOOLS, call
 from tokentrue.conversation import Conversations
 from tokentrue.errors import InputError, MessageError
 from tokentrue.gateway.dialects import Google, HttpProblem, ReasoningSigner, RequestHead
-from tokentrue.gateway.dialects.reading import read_conversation
 from tokentrue.types import Reply, TurnEvent
 
 GOOGLE = Google(ReasoningSigner(b"x"))
@@ -31,7 +30,7 @@ THOUGHTS = {"thinkingConfig": {"includeThoughts": True}}
 
 def asked(head: dict[str, Any], contents: list[Any]) -> tuple[RequestHead, list[Any]]:
     decoded = GOOGLE.decode(json.dumps({**head, "contents": contents}).encode())
-    return decoded.head, list(read_conversation(GOOGLE, decoded, Conversations(0)))
+    return decoded.head, list(GOOGLE.read_conversation(decoded, Conversations(0)))
 
 
 def part(**fields: Any) -> dict[str, Any]:

@@ -21,7 +21,6 @@ from tests.parts import own_dir, tokenizer_dir
 from tokentrue.conversation import Conversations
 from tokentrue.gateway import Gateway, GatewayConfig
 from tokentrue.gateway.dialects import Google, ReasoningSigner
-from tokentrue.gateway.dialects.reading import read_conversation
 from tokentrue.sessions.journal import Journal
 from tokentrue.types import Completion, Finish, Ids, Sampling
 
@@ -186,7 +185,7 @@ async def test_a_result_without_an_id_answers_the_served_call(name: str, how: st
 def parse(*contents: types.Content, earlier: Conversations | None = None) -> list[Any]:
     body = {"contents": [content.model_dump(mode="json", exclude_none=True) for content in contents]}
     dialect = Google(ReasoningSigner(b"x"))
-    return list(read_conversation(dialect, dialect.decode(json.dumps(body).encode()), earlier or Conversations(0)))
+    return list(dialect.read_conversation(dialect.decode(json.dumps(body).encode()), earlier or Conversations(0)))
 
 
 def calls_of(*calls: tuple[str, str | None]) -> types.Content:

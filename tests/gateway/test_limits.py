@@ -29,7 +29,7 @@ from tokentrue.app.configuration import read
 from tokentrue.app.wiring import ServeConfig
 from tokentrue.errors import ConfigError, LimitExceeded
 from tokentrue.gateway.asgi import problem_from
-from tokentrue.gateway.metrics.meter import CLOCK, EngineClock, MeteredProvider
+from tokentrue.gateway.metrics import CLOCK, TurnClock, MeteredProvider
 from tokentrue.ids import TokenIds
 from tokentrue.sessions import SessionLimits
 from tokentrue.sessions.limits import HUGE_CHARS, run_by_size
@@ -49,7 +49,7 @@ async def test_time_in_the_engine_is_wall_time_when_choices_overlap() -> None:
                 yield Chunk(token_ids=TokenIds([1]), logprobs=(-0.5,), policy_version=0)
             yield Chunk(final=Completion(token_ids=TokenIds([1, 1]), logprobs=(-0.5, -0.5), finish=Finish.STOP))
 
-    clock, engine = EngineClock(), MeteredProvider(Slow())  # type: ignore[arg-type]
+    clock, engine = TurnClock(), MeteredProvider(Slow())  # type: ignore[arg-type]
     CLOCK.set(clock)
     started = time.perf_counter()
 

@@ -419,7 +419,7 @@ def a_path_around_the_record(patch: Patch) -> None:
 
 
 def streams_are_generated_twice(patch: Patch) -> None:
-    from tokentrue.gateway.metrics.meter import MeteredProvider
+    from tokentrue.gateway.metrics import MeteredProvider
 
     stream = MeteredProvider.stream
 
@@ -443,11 +443,11 @@ def partial_turns_are_dropped(patch: Patch) -> None:
 
 
 def nobody_watches_the_client(patch: Patch) -> None:
-    patch.setattr("tokentrue.gateway.turns.cancel_on_disconnect", lambda receive: nullcontext())
+    patch.setattr("tokentrue.gateway.model_routes.cancel_on_disconnect", lambda receive: nullcontext())
 
 
 def one_big_chunk(patch: Patch) -> None:
-    from tokentrue.gateway.streaming import EventStream
+    from tokentrue.gateway.asgi import EventStream
 
     held: list[Any] = []
     feed = EventStream.feed
@@ -462,7 +462,7 @@ def one_big_chunk(patch: Patch) -> None:
 
 
 def logprobs_with_four_decimals(patch: Patch) -> None:
-    from tokentrue.gateway.metrics.meter import MeteredProvider
+    from tokentrue.gateway.metrics import MeteredProvider
 
     stream = MeteredProvider.stream
 
@@ -481,7 +481,7 @@ def pauses_hold_nothing(patch: Patch) -> None:
 
 
 def versions_are_forgotten(patch: Patch) -> None:
-    patch.setattr("tokentrue.gateway.metrics.meter.MeteredProvider._stamp", lambda self, completion, seen: completion)
+    patch.setattr("tokentrue.gateway.metrics.MeteredProvider._stamp", lambda self, completion, seen: completion)
 
 
 def messages_are_cached_by_length(patch: Patch) -> None:

@@ -28,7 +28,6 @@ from tokentrue.gateway.dialects import (
     ReasoningSigner,
     RequestHead,
 )
-from tokentrue.gateway.dialects.reading import read_conversation
 from tokentrue.providers.scripted import ScriptedProvider
 from tokentrue.turn import Session
 from tokentrue.types import TurnRequest
@@ -38,7 +37,7 @@ TEXT = st.sampled_from(["", "a", "b", "é 🙂", "<think>x</think>", "a" * 300])
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 ITEMS: dict[str, tuple[Dialect, st.SearchStrategy[Any]]] = {
     "chat": (
-        OpenAIChat(),
+        OpenAIChat(ReasoningSigner(b"secret")),
         st.one_of(
             st.builds(lambda text: {"role": "user", "content": text}, TEXT),
             st.builds(lambda text: {"role": "assistant", "content": text, "tool_calls": [CALL]}, TEXT),
@@ -105,7 +104,7 @@ ITEMS: dict[str, tuple[Dialect, st.SearchStrategy[Any]]] = {
 def parse(earlier: Conversations, dialect: Dialect, items: list[bytes]) -> Any:
     try:
         decoded = DecodedBody(head=RequestHead(model="m"), items=list(map(Raw, items)))
-        return list(read_conversation(dialect, decoded, earlier))
+        return list(dialect.read_conversation(decoded, earlier))
     except InputError as error:
         return str(error)
 
@@ -165,7 +164,9 @@ def test_one_large_session_does_not_pin_the_process() -> None:
     for number in range(26):
         for cache in caches:
             parse(
-                cache, OpenAIChat(), [json.dumps({"role": "user", "content": f"{number}" + "x" * 1_000_000}).encode()]
+                cache,
+                OpenAIChat(ReasoningSigner(b"secret")),
+                [json.dumps({"role": "user", "content": f"{number}" + "x" * 1_000_000}).encode()],
             )
             assert cache.used <= 5_000_000 and budget.used <= 8_000_000
 

@@ -25,7 +25,7 @@ from tokentrue.types import Completion, Delta, Finish, Parsed, Reply, TurnEvent
 GOLDEN = Path(__file__).parent / "golden"
 SEAL = ReasoningSigner(b"fixed")
 DIALECTS: dict[str, Dialect] = {
-    "openai_chat": OpenAIChat(),
+    "openai_chat": OpenAIChat(ReasoningSigner(b"secret")),
     "openai_responses": OpenAIResponses(SEAL),
     "anthropic": Anthropic(SEAL),
 }

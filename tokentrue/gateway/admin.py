@@ -25,10 +25,10 @@ from tokentrue.errors import EngineError, InputError, SessionElsewhere
 from tokentrue.gateway.asgi import HttpError, Receive, Scope, Send, read_body
 from tokentrue.gateway.auth import check_session_id, hash_key, new_session_key
 from tokentrue.gateway.dialects.base import decode_body, encode
-from tokentrue.gateway.metrics.registry import CONTENT_TYPE, build_page, engine_families
+from tokentrue.gateway.metrics import CONTENT_TYPE, build_page, engine_families
 from tokentrue.gateway.openapi import AdminOperation, document
 from tokentrue.gateway.services import Services
-from tokentrue.gateway.serving.forwarding import Peers, count_forwards
+from tokentrue.gateway.serving.forwarding import count_forwards
 from tokentrue.json_types import JsonObject
 from tokentrue.plain_json import convert
 from tokentrue.samples import Assembly, coverage_to_json, export_bytes, sample_to_json
@@ -37,7 +37,6 @@ from tokentrue.sessions.journal import is_postgres
 
 READY_S = 5.0
 LONGEST_DRAIN_S = 600.0
-METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 ONE_SESSION = "/sessions/{session_id}"
 
 
@@ -107,15 +106,6 @@ class AdminCall:
 
 def json_response(status: int, value: Any) -> Response:
     return Response(encode(value), status_code=status, media_type="application/json")
-
-
-class ForwardedResponse(Response):
-    def __init__(self, peers: Peers, elsewhere: SessionElsewhere, body: bytes) -> None:
-        super().__init__()
-        self._peers, self._elsewhere, self._raw = peers, elsewhere, body
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._peers.forward(self._elsewhere, scope, receive, send, self._raw)
 
 
 class AdminHandlers:
@@ -333,27 +323,31 @@ def admin_table(services: Services) -> dict[str, dict[str, AdminOperation]]:
 
 
 def admin_routes(services: Services) -> list[Route]:
-    return [build_route(services, path, methods) for path, methods in admin_table(services).items()]
+    return [Route(path, AdminEndpoint(services, methods)) for path, methods in admin_table(services).items()]
 
 
-def build_route(services: Services, path: str, methods: dict[str, AdminOperation]) -> Route:
-    async def endpoint(request: Request) -> Response:
+class AdminEndpoint:
+    """One path as an ASGI application."""
+
+    def __init__(self, services: Services, methods: dict[str, AdminOperation]) -> None:
+        self._services, self._methods = services, methods
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        services, request = self._services, Request(scope, receive)
         method = "GET" if request.method == "HEAD" else request.method
-        if not methods:
+        if not self._methods:
             raise HttpError(404, "unknown_path", "no such path; GET /openapi.json lists them")
-        if method not in methods:
-            raise HttpError(405, "method_not_allowed", f"use {' or '.join(sorted(methods))}")
-        operation = methods[method]
+        if method not in self._methods:
+            raise HttpError(405, "method_not_allowed", f"use {' or '.join(sorted(self._methods))}")
+        operation = self._methods[method]
         if operation.needs_admin:
-            services.keys.require_admin(request.scope["headers"])
-        raw = b""
-        if method == "POST":
-            raw = await read_body(request.scope, request.receive, services.config.limits.body_bytes)
+            services.keys.require_admin(scope["headers"])
+        raw = await read_body(scope, receive, services.config.limits.body_bytes) if method == "POST" else b""
         body = decode_body(raw if raw.strip() else b"{}", operation.body) if operation.body is not None else None
         query = convert(dict(request.query_params), operation.query, strict=False) if operation.query else None
         try:
-            return await operation.handler(AdminCall(request=request, raw_body=raw, body=body, query=query))
+            response = await operation.handler(AdminCall(request=request, raw_body=raw, body=body, query=query))
         except SessionElsewhere as error:
-            return ForwardedResponse(services.peers, error, raw)
-
-    return Route(path, endpoint, methods=METHODS)
+            await services.peers.forward(error, scope, receive, send, raw)
+        else:
+            await response(scope, receive, send)

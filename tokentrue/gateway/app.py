@@ -21,7 +21,7 @@ from tokentrue.gateway.asgi import HttpError, Receive, Scope, Send, answer_error
 from tokentrue.gateway.auth import ApiKeys, Headers
 from tokentrue.gateway.config import GatewayConfig
 from tokentrue.gateway.dialects import OpenAIChat
-from tokentrue.gateway.metrics.meter import MeteredProvider
+from tokentrue.gateway.metrics import MeteredProvider
 from tokentrue.gateway.model_routes import model_routes
 from tokentrue.gateway.services import RendererFor, Services
 from tokentrue.gateway.serving.forwarding import Peers

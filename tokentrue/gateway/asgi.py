@@ -1,10 +1,11 @@
-"""Bare ASGI for model requests: read a body within its limits, send JSON, send errors."""
+"""Bare ASGI for model requests: read a body within its limits, send JSON, events and errors, notice a client that leaves."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Generator, Iterable, MutableMapping
+import time
+from collections.abc import Awaitable, Callable, Generator, Iterable, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -23,7 +24,8 @@ from tokentrue.errors import (
     SessionNotFound,
     TokenTrueError,
 )
-from tokentrue.gateway.dialects.base import Dialect, HttpProblem, encode
+from tokentrue.gateway.dialects.base import Dialect, Encoder, HttpProblem, encode
+from tokentrue.types import TurnEvent
 
 Scope: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -70,9 +72,8 @@ def problem_from(error: BaseException) -> HttpProblem:
     if isinstance(error, HttpError):
         return error.problem
     if not isinstance(error, TokenTrueError):
-        return HttpProblem(
-            status=500, code="internal", message="the gateway failed on this request; its log has the cause"
-        )
+        message = "the gateway failed on this request; its log has the cause"
+        return HttpProblem(status=500, code="internal", message=message)
     status = next((status for kind, status in STATUS if isinstance(error, kind)), 500)
     if isinstance(error, JournalError):  # its text names the store, which clients must not see
         message = "the gateway's record cannot be read or written now; send this again. The gateway's log has the cause"
@@ -94,10 +95,6 @@ class WatchedSend:
     def __init__(self, send: Send) -> None:
         self._send = send
         self.status = 0
-
-    @property
-    def started(self) -> bool:
-        return self.status > 0
 
     def __call__(self, message: MutableMapping[str, Any]) -> Awaitable[None]:
         self.status = message.get("status", self.status)
@@ -168,15 +165,8 @@ async def send_json(send: Send, status: int, value: Any, *headers: tuple[bytes, 
     await send_bytes(send, status, encode(value), [JSON, *headers])
 
 
-def problem_headers(problem: HttpProblem) -> RawHeaders:
-    """SDKs retry 409 and 429 by themselves: a conflict is permanent, a full queue is not."""
-    if problem.retry_after_s is not None:
-        return [(b"retry-after", b"%d" % max(1, round(problem.retry_after_s)))]
-    return [(b"x-should-retry", b"false")] if problem.status == 409 else []
-
-
 async def answer_errors(
-    app: Callable[[Scope, Receive, Send], Awaitable[None]],
+    app: Callable[[Scope, Receive, WatchedSend], Awaitable[None]],
     scope: Scope,
     receive: Receive,
     send: Send,
@@ -187,7 +177,7 @@ async def answer_errors(
     """Runs `app` and turns its exceptions into a reply in the dialect, or into the last event of a started stream. A
     reply already sent stays as it is. `errors` counts them.
     """
-    watched = WatchedSend(send)
+    watched = send if isinstance(send, WatchedSend) else WatchedSend(send)
     try:
         await app(scope, receive, watched)
         return
@@ -195,11 +185,10 @@ async def answer_errors(
         errors.labels(dialect.name, "client_gone").inc()
         return
     except asyncio.CancelledError:  # the server is stopping and the grace period is over
-        if watched.started:
+        if watched.status:
             return
-        problem = HttpProblem(
-            status=503, code="shutting_down", message="the gateway is stopping; send this again", retry_after_s=1.0
-        )
+        message = "the gateway is stopping; send this again"
+        problem = HttpProblem(status=503, code="shutting_down", message=message, retry_after_s=1.0)
     except Exception as error:
         problem = problem_from(error)
         if problem.status == 500:
@@ -207,8 +196,89 @@ async def answer_errors(
         elif isinstance(error, JournalError):  # do not tell the client where the record is
             LOG.error("%s", error)
     errors.labels(dialect.name, problem.code).inc()
-    stream = scope.get(STREAM)
-    if not watched.started:
-        await send_json(send, problem.status, dialect.build_error(problem), *problem_headers(problem))
+    stream: EventStream | None = scope.get(STREAM)
+    if not watched.status:
+        # SDKs retry 409 and 429 by themselves: a conflict is permanent, a full queue is not.
+        headers: RawHeaders = [(b"x-should-retry", b"false")] if problem.status == 409 else []
+        if problem.retry_after_s is not None:
+            headers = [(b"retry-after", b"%d" % max(1, round(problem.retry_after_s)))]
+        await send_json(watched, problem.status, dialect.build_error(problem), *headers)
     elif stream is not None and not stream.ended:
-        await stream.fail(problem)
+        await stream.end(problem)
+
+
+class EventStream:
+    """A client's open event stream: turn events in, the dialect's server-sent events out. Holds the status back until
+    the first token or keep-alive, so that early failures have their own status.
+    """
+
+    def __init__(self, send: Send, encoder: Encoder) -> None:
+        self._send, self._encoder = send, encoder
+        self._held = b""
+        self._last_write = time.monotonic()
+        self.started = self.ended = False
+
+    async def feed(self, events: Sequence[TurnEvent]) -> None:
+        """Writes all events at once."""
+        data = b"".join(map(self._encoder.feed, events))
+        if self.started or any(event.token_ids or event.delta or event.reply for event in events):
+            await self._write(data)
+        else:
+            self._held += data
+
+    async def _write(self, data: bytes) -> None:
+        if not self.started:
+            self.started = True
+            data, self._held = self._held + data, b""
+            await self._send({"type": "http.response.start", "status": 200, "headers": EVENTS})
+        if data:
+            self._last_write = time.monotonic()
+            await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    @contextmanager
+    def keep_alive(self, every_s: float) -> Generator[None, None, None]:
+        """While the block runs, sends a keep-alive after every `every_s` seconds without output."""
+
+        async def ping() -> None:
+            while True:
+                await asyncio.sleep(max(0.0, self._last_write + every_s - time.monotonic()))
+                if time.monotonic() - self._last_write >= every_s:
+                    await self._write(self._encoder.ping)
+
+        pings = asyncio.create_task(ping())
+        try:
+            yield
+        finally:
+            pings.cancel()
+
+    async def end(self, problem: HttpProblem | None = None) -> None:
+        """Ends the stream, with the dialect's error event if there is a problem."""
+        await self._write(self._encoder.finish() if problem is None else self._encoder.error(problem))
+        self.ended = True
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+@contextmanager
+def cancel_on_disconnect(receive: Receive) -> Generator[None, None, None]:
+    """Cancels the block when the client disconnects and raises `ClientGone`. The body must have been read before."""
+    work = asyncio.current_task()
+    assert work is not None
+    disconnected = False
+
+    async def watch() -> None:
+        nonlocal disconnected
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        disconnected = True
+        work.cancel()
+
+    watcher = asyncio.create_task(watch())
+    try:
+        yield
+    except asyncio.CancelledError:
+        if not disconnected:
+            raise
+        work.uncancel()
+        raise ClientGone from None
+    finally:
+        watcher.cancel()

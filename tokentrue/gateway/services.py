@@ -11,8 +11,7 @@ from tokentrue.gateway.admission import AdmissionGate
 from tokentrue.gateway.asgi import BodyBudget
 from tokentrue.gateway.auth import ApiKeys
 from tokentrue.gateway.config import GatewayConfig
-from tokentrue.gateway.metrics.meter import MeteredProvider
-from tokentrue.gateway.metrics.registry import Metrics
+from tokentrue.gateway.metrics import MeteredProvider, Metrics
 from tokentrue.gateway.serving.forwarding import Peers
 from tokentrue.gateway.serving.processes import AdminState
 from tokentrue.gateway.sessions import SessionRegistry, fit_in_memory

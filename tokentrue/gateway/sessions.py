@@ -10,7 +10,7 @@ import hashlib
 import hmac
 import time
 from collections import Counter, OrderedDict
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -40,15 +40,14 @@ from tokentrue.gateway.dialects import (
     ReasoningSigner,
     RequestHead,
 )
-from tokentrue.gateway.dialects.reading import read_conversation
-from tokentrue.json_types import JsonMapping, JsonObject
+from tokentrue.gateway.dialects.base import function_tool
+from tokentrue.json_types import JsonMapping
 from tokentrue.protocols import Renderer
 from tokentrue.sessions.journal import SessionRecord, StoreSecret
 from tokentrue.sessions.limits import SessionLimits
 from tokentrue.turn import Session
 from tokentrue.types import Coverage, Message, Refusal
 
-OpenSession = Callable[[str], Awaitable[Session]]
 NewSession = Callable[[str], Session]
 REMEMBERED_BODIES = 256
 TOKEN_BYTES = 48  # estimate per recorded token: id, log-probability, share of text and spans
@@ -73,20 +72,24 @@ class SessionHandle:
         self.last_used = time.monotonic()
         signer = build_signer(session.record, secret)
         responses = OpenAIResponses(signer, session.tree.find_arguments, session.tree.nodes.__contains__)
-        every: tuple[Dialect, ...] = (OpenAIChat(), responses, Anthropic(signer), Google(signer))
+        every: tuple[Dialect, ...] = (OpenAIChat(signer), responses, Anthropic(signer), Google(signer))
         self.dialects: Mapping[str, Dialect] = {dialect.name: dialect for dialect in every}
         session.conversations.budget = budget  # caches nothing before it is in use
         self._limits = limits
-        self._request_numbers: OrderedDict[str, int] = (
-            OrderedDict()
-        )  # digest of a body -> the number of the last request that had it
+        self._request_numbers: OrderedDict[str, int] = OrderedDict()  # by a body's digest, of its last request
         self._coverage: tuple[int, Coverage] | None = None  # (session revision, coverage)
 
     # Requests.
     def parse(self, dialect: Dialect, body: bytes) -> tuple[RequestHead, Conversation]:
         decoded = dialect.decode(body)
-        conversation = self.read_conversation(dialect, decoded)
-        head = self._enforce_choice(decoded.head)
+        conversation, head = self.read_conversation(dialect, decoded), decoded.head
+        choice = head.sampling.extra.get("tool_choice")
+        if choice is not None:  # enforced by a structural tag in the call format of this session's model
+            name = cast("JsonMapping", choice)["function"]["name"] if isinstance(choice, Mapping) else None
+            tag = self.session.renderer.call_tag(head.tools or (), name=name)
+            if isinstance(tag, Refusal):
+                raise MessageError(f"cannot be enforced: {tag.detail}", field="tool_choice")
+            head = replace(head, sampling=replace(head.sampling, extra={**head.sampling.extra, "tool_choice": tag}))
         if head.tools and ignores_tools(self.session.renderer):
             raise TemplateError(
                 "this model's chat template ignores tools: the model would not see them; leave them out, or use "
@@ -95,35 +98,19 @@ class SessionHandle:
         return head, conversation
 
     def read_conversation(self, dialect: Dialect, decoded: DecodedBody) -> Conversation:
-        if len(decoded.items) > self._limits.messages:
-            raise LimitExceeded(
-                f"{len(decoded.items)} messages; at most {self._limits.messages} are taken (limits.messages)"
-            )
-        history = [*decoded.head.leading_messages, *self._continued_history(decoded.head)]
-        return read_conversation(dialect, decoded, self.session.conversations, history=history)
-
-    def _enforce_choice(self, head: RequestHead) -> RequestHead:
-        """Adds the structural tag for a required call, in the call format of this session's model."""
-        choice = head.sampling.extra.get("tool_choice")
-        if choice is None:
-            return head
-        name = cast("JsonMapping", choice)["function"]["name"] if isinstance(choice, Mapping) else None
-        tag = self.session.renderer.call_tag(head.tools or (), name=name)
-        if isinstance(tag, Refusal):
-            raise MessageError(f"cannot be enforced: {tag.detail}", field="tool_choice")
-        return replace(head, sampling=replace(head.sampling, extra={**head.sampling.extra, "tool_choice": tag}))
-
-    def _continued_history(self, head: RequestHead) -> Sequence[Message]:
-        """The conversation up to an earlier reply, without its `instructions`, which are never carried over."""
-        if head.continues is None:
-            return ()
-        node = self.session.tree.nodes.get(head.continues.node)
-        if node is None:
-            raise MessageError("no such response in this session", field="previous_response_id")
-        history = self.session.tree.messages(node)
-        if node.replaced:  # a pinned prompt may replace them here; the instructions are in what the client sent
-            history = [*node.replaced, *history[count_system(map(read_role, history)) :]]
-        return history[1 if head.continues.instructed else 0 :]
+        head, most = decoded.head, self._limits.messages
+        if len(decoded.items) > most:
+            raise LimitExceeded(f"{len(decoded.items)} messages; at most {most} are taken (limits.messages)")
+        history = list(head.leading_messages)
+        if head.continues is not None:
+            node = self.session.tree.nodes.get(head.continues)
+            if node is None:
+                raise MessageError("no such response in this session", field="previous_response_id")
+            before = self.session.tree.messages(node)
+            if node.replaced:  # a pinned prompt may replace them here; the instructions are in what the client sent
+                before = [*node.replaced, *before[count_system(map(read_role, before)) :]]
+            history += before[1 if head.was_instructed else 0 :]  # `instructions` are never carried over
+        return dialect.read_conversation(decoded, self.session.conversations, history=history)
 
     # Names of retried requests.
     def find_request_key(self, scope: Scope, dialect: Dialect, body: bytes) -> str | None:
@@ -136,33 +123,25 @@ class SessionHandle:
             return f"key:{given}"  # the session, which has the record, checks whether it names this request
         if retries is None:
             return None
-        digest = body_digest(dialect, body)
-        if retries == "0" or digest not in self._request_numbers:
-            recorded = self._requests_with(digest)
-            self._request_numbers[digest] = (
-                recorded if retries == "0" else max(0, recorded - 1)
-            )  # the latter: a retry after a restart
-            self._request_numbers.move_to_end(digest)
-            while len(self._request_numbers) > REMEMBERED_BODIES:
-                self._request_numbers.popitem(last=False)
-        return f"{digest}#{self._request_numbers[digest]}"
-
-    def _requests_with(self, digest: str) -> int:
-        number = 0
-        while self.session.tree.nodes_by_key.get(f"{digest}#{number}"):
-            number += 1
-        return number
+        # With the dialect: some bodies are valid in several dialects, with different replies.
+        digest = hashlib.blake2b(body, digest_size=16, person=dialect.name.encode()).hexdigest()
+        numbers = self._request_numbers
+        if retries == "0" or digest not in numbers:
+            recorded = 0
+            while self.session.tree.nodes_by_key.get(f"{digest}#{recorded}"):
+                recorded += 1
+            numbers[digest] = recorded if retries == "0" else max(0, recorded - 1)  # a retry after a restart
+            numbers.move_to_end(digest)
+            while len(numbers) > REMEMBERED_BODIES:
+                numbers.popitem(last=False)
+        return f"{digest}#{numbers[digest]}"
 
     # State.
     @contextmanager
     def count_in_flight(self) -> Generator[None, None, None]:
         if self.in_flight >= self._limits.in_flight_per_session:
-            raise HttpError(
-                429,
-                "too_many_in_flight",
-                f"{self.in_flight} generations of this session are in flight",
-                retry_after_s=1.0,
-            )
+            message = f"{self.in_flight} generations of this session are in flight"
+            raise HttpError(429, "too_many_in_flight", message, retry_after_s=1.0)
         self.in_flight += 1
         try:
             yield
@@ -171,24 +150,17 @@ class SessionHandle:
 
     def check_open(self) -> None:
         self.session.check_open()
-        record = self.session.record
-        if time.time() - record.created > self._limits.session_age_s:
-            raise SessionConflict(
-                f"session {record.id!r} is older than {self._limits.session_age_s:g} s (limits.session_age_s)"
-            )
+        record, oldest_s = self.session.record, self._limits.session_age_s
+        if time.time() - record.created > oldest_s:
+            raise SessionConflict(f"session {record.id!r} is older than {oldest_s:g} s (limits.session_age_s)")
 
     @property
     def memory_bytes(self) -> int:
         recorded = NODE_BYTES * len(self.session.tree) + TOKEN_BYTES * self.session.recorded_tokens
         return recorded + self.session.conversations.used
 
-    @property
-    def has_coverage(self) -> bool:
-        """True while the last computed coverage is up to date."""
-        return self._coverage is not None and self._coverage[0] == self.session.revision
-
     def coverage(self) -> Coverage:
-        if self._coverage is None or not self.has_coverage:
+        if self._coverage is None or self._coverage[0] != self.session.revision:
             self._coverage = (self.session.revision, self.session.coverage())
         return self._coverage[1]
 
@@ -206,19 +178,11 @@ def build_signer(record: SessionRecord, secret: StoreSecret) -> ReasoningSigner:
 def ignores_tools(renderer: Renderer) -> bool:
     """True if the template renders the same prompt with and without a tool."""
     asked: list[Message] = [{"role": "user", "content": "x"}]
-    tool: JsonObject = {"name": "probe", "description": "", "parameters": {"type": "object", "properties": {}}}
+    tools = [function_tool("probe", "", {"type": "object", "properties": {}})]
     try:
-        return (
-            renderer.render(asked, [{"type": "function", "function": tool}]).token_ids
-            == renderer.render(asked).token_ids
-        )
+        return renderer.render(asked, tools).token_ids == renderer.render(asked).token_ids
     except RenderError:
         return False  # the request's own rendering reports the error
-
-
-def body_digest(dialect: Dialect, body: bytes) -> str:
-    """Includes the dialect: some bodies are valid in several dialects, with different replies."""
-    return hashlib.blake2b(body, digest_size=16, person=dialect.name.encode()).hexdigest()
 
 
 @dataclass(slots=True)
@@ -239,7 +203,7 @@ class SessionRegistry:
 
     def __init__(
         self,
-        open_session: OpenSession,
+        open_session: Callable[[str], Awaitable[Session]],
         limits: GatewayLimits,
         secret: StoreSecret,
         lease_number: Callable[[], int] = lambda: 0,
@@ -250,8 +214,7 @@ class SessionRegistry:
         self._opening: dict[str, asyncio.Task[SessionHandle]] = {}
         self._budget = ByteBudget(limits.message_caches_bytes)
         self.memory_bytes = 0  # estimate for all sessions in memory
-        # Of evicted sessions, minus what reloaded ones had already: with that of live sessions it is the total since
-        # start.
+        # Of evicted sessions, minus what reloaded ones had: with that of live sessions it is the total since start.
         self._evicted_coverage = CoverageTotals()
 
     def __len__(self) -> int:
@@ -278,7 +241,10 @@ class SessionRegistry:
         finally:
             handle.users -= 1
             handle.last_used = time.monotonic()
-            self._count_bytes(handle)
+            if self._live.get(handle.session.id) is handle:
+                held = handle.memory_bytes
+                self.memory_bytes += held - handle.counted_bytes
+                handle.counted_bytes = held
             self._make_room()
 
     async def open(self, session_id: str, create: NewSession | None = None) -> SessionHandle:
@@ -323,12 +289,6 @@ class SessionRegistry:
         handle.lease_number = self._lease_number() if lease_number is None else lease_number
         return handle
 
-    def _count_bytes(self, handle: SessionHandle) -> None:
-        if self._live.get(handle.session.id) is handle:
-            held = handle.memory_bytes
-            self.memory_bytes += held - handle.counted_bytes
-            handle.counted_bytes = held
-
     def forget(self, session_id: str) -> None:
         handle = self._live.pop(session_id, None)
         if handle is not None:
@@ -338,22 +298,21 @@ class SessionRegistry:
 
     def evict_idle(self) -> None:
         oldest = time.monotonic() - self._limits.idle_session_s
-        for handle in [handle for handle in self._live.values() if not handle.users and handle.last_used < oldest]:
-            self.forget(handle.session.id)
+        for handle in list(self._live.values()):
+            if not handle.users and handle.last_used < oldest:
+                self.forget(handle.session.id)
 
     def _make_room(self) -> None:
-        if len(self._live) <= self._limits.live_sessions and self.memory_bytes <= self._limits.live_sessions_bytes:
-            return
-        for handle in [handle for handle in self._live.values() if not handle.users]:
-            if len(self._live) <= self._limits.live_sessions and self.memory_bytes <= self._limits.live_sessions_bytes:
+        limits, unused = self._limits, (handle for handle in list(self._live.values()) if not handle.users)
+        while len(self._live) > limits.live_sessions or self.memory_bytes > limits.live_sessions_bytes:
+            if (handle := next(unused, None)) is None:
                 return
             self.forget(handle.session.id)
 
     async def totals(self) -> CoverageTotals:
-        """Coverage of all sessions since start, in memory or evicted. Yields to the event loop in between."""
+        """Coverage of all sessions since start, in memory or evicted."""
         for handle in list(self._live.values()):
-            if not handle.has_coverage:
-                await asyncio.sleep(0)
+            await asyncio.sleep(0)  # let other requests run
             handle.coverage()
         found = replace(self._evicted_coverage, untrained=self._evicted_coverage.untrained.copy())
         for handle in self._live.values():

@@ -1,15 +1,7 @@
 """Wire dialects: parse foreign JSON to `RequestHead` and messages; build replies and events in that dialect."""
 
 from tokentrue.gateway.dialects.anthropic import Anthropic
-from tokentrue.gateway.dialects.base import (
-    CountingDialect,
-    DecodedBody,
-    Dialect,
-    Encoder,
-    HttpProblem,
-    PathFields,
-    RequestHead,
-)
+from tokentrue.gateway.dialects.base import DecodedBody, Dialect, HttpProblem, RequestHead
 from tokentrue.gateway.dialects.google import Google
 from tokentrue.gateway.dialects.openai_chat import OpenAIChat
 from tokentrue.gateway.dialects.openai_responses import OpenAIResponses
@@ -17,15 +9,12 @@ from tokentrue.gateway.dialects.signing import ReasoningSigner
 
 __all__ = [
     "Anthropic",
-    "CountingDialect",
     "DecodedBody",
     "Dialect",
-    "Encoder",
     "Google",
     "HttpProblem",
     "OpenAIChat",
     "OpenAIResponses",
-    "PathFields",
     "ReasoningSigner",
     "RequestHead",
 ]

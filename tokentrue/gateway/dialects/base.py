@@ -1,4 +1,4 @@
-"""Shared by the dialects: the records they parse to and build from, and errors that name a field.
+"""What the dialects share: the records that they parse to and build from, and errors that name a field.
 
 Invariant: a field that is neither understood nor listed as a hint is refused by name; nothing is dropped silently.
 """
@@ -6,20 +6,41 @@ Invariant: a field that is neither understood nor listed as a hint is refused by
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Annotated, Any, ClassVar, Protocol, TypeVar, cast
+from typing import Annotated, Any, ClassVar, NamedTuple, TypeAlias, TypeVar, cast
 
 import msgspec
 import orjson
+from msgspec import Raw
 
+from tokentrue.conversation import Conversation, Conversations, own_source
 from tokentrue.errors import MessageError, SamplingError
+from tokentrue.gateway.dialects.signing import ReasoningSigner
 from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.plain_json import MAX_DEPTH, check_depth, complaint
-from tokentrue.types import MAX_CHOICES, Finish, Message, Reply, Sampling, Tool, TurnEvent
+from tokentrue.types import (
+    MAX_CHOICES,
+    PENALTIES,
+    TRUNCATIONS,
+    Delta,
+    Finish,
+    Message,
+    Messages,
+    Reply,
+    Sampling,
+    Tool,
+    TurnEvent,
+)
 
-S = TypeVar("S", bound=msgspec.Struct)
+T = TypeVar("T")
+TextOf: TypeAlias = Callable[[Sequence[int]], str]
+"""Returns the text of one token, for clients that request log-probabilities."""
+SAMPLING = ("temperature", *TRUNCATIONS, "seed", *PENALTIES, "top_logprobs", "max_tokens", "stop_token_ids")
+LEVELS_AROUND_ARGUMENTS = 4
+"""Most JSON levels around arguments in a message: Google's content, its parts, a part, the call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,23 +55,10 @@ class HttpProblem:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ContinuedResponse:
-    """An earlier reply to continue (`previous_response_id`). `instructed`: that request had `instructions`."""
-
-    node: str
-    instructed: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PathFields:
-    model: str
-    stream: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RequestHead:
     """A request without its conversation. `leading_messages` precede it; `options`: what the shape of the reply depends
-    on; `last_node`: the last recorded turn that the request names by id.
+    on. `continues`: the node of an earlier reply whose conversation comes first, without its `instructions` if
+    `was_instructed`; `last_node`: the last recorded turn that the request names by id.
     """
 
     model: str
@@ -61,41 +69,57 @@ class RequestHead:
     template_kwargs: JsonMapping = field(default_factory=JsonObject)
     leading_messages: tuple[Message, ...] = ()
     options: Any = None
-    continues: ContinuedResponse | None = None
+    continues: str | None = None
+    was_instructed: bool = False
     last_node: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodedBody:
+class DecodedBody(NamedTuple):
     """A request's head, and the raw bytes of each conversation item, not parsed yet."""
 
     head: RequestHead
-    items: Sequence[msgspec.Raw]
+    items: Sequence[Raw]
 
 
-class Encoder(Protocol):
+class Encoder:
     """Turns one streamed turn into the dialect's server-sent events."""
 
-    ping: bytes
+    ping: ClassVar[bytes] = b": keep-alive\n\n"
+
+    def __init__(self, dialect: Dialect, head: RequestHead, text_of: TextOf) -> None:
+        self.dialect, self.head, self.text_of = dialect, head, text_of
+        self.node = ""  # of the first choice, once the stream has begun
 
     def feed(self, event: TurnEvent) -> bytes:
-        """Returns the events for one turn event; the last event of a choice also closes it."""
-        ...
+        """The last event of a choice also closes it."""
+        out = b""
+        if not self.node:
+            self.node = event.node_id
+            out = self.begin()
+        if event.delta is not None:
+            out += self.add(event.index, event.delta)
+        if event.reply is not None:
+            out += self.end(event.index, event.reply)
+        return out
+
+    def begin(self) -> bytes:
+        return b""
+
+    def add(self, index: int, delta: Delta) -> bytes:
+        raise NotImplementedError
+
+    def end(self, index: int, reply: Reply) -> bytes:
+        raise NotImplementedError
 
     def finish(self) -> bytes:
-        """Returns the end of the stream, after every choice has its reply."""
-        ...
+        """The end of the stream, after every choice has its reply."""
+        return b""
 
-    def error(self, problem: HttpProblem) -> bytes: ...
-
-
-class TextOf(Protocol):
-    """Returns the text of one token, for clients that request log-probabilities."""
-
-    def __call__(self, token_ids: Sequence[int], /) -> str: ...
+    def error(self, problem: HttpProblem) -> bytes:
+        return sse(self.dialect.build_error(problem))
 
 
-class Dialect(Protocol):
+class Dialect:
     """A wire format. `items_key`: the top-level array with the conversation; `splits_turns`: one assistant message
     arrives as several consecutive items, which `join_turn` merges; `refuses_prefill`: the protocol continues a last
     assistant message, which would put words into the sampled turn.
@@ -103,16 +127,25 @@ class Dialect(Protocol):
 
     name: ClassVar[str]
     items_key: ClassVar[str] = "messages"
+    count_key: ClassVar[str] = ""  # of the answer to a request for the number of tokens
     splits_turns: ClassVar[bool] = False
     refuses_prefill: ClassVar[bool] = False
+    encoder: ClassVar[type[Encoder]]
 
-    def decode(self, body: bytes) -> DecodedBody: ...
+    def __init__(self, signer: ReasoningSigner) -> None:
+        self.signer = signer
+
+    def decode(self, body: bytes) -> DecodedBody:
+        raise NotImplementedError
+
+    def decode_count(self, body: bytes) -> DecodedBody:
+        raise NotImplementedError
 
     def parse_item(self, item: Any, path: str) -> tuple[Message, ...]:
         """Parses one conversation item to messages in the OpenAI shape; `path` names it in errors. For a settled item
         of a session, the result is always the same.
         """
-        ...
+        raise NotImplementedError
 
     def is_settled(self, item: Any) -> bool:
         """False for an item of a turn that is not committed yet: its parse may still change."""
@@ -123,54 +156,106 @@ class Dialect(Protocol):
         return True
 
     def join_turn(self, parts: Sequence[Message]) -> Message:
-        return join_assistant(parts)
+        texts = [part["content"] for part in parts if part["content"] is not None]
+        thoughts = [part["reasoning_content"] for part in parts if part.get("reasoning_content")]
+        return assistant_message(texts, thoughts, [call for part in parts for call in part.get("tool_calls", ())])
 
-    def build_answer(self, head: RequestHead, replies: Sequence[Reply], text_of: TextOf) -> JsonObject: ...
+    def build_answer(self, head: RequestHead, replies: Sequence[Reply], text_of: TextOf) -> JsonObject:
+        raise NotImplementedError
 
-    def new_encoder(self, head: RequestHead, text_of: TextOf) -> Encoder: ...
+    def new_encoder(self, head: RequestHead, text_of: TextOf) -> Encoder:
+        return self.encoder(self, head, text_of)
 
     @staticmethod
-    def build_error(problem: HttpProblem) -> JsonObject: ...
+    def build_error(problem: HttpProblem) -> JsonObject:
+        raise NotImplementedError
+
+    def read_conversation(
+        self, decoded: DecodedBody, earlier: Conversations, *, history: Messages = ()
+    ) -> Conversation:
+        """`history` precedes the items: a separate system prompt, or an earlier reply's conversation. An assistant turn
+        of several items is shared with an earlier request only if all of them are equal.
+        """
+        base = earlier.find(self.name, [*map(own_source, history), *decoded.items])
+        messages, known = list(base), len(base.sources)
+        sources, ends, turn = list[Raw](), list[int | None](), list[Message]()  # turn: assistant items of one turn
+        for message in history[known:]:
+            messages.append(message)
+            sources.append(own_source(message))
+            ends.append(len(messages))
+        is_settled, first_new = True, max(0, known - len(history))
+        for index, item in enumerate(decoded.items[first_new:], first_new):
+            raw, path = bytes(item), f"{self.items_key}[{index}]"
+            value = parse_json(raw, path)
+            parsed = self.parse_item(value, path)
+            is_settled = is_settled and self.is_settled(value)
+            first = len(messages)
+            for message in parsed:
+                is_part = self.splits_turns and message["role"] == "assistant"
+                if turn and not (is_part and self.continues_turn(turn, message)):
+                    messages.append(self.join_turn(turn))
+                    turn = []
+                (turn if is_part else messages).append(message)
+            pair_results(messages, first)
+            sources.append(Raw(raw))  # a copy: `item` holds the whole body
+            ends.append(len(messages) if is_settled and not turn else None)
+        if turn:
+            messages.append(self.join_turn(turn))
+        if self.refuses_prefill and len(messages) > len(history) and messages[-1]["role"] == "assistant":
+            said = "the last one is the model's: prefilled answers are not supported; end with the user's"
+            raise MessageError(said, field=self.items_key)
+        return earlier.add(base, messages[len(base) :], sources=sources, ends=ends, tools=decoded.head.tools)
 
 
-class CountingDialect(Dialect, Protocol):
-    def decode_count(self, body: bytes) -> DecodedBody: ...
-
-    def build_count(self, tokens: int) -> JsonObject: ...
+def pair_results(messages: list[Message], first: int) -> None:
+    """A result without a call id (Google) gets that of its function's first unanswered call in the turn before."""
+    for index in range(first, len(messages)):
+        if messages[index]["role"] != "tool" or "tool_call_id" in messages[index]:
+            continue
+        turn = next((place for place in range(index, -1, -1) if messages[place]["role"] == "assistant"), 0)
+        answered = Counter(message["tool_call_id"] for message in messages[turn:] if "tool_call_id" in message)
+        result = dict(messages[index])
+        name = result.pop("name")
+        found = f"{name}#{answered.total()}"  # no unanswered call is left
+        for call in messages[turn].get("tool_calls", ()):
+            if answered[call["id"]]:
+                answered[call["id"]] -= 1
+            elif call["function"]["name"] == name:
+                found = call["id"]
+                break
+        messages[index] = {"role": "tool", "tool_call_id": found, **result}
 
 
 # Foreign JSON, checked.
-def decode_body(body: bytes, type_: type[S]) -> S:
-    """Decodes a request body. Lone surrogates are refused: none enters the process."""
+def decode_json(data: bytes, type_: type[T], path: str = "") -> T:
     try:
-        decoded = msgspec.json.decode(body, type=type_)
+        return msgspec.json.decode(data, type=type_)
     except msgspec.ValidationError as error:
-        raise complaint(error, "", type_) from None
+        raise complaint(error, path, type_) from None
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise MessageError(f"the body is not JSON: {str(error)[:100]}") from None
-    _check_fields(decoded, "")
+        said = "is not JSON" if path else "the body is not JSON"
+        raise MessageError(f"{said}: {str(error)[:100]}", field=path or None) from None
+
+
+def decode_body(body: bytes, type_: type[T]) -> T:
+    """Decodes a request body. Lone surrogates are refused: none enters the process."""
+    decoded = decode_json(body, type_)
+    check_fields(decoded, "")
     return decoded
 
 
-def _check_fields(record: msgspec.Struct, path: str) -> None:
+def check_fields(record: Any, path: str) -> None:
     for name, value in msgspec.structs.asdict(record).items():
         if isinstance(value, msgspec.Struct):
-            _check_fields(value, f"{path}{name}.")
-        elif isinstance(value, (dict, list)) and not _is_raw(value):
+            check_fields(value, f"{path}{name}.")
+        # Raw items are parsed and checked one by one (`parse_json`).
+        elif isinstance(value, (dict, list)) and not isinstance(next(iter(cast("Any", value)), None), Raw):
             check_depth(value, path + name)
-
-
-def _is_raw(value: Any) -> bool:
-    """Raw items are parsed and checked one by one (`parse_json`)."""
-    return isinstance(value, list) and isinstance(next(iter(cast("list[Any]", value)), None), msgspec.Raw)
 
 
 def parse_json(raw: bytes, path: str, *, most_levels: int = MAX_DEPTH) -> Any:
     """Keeps all digits of integers: orjson rounds those beyond 64 bits."""
-    try:
-        value = msgspec.json.decode(raw)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise MessageError(f"is not JSON: {str(error)[:100]}", field=path) from None
+    value = decode_json(raw, Any, path)
     check_depth(value, path, most=most_levels)
     return value
 
@@ -181,10 +266,36 @@ def describe_item(*roles: str) -> msgspec.Meta:
     return msgspec.Meta(extra_json_schema=item)
 
 
-def raw_items(items: Sequence[msgspec.Raw], key: str) -> Sequence[msgspec.Raw]:
+def require_items(items: Sequence[Raw], key: str) -> Sequence[Raw]:
     if not items:
         raise MessageError("must be a list with at least one item", field=key)
     return items
+
+
+def require_object(value: Any, path: str) -> JsonObject:
+    if not isinstance(value, dict):
+        raise MessageError("must be an object", field=path)
+    return cast("JsonObject", value)
+
+
+def sampling_from(given: msgspec.Struct, **renamed: Any) -> Sampling:
+    """The fields that `given` has under our names, and those `renamed`; what the client did not set keeps its
+    default.
+    """
+    fields = {name: getattr(given, name, None) for name in SAMPLING} | renamed
+    return Sampling(
+        **{
+            name: tuple(cast("list[Any]", value)) if isinstance(value, list) else value
+            for name, value in fields.items()
+            if value is not None
+        }
+    )
+
+
+def check_choices(count: int | None, field: str) -> int:
+    if count is not None and not 1 <= count <= MAX_CHOICES:
+        raise SamplingError(f"{field} must be between 1 and {MAX_CHOICES}, got {count}")
+    return count or 1
 
 
 class FunctionTool(msgspec.Struct):
@@ -195,15 +306,20 @@ class FunctionTool(msgspec.Struct):
     parameters: JsonObject | None = None
 
 
-def present(**given: Any) -> JsonObject:
-    """Drops the fields that the client did not set."""
-    return {name: value for name, value in given.items() if value is not None}
+def function_tool(name: str, description: str | None, parameters: JsonObject) -> JsonObject:
+    return {
+        "type": "function",
+        "function": {"name": name, "description": description or "", "parameters": parameters},
+    }
 
 
-def check_choices(count: int | None, field: str) -> int:
-    if count is not None and not 1 <= count <= MAX_CHOICES:
-        raise SamplingError(f"{field} must be between 1 and {MAX_CHOICES}, got {count}")
-    return count or 1
+def named_function(name: Any) -> JsonObject:
+    """A tool choice in the terms of Chat Completions."""
+    return {"type": "function", "function": {"name": name}}
+
+
+def system_message(text: str | None) -> tuple[Message, ...]:
+    return ({"role": "system", "content": text},) if text else ()
 
 
 def assistant_message(texts: Sequence[str], thoughts: Sequence[str], calls: Sequence[JsonObject]) -> Message:
@@ -213,12 +329,6 @@ def assistant_message(texts: Sequence[str], thoughts: Sequence[str], calls: Sequ
     if calls:
         message["tool_calls"] = list(calls)
     return message
-
-
-def join_assistant(parts: Sequence[Message]) -> Message:
-    texts = [part["content"] for part in parts if part["content"] is not None]
-    thoughts = [part["reasoning_content"] for part in parts if part.get("reasoning_content")]
-    return assistant_message(texts, thoughts, [call for part in parts for call in part.get("tool_calls", ())])
 
 
 def call_entry(call_id: str, name: str, arguments: str) -> JsonObject:
@@ -234,12 +344,6 @@ def user_and_tool_messages(parts: Iterable[str | Message]) -> tuple[Message, ...
     return tuple(out)
 
 
-def require_object(value: Any, path: str) -> JsonObject:
-    if not isinstance(value, dict):
-        raise MessageError("must be an object", field=path)
-    return cast("JsonObject", value)
-
-
 def join_text(parts: Any, kinds: tuple[str, ...], path: str, *, glue: str) -> str | None:
     """Joins text parts to one string; refuses anything that is not text by name."""
     if parts is None or isinstance(parts, str):
@@ -248,21 +352,18 @@ def join_text(parts: Any, kinds: tuple[str, ...], path: str, *, glue: str) -> st
         raise MessageError(f"must be a string or a list of parts, not {type(parts).__name__}", field=path)
     texts: list[str] = []
     for index, part in enumerate(cast("list[Any]", parts)):
-        texts.append(part if isinstance(part, str) else _part_text(part, kinds, f"{path}[{index}]"))
+        text = part
+        if not isinstance(part, str):
+            fields = cast("JsonObject", part) if isinstance(part, dict) else {}
+            if fields.get("type") not in kinds:
+                known = ", ".join(sorted(kinds))
+                said = f"part of type {echo(fields.get('type'))} is not supported; this gateway takes {known}"
+                raise MessageError(said, field=f"{path}[{index}]")
+            text = fields.get("text", fields.get("refusal"))
+        if not isinstance(text, str):
+            raise MessageError("must be a string", field=f"{path}[{index}].text")
+        texts.append(text)
     return glue.join(texts)
-
-
-def _part_text(part: Any, kinds: tuple[str, ...], where: str) -> str:
-    fields: JsonObject = cast("JsonObject", part) if isinstance(part, dict) else {}
-    kind = fields.get("type")
-    if kind not in kinds:
-        raise MessageError(
-            f"part of type {echo(kind)} is not supported; this gateway takes {', '.join(sorted(kinds))}", field=where
-        )
-    text = fields.get("text", fields.get("refusal"))
-    if not isinstance(text, str):
-        raise MessageError("must be a string", field=f"{where}.text")
-    return text
 
 
 def echo(value: Any) -> str:
@@ -277,8 +378,17 @@ def encode(value: Any) -> bytes:
         return json.dumps(value, separators=(",", ":")).encode()
 
 
-LEVELS_AROUND_ARGUMENTS = 4
-"""Most JSON levels around arguments in a message: Google's content, its parts, a part, the call."""
+def sse(data: JsonObject, event: str = "") -> bytes:
+    name = f"event: {event}\n".encode() if event else b""
+    return name + b"data: " + encode(data) + b"\n\n"
+
+
+def message_deltas(message: Message) -> Iterator[Delta]:
+    """A whole message as the deltas of a stream."""
+    yield Delta(reasoning=message.get("reasoning_content") or "", content=message.get("content") or "")
+    for index, call in enumerate(message.get("tool_calls") or ()):
+        function = call["function"]
+        yield Delta(call=index, call_id=call["id"], name=function["name"], arguments=function["arguments"])
 
 
 def arguments_object(text: str) -> JsonObject:
@@ -300,10 +410,12 @@ def is_raw_arguments(value: JsonObject) -> bool:
 
 
 def arguments_text(value: JsonObject) -> str:
-    if is_raw_arguments(value):
-        return value["_raw_arguments"]
-    return encode(value).decode()
+    return value["_raw_arguments"] if is_raw_arguments(value) else encode(value).decode()
 
 
-def is_cut(finish: Finish) -> bool:
-    return finish is not Finish.STOP
+def is_cut(reply: Reply) -> bool:
+    return reply.completion.finish is not Finish.STOP
+
+
+def count_sampled(replies: Sequence[Reply]) -> int:
+    return sum(len(reply.completion.token_ids) for reply in replies)

@@ -1,56 +1,191 @@
-"""Google GenerateContent: requests. Replies and events are in `google_answers.py`.
+"""Google GenerateContent: requests, `countTokens`, replies and chunks.
 
-The path has the model and whether to stream: `TurnHandler` puts both into the head. Fields may be camelCase or
-snake_case. Calls and results may come without ids: the k-th call of a function in one turn is then `name#k`, and the
-matcher restores the id that was served; `pair_results` finds the call of a result. Reasoning is sealed in
-`thoughtSignature`; a thought that comes back changed is refused.
+The path has the model and whether to stream. Fields may be camelCase or snake_case. Calls and results may come without
+ids: the k-th call of a function in one turn is then `name#k`, and the matcher restores the id that was served;
+`pair_results` finds the call of a result.
+
+Reasoning is sent as parts with `thought` if requested. The part after it carries it sealed, as `thoughtSignature`:
+clients drop thoughts from their history and keep signatures. A thought that comes back changed is refused.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, cast
 
 import msgspec
 
 from tokentrue.errors import MessageError
 from tokentrue.gateway.dialects.base import (
-    CountingDialect,
     DecodedBody,
+    Dialect,
+    Encoder,
+    HttpProblem,
     RequestHead,
     TextOf,
+    arguments_object,
     arguments_text,
     assistant_message,
     call_entry,
     check_choices,
+    count_sampled,
+    decode_json,
     echo,
     encode,
-    join_assistant,
+    function_tool,
+    is_cut,
+    message_deltas,
+    named_function,
     parse_json,
-    present,
-    raw_items,
+    require_items,
     require_object,
+    sampling_from,
+    sse,
+    system_message,
     user_and_tool_messages,
 )
-from tokentrue.gateway.dialects.google_answers import GoogleEncoder, GoogleOptions, build_error, build_response
-from tokentrue.gateway.dialects.signing import ReasoningSigner
 from tokentrue.json_types import JsonMapping, JsonObject
-from tokentrue.plain_json import complaint, convert, join_path
+from tokentrue.plain_json import convert, join_path
 from tokentrue.sessions.constraints import constraints_from
-from tokentrue.types import Message, Reply, Sampling
+from tokentrue.types import Delta, Message, Reply, Sampling
 
-S = TypeVar("S", bound=msgspec.Struct)
-ITEMS = "contents"
 SEALED = "sealed_reasoning"  # key in a part of a turn, before `join_turn`: the reasoning in its signatures
 PLAIN_RESULTS = ("output", "result", "error")  # the SDKs wrap a result that is not an object under one of these
 SCHEMAS = ("parameters", "responseSchema", "parametersJsonSchema", "responseJsonSchema")
 OPAQUE = ("args", "response", "labels", "partMetadata", *SCHEMAS)  # fields whose keys are not the protocol's
 EMPTY_SCHEMA: JsonObject = {"type": "object", "properties": {}}
+CHOICES = {"AUTO": "auto", "MODE_UNSPECIFIED": "auto", "NONE": "none", "ANY": "required"}
+STATUSES = {
+    401: "UNAUTHENTICATED",
+    403: "PERMISSION_DENIED",
+    404: "NOT_FOUND",
+    409: "ABORTED",
+    422: "FAILED_PRECONDITION",
+    429: "RESOURCE_EXHAUSTED",
+    502: "UNAVAILABLE",
+    503: "UNAVAILABLE",
+    504: "DEADLINE_EXCEEDED",
+}
 _SNAKE = re.compile(r"_([a-z])")
 
 
+# Replies.
+class GoogleOptions(msgspec.Struct, frozen=True):
+    logprobs: bool
+    thoughts: bool  # shown, and not only sealed
+
+
+def response_base(head: RequestHead, node: str) -> JsonObject:
+    return {"modelVersion": head.model, "responseId": node}
+
+
+def build_candidate(index: int, parts: Sequence[JsonObject], end: JsonMapping) -> JsonObject:
+    return {"content": {"role": "model", "parts": list(parts)}, "index": index, **end}
+
+
+def candidate_end(head: RequestHead, reply: Reply, text_of: TextOf) -> JsonObject:
+    end: JsonObject = {"finishReason": "MAX_TOKENS" if is_cut(reply) else "STOP"}
+    if not head.options.logprobs:
+        return end
+
+    def entries(tokens: Sequence[tuple[int, float]]) -> list[JsonObject]:
+        return [{"token": text_of((token,)), "tokenId": token, "logProbability": value} for token, value in tokens]
+
+    done = reply.completion
+    result: JsonObject = {"chosenCandidates": entries(list(zip(done.token_ids, done.logprobs, strict=True)))}
+    if done.top_logprobs is not None:
+        ranked = [sorted(top.items(), key=lambda pair: -pair[1]) for top in done.top_logprobs]
+        result["topCandidates"] = [{"candidates": entries(top)} for top in ranked]
+    mean = {"avgLogprobs": sum(done.logprobs) / len(done.logprobs)} if done.logprobs else {}
+    return {**end, "logprobsResult": result, **mean}
+
+
+def build_usage(replies: Sequence[Reply]) -> JsonObject:
+    prompt, sampled = replies[0].prompt_tokens, count_sampled(replies)
+    return {"promptTokenCount": prompt, "candidatesTokenCount": sampled, "totalTokenCount": prompt + sampled}
+
+
+class Candidate:
+    """Turns the deltas of one reply into parts. Calls are sent when complete: the protocol has no partial arguments."""
+
+    def __init__(self, dialect: Dialect, head: RequestHead) -> None:
+        self._signer, self._shows_thoughts = dialect.signer, head.options.thoughts
+        self._reasoning = ""  # that no part has sealed yet
+        self._call: Delta | None = None  # the first delta of a call that is not complete
+        self._arguments = ""
+
+    def add(self, delta: Delta) -> list[JsonObject]:
+        parts: list[JsonObject] = []
+        if self._call is not None and delta.call != self._call.call:
+            parts += self._close_call()
+        if delta.reasoning:
+            self._reasoning += delta.reasoning
+            parts += [{"text": delta.reasoning, "thought": True}] if self._shows_thoughts else []
+        if delta.content:
+            parts.append(self._seal({"text": delta.content}))
+        if delta.call is not None:
+            self._call = self._call or delta
+            self._arguments += delta.arguments
+        return parts
+
+    def end(self) -> list[JsonObject]:
+        parts = self._close_call()
+        return [*parts, self._seal({"text": ""})] if self._reasoning else parts
+
+    def _close_call(self) -> list[JsonObject]:
+        if self._call is None:
+            return []
+        call = {"id": self._call.call_id, "name": self._call.name, "args": arguments_object(self._arguments)}
+        self._call, self._arguments = None, ""
+        return [self._seal({"functionCall": call})]
+
+    def _seal(self, part: JsonObject) -> JsonObject:
+        if self._reasoning:
+            part["thoughtSignature"], self._reasoning = self._signer.wrap_as_bytes(self._reasoning), ""
+        return part
+
+
+NO_PARTS: list[JsonObject] = [{"text": ""}]  # SDKs take a content without parts for an error
+
+
+class GoogleEncoder(Encoder):
+    """Each chunk is a whole response; the last chunk of a candidate has the finish reason and the usage.
+
+    A keep-alive is an empty line, because Google's SDKs parse comments as JSON; an error is bare JSON, as Google's
+    server sends it.
+    """
+
+    ping = b"\n"
+
+    def __init__(self, dialect: Dialect, head: RequestHead, text_of: TextOf) -> None:
+        super().__init__(dialect, head, text_of)
+        self._candidates: dict[int, Candidate] = {}
+        self._replies: list[Reply] = []
+
+    def _candidate(self, index: int) -> Candidate:
+        return self._candidates.setdefault(index, Candidate(self.dialect, self.head))
+
+    def add(self, index: int, delta: Delta) -> bytes:
+        parts = self._candidate(index).add(delta)
+        return self._chunk(index, parts, {}) if parts else b""
+
+    def end(self, index: int, reply: Reply) -> bytes:
+        self._replies.append(reply)
+        parts = self._candidate(index).end() or NO_PARTS
+        end = candidate_end(self.head, reply, self.text_of)
+        return self._chunk(index, parts, end, usageMetadata=build_usage(self._replies))
+
+    def _chunk(self, index: int, parts: Sequence[JsonObject], end: JsonMapping, **usage: JsonObject) -> bytes:
+        candidates = [build_candidate(index, parts, end)]
+        return sse({"candidates": candidates, **response_base(self.head, self.node), **usage})
+
+    def error(self, problem: HttpProblem) -> bytes:
+        return encode(self.dialect.build_error(problem)) + b"\n\n"
+
+
+# Requests.
 class GoogleStruct(msgspec.Struct, forbid_unknown_fields=True, rename="camel"):
     """Fields typed Any are hints: accepted, without effect on tokens."""
 
@@ -162,30 +297,39 @@ class CountTokensBody(GoogleStruct):
     generate_content_request: GenerateBody | None = None
 
 
-class Google(CountingDialect):
-    name: ClassVar[str] = "google"
-    items_key = ITEMS
+class Google(Dialect):
+    name = "google"
+    items_key = "contents"
+    count_key = "totalTokens"
     splits_turns = True
     refuses_prefill = True
-
-    def __init__(self, signer: ReasoningSigner) -> None:
-        self._signer = signer
+    encoder = GoogleEncoder
 
     def decode(self, body: bytes) -> DecodedBody:
-        head, items = decode_contents(body)
-        return DecodedBody(head=head_from_google(head), items=items)
+        given, items = decode_contents(decode_fields(body))
+        config = given.generation_config or GenerationConfig()
+        tools = tools_from_google(given.tools)
+        choice = choice_from_google(given.tool_config, tools)
+        extra, tools = constraints_from(choice, format_from_config(config), tools)
+        thoughts = config.thinking_config is not None and config.thinking_config.include_thoughts
+        head = RequestHead(
+            model="",
+            n=check_choices(config.candidate_count, "generationConfig.candidateCount"),
+            sampling=sampling_from_config(config, extra),
+            tools=tools,
+            leading_messages=leading_from(given),
+            options=GoogleOptions(logprobs=config.response_logprobs, thoughts=thoughts),
+        )
+        return DecodedBody(head, items)
 
     def decode_count(self, body: bytes) -> DecodedBody:
-        fields = camel_keys(decode_fields(body), "")
+        fields = decode_fields(body)
         if "generateContentRequest" in fields:
-            body = bytes(fields["generateContentRequest"])
-        head, items = decode_contents(body)
-        tools = tools_from_google(head.tools)
-        _, tools = constraints_from(choice_from_google(head.tool_config, tools), None, tools)
-        return DecodedBody(head=RequestHead(model="", tools=tools, leading_messages=leading_from(head)), items=items)
-
-    def build_count(self, tokens: int) -> JsonObject:
-        return {"totalTokens": tokens}
+            fields = decode_fields(bytes(fields["generateContentRequest"]))
+        given, items = decode_contents(fields)
+        tools = tools_from_google(given.tools)
+        _, tools = constraints_from(choice_from_google(given.tool_config, tools), None, tools)
+        return DecodedBody(RequestHead(model="", tools=tools, leading_messages=leading_from(given)), items)
 
     def parse_item(self, item: Any, path: str) -> tuple[Message, ...]:
         content = convert(camel_keys(item, path), Content, path)
@@ -209,35 +353,56 @@ class Google(CountingDialect):
                 calls.append(call_entry(call.id, call.name, arguments_text(call.args)))
             elif part.text is not None:
                 (thoughts if part.thought else texts).append(part.text)
-            held = self._signer.unwrap_bytes(part.thought_signature)
+            held = self.signer.unwrap_bytes(part.thought_signature)
             if held is not None:
                 sealed.append(held)
         message = assistant_message(texts, thoughts, calls)
         return {**message, SEALED: "".join(sealed)} if sealed else message
 
     def join_turn(self, parts: Sequence[Message]) -> Message:
-        """Includes the reasoning in the turn's signatures."""
-        message: JsonObject = {**join_assistant(parts)}
+        """Includes the reasoning in the turn's signatures; numbers calls without ids over the whole turn."""
+        message: JsonObject = {**super().join_turn(parts)}
         shown, sealed = message.get("reasoning_content"), "".join(part.get(SEALED, "") for part in parts)
         if shown and sealed and shown != sealed:
             said = "thoughtSignature: does not fit the thoughts of its turn; send the parts back as they came"
-            raise MessageError(said, field=ITEMS)
+            raise MessageError(said, field=self.items_key)
         if sealed:
             message["reasoning_content"] = sealed
-        if "tool_calls" in message:
-            message["tool_calls"] = number_calls(message["tool_calls"])
+        counts: Counter[str] = Counter()
+        for index, call in enumerate(message.get("tool_calls", ())):
+            if not call["id"]:
+                name = call["function"]["name"]
+                message["tool_calls"][index] = {**call, "id": f"{name}#{counts[name]}"}
+                counts[name] += 1
         return message
 
     def build_answer(self, head: RequestHead, replies: Sequence[Reply], text_of: TextOf) -> JsonObject:
-        return build_response(head, replies, text_of, self._signer)
+        candidates: list[JsonObject] = []
+        for index, reply in enumerate(replies):
+            candidate = Candidate(self, head)
+            parts = [part for delta in message_deltas(reply.message) for part in candidate.add(delta)]
+            parts += candidate.end()
+            candidates.append(build_candidate(index, parts or NO_PARTS, candidate_end(head, reply, text_of)))
+        return {"candidates": candidates, "usageMetadata": build_usage(replies), **response_base(head, replies[0].node)}
 
-    def new_encoder(self, head: RequestHead, text_of: TextOf) -> GoogleEncoder:
-        return GoogleEncoder(head, text_of, self._signer)
-
-    build_error = staticmethod(build_error)
+    @staticmethod
+    def build_error(problem: HttpProblem) -> JsonObject:
+        """`code` is the HTTP status in this protocol; the gateway's code and the field are in `details`."""
+        info = {
+            "@type": "type.googleapis.com/google.rpc.ErrorInfo",
+            "reason": problem.code,
+            "domain": "tokentrue",
+            "metadata": {"field": problem.field} if problem.field else {},
+        }
+        status = STATUSES.get(problem.status, "INTERNAL" if problem.status >= 500 else "INVALID_ARGUMENT")
+        return {"error": {"code": problem.status, "message": problem.message, "status": status, "details": [info]}}
 
 
 # The body.
+def camel_case(name: str) -> str:
+    return _SNAKE.sub(lambda match: match[1].upper(), name)
+
+
 def camel_keys(value: Any, path: str) -> Any:
     """Converts the protocol's keys to camelCase and drops nulls."""
     if isinstance(value, list):
@@ -246,7 +411,7 @@ def camel_keys(value: Any, path: str) -> Any:
         return value
     out: JsonObject = {}
     for name, item in cast("JsonObject", value).items():
-        camel = _SNAKE.sub(lambda match: match[1].upper(), name)
+        camel = camel_case(name)
         if camel in out:
             raise MessageError(f"is given twice, as {camel} and in snake_case", field=join_path(path, name))
         if item is not None:
@@ -254,38 +419,14 @@ def camel_keys(value: Any, path: str) -> Any:
     return out
 
 
-def decode_fields(body: bytes) -> Mapping[str, msgspec.Raw]:
-    try:
-        return msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-    except msgspec.ValidationError as error:
-        raise complaint(error, "", GenerateBody) from None
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise MessageError(f"the body is not JSON: {str(error)[:100]}") from None
+def decode_fields(body: bytes) -> dict[str, msgspec.Raw]:
+    return camel_keys(decode_json(body, dict[str, msgspec.Raw]), "")
 
 
-def decode_contents(body: bytes) -> tuple[GenerateHead, Sequence[msgspec.Raw]]:
-    fields = camel_keys(decode_fields(body), "")
-    try:
-        items = msgspec.json.decode(bytes(fields.pop(ITEMS, b"[]")), type=list[msgspec.Raw])
-    except msgspec.ValidationError as error:
-        raise complaint(error, ITEMS, GenerateBody) from None
+def decode_contents(fields: dict[str, msgspec.Raw]) -> tuple[GenerateHead, Sequence[msgspec.Raw]]:
+    items = decode_json(bytes(fields.pop("contents", b"[]")), list[msgspec.Raw], "contents")
     head = camel_keys({name: parse_json(bytes(value), name) for name, value in fields.items()}, "")
-    return convert(head, GenerateHead), raw_items(items, ITEMS)
-
-
-def head_from_google(head: GenerateHead) -> RequestHead:
-    config = head.generation_config or GenerationConfig()
-    tools = tools_from_google(head.tools)
-    extra, tools = constraints_from(choice_from_google(head.tool_config, tools), format_from_config(config), tools)
-    thoughts = config.thinking_config is not None and config.thinking_config.include_thoughts
-    return RequestHead(
-        model="",
-        n=check_choices(config.candidate_count, "generationConfig.candidateCount"),
-        sampling=sampling_from_config(config, extra),
-        tools=tools,
-        leading_messages=leading_from(head),
-        options=GoogleOptions(logprobs=config.response_logprobs, thoughts=thoughts),
-    )
+    return convert(head, GenerateHead), require_items(items, "contents")
 
 
 def leading_from(head: GenerateHead) -> tuple[Message, ...]:
@@ -296,7 +437,7 @@ def leading_from(head: GenerateHead) -> tuple[Message, ...]:
         if len(texts) < len(system.parts):
             raise MessageError("must be text", field="systemInstruction.parts")
         system = "\n\n".join(texts)
-    return ({"role": "system", "content": system},) if system else ()
+    return system_message(system)
 
 
 def sampling_from_config(config: GenerationConfig, extra: JsonMapping) -> Sampling:
@@ -304,17 +445,14 @@ def sampling_from_config(config: GenerationConfig, extra: JsonMapping) -> Sampli
         raise MessageError("needs responseLogprobs: true", field="generationConfig.logprobs")
     if config.top_k is not None and not config.top_k.is_integer():
         raise MessageError("must be a whole number", field="generationConfig.topK")
-    given = present(
-        temperature=config.temperature,
-        top_p=config.top_p,
+    return sampling_from(
+        config,
         top_k=None if config.top_k is None else int(config.top_k),
-        seed=config.seed,
-        presence_penalty=config.presence_penalty,
-        frequency_penalty=config.frequency_penalty,
         top_logprobs=config.logprobs,
         max_tokens=config.max_output_tokens,
+        stop=config.stop_sequences,
+        extra=extra,
     )
-    return Sampling(**given, stop=tuple(config.stop_sequences), extra=extra)
 
 
 def format_from_config(config: GenerationConfig) -> JsonObject | None:
@@ -338,17 +476,6 @@ def check_parts(parts: Sequence[Part], path: str) -> None:
             raise MessageError(message, field=f"{path}.parts[{index}]")
         if not held and not part.thought_signature:
             raise MessageError(f"must have one of {', '.join(kinds)}", field=f"{path}.parts[{index}]")
-
-
-def number_calls(calls: Sequence[JsonObject]) -> list[JsonObject]:
-    """Calls without ids are numbered over the whole turn."""
-    counts: Counter[str] = Counter()
-    out: list[JsonObject] = []
-    for call in calls:
-        name = call["function"]["name"]
-        out.append(call if call["id"] else {**call, "id": f"{name}#{counts[name]}"})
-        counts[name] += not call["id"]
-    return out
 
 
 def user_part(part: Part, where: str) -> str | Message:
@@ -380,8 +507,7 @@ def tools_from_google(tools: Sequence[GoogleTool] | None) -> tuple[JsonObject, .
         for place, declared in enumerate(tool.function_declarations):
             where = f"tools[{index}].functionDeclarations[{place}]"
             schema = choose_schema(declared.parameters, declared.parameters_json_schema, where, "parameters")
-            function = {"name": declared.name, "description": declared.description}
-            out.append({"type": "function", "function": {**function, "parameters": schema or EMPTY_SCHEMA}})
+            out.append(function_tool(declared.name, declared.description, schema or EMPTY_SCHEMA))
     return tuple(out) or None
 
 
@@ -397,9 +523,7 @@ def choose_schema(
 
 def json_schema_from_openapi(value: Any, where: str) -> JsonObject:
     """Types in lower case, `nullable` as a second type, counts (int64, which JSON may write as strings) as numbers."""
-    schema = {
-        _SNAKE.sub(lambda match: match[1].upper(), name): item for name, item in require_object(value, where).items()
-    }
+    schema = {camel_case(name): item for name, item in require_object(value, where).items()}
     out: JsonObject = {}
     for name, item in schema.items():
         at = f"{where}.{name}"
@@ -425,11 +549,10 @@ def choice_from_google(config: ToolConfig | None, tools: Sequence[JsonObject] | 
         return None
     calling = config.function_calling_config or FunctionCallingConfig()
     where, mode, allowed = "toolConfig.functionCallingConfig", calling.mode.upper(), calling.allowed_function_names
-    words = {"AUTO": "auto", "MODE_UNSPECIFIED": "auto", "NONE": "none", "ANY": "required"}
-    if mode not in words:
+    if mode not in CHOICES:
         raise MessageError(f"{echo(mode)} cannot be enforced; use AUTO, ANY or NONE", field=f"{where}.mode")
     if not allowed or set(allowed) == {tool["function"]["name"] for tool in tools or ()}:
-        return words[mode]
+        return CHOICES[mode]
     if mode != "ANY" or len(allowed) != 1:
         raise MessageError("name one function under mode ANY, or all of them", field=f"{where}.allowedFunctionNames")
-    return {"type": "function", "function": {"name": allowed[0]}}
+    return named_function(allowed[0])

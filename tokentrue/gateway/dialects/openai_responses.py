@@ -1,4 +1,4 @@
-"""OpenAI Responses: requests. Replies and events are in `responses_answers.py`.
+"""OpenAI Responses: requests, replies and events.
 
 One model turn is several items here (reasoning, message, function calls); consecutive ones are one assistant message,
 unless their ids show that two turns of this session served them. Reasoning is sent as `reasoning_text` and, sealed, as
@@ -9,19 +9,21 @@ one string, and the tools of a namespace as `namespace__name`; calls are served 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from typing import Any, ClassVar, Literal, cast
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, cast
 
 import msgspec
 import orjson
 
 from tokentrue.errors import MessageError
 from tokentrue.gateway.dialects.base import (
-    ContinuedResponse,
     DecodedBody,
     Dialect,
+    Encoder,
     FunctionTool,
+    HttpProblem,
     RequestHead,
     TextOf,
     assistant_message,
@@ -29,40 +31,279 @@ from tokentrue.gateway.dialects.base import (
     decode_body,
     echo,
     encode,
+    function_tool,
+    is_cut,
     join_text,
-    present,
-    raw_items,
+    message_deltas,
+    named_function,
+    require_items,
     require_object,
+    sampling_from,
+    sse,
+    system_message,
 )
-from tokentrue.gateway.dialects.openai_chat import build_error
-from tokentrue.gateway.dialects.responses_answers import (
-    INSTRUCTED,
-    STORED,
-    UNSTORED,
-    ResponsesEncoder,
-    ResponsesOptions,
-    ServedTool,
-    build_whole,
-    custom_input,
-)
+from tokentrue.gateway.dialects.openai_chat import OpenAIChat, reply_logprobs
 from tokentrue.gateway.dialects.signing import ReasoningSigner
-from tokentrue.json_types import JsonObject
+from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.plain_json import convert
 from tokentrue.sessions.constraints import constraints_from
-from tokentrue.types import Message, Reply, Sampling
+from tokentrue.types import Delta, Message, Reply, TurnEvent
 
 FindArguments = Callable[[str], Sequence[str]]
 """Returns the recorded arguments of the calls served under an id."""
 
+UNSTORED = "resp_ns_"
+STORED = "resp_"
+INSTRUCTED = "_i"  # ends the id of a response that was made with `instructions`
 TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
 REASONING_PARTS = ("reasoning_text", "summary_text", "text")
-CALLS = ("function_call", "custom_tool_call")
-OUTPUTS = ("function_call_output", "custom_tool_call_output")
+INCLUDES = {"reasoning.encrypted_content", "message.output_text.logprobs"}
+NO_CALL = Delta()
 TURN = "turn"  # on a part of an assistant message: the node of this session that served it
 _ITEM_ID = re.compile(r"(?:rs|msg|fc|ctc)_([0-9a-f]+)(?:_\d+)?")
-INCLUDES = {"reasoning.encrypted_content", "message.output_text.logprobs"}
+_INPUT_OPENS = re.compile(r'\s*\{\s*"input"\s*:\s*"')
+_DECODABLE = re.compile(  # whole characters and escapes; both halves of a surrogate pair
+    r'(?:[^"\\\x00-\x1f]|\\["\\/bfnrt]|\\u(?![dD][89a-fA-F])[0-9a-fA-F]{4}'
+    r"|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})*"
+)
 
 
+# Replies.
+@dataclass(frozen=True, slots=True)
+class ServedTool:
+    name: str
+    namespace: str | None = None
+    custom: bool = False
+
+
+class ResponsesOptions(msgspec.Struct, frozen=True):
+    stored: bool
+    logprobs: bool
+    served: Mapping[str, ServedTool]  # by the name that the model sees
+    echo: JsonMapping  # the request's own settings, which every answer repeats
+
+
+class CustomInput:
+    """Decodes the arguments of a custom tool's call as they are sampled; `feed` returns new text that is certain."""
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._place: int | None = None  # start of the undecoded rest of `_text`; None before the string begins
+
+    def feed(self, arguments: str) -> str:
+        self._text += arguments
+        if self._place is None:
+            opened = _INPUT_OPENS.match(self._text)
+            if opened is None:
+                return ""
+            self._place = opened.end()
+        found = _DECODABLE.match(self._text, self._place)
+        assert found is not None
+        self._place = found.end()
+        return orjson.loads(f'"{found[0]}"') if found[0] else ""
+
+    def finish(self) -> str:
+        return self._text if self._place is None else ""
+
+
+def custom_input(arguments: str) -> str:
+    """The single string of a custom tool's call; arguments other than `{"input": "…` are served unchanged."""
+    decoder = CustomInput()
+    return decoder.feed(arguments) + decoder.finish()
+
+
+@dataclass(slots=True, kw_only=True)
+class OutputItem:
+    kind: Literal["reasoning", "message", "call"]
+    id: str
+    index: int
+    tool: ServedTool
+    call: Delta  # that opened it
+    pieces: list[str] = field(default_factory=list[str])  # reasoning, text, or arguments as the model wrote them
+    logprobs: Sequence[JsonObject] = ()
+    is_open: bool = True
+    custom: CustomInput = field(default_factory=CustomInput)
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+    @property
+    def place(self) -> JsonObject:
+        return {"item_id": self.id, "output_index": self.index}
+
+    def build_part(self) -> JsonObject:
+        if self.kind == "reasoning":
+            return {"type": "reasoning_text", "text": self.text}
+        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": list(self.logprobs)}
+
+    def build(self, signer: ReasoningSigner, status: str) -> JsonObject:
+        """`status`: "in_progress" for the item without its text, else that of reasoning or text; a call is incomplete
+        if its arguments broke off.
+        """
+        is_new = status == "in_progress"
+        if self.kind == "reasoning":
+            item: JsonObject = {"type": "reasoning", "id": self.id, "summary": [], "status": status}
+            sealed = {"content": [self.build_part()], "encrypted_content": signer.wrap(self.text)}
+            return item if is_new else {**item, **sealed}
+        if self.kind == "message":
+            content = [] if is_new else [self.build_part()]
+            return {"type": "message", "id": self.id, "role": "assistant", "status": status, "content": content}
+        item = {"id": self.id, "call_id": self.call.call_id, "name": self.tool.name}
+        if self.tool.namespace:
+            item["namespace"] = self.tool.namespace
+        if self.tool.custom:
+            return {"type": "custom_tool_call", **item, "input": custom_input(self.text)}
+        if not is_new:
+            status = "completed" if is_json(self.text) else "incomplete"
+        return {"type": "function_call", **item, "arguments": self.text, "status": status}
+
+
+def is_json(text: str) -> bool:
+    try:
+        orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return False
+    return True
+
+
+class ResponsesEncoder(Encoder):
+    """Events: created, in progress, the items, completed or incomplete; each has its sequence number."""
+
+    def __init__(self, dialect: Dialect, head: RequestHead, text_of: TextOf) -> None:
+        super().__init__(dialect, head, text_of)
+        self._sequence = -1
+        self._items: list[OutputItem] = []
+        self.response: JsonObject = {}  # as the newest event has it
+
+    def begin(self) -> bytes:
+        options = self.head.options
+        self.response = {
+            "id": (STORED if options.stored else UNSTORED)
+            + self.node
+            + (INSTRUCTED if self.head.leading_messages else ""),
+            "object": "response",
+            "created_at": int(time.time()),
+            "status": "in_progress",
+            "error": None,
+            "incomplete_details": None,
+            "model": self.head.model,
+            "output": [],
+            "usage": None,
+            **options.echo,
+        }
+        return self._event("created", response=self.response) + self._event("in_progress", response=self.response)
+
+    def _event(self, name: str, /, **body: Any) -> bytes:
+        self._sequence += 1
+        kind = f"response.{name}" if name != "error" else name
+        return sse({"type": kind, "sequence_number": self._sequence, **body}, kind)
+
+    def add(self, index: int, delta: Delta) -> bytes:
+        out = b""
+        if delta.reasoning:
+            out += self._enter("reasoning")
+            out += self._append("reasoning_text.delta", delta.reasoning, content_index=0)
+        if delta.content:
+            out += self._enter("message")
+            out += self._append("output_text.delta", delta.content, content_index=0, logprobs=[])
+        if delta.call is not None:
+            out += self._enter("call", delta)
+            item = self._items[-1]
+            if item.tool.custom:
+                item.pieces.append(delta.arguments)
+                out += self._custom_delta(item, item.custom.feed(delta.arguments))
+            elif delta.arguments:
+                out += self._append("function_call_arguments.delta", delta.arguments)
+        return out
+
+    def _enter(self, kind: Literal["reasoning", "message", "call"], call: Delta = NO_CALL) -> bytes:
+        last = self._items[-1] if self._items else None
+        if last is not None and last.is_open and (last.kind, last.call.call) == (kind, call.call):
+            return b""
+        # A message with log-probabilities stays open: those cover the whole turn.
+        waits = self.head.options.logprobs
+        out = b"".join(self._close(one, "completed") for one in self._items if not (waits and one.kind == "message"))
+        index, tool = len(self._items), self.head.options.served.get(call.name) or ServedTool(call.name)
+        suffix = "" if call.call is None else f"_{call.call}"
+        if kind != "call" and any(one.kind == kind for one in self._items):  # the text of a call that broke off
+            suffix = f"_{index}"
+        mark = {"reasoning": "rs", "message": "msg", "call": "ctc" if tool.custom else "fc"}[kind]
+        item = OutputItem(kind=kind, id=f"{mark}_{self.node}{suffix}", index=index, tool=tool, call=call)
+        self._items.append(item)
+        opening = item.build(self.dialect.signer, "in_progress")
+        out += self._event("output_item.added", output_index=index, item=opening)
+        if kind != "call":
+            out += self._event("content_part.added", **item.place, content_index=0, part=item.build_part())
+        return out
+
+    def _append(self, name: str, text: str, /, **more: Any) -> bytes:
+        item = self._items[-1]
+        item.pieces.append(text)
+        return self._event(name, **item.place, delta=text, **more)
+
+    def _custom_delta(self, item: OutputItem, text: str) -> bytes:
+        return self._event("custom_tool_call_input.delta", **item.place, delta=text) if text else b""
+
+    def _close(self, item: OutputItem, status: str) -> bytes:
+        if not item.is_open:
+            return b""
+        item.is_open = False
+        place, text, out = item.place, item.text, b""
+        if item.kind == "reasoning":
+            out += self._event("reasoning_text.done", **place, content_index=0, text=text)
+        elif item.kind == "message":
+            logprobs = list(item.logprobs)
+            out += self._event("output_text.done", **place, content_index=0, text=text, logprobs=logprobs)
+        elif item.tool.custom:
+            out += self._custom_delta(item, item.custom.finish())
+            out += self._event("custom_tool_call_input.done", **place, input=custom_input(text))
+        else:
+            out += self._event("function_call_arguments.done", **place, name=item.tool.name, arguments=text)
+        if item.kind != "call":
+            out += self._event("content_part.done", **place, content_index=0, part=item.build_part())
+        built = item.build(self.dialect.signer, status)
+        return out + self._event("output_item.done", output_index=item.index, item=built)
+
+    def end(self, index: int, reply: Reply) -> bytes:
+        out, items = b"", self._items
+        if all(item.kind == "reasoning" for item in items):  # an empty message, too, has an id that comes back
+            out += self._enter("message")
+        status, sampled = "incomplete" if is_cut(reply) else "completed", len(reply.completion.token_ids)
+        logprobs = reply_logprobs(reply, self.text_of)["content"] if self.head.options.logprobs else []
+        # Only the last item of a turn without calls has the turn's status. With calls the position says nothing: in a
+        # whole reply, text sampled after a call precedes it.
+        statuses = ["completed"] * len(items)
+        if all(item.kind != "call" for item in items):
+            statuses[-1] = status
+        for item, item_status in zip(items, statuses, strict=True):
+            if item.is_open and item.kind == "message":
+                item.logprobs = logprobs
+            out += self._close(item, item_status)
+        signer = self.dialect.signer
+        self.response |= {
+            "status": status,
+            "output": [item.build(signer, item_status) for item, item_status in zip(items, statuses, strict=True)],
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "usage": {
+                "input_tokens": reply.prompt_tokens,
+                "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+                "output_tokens": sampled,
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": reply.prompt_tokens + sampled,
+            },
+        }
+        return out + self._event(status, response=self.response)
+
+    def error(self, problem: HttpProblem) -> bytes:
+        error = self.dialect.build_error(problem)["error"]
+        if not self.node:
+            return self._event("error", code=error["code"], message=error["message"], param=error["param"])
+        failed = {"status": "failed", "error": {"code": "server_error", "message": error["message"]}}
+        return self._event("failed", response={**self.response, **failed})
+
+
+# Requests.
 class Reasoning(msgspec.Struct):
     effort: Any = None
     summary: Any = None
@@ -73,9 +314,10 @@ class TextConfig(msgspec.Struct, forbid_unknown_fields=True):
     verbosity: Any = None
 
 
-class ResponsesHead(msgspec.Struct, forbid_unknown_fields=True):
-    """All top-level fields except `input`. Fields typed Any are hints: accepted, without effect on tokens."""
+class ResponsesBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Fields typed Any are hints: accepted, without effect on tokens."""
 
+    input: str | list[msgspec.Raw]
     model: str = ""
     instructions: str | None = None
     stream: bool | None = False
@@ -103,140 +345,20 @@ class ResponsesHead(msgspec.Struct, forbid_unknown_fields=True):
     client_metadata: Any = None
     max_tool_calls: None = None
 
-
-class ResponsesBody(ResponsesHead, kw_only=True, forbid_unknown_fields=True):
-    input: str | list[msgspec.Raw]
-
-
-class OpenAIResponses(Dialect):
-    name: ClassVar[str] = "openai_responses"
-    items_key = "input"
-    splits_turns = True
-
-    def __init__(
-        self,
-        signer: ReasoningSigner,
-        find_arguments: FindArguments = lambda _: (),
-        is_node: Callable[[str], bool] = lambda _: False,
-    ) -> None:
-        self._signer, self._find_arguments, self._is_node = signer, find_arguments, is_node
-
-    def decode(self, body: bytes) -> DecodedBody:
-        decoded = decode_body(body, ResponsesBody)
-        if isinstance(decoded.input, str):
-            items: Sequence[msgspec.Raw] = [msgspec.Raw(encode({"role": "user", "content": decoded.input}))]
-        else:
-            items = raw_items(decoded.input, self.items_key)
-        head = head_from_responses(decoded)
-        last_node = self._find_last_node(items) or (head.continues.node if head.continues is not None else None)
-        return DecodedBody(head=replace(head, last_node=last_node), items=items)
-
-    def _find_last_node(self, items: Sequence[msgspec.Raw]) -> str | None:
-        """The node of the last item written by a model; None if its id is not of this session."""
-        for raw in reversed(items):
-            try:
-                item = msgspec.json.decode(raw, type=ItemName)
-            except (msgspec.DecodeError, UnicodeDecodeError):  # the parser reports what is wrong with it
-                return None
-            if not item.is_given:
-                node = node_from_item_id(item.id)
-                return node if node is not None and self._is_node(node) else None
-        return None
-
-    def parse_item(self, item: Any, path: str) -> tuple[Message, ...]:
-        fields = require_object(item, path)
-        message = message_from_item(fields, path, self._signer, self._find_arguments)
-        if message is None:
-            return ()
-        node = node_from_item_id(fields.get("id"))
-        if message["role"] == "assistant" and node is not None and self._is_node(node):
-            return ({**message, TURN: node},)
-        return (message,)
-
-    def is_settled(self, item: Any) -> bool:
-        node, call_id = node_from_item_id(item.get("id")), item.get("call_id")
-        is_custom = item.get("type") == "custom_tool_call"
-        return (node is None or self._is_node(node)) and (not is_custom or bool(self._find_arguments(call_id)))
-
-    def continues_turn(self, parts: Sequence[Message], part: Message) -> bool:
-        """False if another node served `part`. A part without a node belongs to those before it."""
-        before = [one[TURN] for one in parts if TURN in one]
-        return not before or part.get(TURN, before[-1]) == before[-1]
-
-    def build_answer(self, head: RequestHead, replies: Sequence[Reply], text_of: TextOf) -> JsonObject:
-        return build_whole(head, replies[0], text_of, self._signer)
-
-    def new_encoder(self, head: RequestHead, text_of: TextOf) -> ResponsesEncoder:
-        return ResponsesEncoder(head, text_of, self._signer)
-
-    build_error = staticmethod(build_error)
-
-
-def head_from_responses(head: ResponsesHead) -> RequestHead:
-    for index, name in enumerate(head.include or ()):
-        if name not in INCLUDES:
-            raise MessageError(
-                f"{echo(name)} is not supported; known: {', '.join(sorted(INCLUDES))}", field=f"include[{index}]"
-            )
-    tools, served = tools_from_responses(head.tools)
-    extra, tools = constraints_from(choice_from_responses(head.tool_choice), format_from_text(head.text), tools)
-    given = present(
-        temperature=head.temperature,
-        top_p=head.top_p,
-        top_logprobs=head.top_logprobs,
-        max_tokens=head.max_output_tokens,
-    )
-    return RequestHead(
-        model=head.model,
-        stream=bool(head.stream),
-        sampling=Sampling(extra=extra, **given),
-        tools=tools,
-        leading_messages=({"role": "system", "content": head.instructions},) if head.instructions else (),
-        continues=read_response_id(head.previous_response_id),
-        options=ResponsesOptions(
-            stored=head.store is not False,
-            logprobs="message.output_text.logprobs" in (head.include or ()),
-            served=served,
-            echo=echoed_settings(head),
-        ),
-    )
-
-
-def format_from_text(text: TextConfig | None) -> JsonObject | None:
-    """Responses flattens what Chat Completions nests under `json_schema`."""
-    format_ = text.format if text else None
-    if format_ is None or format_.get("type") != "json_schema":
-        return format_
-    return {"type": "json_schema", "json_schema": {name: value for name, value in format_.items() if name != "type"}}
-
-
-def read_response_id(response_id: str | None) -> ContinuedResponse | None:
-    if response_id is None:
-        return None
-    if response_id.startswith(UNSTORED):
-        raise MessageError(
-            "that response was made with store: false and cannot be continued by id", field="previous_response_id"
-        )
-    if not response_id.startswith(STORED):
-        raise MessageError("is not a response of this gateway", field="previous_response_id")
-    node = response_id.removeprefix(STORED)
-    return ContinuedResponse(node=node.removesuffix(INSTRUCTED), instructed=node.endswith(INSTRUCTED))
-
-
-def echoed_settings(head: ResponsesHead) -> JsonObject:
-    return {
-        "instructions": head.instructions,
-        "max_output_tokens": head.max_output_tokens,
-        "metadata": head.metadata or {},
-        "parallel_tool_calls": head.parallel_tool_calls is not False,
-        "previous_response_id": head.previous_response_id,
-        "temperature": head.temperature,
-        "top_p": head.top_p,
-        "tools": head.tools or [],
-        "tool_choice": head.tool_choice or "auto",
-        "text": {"format": (head.text and head.text.format) or {"type": "text"}},
-        "truncation": "disabled",
-    }
+    def echoed_settings(self) -> JsonObject:
+        return {
+            "instructions": self.instructions,
+            "max_output_tokens": self.max_output_tokens,
+            "metadata": self.metadata or {},
+            "parallel_tool_calls": self.parallel_tool_calls is not False,
+            "previous_response_id": self.previous_response_id,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "tools": self.tools or [],
+            "tool_choice": self.tool_choice or "auto",
+            "text": {"format": (self.text and self.text.format) or {"type": "text"}},
+            "truncation": "disabled",
+        }
 
 
 class ItemName(msgspec.Struct):
@@ -245,21 +367,6 @@ class ItemName(msgspec.Struct):
     id: Any = None
     role: Any = "assistant"
     type: Any = None
-
-    @property
-    def is_given(self) -> bool:
-        return self.role != "assistant" or str(self.type).endswith("_output")
-
-
-def node_from_item_id(item_id: object) -> str | None:
-    """The node in an item's id, if the id has our form."""
-    found = _ITEM_ID.fullmatch(item_id) if isinstance(item_id, str) else None
-    return found[1] if found else None
-
-
-def model_name(namespace: str | None, name: str) -> str:
-    """The tool's name as the model sees it."""
-    return f"{namespace}__{name}" if namespace else name
 
 
 class CallItem(msgspec.Struct):
@@ -275,63 +382,173 @@ class OutputOfCall(msgspec.Struct):
     output: Any
 
 
-# Items.
-def message_from_item(
-    item: JsonObject, path: str, signer: ReasoningSigner, find_arguments: FindArguments
-) -> Message | None:
-    """Returns a message or a part of an assistant message; None for reasoning without any text left."""
-    kind = item.get("type") or ("message" if "role" in item else None)
-    if kind == "reasoning":
-        text = reasoning_text(item, path, signer)
-        return assistant_message((), [text], ()) if text else None
-    if kind in CALLS:
-        return assistant_message((), (), [call_from_item(convert(item, CallItem, path), kind, find_arguments)])
-    if kind == "message":
-        return text_message(item, path)
-    if kind in OUTPUTS:
-        result = convert(item, OutputOfCall, path)
-        text = join_text(result.output, TEXT_PARTS, f"{path}.output", glue="\n")
-        if text is None:
-            raise MessageError("must be text", field=f"{path}.output")
-        return {"role": "tool", "tool_call_id": result.call_id, "content": text}
-    raise MessageError(f"item of type {echo(kind)} is not supported", field=f"{path}.type")
+class CustomFormat(msgspec.Struct):
+    type: Literal["text", "grammar"]
+    syntax: Any = None
+    definition: Any = None
 
 
-def text_message(item: JsonObject, path: str) -> Message:
-    role = item.get("role")
-    if role not in ("user", "system", "developer", "assistant"):
-        raise MessageError(f"role {echo(role)} is not supported", field=f"{path}.role")
-    text = join_text(item.get("content"), TEXT_PARTS, f"{path}.content", glue="" if role == "assistant" else "\n")
-    if text is None:
-        raise MessageError("must be a string or a list of parts", field=f"{path}.content")
-    return {"role": "system" if role == "developer" else role, "content": text}
+class OpenAIResponses(Dialect):
+    name = "openai_responses"
+    items_key = "input"
+    splits_turns = True
+    encoder = ResponsesEncoder
+    build_error = OpenAIChat.build_error
+
+    def __init__(
+        self,
+        signer: ReasoningSigner,
+        find_arguments: FindArguments = lambda _: (),
+        is_node: Callable[[str], bool] = lambda _: False,
+    ) -> None:
+        super().__init__(signer)
+        self._find_arguments, self._is_node = find_arguments, is_node
+
+    def decode(self, body: bytes) -> DecodedBody:
+        given = decode_body(body, ResponsesBody)
+        if isinstance(given.input, str):
+            items: Sequence[msgspec.Raw] = [msgspec.Raw(encode({"role": "user", "content": given.input}))]
+        else:
+            items = require_items(given.input, self.items_key)
+        head = head_from_responses(given)
+        return DecodedBody(replace(head, last_node=self._find_last_node(items) or head.continues), items)
+
+    def _find_last_node(self, items: Sequence[msgspec.Raw]) -> str | None:
+        """The node of the last item written by a model; None if its id is not of this session."""
+        for raw in reversed(items):
+            try:
+                item = msgspec.json.decode(raw, type=ItemName)
+            except (msgspec.DecodeError, UnicodeDecodeError):  # the parser reports what is wrong with it
+                return None
+            if item.role == "assistant" and not str(item.type).endswith("_output"):
+                return self._own_node(item.id)
+        return None
+
+    def _own_node(self, item_id: object) -> str | None:
+        node = node_from_item_id(item_id)
+        return node if node is not None and self._is_node(node) else None
+
+    def parse_item(self, item: Any, path: str) -> tuple[Message, ...]:
+        fields = require_object(item, path)
+        message = self._message(fields, path)
+        if message is None:
+            return ()
+        if message["role"] == "assistant" and (node := self._own_node(fields.get("id"))) is not None:
+            return ({**message, TURN: node},)
+        return (message,)
+
+    def _message(self, item: JsonObject, path: str) -> Message | None:
+        """Returns a message or a part of an assistant message; None for reasoning without any text left."""
+        kind = item.get("type") or ("message" if "role" in item else None)
+        if kind == "reasoning":
+            text = self._reasoning(item, path)
+            return assistant_message((), [text], ()) if text else None
+        if kind in ("function_call", "custom_tool_call"):
+            call = convert(item, CallItem, path)
+            arguments = call.arguments if kind == "function_call" else self._arguments(call)
+            namespace = call.namespace if isinstance(call.namespace, str) else None
+            return assistant_message((), (), [call_entry(call.call_id, model_name(namespace, call.name), arguments)])
+        if kind == "message":
+            role = item.get("role")
+            if role not in ("user", "system", "developer", "assistant"):
+                raise MessageError(f"role {echo(role)} is not supported", field=f"{path}.role")
+            glue = "" if role == "assistant" else "\n"
+            text = join_text(item.get("content"), TEXT_PARTS, f"{path}.content", glue=glue)
+            if text is None:
+                raise MessageError("must be a string or a list of parts", field=f"{path}.content")
+            return {"role": "system" if role == "developer" else role, "content": text}
+        if kind in ("function_call_output", "custom_tool_call_output"):
+            result = convert(item, OutputOfCall, path)
+            text = join_text(result.output, TEXT_PARTS, f"{path}.output", glue="\n")
+            if text is None:
+                raise MessageError("must be text", field=f"{path}.output")
+            return {"role": "tool", "tool_call_id": result.call_id, "content": text}
+        raise MessageError(f"item of type {echo(kind)} is not supported", field=f"{path}.type")
+
+    def _reasoning(self, item: JsonObject, path: str) -> str:
+        sealed = item.get("encrypted_content")
+        if not item.get("content") and isinstance(sealed, str):
+            return self.signer.unwrap(sealed) or ""
+        key = "content" if item.get("content") else "summary"
+        return join_text(item.get(key), REASONING_PARTS, f"{path}.{key}", glue="") or ""
+
+    def _arguments(self, call: CallItem) -> str:
+        """Inverse of `custom_input`. Arguments that broke off or contain more than the input are served as the input
+        alone: the call's id finds them in the record.
+        """
+        recorded = self._find_arguments(call.call_id)
+        found = (arguments for arguments in recorded if custom_input(arguments) == call.input)
+        return next(found, None) or orjson.dumps({"input": call.input}).decode()
+
+    def is_settled(self, item: Any) -> bool:
+        node, call_id = node_from_item_id(item.get("id")), item.get("call_id")
+        is_custom = item.get("type") == "custom_tool_call"
+        return (node is None or self._is_node(node)) and (not is_custom or bool(self._find_arguments(call_id)))
+
+    def continues_turn(self, parts: Sequence[Message], part: Message) -> bool:
+        """False if another node served `part`. A part without a node belongs to those before it."""
+        before = [one[TURN] for one in parts if TURN in one]
+        return not before or part.get(TURN, before[-1]) == before[-1]
+
+    def build_answer(self, head: RequestHead, replies: Sequence[Reply], text_of: TextOf) -> JsonObject:
+        """The response in the last event of a stream."""
+        reply, encoder = replies[0], ResponsesEncoder(self, head, text_of)
+        for delta in message_deltas(reply.message):
+            encoder.feed(TurnEvent(node_id=reply.node, delta=delta))
+        encoder.feed(TurnEvent(reply=reply))
+        return encoder.response
 
 
-def reasoning_text(item: JsonObject, path: str, signer: ReasoningSigner) -> str:
-    sealed = item.get("encrypted_content")
-    if item.get("content"):
-        return join_text(item["content"], REASONING_PARTS, f"{path}.content", glue="") or ""
-    if isinstance(sealed, str):
-        return signer.unwrap(sealed) or ""
-    return join_text(item.get("summary"), REASONING_PARTS, f"{path}.summary", glue="") or ""
+def head_from_responses(given: ResponsesBody) -> RequestHead:
+    for index, name in enumerate(given.include or ()):
+        if name not in INCLUDES:
+            raise MessageError(
+                f"{echo(name)} is not supported; known: {', '.join(sorted(INCLUDES))}", field=f"include[{index}]"
+            )
+    tools, served = tools_from_responses(given.tools)
+    choice, format_ = given.tool_choice, given.text.format if given.text else None
+    if isinstance(choice, dict):
+        if choice.get("type") not in ("function", "custom"):
+            raise MessageError(f"type {echo(choice.get('type'))} is not supported", field="tool_choice.type")
+        choice = named_function(choice.get("name"))
+    if format_ is not None and format_.get("type") == "json_schema":  # flat here, nested in Chat Completions
+        flat = {name: value for name, value in format_.items() if name != "type"}
+        format_ = {"type": "json_schema", "json_schema": flat}
+    extra, tools = constraints_from(choice, format_, tools)
+    continued = given.previous_response_id
+    if continued is not None and continued.startswith(UNSTORED):
+        said = "that response was made with store: false and cannot be continued by id"
+        raise MessageError(said, field="previous_response_id")
+    if continued is not None and not continued.startswith(STORED):
+        raise MessageError("is not a response of this gateway", field="previous_response_id")
+    return RequestHead(
+        model=given.model,
+        stream=bool(given.stream),
+        sampling=sampling_from(given, max_tokens=given.max_output_tokens, extra=extra),
+        tools=tools,
+        leading_messages=system_message(given.instructions),
+        continues=None if continued is None else continued.removeprefix(STORED).removesuffix(INSTRUCTED),
+        was_instructed=continued is not None and continued.endswith(INSTRUCTED),
+        options=ResponsesOptions(
+            stored=given.store is not False,
+            logprobs="message.output_text.logprobs" in (given.include or ()),
+            served=served,
+            echo=given.echoed_settings(),
+        ),
+    )
 
 
-def call_from_item(item: CallItem, kind: str, find_arguments: FindArguments) -> JsonObject:
-    is_function = kind == "function_call"
-    arguments = item.arguments if is_function else arguments_from_input(item.input, find_arguments(item.call_id))
-    namespace = item.namespace if isinstance(item.namespace, str) else None
-    return call_entry(item.call_id, model_name(namespace, item.name), arguments)
+def node_from_item_id(item_id: object) -> str | None:
+    """The node in an item's id, if the id has our form."""
+    found = _ITEM_ID.fullmatch(item_id) if isinstance(item_id, str) else None
+    return found[1] if found else None
 
 
-def arguments_from_input(said: str, recorded: Sequence[str]) -> str:
-    """Inverse of `custom_input`. Arguments that broke off or contain more than the input are served as the input alone:
-    the call's id finds them in the record.
-    """
-    found = (arguments for arguments in recorded if custom_input(arguments) == said)
-    return next(found, None) or orjson.dumps({"input": said}).decode()
+def model_name(namespace: str | None, name: str) -> str:
+    """The tool's name as the model sees it."""
+    return f"{namespace}__{name}" if namespace else name
 
 
-# Tools.
 def tools_from_responses(tools: list[JsonObject] | None) -> tuple[tuple[JsonObject, ...] | None, dict[str, ServedTool]]:
     """Returns the tools as functions, and how calls of each are served."""
     out: list[JsonObject] = []
@@ -342,19 +559,16 @@ def tools_from_responses(tools: list[JsonObject] | None) -> tuple[tuple[JsonObje
             message = f"tool type {echo(kind)} is not supported; use 'function', 'custom' or 'namespace'"
             raise MessageError(message, field=f"{where}.type")
         given = convert(tool, FunctionTool, where)
-        shown, described, parameters = (
-            model_name(namespace, given.name),
-            given.description or "",
-            given.parameters or {},
-        )
+        shown, described, parameters = model_name(namespace, given.name), given.description or "", given.parameters
         if kind == "custom":
-            described += describe_grammar(tool, where)
+            format_ = convert(tool.get("format") or {"type": "text"}, CustomFormat, f"{where}.format")
+            if format_.type == "grammar":
+                described += f"\n\nThe input follows this {format_.syntax} grammar:\n{format_.definition}"
             parameters = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
-        how = ServedTool(name=given.name, namespace=namespace, custom=kind == "custom")
+        how = ServedTool(given.name, namespace, custom=kind == "custom")
         if served.setdefault(shown, how) != how:
             raise MessageError(f"another tool is shown to the model as {echo(shown)}, too", field=where)
-        function = {"name": shown, "description": described, "parameters": parameters}
-        out.append({"type": "function", "function": function})
+        out.append(function_tool(shown, described, parameters or {}))
     return (tuple(out) or None), served
 
 
@@ -369,24 +583,3 @@ def flatten_namespaces(tools: Sequence[JsonObject]) -> Iterator[tuple[str, str |
             raise MessageError("a namespace needs a name and a list of tools", field=where)
         for place, inner in enumerate(cast("list[Any]", inner_tools)):
             yield f"{where}.tools[{place}]", name, cast("JsonObject", inner) if isinstance(inner, dict) else {}
-
-
-class CustomFormat(msgspec.Struct):
-    type: Literal["text", "grammar"]
-    syntax: Any = None
-    definition: Any = None
-
-
-def describe_grammar(tool: JsonObject, where: str) -> str:
-    format_ = convert(tool.get("format") or {"type": "text"}, CustomFormat, f"{where}.format")
-    if format_.type == "text":
-        return ""
-    return f"\n\nThe input follows this {format_.syntax} grammar:\n{format_.definition}"
-
-
-def choice_from_responses(choice: str | JsonObject | None) -> str | JsonObject | None:
-    if not isinstance(choice, dict):
-        return choice
-    if choice.get("type") not in ("function", "custom"):
-        raise MessageError(f"type {echo(choice.get('type'))} is not supported", field="tool_choice.type")
-    return {"type": "function", "function": {"name": choice.get("name")}}

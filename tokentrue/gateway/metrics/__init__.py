@@ -1,1 +1,0 @@
-"""The gateway's measurements and the Prometheus page."""
