@@ -29,7 +29,7 @@ from tokentrue.app.configuration import read
 from tokentrue.app.wiring import ServeConfig
 from tokentrue.errors import ConfigError, LimitExceeded
 from tokentrue.gateway.asgi import problem_from
-from tokentrue.gateway.metrics import CLOCK, TurnClock, MeteredProvider
+from tokentrue.gateway.metrics import CLOCK, MeteredProvider, TurnClock
 from tokentrue.ids import TokenIds
 from tokentrue.sessions import SessionLimits
 from tokentrue.sessions.limits import HUGE_CHARS, run_by_size
