@@ -52,7 +52,7 @@ async def test_the_queue_is_bounded_and_has_a_deadline() -> None:
     queue = gate(in_flight=1, queue=2, queue_s=0.05)
     async with queue.admit("a"):
         answers = await asyncio.gather(*(generate(queue, "b", []) for _ in range(3)), return_exceptions=True)
-    assert [answer.problem.status for answer in answers if isinstance(answer, HttpError)] == [429, 429, 429]
+    assert [answer.status for answer in answers if isinstance(answer, HttpError)] == [429, 429, 429]
     assert "2 wait" in str(answers[2]) and "limits.queue_s" in str(answers[0])
     async with queue.admit("a"):  # nothing is left behind
         assert (queue.in_flight, queue.queued) == (1, 0)
@@ -73,7 +73,7 @@ async def test_a_gateway_that_closes_refuses_what_waits() -> None:
         queue.close()
         with pytest.raises(HttpError) as refused:
             await waiting
-        assert refused.value.problem.status == 503
+        assert refused.value.status == 503
     assert await queue.drain(1)
 
 
@@ -102,5 +102,5 @@ async def test_closing_at_the_moment_when_a_client_leaves() -> None:
         queue.close()
         left, refused = await asyncio.gather(leaving, staying, return_exceptions=True)
     assert isinstance(left, asyncio.CancelledError)
-    assert isinstance(refused, HttpError) and refused.problem.status == 503
+    assert isinstance(refused, HttpError) and refused.status == 503
     assert (queue.in_flight, queue.queued) == (0, 0)

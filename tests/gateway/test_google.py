@@ -13,7 +13,7 @@ from tests.gateway.test_wire import CASES, parsed, strict, text_of
 from tests.gateway.world import TOOLS, call
 from tokentrue.conversation import Conversations
 from tokentrue.errors import InputError, MessageError
-from tokentrue.gateway.dialects import Google, HttpProblem, ReasoningSigner, RequestHead
+from tokentrue.gateway.dialects import Google, HttpError, ReasoningSigner, RequestHead
 from tokentrue.types import Reply, TurnEvent
 
 GOOGLE = Google(ReasoningSigner(b"x"))
@@ -235,7 +235,7 @@ def test_a_changed_thought_is_refused_and_a_kept_signature_brings_the_reasoning_
 
 
 def test_errors_have_googles_shape() -> None:
-    error = GOOGLE.build_error(HttpProblem(status=429, code="too_many_in_flight", message="later", field="f"))["error"]
+    error = GOOGLE.build_error(HttpError(429, "too_many_in_flight", "later", field="f"))["error"]
     assert (error["code"], error["status"], error["message"]) == (429, "RESOURCE_EXHAUSTED", "later")
     assert (error["details"][0]["reason"], error["details"][0]["metadata"]) == ("too_many_in_flight", {"field": "f"})
 

@@ -45,7 +45,7 @@ class Application:
         try:
             await getattr(self, path.strip("/") or "echo")(scope, receive, send)
         except HttpError as error:
-            await send_json(send, error.problem.status, {"code": error.problem.code})
+            await send_json(send, error.status, {"code": error.code})
         except ClientGone:
             self.gone += 1
 

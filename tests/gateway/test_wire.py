@@ -14,7 +14,7 @@ from pydantic import BaseModel, TypeAdapter
 from tokentrue.gateway.dialects import (
     Anthropic,
     Dialect,
-    HttpProblem,
+    HttpError,
     OpenAIChat,
     OpenAIResponses,
     ReasoningSigner,
@@ -253,7 +253,7 @@ def test_streamed_pieces_add_up_to_the_answer(name: str) -> None:
 
 @pytest.mark.parametrize("name", DIALECTS)
 def test_error_envelopes(name: str) -> None:
-    problem = HttpProblem(status=429, code="too_many_in_flight", message="later", retry_after_s=1)
+    problem = HttpError(429, "too_many_in_flight", "later", retry_after_s=1)
     error = DIALECTS[name].build_error(problem)["error"]
     assert (error["type"], error["code"], error["message"]) == ("rate_limit_error", "too_many_in_flight", "later")
     if name == "anthropic":

@@ -21,7 +21,7 @@ from tests.gateway.inside import gateway
 from tests.gateway.world import ROOT, Made, Server, model_dir, wait_until
 from tokentrue.gateway import find_owner
 from tokentrue.gateway.serving.forwarding import Peers
-from tokentrue.gateway.serving.processes import AdminState
+from tokentrue.gateway.serving.processes import share_admin_state
 
 
 class Engine:
@@ -188,7 +188,7 @@ def test_workers_that_die_come_back_paused_and_with_the_version(pair: Server) ->
 
 
 def test_a_worker_that_starts_takes_what_was_set_before() -> None:
-    state = AdminState()
+    state = share_admin_state()
     apps = [gateway(peers=Peers(me=me, sockets=("a", "b")), admin_state=state) for me in (0, 1)]
     apps[0].services.set_version(7)
     apps[0].services.set_paused(True)

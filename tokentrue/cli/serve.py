@@ -100,7 +100,7 @@ def serve(settings: ServeConfig) -> int:
 
     given_key = os.environ.get(ADMIN_KEY)
     admin_key = given_key or new_admin_key()
-    state = AdminState()  # in memory that the processes share: admin settings survive a restart
+    state = share_admin_state()  # in memory that the processes share: admin settings survive a restart
     engine, server = settings.engine.name, settings.server
     with (
         listen(server.host, server.port, admin_key=admin_key) as public,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import shutil
 import uuid
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -26,7 +25,7 @@ from tokentrue.gateway.asgi import HttpError, Receive, Scope, Send, read_body
 from tokentrue.gateway.auth import check_session_id, hash_key, new_session_key
 from tokentrue.gateway.dialects.base import decode_body, encode
 from tokentrue.gateway.metrics import CONTENT_TYPE, build_page, engine_families
-from tokentrue.gateway.openapi import AdminOperation, document
+from tokentrue.gateway.openapi import AdminOperation, Handler, document
 from tokentrue.gateway.services import Services
 from tokentrue.gateway.serving.forwarding import count_forwards
 from tokentrue.json_types import JsonObject
@@ -104,46 +103,33 @@ class AdminCall:
         return count_forwards(self.request.scope) > 0
 
 
-def json_response(status: int, value: Any) -> Response:
-    return Response(encode(value), status_code=status, media_type="application/json")
-
-
 class AdminHandlers:
+    """A handler returns a response, or the JSON of one with the operation's status."""
+
     def __init__(self, services: Services) -> None:
         self._services = services
 
     # Sessions.
-    async def create(self, call: AdminCall) -> Response:
+    async def create(self, call: AdminCall) -> JsonObject:
         body: CreateSession = call.body
-        session_id = check_session_id(body.session_id) if body.session_id is not None else self._new_id()
-        self._services.peers.require_own(session_id)
-        key, config = new_session_key(session_id), self._services.config
-        session = self._services.new_session(
-            session_id=session_id,
-            group=body.group,
-            metadata=body.metadata,
-            sampling=body.sampling,
-            history=body.history or config.history,
-            training=config.training if body.training is None else body.training,
-            pin=config.pin if body.pin is None else body.pin,
-            key_hash=hash_key(key),
-        )
+        services = self._services
+        session_id = check_session_id(body.session_id) if body.session_id is not None else uuid.uuid4().hex
+        while body.session_id is None and not services.peers.is_own(session_id):  # do not forward the request
+            session_id = uuid.uuid4().hex
+        services.peers.require_own(session_id)
+        key = new_session_key(session_id)
+        settings: JsonObject = {name: getattr(body, name) for name in body.__struct_fields__ if name != "session_id"}
+        session = services.new_session(session_id, key_hash=hash_key(key), **settings)
         await session.wait_created()
-        self._services.sessions.add(session)
+        services.sessions.add(session)
         return self._show_key(call, session_id, key)
 
-    def _new_id(self) -> str:
-        """An id that this worker owns, so that the request is not forwarded."""
-        while not self._services.peers.is_own(session_id := uuid.uuid4().hex):
-            pass
-        return session_id
-
-    def _show_key(self, call: AdminCall, session_id: str, key: str) -> Response:
+    def _show_key(self, call: AdminCall, session_id: str, key: str) -> JsonObject:
         own = f"{self._services.config.base_url or str(call.request.base_url).rstrip('/')}/sessions/{session_id}"
         urls = {"base_url": f"{own}/v1", "anthropic_base_url": own, "google_base_url": own}
-        return json_response(201, {"session_id": session_id, "api_key": key, **urls})
+        return {"session_id": session_id, "api_key": key, **urls}
 
-    async def renew_key(self, call: AdminCall) -> Response:
+    async def renew_key(self, call: AdminCall) -> JsonObject:
         """For a program that resumes a session whose key is lost; revokes the old key."""
         key = new_session_key(call.session_id)
         async with self._services.sessions.checkout(call.session_id) as handle:
@@ -151,24 +137,28 @@ class AdminHandlers:
             await handle.session.replace_key(hash_key(key))
         return self._show_key(call, call.session_id, key)
 
-    async def list(self, call: AdminCall) -> Response:
+    async def list(self, call: AdminCall) -> JsonObject:
         query: ListQuery = call.query
-        journal, after = self._services.journal, read_place(query.after) if query.after else None
+        journal, after = self._services.journal, None
+        if query.after:
+            created, _, session_id = query.after.partition(",")
+            try:
+                after = float(created), session_id
+            except ValueError:
+                message = f"after: must be `created,session_id` of a listed session, got {query.after!r}"
+                raise InputError(message) from None
         chosen: JsonObject = {"state": query.state, "group": query.group}
-        records = await asyncio.to_thread(
-            lambda: journal.sessions(offset=query.offset, limit=query.limit, after=after, **chosen)
-        )
-        total = await asyncio.to_thread(lambda: journal.count(**chosen))
-        listed = [describe_record(record) for record in records]
-        return json_response(200, {"sessions": listed, "total": total, "offset": query.offset, "limit": query.limit})
+        page: JsonObject = {"offset": query.offset, "limit": query.limit}
+        records = await asyncio.to_thread(journal.sessions, after=after, **page, **chosen)
+        total = await asyncio.to_thread(journal.count, **chosen)
+        return {"sessions": [describe_record(record) for record in records], "total": total, **page}
 
-    async def show(self, call: AdminCall) -> Response:
+    async def show(self, call: AdminCall) -> JsonObject:
         async with self._services.sessions.checkout(call.session_id) as handle:
             session, coverage = handle.session, coverage_to_json(handle.coverage())
-            shown = describe_session(session.record, session.tree, coverage)
-            return json_response(200, {**shown, "in_flight": handle.in_flight})
+            return {**describe_session(session.record, session.tree, coverage), "in_flight": handle.in_flight}
 
-    async def delete(self, call: AdminCall) -> Response:
+    async def delete(self, call: AdminCall) -> JsonObject:
         async with self._services.sessions.checkout(call.session_id) as handle:
             await handle.session.end()
             state = handle.session.record.state
@@ -176,13 +166,13 @@ class AdminHandlers:
             await self._services.journal.delete(call.session_id)
             self._services.sessions.forget(call.session_id)
             state = "purged"
-        return json_response(200, {"session_id": call.session_id, "state": state})
+        return {"session_id": call.session_id, "state": state}
 
-    async def reward(self, call: AdminCall) -> Response:
+    async def reward(self, call: AdminCall) -> JsonObject:
         body: GiveReward = call.body
         async with self._services.sessions.checkout(call.session_id) as handle:
             await handle.session.reward(body.reward, leaf=body.leaf, metadata=body.metadata, group=body.group)
-        return json_response(200, {"session_id": call.session_id, "reward": body.reward, "leaf": body.leaf})
+        return {"session_id": call.session_id, "reward": body.reward, "leaf": body.leaf}
 
     async def samples(self, call: AdminCall) -> Response:
         async with self._services.sessions.checkout(call.session_id) as handle:
@@ -191,7 +181,7 @@ class AdminHandlers:
         return await asyncio.to_thread(samples_response, call.session_id, assembly, call.query.format[:40])
 
     # Weight updates. The worker that gets the request applies it to all workers of the server.
-    async def pause(self, call: AdminCall) -> Response:
+    async def pause(self, call: AdminCall) -> JsonObject:
         body: Pause = call.body
         if body.drain and body.abort:
             raise InputError("drain and abort: what is broken off stays in flight until resume; choose one")
@@ -208,17 +198,17 @@ class AdminHandlers:
         }
         if body.abort:
             answer["aborted"] = aborted + sum(other["aborted"] for other in others)
-        return json_response(200, answer)
+        return answer
 
-    async def resume(self, call: AdminCall) -> Response:
+    async def resume(self, call: AdminCall) -> JsonObject:
         self._services.set_paused(False)
         await self._ask_others(call)
-        return json_response(200, {"paused": False, "in_flight": self._services.admission.in_flight})
+        return {"paused": False, "in_flight": self._services.admission.in_flight}
 
-    async def note_version(self, call: AdminCall) -> Response:
+    async def note_version(self, call: AdminCall) -> JsonObject:
         self._services.set_version(call.body.version)
         await self._ask_others(call)
-        return json_response(200, {"version": call.body.version})
+        return {"version": call.body.version}
 
     async def _ask_others(self, call: AdminCall) -> list[Any]:
         if call.is_forwarded:
@@ -230,10 +220,10 @@ class AdminHandlers:
         return [orjson.loads(answer) for answer in answers if answer is not None]
 
     # Health and metrics.
-    async def health(self, call: AdminCall) -> Response:
-        return json_response(200, {"status": "ok"})
+    async def health(self, call: AdminCall) -> JsonObject:
+        return {"status": "ok"}
 
-    async def ready(self, call: AdminCall) -> Response:
+    async def ready(self, call: AdminCall) -> JsonObject:
         services = self._services
         if services.admission.closing:
             raise HttpError(503, "shutting_down", "the gateway is shutting down")
@@ -245,7 +235,7 @@ class AdminHandlers:
         await self._check_disk()
         if not call.is_forwarded and None in await services.peers.ask_workers("GET", "/ready"):
             raise HttpError(503, "worker_not_ready", "a worker is not ready", retry_after_s=1.0)
-        return json_response(200, {"status": "ready", "paused": services.admission.paused, "engine": dict(facts)})
+        return {"status": "ready", "paused": services.admission.paused, "engine": dict(facts)}
 
     async def _check_disk(self) -> None:
         store = self._services.journal.target
@@ -272,27 +262,19 @@ def samples_response(session_id: str, assembly: Assembly, format_: str) -> Respo
     if format_ != "json":
         content, media_type = export_bytes(assembly.samples, format=format_)
         return Response(content, media_type=media_type)
-    samples = [sample_to_json(sample) for sample in assembly.samples]
-    coverage = coverage_to_json(assembly.coverage)
-    return json_response(200, {"session_id": session_id, "samples": samples, "coverage": coverage})
-
-
-def read_place(text: str) -> tuple[float, str]:
-    created, _, session_id = text.partition(",")
-    try:
-        return float(created), session_id
-    except ValueError:
-        raise InputError(f"after: must be `created,session_id` of a listed session, got {text!r}") from None
+    samples, coverage = [sample_to_json(sample) for sample in assembly.samples], coverage_to_json(assembly.coverage)
+    content = encode({"session_id": session_id, "samples": samples, "coverage": coverage})
+    return Response(content, media_type="application/json")
 
 
 def admin_table(services: Services) -> dict[str, dict[str, AdminOperation]]:
     do, Does = AdminHandlers(services), AdminOperation
 
-    async def show_document(call: AdminCall) -> Response:
-        return json_response(200, document(table))
+    async def show_document(call: AdminCall) -> JsonObject:
+        return document(table)
 
-    def open_to_all(handler: Callable[[AdminCall], Awaitable[Response]], summary: str, **more: Any) -> Any:
-        return {"GET": AdminOperation(handler=handler, summary=summary, needs_admin=False, **more)}
+    def open_to_all(handler: Handler, summary: str, **more: Any) -> dict[str, AdminOperation]:
+        return {"GET": Does(handler=handler, summary=summary, needs_admin=False, **more)}
 
     table: dict[str, dict[str, AdminOperation]] = {
         "/sessions": {
@@ -349,5 +331,8 @@ class AdminEndpoint:
             response = await operation.handler(AdminCall(request=request, raw_body=raw, body=body, query=query))
         except SessionElsewhere as error:
             await services.peers.forward(error, scope, receive, send, raw)
-        else:
-            await response(scope, receive, send)
+            return
+        if not isinstance(response, Response):
+            content = encode(response)
+            response = Response(content, status_code=int(operation.status), media_type="application/json")
+        await response(scope, receive, send)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import binascii
 import ctypes
 import logging
 import sys
@@ -18,14 +16,13 @@ from starlette.types import ASGIApp
 
 from tokentrue.gateway.admin import admin_routes
 from tokentrue.gateway.asgi import HttpError, Receive, Scope, Send, answer_errors
-from tokentrue.gateway.auth import ApiKeys, Headers
+from tokentrue.gateway.auth import ApiKeys
 from tokentrue.gateway.config import GatewayConfig
 from tokentrue.gateway.dialects import OpenAIChat
-from tokentrue.gateway.metrics import MeteredProvider
 from tokentrue.gateway.model_routes import model_routes
 from tokentrue.gateway.services import RendererFor, Services
 from tokentrue.gateway.serving.forwarding import Peers
-from tokentrue.gateway.serving.processes import AdminState
+from tokentrue.gateway.serving.processes import AdminState, share_admin_state
 from tokentrue.gateway.sessions import ignores_tools
 from tokentrue.protocols import EngineControl
 from tokentrue.sessions.journal import Journal
@@ -60,34 +57,28 @@ class Gateway:
             provider=provider,
             journal=journal,
             peers=peers or Peers(),
-            admin_state=admin_state or AdminState(),
+            admin_state=admin_state or share_admin_state(),
         )
+        self.config, self.provider = self.services.config, self.services.provider
         pages = view_routes(self.services.keys, view) if view is not None else []
         self._router = Router(
             routes=[*model_routes(self.services), *pages, *admin_routes(self.services)], redirect_slashes=False
         )
         self._background: list[asyncio.Task[None]] = []
 
-    @property
-    def config(self) -> GatewayConfig:
-        return self.services.config
-
-    @property
-    def provider(self) -> MeteredProvider:
-        return self.services.provider
-
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self._run_lifespan(receive, send)
         elif scope["type"] == "http":
-            await answer_errors(
-                self._route, scope, receive, send, dialect=OpenAIChat, errors=self.services.metrics.errors
-            )
+            errors = self.services.metrics.errors
+            await answer_errors(self._route, scope, receive, send, dialect=OpenAIChat, errors=errors)
         else:
             await send({"type": "websocket.close", "code": 1008})
 
     async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
-        refuse_dot_segments(scope["path"])
+        # A client or proxy could resolve them to a different path than the one whose key is checked.
+        if not {".", ".."}.isdisjoint(scope["path"].replace("\\", "/").split("/")):
+            raise HttpError(404, "unknown_path", "no such path: it has a dot segment")
         await self._router(scope, receive, send)
 
     # Start-up and shutdown.
@@ -105,8 +96,7 @@ class Gateway:
         self.provider.inner.watch()
         if ignores_tools(self.services.renderer_for(self.config.history)):
             LOG.warning("the chat template of this model ignores tools: requests with tools are refused")
-        self._background.append(asyncio.create_task(self._purge_by_age()))
-        self._background.append(asyncio.create_task(self._evict_idle()))
+        self._background = [asyncio.create_task(self._purge_by_age()), asyncio.create_task(self._evict_idle())]
 
     async def _purge_by_age(self) -> None:
         while True:
@@ -141,12 +131,6 @@ class Gateway:
         await asyncio.to_thread(stop_tracing)
 
 
-def refuse_dot_segments(path: str) -> None:
-    """Refuses a path that a client or proxy could resolve to a different one than the path whose key is checked."""
-    if not {".", ".."}.isdisjoint(path.replace("\\", "/").split("/")):
-        raise HttpError(404, "unknown_path", "no such path: it has a dot segment")
-
-
 def release_freed_memory() -> bool:
     # Encoding a text takes about a hundred times its size, in many small blocks. glibc keeps what is freed
     # of them in the threads' arenas: the process stays as large as the sum of each thread's peak.
@@ -178,25 +162,11 @@ class AdminPage:
         if scope["type"] != "http" or scope["method"] not in {"GET", "HEAD"}:
             raise HttpError(405, "method_not_allowed", "use GET")
         try:
-            self._keys.require_admin(with_basic_password(scope["headers"]))
+            self._keys.require_admin(scope["headers"], basic=True)
         except HttpError as error:
-            refused = PlainTextResponse(f"{error}\n", error.problem.status, headers={"www-authenticate": CHALLENGE})
+            refused = PlainTextResponse(f"{error}\n", error.status, headers={"www-authenticate": CHALLENGE})
             await refused(scope, receive, send)
             return
         if self._page is None:
             self._page = await asyncio.to_thread(self._load)
         await self._page(scope, receive, send)
-
-
-def with_basic_password(headers: Headers) -> list[tuple[bytes, bytes]]:
-    found: list[tuple[bytes, bytes]] = []
-    for name, value in headers:
-        if name == b"authorization" and value[:6].lower() == b"basic ":
-            try:
-                _, _, password = base64.b64decode(value[6:], validate=True).partition(b":")
-            except (binascii.Error, ValueError):
-                password = b""
-            found.append((name, b"Bearer " + password))
-        else:
-            found.append((name, value))
-    return found

@@ -1,12 +1,12 @@
-"""Bare ASGI for model requests: read a body within its limits, send JSON, events and errors, notice a client that leaves."""
+"""Bare ASGI: read a body within its limits, send JSON, events and errors, notice a client that disconnects."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Generator, Iterable, MutableMapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterable, MutableMapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeAlias
 
 from tokentrue.errors import (
@@ -16,7 +16,6 @@ from tokentrue.errors import (
     InputError,
     JournalError,
     LimitExceeded,
-    MessageError,
     PromptTooLong,
     RenderError,
     SessionConflict,
@@ -24,7 +23,7 @@ from tokentrue.errors import (
     SessionNotFound,
     TokenTrueError,
 )
-from tokentrue.gateway.dialects.base import Dialect, Encoder, HttpProblem, encode
+from tokentrue.gateway.dialects.base import Dialect, Encoder, HttpError, encode
 from tokentrue.types import TurnEvent
 
 Scope: TypeAlias = MutableMapping[str, Any]
@@ -41,7 +40,6 @@ EVENTS: RawHeaders = [
     (b"x-accel-buffering", b"no"),
 ]
 
-# Exceptions to client errors: a status, a stable code, a field, one sentence.
 STATUS: tuple[tuple[type[TokenTrueError], int], ...] = (  # first match wins: children before parents
     (InputError, 400),
     (RenderError, 422),
@@ -58,31 +56,21 @@ STATUS: tuple[tuple[type[TokenTrueError], int], ...] = (  # first match wins: ch
 LONGEST = 600
 
 
-class HttpError(TokenTrueError):
-    """A request that the gateway itself refuses."""
-
-    def __init__(
-        self, status: int, code: str, message: str, *, field: str | None = None, retry_after_s: float | None = None
-    ) -> None:
-        super().__init__(message)
-        self.problem = HttpProblem(status=status, code=code, message=message, field=field, retry_after_s=retry_after_s)
-
-
-def problem_from(error: BaseException) -> HttpProblem:
+def problem_from(error: BaseException) -> HttpError:
+    """What the client sees of an exception: a status, a stable code, a field, one sentence."""
     if isinstance(error, HttpError):
-        return error.problem
+        return error
     if not isinstance(error, TokenTrueError):
-        message = "the gateway failed on this request; its log has the cause"
-        return HttpProblem(status=500, code="internal", message=message)
+        return HttpError(500, "internal", "the gateway failed on this request; its log has the cause")
     status = next((status for kind, status in STATUS if isinstance(error, kind)), 500)
     if isinstance(error, JournalError):  # its text names the store, which clients must not see
         message = "the gateway's record cannot be read or written now; send this again. The gateway's log has the cause"
-        return HttpProblem(status=status, code=error.code, message=message, retry_after_s=1.0)
-    field = error.field if isinstance(error, MessageError) else None
+        return HttpError(status, error.code, message, retry_after_s=1.0)
     retry = getattr(error, "retry_after_s", None)
     if isinstance(error, LimitExceeded) and retry is not None:
         status = 429
-    return HttpProblem(status=status, code=error.code, message=str(error)[:LONGEST], field=field, retry_after_s=retry)
+    field = getattr(error, "field", None)
+    return HttpError(status, error.code, str(error)[:LONGEST], field=field, retry_after_s=retry)
 
 
 class ClientGone(Exception):
@@ -112,21 +100,24 @@ class BodyBudget:
         self._limit = limit
         self.used = 0
 
-    @contextmanager
-    def reserve(self) -> Generator[Callable[[int], None], None, None]:
-        """Yields `take(n)`, which reserves bytes of one body; releases them on exit."""
+    @asynccontextmanager
+    async def read(self, scope: Scope, receive: Receive, limit: int) -> AsyncGenerator[bytes, None]:
+        """Yields the body of a request; its bytes are released on exit."""
         taken = 0
 
         def take(size: int) -> None:
             nonlocal taken
             if self.used + size > self._limit:
-                message = "the bodies of requests in progress fill the memory set aside for them (limits.bodies_bytes); try again"
+                message = (
+                    "the bodies of requests in progress fill the memory set aside for them (limits.bodies_bytes); "
+                    "try again"
+                )
                 raise HttpError(429, "too_many_bytes_in_flight", message, retry_after_s=1.0)
             taken += size
             self.used += size
 
         try:
-            yield take
+            yield await read_body(scope, receive, limit, take)
         finally:
             self.used -= taken
 
@@ -187,8 +178,7 @@ async def answer_errors(
     except asyncio.CancelledError:  # the server is stopping and the grace period is over
         if watched.status:
             return
-        message = "the gateway is stopping; send this again"
-        problem = HttpProblem(status=503, code="shutting_down", message=message, retry_after_s=1.0)
+        problem = HttpError(503, "shutting_down", "the gateway is stopping; send this again", retry_after_s=1.0)
     except Exception as error:
         problem = problem_from(error)
         if problem.status == 500:
@@ -251,7 +241,7 @@ class EventStream:
         finally:
             pings.cancel()
 
-    async def end(self, problem: HttpProblem | None = None) -> None:
+    async def end(self, problem: HttpError | None = None) -> None:
         """Ends the stream, with the dialect's error event if there is a problem."""
         await self._write(self._encoder.finish() if problem is None else self._encoder.error(problem))
         self.ended = True

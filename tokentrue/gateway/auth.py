@@ -7,11 +7,13 @@ logged.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import hmac
 import re
 import secrets
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from tokentrue.errors import InputError
@@ -98,15 +100,13 @@ class ApiKeys:
             raise HttpError(403, "wrong_session", "this key belongs to another session")
         return SessionAccess(session_id=owner, key_hash=hash_key(presented))
 
-    def require_admin(self, headers: Headers) -> None:
-        presented = read_key(headers)
+    def require_admin(self, headers: Headers, *, basic: bool = False) -> None:
+        presented = read_key(headers, basic=basic)
         if presented is None:
             raise HttpError(401, "missing_key", "send the admin key as Authorization: Bearer")
         if not self.is_admin(presented):
-            of_session = session_from_key(presented) is not None
-            raise HttpError(
-                403 if of_session else 401, "not_admin" if of_session else "invalid_key", "this needs the admin key"
-            )
+            status, code = (401, "invalid_key") if session_from_key(presented) is None else (403, "not_admin")
+            raise HttpError(status, code, "this needs the admin key")
 
 
 def session_from_key(presented: str) -> str | None:
@@ -115,11 +115,16 @@ def session_from_key(presented: str) -> str | None:
     return session_id if mark == "tt" and len(secret) == 40 and SESSION_ID.fullmatch(session_id) else None
 
 
-def read_key(headers: Headers) -> str | None:
+def read_key(headers: Headers, *, basic: bool = False) -> str | None:
+    """`basic`: takes the password of HTTP Basic authentication, too."""
     bearer = None
     for name, value in headers:
-        if name == b"authorization" and value[:7].lower() == b"bearer ":
-            bearer = value[7:].strip()
-        elif name in KEY_HEADERS and value:
+        kind, _, credentials = value.partition(b" ")
+        if name in KEY_HEADERS and value:
             return value.strip().decode("latin-1")
+        if name == b"authorization" and kind.lower() == b"bearer":
+            bearer = credentials.strip()
+        elif name == b"authorization" and kind.lower() == b"basic" and basic:
+            with suppress(ValueError):
+                bearer = base64.b64decode(credentials, validate=True).partition(b":")[2]
     return bearer.decode("latin-1") if bearer else None

@@ -1,6 +1,5 @@
-"""Model requests: one table of paths defines the routes and the OpenAPI document; `ModelEndpoint` serves them.
-
-A turn: check the key, read and parse the body, run the turn, reply in the dialect. Read `ModelEndpoint._serve` first.
+"""Model requests: one table of paths defines the routes and the OpenAPI document; `ModelEndpoint` checks the key and finds
+the session, `ModelRequest` reads and parses the body, runs the turn and replies in the dialect.
 
 Invariants: `OPERATIONS` lists all generating paths, and each runs a recorded turn; any other path below `/v1` and
 `/v1beta` is refused. Keys are checked before bodies are read; no reply and no last event before the turn is durable; a
@@ -35,12 +34,12 @@ from tokentrue.gateway.asgi import (
     answer_errors,
     cancel_on_disconnect,
     problem_from,
-    read_body,
     send_json,
 )
 from tokentrue.gateway.auth import SessionAccess, invalid_key
 from tokentrue.gateway.dialects import Anthropic, Dialect, Google, OpenAIChat, OpenAIResponses, RequestHead
 from tokentrue.gateway.dialects.anthropic import CountBody, MessagesBody
+from tokentrue.gateway.dialects.base import count_sampled
 from tokentrue.gateway.dialects.google import CountTokensBody, GenerateBody
 from tokentrue.gateway.dialects.openai_chat import ChatBody
 from tokentrue.gateway.dialects.openai_responses import ResponsesBody
@@ -50,7 +49,8 @@ from tokentrue.gateway.sessions import SessionHandle
 from tokentrue.json_types import JsonObject
 from tokentrue.sessions.limits import count_chars, run_by_size
 from tokentrue.tracing import annotate, is_traced, trace_request
-from tokentrue.types import Reply, Sampling, TurnRequest
+from tokentrue.turn import Session
+from tokentrue.types import Reply, TurnRequest
 
 LOG = logging.getLogger("tokentrue.gateway")
 SESSION_ROOT = "/sessions/{session_id}"
@@ -147,8 +147,7 @@ class ModelEndpoint:
             raise HttpError(405, "method_not_allowed", f"use {operation.method}")
         if operation.streams and query.get("alt") != "sse":
             raise HttpError(400, "not_supported", "streams are server-sent events here; add ?alt=sse", field="alt")
-        clock = TurnClock()
-        CLOCK.set(clock)
+        request = ModelRequest(services, operation, scope, receive, send)
         elsewhere = None
         try:
             try:
@@ -157,17 +156,17 @@ class ModelEndpoint:
                 elsewhere = error
             else:
                 with services.sessions.pin(handle):
-                    await self._run(handle, scope, receive, send, clock)
+                    await request.run(handle)
         except BaseException as error:
             if operation.does == "generate":
-                self._log_failure(access.session_id, error, clock)
+                request.log_failure(access.session_id, error)
             raise
         if elsewhere is not None:  # nothing of the body has been read; the owner serves and logs it
             await services.peers.forward(elsewhere, scope, receive, send)
 
     async def _find(self, access: SessionAccess) -> SessionHandle:
         """Returns the session of an access. A wrong key does not reveal whether the session exists."""
-        create = self._services.new_default_session if access.may_create else None
+        create = self._services.new_session if access.may_create else None
         try:
             handle = await self._services.sessions.open(access.session_id, create)
         except SessionNotFound:
@@ -177,48 +176,63 @@ class ModelEndpoint:
         access.check(handle.session.record.key_hash)
         return handle
 
-    async def _run(self, handle: SessionHandle, scope: Scope, receive: Receive, send: Send, clock: TurnClock) -> None:
-        dialect = handle.dialects[self._dialect.name]
+
+class ModelRequest:
+    """One request of a session, whose key has been checked. Read `run` first."""
+
+    def __init__(self, services: Services, operation: Operation, scope: Scope, receive: Receive, send: Send) -> None:
+        self._services, self._operation = services, operation
+        self._scope, self._receive, self._send = scope, receive, send
+        self._clock = TurnClock()
+        CLOCK.set(self._clock)
+
+    async def run(self, handle: SessionHandle) -> None:
+        services, session, dialect = self._services, handle.session, handle.dialects[self._operation.dialect.name]
         if self._operation.does == "list":
-            base = self._services.config.model
-            names = [base, *(f"{base}:{name}" for name in self._services.provider.adapters)]
-            await send_json(send, 200, list_models(names))
-        elif self._operation.does == "count":
-            await self._count_tokens(handle, dialect, scope, receive, send)
-        else:
-            handle.check_open()
-            head, request = await self._read(handle, dialect, scope, receive)
-            admission = self._services.admission
-            with handle.count_in_flight(), cancel_on_disconnect(receive):
-                await admission.wait_for_resume()
-                async with admission.admit(handle.session.id):
-                    replies = await self._generate(handle, dialect, head, request, scope, send, clock)
-            self._log_turn(handle.session.id, head, replies, clock)
+            base = services.config.model
+            names = [base, *(f"{base}:{name}" for name in services.provider.adapters)]
+            await send_json(self._send, 200, list_models(names))
+            return
+        if self._operation.does == "count":
+            async with services.bodies.read(self._scope, self._receive, services.config.limits.body_bytes) as body:
+                conversation = handle.read_conversation(dialect, dialect.decode_count(body))
+            chars = count_chars(conversation) + count_chars(conversation.tools or ())
+            session.limits.check_text(chars)
+            rendered = await run_by_size(session.renderer.render, chars, conversation, conversation.tools)
+            await send_json(self._send, 200, {dialect.count_key: len(rendered.token_ids)})
+            return
+        handle.check_open()
+        head, request = await self._read(handle, dialect)
+        limit = services.config.limits.turn_s
+        with handle.count_in_flight(), cancel_on_disconnect(self._receive):
+            await services.admission.wait_for_resume()
+            async with services.admission.admit(session.id):
+                try:
+                    async with asyncio.timeout(limit):  # whatever the engine's timeouts and retries
+                        replies = await (self._stream if head.stream else self._answer)(session, dialect, head, request)
+                except TimeoutError:
+                    raise EngineTimeout(f"the turn took longer than {limit:g} s (limits.turn_s)") from None
+        self._log_turn(session.id, head, replies)
 
-    async def _count_tokens(
-        self, handle: SessionHandle, dialect: Dialect, scope: Scope, receive: Receive, send: Send
-    ) -> None:
-        with self._services.bodies.reserve() as take:
-            body = await read_body(scope, receive, self._services.config.limits.body_bytes, take)
-            conversation = handle.read_conversation(dialect, dialect.decode_count(body))
-        chars = count_chars(conversation) + count_chars(conversation.tools or ())
-        handle.session.limits.check_text(chars)
-        rendered = await run_by_size(handle.session.renderer.render, chars, conversation, conversation.tools)
-        await send_json(send, 200, {dialect.count_key: len(rendered.token_ids)})
-
-    async def _read(
-        self, handle: SessionHandle, dialect: Dialect, scope: Scope, receive: Receive
-    ) -> tuple[RequestHead, TurnRequest]:
-        with self._services.bodies.reserve() as take:
-            body = await read_body(scope, receive, self._services.config.limits.body_bytes, take)
+    async def _read(self, handle: SessionHandle, dialect: Dialect) -> tuple[RequestHead, TurnRequest]:
+        services, scope = self._services, self._scope
+        async with services.bodies.read(scope, self._receive, services.config.limits.body_bytes) as body:
             head, conversation = handle.parse(dialect, body)
             request_key = handle.find_request_key(scope, dialect, body)
         if self._operation.streams is not None:  # Google has both in the path
             head = replace(head, model=scope["path_params"]["model"], stream=self._operation.streams)
+        # An adapter samples if the model's name is `adapter` or `base:adapter`; any other name is the base model.
+        sampling, loaded = head.sampling, services.provider.adapters
+        adapter = head.model.removeprefix(f"{services.config.model}:")
+        if adapter in loaded:
+            sampling = replace(sampling, extra={**sampling.extra, "adapter": adapter})
+        elif adapter != head.model:
+            message = f"adapter {adapter!r} is not loaded; loaded: {', '.join(loaded) or 'none'}"
+            raise MessageError(message, field="model")
         request = TurnRequest(
             messages=conversation,
             tools=conversation.tools,
-            sampling=self._name_adapter(head),
+            sampling=sampling,
             template_kwargs=head.template_kwargs,
             n=head.n,
             dialect=dialect.name,
@@ -227,64 +241,45 @@ class ModelEndpoint:
         )
         return head, request
 
-    def _name_adapter(self, head: RequestHead) -> Sampling:
-        """Samples with an adapter if the model's name is `adapter` or `base:adapter`; any other name is the base."""
-        loaded = self._services.provider.adapters
-        name = head.model.removeprefix(f"{self._services.config.model}:")
-        if name in loaded:
-            return replace(head.sampling, extra={**head.sampling.extra, "adapter": name})
-        if name != head.model:
-            raise MessageError(f"adapter {name!r} is not loaded; loaded: {', '.join(loaded) or 'none'}", field="model")
-        return head.sampling
-
-    async def _generate(
-        self,
-        handle: SessionHandle,
-        dialect: Dialect,
-        head: RequestHead,
-        request: TurnRequest,
-        scope: Scope,
-        send: Send,
-        clock: TurnClock,
+    async def _answer(
+        self, session: Session, dialect: Dialect, head: RequestHead, request: TurnRequest
     ) -> Sequence[Reply]:
-        session, limit = handle.session, self._services.config.limits.turn_s
-        try:
-            async with asyncio.timeout(limit):  # whatever the engine's timeouts and retries
-                if not head.stream:
-                    replies = await session.turn(request)
-                    names = (b"x-tokentrue-session", session.id), (b"x-tokentrue-node", replies[0].node)
-                    headers = [(name, value.encode()) for name, value in names]
-                    await send_json(send, 200, dialect.build_answer(head, replies, session.renderer.decode), *headers)
-                    return replies
-                stream = scope[STREAM] = EventStream(send, dialect.new_encoder(head, session.renderer.decode))
-                streamed: list[Reply] = []
-                with stream.keep_alive(self._services.config.keep_alive_s):
-                    async with aclosing(session.stream_batches(request)) as batches:
-                        async for events in batches:
-                            streamed += [event.reply for event in events if event.reply is not None]
-                            await stream.feed(events)
-                            if clock.first_byte is None and stream.started:
-                                clock.first_byte = time.perf_counter()
-                await stream.end()
-                return streamed
-        except TimeoutError:
-            raise EngineTimeout(f"the turn took longer than {limit:g} s (limits.turn_s)") from None
+        replies = await session.turn(request)
+        answer = dialect.build_answer(head, replies, session.renderer.decode)
+        names = (b"x-tokentrue-session", session.id.encode()), (b"x-tokentrue-node", replies[0].node.encode())
+        await send_json(self._send, 200, answer, *names)
+        return replies
 
-    def _log_turn(self, session_id: str, head: RequestHead, replies: Sequence[Reply], clock: TurnClock) -> None:
-        first, sampled = replies[0], sum(len(reply.completion.token_ids) for reply in replies)
+    async def _stream(
+        self, session: Session, dialect: Dialect, head: RequestHead, request: TurnRequest
+    ) -> Sequence[Reply]:
+        replies, encoder = list[Reply](), dialect.new_encoder(head, session.renderer.decode)
+        stream = self._scope[STREAM] = EventStream(self._send, encoder)
+        with stream.keep_alive(self._services.config.keep_alive_s):
+            async with aclosing(session.stream_batches(request)) as batches:
+                async for events in batches:
+                    replies += [event.reply for event in events if event.reply is not None]
+                    await stream.feed(events)
+                    if self._clock.first_byte is None and stream.started:
+                        self._clock.first_byte = time.perf_counter()
+        await stream.end()
+        return replies
+
+    def _log_turn(self, session_id: str, head: RequestHead, replies: Sequence[Reply]) -> None:
+        first, sampled, name = replies[0], count_sampled(replies), self._operation.dialect.name
         annotate(session=session_id, node=first.node, tokens_in=first.prompt_tokens, streamed=head.stream)
-        added_s = self._services.metrics.note_turn(self._dialect.name, first, sampled, clock, streamed=head.stream)
+        added_s = self._services.metrics.note_turn(name, first, sampled, self._clock, streamed=head.stream)
         log_line(
             "turn",
             session=session_id,
             node=first.node,
-            dialect=self._dialect.name,
+            dialect=name,
             streamed=head.stream,
             tokens_in=first.prompt_tokens,
             tokens_new=first.given_tokens,
             tokens_sampled=sampled,
             added_ms=None if added_s is None else round(added_s * 1000, 3),
-            engine_ms=round(clock.engine_s * 1000, 3),
+            engine_ms=round(self._clock.engine_s * 1000, 3),
             projection=first.projection,
             fork=first.edge_reason,
             replayed=first.from_record,
@@ -292,17 +287,17 @@ class ModelEndpoint:
             finish=first.completion.finish_reason,
         )
 
-    def _log_failure(self, session_id: str, error: BaseException, clock: TurnClock) -> None:
+    def log_failure(self, session_id: str, error: BaseException) -> None:
         gone = isinstance(error, ClientGone | asyncio.CancelledError)
         problem = None if gone else problem_from(error)
         log_line(
             "turn_failed",
             session=session_id,
-            dialect=self._dialect.name,
+            dialect=self._operation.dialect.name,
             status=None if problem is None else problem.status,
             code="client_gone" if problem is None else problem.code,
-            total_ms=round((time.perf_counter() - clock.started) * 1000, 3),
-            engine_ms=round(clock.engine_s * 1000, 3),
+            total_ms=round((time.perf_counter() - self._clock.started) * 1000, 3),
+            engine_ms=round(self._clock.engine_s * 1000, 3),
         )
 
 

@@ -29,9 +29,12 @@ PAGE: JsonObject = {
 }
 
 
+Handler = Callable[..., Awaitable[Response | JsonObject]]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdminOperation:
-    handler: Callable[..., Awaitable[Response]]
+    handler: Handler
     summary: str
     needs_admin: bool = True
     body: type[msgspec.Struct] | None = None
@@ -54,9 +57,8 @@ def document(admin: Mapping[str, Mapping[str, AdminOperation]]) -> JsonObject:
             path = f"{root}/{operation.versions[0]}/{operation.path.replace(':path}', '}')}"
             paths[path] = {operation.method.lower(): _model_operation(operation, path)}
     for path, methods in admin.items():
-        shown = {method.lower(): _admin_operation(operation, path) for method, operation in methods.items()}
-        if shown:
-            paths[path] = shown
+        if methods:
+            paths[path] = {method.lower(): _admin_operation(shown, path) for method, shown in methods.items()}
     return {
         "openapi": "3.1.0",
         "info": {

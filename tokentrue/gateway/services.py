@@ -53,15 +53,19 @@ class Services:
         renderer, limits = self.renderer_for(record.history), self.config.session_limits
         return await Session.open(self.journal, session_id, renderer=renderer, provider=self.provider, limits=limits)
 
-    def new_default_session(self, session_id: str) -> Session:
-        """A session without a key, created by the first request under its name."""
-        config = self.config
-        return self.new_session(session_id=session_id, history=config.history, training=config.training, pin=config.pin)
-
-    def new_session(self, **settings: Any) -> Session:
-        renderer = self.renderer_for(settings.get("history", self.config.history))
-        limits = self.config.session_limits
-        return Session(renderer=renderer, provider=self.provider, journal=self.journal, limits=limits, **settings)
+    def new_session(self, session_id: str, **settings: Any) -> Session:
+        """A session that the journal does not hold yet; settings that are not given are the gateway's."""
+        for name in ("history", "training", "pin"):
+            if settings.get(name) is None:
+                settings[name] = getattr(self.config, name)
+        return Session(
+            session_id=session_id,
+            renderer=self.renderer_for(settings["history"]),
+            provider=self.provider,
+            journal=self.journal,
+            limits=self.config.session_limits,
+            **settings,
+        )
 
     # What the administrator sets.
     def set_paused(self, paused: bool) -> None:
@@ -80,7 +84,7 @@ class Services:
         if has_weights and self.admin_state.version != UNVERSIONED:
             self._apply_version(self.admin_state.version)
 
-    def _apply_pause(self, paused: bool) -> None:
+    def _apply_pause(self, paused: int) -> None:
         for gate in (self.admission, self.provider.inner):
             if paused:
                 gate.pause()

@@ -1,7 +1,7 @@
 """Wire dialects: parse foreign JSON to `RequestHead` and messages; build replies and events in that dialect."""
 
 from tokentrue.gateway.dialects.anthropic import Anthropic
-from tokentrue.gateway.dialects.base import DecodedBody, Dialect, HttpProblem, RequestHead
+from tokentrue.gateway.dialects.base import DecodedBody, Dialect, HttpError, RequestHead
 from tokentrue.gateway.dialects.google import Google
 from tokentrue.gateway.dialects.openai_chat import OpenAIChat
 from tokentrue.gateway.dialects.openai_responses import OpenAIResponses
@@ -12,7 +12,7 @@ __all__ = [
     "DecodedBody",
     "Dialect",
     "Google",
-    "HttpProblem",
+    "HttpError",
     "OpenAIChat",
     "OpenAIResponses",
     "ReasoningSigner",

@@ -17,7 +17,7 @@ from tokentrue.gateway.dialects.base import (
     DecodedBody,
     Dialect,
     Encoder,
-    HttpProblem,
+    HttpError,
     RequestHead,
     TextOf,
     arguments_object,
@@ -101,7 +101,7 @@ class AnthropicEncoder(Encoder):
 
     def begin(self) -> bytes:
         end = {"stop_reason": None, "stop_sequence": None, "usage": {"input_tokens": 0, "output_tokens": 0}}
-        message = {**message_base(self.head, self.node), "content": [], **end}
+        message: JsonObject = {**message_base(self.head, self.node), "content": [], **end}
         return self._event("message_start", message=message) + self.ping
 
     def _event(self, kind: str, **body: Any) -> bytes:
@@ -149,7 +149,7 @@ class AnthropicEncoder(Encoder):
         usage = end.pop("usage")
         return self._close() + self._event("message_delta", delta=end, usage=usage) + self._event("message_stop")
 
-    def error(self, problem: HttpProblem) -> bytes:
+    def error(self, problem: HttpError) -> bytes:
         return sse(self.dialect.build_error(problem), "error")
 
 
@@ -170,7 +170,7 @@ class CountBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class MessagesBody(CountBody, kw_only=True, forbid_unknown_fields=True):
-    model: str
+    model: str  # pyright: ignore[reportGeneralTypeIssues]
     max_tokens: int
     stream: bool | None = False
     temperature: float | None = None
@@ -304,9 +304,9 @@ class Anthropic(Dialect):
         return {**message_base(head, reply.node), "content": blocks, **message_end(head, reply)}
 
     @staticmethod
-    def build_error(problem: HttpProblem) -> JsonObject:
+    def build_error(problem: HttpError) -> JsonObject:
         kind = ERROR_TYPES.get(problem.status, "api_error" if problem.status >= 500 else "invalid_request_error")
-        error = {"type": kind, "message": problem.message, "code": problem.code, "field": problem.field}
+        error = {"type": kind, "message": str(problem), "code": problem.code, "field": problem.field}
         return {"type": "error", "error": error}
 
 
@@ -318,13 +318,12 @@ def result_message(block: ToolResultBlock, where: str) -> Message:
 
 def leading_from(system: str | list[Any] | None) -> tuple[Message, ...]:
     if isinstance(system, list):
-        system = [block for block in system if not is_billing(block)]
+        system = [block for block in system if not has_billing(block)]
     return system_message(join_text(system, TEXT_BLOCKS, "system", glue="\n\n"))
 
 
-def is_billing(block: Any) -> bool:
-    text = cast("JsonObject", block).get("text") if isinstance(block, dict) else None
-    return isinstance(text, str) and text.startswith(BILLING)
+def has_billing(block: Any) -> bool:
+    return isinstance(block, dict) and str(cast("JsonObject", block).get("text")).startswith(BILLING)
 
 
 def read_tools(given: CountBody) -> tuple[JsonObject, tuple[JsonObject, ...] | None]:

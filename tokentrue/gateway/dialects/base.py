@@ -17,7 +17,7 @@ import orjson
 from msgspec import Raw
 
 from tokentrue.conversation import Conversation, Conversations, own_source
-from tokentrue.errors import MessageError, SamplingError
+from tokentrue.errors import MessageError, SamplingError, TokenTrueError
 from tokentrue.gateway.dialects.signing import ReasoningSigner
 from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.plain_json import MAX_DEPTH, check_depth, complaint
@@ -43,15 +43,14 @@ LEVELS_AROUND_ARGUMENTS = 4
 """Most JSON levels around arguments in a message: Google's content, its parts, a part, the call."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HttpProblem:
+class HttpError(TokenTrueError):
     """An error for a client: never contains a stack trace or conversation text."""
 
-    status: int
-    code: str
-    message: str
-    field: str | None = None
-    retry_after_s: float | None = None
+    def __init__(
+        self, status: int, code: str, message: str, *, field: str | None = None, retry_after_s: float | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.code, self.field, self.retry_after_s = status, code, field, retry_after_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +114,7 @@ class Encoder:
         """The end of the stream, after every choice has its reply."""
         return b""
 
-    def error(self, problem: HttpProblem) -> bytes:
+    def error(self, problem: HttpError) -> bytes:
         return sse(self.dialect.build_error(problem))
 
 
@@ -167,7 +166,7 @@ class Dialect:
         return self.encoder(self, head, text_of)
 
     @staticmethod
-    def build_error(problem: HttpProblem) -> JsonObject:
+    def build_error(problem: HttpError) -> JsonObject:
         raise NotImplementedError
 
     def read_conversation(
@@ -255,7 +254,7 @@ def check_fields(record: Any, path: str) -> None:
 
 def parse_json(raw: bytes, path: str, *, most_levels: int = MAX_DEPTH) -> Any:
     """Keeps all digits of integers: orjson rounds those beyond 64 bits."""
-    value = decode_json(raw, Any, path)
+    value: Any = decode_json(raw, cast("type[Any]", Any), path)
     check_depth(value, path, most=most_levels)
     return value
 
@@ -282,14 +281,10 @@ def sampling_from(given: msgspec.Struct, **renamed: Any) -> Sampling:
     """The fields that `given` has under our names, and those `renamed`; what the client did not set keeps its
     default.
     """
-    fields = {name: getattr(given, name, None) for name in SAMPLING} | renamed
-    return Sampling(
-        **{
-            name: tuple(cast("list[Any]", value)) if isinstance(value, list) else value
-            for name, value in fields.items()
-            if value is not None
-        }
-    )
+    fields: JsonObject = {name: getattr(given, name, None) for name in SAMPLING} | renamed
+    for name in ("stop", "stop_token_ids"):
+        fields[name] = tuple(fields.get(name) or ())
+    return Sampling(**{name: value for name, value in fields.items() if value is not None})
 
 
 def check_choices(count: int | None, field: str) -> int:

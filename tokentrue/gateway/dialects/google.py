@@ -22,7 +22,7 @@ from tokentrue.gateway.dialects.base import (
     DecodedBody,
     Dialect,
     Encoder,
-    HttpProblem,
+    HttpError,
     RequestHead,
     TextOf,
     arguments_object,
@@ -181,7 +181,7 @@ class GoogleEncoder(Encoder):
         candidates = [build_candidate(index, parts, end)]
         return sse({"candidates": candidates, **response_base(self.head, self.node), **usage})
 
-    def error(self, problem: HttpProblem) -> bytes:
+    def error(self, problem: HttpError) -> bytes:
         return encode(self.dialect.build_error(problem)) + b"\n\n"
 
 
@@ -386,7 +386,7 @@ class Google(Dialect):
         return {"candidates": candidates, "usageMetadata": build_usage(replies), **response_base(head, replies[0].node)}
 
     @staticmethod
-    def build_error(problem: HttpProblem) -> JsonObject:
+    def build_error(problem: HttpError) -> JsonObject:
         """`code` is the HTTP status in this protocol; the gateway's code and the field are in `details`."""
         info = {
             "@type": "type.googleapis.com/google.rpc.ErrorInfo",
@@ -395,7 +395,7 @@ class Google(Dialect):
             "metadata": {"field": problem.field} if problem.field else {},
         }
         status = STATUSES.get(problem.status, "INTERNAL" if problem.status >= 500 else "INVALID_ARGUMENT")
-        return {"error": {"code": problem.status, "message": problem.message, "status": status, "details": [info]}}
+        return {"error": {"code": problem.status, "message": str(problem), "status": status, "details": [info]}}
 
 
 # The body.

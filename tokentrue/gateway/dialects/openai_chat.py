@@ -17,7 +17,7 @@ from tokentrue.gateway.dialects.base import (
     Dialect,
     Encoder,
     FunctionTool,
-    HttpProblem,
+    HttpError,
     RequestHead,
     TextOf,
     call_entry,
@@ -292,6 +292,6 @@ class OpenAIChat(Dialect):
         return {**base, "choices": choices, "usage": build_usage(replies)}
 
     @staticmethod
-    def build_error(problem: HttpProblem) -> JsonObject:
+    def build_error(problem: HttpError) -> JsonObject:
         kind = ERROR_TYPES.get(problem.status, "invalid_request_error" if problem.status < 500 else "server_error")
-        return {"error": {"message": problem.message, "type": kind, "param": problem.field, "code": problem.code}}
+        return {"error": {"message": str(problem), "type": kind, "param": problem.field, "code": problem.code}}

@@ -23,7 +23,7 @@ from tokentrue.gateway.dialects.base import (
     Dialect,
     Encoder,
     FunctionTool,
-    HttpProblem,
+    HttpError,
     RequestHead,
     TextOf,
     assistant_message,
@@ -177,11 +177,9 @@ class ResponsesEncoder(Encoder):
         self.response: JsonObject = {}  # as the newest event has it
 
     def begin(self) -> bytes:
-        options = self.head.options
+        options, is_instructed = self.head.options, bool(self.head.leading_messages)
         self.response = {
-            "id": (STORED if options.stored else UNSTORED)
-            + self.node
-            + (INSTRUCTED if self.head.leading_messages else ""),
+            "id": f"{STORED if options.stored else UNSTORED}{self.node}{INSTRUCTED if is_instructed else ''}",
             "object": "response",
             "created_at": int(time.time()),
             "status": "in_progress",
@@ -250,18 +248,16 @@ class ResponsesEncoder(Encoder):
             return b""
         item.is_open = False
         place, text, out = item.place, item.text, b""
-        if item.kind == "reasoning":
-            out += self._event("reasoning_text.done", **place, content_index=0, text=text)
-        elif item.kind == "message":
-            logprobs = list(item.logprobs)
-            out += self._event("output_text.done", **place, content_index=0, text=text, logprobs=logprobs)
+        if item.kind != "call":
+            part = item.build_part()
+            done = {name: part[name] for name in ("text", "logprobs") if name in part}
+            out += self._event(f"{part['type']}.done", **place, content_index=0, **done)
+            out += self._event("content_part.done", **place, content_index=0, part=part)
         elif item.tool.custom:
             out += self._custom_delta(item, item.custom.finish())
             out += self._event("custom_tool_call_input.done", **place, input=custom_input(text))
         else:
             out += self._event("function_call_arguments.done", **place, name=item.tool.name, arguments=text)
-        if item.kind != "call":
-            out += self._event("content_part.done", **place, content_index=0, part=item.build_part())
         built = item.build(self.dialect.signer, status)
         return out + self._event("output_item.done", output_index=item.index, item=built)
 
@@ -270,20 +266,22 @@ class ResponsesEncoder(Encoder):
         if all(item.kind == "reasoning" for item in items):  # an empty message, too, has an id that comes back
             out += self._enter("message")
         status, sampled = "incomplete" if is_cut(reply) else "completed", len(reply.completion.token_ids)
-        logprobs = reply_logprobs(reply, self.text_of)["content"] if self.head.options.logprobs else []
+        logprobs: list[JsonObject] = []
+        if self.head.options.logprobs:
+            logprobs = reply_logprobs(reply, self.text_of)["content"]
         # Only the last item of a turn without calls has the turn's status. With calls the position says nothing: in a
         # whole reply, text sampled after a call precedes it.
-        statuses = ["completed"] * len(items)
-        if all(item.kind != "call" for item in items):
-            statuses[-1] = status
-        for item, item_status in zip(items, statuses, strict=True):
+        has_calls = any(item.kind == "call" for item in items)
+        output: list[JsonObject] = []
+        for item in items:
             if item.is_open and item.kind == "message":
                 item.logprobs = logprobs
+            item_status = status if item is items[-1] and not has_calls else "completed"
             out += self._close(item, item_status)
-        signer = self.dialect.signer
+            output.append(item.build(self.dialect.signer, item_status))
         self.response |= {
             "status": status,
-            "output": [item.build(signer, item_status) for item, item_status in zip(items, statuses, strict=True)],
+            "output": output,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "usage": {
                 "input_tokens": reply.prompt_tokens,
@@ -295,7 +293,7 @@ class ResponsesEncoder(Encoder):
         }
         return out + self._event(status, response=self.response)
 
-    def error(self, problem: HttpProblem) -> bytes:
+    def error(self, problem: HttpError) -> bytes:
         error = self.dialect.build_error(problem)["error"]
         if not self.node:
             return self._event("error", code=error["code"], message=error["message"], param=error["param"])

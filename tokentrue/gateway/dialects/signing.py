@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import hmac
 
@@ -17,8 +16,7 @@ class ReasoningSigner:
         self._secrets = (secret, *older)
 
     def _mac(self, text: str, secret: bytes) -> str:
-        digest = hmac.digest(secret, text.encode(), hashlib.sha256)
-        return base64.urlsafe_b64encode(digest[:24]).decode()
+        return base64.urlsafe_b64encode(hmac.digest(secret, text.encode(), hashlib.sha256)[:24]).decode()
 
     def _is_ours(self, mac: str, text: str) -> bool:
         return any(hmac.compare_digest(mac.encode(), self._mac(text, secret).encode()) for secret in self._secrets)
@@ -37,14 +35,13 @@ class ReasoningSigner:
 
     def unwrap(self, blob: str) -> str | None:
         """Inverse of `wrap`; None if the blob is not ours."""
-        parts = blob.split(".")
-        if len(parts) != 3 or parts[0] != self.MARK:
-            return None
+        mark, _, rest = blob.partition(".")
+        body, _, mac = rest.partition(".")
         try:
-            text = base64.urlsafe_b64decode(parts[1]).decode()
-        except (binascii.Error, ValueError):
+            text = base64.urlsafe_b64decode(body).decode()
+        except ValueError:
             return None
-        return text if self._is_ours(parts[2], text) else None
+        return text if mark == self.MARK and self._is_ours(mac, text) else None
 
     def wrap_as_bytes(self, text: str) -> str:
         """`wrap` for a field that the protocol types as bytes (Google's `thoughtSignature`)."""
@@ -53,8 +50,8 @@ class ReasoningSigner:
     def unwrap_bytes(self, blob: str) -> str | None:
         """Inverse of `wrap_as_bytes`; accepts both base64 alphabets."""
         try:
-            padded = blob + "=" * (-len(blob) % 4)
-            wrapped = base64.b64decode(padded.translate({ord("-"): "+", ord("_"): "/"}), validate=True).decode("ascii")
-        except (binascii.Error, UnicodeError, ValueError):
+            padded = (blob + "=" * (-len(blob) % 4)).replace("-", "+").replace("_", "/")
+            wrapped = base64.b64decode(padded, validate=True).decode("ascii")
+        except ValueError:
             return None
         return self.unwrap(wrapped)

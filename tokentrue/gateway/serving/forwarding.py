@@ -17,7 +17,7 @@ import aiohttp
 from yarl import URL
 
 from tokentrue.errors import SessionElsewhere
-from tokentrue.gateway.asgi import ClientGone, HttpError, Receive, Scope, Send, read_header
+from tokentrue.gateway.asgi import ClientGone, HttpError, Receive, Scope, Send, cancel_on_disconnect, read_header
 
 FORWARDED = b"x-tokentrue-forwarded"  # how often a request has been forwarded
 MOST_FORWARDS = 3  # to the worker that owns it, to the gateway that owns it, to its worker there
@@ -76,21 +76,14 @@ class Peers:
             raise elsewhere
         client, base = self._connect(elsewhere.url)
         body_sent = asyncio.Event()
-        parts = _read_parts(receive, body_sent, body)
 
-        async def watch() -> None:
-            """Returns when the client has disconnected, which `receive` reports after the body."""
+        async def receive_later() -> Any:
             await body_sent.wait()
-            while (await receive())["type"] != "http.disconnect":
-                pass
+            return await receive()
 
-        relay = asyncio.create_task(_relay(client, base, scope, parts, send))
-        gone = asyncio.create_task(watch())
         try:
-            await asyncio.wait({relay, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if not relay.done():
-                raise ClientGone
-            await relay
+            with cancel_on_disconnect(receive_later):
+                await _relay(client, base, scope, _read_parts(receive, body_sent, body), send)
         except aiohttp.ClientConnectionError:
             LOG.warning(
                 "owner_unreachable: %s owns the session of %s and does not answer", elsewhere.url, scope["path"]
@@ -100,10 +93,6 @@ class Peers:
                 "when its lease has expired: send this again"
             )
             raise HttpError(503, "owner_unreachable", message, retry_after_s=1.0) from None
-        finally:
-            for task in (relay, gone):
-                task.cancel()
-            await asyncio.wait({relay, gone})
 
     async def ask_workers(
         self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None

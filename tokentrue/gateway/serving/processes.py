@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from multiprocessing.sharedctypes import RawArray
+from multiprocessing.sharedctypes import RawValue
 from typing import Any
 
 from tokentrue.gateway.serving.dispatch import Dispatcher
@@ -33,32 +33,21 @@ UP = "up"
 Serve = Callable[[int, Callable[[], None]], None]
 
 
-class AdminState:
-    """Pause and policy version, in memory shared by the parent and its gateways.
+class AdminState(ctypes.Structure):
+    """Pause and policy version, in memory shared by the parent and its gateways (`share_admin_state`).
 
     A worker writes an operation here, then asks the others to apply it. A starting worker reads this after it listens
     to the others and before it serves a request, so it sees each operation here or on its socket.
     """
 
-    def __init__(self) -> None:
-        # No lock: a killed worker would never release it. Each value is one aligned word, written atomically.
-        self._words = RawArray("q", [False, UNVERSIONED])
+    # No lock: a killed worker would never release it. Each value is one aligned word, written atomically.
+    _fields_ = (("paused", ctypes.c_int64), ("version", ctypes.c_int64))
+    paused: int
+    version: int
 
-    @property
-    def paused(self) -> bool:
-        return bool(self._words[0])
 
-    @paused.setter
-    def paused(self, value: bool) -> None:
-        self._words[0] = value
-
-    @property
-    def version(self) -> int:
-        return self._words[1]
-
-    @version.setter
-    def version(self, value: int) -> None:
-        self._words[1] = value
+def share_admin_state() -> AdminState:
+    return RawValue(AdminState, False, UNVERSIONED)
 
 
 class RenderDeadline:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import functools
 import ipaddress
 import logging
 import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncGenerator, Callable, Generator
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 
 import uvicorn
 import uvloop
@@ -77,37 +76,39 @@ def log_to_stderr(*, enabled: bool) -> None:
         logger.addHandler(handler)
 
 
-class SignalledServer(uvicorn.Server):
-    """Shuts down on a signal and exits 0; uvicorn would raise the signal again."""
+class Server(uvicorn.Server):
+    """Shuts down on one of `signals` and exits 0; uvicorn would raise the signal again. Also serves the connections that
+    the parent accepted and passes through `receiver` (`dispatch`).
+    """
+
+    def __init__(
+        self, config: uvicorn.Config, signals: Sequence[signal.Signals], receiver: socket.socket | None
+    ) -> None:
+        super().__init__(config)
+        self._signals, self._receiver = signals, receiver
+        self._connecting: set[asyncio.Task[object]] = set()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGTERM, signal.SIGINT)}
+        before = {number: signal.signal(number, self.handle_exit) for number in self._signals}
         try:
             yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-
-class WorkerServer(SignalledServer):
-    """Also serves the connections that the parent accepted and passes through `receiver` (`dispatch`)."""
-
-    def __init__(self, config: uvicorn.Config, receiver: socket.socket) -> None:
-        super().__init__(config)
-        self._receiver = receiver
-        self._connecting: set[asyncio.Task[object]] = set()
-
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        asyncio.get_running_loop().add_reader(self._receiver, self._receive)
+        if self._receiver is not None:
+            asyncio.get_running_loop().add_reader(self._receiver, self._receive, self._receiver)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        asyncio.get_running_loop().remove_reader(self._receiver)
+        if self._receiver is not None:
+            asyncio.get_running_loop().remove_reader(self._receiver)
         await super().shutdown(sockets)
 
-    def _receive(self) -> None:
-        _, descriptors, _, _ = socket.recv_fds(self._receiver, 1, 1)
+    def _receive(self, receiver: socket.socket) -> None:
+        _, descriptors, _, _ = socket.recv_fds(receiver, 1, 1)
         loop = asyncio.get_running_loop()
         for descriptor in descriptors:
             connection = socket.socket(fileno=descriptor)
@@ -120,14 +121,6 @@ class WorkerServer(SignalledServer):
         return self.config.http_protocol_class(
             config=self.config, server_state=self.server_state, app_state=self.lifespan.state
         )
-
-
-class EmbeddedServer(uvicorn.Server):
-    """Leaves signals to the process."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        yield
 
 
 def server_config(gateway: Gateway, *, drain_s: float) -> uvicorn.Config:
@@ -163,13 +156,15 @@ def listen_to_workers(path: str) -> socket.socket:
 @contextlib.asynccontextmanager
 async def serve_embedded(
     gateway: Gateway,
-    *sockets: socket.socket,
+    listener: socket.socket,
+    *,
     drain_s: float,
-    new_server: Callable[[uvicorn.Config], uvicorn.Server] = EmbeddedServer,
+    signals: Sequence[signal.Signals] = (),
+    receiver: socket.socket | None = None,
 ) -> AsyncGenerator[asyncio.Task[None], None]:
     """Serves on the running event loop while the block runs."""
-    server = new_server(server_config(gateway, drain_s=drain_s))
-    serving = asyncio.create_task(server.serve(sockets=list(sockets)))
+    server = Server(server_config(gateway, drain_s=drain_s), signals, receiver)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
     while not server.started and not serving.done():
         await asyncio.sleep(0.005)
     if serving.done():
@@ -186,11 +181,10 @@ def serve_until_signal(
     gateway: Gateway, listener: socket.socket, *, receiver: socket.socket | None, ready: Callable[[], None]
 ) -> None:
     """Serves on a new event loop; calls `ready` when up. `receiver`: of connections that the parent accepts."""
-    new_server = SignalledServer if receiver is None else functools.partial(WorkerServer, receiver=receiver)
 
     async def serve() -> None:
-        drain_s = gateway.config.drain_s
-        async with serve_embedded(gateway, listener, drain_s=drain_s, new_server=new_server) as serving:
+        stops, drain_s = (signal.SIGTERM, signal.SIGINT), gateway.config.drain_s
+        async with serve_embedded(gateway, listener, drain_s=drain_s, signals=stops, receiver=receiver) as serving:
             ready()
             await serving
 
