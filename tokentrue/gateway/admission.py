@@ -17,14 +17,11 @@ from tokentrue.gateway.config import GatewayConfig
 
 class AdmissionGate:
     def __init__(self, config: GatewayConfig) -> None:
-        self._config, self._limits = config, config.limits
-        self._open = asyncio.Event()
+        self._limits, self._pause_wait_s = config.limits, config.pause_wait_s
+        self._open, self._idle = asyncio.Event(), asyncio.Event()
         self._open.set()
-        self._idle = asyncio.Event()
         self._idle.set()
-        self.in_flight = 0
-        self.waiting = 0
-        self.queued = 0
+        self.in_flight = self.waiting = self.queued = 0
         self._queue: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()  # by session; the next one first
         self.closing = False
 
@@ -78,8 +75,7 @@ class AdmissionGate:
         """Admits the oldest request of the session that has waited longest for its turn."""
         self.in_flight -= 1
         while self._queue and self.in_flight < self._limits.in_flight:
-            session_id = next(iter(self._queue))
-            waiting = self._queue[session_id]
+            session_id, waiting = next(iter(self._queue.items()))
             admitted = waiting.popleft()
             self._leave(session_id, then_last=True)
             if not admitted.done():
@@ -126,11 +122,10 @@ class AdmissionGate:
             raise full("paused, and enough generations wait; try again", retry_after_s=5.0)
         self.waiting += 1
         try:
-            await asyncio.wait_for(self._open.wait(), self._config.pause_wait_s)
+            await asyncio.wait_for(self._open.wait(), self._pause_wait_s)
         except TimeoutError:
-            raise HttpError(
-                503, "paused", "generation is paused by the administrator; try again", retry_after_s=10.0
-            ) from None
+            message = "generation is paused by the administrator; try again"
+            raise HttpError(503, "paused", message, retry_after_s=10.0) from None
         finally:
             self.waiting -= 1
 

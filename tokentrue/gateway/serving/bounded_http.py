@@ -15,9 +15,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from tokentrue.gateway.config import GatewayLimits
 
-MOST_PIPELINED = (
-    64  # requests waiting for an earlier reply; all of one read are parsed at once and block the event loop
-)
+MOST_PIPELINED = 64  # requests waiting for an earlier reply; all of one read are parsed at once
 FRAMING_PER_BODY_BYTE = 8  # a chunk of one byte has at least five bytes of framing
 
 
@@ -47,10 +45,8 @@ class BoundedHttp(HttpToolsProtocol):
         super().data_received(data)
         if not self._began:  # else its complete head was measured, and its next part will be
             self._overhead += len(data) - (self._body_bytes - before)
-        if (
-            self._overhead > self.limits.head_bytes + FRAMING_PER_BODY_BYTE * self._body_bytes
-            and not self.transport.is_closing()
-        ):
+        most = self.limits.head_bytes + FRAMING_PER_BODY_BYTE * self._body_bytes
+        if self._overhead > most and not self.transport.is_closing():
             self.send_400_response("Request head or framing too large.")
 
     def on_message_begin(self) -> None:
@@ -69,10 +65,8 @@ class BoundedHttp(HttpToolsProtocol):
         self._in_body = True
         self._limit_time(self.limits.body_s)
         super().on_headers_complete()
-        if (
-            self.parser is not None and self.parser.should_upgrade()
-        ):  # another protocol may follow: close the connection after this reply
-            self.cycle.keep_alive = False
+        if self.parser is not None and self.parser.should_upgrade():
+            self.cycle.keep_alive = False  # another protocol may follow: close the connection after this reply
 
     def on_body(self, body: bytes) -> None:
         self._body_bytes += len(body)
@@ -101,14 +95,9 @@ class BoundedHttp(HttpToolsProtocol):
         if seconds is not None:
             self._timer = self.loop.call_later(seconds, self._time_out)
 
-    @property
-    def _current(self) -> RequestResponseCycle | None:
-        """The newest request cycle; uvicorn has None before the first."""
-        return self.cycle
-
     def _time_out(self) -> None:
         self._timer = None
-        current = self._current
+        current: RequestResponseCycle | None = self.cycle  # the newest; None before the first
         if self._in_body or current is None or current.response_complete:
             self.transport.abort()
         else:  # a reply is being sent; the bytes of the next request wait
@@ -116,7 +105,7 @@ class BoundedHttp(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """For input that is not HTTP. A complete request before it still gets its reply; then closes."""
-        current = self._current
+        current: RequestResponseCycle | None = self.cycle
         if current is None or current.response_complete or (self._in_body and not current.response_started):
             super().send_400_response(msg)
         elif self._in_body:

@@ -29,7 +29,6 @@ from tokentrue.types import UNVERSIONED
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 PR_SET_PDEATHSIG = 1
 RESTARTS_PER_MINUTE = 10
-UP = "up"
 Serve = Callable[[int, Callable[[], None]], None]
 
 
@@ -88,17 +87,18 @@ class Child:
         self.process.start()
         theirs.close()
 
-    def receive(self) -> str | None:
-        """Returns UP, or None if the child has ended; raises the exception that ended it."""
+    def has_ended(self) -> bool:
+        """Receives its report, or the end of the pipe; raises the exception that ended it."""
         try:
             message: Any = self.pipe.recv()
         except EOFError:
             self.pipe.close()
             self.process.join()
-            return None
+            return True
         if isinstance(message, Exception):
             raise message
-        return message
+        self.is_up = True
+        return False
 
 
 class Supervisor:
@@ -127,9 +127,7 @@ class Supervisor:
                 if accepting is not None:
                     accepting.dispatch(ready_now)
                 for child in [by_pipe[each] for each in ready_now if each in by_pipe]:
-                    if child.receive() == UP:
-                        child.is_up = True
-                    else:
+                    if child.has_ended():
                         self._replace(child)
                 if not is_ready and not self._is_stopping and all(child.is_up for child in self._children.values()):
                     is_ready = True
@@ -162,18 +160,16 @@ class Supervisor:
     def _replace(self, child: Child) -> None:
         del self._children[child.number]
         ended_with, now = child.process.exitcode or 0, time.monotonic()
-        if self._is_stopping or not child.is_up or (ended_with >= 0 and self._count == 1):
-            self._give_up(ended_with if ended_with >= 0 else 128 - ended_with)
-            return
         self._restarts = [*(moment for moment in self._restarts if moment > now - 60), now]
-        if len(self._restarts) > RESTARTS_PER_MINUTE:
+        if self._is_stopping or not child.is_up or (ended_with >= 0 and self._count == 1):
+            code = ended_with if ended_with >= 0 else 128 - ended_with
+        elif len(self._restarts) > RESTARTS_PER_MINUTE:
             print("tokentrue serve: the gateway dies as fast as it starts; giving up", file=sys.stderr)
-            self._give_up(1)
+            code = 1
+        else:
+            print(f"tokentrue serve: {_explain(ended_with)}; starting it again", file=sys.stderr)
+            self._start(child.number)
             return
-        print(f"tokentrue serve: {_explain(ended_with)}; starting it again", file=sys.stderr)
-        self._start(child.number)
-
-    def _give_up(self, code: int) -> None:
         self._code = max(self._code, code)
         if not self._is_stopping:
             self._stop(signal.SIGTERM)
@@ -195,7 +191,7 @@ def _run_child(serve: Serve, number: int, parent: Connection, parent_id: int, en
         if os.getppid() != parent_id:  # the parent ended before the call
             os._exit(1)
     try:
-        serve(number, lambda: parent.send(UP))
+        serve(number, lambda: parent.send("up"))
     except Exception as error:
         try:
             pickle.loads(pickle.dumps(error))
