@@ -95,9 +95,14 @@ class BoundedHttp(HttpToolsProtocol):
         if seconds is not None:
             self._timer = self.loop.call_later(seconds, self._time_out)
 
+    @property
+    def _current(self) -> RequestResponseCycle | None:
+        """The newest request cycle; uvicorn has None before the first."""
+        return self.cycle
+
     def _time_out(self) -> None:
         self._timer = None
-        current: RequestResponseCycle | None = self.cycle  # the newest; None before the first
+        current = self._current
         if self._in_body or current is None or current.response_complete:
             self.transport.abort()
         else:  # a reply is being sent; the bytes of the next request wait
@@ -105,7 +110,7 @@ class BoundedHttp(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """For input that is not HTTP. A complete request before it still gets its reply; then closes."""
-        current: RequestResponseCycle | None = self.cycle
+        current = self._current
         if current is None or current.response_complete or (self._in_body and not current.response_started):
             super().send_400_response(msg)
         elif self._in_body:
