@@ -31,11 +31,11 @@ MUTANTS = (
         name="a streamed call is closed under the next call's name",
         changes=[
             (
-                "gateway/dialects/responses_answers.py",
-                "        out = self._close_finished()\n        item = OutputItem(kind=kind, suffix=suffix, pieces",
-                '        if delta is not None and last is not None and last.kind == "call":\n'
-                '            last.tool = self._head.options.find_tool(delta.name or "")\n'
-                "        out = self._close_finished()\n        item = OutputItem(kind=kind, suffix=suffix, pieces",
+                "gateway/dialects/openai_responses.py",
+                "        waits = self.head.options.logprobs\n",
+                '        if kind == "call" and last is not None and last.kind == "call":\n'
+                "            last.tool = self.head.options.served.get(call.name) or ServedTool(call.name)\n"
+                "        waits = self.head.options.logprobs\n",
             )
         ],
         rules=["a stream is sound"],
