@@ -10,13 +10,14 @@ import msgspec
 from starlette.responses import Response
 
 from tokentrue.gateway.auth import SESSION_ID
-from tokentrue.gateway.model_routes import OPERATIONS, SESSION_ROOT, Operation
+from tokentrue.gateway.model_routes import OPERATIONS, SESSION_ROOT
 from tokentrue.json_types import JsonObject
 
 SCHEMAS = "#/components/schemas/"
 ERRORS = ("400", "401", "403", "404", "405", "409", "413", "422", "429", "502", "503", "504")
 ERROR: JsonObject = {"description": "refused", "content": {"application/json": {"schema": {"$ref": f"{SCHEMAS}Error"}}}}
 EVENTS: JsonObject = {"name": "alt", "in": "query", "required": True, "schema": {"enum": ["sse"]}}
+PATTERNS = {"session_id": f"^{SESSION_ID.pattern}$", "model": "^[A-Za-z0-9._-]+$"}  # of names in paths
 PAGE: JsonObject = {
     "summary": "The viewer, a web page; takes the admin key as the password of HTTP Basic, too",
     "responses": {
@@ -53,12 +54,21 @@ def document(admin: Mapping[str, Mapping[str, AdminOperation]]) -> JsonObject:
     schemas["Error"] = {"type": "object", "required": ["error"], "properties": {"error": {"type": "object"}}}
     paths: dict[str, JsonObject] = {"/view": {"get": PAGE}}
     for operation in OPERATIONS:
-        for root in ("", SESSION_ROOT):
+        streams = operation.does == "generate" and operation.streams is not False
+        kinds = ["application/json", *(["text/event-stream"] if streams else [])]
+        query = [EVENTS] if operation.streams else []
+        for root, who in (("", "the key names the session"), (SESSION_ROOT, "the URL names the session")):
             path = f"{root}/{operation.versions[0]}/{operation.path.replace(':path}', '}')}"
-            paths[path] = {operation.method.lower(): _model_operation(operation, path)}
+            shown = describe(path, f"{operation.summary}; {who}", operation.body, kinds, query)
+            paths[path] = {operation.method.lower(): shown}
     for path, methods in admin.items():
-        if methods:
-            paths[path] = {method.lower(): _admin_operation(shown, path) for method, shown in methods.items()}
+        for method, each in methods.items():
+            fields: JsonObject = {}
+            if each.query is not None:
+                fields = msgspec.json.schema(each.query)["$defs"][each.query.__name__]["properties"]
+            query = [{"name": name, "in": "query", "schema": schema} for name, schema in fields.items()]
+            shown = describe(path, each.summary, each.body, [each.media_type], query, status=each.status)
+            paths.setdefault(path, {})[method.lower()] = shown
     return {
         "openapi": "3.1.0",
         "info": {
@@ -72,40 +82,24 @@ def document(admin: Mapping[str, Mapping[str, AdminOperation]]) -> JsonObject:
     }
 
 
-def _model_operation(operation: Operation, path: str) -> JsonObject:
-    who = "the URL names the session" if path.startswith(SESSION_ROOT) else "the key names the session"
-    streams = operation.does == "generate" and operation.streams is not False
-    kinds = ["application/json", *(["text/event-stream"] if streams else [])]
-    more = [EVENTS] if operation.streams else []
-    return _describe(f"{operation.summary}; {who}", path, operation.body, "200", kinds, more)
-
-
-def _admin_operation(operation: AdminOperation, path: str) -> JsonObject:
-    fields: JsonObject = {}
-    if operation.query is not None:
-        fields = msgspec.json.schema(operation.query)["$defs"][operation.query.__name__]["properties"]
-    query = [{"name": name, "in": "query", "schema": schema} for name, schema in fields.items()]
-    return _describe(operation.summary, path, operation.body, operation.status, [operation.media_type], query)
-
-
-def _describe(
-    summary: str,
+def describe(
     path: str,
+    summary: str,
     body: type[msgspec.Struct] | None,
-    status: str,
     media_types: Iterable[str],
     query: Iterable[JsonObject],
+    *,
+    status: str = "200",
 ) -> JsonObject:
     good: JsonObject = {"description": summary, "content": {kind: {"schema": {}} for kind in media_types}}
     described: JsonObject = {"summary": summary, "responses": {status: good, **dict.fromkeys(ERRORS, ERROR)}}
-    if parameters := [*map(_path_parameter, re.findall(r"{(\w+)}", path)), *query]:
+    in_path = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string", "pattern": PATTERNS[name]}}
+        for name in re.findall(r"{(\w+)}", path)
+    ]
+    if parameters := [*in_path, *query]:
         described["parameters"] = parameters
     if body is not None:
         content = {"application/json": {"schema": {"$ref": SCHEMAS + body.__name__}}}
         described["requestBody"] = {"required": True, "content": content}
     return described
-
-
-def _path_parameter(name: str) -> JsonObject:
-    pattern = {"session_id": f"^{SESSION_ID.pattern}$", "model": "^[A-Za-z0-9._-]+$"}[name]
-    return {"name": name, "in": "path", "required": True, "schema": {"type": "string", "pattern": pattern}}
