@@ -39,7 +39,11 @@ LONGEST_DRAIN_S = 600.0
 ONE_SESSION = "/sessions/{session_id}"
 
 
-class CreateSession(msgspec.Struct, forbid_unknown_fields=True):
+class AdminBody(msgspec.Struct, forbid_unknown_fields=True):
+    pass
+
+
+class CreateSession(AdminBody):
     session_id: str | None = None
     group: str | None = None
     metadata: JsonObject = {}
@@ -49,14 +53,14 @@ class CreateSession(msgspec.Struct, forbid_unknown_fields=True):
     pin: list[str] | None = None
 
 
-class GiveReward(msgspec.Struct, forbid_unknown_fields=True):
+class GiveReward(AdminBody):
     reward: float
     leaf: str | None = None
     metadata: JsonObject = {}
     group: str | None = None
 
 
-class Pause(msgspec.Struct, forbid_unknown_fields=True):
+class Pause(AdminBody):
     """`drain`: reply only when nothing is in flight, or after `timeout_s`.
 
     `abort`: interrupt what the engine is sampling; it continues after resume from the tokens it has.
@@ -67,7 +71,7 @@ class Pause(msgspec.Struct, forbid_unknown_fields=True):
     timeout_s: float = 60.0
 
 
-class Version(msgspec.Struct, forbid_unknown_fields=True):
+class Version(AdminBody):
     version: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
@@ -274,27 +278,25 @@ def admin_table(services: Services) -> dict[str, dict[str, AdminOperation]]:
         return document(table)
 
     def open_to_all(handler: Handler, summary: str, **more: Any) -> dict[str, AdminOperation]:
-        return {"GET": Does(handler=handler, summary=summary, needs_admin=False, **more)}
+        return {"GET": Does(handler, summary, needs_admin=False, **more)}
 
     table: dict[str, dict[str, AdminOperation]] = {
         "/sessions": {
-            "POST": Does(handler=do.create, summary="Create a session", body=CreateSession, status="201"),
-            "GET": Does(handler=do.list, summary="List sessions, newest first", query=ListQuery),
+            "POST": Does(do.create, "Create a session", body=CreateSession, status="201"),
+            "GET": Does(do.list, "List sessions, newest first", query=ListQuery),
         },
         ONE_SESSION: {
-            "GET": Does(handler=do.show, summary="One session: its tree, coverage, state"),
-            "DELETE": Does(handler=do.delete, summary="End a session", query=DeleteQuery),
+            "GET": Does(do.show, "One session: its tree, coverage, state"),
+            "DELETE": Does(do.delete, "End a session", query=DeleteQuery),
         },
         f"{ONE_SESSION}/key": {
-            "POST": Does(handler=do.renew_key, summary="A new API key for a session; the old one ends", status="201")
+            "POST": Does(do.renew_key, "A new API key for a session; the old one ends", status="201")
         },
-        f"{ONE_SESSION}/reward": {"POST": Does(handler=do.reward, summary="Give a reward", body=GiveReward)},
-        f"{ONE_SESSION}/samples": {"GET": Does(handler=do.samples, summary="Training samples", query=SamplesQuery)},
-        "/admin/pause": {"POST": Does(handler=do.pause, summary="Hold generations back", body=Pause)},
-        "/admin/resume": {"POST": Does(handler=do.resume, summary="Let generations continue")},
-        "/admin/version": {
-            "POST": Does(handler=do.note_version, summary="Note the engine's policy version", body=Version)
-        },
+        f"{ONE_SESSION}/reward": {"POST": Does(do.reward, "Give a reward", body=GiveReward)},
+        f"{ONE_SESSION}/samples": {"GET": Does(do.samples, "Training samples", query=SamplesQuery)},
+        "/admin/pause": {"POST": Does(do.pause, "Hold generations back", body=Pause)},
+        "/admin/resume": {"POST": Does(do.resume, "Let generations continue")},
+        "/admin/version": {"POST": Does(do.note_version, "Note the engine's policy version", body=Version)},
         "/health": open_to_all(do.health, "The process is alive"),
         "/ready": open_to_all(do.ready, "The engine answers"),
         "/metrics": open_to_all(do.metrics, "Prometheus metrics", media_type="text/plain"),

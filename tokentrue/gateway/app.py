@@ -36,9 +36,7 @@ EVICT_EVERY_S = 15.0
 
 
 class Gateway:
-    """`renderer_for` returns the renderer of a history policy ("keep" or "template"); `view` builds the `/view`
-    page.
-    """
+    """`renderer_for` returns the renderer of a history policy; `view` builds the `/view` page."""
 
     def __init__(
         self,
@@ -147,11 +145,9 @@ def view_routes(keys: ApiKeys, load: LoadPage) -> list[BaseRoute]:
 
 
 class AdminPage:
-    """A read-only web page behind the admin key, built on first request.
-
-    Browsers cannot send a bearer token when they open an address, so this path alone also accepts the admin key as the
-    password of HTTP Basic authentication. Browsers repeat that password by themselves, so only GET and HEAD are allowed
-    and nothing here may change state.
+    """A read-only web page behind the admin key, built on first request. Browsers cannot send a bearer token when they
+    open an address: this path alone accepts HTTP Basic, too. They repeat that password by themselves, so only GET and
+    HEAD are allowed and nothing here may change state.
     """
 
     def __init__(self, keys: ApiKeys, load: LoadPage) -> None:

@@ -1,8 +1,5 @@
 """API keys. A session key contains the session's id, so that any worker finds its owner, and a secret whose hash is
-stored.
-
-No default key, and no key in a URL except `?key=` of Google's protocol. Comparisons are constant-time; keys are never
-logged.
+stored. Comparisons are constant-time; keys are never logged.
 """
 
 from __future__ import annotations
@@ -77,9 +74,8 @@ class ApiKeys:
         return hmac.compare_digest(presented.encode(), self._admin)
 
     def authenticate(self, headers: Headers, named: str | None, in_url: str | None = None) -> SessionAccess:
-        """The session is the one in the URL, or in the key, or, with the admin key, in the header `X-Session-ID` (for
-        programs that run many rollouts against one address). `in_url` is a key from the query (Google); a header takes
-        precedence.
+        """The session is the one in the URL, or in the key, or, with the admin key, in the header `X-Session-ID`. `in_url`
+        is a key from the query (Google); a header takes precedence.
         """
         presented = read_key(headers) or in_url
         if presented is None:

@@ -16,15 +16,11 @@ Seconds = Annotated[float, msgspec.Meta(gt=0)]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayLimits:
     """Beyond a size: 413; beyond a number or a sum in flight: 429 with Retry-After; beyond a time: the connection is
-    closed, or 504.
-
-    Byte limits of one process: `bodies_bytes` for request bodies being read, `message_caches_bytes` for cached
-    conversations (`session_limits.conversation_bytes` per session), `live_sessions_bytes` for session records in
-    memory. An evicted session stays in the journal.
+    closed, or 504. An evicted session stays in the journal.
     """
 
     body_bytes: Count = 64 << 20
-    bodies_bytes: Count = 512 << 20
+    bodies_bytes: Count = 512 << 20  # of all requests being read by one process
     head_bytes: Count = 256 << 10
     messages: Count = 20_000
     in_flight: Count = 1024
@@ -32,7 +28,7 @@ class GatewayLimits:
     queue: Annotated[int, msgspec.Meta(ge=0)] = 1024
     queue_s: Seconds = 10.0
     connections: Count = 4096
-    message_caches_bytes: Count = 512 << 20
+    message_caches_bytes: Count = 512 << 20  # of conversations; `session_limits.conversation_bytes` per session
     live_sessions: Count = 4096
     live_sessions_bytes: Count = 2 << 30
     idle_session_s: Seconds = 3600.0

@@ -56,7 +56,7 @@ LOG = logging.getLogger("tokentrue.gateway")
 SESSION_ROOT = "/sessions/{session_id}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Operation:
     """One path: `path` is below `/v1`, in Starlette's syntax; `streams` is None if the body decides."""
 
@@ -73,36 +73,23 @@ class Operation:
         return "GET" if self.does == "list" else "POST"
 
 
-_GOOGLE = Operation(path="", dialect=Google, does="generate", body=GenerateBody, versions=("v1beta", "v1"))
-OPERATIONS: tuple[Operation, ...] = (
-    Operation(
-        path="chat/completions", dialect=OpenAIChat, does="generate", body=ChatBody, summary="OpenAI Chat Completions"
-    ),
-    Operation(
-        path="responses", dialect=OpenAIResponses, does="generate", body=ResponsesBody, summary="OpenAI Responses"
-    ),
-    Operation(path="messages", dialect=Anthropic, does="generate", body=MessagesBody, summary="Anthropic Messages"),
-    Operation(
-        path="messages/count_tokens", dialect=Anthropic, does="count", body=CountBody, summary="Anthropic token count"
-    ),
-    Operation(path="models", dialect=OpenAIChat, does="list", summary="The model served here, and its adapters"),
-    replace(_GOOGLE, path="models/{model:path}:generateContent", streams=False, summary="Google generateContent"),
-    replace(
-        _GOOGLE, path="models/{model:path}:streamGenerateContent", streams=True, summary="Google streamGenerateContent"
-    ),
-    replace(
-        _GOOGLE,
-        path="models/{model:path}:countTokens",
-        does="count",
-        body=CountTokensBody,
-        summary="Google countTokens",
-    ),
+_GOOGLE = Operation("", Google, "generate", body=GenerateBody, versions=("v1beta", "v1"))
+_MODEL = "models/{model:path}"
+OPERATIONS = (
+    Operation("chat/completions", OpenAIChat, "generate", "OpenAI Chat Completions", ChatBody),
+    Operation("responses", OpenAIResponses, "generate", "OpenAI Responses", ResponsesBody),
+    Operation("messages", Anthropic, "generate", "Anthropic Messages", MessagesBody),
+    Operation("messages/count_tokens", Anthropic, "count", "Anthropic token count", CountBody),
+    Operation("models", OpenAIChat, "list", "The model served here, and its adapters"),
+    replace(_GOOGLE, path=f"{_MODEL}:generateContent", streams=False, summary="Google generateContent"),
+    replace(_GOOGLE, path=f"{_MODEL}:streamGenerateContent", streams=True, summary="Google streamGenerateContent"),
+    replace(_GOOGLE, path=f"{_MODEL}:countTokens", does="count", summary="Google countTokens", body=CountTokensBody),
 )
 # The last routes: they decide the dialect of the error for an unknown path.
 _UNKNOWN = (
-    Operation(path="models/{model:path}:{verb}", dialect=Google, does="nothing"),
-    Operation(path="{rest:path}", dialect=Google, does="nothing", versions=("v1beta",)),
-    Operation(path="{rest:path}", dialect=OpenAIChat, does="nothing"),
+    Operation(_MODEL + ":{verb}", Google, "nothing"),
+    Operation("{rest:path}", Google, "nothing", versions=("v1beta",)),
+    Operation("{rest:path}", OpenAIChat, "nothing"),
 )
 
 

@@ -33,7 +33,7 @@ PAGE: JsonObject = {
 Handler = Callable[..., Awaitable[Response | JsonObject]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class AdminOperation:
     handler: Handler
     summary: str

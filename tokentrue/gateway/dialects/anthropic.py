@@ -155,8 +155,7 @@ class AnthropicEncoder(Encoder):
 
 # Requests.
 class CountBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Fields typed Any are hints: accepted, without effect on tokens."""
-
+    # Fields typed Any are hints: accepted, without effect on tokens.
     messages: list[Annotated[msgspec.Raw, describe_item(*ROLES)]]
     model: str = ""
     system: str | list[Any] | None = None
@@ -169,7 +168,7 @@ class CountBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     speed: Any = None
 
 
-class MessagesBody(CountBody, kw_only=True, forbid_unknown_fields=True):
+class MessagesBody(CountBody, kw_only=True):
     model: str  # pyright: ignore[reportGeneralTypeIssues]
     max_tokens: int
     stream: bool | None = False

@@ -1,11 +1,8 @@
 """Google GenerateContent: requests, `countTokens`, replies and chunks.
 
-The path has the model and whether to stream. Fields may be camelCase or snake_case. Calls and results may come without
-ids: the k-th call of a function in one turn is then `name#k`, and the matcher restores the id that was served;
-`pair_results` finds the call of a result.
-
-Reasoning is sent as parts with `thought` if requested. The part after it carries it sealed, as `thoughtSignature`:
-clients drop thoughts from their history and keep signatures. A thought that comes back changed is refused.
+Fields may be camelCase or snake_case. Calls and results may come without ids: the k-th call of a function in one turn is
+then `name#k`, and the matcher restores the id that was served. Reasoning is sent as parts with `thought` if requested.
+The part after it carries it sealed, as `thoughtSignature`: clients drop thoughts from their history and keep signatures.
 """
 
 from __future__ import annotations
@@ -306,30 +303,12 @@ class Google(Dialect):
     encoder = GoogleEncoder
 
     def decode(self, body: bytes) -> DecodedBody:
-        given, items = decode_contents(decode_fields(body))
-        config = given.generation_config or GenerationConfig()
-        tools = tools_from_google(given.tools)
-        choice = choice_from_google(given.tool_config, tools)
-        extra, tools = constraints_from(choice, format_from_config(config), tools)
-        thoughts = config.thinking_config is not None and config.thinking_config.include_thoughts
-        head = RequestHead(
-            model="",
-            n=check_choices(config.candidate_count, "generationConfig.candidateCount"),
-            sampling=sampling_from_config(config, extra),
-            tools=tools,
-            leading_messages=leading_from(given),
-            options=GoogleOptions(logprobs=config.response_logprobs, thoughts=thoughts),
-        )
-        return DecodedBody(head, items)
+        return decode_contents(decode_fields(body))
 
     def decode_count(self, body: bytes) -> DecodedBody:
         fields = decode_fields(body)
-        if "generateContentRequest" in fields:
-            fields = decode_fields(bytes(fields["generateContentRequest"]))
-        given, items = decode_contents(fields)
-        tools = tools_from_google(given.tools)
-        _, tools = constraints_from(choice_from_google(given.tool_config, tools), None, tools)
-        return DecodedBody(RequestHead(model="", tools=tools, leading_messages=leading_from(given)), items)
+        inner = fields.get("generateContentRequest")
+        return decode_contents(fields if inner is None else decode_fields(bytes(inner)))
 
     def parse_item(self, item: Any, path: str) -> tuple[Message, ...]:
         content = convert(camel_keys(item, path), Content, path)
@@ -423,14 +402,26 @@ def decode_fields(body: bytes) -> dict[str, msgspec.Raw]:
     return camel_keys(decode_json(body, dict[str, msgspec.Raw]), "")
 
 
-def decode_contents(fields: dict[str, msgspec.Raw]) -> tuple[GenerateHead, Sequence[msgspec.Raw]]:
+def decode_contents(fields: dict[str, msgspec.Raw]) -> DecodedBody:
     items = decode_json(bytes(fields.pop("contents", b"[]")), list[msgspec.Raw], "contents")
-    head = camel_keys({name: parse_json(bytes(value), name) for name, value in fields.items()}, "")
-    return convert(head, GenerateHead), require_items(items, "contents")
+    named = {name: parse_json(bytes(value), name) for name, value in fields.items()}
+    given = convert(camel_keys(named, ""), GenerateHead)
+    config = given.generation_config or GenerationConfig()
+    tools = tools_from_google(given.tools)
+    extra, tools = constraints_from(choice_from_google(given.tool_config, tools), format_from_config(config), tools)
+    thoughts = config.thinking_config is not None and config.thinking_config.include_thoughts
+    head = RequestHead(
+        model="",
+        n=check_choices(config.candidate_count, "generationConfig.candidateCount"),
+        sampling=sampling_from_config(config, extra),
+        tools=tools,
+        leading_messages=leading_from(given.system_instruction),
+        options=GoogleOptions(logprobs=config.response_logprobs, thoughts=thoughts),
+    )
+    return DecodedBody(head, require_items(items, "contents"))
 
 
-def leading_from(head: GenerateHead) -> tuple[Message, ...]:
-    system = head.system_instruction
+def leading_from(system: str | Content | None) -> tuple[Message, ...]:
     if isinstance(system, Content):
         check_parts(system.parts, "systemInstruction")
         texts = [part.text for part in system.parts if part.text is not None]

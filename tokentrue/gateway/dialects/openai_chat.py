@@ -156,8 +156,7 @@ class StreamOptions(msgspec.Struct):
 
 
 class ChatBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Fields typed Any are hints: accepted, without effect on tokens."""
-
+    # Fields typed Any are hints: accepted, without effect on tokens.
     messages: list[Annotated[msgspec.Raw, describe_item(*ROLES)]]
     model: str = ""
     stream: bool | None = False

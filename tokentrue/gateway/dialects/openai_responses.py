@@ -313,8 +313,7 @@ class TextConfig(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ResponsesBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Fields typed Any are hints: accepted, without effect on tokens."""
-
+    # Fields typed Any are hints: accepted, without effect on tokens.
     input: str | list[msgspec.Raw]
     model: str = ""
     instructions: str | None = None

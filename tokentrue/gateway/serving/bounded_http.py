@@ -1,9 +1,8 @@
 """uvicorn's HTTP/1.1 protocol with missing limits added.
 
 uvicorn does not limit a request's head or trailers, merges trailers into the headers, and waits forever for a head, a
-body and a client that reads. Here head, chunk framing and trailers of a request take at most `head_bytes` beyond what
-the body explains; a head takes `head_s`, a body `body_s`; a client that reads nothing for `write_s` is disconnected;
-`MOST_PIPELINED` requests may wait. Violations get 400 or a closed connection and never reach the application.
+body and a client that reads. What exceeds `GatewayLimits` gets 400 or a closed connection, and never reaches the
+application.
 """
 
 from __future__ import annotations

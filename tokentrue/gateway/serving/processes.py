@@ -1,9 +1,5 @@
 """Processes of `tokentrue serve`: a parent that holds the listening socket, starts the gateways and restarts killed
-ones.
-
-Sessions are restored from the journal, admin settings from `AdminState`. Jinja's sandbox limits what a chat template
-can access, not what it costs. While one call into C holds the interpreter, no thread and no signal handler of the
-process runs, so the operating system must kill it: `RenderDeadline` arms a timer whose signal has the default action.
+ones. Sessions are restored from the journal, admin settings from `AdminState`.
 """
 
 from __future__ import annotations
@@ -50,7 +46,9 @@ def share_admin_state() -> AdminState:
 
 
 class RenderDeadline:
-    """Context manager for one rendering per thread. If it takes longer than `seconds`, SIGALRM kills the process."""
+    """Context manager for one rendering per thread. If it takes longer than `seconds`, SIGALRM kills the process: while
+    one call into C holds the interpreter, no thread and no signal handler of the process runs.
+    """
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
