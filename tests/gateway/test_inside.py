@@ -34,7 +34,7 @@ def open_late(app: Gateway, found: Session | Exception) -> SessionRegistry:
 
 async def test_a_session_that_was_created_meanwhile_is_opened() -> None:
     app = gateway()
-    made = app.services.new_default_session("new")
+    made = app.services.new_session("new")
     await made.wait_created()
     handle = await open_late(app, made).open("new", app.services.new_default_session)
     assert handle.session is made
@@ -47,7 +47,7 @@ async def test_a_session_that_was_created_meanwhile_is_opened() -> None:
 async def test_a_session_that_was_added_meanwhile_is_not_opened_a_second_time() -> None:
     """POST /sessions with the same id came first."""
     app = gateway()
-    made = app.services.new_default_session("new")
+    made = app.services.new_session("new")
 
     async def open_session(session_id: str) -> Session:
         await made.wait_created()
@@ -65,7 +65,7 @@ async def test_ended_sessions_are_purged_by_age(caplog: pytest.LogCaptureFixture
     old, young = await new_session(app), await new_session(app)
     await ask(app, "DELETE", f"/sessions/{old['session_id']}")
     assert await app.purge_old() == []
-    app.services.config = replace(app.config, purge_after_s=1e-9)
+    app.config = replace(app.config, purge_after_s=1e-9)
     with caplog.at_level(logging.INFO, logger="tokentrue.gateway"):
         assert await app.purge_old() == [old["session_id"]]
     assert {"event": "purged", "session": old["session_id"], "purge_after_s": 1e-9} in map(json.loads, caplog.messages)

@@ -390,7 +390,7 @@ class OpenAIResponses(Dialect):
     items_key = "input"
     splits_turns = True
     encoder = ResponsesEncoder
-    build_error = OpenAIChat.build_error
+    build_error = staticmethod(OpenAIChat.build_error)
 
     def __init__(
         self,
