@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from typing import Any
 
 import uvicorn
 import uvloop
@@ -118,9 +119,8 @@ class Server(uvicorn.Server):
             task.add_done_callback(self._connecting.discard)
 
     def _new_protocol(self) -> asyncio.Protocol:
-        return self.config.http_protocol_class(
-            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
-        )
+        protocol: Any = self.config.http_protocol_class
+        return protocol(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
 
 
 def server_config(gateway: Gateway, *, drain_s: float) -> uvicorn.Config:
