@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import uuid
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -28,6 +29,7 @@ from tokentrue.gateway.metrics import CONTENT_TYPE, build_page, engine_families
 from tokentrue.gateway.openapi import AdminOperation, Handler, document
 from tokentrue.gateway.services import Services
 from tokentrue.gateway.serving.forwarding import count_forwards
+from tokentrue.gateway.sessions import SessionHandle
 from tokentrue.json_types import JsonObject
 from tokentrue.plain_json import convert
 from tokentrue.samples import Assembly, coverage_to_json, export_bytes, sample_to_json
@@ -92,7 +94,10 @@ class SamplesQuery(msgspec.Struct):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdminCall:
+class AdminRequest:
+    """A handler returns a response, or the JSON of one with its operation's status."""
+
+    services: Services
     request: Request
     raw_body: bytes
     body: Any
@@ -106,17 +111,13 @@ class AdminCall:
     def is_forwarded(self) -> bool:
         return count_forwards(self.request.scope) > 0
 
-
-class AdminHandlers:
-    """A handler returns a response, or the JSON of one with the operation's status."""
-
-    def __init__(self, services: Services) -> None:
-        self._services = services
+    def checkout(self) -> AbstractAsyncContextManager[SessionHandle]:
+        return self.services.sessions.checkout(self.session_id)
 
     # Sessions.
-    async def create(self, call: AdminCall) -> JsonObject:
-        body: CreateSession = call.body
-        services = self._services
+    async def create(self) -> JsonObject:
+        body: CreateSession = self.body
+        services = self.services
         session_id = check_session_id(body.session_id) if body.session_id is not None else uuid.uuid4().hex
         while body.session_id is None and not services.peers.is_own(session_id):  # do not forward the request
             session_id = uuid.uuid4().hex
@@ -126,24 +127,24 @@ class AdminHandlers:
         session = services.new_session(session_id, key_hash=hash_key(key), **settings)
         await session.wait_created()
         services.sessions.add(session)
-        return self._show_key(call, session_id, key)
+        return self._show_key(session_id, key)
 
-    def _show_key(self, call: AdminCall, session_id: str, key: str) -> JsonObject:
-        own = f"{self._services.config.base_url or str(call.request.base_url).rstrip('/')}/sessions/{session_id}"
+    def _show_key(self, session_id: str, key: str) -> JsonObject:
+        own = f"{self.services.config.base_url or str(self.request.base_url).rstrip('/')}/sessions/{session_id}"
         urls = {"base_url": f"{own}/v1", "anthropic_base_url": own, "google_base_url": own}
         return {"session_id": session_id, "api_key": key, **urls}
 
-    async def renew_key(self, call: AdminCall) -> JsonObject:
+    async def renew_key(self) -> JsonObject:
         """For a program that resumes a session whose key is lost; revokes the old key."""
-        key = new_session_key(call.session_id)
-        async with self._services.sessions.checkout(call.session_id) as handle:
+        key = new_session_key(self.session_id)
+        async with self.checkout() as handle:
             handle.check_open()
             await handle.session.replace_key(hash_key(key))
-        return self._show_key(call, call.session_id, key)
+        return self._show_key(self.session_id, key)
 
-    async def list(self, call: AdminCall) -> JsonObject:
-        query: ListQuery = call.query
-        journal, after = self._services.journal, None
+    async def list(self) -> JsonObject:
+        query: ListQuery = self.query
+        journal, after = self.services.journal, None
         if query.after:
             created, _, session_id = query.after.partition(",")
             try:
@@ -157,44 +158,44 @@ class AdminHandlers:
         total = await asyncio.to_thread(journal.count, **chosen)
         return {"sessions": [describe_record(record) for record in records], "total": total, **page}
 
-    async def show(self, call: AdminCall) -> JsonObject:
-        async with self._services.sessions.checkout(call.session_id) as handle:
+    async def show(self) -> JsonObject:
+        async with self.checkout() as handle:
             session, coverage = handle.session, coverage_to_json(handle.coverage())
             return {**describe_session(session.record, session.tree, coverage), "in_flight": handle.in_flight}
 
-    async def delete(self, call: AdminCall) -> JsonObject:
-        async with self._services.sessions.checkout(call.session_id) as handle:
+    async def delete(self) -> JsonObject:
+        async with self.checkout() as handle:
             await handle.session.end()
             state = handle.session.record.state
-        if call.query.purge:
-            await self._services.journal.delete(call.session_id)
-            self._services.sessions.forget(call.session_id)
+        if self.query.purge:
+            await self.services.journal.delete(self.session_id)
+            self.services.sessions.forget(self.session_id)
             state = "purged"
-        return {"session_id": call.session_id, "state": state}
+        return {"session_id": self.session_id, "state": state}
 
-    async def reward(self, call: AdminCall) -> JsonObject:
-        body: GiveReward = call.body
-        async with self._services.sessions.checkout(call.session_id) as handle:
+    async def reward(self) -> JsonObject:
+        body: GiveReward = self.body
+        async with self.checkout() as handle:
             await handle.session.reward(body.reward, leaf=body.leaf, metadata=body.metadata, group=body.group)
-        return {"session_id": call.session_id, "reward": body.reward, "leaf": body.leaf}
+        return {"session_id": self.session_id, "reward": body.reward, "leaf": body.leaf}
 
-    async def samples(self, call: AdminCall) -> Response:
-        async with self._services.sessions.checkout(call.session_id) as handle:
+    async def samples(self) -> Response:
+        async with self.checkout() as handle:
             assembly = await handle.session.assembly()
         # In a thread: building samples takes long.
-        return await asyncio.to_thread(samples_response, call.session_id, assembly, call.query.format[:40])
+        return await asyncio.to_thread(samples_response, self.session_id, assembly, self.query.format[:40])
 
     # Weight updates. The worker that gets the request applies it to all workers of the server.
-    async def pause(self, call: AdminCall) -> JsonObject:
-        body: Pause = call.body
+    async def pause(self) -> JsonObject:
+        body: Pause = self.body
         if body.drain and body.abort:
             raise InputError("drain and abort: what is broken off stays in flight until resume; choose one")
-        services, admission = self._services, self._services.admission
+        services, admission = self.services, self.services.admission
         services.set_paused(True)
         aborted = await services.provider.inner.interrupt() if body.abort else 0
         drain_s = min(max(body.timeout_s, 0.0), LONGEST_DRAIN_S)
         drained = await admission.drain(drain_s) if body.drain else admission.in_flight == 0
-        others = await self._ask_others(call)
+        others = await self._ask_others()
         answer: JsonObject = {
             "paused": True,
             "drained": drained and all(other["drained"] for other in others),
@@ -204,31 +205,31 @@ class AdminHandlers:
             answer["aborted"] = aborted + sum(other["aborted"] for other in others)
         return answer
 
-    async def resume(self, call: AdminCall) -> JsonObject:
-        self._services.set_paused(False)
-        await self._ask_others(call)
-        return {"paused": False, "in_flight": self._services.admission.in_flight}
+    async def resume(self) -> JsonObject:
+        self.services.set_paused(False)
+        await self._ask_others()
+        return {"paused": False, "in_flight": self.services.admission.in_flight}
 
-    async def note_version(self, call: AdminCall) -> JsonObject:
-        self._services.set_version(call.body.version)
-        await self._ask_others(call)
-        return {"version": call.body.version}
+    async def note_version(self) -> JsonObject:
+        self.services.set_version(self.body.version)
+        await self._ask_others()
+        return {"version": self.body.version}
 
-    async def _ask_others(self, call: AdminCall) -> list[Any]:
-        if call.is_forwarded:
+    async def _ask_others(self) -> list[Any]:
+        if self.is_forwarded:
             return []
-        headers = {k: v for k, v in call.request.headers.items() if k in {"authorization", "x-api-key", "content-type"}}
-        answers = await self._services.peers.ask_workers("POST", call.request.url.path, call.raw_body, headers)
+        headers = {k: v for k, v in self.request.headers.items() if k in {"authorization", "x-api-key", "content-type"}}
+        answers = await self.services.peers.ask_workers("POST", self.request.url.path, self.raw_body, headers)
         if None in answers:
             raise HttpError(503, "worker_restarting", "a worker does not answer; send this again", retry_after_s=1.0)
         return [orjson.loads(answer) for answer in answers if answer is not None]
 
     # Health and metrics.
-    async def health(self, call: AdminCall) -> JsonObject:
+    async def health(self) -> JsonObject:
         return {"status": "ok"}
 
-    async def ready(self, call: AdminCall) -> JsonObject:
-        services = self._services
+    async def ready(self) -> JsonObject:
+        services = self.services
         if services.admission.closing:
             raise HttpError(503, "shutting_down", "the gateway is shutting down")
         try:
@@ -237,29 +238,32 @@ class AdminHandlers:
             message = f"no engine answers: {str(error)[:200]}"
             raise HttpError(503, "engine_unreachable", message, retry_after_s=5.0) from None
         await self._check_disk()
-        if not call.is_forwarded and None in await services.peers.ask_workers("GET", "/ready"):
+        if not self.is_forwarded and None in await services.peers.ask_workers("GET", "/ready"):
             raise HttpError(503, "worker_not_ready", "a worker is not ready", retry_after_s=1.0)
         return {"status": "ready", "paused": services.admission.paused, "engine": dict(facts)}
 
     async def _check_disk(self) -> None:
-        store = self._services.journal.target
+        store = self.services.journal.target
         path = store.removeprefix("sqlite:")
-        _ = self._services.journal.lease_number  # raises if the database is unreachable
+        _ = self.services.journal.lease_number  # raises if the database is unreachable
         if path in ("memory", ":memory:") or is_postgres(store):
             return
         free = (await asyncio.to_thread(shutil.disk_usage, Path(path).resolve().parent)).free
-        if free < self._services.config.limits.free_disk_bytes:
+        if free < self.services.config.limits.free_disk_bytes:
             message = f"the disk of the journal is full: {free} bytes are left (limits.free_disk_bytes)"
             raise HttpError(503, "disk_full", message, retry_after_s=10.0)
 
-    async def metrics(self, call: AdminCall) -> Response:
-        services = self._services
-        others = [] if call.is_forwarded else await services.peers.ask_workers("GET", "/metrics")
+    async def metrics(self) -> Response:
+        services = self.services
+        others = [] if self.is_forwarded else await services.peers.ask_workers("GET", "/metrics")
         services.metrics.measure(services.admission, services.sessions, await services.sessions.totals())
         families = [*services.metrics.registry.collect(), *engine_families(services.provider.inner)]
         for page in others:
             families += text_string_to_metric_families((page or b"").decode())
         return Response(build_page(families), headers={"content-type": CONTENT_TYPE})
+
+    async def show_document(self) -> JsonObject:
+        return document(ADMIN)
 
 
 def samples_response(session_id: str, assembly: Assembly, format_: str) -> Response:
@@ -271,43 +275,39 @@ def samples_response(session_id: str, assembly: Assembly, format_: str) -> Respo
     return Response(content, media_type="application/json")
 
 
-def admin_table(services: Services) -> dict[str, dict[str, AdminOperation]]:
-    do, Does = AdminHandlers(services), AdminOperation
+def open_to_all(handler: Handler, summary: str, **more: Any) -> dict[str, AdminOperation]:
+    return {"GET": AdminOperation(handler, summary, needs_admin=False, **more)}
 
-    async def show_document(call: AdminCall) -> JsonObject:
-        return document(table)
 
-    def open_to_all(handler: Handler, summary: str, **more: Any) -> dict[str, AdminOperation]:
-        return {"GET": Does(handler, summary, needs_admin=False, **more)}
-
-    table: dict[str, dict[str, AdminOperation]] = {
-        "/sessions": {
-            "POST": Does(do.create, "Create a session", body=CreateSession, status="201"),
-            "GET": Does(do.list, "List sessions, newest first", query=ListQuery),
-        },
-        ONE_SESSION: {
-            "GET": Does(do.show, "One session: its tree, coverage, state"),
-            "DELETE": Does(do.delete, "End a session", query=DeleteQuery),
-        },
-        f"{ONE_SESSION}/key": {
-            "POST": Does(do.renew_key, "A new API key for a session; the old one ends", status="201")
-        },
-        f"{ONE_SESSION}/reward": {"POST": Does(do.reward, "Give a reward", body=GiveReward)},
-        f"{ONE_SESSION}/samples": {"GET": Does(do.samples, "Training samples", query=SamplesQuery)},
-        "/admin/pause": {"POST": Does(do.pause, "Hold generations back", body=Pause)},
-        "/admin/resume": {"POST": Does(do.resume, "Let generations continue")},
-        "/admin/version": {"POST": Does(do.note_version, "Note the engine's policy version", body=Version)},
-        "/health": open_to_all(do.health, "The process is alive"),
-        "/ready": open_to_all(do.ready, "The engine answers"),
-        "/metrics": open_to_all(do.metrics, "Prometheus metrics", media_type="text/plain"),
-        "/openapi.json": open_to_all(show_document, "This document"),
-        "/{path:path}": {},
-    }
-    return table
+ADMIN: dict[str, dict[str, AdminOperation]] = {
+    "/sessions": {
+        "POST": AdminOperation(AdminRequest.create, "Create a session", body=CreateSession, status="201"),
+        "GET": AdminOperation(AdminRequest.list, "List sessions, newest first", query=ListQuery),
+    },
+    ONE_SESSION: {
+        "GET": AdminOperation(AdminRequest.show, "One session: its tree, coverage, state"),
+        "DELETE": AdminOperation(AdminRequest.delete, "End a session", query=DeleteQuery),
+    },
+    f"{ONE_SESSION}/key": {
+        "POST": AdminOperation(AdminRequest.renew_key, "A new API key for a session; the old one ends", status="201")
+    },
+    f"{ONE_SESSION}/reward": {"POST": AdminOperation(AdminRequest.reward, "Give a reward", body=GiveReward)},
+    f"{ONE_SESSION}/samples": {"GET": AdminOperation(AdminRequest.samples, "Training samples", query=SamplesQuery)},
+    "/admin/pause": {"POST": AdminOperation(AdminRequest.pause, "Hold generations back", body=Pause)},
+    "/admin/resume": {"POST": AdminOperation(AdminRequest.resume, "Let generations continue")},
+    "/admin/version": {
+        "POST": AdminOperation(AdminRequest.note_version, "Note the engine's policy version", body=Version)
+    },
+    "/health": open_to_all(AdminRequest.health, "The process is alive"),
+    "/ready": open_to_all(AdminRequest.ready, "The engine answers"),
+    "/metrics": open_to_all(AdminRequest.metrics, "Prometheus metrics", media_type="text/plain"),
+    "/openapi.json": open_to_all(AdminRequest.show_document, "This document"),
+    "/{path:path}": {},
+}
 
 
 def admin_routes(services: Services) -> list[Route]:
-    return [Route(path, AdminEndpoint(services, methods)) for path, methods in admin_table(services).items()]
+    return [Route(path, AdminEndpoint(services, methods)) for path, methods in ADMIN.items()]
 
 
 class AdminEndpoint:
@@ -329,8 +329,9 @@ class AdminEndpoint:
         raw = await read_body(scope, receive, services.config.limits.body_bytes) if method == "POST" else b""
         body = decode_body(raw if raw.strip() else b"{}", operation.body) if operation.body is not None else None
         query = convert(dict(request.query_params), operation.query, strict=False) if operation.query else None
+        asked = AdminRequest(services=services, request=request, raw_body=raw, body=body, query=query)
         try:
-            response = await operation.handler(AdminCall(request=request, raw_body=raw, body=body, query=query))
+            response = await operation.handler(asked)
         except SessionElsewhere as error:
             await services.peers.forward(error, scope, receive, send, raw)
             return
