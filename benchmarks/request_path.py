@@ -48,7 +48,7 @@ class Profile:
 async def measure(folder: Path, url: str) -> Counter[CodeType]:
     settings = ServeConfig(
         model=ModelConfig(path=bench_model()),
-        engine=EngineConfig(name="sglang", options={"url": url}),
+        engine=EngineConfig(name="sglang", urls=(url,)),
         server=ServerConfig(port=0, store=f"sqlite:{folder / 'bench.sqlite'}"),
     )
     profile = Profile()
