@@ -36,11 +36,11 @@ async def test_a_session_that_was_created_meanwhile_is_opened() -> None:
     app = gateway()
     made = app.services.new_session("new")
     await made.wait_created()
-    handle = await open_late(app, made).open("new", app.services.new_default_session)
+    handle = await open_late(app, made).open("new", app.services.new_session)
     assert handle.session is made
     elsewhere = SessionElsewhere("session 'new' is owned by gateway 'b'", url="http://b:8000")
     with pytest.raises(SessionElsewhere):  # so that the request is forwarded
-        await open_late(app, elsewhere).open("new", app.services.new_default_session)
+        await open_late(app, elsewhere).open("new", app.services.new_session)
     await app.close()
 
 
@@ -55,7 +55,7 @@ async def test_a_session_that_was_added_meanwhile_is_not_opened_a_second_time() 
         raise SessionNotFound(f"no session {session_id!r}")
 
     registry = SessionRegistry(open_session, app.config.limits, app.services.journal.read_secret("reasoning"))
-    handle = await registry.open("new", app.services.new_default_session)
+    handle = await registry.open("new", app.services.new_session)
     assert handle.session is made and registry.get_loaded("new") is handle
     await app.close()
 
