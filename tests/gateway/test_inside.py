@@ -29,7 +29,7 @@ def open_late(app: Gateway, found: Session | Exception) -> SessionRegistry:
             raise answer
         return answer
 
-    return SessionRegistry(open_session, app.config.limits, app.services.journal.read_secret("reasoning"))
+    return SessionRegistry(open_session, app.config.limits, app.services.journal)
 
 
 async def test_a_session_that_was_created_meanwhile_is_opened() -> None:
@@ -54,7 +54,7 @@ async def test_a_session_that_was_added_meanwhile_is_not_opened_a_second_time() 
         registry.add(made)
         raise SessionNotFound(f"no session {session_id!r}")
 
-    registry = SessionRegistry(open_session, app.config.limits, app.services.journal.read_secret("reasoning"))
+    registry = SessionRegistry(open_session, app.config.limits, app.services.journal)
     handle = await registry.open("new", app.services.new_session)
     assert handle.session is made and registry.get_loaded("new") is handle
     await app.close()

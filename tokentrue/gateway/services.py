@@ -43,9 +43,7 @@ class Services:
         self.admission = AdmissionGate(config)
         self.bodies = BodyBudget(config.limits.bodies_bytes)
         self.metrics = Metrics()
-        self.sessions = SessionRegistry(
-            self._open_session, config.limits, journal.read_secret("reasoning"), lambda: journal.lease_number
-        )
+        self.sessions = SessionRegistry(self._open_session, config.limits, journal)
 
     async def _open_session(self, session_id: str) -> Session:
         self.peers.require_own(session_id)

@@ -43,7 +43,7 @@ from tokentrue.gateway.dialects import (
 from tokentrue.gateway.dialects.base import function_tool
 from tokentrue.json_types import JsonMapping
 from tokentrue.protocols import Renderer
-from tokentrue.sessions.journal import SessionRecord, StoreSecret
+from tokentrue.sessions.journal import Journal, SessionRecord, StoreSecret
 from tokentrue.sessions.limits import SessionLimits
 from tokentrue.turn import Session
 from tokentrue.types import Coverage, Message, Refusal
@@ -202,14 +202,10 @@ class SessionRegistry:
     """The sessions in memory, least recently used first."""
 
     def __init__(
-        self,
-        open_session: Callable[[str], Awaitable[Session]],
-        limits: GatewayLimits,
-        secret: StoreSecret,
-        lease_number: Callable[[], int] = lambda: 0,
+        self, open_session: Callable[[str], Awaitable[Session]], limits: GatewayLimits, journal: Journal
     ) -> None:
-        self._open_session, self._limits, self._secret = open_session, limits, secret
-        self._lease_number = lease_number
+        self._open_session, self._limits, self._journal = open_session, limits, journal
+        self._secret = journal.read_secret("reasoning")
         self._live: OrderedDict[str, SessionHandle] = OrderedDict()
         self._opening: dict[str, asyncio.Task[SessionHandle]] = {}
         self._budget = ByteBudget(limits.message_caches_bytes)
@@ -251,7 +247,7 @@ class SessionRegistry:
         """`create` makes the session if the journal has none."""
         while True:
             handle = self._live.get(session_id)
-            if handle is not None and handle.lease_number != self._lease_number():
+            if handle is not None and handle.lease_number != self._journal.lease_number:
                 self.forget(session_id)  # another gateway may have owned the session meanwhile
                 handle = None
             if handle is not None:
@@ -264,7 +260,7 @@ class SessionRegistry:
             await asyncio.shield(opening)
 
     async def _load(self, session_id: str, create: NewSession | None) -> SessionHandle:
-        lease_number = self._lease_number()
+        lease_number = self._journal.lease_number
         try:
             session = await self._reopen(session_id)
         except SessionNotFound:
@@ -286,7 +282,7 @@ class SessionRegistry:
 
     def add(self, session: Session, lease_number: int | None = None) -> SessionHandle:
         handle = self._live[session.id] = SessionHandle(session, self._limits, self._budget, self._secret)
-        handle.lease_number = self._lease_number() if lease_number is None else lease_number
+        handle.lease_number = self._journal.lease_number if lease_number is None else lease_number
         return handle
 
     def forget(self, session_id: str) -> None:
