@@ -88,7 +88,7 @@ def serve(settings: ServeConfig) -> int:
     from tokentrue.gateway.auth import new_admin_key
     from tokentrue.gateway.serving.dispatch import Dispatcher
     from tokentrue.gateway.serving.forwarding import Peers
-    from tokentrue.gateway.serving.processes import AdminState, RenderDeadline, Supervisor
+    from tokentrue.gateway.serving.processes import RenderDeadline, Supervisor, share_admin_state
     from tokentrue.gateway.serving.server import (
         find_url,
         listen,

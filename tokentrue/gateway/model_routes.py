@@ -142,7 +142,7 @@ class ModelEndpoint:
             except SessionElsewhere as error:
                 elsewhere = error
             else:
-                with services.sessions.pin(handle):
+                with services.sessions.keep_loaded(handle):
                     await request.run(handle)
         except BaseException as error:
             if operation.does == "generate":

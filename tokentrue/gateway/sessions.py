@@ -1,6 +1,6 @@
 """Sessions in memory: loaded from the journal on first use, evicted when idle, too many or too large.
 
-A handle in use (`pin`) is not evicted, so a session has one live object.
+A handle in use (`keep_loaded`) is not evicted, so a session has one live object.
 """
 
 from __future__ import annotations
