@@ -31,7 +31,7 @@ from benchmarks import Report
 from benchmarks.gpu.inexact import InexactOps
 from benchmarks.gpu.peers import PEERS, PeerResult, is_available, measure_peers
 from benchmarks.gpu.random_models import PROMPT, SHAPES, Prompts, model_of, prompts_of
-from benchmarks.shaken import UnprovenEngine, shake
+from benchmarks.shaken import UnprovenEngine, compare, shake
 from tokentrue.engine import ExactEngine
 from tokentrue.engine.schedule import ScheduleLimits
 from tokentrue.numerics import exact, score
@@ -269,7 +269,7 @@ def where_they_part(engine: ExactEngine, model: Any, run: Run) -> str:
     for prompt, completion, temperature in zip(run.prompts, run.completions, run.temperatures, strict=True):
         if count_differing(model, Run([prompt], [completion], run.seconds, [temperature]))[0]:
             return str(
-                engine.core.compare([*prompt, *completion.token_ids])
+                compare(engine.core, [*prompt, *completion.token_ids])
                 or "the operators agree in a plain step: look at the decode graphs"
             )
     return ""

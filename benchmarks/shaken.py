@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict
+from collections.abc import Sequence
+
+from torch import nn
 
 from tokentrue.engine import ExactEngine
-from tokentrue.engine.request import Request
+from tokentrue.engine.core import Core
+from tokentrue.engine.proof import PIECES, Difference, difference_of
+from tokentrue.engine.schedule import Request, cut_steps
 
 
 class UnprovenEngine(ExactEngine):
@@ -29,3 +34,11 @@ def shake(engine: ExactEngine, rng: random.Random) -> None:
         return piece(request, rng.choice([most, rng.randint(1, most)]))
 
     scheduler.piece = random_piece  # type: ignore[method-assign]
+
+
+def compare(
+    core: Core, ids: Sequence[int], model: nn.Module | None = None, pieces: Sequence[int] = PIECES
+) -> Difference | None:
+    """First operator whose bits differ between the paged forward and that of `model` (default: the engine's)."""
+    steps = cut_steps(core.scheduler, ids, pieces)
+    return difference_of(core.local.forward, model or core.local.model, steps)

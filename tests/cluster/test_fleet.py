@@ -13,7 +13,7 @@ import pytest
 
 from tokentrue.app.wiring import ModelConfig, ServeConfig, ServerConfig
 from tokentrue.client import AsyncClient
-from tokentrue.cluster import actors
+from tokentrue.cluster import rollout as actors
 from tokentrue.cluster.rollout import Fleet, require_listener
 from tokentrue.environments import Plan, Rollout, RolloutConfig, Task, failed_rollout, plan_groups, run_groups
 from tokentrue.environments.http import GatewaySessions

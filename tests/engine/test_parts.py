@@ -11,11 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.marks import examples
-from tokentrue.engine.request import Phase, Request, Sampled, spans_of
 from tokentrue.engine.sample import GOLDEN, MASK, child_seed, gumbel, mix, stream_key
-from tokentrue.engine.schedule import BlockPool, ScheduleLimits, Scheduler, block_hash
+from tokentrue.engine.schedule import BlockPool, Phase, Request, Sampled, ScheduleLimits, Scheduler, block_hash
 from tokentrue.numerics import filter_logits, logprobs_of, ops_for, scale_logits
-from tokentrue.types import Sampling, VersionSpan
+from tokentrue.types import Finish, Sampling, VersionSpan
 
 
 def request_of(prompt: list[int], max_tokens: int = 4) -> Request:
@@ -133,5 +132,10 @@ def test_logprob_is_log_softmax_of_logits_over_temperature() -> None:
 
 
 def test_version_spans_cover_without_gap() -> None:
-    assert spans_of([3, 3, 4, 4, 4]) == (VersionSpan(start=0, end=2, version=3), VersionSpan(start=2, end=5, version=4))
-    assert spans_of([]) == ()
+    request = request_of([1])
+    request.finish = Finish.ABORT
+    assert request.completion("").versions == ()
+    for version in (3, 3, 4, 4, 4):
+        request.take(Sampled(token_id=1, logprob=-1.0, raw_logprob=-1.0), version)
+    first, second = VersionSpan(start=0, end=2, version=3), VersionSpan(start=2, end=5, version=4)
+    assert request.completion("").versions == (first, second)

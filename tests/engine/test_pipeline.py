@@ -17,9 +17,10 @@ import pytest
 import torch
 
 from tests.engine.world import SIZES, Run, build, clone_of, judge, nudged, random_run
+from tests.marks import IS_THOROUGH
 from tokentrue.engine import ExactEngine
 from tokentrue.engine.adapters import attach_adapter
-from tokentrue.engine.pipeline.stage import WeightRoutes, cut_layers
+from tokentrue.engine.pipeline import WeightRoutes, cut_layers
 from tokentrue.errors import ConfigError, EngineError, EngineRejected, ExactnessError
 from tokentrue.numerics import exact, same_bits, score
 from tokentrue.numerics.exact import STATE
@@ -47,7 +48,8 @@ def checked(run: Run, stages: int) -> None:
     ],
 )
 def test_random_schedule_over_stages(kind: str, stages: int, dtype: str, sizes: dict[str, Any]) -> None:
-    checked(random_run(build(kind, **sizes), dtype, 3, tokens=120, pipeline=stages), stages)
+    tokens = 120 if IS_THOROUGH else 60
+    checked(random_run(build(kind, **sizes), dtype, 3, tokens=tokens, pipeline=stages), stages)
 
 
 def test_weights_that_go_to_the_wrong_layer_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.shaken import UnprovenEngine, shake
+from benchmarks.shaken import UnprovenEngine, compare, shake
 from tokentrue.engine import ExactEngine, ScheduleLimits
-from tokentrue.engine.request import Phase, Request
 from tokentrue.engine.runner import LocalRunner
+from tokentrue.engine.schedule import Phase, Request
 from tokentrue.numerics import Ops, exact, filter_logits, logits_of, same_bits, scale_logits, score
 from tokentrue.numerics.exact import STATE
 from tokentrue.types import Finish, Sampling
@@ -268,7 +268,7 @@ def replayed(run: Run, request: Request, version: int) -> str:
         return "not replayed: the model is in several processes"
     if core.version != version:
         core.load(run.weights[version], version)
-    found = (core.compare(request.tokens, run.trainer, pieces) for pieces in ((1,), (2, 5, 1), (400,)))
+    found = (compare(core, request.tokens, run.trainer, pieces) for pieces in ((1,), (2, 5, 1), (400,)))
     return str(next((difference for difference in found if difference), "not seen in a replay"))
 
 

@@ -73,7 +73,8 @@ def test_replayed_prefills_have_the_trainers_bits() -> None:
             assert tokens == 3 * len(lengths) and wrong == 0, (
                 f"prompts of {lengths}: {wrong} of {tokens} log-probabilities differ"
             )
-        assert core.prefills is not None and set(core.prefills.sizes) == set(SIZES), "every size was captured"
+        assert core.local.prefills is not None
+        assert {size for size, _ in core.local.prefills._captured} == set(SIZES), "every size was captured"
 
 
 def test_without_exact_operators_bits_differ() -> None:

@@ -131,7 +131,7 @@ def check_adapters(dtype: torch.dtype) -> None:
     with engine_gpu.engine_of(model, kv_tokens=24_000) as engine:
         engine.load_adapter("a", adapter_state(many, 8, dtype, seed=3), config={"lora_alpha": 16})
         engine.load_adapter("b", adapter_state(few, 24, dtype, seed=4), config={"lora_alpha": 5})
-        generation = engine.core.forward.bank.generation
+        generation = engine.core.local.forward.bank.generation
         for seed in (3, 5):  # the second time with other weights in the place of "a"
             engine.load_adapter("a", adapter_state(many, 8, dtype, seed=seed))
             requests = [
@@ -153,7 +153,7 @@ def check_adapters(dtype: torch.dtype) -> None:
                     found = torch.tensor(request.logprobs, device="cuda")
                     assert torch.equal(wanted.view(torch.int32), found.view(torch.int32)), (name, seed)
         assert engine.core.bursts is not None and (16, generation) in engine.core.bursts.graphs._captured
-        assert engine.core.forward.bank.generation == generation, "weights of the same shape are written in place"
+        assert engine.core.local.forward.bank.generation == generation, "weights of the same shape are written in place"
 
 
 def test_scan_does_not_depend_on_cuts() -> None:

@@ -1,7 +1,9 @@
-"""tokentrue rollout --ray: gateways and rollout workers as actors.
+"""tokentrue rollout --ray: gateways with their engines, and rollout workers, as actors.
 
-A rollout belongs to the gateway that its key hashes to. With `nodes` the actors are spread over that many nodes and
-share one record, so that other nodes resume the sessions of one that died.
+A rollout belongs to the gateway that its key hashes to. A restarted `GatewayActor` restores its sessions from its
+journal. With `nodes` the actors are spread over that many nodes and share one PostgreSQL record, so that any gateway
+resumes the sessions of one that died. A `RolloutActor` restarts a lost rollout in the same session and gets the recorded
+replies, so a death costs only the current turn of the affected rollouts.
 """
 
 from __future__ import annotations
@@ -10,45 +12,180 @@ import asyncio
 import contextlib
 import hashlib
 import itertools
+import math
+import os
 import re
 import secrets
 import socket
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 from tokentrue.app.rollouts import RolloutRun
 from tokentrue.app.wiring import ServeConfig, ServerConfig
-from tokentrue.environments import Plan, Rollout, run_plans
-from tokentrue.errors import ConfigError, EngineError
+from tokentrue.environments import Plan, Rollout, failed_rollout, load_environment, run_one, run_plans
+from tokentrue.environments.http import GatewaySessions, resumed_id
+from tokentrue.errors import ConfigError, EngineError, EngineUnreachable, GatewayUnreachable, SessionConflict
 
 JOIN_S = 30.0
+PATIENCE_S = 120.0
+ANSWER_S = 10.0  # after which another actor is tried instead of one that is restarting
 
 
+# ---- actors
+class GatewayActor:
+    """`settings` is a ServeConfig whose store outlives the process. Listens at its node's address. `newest` names the
+    `NewestWeights` actor of a training run: its weights are loaded before `address` returns.
+    """
+
+    def __init__(self, settings: ServeConfig, admin_key: str, threads: int = 1, newest: str = "") -> None:
+        os.environ["TOKENTRUE_ADMIN_KEY"] = admin_key
+        from tokentrue.app.background import BackgroundGateway
+        from tokentrue.app.libraries import quiet_libraries
+
+        quiet_libraries(threads)
+        self._newest = newest
+        self._version = 0  # of the last published weights
+        here = replace(settings, server=replace(settings.server, host=node_address()))
+        self._gateway = BackgroundGateway(settings=here)
+        self._starting = ThreadPoolExecutor(1).submit(self._start)
+
+    def _start(self) -> str:
+        """Returns the address. Raises only RuntimeError: other types could look like an absent gateway."""
+        try:
+            self._gateway.__enter__()
+            ray = import_ray() if self._newest else None
+            held = ray and ray.get(ray.get_actor(self._newest).get.remote())
+            if ray and held is not None:
+                (reference,), version = held
+                self._load(ray.get(reference), version)
+            return self._gateway.url
+        except Exception as error:
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
+
+    def _load(self, weights: Mapping[str, Any], version: int) -> None:
+        self._gateway.publish(weights, version=version)
+        self._version = version
+
+    def address(self) -> str:
+        return self._starting.result()
+
+    def publish(self, weights: Mapping[str, Any], version: int) -> None:
+        self.address()
+        self._load(weights, version)
+
+    def version(self) -> int:
+        self.address()
+        return self._version
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
+def node_address() -> str:
+    return str(import_ray().util.get_node_ip_address())
+
+
+class RolloutActor:
+    def __init__(self, rollout: Any, admin_key: str) -> None:
+        self._config = rollout
+        self._environment = load_environment(rollout.environment, rollout.options)
+        self._admin_key = admin_key
+
+    async def play(self, plan: Plan, gateways: Sequence[Any]) -> Rollout:
+        """`gateways`: actor handles that can serve the session, the pinned one first."""
+        return await play_through(
+            self._environment, plan, lambda: find_gateway(gateways), self._config, self._admin_key
+        )
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
+async def find_gateway(gateways: Sequence[Any]) -> str:
+    """Address of the first gateway whose actor answers; waits if there is only one."""
+
+    async def ask(gateway: Any) -> str:
+        return await gateway.address.remote()
+
+    for gateway in gateways[:-1]:
+        with contextlib.suppress(TimeoutError, import_ray().exceptions.RayActorError):
+            return await asyncio.wait_for(ask(gateway), ANSWER_S)
+    return await ask(gateways[-1])
+
+
+async def play_through(
+    environment: Any, plan: Plan, whereabouts: Callable[[], Awaitable[str]], config: Any, admin_key: str
+) -> Rollout:
+    """Runs one rollout; restarts it in its session while the gateway is absent, for up to `PATIENCE_S`."""
+    began, end = time.perf_counter(), math.inf
+    while True:
+        try:
+            async with GatewaySessions(
+                await whereabouts(),
+                sampling=config.sampling,
+                pin=config.pin,
+                admin_key=admin_key,
+                resume=True,
+                is_retried=is_conflict_or_absence,
+            ) as sessions:
+                try:
+                    return await run_one(
+                        environment, plan, sessions, timeout_s=config.timeout_s, is_raised=is_conflict_or_absence
+                    )
+                except SessionConflict:  # it had ended, and the actor that reported it died
+                    session_id, reward, samples, coverage = await sessions.read_ended(plan)
+            return Rollout(
+                plan=plan, session_id=session_id, reward=reward, error=None, seconds=time.perf_counter() - began, samples=samples,
+                coverage=coverage,
+            )  # fmt: skip
+        except Exception as error:
+            if not is_absence(error):
+                return failed_rollout(plan, error, began, session_id=resumed_id(plan))
+            end = min(end, time.perf_counter() + PATIENCE_S)
+            if time.perf_counter() >= end:
+                said = f"the gateway was away for {PATIENCE_S:g} s: {error}"
+                return failed_rollout(plan, said, began, session_id=resumed_id(plan))
+        await asyncio.sleep(0.5)
+
+
+def is_conflict_or_absence(error: Exception) -> bool:
+    return isinstance(error, SessionConflict) or is_absence(error)
+
+
+def is_absence(trouble: BaseException) -> bool:
+    """True if a gateway or its actor was unreachable; False for a refusal or a failed agent."""
+    import httpx
+    import openai
+
+    sdk = (openai.APIConnectionError, openai.InternalServerError, httpx.TransportError)
+    gone = (EngineUnreachable, GatewayUnreachable, import_ray().exceptions.RayActorError, ConnectionError)
+    return isinstance(trouble, (*sdk, *gone))
+
+
+# ---- the driver
 class Fleet:
     """The actors of one run, as Ray handles. `newest` names the actor with a training run's weights."""
 
     def __init__(self, settings: RolloutRun, *, gateways: int, workers: int, nodes: int = 0, newest: str = "") -> None:
-        ray = import_ray()
-        from tokentrue.cluster.actors import GatewayActor, RolloutActor
-
-        self._ray, self._is_shared = ray, settings.is_shared
+        self._ray, self._is_shared = import_ray(), settings.is_shared
         wanted = nodes or settings.nodes
-        places = find_nodes(ray, wanted) if wanted > 1 else []
-        gateways, workers = max(gateways, len(places)), max(workers, len(places))
+        places = find_nodes(self._ray, wanted) if wanted > 1 else []
         admin_key = secrets.token_hex(20)
-        served = [serve_config(settings, number) for number in range(gateways)]
         anywhere = {"max_restarts": -1, "num_cpus": 0, "scheduling_strategy": "SPREAD"}
         gpus = 1 if str(settings.engine.options.get("device", "cpu")).startswith("cuda") else 0
-        gateway_class = ray.remote(**anywhere, max_concurrency=64, num_gpus=gpus)(GatewayActor)
+        gateway_class = self._ray.remote(**anywhere, max_concurrency=64, num_gpus=gpus)(GatewayActor)
         at_once = settings.rollout.concurrency
-        worker_class = ray.remote(**anywhere, max_task_retries=-1, max_concurrency=at_once)(RolloutActor)
+        worker_class = self._ray.remote(**anywhere, max_task_retries=-1, max_concurrency=at_once)(RolloutActor)
         self.gateways = [
-            place(gateway_class, places, number).remote(config, admin_key, newest=newest)
-            for number, config in enumerate(served)
+            place(gateway_class, places, number).remote(serve_config(settings, number), admin_key, newest=newest)
+            for number in range(max(gateways, len(places)))
         ]
         self.workers = [
-            place(worker_class, places, number).remote(settings.rollout, admin_key) for number in range(workers)
+            place(worker_class, places, number).remote(settings.rollout, admin_key)
+            for number in range(max(workers, len(places)))
         ]
         self._next_worker = itertools.cycle(self.workers)
 
@@ -85,6 +222,12 @@ def place(actor_class: Any, nodes: Sequence[str], number: int) -> Any:
     return actor_class.options(
         scheduling_strategy=NodeAffinitySchedulingStrategy(nodes[number % len(nodes)], soft=True)
     )
+
+
+def serve_config(settings: RolloutRun, number: int) -> ServeConfig:
+    own = f"sqlite:{(settings.out / f'gateway-{number}.sqlite').resolve()}"
+    store = str(settings.store) if settings.is_shared else own
+    return ServeConfig(model=settings.model, engine=settings.engine, server=ServerConfig(port=0, store=store))
 
 
 def play_on_ray(
@@ -143,15 +286,10 @@ def require_listener(address: str) -> None:
         raise ConfigError(f"--ray {address}: nobody listens there ({error}); `local` starts a Ray here") from error
 
 
-def serve_config(settings: RolloutRun, number: int) -> ServeConfig:
-    own = f"sqlite:{(settings.out / f'gateway-{number}.sqlite').resolve()}"
-    store = str(settings.store) if settings.is_shared else own
-    return ServeConfig(model=settings.model, engine=settings.engine, server=ServerConfig(port=0, store=store))
-
-
 def import_ray() -> Any:
     try:
         import ray
+        import ray.util
     except ImportError as error:
         raise ConfigError("--ray needs Ray: pip install 'tokentrue[ray]'") from error
     return ray

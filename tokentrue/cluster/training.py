@@ -21,11 +21,8 @@ from tokentrue.app.wiring import REMOTE
 from tokentrue.cluster.rollout import Fleet, attach, await_actor, import_ray
 from tokentrue.errors import ConfigError, EngineError
 
-REPEATED = {
-    "max_task_retries": -1
-}  # retries of calls whose actor died: without it Ray fails them while the actor restarts
-
-
+# Retries of calls whose actor died: without it Ray fails them while the actor restarts.
+REPEATED = {"max_task_retries": -1}
 KEEP_S = 1.0  # between two checks that `NewestWeights` still has them
 
 
@@ -70,11 +67,10 @@ class FleetSink:
     def __init__(self, fleet: Fleet, newest: Any) -> None:
         self._fleet, self._newest = fleet, newest
         self._held: tuple[list[Any], int] | None = None
-        self._ray = import_ray()
 
     async def publish(self, weights: Iterable[tuple[str, Any]], *, version: int) -> None:
         held = await asyncio.to_thread(lambda: {name: tensor.detach().cpu().contiguous() for name, tensor in weights})
-        reference = await asyncio.to_thread(self._ray.put, held)
+        reference = await asyncio.to_thread(import_ray().put, held)
         self._held = ([reference], version)
         await await_actor(self._newest.put.remote(*self._held), "keep the weights")
         await asyncio.gather(*(self._publish(gateway, reference, version) for gateway in self._fleet.gateways))
@@ -92,13 +88,14 @@ class FleetSink:
         while True:
             await asyncio.sleep(KEEP_S)
             with contextlib.suppress(EngineError):  # publishing says so, too
-                if self._held is not None and not await await_actor(self._newest.is_known.remote(), "keep the weights"):
+                if self._held and not await await_actor(self._newest.is_known.remote(), "keep the weights"):
                     await await_actor(self._newest.put.remote(*self._held), "keep the weights")
 
     async def _publish(self, gateway: Any, reference: Any, version: int) -> None:
         """If a gateway dies meanwhile, Ray restarts it with the newest weights and repeats the calls."""
-        await await_actor(gateway.publish.options(**REPEATED).remote(reference, version), "publish the weights")
-        found = await await_actor(gateway.version.options(**REPEATED).remote(), "publish the weights")
+        publish, read = (method.options(**REPEATED) for method in (gateway.publish, gateway.version))
+        await await_actor(publish.remote(reference, version), "publish the weights")
+        found = await await_actor(read.remote(), "publish the weights")
         if found != version:
             raise EngineError(f"a gateway's engine has the weights of version {found}, not of {version}")
 
@@ -127,11 +124,11 @@ async def source_on_ray(settings: TrainRun, ranks: Any, *, address: str) -> Asyn
 
 def fleet_settings(settings: TrainRun) -> RolloutRun:
     """The fleet's settings. Journals belong to this start alone: others may have had other weights."""
+    name, evaluation = settings.engine.name, settings.evaluation
     refused = {
-        f"engine {settings.engine.name!r}: its servers are reached from here; leave --ray out": settings.engine.name
-        in REMOTE,
+        f"engine {name!r}: its servers are reached from here; leave --ray out": name in REMOTE,
         "samples: rollouts of a file need no Ray": settings.samples is not None,
-        "evaluation.every: not with --ray": bool(settings.evaluation.every),
+        "evaluation.every: not with --ray": bool(evaluation.every),
         "train.acceptance: not with --ray": settings.train.acceptance.enabled,
     }
     for why, is_so in refused.items():

@@ -15,16 +15,16 @@ import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from numbers import Real
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
+import msgspec
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from tokentrue.engine.decoder import Attention, Decoder, Dense
+from tokentrue.engine.decoder import TARGETS, Decoder, linear_modules
 from tokentrue.errors import ConfigError, EngineError, ExactnessError, FileFormatError
 from tokentrue.json_types import JsonMapping
 from tokentrue.numerics import LowRank, LowRankStack, Ops, RowSlots
@@ -32,6 +32,8 @@ from tokentrue.numerics.modules import replace_attribute, unguard
 from tokentrue.numerics.ops import Linears
 
 AdapterConfig = JsonMapping
+MOST = torch.finfo(torch.float32).max
+Number = Annotated[float, msgspec.Meta(ge=-MOST, le=MOST)]
 
 READ = frozenset({"peft_type", "r", "rank_pattern", "lora_alpha", "alpha_pattern", "use_rslora", "init_lora_weights"})
 IGNORED = frozenset({
@@ -61,7 +63,7 @@ CONVERT = (
 )
 
 
-def check_config(where: str, config: AdapterConfig) -> None:
+def read_settings(where: str, config: AdapterConfig) -> LoraSettings:
     """Raises unless the adapter computes W + scale·B·A over unchanged base weights."""
     kind = config.get("peft_type") or "LORA"
     if kind != "LORA":
@@ -73,28 +75,26 @@ def check_config(where: str, config: AdapterConfig) -> None:
             raise ExactnessError(
                 f"{where} uses {what} ({field}), which has no exact form: {RETRAIN if field in UNMERGEABLE else MERGE}"
             )
-    check_start(where, config.get("init_lora_weights"))
+    # A and B fit the base model only if training started from its unchanged weights.
+    start = config.get("init_lora_weights")
+    if start is not None and not isinstance(start, bool) and str(start).lower() not in PLAIN_STARTS:
+        said, cure = "is unknown and may change the base weights", f"set it to true if it does not, or {MERGE}"
+        if str(start).lower().startswith(CONVERTIBLE_STARTS):
+            said, cure = "changed the base weights before training", f"{CONVERT}, or {MERGE}"
+        elif start == "loftq":
+            said, cure = "quantised the base weights before training", MERGE
+        raise ExactnessError(f"{where}: init_lora_weights is {start!r}, which {said}: {cure}")
     for field in sorted(config.keys() - READ - IGNORED - REFUSED.keys(), key=str):
         if config[field] and config[field] != peft_default(field):
             raise ExactnessError(
                 f"{where}: {field} is unknown and may change the computation; remove it if it does not, or {MERGE}"
             )
-    if not isinstance(config.get("use_rslora", False), bool | None):
-        raise ConfigError(f"{where}: use_rslora is {config['use_rslora']!r}; true or false expected")
-
-
-def check_start(where: str, start: Any) -> None:
-    """A and B fit the base model only if training started from its unchanged weights."""
-    if start is None or isinstance(start, bool) or str(start).lower() in PLAIN_STARTS:
-        return
-    said = f"{where}: init_lora_weights is {start!r}"
-    if str(start).lower().startswith(CONVERTIBLE_STARTS):
-        raise ExactnessError(f"{said}, which changed the base weights before training: {CONVERT}, or {MERGE}")
-    if start == "loftq":
-        raise ExactnessError(f"{said}, which quantised the base weights before training: {MERGE}")
-    raise ExactnessError(
-        f"{said}, which is unknown and may change the base weights: set it to true if it does not, or {MERGE}"
-    )
+    try:
+        return msgspec.convert(dict(config), LoraSettings)
+    except msgspec.ValidationError as error:
+        expected, _, place = str(error).partition(" - at `$.")
+        field = place.rstrip("`").partition("[")[0]
+        raise ConfigError(f"{where}: {field} is {reprlib.repr(config[field])}; {expected}") from error
 
 
 def peft_default(field: str) -> Any:
@@ -105,40 +105,34 @@ def peft_default(field: str) -> Any:
     return getattr(LoraConfig(), field, None)
 
 
-def scale_of(where: str, config: AdapterConfig, module: str, rank: int) -> float:
-    """alpha / rank, or alpha / sqrt(rank) with rslora; raises if `rank` differs from the configured one."""
-    wanted = setting_of(where, config, "r", "rank_pattern", module)
-    if wanted is not None and wanted != rank:
-        raise EngineError(f"{where}: r is {wanted} for {module}, but its lora_A has {rank} rows")
-    alpha = setting_of(where, config, "lora_alpha", "alpha_pattern", module)
-    if alpha is None:
-        raise ConfigError(f"{where}: lora_alpha is missing")
-    return alpha / (rank**0.5 if config.get("use_rslora") else rank)
+class LoraSettings(msgspec.Struct):
+    """The settings that decide the factor of B·A. Patterns are peft's regular expressions for the names of modules."""
 
+    r: Number | None = None
+    rank_pattern: dict[str, Number] | None = None
+    lora_alpha: Number | None = None
+    alpha_pattern: dict[str, Number] | None = None
+    use_rslora: bool | None = None
 
-def setting_of(where: str, config: AdapterConfig, field: str, pattern_field: str, module: str) -> Any:
-    """The value of the first peft pattern that matches the module's name, else the field; None if unset."""
-    patterns = config.get(pattern_field) or {}
-    if not isinstance(patterns, Mapping):
-        raise ConfigError(f"{where}: {pattern_field} is {patterns!r}; an object of patterns and numbers expected")
-    value = config.get(field)
-    for pattern, number in cast(JsonMapping, patterns).items():
+    def scale(self, where: str, module: str, rank: int) -> float:
+        """alpha / rank, or alpha / sqrt(rank) with rslora; raises if `rank` differs from the configured one."""
+
+        def find(patterns: Mapping[str, float] | None, default: float | None) -> float | None:
+            matching = (value for text, value in (patterns or {}).items() if re.match(rf"(.*\.)?({text})$", module))
+            return next(matching, default)
+
         try:
-            found = re.match(rf"(.*\.)?({pattern})$", module)
+            wanted, alpha = find(self.rank_pattern, self.r), find(self.alpha_pattern, self.lora_alpha)
         except re.error as error:
-            text = f"{pattern_field}: {pattern!r} is no regular expression: {error}"
-            raise ConfigError(f"{where}: {text}") from error
-        if found:
-            field, value = f"{pattern_field}[{pattern!r}]", number
-            break
-    is_number, most = isinstance(value, Real) and not isinstance(value, bool), torch.finfo(torch.float32).max
-    if value is not None and not (is_number and value <= most and not value < -most):
-        raise ConfigError(f"{where}: {field} is {reprlib.repr(value)}; a finite number expected")
-    return value
+            said = f"{error.pattern!r} in rank_pattern or alpha_pattern is no regular expression: {error}"
+            raise ConfigError(f"{where}: {said}") from error
+        if wanted is not None and wanted != rank:
+            raise EngineError(f"{where}: r is {wanted:g} for {module}, but its lora_A has {rank} rows")
+        if alpha is None:
+            raise ConfigError(f"{where}: lora_alpha is missing")
+        return alpha / (rank**0.5 if self.use_rslora else rank)
 
 
-TARGETS = {"q_proj": "self_attn", "k_proj": "self_attn", "v_proj": "self_attn", "o_proj": "self_attn", "gate_proj": "mlp", "up_proj": "mlp",
-           "down_proj": "mlp"}  # fmt: skip
 # The merged products of a layer, and the projections side by side in each.
 PRODUCTS = {
     "qkv": ("q_proj", "k_proj", "v_proj"),
@@ -222,7 +216,7 @@ def read_pairs(name: str, state: JsonMapping, config: AdapterConfig, folder: Pat
     settings, tensors = (
         f"adapter {name!r}" if folder is None else f"adapter {name!r} ({folder / file})" for file in (CONFIG, WEIGHTS)
     )
-    check_config(settings, config)
+    lora = read_settings(settings, config)
     pairs: dict[str, dict[str, Tensor]] = {}
     for key, value in state.items():
         found = NAME.match(key)
@@ -238,7 +232,7 @@ def read_pairs(name: str, state: JsonMapping, config: AdapterConfig, folder: Pat
         if pair.keys() != {"A", "B"}:
             raise EngineError(f"{tensors}: {module} has lora_{'/'.join(pair)} alone; send A and B")
     return {
-        module: LowRank(a=pair["A"], b=pair["B"], scale=scale_of(settings, config, module, pair["A"].shape[0]))
+        module: LowRank(a=pair["A"], b=pair["B"], scale=lora.scale(settings, module, pair["A"].shape[0]))
         for module, pair in pairs.items()
     }
 
@@ -259,15 +253,12 @@ def merge_low_rank(weight: Tensor, low: LowRank) -> Tensor:
     return (weight + (low.b.float() @ low.a.float()) * low.scale).to(weight.dtype)
 
 
-def check_shapes(
-    adapter: Adapter, decoder: Decoder, modules: Mapping[tuple[int, str], nn.Linear], first: int = 0
-) -> None:
-    """`first` is the index of the decoder's first layer in the whole model."""
+def check_adapter(adapter: Adapter, decoder: Decoder, ops: Ops, first: int = 0) -> None:
+    """Raises unless the adapter fits the model and its products are exact. `first`: index of the decoder's first layer
+    in the whole model."""
     for (layer, projection), low in adapter.weights.items():
-        module = modules.get((layer, projection))
-        at = decoder.layers[layer] if module is not None else None
-        part = at and (at.mlp if TARGETS[projection] == "mlp" else at.mixer)
-        if module is None or not isinstance(part, Dense | Attention):
+        module = decoder.linears.get((layer, projection))
+        if module is None:
             raise ExactnessError(
                 f"adapter {adapter.name!r}: layer {first + layer} has no plain {projection}; it cannot be adapted exactly"
             )
@@ -275,6 +266,7 @@ def check_shapes(
         if wanted != found or low.a.shape[0] != low.b.shape[1]:
             where = f"layer {first + layer} {projection}"
             raise EngineError(f"adapter {adapter.name!r}: {where} maps {found[0]} to {found[1]}, the model {wanted}")
+    check_products(adapter, ops)
 
 
 def check_products(adapter: Adapter, ops: Ops) -> None:
@@ -284,17 +276,6 @@ def check_products(adapter: Adapter, ops: Ops) -> None:
             shapes.setdefault(factor.dtype, set()).add((factor.shape[1], factor.shape[0], False))
     for dtype, linears in shapes.items():
         ops.self_test(linears=linears, heads=set(), dtype=dtype)
-
-
-def linear_modules(model: Any) -> dict[tuple[int, str], nn.Linear]:
-    """The linear layers that an adapter may change."""
-    found: dict[tuple[int, str], nn.Linear] = {}
-    for index, layer in enumerate(model.model.layers):
-        for projection, parent in TARGETS.items():
-            module = getattr(getattr(layer, parent, None), projection, None)
-            if isinstance(module, nn.Linear):
-                found[index, projection] = module
-    return found
 
 
 @contextmanager
@@ -357,7 +338,10 @@ class AdapterBank:
         count = 1 << max(0, max(self.slots.values(), default=0)).bit_length()
         changed = {(layer, PRODUCT_OF[name]) for one in self.adapters.values() for layer, name in one.weights}
         before = {at: stack.packed for at, stack in self.stacks.items()}
-        self.stacks = {at: self.stacks.get(at) or LowRankStack(self._ends(*at)) for at in sorted(changed)}
+        for layer, product in changed - self.stacks.keys():
+            sizes = (self._decoder.linears[layer, name].out_features for name in PRODUCTS[product])
+            self.stacks[layer, product] = LowRankStack(tuple(itertools.accumulate(sizes)))
+        self.stacks = {at: self.stacks[at] for at in sorted(changed)}
         for (layer, product), stack in self.stacks.items():
             stack.parts = {
                 self.slots[one.name]: tuple(one.weights.get((layer, name)) for name in PRODUCTS[product])
@@ -368,17 +352,3 @@ class AdapterBank:
         if count != self.count or before.keys() != after.keys() or any(before[at] is not after[at] for at in after):
             self.generation += 1
         self.count = count
-
-    def _ends(self, layer: int, product: str) -> tuple[int, ...]:
-        heads, key_heads, size = self._decoder.heads
-        at = self._decoder.layers[layer]
-        if product == "qkv":
-            assert isinstance(at.mixer, Attention)
-            wide, narrow = heads * size * (2 if at.mixer.gated else 1), key_heads * size
-            return wide, wide + narrow, wide + 2 * narrow
-        if product == "out":
-            assert isinstance(at.mixer, Attention)
-            return (at.mixer.out.weight.shape[0],)
-        assert isinstance(at.mlp, Dense)
-        width = at.mlp.gate_up.weight.shape[0] // 2
-        return (width, 2 * width) if product == "gate_up" else (at.mlp.down.weight.shape[0],)

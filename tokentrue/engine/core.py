@@ -5,19 +5,28 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from tokentrue.engine.adapters import Adapter
-from tokentrue.engine.forward import Forward
-from tokentrue.engine.graphs import Bursts, PrefillGraphs
-from tokentrue.engine.proof import PIECES, Difference, difference_of
-from tokentrue.engine.request import Phase, Request, Sampled, StepInputs
-from tokentrue.engine.runner import LocalRunner, Runner, StepResult, scores_prompt, wants_of
-from tokentrue.engine.sample import not_finite
-from tokentrue.engine.schedule import BlockPool, ScheduleLimits, Scheduler, StatePool, Work, cut_steps
+from tokentrue.engine.graphs import Bursts
+from tokentrue.engine.pipeline import Pipeline
+from tokentrue.engine.proof import PIECES
+from tokentrue.engine.runner import LocalRunner, StepResult, scores_prompt, wants_of
+from tokentrue.engine.schedule import (
+    BlockPool,
+    Phase,
+    Request,
+    Sampled,
+    ScheduleLimits,
+    Scheduler,
+    StatePool,
+    StepInputs,
+    Work,
+    cut_steps,
+)
 from tokentrue.engine.weights import Weights
 from tokentrue.errors import EngineError
 from tokentrue.types import Finish
@@ -37,10 +46,6 @@ class Meter:
         self.first_token_s: deque[float] = deque(maxlen=1024)
         self._recent: deque[tuple[float, int]] = deque(maxlen=4096)
 
-    def count_step(self, batch: Sequence[Work]) -> None:
-        self.steps += 1
-        self.prompt_tokens += sum(work.count for work in batch if work.count > 1)
-
     def count_tokens(self, request: Request, count: int) -> None:
         self.sampled_tokens += count
         now = time.monotonic()
@@ -51,14 +56,11 @@ class Meter:
         else:
             self._recent.append((now, count))
 
-    def tokens_per_second(self) -> float:
-        now = time.monotonic()
-        inside = [(at, count) for at, count in self._recent if now - at < WINDOW_S]
-        return sum(count for _, count in inside) / max(now - inside[0][0], 1e-3) if inside else 0.0
-
     def report(self, scheduler: Scheduler, version: int) -> dict[str, float]:
+        now, pool = time.monotonic(), scheduler.pool
         waits = sorted(self.first_token_s) or [0.0]
-        pool = scheduler.pool
+        recent = [(at, count) for at, count in self._recent if now - at < WINDOW_S]
+        rate = sum(count for _, count in recent) / max(now - recent[0][0], 1e-3) if recent else 0.0
         return {
             "steps_total": self.steps,
             "requests_total": self.requests,
@@ -66,7 +68,7 @@ class Meter:
             "requests_waiting": len(scheduler.waiting),
             "prompt_tokens_total": self.prompt_tokens,
             "sampled_tokens_total": self.sampled_tokens,
-            "tokens_per_second": self.tokens_per_second(),
+            "tokens_per_second": rate,
             "first_token_seconds_p50": waits[len(waits) // 2],
             "first_token_seconds_p95": waits[int(len(waits) * 0.95)],
             "kv_blocks_used": pool.num_used,
@@ -82,7 +84,12 @@ class Core:
     """`read` decodes token ids to text, only for stop strings."""
 
     def __init__(
-        self, runner: Runner, *, limits: ScheduleLimits, version: int, read: Callable[[Sequence[int]], str] | None
+        self,
+        runner: LocalRunner | Pipeline,
+        *,
+        limits: ScheduleLimits,
+        version: int,
+        read: Callable[[Sequence[int]], str] | None,
     ) -> None:
         sizes = runner.sizes
         self.runner = runner
@@ -98,30 +105,12 @@ class Core:
         self.in_flight: deque[list[Work]] = deque()
         self.bursts: Bursts | None = None
         if isinstance(runner, LocalRunner) and runner.captures:
-            self.bursts = Bursts(
-                runner.forward,
-                self.scheduler,
-                capacity=self.capacity,
-                deliver=self.take_run,
-                reject=lambda request: self.take(request, not_finite()),
-            )
+            self.bursts = Bursts(runner.forward, self.scheduler, self.capacity, self.take_run, self.take)
 
     @property
     def local(self) -> LocalRunner:
         assert isinstance(self.runner, LocalRunner), "the model is in the processes of a pipeline"
         return self.runner
-
-    @property
-    def forward(self) -> Forward:
-        return self.local.forward
-
-    @property
-    def model(self) -> nn.Module:
-        return self.local.model
-
-    @property
-    def prefills(self) -> PrefillGraphs | None:
-        return self.local.prefills
 
     @property
     def requests(self) -> list[Request]:
@@ -199,12 +188,6 @@ class Core:
             self.scheduler.preempt(self.scheduler.running[-1])
         return cut_steps(self.scheduler, ids, PIECES, adapter)
 
-    def compare(
-        self, ids: Sequence[int], model: nn.Module | None = None, pieces: Sequence[int] = PIECES
-    ) -> Difference | None:
-        """First operator whose bits differ between the paged forward and that of `model` (default: the engine's)."""
-        return difference_of(self.forward, model or self.model, cut_steps(self.scheduler, ids, pieces))
-
     # ---- steps
     def step(self) -> bool:
         """One forward pass for the ready requests; False if there was nothing to do."""
@@ -213,10 +196,12 @@ class Core:
                 self.end(request, Finish.ABORT)
         if self.broken:
             self.fail_all(EngineError(self.broken))
-        if self.bursts is not None and self.proceed(self.bursts):
+        if self.bursts is not None and self.bursts.in_flight is not None:
+            self.proceed(self.bursts, self.bursts.in_flight.requests)
             return True
         while len(self.in_flight) < self.runner.depth and (batch := self.scheduler.next_batch(self.runner.depth)):
-            self.meter.count_step(batch)
+            self.meter.steps += 1
+            self.meter.prompt_tokens += sum(work.count for work in batch if work.count > 1)
             self.start_step(batch)
             if self.bursts is not None and self.bursts.in_flight is not None:
                 return True
@@ -252,16 +237,14 @@ class Core:
             self.scheduler.in_flight.clear()
             self.fail_all(EngineError(self.broken))
 
-    def proceed(self, bursts: Bursts) -> bool:
-        """Delivers the burst of decode steps in flight; False if there was none."""
-        requests = bursts.in_flight.requests if bursts.in_flight is not None else []
+    def proceed(self, bursts: Bursts, requests: Sequence[Request]) -> None:
+        """Delivers the decode steps in flight, of these requests."""
         try:
-            return bursts.proceed()
+            bursts.proceed()
         except Exception as error:
             bursts.in_flight = None
             for request in requests:
                 self.fail(request, error)
-            return True
 
     def drain(self) -> None:
         if self.bursts is not None:
@@ -285,7 +268,7 @@ class Core:
             if logprobs is not None:  # a preempted prompt is scored again: keep positions, not a log
                 request.prompt_logprobs[work.start :] = logprobs
             if route is not None and route.shape[0]:
-                request.add_routes(route)
+                request.routes.append(replace(route, start=request.num_routed))
             if token is not None:
                 self.take(request, token)
 

@@ -3,15 +3,12 @@
 Parameters stay in the model (q, k, v and gate, up become views of one merged tensor each). Modules that are not of the
 plain dense form (a mixture of experts, say) run their own code on exact operators. Reading can fail silently, so the
 loader proves it: the first logits must equal the model's, bit for bit.
-
-Latent attention (DeepSeek-V3) caches expanded keys and values, because the trainer expands them too: multiplying
-queries by the expansion instead changes the order of the sums, and the bits. Values are padded to the size of keys.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import torch
@@ -25,10 +22,6 @@ from tokentrue.numerics.exact import head_size
 from tokentrue.numerics.modules import activation_kind, norm_kind
 
 
-def data_of(parameter: nn.Parameter | None) -> Tensor | None:
-    return None if parameter is None else parameter.data
-
-
 def read_norm(name: str, module: nn.Module) -> Norm:
     eps, form = norm_kind(name, module)
     return Norm(weight=module.weight.data, eps=eps, form=form)  # pyright: ignore
@@ -40,14 +33,15 @@ class Product(NamedTuple):
 
 
 def read_product(module: nn.Linear) -> Product:
-    return Product(module.weight.data, data_of(module.bias))
+    return Product(module.weight.data, None if module.bias is None else module.bias.data)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentAttention:
-    """q = up(norm(down(x))) (or one product); latent and rotary key = kv_down(x); keys and values =
-    kv_up(norm(latent)).
-    """
+    """q = up(norm(down(x))) (or one product); latent and rotary key = kv_down(x); keys and values = kv_up(norm(latent)).
+
+    Expanded keys and values are cached, as the trainer expands them: multiplying queries by the expansion instead
+    changes the order of the sums, and the bits. Values are padded to the size of keys."""
 
     q_down: Product | None
     q_norm: Norm | None
@@ -62,10 +56,6 @@ class LatentAttention:
     rotary_size: int
     value_size: int
     pairs: bool  # rotary pairs lie side by side, not in halves
-
-    def weights(self) -> tuple[Tensor, ...]:
-        parts = (self.q_down, self.q_up, self.kv_down, self.kv_up)
-        return *(part.weight for part in parts if part is not None), self.out.weight
 
     def attend(
         self, ops: Ops, h: Tensor, cos: Tensor, sin: Tensor, cache: tuple[Tensor, Tensor], batch: PagedBatch
@@ -128,9 +118,6 @@ class Attention:
     gated: bool  # in q, a gate of the output follows each head
     wide_norm: HeadNorm | None  # over all heads of queries (and of keys) together (OLMo-3)
 
-    def weights(self) -> tuple[Tensor, ...]:
-        return self.qkv.weight, self.out.weight
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
@@ -160,24 +147,35 @@ class Decoder:
     heads: tuple[int, int, int]  # H, J, D
     vocabulary: int
     max_positions: int
+    linears: dict[tuple[int, str], nn.Linear]  # (layer, projection): those that an adapter may change
+
+    def weights(self) -> Iterator[Tensor]:
+        """Of every product that the paged forward computes."""
+        for part in (part for layer in self.layers for part in (layer.mixer, layer.mlp)):
+            if isinstance(part, Attention | LatentAttention | Dense):
+                values = (getattr(part, field.name) for field in fields(part))
+                yield from (value.weight for value in values if isinstance(value, Product))
+        if self.head is not None:
+            yield self.head.weight
 
 
+TARGETS = dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), "self_attn") | dict.fromkeys(
+    ("gate_proj", "up_proj", "down_proj"), "mlp"
+)
 ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "rotary_emb"}
 LATENT_PARTS = {
     "q_proj", "q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj",
 }  # fmt: skip
 MIXERS = {"self_attn", "linear_attn"}
 ROLES = ("before_attention", "after_attention", "before_mlp", "after_mlp")
-# Which norms a layer has -> their roles.
+# Which norms a layer has -> the norm of each role.
+INPUT, AFTER, BEFORE_MLP, AFTER_MLP = (
+    f"{name}_layernorm" for name in ("input", "post_attention", "pre_feedforward", "post_feedforward")
+)
 LAYOUTS: dict[frozenset[str], tuple[str | None, ...]] = {
-    frozenset({"input_layernorm", "post_attention_layernorm"}): ("input_layernorm", None, "post_attention_layernorm", None),
-    frozenset({"input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"}): (
-        "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm",
-    ),
-    frozenset({"post_attention_layernorm", "post_feedforward_layernorm"}): (
-        None, "post_attention_layernorm", None, "post_feedforward_layernorm",
-    ),
-}  # fmt: skip
+    frozenset(filter(None, layout)): layout
+    for layout in ((INPUT, None, AFTER, None), (INPUT, AFTER, BEFORE_MLP, AFTER_MLP), (None, AFTER, None, AFTER_MLP))
+}
 
 
 def read_decoder(model: Any, ops: Ops, *, max_positions: int) -> Decoder:
@@ -201,7 +199,22 @@ def read_decoder(model: Any, ops: Ops, *, max_positions: int) -> Decoder:
         logit_softcap=getattr(config, "final_logit_softcapping", None), logit_divisor=getattr(config, "logits_scaling", None),
         residual_scale=getattr(config, "residual_multiplier", None),
         heads=heads, vocabulary=head.weight.shape[0] if is_last else config.vocab_size, max_positions=max_positions,
+        linears={at: module for at, module in linear_modules(model).items() if is_adaptable(layers[at[0]], at[1])},
     )  # fmt: skip
+
+
+def linear_modules(model: Any) -> dict[tuple[int, str], nn.Linear]:
+    found: dict[tuple[int, str], nn.Linear] = {}
+    for index, layer in enumerate(model.model.layers):
+        for projection, parent in TARGETS.items():
+            module = getattr(getattr(layer, parent, None), projection, None)
+            if isinstance(module, nn.Linear):
+                found[index, projection] = module
+    return found
+
+
+def is_adaptable(layer: Layer, projection: str) -> bool:
+    return isinstance(layer.mlp if TARGETS[projection] == "mlp" else layer.mixer, Dense | Attention)
 
 
 def check_shape(model: Any, heads: tuple[type, ...] = (nn.Linear,)) -> None:
@@ -269,12 +282,12 @@ def read_head_norm(name: str, attention: Any) -> HeadNorm | None:
 
 
 def read_spec(attention: Any, head_dim: int) -> AttentionSpec:
-    window = getattr(attention, "sliding_window", None)
+    window, sinks = getattr(attention, "sliding_window", None), getattr(attention, "sinks", None)
     if window is None and type(attention).__name__.startswith(("Mistral", "Mixtral")):
         window = getattr(attention.config, "sliding_window", None)
     return AttentionSpec(
         scale=getattr(attention, "scaling", head_dim**-0.5), window=window, softcap=getattr(attention, "attn_logit_softcapping", None),
-        sinks=data_of(getattr(attention, "sinks", None)),
+        sinks=None if sinks is None else sinks.data,
     )  # fmt: skip
 
 

@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import secrets
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, aclosing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,10 @@ from tokentrue.engine.adapters import AdapterSource, read_adapter
 from tokentrue.engine.core import Core
 from tokentrue.engine.decoder import read_decoder
 from tokentrue.engine.forward import blocks_for
-from tokentrue.engine.pipeline.driver import start_pipeline
-from tokentrue.engine.request import Request, mask_of
-from tokentrue.engine.runner import LocalRunner, Runner
+from tokentrue.engine.pipeline import Pipeline
+from tokentrue.engine.runner import LocalRunner
 from tokentrue.engine.sample import child_seed
-from tokentrue.engine.schedule import ScheduleLimits
+from tokentrue.engine.schedule import Request, ScheduleLimits
 from tokentrue.engine.weights import Weights, load_model
 from tokentrue.errors import (
     ConfigError,
@@ -34,13 +33,11 @@ from tokentrue.errors import (
     PromptTooLong,
     SamplingError,
 )
-from tokentrue.ids import TokenIds
 from tokentrue.numerics import Contract, Ops, exact, on_device
 from tokentrue.numerics.exact import STATE
 from tokentrue.numerics.modules import is_experts
 from tokentrue.types import UNVERSIONED, Chunk, Completion, Ids, Sampling
 
-Listener = Callable[[Request], None]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # A GPU wants long steps: a few hundred tokens do not fill it.
 GPU_LIMITS = ScheduleLimits(step_tokens=16384, chunk_tokens=4096)
@@ -71,9 +68,9 @@ class ExactEngine:
             )
         with on_device(self._host):
             if pipeline == 1:
-                runner: Runner = self._local_runner(ops, positions, kv_tokens)
+                runner: LocalRunner | Pipeline = self._local_runner(ops, positions, kv_tokens)
             else:
-                runner = start_pipeline(
+                runner = Pipeline(
                     self.model, stages=pipeline, device=device, max_positions=positions, kv_tokens=kv_tokens, limits=self.limits
                 )  # fmt: skip
                 self.model = runner.model  # its weights are in the stages
@@ -87,6 +84,13 @@ class ExactEngine:
         self._closed = False
         self._thread: threading.Thread | None = None
 
+    def _local_runner(self, ops: Ops | None, positions: int, kv_tokens: int | None) -> LocalRunner:
+        contract = self._undo.enter_context(exact(self.model, ops=ops))
+        used: Ops = self.model.__dict__[STATE].ops
+        decoder = read_decoder(self.model, used, max_positions=positions)
+        num_blocks = blocks_for(decoder, used, limits=self.limits, kv_tokens=kv_tokens)
+        return LocalRunner(self.model, decoder, used, contract, num_blocks=num_blocks, limits=self.limits)
+
     def _prove(self) -> None:
         """If the proof fails, restores the model and leaves no process running."""
         try:
@@ -96,37 +100,17 @@ class ExactEngine:
             self._undo.close()
             raise
 
-    def _local_runner(self, ops: Ops | None, positions: int, kv_tokens: int | None) -> LocalRunner:
-        contract = self._undo.enter_context(exact(self.model, ops=ops))
-        used: Ops = self.model.__dict__[STATE].ops
-        decoder = read_decoder(self.model, used, max_positions=positions)
-        num_blocks = blocks_for(decoder, used, limits=self.limits, kv_tokens=kv_tokens, device=decoder.device)
-        return LocalRunner(self.model, decoder, used, contract, num_blocks=num_blocks, limits=self.limits)
-
     # ---- asking
     async def generate(
-        self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str | None = None, adapter: str | None = None
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, adapter: str | None = None
     ) -> Completion:
         """Samples until a stop, the limit or cancellation of this task (which cancels the generation).
 
         `adapter` (or `sampling.extra["adapter"]`) names a loaded LoRA adapter; requests with different adapters share
         batches.
         """
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[None] = loop.create_future()
-
-        def notify(request: Request) -> None:
-            if request.finish is not None:
-                with contextlib.suppress(RuntimeError):  # the caller's loop may be gone
-                    loop.call_soon_threadsafe(lambda: done.done() or done.set_result(None))
-
-        request = self.submit(prompt_ids, sampling, notify, adapter=adapter)
-        try:
-            await done
-        except asyncio.CancelledError:
-            self.cancel(request)
-            raise
-        return self.result(request)
+        async with aclosing(self.stream(prompt_ids, sampling, adapter=adapter, whole=True)) as chunks:
+            return [chunk.final async for chunk in chunks if chunk.final is not None][-1]
 
     async def generate_n(self, prompt_ids: Ids, sampling: Sampling, n: int) -> list[Completion]:
         """n samples of one prompt, which is computed once. Sample i has the seed `child_seed(seed, i)`."""
@@ -135,40 +119,35 @@ class ExactEngine:
         return list(await asyncio.gather(*each))
 
     async def stream(
-        self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str | None = None, adapter: str | None = None
-    ) -> AsyncIterator[Chunk]:
-        """Yields a chunk per token, then one with the whole completion. Closing the iterator cancels."""
-        loop = asyncio.get_running_loop()
-        changed = asyncio.Event()
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, adapter: str | None = None, whole: bool = False
+    ) -> AsyncGenerator[Chunk]:
+        """Yields chunks of the tokens as they are sampled, then one with the whole completion. `whole`: all tokens at
+        the end. Closing the iterator cancels."""
+        loop, changed = asyncio.get_running_loop(), asyncio.Event()
 
         def notify(request: Request) -> None:
-            with contextlib.suppress(RuntimeError):  # the caller's loop may be gone
-                loop.call_soon_threadsafe(changed.set)
+            if not whole or request.finish is not None:
+                with contextlib.suppress(RuntimeError):  # the caller's loop may be gone
+                    loop.call_soon_threadsafe(changed.set)
 
-        request = self.submit(prompt_ids, sampling, notify, adapter=adapter)
-        sent, prompt = 0, len(request.prompt_ids)
+        request = self.request(prompt_ids, sampling, notify, adapter=adapter)
+        self._submit(request)
+        sent, ended = 0, False
         try:
-            while True:
+            while not ended:
                 await changed.wait()
                 changed.clear()
                 ended = request.finish is not None  # before the tokens are counted, so that none is left behind
-                for at in range(sent, request.num_sampled):
-                    token, logprob, version = request.tokens[prompt + at], request.logprobs[at], request.versions[at]
-                    mask = mask_of(request.kept[at : at + 1]) if sampling.truncates else None
-                    yield Chunk(
-                        token_ids=TokenIds((token,)), logprobs=(logprob,), policy_version=version, sampling_mask=mask
-                    )
-                    sent = at + 1
-                if ended:
-                    yield Chunk(final=self.result(request))
-                    return
+                for chunk in request.chunks(sent):
+                    sent += len(chunk.token_ids)
+                    yield chunk
+            yield Chunk(final=self.result(request))
         finally:
-            self.cancel(request)
+            request.cancelled = True
+            with self._state:
+                self._state.notify_all()
 
-    def submit(
-        self, prompt_ids: Sequence[int], sampling: Sampling, listener: Listener, *, adapter: str | None = None
-    ) -> Request:
-        request = self.request(prompt_ids, sampling, listener, adapter=adapter)
+    def _submit(self, request: Request) -> None:
         with self._state:
             if self._closed:
                 raise EngineError("the engine is closed")
@@ -181,11 +160,15 @@ class ExactEngine:
                 self._thread = threading.Thread(target=self._run, name="exact-engine", daemon=True)
                 self._thread.start()
             self._state.notify_all()
-        return request
 
     def request(
-        self, prompt_ids: Sequence[int], sampling: Sampling, listener: Listener | None = None, *, adapter: str | None = None
-    ) -> Request:  # fmt: skip
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        listener: Callable[[Request], None] | None = None,
+        *,
+        adapter: str | None = None,
+    ) -> Request:
         """Validates here, so that no caller's input can fail the loop."""
         ids = tuple(map(int, prompt_ids))
         vocabulary, capacity = self.core.runner.sizes.vocabulary, self.core.capacity
@@ -218,11 +201,6 @@ class ExactEngine:
             wants_prompt=bool(extra.get("prompt_logprobs")), wants_routes=bool(extra.get("routed_experts")),
             listener=listener,
         )  # fmt: skip
-
-    def cancel(self, request: Request) -> None:
-        request.cancelled = True
-        with self._state:
-            self._state.notify_all()
 
     def result(self, request: Request) -> Completion:
         if request.error is not None:

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from tokentrue.engine.adapters import AdapterBank
 from tokentrue.engine.decoder import Attention, Decoder, Dense, LatentAttention, Layer, Norm, Product
-from tokentrue.engine.request import StepInputs
-from tokentrue.engine.schedule import ScheduleLimits
+from tokentrue.engine.schedule import ScheduleLimits, StepInputs
 from tokentrue.numerics import HeadNorm, Ops, PagedBatch, RowSlots
 from tokentrue.numerics.delta import GatedDelta
 
@@ -63,7 +62,7 @@ class Forward:
 
     def refresh(self) -> None:
         """Call after a weight change: invalidates what the operators derived from the weights."""
-        self.ops.pack(linear_weights(self.decoder))
+        self.ops.pack(self.decoder.weights())
 
     @torch.inference_mode()
     def step(self, inputs: StepInputs, rows: Sequence[int]) -> Tensor:
@@ -100,15 +99,14 @@ class Forward:
         return self.ops.norm_linear(h, x, d.norm, *d.head)[0]
 
     @contextmanager
-    def routes(self) -> Iterator[Callable[[Sequence[int]], Pair]]:
-        """Records experts inside the block: rows -> int16 [rows, layers, top_k] and float32 weights, on the host."""
+    def routes(self) -> Iterator[Callable[[int, int], tuple[np.ndarray, np.ndarray]]]:
+        """Records experts inside the block; yields (first row, end) -> int16 [rows, layers, top_k], float32 weights."""
         chosen: list[Pair] = []
         self.ops.routes = chosen
 
-        def read(rows: Sequence[int]) -> Pair:
-            at = list(rows)
-            experts = torch.stack([index[at] for index, _ in chosen], 1).to(torch.int16).cpu()
-            return experts, torch.stack([weight[at] for _, weight in chosen], 1).float().cpu()
+        def read(first: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+            experts, weights = (torch.stack([one[first:end] for one in kind], 1) for kind in zip(*chosen, strict=True))
+            return experts.to(torch.int16).cpu().numpy(), weights.float().cpu().numpy()
 
         try:
             yield read
@@ -267,16 +265,6 @@ def norm_heads(ops: Ops, norm: HeadNorm, qkv: Tensor) -> Tensor:
     return torch.cat((q, ops.rms_norm(k.contiguous(), norm.k_weight, norm.eps, form=norm.form), v), -1)
 
 
-def linear_weights(decoder: Decoder) -> Iterator[Tensor]:
-    for layer in decoder.layers:
-        if not isinstance(layer.mixer, GatedDelta):
-            yield from layer.mixer.weights()
-        if isinstance(layer.mlp, Dense):
-            yield from (layer.mlp.gate_up.weight, layer.mlp.down.weight)
-    if decoder.head is not None:
-        yield decoder.head.weight
-
-
 def paged_batch(inputs: StepInputs, size: int, device: torch.device) -> PagedBatch:
     """Vectorised: a step may have tens of thousands of tokens."""
     counts, starts = np.array(inputs.counts), np.array(inputs.starts)
@@ -305,26 +293,21 @@ def table_of(blocks: Sequence[Sequence[int]], rows: int, step: int) -> np.ndarra
     return table
 
 
-def blocks_for(
-    decoder: Decoder, ops: Ops, *, limits: ScheduleLimits, kv_tokens: int | None, device: torch.device, share: float = 1.0
-) -> int:  # fmt: skip
+def blocks_for(decoder: Decoder, ops: Ops, *, limits: ScheduleLimits, kv_tokens: int | None, share: float = 1.0) -> int:
     """Enough for every request at full length if memory allows, else `share` of what fits; plus the null block."""
-    _, heads, head_dim = decoder.heads
+    heads, key_heads, size = decoder.heads
     attentions = sum(not isinstance(layer.mixer, GatedDelta) for layer in decoder.layers)
-    token_bytes = 2 * attentions * heads * head_dim * decoder.dtype.itemsize
+    token_bytes = 2 * attentions * key_heads * size * decoder.dtype.itemsize
     wanted = kv_tokens
     if wanted is None:
-        room = int(share * free_bytes(decoder, limits, device)) // max(token_bytes, 1)
-        wanted = min(limits.max_requests * decoder.max_positions, room)
+        if decoder.device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(decoder.device)
+            width = max(decoder.width, (heads + 2 * key_heads) * size)
+            activations = limits.step_tokens * width * decoder.dtype.itemsize * 16
+            logits = limits.max_requests * decoder.vocabulary * 40
+            room = max(int(free * GPU_SHARE) - activations - logits, 0)
+        else:
+            free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+            room = min(int(free * CPU_SHARE), CPU_MOST_BYTES)
+        wanted = min(limits.max_requests * decoder.max_positions, int(share * room) // max(token_bytes, 1))
     return max(2, -(-wanted // ops.block_size)) + 1
-
-
-def free_bytes(decoder: Decoder, limits: ScheduleLimits, device: torch.device) -> int:
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        heads, key_heads, size = decoder.heads
-        width = max(decoder.width, (heads + 2 * key_heads) * size)
-        activations = limits.step_tokens * width * decoder.dtype.itemsize * 16
-        return max(int(free * GPU_SHARE) - activations - limits.max_requests * decoder.vocabulary * 40, 0)
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(int(free * CPU_SHARE), CPU_MOST_BYTES)

@@ -4,33 +4,30 @@ A decode step reads and updates only device state (`Rows`): the sampled token is
 pages comes from the row's table. The host reads the tokens of one burst while the device computes the next. Tokens that
 a row samples after its stop are dropped; writes beyond its blocks go to the null block. The burst in flight may still
 write blocks that a finished request released, but only before their next owner's first write, because the device works
-in order. Any change of who runs waits for the bursts in flight.
-
-A short prefill is padded to a captured size: padding tokens go to the null block, padding tiles to a sequence without
-queries. Bits do not change: rows are independent of the batch, and the noise depends only on seed and position.
+in order. Any change of who runs waits for the bursts in flight. Bits do not change: rows are independent of the batch,
+and the noise depends only on seed and position.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tokentrue.engine.forward import Forward, paged_batch, table_of
-from tokentrue.engine.request import Phase, Request, StepInputs
-from tokentrue.engine.sample import GOLDEN, MASK, mix, to_signed
-from tokentrue.engine.schedule import Scheduler, Work
+from tokentrue.engine.sample import GOLDEN, MASK, mix, not_finite, to_signed
+from tokentrue.engine.schedule import Phase, Request, Scheduler, StepInputs, Work
 from tokentrue.numerics import PagedBatch, RowSlots
 
 if TYPE_CHECKING:
     from tokentrue.numerics.triton.sampling import Rows
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
-MOST_STEPS = 16
+STEPS = 8  # of a burst
 Result = TypeVar("Result")
 
 
@@ -65,30 +62,53 @@ def capture_graph(
     return graph, result
 
 
-class DecodeGraphs:
-    """`width`: most blocks of a sequence."""
+class Graphs(Generic[Result]):
+    """Captured steps by size. Those with adapters are separate, and invalid once the adapters' memory has moved.
+    `width`: most blocks of a sequence."""
 
+    def __init__(self, forward: Forward, *, width: int) -> None:
+        self.forward = forward
+        self.width = width
+        self._captured: dict[tuple[int, int | None], Result] = {}
+
+    def captured(self, size: int, *, adapted: bool) -> Result:
+        current = self.forward.bank.generation
+        key = size, current if adapted else None
+        if key not in self._captured:
+            self._captured = {at: one for at, one in self._captured.items() if at[1] in (None, current)}
+            self._captured[key] = self.capture(size, adapted=adapted)
+        return self._captured[key]
+
+    def capture(self, size: int, *, adapted: bool) -> Result:
+        raise NotImplementedError
+
+    def forget(self) -> None:
+        self._captured.clear()
+
+    def zeros(self, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self.forward.device)
+
+
+class DecodeGraphs(Graphs["tuple[torch.cuda.CUDAGraph, Rows]"]):
     def __init__(self, forward: Forward, *, width: int) -> None:
         from tokentrue.numerics.triton.sampling import Rows, advance
 
-        self.forward = forward
-        self.width = width
+        super().__init__(forward, width=width)
         self._advance = advance
         self._rows: type[Rows] = Rows
         self._pool: tuple[int, int] | None = None
-        self._captured: dict[tuple[int, int | None], tuple[torch.cuda.CUDAGraph, Rows]] = {}
 
     @torch.inference_mode()
     def start(self, requests: Sequence[Request], steps: int) -> Pending:
         """Launches steps of requests that are plain decodes and own the blocks of the tokens they will keep."""
-        graph, rows = self.captured(requests)
+        graph, rows = self.graph_for(requests)
         self.fill(rows, requests)
         return self.launch(graph, rows, steps)
 
     @torch.inference_mode()
     def go_on(self, requests: Sequence[Request], steps: int) -> Pending:
         """Continues the rows of the last launch before the host saw their tokens; only blocks may have grown."""
-        graph, rows = self.captured(requests)
+        graph, rows = self.graph_for(requests)
         rows.tables.copy_(self.table_of(requests, rows.ids.shape[0]).pin_memory(), non_blocking=True)
         rows.starts.copy_(rows.positions)
         page = self.forward.ops.block_size  # the last step chose the next slot before these blocks were known
@@ -110,19 +130,13 @@ class DecodeGraphs:
     def table_of(self, requests: Sequence[Request], size: int) -> Tensor:
         return torch.from_numpy(table_of([request.blocks for request in requests], size, self.width))
 
-    def captured(self, requests: Sequence[Request]) -> tuple[torch.cuda.CUDAGraph, Rows]:
-        """The step for this many rows; a separate one with adapters, invalid once their memory has moved."""
+    def graph_for(self, requests: Sequence[Request]) -> tuple[torch.cuda.CUDAGraph, Rows]:
         size = next(b for b in BUCKETS if b >= len(requests))
-        generation = self.forward.bank.generation if any(request.adapter for request in requests) else None
-        if (size, generation) not in self._captured:
-            current = (None, self.forward.bank.generation)
-            self._captured = {key: value for key, value in self._captured.items() if key[1] in current}
-            self._captured[size, generation] = self.capture(size, adapted=generation is not None)
-        return self._captured[size, generation]
+        return self.captured(size, adapted=any(request.adapter for request in requests))
 
     def forget(self) -> None:
         torch.cuda.synchronize()
-        self._captured.clear()
+        super().forget()
         self._pool = None
 
     def fill(self, rows: Rows, requests: Sequence[Request]) -> None:
@@ -145,15 +159,9 @@ class DecodeGraphs:
             torch.from_numpy(a).pin_memory().to(rows.ids.device, non_blocking=True) for a in (state, numbers)
         )
         rows.tables.copy_(self.table_of(requests, size).pin_memory(), non_blocking=True)
-        for target, source in (
-            (rows.ids, state_d[0]),
-            (rows.positions, state_d[1]),
-            (rows.starts, state_d[1]),
-            (rows.slots, state_d[2]),
-            (rows.adapters, state_d[4]),
-        ):
-            target.copy_(source)
-        rows.keys.copy_(state_d[3])
+        for at, target in enumerate((rows.ids, rows.positions, rows.slots, rows.keys, rows.adapters)):
+            target.copy_(state_d[at])
+        rows.starts.copy_(state_d[1])
         rows.contexts.copy_(state_d[1] + 1)
         rows.temperatures.copy_(numbers_d[0])
         rows.noisy.copy_(numbers_d[1])
@@ -166,18 +174,14 @@ class DecodeGraphs:
         return graph, rows
 
     def new_rows(self, size: int) -> Rows:
-        device = self.forward.device
-
-        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
+        zeros = self.zeros
         return self._rows(
-            order=torch.arange(size + 1, dtype=torch.int32, device=device), ids=zeros(size), positions=zeros(size), slots=zeros(size),
+            order=torch.arange(size + 1, dtype=torch.int32, device=self.forward.device), ids=zeros(size), positions=zeros(size), slots=zeros(size),
             adapters=zeros(size) + self.forward.bank.count,
             contexts=zeros(size, dtype=torch.int32) + 1,
             tables=zeros(size, self.width, dtype=torch.int32), starts=zeros(size), keys=zeros(size), noisy=zeros(size, dtype=torch.int32),
-            temperatures=zeros(size, dtype=torch.float32) + 1.0, out_ids=zeros(MOST_STEPS, size),
-            out_logprobs=zeros(MOST_STEPS, size, dtype=torch.float32),
+            temperatures=zeros(size, dtype=torch.float32) + 1.0, out_ids=zeros(STEPS, size),
+            out_logprobs=zeros(STEPS, size, dtype=torch.float32),
         )  # fmt: skip
 
     def step(self, rows: Rows, *, adapted: bool) -> None:
@@ -205,13 +209,9 @@ class Prefill:
     graph: torch.cuda.CUDAGraph
 
 
-class PrefillGraphs:
-    """`width`: most blocks of a sequence."""
-
-    def __init__(self, forward: Forward, *, width: int) -> None:
-        self.forward = forward
-        self.width = width
-        self._captured: dict[tuple[int, int | None], Prefill] = {}
+class PrefillGraphs(Graphs[Prefill]):
+    """Pads a short prefill to a captured size: padding tokens go to the null block, padding tiles to a sequence without
+    queries."""
 
     @torch.inference_mode()
     def step(self, inputs: StepInputs, rows: Sequence[int]) -> Tensor | None:
@@ -222,21 +222,10 @@ class PrefillGraphs:
         plain = all(count > 1 for count in inputs.counts) and (not adapted or bank.is_packed)
         if not few or not plain or total > SIZES[-1] or self.forward.trace is not None:
             return None
-        key = next(s for s in SIZES if s >= total), bank.generation if adapted else None
-        if key not in self._captured:
-            self._captured = {at: one for at, one in self._captured.items() if at[1] in (None, bank.generation)}
-            self._captured[key] = self.capture(key[0], adapted=adapted)
-        prefill = self._captured[key]
+        prefill = self.captured(next(s for s in SIZES if s >= total), adapted=adapted)
         self.fill(prefill, inputs, rows)
         prefill.graph.replay()
         return prefill.logits[: len(rows)]
-
-    @property
-    def sizes(self) -> list[int]:
-        return [size for size, _ in self._captured]
-
-    def forget(self) -> None:
-        self._captured.clear()
 
     def fill(self, prefill: Prefill, inputs: StepInputs, rows: Sequence[int]) -> None:
         ids = inputs.ids
@@ -263,11 +252,7 @@ class PrefillGraphs:
     def capture(self, size: int, *, adapted: bool) -> Prefill:
         from tokentrue.numerics.triton.attention import Tiles
 
-        device, sequences = self.forward.device, MOST_SEQUENCES + 1
-
-        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
+        zeros, sequences = self.zeros, MOST_SEQUENCES + 1
         tiles = len(self.tile_starts((size,))) + MOST_SEQUENCES
         plan = Tiles(sequence=zeros(tiles, dtype=torch.int32) + MOST_SEQUENCES, query=zeros(tiles, dtype=torch.int32))
         batch = PagedBatch(
@@ -294,11 +279,6 @@ def copy_rows(target: Tensor, source: Tensor, *, rest: int = 0) -> None:
     target.copy_(padded)
 
 
-STEPS = 8
-
-Deliver = Callable[[Request, Sequence[int], Sequence[float]], None]
-
-
 @dataclass(slots=True)
 class Burst:
     """`lengths`: tokens of each request at the start of the burst."""
@@ -311,13 +291,16 @@ class Burst:
 
 class Bursts:
     def __init__(
-        self, forward: Forward, scheduler: Scheduler, *, capacity: int, deliver: Deliver, reject: Callable[[Request], None],
-        steps: int = STEPS,
-    ) -> None:  # fmt: skip
+        self,
+        forward: Forward,
+        scheduler: Scheduler,
+        capacity: int,
+        deliver: Callable[[Request, Sequence[int], Sequence[float]], None],
+        reject: Callable[[Request, Exception], None],
+    ) -> None:
         """`deliver` gets the tokens of a request; `reject` a request whose log-probabilities are not finite."""
         self.scheduler = scheduler
         self.capacity = capacity
-        self.steps = min(steps, MOST_STEPS)
         self.graphs = DecodeGraphs(forward, width=-(-capacity // forward.ops.block_size))
         self.in_flight: Burst | None = None
         self._deliver = deliver
@@ -339,14 +322,12 @@ class Bursts:
         self.in_flight = Burst(requests, lengths, steps, self.graphs.start(requests, steps))
         return True
 
-    def proceed(self) -> bool:
+    def proceed(self) -> None:
         """Delivers the burst in flight, after launching the next one unless another request should run."""
         burst = self.in_flight
-        if burst is None:
-            return False
-        self.in_flight = self.launch_next(burst)
-        self.deliver(burst)
-        return True
+        if burst is not None:
+            self.in_flight = self.launch_next(burst)
+            self.deliver(burst)
 
     def drain(self) -> None:
         while self.in_flight is not None:
@@ -380,7 +361,7 @@ class Bursts:
     def steps_that_fit(self, requests: Sequence[Request], lengths: Sequence[int]) -> int:
         """Steps for which every request has blocks and stays within the tables; 0 if memory is short."""
         left = [self.most_tokens(r) - n for r, n in zip(requests, lengths, strict=True)]
-        steps = min(self.steps, max(left), self.capacity - max(lengths) + 1)
+        steps = min(STEPS, max(left), self.capacity - max(lengths) + 1)
         for request, length, keep in zip(requests, lengths, left, strict=True):
             if request.phase is not Phase.RUNNING or keep <= 0:
                 continue
@@ -395,7 +376,7 @@ class Bursts:
                 continue
             if not finite:
                 self.in_flight = None
-                self._reject(request)  # drops every page, so later results are void
+                self._reject(request, not_finite())  # drops every page, so later results are void
                 return
             self._deliver(request, tokens, found)
 

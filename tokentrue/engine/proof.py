@@ -6,8 +6,9 @@ If not, reports the first operator that differs and the first token that shows i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,8 +17,8 @@ from torch import Tensor, nn
 from tokentrue.engine.adapters import Adapter, attach_adapter
 from tokentrue.engine.decoder import LAYOUTS, MIXERS, ROLES
 from tokentrue.engine.forward import Forward
-from tokentrue.engine.request import Request, Sampled, StepInputs
-from tokentrue.engine.sample import sample, sampling_row
+from tokentrue.engine.sample import SamplingRow, sample
+from tokentrue.engine.schedule import Sampled, StepInputs
 from tokentrue.errors import ExactnessError
 from tokentrue.numerics import logits_of, same_bits
 from tokentrue.types import Sampling
@@ -61,8 +62,16 @@ class Difference:
 
 
 def difference_of(forward: Forward, model: Any, steps: Sequence[StepInputs]) -> Difference | None:
-    with engine_trace(forward) as engine:
+    engine: dict[str, Tensor] = {}
+
+    def collect(name: str, tensor: Tensor) -> None:
+        engine[name] = torch.cat((engine[name], tensor)) if name in engine else tensor.clone()
+
+    forward.trace = collect
+    try:
         paged_logits(forward, steps)
+    finally:
+        forward.trace = None
     return first_difference(engine, model_trace(model, [token for step in steps for token in step.ids]))
 
 
@@ -84,44 +93,22 @@ def first_difference(engine: Mapping[str, Tensor], trainer: Mapping[str, Tensor]
     return None
 
 
-@contextmanager
-def engine_trace(forward: Forward) -> Iterator[dict[str, Tensor]]:
-    found: dict[str, Tensor] = {}
-
-    def collect(name: str, tensor: Tensor) -> None:
-        found[name] = torch.cat((found[name], tensor)) if name in found else tensor.clone()
-
-    forward.trace = collect
-    try:
-        yield found
-    finally:
-        forward.trace = None
-
-
 def model_trace(model: Any, ids: list[int]) -> dict[str, Tensor]:
     """The same operators in one plain forward of the model (inside `exact` or not)."""
     found: dict[str, Tensor] = {}
 
-    def keeper(name: str, pick: Pick) -> Callable[..., None]:
-        def keep(module: nn.Module, args: Any, output: Any) -> None:
-            found[name] = pick(args, output)[0].clone()
-
-        return keep
+    def keep(name: str, pick: Pick, module: nn.Module, args: Any, output: Any) -> None:
+        found[name] = pick(args, output)[0].clone()
 
     with ExitStack() as undo, torch.inference_mode():
         for name, module, pick in points(model):
-            undo.callback(module.register_forward_hook(keeper(name, pick)).remove)
+            undo.callback(module.register_forward_hook(partial(keep, name, pick)).remove)
         logits_of(model, torch.tensor([ids], device=next(model.parameters()).device))
-    for index, layer in enumerate(model.model.layers):
-        if has_projections(layer):
+    for index in range(len(model.model.layers)):
+        if f"layers.{index}.q" in found:
             pieces = [found.pop(f"layers.{index}.{part}") for part in ("q", "k", "v")]
             found[f"layers.{index}.qkv"] = torch.cat(pieces, -1)
     return found
-
-
-def has_projections(layer: Any) -> bool:
-    """True if queries, keys and values each come from one product."""
-    return hasattr(layer, "self_attn") and hasattr(layer.self_attn, "k_proj")
 
 
 def points(model: Any) -> Iterator[tuple[str, nn.Module, Pick]]:
@@ -139,7 +126,7 @@ def points(model: Any) -> Iterator[tuple[str, nn.Module, Pick]]:
         if attention is None:
             yield f"{name}.out", children["linear_attn"], result
         else:
-            if has_projections(layer):
+            if hasattr(attention, "k_proj"):  # queries, keys and values each come from one product
                 yield from ((f"{name}.{part}", getattr(attention, f"{part}_proj"), result) for part in ("q", "k", "v"))
             yield f"{name}.attention", attention.o_proj, first_input
             yield f"{name}.out", attention.o_proj, result
@@ -154,20 +141,23 @@ def points(model: Any) -> Iterator[tuple[str, nn.Module, Pick]]:
 def redraw(
     forward: Forward, model: Any, ids: Sequence[int], proposed: Sequence[int], sampling: Sampling, seed: int, *, capacity: int
 ) -> list[Sampled]:  # fmt: skip
-    """What the trainer draws after `ids`: proposed tokens while it agrees, then one of its own."""
+    """What the trainer draws after `ids`, without penalties: proposed tokens while it agrees, then one of its own."""
     room = capacity - len(ids)
     proposed = list(proposed)[: room - 1] if room > 0 else []
     whole = torch.tensor([[*ids, *proposed]], device=forward.device)
     logits = logits_of(model, whole)[0, len(ids) - 1 :]
-    requests = [
-        Request(prompt_ids=(*ids, *proposed[:count]), sampling=sampling, seed=seed, stop_ids=frozenset(), max_tokens=1)
-        for count in range(len(proposed) + 1)
+    positions = range(len(ids), len(ids) + len(proposed) + 1)
+    rows = [
+        SamplingRow(
+            sampling=sampling, seed=seed, position=at, prompt_length=at, tokens=None, shaped=bool(sampling.filters)
+        )
+        for at in positions
     ]
     draws: list[Sampled] = []
-    for count, result in enumerate(sample(forward.ops, logits, [sampling_row(request) for request in requests])):
+    for result, token in zip(sample(forward.ops, logits, rows), [*proposed, None], strict=True):
         if not isinstance(result, Sampled):
             raise result
         draws.append(result)
-        if count == len(proposed) or result.token_id != proposed[count]:
+        if result.token_id != token:
             break
     return draws

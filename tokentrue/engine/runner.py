@@ -1,29 +1,28 @@
-"""Computes the core's steps: in this process (`LocalRunner`) or in the stages of a pipeline."""
+"""Computes the core's steps in this process; `pipeline.Pipeline` has the same methods for several processes."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
-from tokentrue.engine.adapters import Adapter, check_products, check_shapes, linear_modules
+from tokentrue.engine.adapters import Adapter, check_adapter
 from tokentrue.engine.decoder import Decoder
 from tokentrue.engine.forward import Forward
 from tokentrue.engine.graphs import PrefillGraphs
 from tokentrue.engine.proof import prove
-from tokentrue.engine.request import Routes, Sampled, StepInputs
 from tokentrue.engine.sample import SamplingRow, sample, sampling_row
-from tokentrue.engine.schedule import ScheduleLimits, Work
+from tokentrue.engine.schedule import Sampled, ScheduleLimits, StepInputs, Work
 from tokentrue.engine.weights import Weights, load_weights
 from tokentrue.numerics import Contract, Ops, logprobs_of
 from tokentrue.numerics.delta import GatedDelta
-
-Experts = tuple[np.ndarray, np.ndarray]  # int16 [rows, layers, top_k] and their float32 weights
+from tokentrue.types import RoutedExperts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,16 +34,15 @@ class PromptRows:
     temperature: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepWants:
+class StepWants(msgspec.Struct, frozen=True, kw_only=True):
     """`rows`: token rows whose logits are needed; `sampling` indexes into them. `routing`: token rows (first, end) of
     each request that records its experts.
     """
 
-    rows: list[int] = field(default_factory=list[int])
-    sampling: list[tuple[int, SamplingRow]] = field(default_factory=list[tuple[int, SamplingRow]])
-    scoring: list[PromptRows] = field(default_factory=list[PromptRows])
-    routing: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    rows: list[int] = []
+    sampling: list[tuple[int, SamplingRow]] = []
+    scoring: list[PromptRows] = []
+    routing: list[tuple[int, int]] = []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +51,7 @@ class StepResult:
 
     sampled: list[Sampled | Exception]
     scored: list[list[float]]
-    routes: list[Routes]
+    routes: list[RoutedExperts]
 
 
 def wants_of(batch: Sequence[Work]) -> StepWants:
@@ -83,8 +81,11 @@ def scores_prompt(work: Work) -> bool:
 
 def answer(forward: Forward, logits: Tensor, wants: StepWants) -> StepResult:
     """Builds the result from the logits of the requested rows; the caller adds the experts."""
-    scored = [score_prompt(forward, logits, part) for part in wants.scoring]
-    sampled: list[Sampled | Exception] = []
+    scored, sampled = list[list[float]](), list[Sampled | Exception]()
+    for part in wants.scoring:
+        targets = torch.tensor(part.targets, device=logits.device)
+        rows = logits[part.first : part.first + len(part.targets)]
+        scored.append(logprobs_of(forward.ops, rows, targets, part.temperature).tolist())
     if wants.sampling:
         index = torch.tensor([at for at, _ in wants.sampling], device=logits.device)
         rows = logits if len(index) == logits.shape[0] else logits.index_select(0, index)
@@ -92,22 +93,10 @@ def answer(forward: Forward, logits: Tensor, wants: StepWants) -> StepResult:
     return StepResult(sampled=sampled, scored=scored, routes=[])
 
 
-def score_prompt(forward: Forward, logits: Tensor, part: PromptRows) -> list[float]:
-    rows, targets = (
-        logits[part.first : part.first + len(part.targets)],
-        torch.tensor(part.targets, device=logits.device),
-    )
-    return logprobs_of(forward.ops, rows, targets, part.temperature).tolist()
-
-
-def read_experts(chosen: Callable[[Sequence[int]], tuple[Tensor, Tensor]], rows: tuple[int, int]) -> Experts:
-    experts, weights = chosen(range(*rows))
-    return experts.numpy(), weights.numpy()
-
-
-def routes_from(experts: np.ndarray, weights: np.ndarray) -> Routes:
+def routes_from(experts: np.ndarray, weights: np.ndarray) -> RoutedExperts:
     rows, layers, top_k = experts.shape
-    return Routes((rows, layers, top_k), experts.astype("<i2").tobytes(), weights.astype("<f4").tobytes())
+    data, factors = experts.astype("<i2").tobytes(), weights.astype("<f4").tobytes()
+    return RoutedExperts(shape=(rows, layers, top_k), data=data, weights=factors)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,30 +107,21 @@ class Sizes:
     num_blocks: int
     num_states: int | None  # recurrent-state slots of a hybrid model
 
+    @classmethod
+    def of(cls, decoder: Decoder, ops: Ops, *, num_blocks: int, limits: ScheduleLimits) -> Sizes:
+        return cls(
+            vocabulary=decoder.vocabulary, max_positions=decoder.max_positions, block_size=ops.block_size, num_blocks=num_blocks,
+            num_states=states_for(decoder, limits),
+        )  # fmt: skip
+
     @property
     def capacity(self) -> int:
         return min(self.max_positions, (self.num_blocks - 1) * self.block_size)
 
 
-class Runner(Protocol):
-    """Steps finish in the order they started; at most `depth` are in flight."""
-
-    depth: int
-    sizes: Sizes
-    contract: Contract
-    dead: str | None  # why the runner is dead
-
-    def start(self, inputs: StepInputs, wants: StepWants) -> None: ...
-    def finish(self) -> StepResult: ...
-    def prove(self, steps: Sequence[StepInputs]) -> None: ...
-    def load(self, weights: Weights) -> None: ...
-    def set_adapter(self, adapter: Adapter, proof_steps: Sequence[StepInputs]) -> None: ...
-    def unload_adapter(self, name: str) -> None: ...
-    def clean(self) -> None: ...
-    def close(self) -> None: ...
-
-
 class LocalRunner:
+    """Steps finish in the order they started; at most `depth` are in flight. `dead`: why the runner can do no more."""
+
     depth = 1
     dead: str | None = None
 
@@ -150,13 +130,7 @@ class LocalRunner:
     ) -> None:
         self.model = model
         self.contract = contract
-        self.sizes = Sizes(
-            vocabulary=decoder.vocabulary,
-            max_positions=decoder.max_positions,
-            block_size=ops.block_size,
-            num_blocks=num_blocks,
-            num_states=states_for(decoder, limits),
-        )
+        self.sizes = Sizes.of(decoder, ops, num_blocks=num_blocks, limits=limits)
         self.forward = Forward(decoder, ops, num_blocks=num_blocks, num_states=self.sizes.num_states)
         # Steps are captured on CUDA; recurrent states are not.
         self.captures = self.forward.device.type == "cuda" and self.sizes.num_states is None
@@ -169,7 +143,7 @@ class LocalRunner:
         if wants.routing:
             with forward.routes() as chosen:
                 result = answer(forward, forward.step(inputs, wants.rows), wants)
-                routes = [routes_from(*read_experts(chosen, part)) for part in wants.routing]
+                routes = [routes_from(*chosen(*part)) for part in wants.routing]
                 self._results.append(replace(result, routes=routes))
             return
         replayed = self.prefills.step(inputs, wants.rows) if self.prefills is not None else None
@@ -188,8 +162,8 @@ class LocalRunner:
 
     def set_adapter(self, adapter: Adapter, proof_steps: Sequence[StepInputs]) -> None:
         """Raises unless the adapter fits the model and its products are exact here."""
-        check_adapter(adapter, self.model, self.forward)
         bank = self.forward.bank
+        check_adapter(adapter, self.forward.decoder, self.forward.ops)
         before = bank.adapters.get(adapter.name)
         bank.set(adapter)
         try:
@@ -211,11 +185,6 @@ class LocalRunner:
         if self.prefills is not None:
             self.prefills.forget()
         self.forward.caches.clear()
-
-
-def check_adapter(adapter: Adapter, model: Any, forward: Forward, first: int = 0) -> None:
-    check_shapes(adapter, forward.decoder, linear_modules(model), first)
-    check_products(adapter, forward.ops)
 
 
 def states_for(decoder: Decoder, limits: ScheduleLimits) -> int | None:

@@ -14,7 +14,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from tokentrue.engine.request import Request, Sampled
+from tokentrue.engine.schedule import Request, Sampled
+from tokentrue.errors import EngineError
 from tokentrue.numerics import Ops, filter_logits, scale_logits
 from tokentrue.types import Sampling
 
@@ -62,28 +63,21 @@ def gumbel(seeds: list[int], positions: list[int], vocabulary: int, device: torc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingRow:
-    """`tokens` (prompt and output) are needed only for penalties."""
-
     sampling: Sampling
     seed: int
     position: int  # of the token to sample
     prompt_length: int
-    tokens: tuple[int, ...] | None
-
-    @property
-    def shaped(self) -> bool:
-        return bool(self.sampling.filters)
+    tokens: tuple[int, ...] | None  # prompt and output, for penalties
+    shaped: bool
 
 
 def sampling_row(request: Request) -> SamplingRow:
+    s = request.sampling
+    is_penalised = s.repetition_penalty != 1.0 or s.presence_penalty != 0.0 or s.frequency_penalty != 0.0
     return SamplingRow(
-        sampling=request.sampling, seed=request.seed, position=len(request.tokens), prompt_length=len(request.prompt_ids),
-        tokens=tuple(request.tokens) if is_penalised(request.sampling) else None,
+        sampling=s, seed=request.seed, position=len(request.tokens), prompt_length=len(request.prompt_ids),
+        tokens=tuple(request.tokens) if is_penalised else None, shaped=request.shaped,
     )  # fmt: skip
-
-
-def is_penalised(s: Sampling) -> bool:
-    return s.repetition_penalty != 1.0 or s.presence_penalty != 0.0 or s.frequency_penalty != 0.0
 
 
 def sample(ops: Ops, logits_RV: Tensor, requests: Sequence[SamplingRow]) -> list[Sampled | Exception]:
@@ -125,9 +119,7 @@ def kept_ids(filtered_V: Tensor) -> bytes:
     return b"" if len(kept) == len(filtered_V) else kept.to(torch.int32).cpu().numpy().astype("<i4").tobytes()
 
 
-def not_finite() -> Exception:
-    from tokentrue.errors import EngineError
-
+def not_finite() -> EngineError:
     return EngineError(
         "the model's logits are not finite: the weights hold NaN or infinity; load good weights and ask again"
     )

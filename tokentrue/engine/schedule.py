@@ -1,36 +1,186 @@
-"""Continuous batching: which requests run next, how many tokens of each, in which cache blocks. Pure, no tensors.
+"""Requests, and their continuous batching: who runs next, how many tokens of each, in which cache blocks. No tensors.
 
 Prefill and decode are mixed; requests are served in order of arrival. A running request is preempted (its blocks freed,
-its tokens kept and recomputed later) only to make room for an earlier one; it returns to the front of the queue. A
-request whose missing prefix is being computed by another one waits a step or two and then shares it.
-
-A full block is named by the hash of its tokens and of the previous block's name: equal names mean equal prefixes from
-position 0 and, as bits do not depend on who computes them, equal contents. Freed blocks keep their name until they are
-reused, oldest first. Block 0 is the null block.
-
-Hybrid models have recurrent-state slots: one per running request, the rest for snapshots at block boundaries, under the
-name of the last block, so a request may start there if its blocks are cached, too. Copies between slots are queued and
-executed, in order, before the next step. Slot 0 is always zero.
+its tokens kept and recomputed later) only to make room for an earlier one. A request whose missing prefix is being
+computed by another one waits a step or two and then shares it.
 """
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import itertools
+import time
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
-from tokentrue.engine.request import Phase, Request, StepInputs
-from tokentrue.types import Sampling
+import msgspec
+
+from tokentrue.ids import TokenIds
+from tokentrue.routing_replay import join_routing
+from tokentrue.types import Chunk, Completion, Finish, RoutedExperts, Sampling, SamplingMask, spans_from_runs
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepInputs:
+    """The newest `counts[i]` tokens of each sequence, from position `starts[i]`; `ids` are back to back."""
+
+    ids: list[int]
+    starts: list[int]
+    counts: list[int]
+    blocks: list[list[int]]  # cache blocks of each sequence
+    adapters: list[str | None]
+    state_slots: list[int]  # recurrent-state slots of a hybrid model; else empty
+    state_copies: list[tuple[int, int]]  # between state slots, in order, before the step
+
+    @property
+    def rows(self) -> int:
+        return len(self.ids)
+
+
+_numbers = itertools.count()
+
+
+class Phase(StrEnum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampled:
+    token_id: int
+    logprob: float
+    raw_logprob: float
+    top: dict[int, float] | None = None
+    kept: bytes = b""  # the ids that filters kept, little-endian int32
+
+
+class Request(msgspec.Struct, kw_only=True, eq=False):
+    """Mutable, owned by the engine's thread. `tokens[:computed]` have their keys and values in `blocks`.
+
+    Columns of numbers instead of one object per token: many objects would slow down garbage collection.
+    """
+
+    prompt_ids: tuple[int, ...]
+    sampling: Sampling
+    seed: int
+    stop_ids: frozenset[int]
+    max_tokens: int
+    listener: Callable[[Request], None] | None = None  # called in the engine's thread for new tokens, and at the end
+    adapter: str | None = None
+    prefix: bytes = b""  # seed of its cache block names, different for different weights
+    wants_prompt: bool = False
+    wants_routes: bool = False
+    number: int = msgspec.field(default_factory=lambda: next(_numbers))
+    arrived_s: float = msgspec.field(default_factory=time.monotonic)
+    first_token_s: float | None = None
+    phase: Phase = Phase.WAITING
+    cancelled: bool = False
+    tokens: list[int] = []
+    computed: int = 0
+    state_slot: int | None = None  # recurrent-state slot of a hybrid model
+    blocks: list[int] = []
+    hashes: list[bytes] = []
+    logprobs: list[float] = []
+    raw_logprobs: list[float] = []  # if `shaped`; else they equal `logprobs`
+    tops: list[dict[int, float]] = []
+    routes: list[RoutedExperts] = []  # from the pass that computed them first
+    kept: list[bytes] = []  # if `shaped`: the ids that filters kept for each token
+    versions: list[int] = []  # updated last: other threads may read this many tokens
+    prompt_logprobs: list[float] = []
+    finish: Finish | None = None
+    stopped_by: int | str | None = None
+    error: Exception | None = None
+    shaped: bool = False  # filters apply: the distribution is not softmax(logits / temperature); set below
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.prompt_ids)
+        self.shaped = bool(self.sampling.filters)
+
+    @property
+    def remaining(self) -> int:
+        """Tokens whose keys are not cached yet; 1 in plain decoding."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def num_sampled(self) -> int:
+        return len(self.versions)
+
+    @property
+    def num_routed(self) -> int:
+        """Positions whose experts are known."""
+        return self.routes[-1].end if self.routes else 0
+
+    @property
+    def sampled_ids(self) -> list[int]:
+        return self.tokens[len(self.prompt_ids) :]
+
+    def take(self, sampled: Sampled, version: int) -> None:
+        if self.shaped:
+            self.raw_logprobs.append(sampled.raw_logprob)
+            self.kept.append(sampled.kept)
+        if self.sampling.top_logprobs:
+            self.tops.append(sampled.top or {})
+        self.take_run((sampled.token_id,), (sampled.logprob,), version)
+
+    def take_run(self, token_ids: Sequence[int], logprobs: Sequence[float], version: int) -> None:
+        self.tokens.extend(token_ids)
+        self.logprobs.extend(logprobs)
+        self.versions.extend([version] * len(token_ids))
+        if self.first_token_s is None:
+            self.first_token_s = time.monotonic()
+
+    def chunks(self, start: int) -> Iterator[Chunk]:
+        """The sampled tokens from `start` on, one chunk per policy version."""
+        prompt = len(self.prompt_ids)
+        for version, run in itertools.groupby(self.versions[start:]):
+            end = start + len(list(run))
+            yield Chunk(
+                token_ids=tuple(self.tokens[prompt + start : prompt + end]),
+                logprobs=tuple(self.logprobs[start:end]),
+                policy_version=version,
+                sampling_mask=mask_of(self.kept[start:end]) if self.sampling.truncates else None,
+            )
+            start = end
+
+    def completion(self, fingerprint: str) -> Completion:
+        assert self.finish is not None
+        return Completion(
+            token_ids=TokenIds(self.sampled_ids),
+            logprobs=tuple(self.logprobs),
+            finish=self.finish,
+            versions=spans_from_runs((len(list(run)), version) for version, run in itertools.groupby(self.versions)),
+            prompt_tokens=len(self.prompt_ids),
+            stopped_by=self.stopped_by,
+            top_logprobs=tuple(self.tops) if self.sampling.top_logprobs else None,
+            raw_logprobs=tuple(self.raw_logprobs) if self.shaped else None,
+            prompt_logprobs=tuple(self.prompt_logprobs) if self.wants_prompt else None,
+            routed_experts=join_routing(self.routes) if self.routes else None,
+            sampling_mask=mask_of(self.kept) if self.sampling.truncates else None,
+            fingerprint=fingerprint,
+            prompt_digest=TokenIds(self.prompt_ids).sha256(),
+        )
+
+
+def mask_of(rows: Sequence[bytes]) -> SamplingMask:
+    offsets = [0, *itertools.accumulate(len(row) // 4 for row in rows)]
+    return SamplingMask(token_ids=TokenIds.from_bytes(b"".join(rows)), offsets=TokenIds(offsets))
+
+
+# ---- memory
 def block_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
     return hashlib.blake2b(array("q", tokens).tobytes(), key=parent, digest_size=16).digest()
 
 
 class BlockPool:
+    """Cache blocks. A full block is named by the hash of its tokens and of the previous block's name: equal names mean
+    equal prefixes from position 0 and so equal contents. Freed blocks keep their name until they are reused, oldest
+    first. Block 0 is the null block."""
+
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -91,8 +241,10 @@ ZERO = 0
 
 
 class StatePool:
+    """Recurrent states of a hybrid model: a slot per running request, and snapshots under the name of the last block.
+    Copies between slots are queued and executed, in order, before the next step. Slot 0 is always zero."""
+
     def __init__(self, num_slots: int) -> None:
-        """`num_slots` includes the zero slot; the caller provides a slot for every request that may run."""
         self.num_slots = num_slots
         self._free = list(range(num_slots - 1, 0, -1))
         self._snapshots: OrderedDict[bytes, int] = OrderedDict()
@@ -224,11 +376,9 @@ class Scheduler:
         coming = {name for request in self.running for name in self.names_in_work(request)}
         while self.waiting and budget > 0 and most > 0 and len(self.running) < self.limits.max_requests:
             request = self.waiting.popleft()
-            if request in self.in_flight:  # preempted, and its step has not returned
-                deferred.append(request)
-                continue
             names = self.prefix_names(request)
-            if any(name in coming and not self.pool.has(name) for name in names):
+            is_coming = any(name in coming and not self.pool.has(name) for name in names)
+            if is_coming or request in self.in_flight:  # preempted, and its step has not returned
                 deferred.append(request)
                 continue
             self.share_prefix(request, names)
@@ -238,19 +388,12 @@ class Scheduler:
                 self.waiting.appendleft(request)
                 break
             request.phase = Phase.RUNNING
-            self.insert(request)
+            bisect.insort(self.running, request, key=lambda one: one.number)  # by arrival, also after a preemption
             coming.update(self.names_in_work(request))
             budget -= count
             most -= 1
             yield Work(request, request.computed, count)
         self.waiting.extendleft(reversed(deferred))
-
-    def insert(self, request: Request) -> None:
-        """In order of arrival, also after a preemption."""
-        at = len(self.running)
-        while at and self.running[at - 1].number > request.number:
-            at -= 1
-        self.running.insert(at, request)
 
     def inputs(self, batch: Sequence[Work]) -> StepInputs:
         """The step as numbers, with the queued copies between state slots."""
@@ -265,20 +408,18 @@ class Scheduler:
     # ---- prefixes
     def prefix_names(self, request: Request) -> list[bytes]:
         """Names of full blocks that could be shared. The last token is always computed: its logits are needed."""
-        if (request.wants_prompt and not request.num_sampled) or request.num_routed < (
-            len(request.tokens) - 1
-        ) * request.wants_routes:
+        known = len(request.tokens) - 1
+        if (request.wants_prompt and not request.num_sampled) or request.num_routed < known * request.wants_routes:
             return []  # every prompt position's logits, or experts, are wanted
-        size = self.pool.block_size
-        while len(request.hashes) < (len(request.tokens) - 1) // size:
-            self.extend_names(request)
-        return request.hashes[: (len(request.tokens) - 1) // size]
+        return self.names(request, known // self.pool.block_size)
 
-    def extend_names(self, request: Request) -> None:
-        size, n = self.pool.block_size, len(request.hashes)
-        request.hashes.append(
-            block_hash(request.hashes[-1] if n else request.prefix, request.tokens[n * size : (n + 1) * size])
-        )
+    def names(self, request: Request, count: int) -> list[bytes]:
+        """Names of its first `count` blocks, which are full."""
+        size = self.pool.block_size
+        for n in range(len(request.hashes), count):
+            parent = request.hashes[-1] if n else request.prefix
+            request.hashes.append(block_hash(parent, request.tokens[n * size : (n + 1) * size]))
+        return request.hashes[:count]
 
     def names_in_work(self, request: Request) -> list[bytes]:
         size = self.pool.block_size
@@ -312,9 +453,7 @@ class Scheduler:
         return True
 
     def make_room(self, request: Request, length: int) -> bool:
-        """Grows by preempting later arrivals; False if the request itself is preempted or waits for steps in
-        flight.
-        """
+        """Grows by preempting later arrivals; False if the request itself is preempted or waits for steps in flight."""
         while not self.grow(request, length):
             if self.in_flight:
                 return False
@@ -345,12 +484,11 @@ class Scheduler:
         """The keys of this piece are cached: names its full blocks."""
         request, size = work.request, self.pool.block_size
         request.computed = work.start + work.count
-        for index in range(work.start // size, request.computed // size):
-            while len(request.hashes) <= index:
-                self.extend_names(request)
-            self.pool.name(request.blocks[index], request.hashes[index])
+        first, names = work.start // size, self.names(request, request.computed // size)
+        for block, name in zip(request.blocks[first:], names[first:], strict=False):
+            self.pool.name(block, name)
         if self.states is not None and request.state_slot is not None and request.computed % size == 0:
-            self.states.snapshot(request.hashes[request.computed // size - 1], request.state_slot)
+            self.states.snapshot(names[-1], request.state_slot)
 
     def finish(self, request: Request) -> None:
         if request.phase is Phase.RUNNING:

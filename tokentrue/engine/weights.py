@@ -70,26 +70,23 @@ def checked_weights(targets: Mapping[str, Tensor], source: Weights, model: Any) 
     """(name, target, value) of every weight, checked against `targets`; raises at the end if some are missing."""
     if isinstance(source, str | Path):
         source = read_directory(Path(source), targets, model)
-    pairs: Iterable[tuple[str, Any]]
     if isinstance(source, Mapping):
-        whole = cast(Mapping[str, Any], source)
-        check_names(targets, whole)
-        pairs = whole.items()
+        pairs = list(cast(Mapping[str, Any], source).items())
+        require_all(targets, [target_of(targets, name, value) for name, value in pairs])
     else:
         pairs = source
-    covered: set[int] = set()
+    covered: list[Tensor] = []
     for name, value in pairs:
-        target = target_of(targets, name)
         value = value.full_tensor() if hasattr(value, "full_tensor") else value
-        check_shape(name, target, value)
-        yield name, target, value
-        covered.add(id(target))
-    check_covered(targets, covered)
+        covered.append(target_of(targets, name, value))
+        yield name, covered[-1], value
+    require_all(targets, covered)
 
 
-def check_covered(targets: Mapping[str, Tensor], covered: set[int]) -> None:
+def require_all(targets: Mapping[str, Tensor], covered: Iterable[Tensor]) -> None:
     """Tied weights are one tensor under two names: either suffices."""
-    missing = [name for name, target in targets.items() if id(target) not in covered]
+    found = set(map(id, covered))
+    missing = [name for name, target in targets.items() if id(target) not in found]
     if missing:
         raise EngineError(
             f"weights are missing {len(missing)} tensors, first {missing[0]!r}: publish the whole state dict"
@@ -103,22 +100,14 @@ def plain_name(name: str) -> str:
     return name
 
 
-def target_of(targets: Mapping[str, Tensor], name: str) -> Tensor:
-    plain = plain_name(name)
-    if plain not in targets:
+def target_of(targets: Mapping[str, Tensor], name: str, value: Any) -> Tensor:
+    """The model's tensor of this name, which has the shape of `value`."""
+    target = targets.get(plain_name(name))
+    if target is None:
         raise EngineError(f"weight {name!r} is not a parameter of this model; send the names of its own state_dict()")
-    return targets[plain]
-
-
-def check_shape(name: str, target: Tensor, value: Any) -> None:
     if tuple(target.shape) != tuple(value.shape):
         raise EngineError(f"weight {name!r} has shape {tuple(value.shape)}, the model needs {tuple(target.shape)}")
-
-
-def check_names(targets: Mapping[str, Tensor], source: Mapping[str, Any]) -> None:
-    for name, value in source.items():
-        check_shape(name, target_of(targets, name), value)
-    check_covered(targets, {id(target_of(targets, name)) for name in source})
+    return target
 
 
 def read_directory(path: Path, targets: Mapping[str, Tensor], model: Any) -> Mapping[str, Any]:

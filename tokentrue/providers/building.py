@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from itertools import groupby
 from typing import cast
 
 from tokentrue.errors import EngineContractError, SamplingError, TokenContractError
@@ -28,18 +28,11 @@ from tokentrue.types import (
 CONSTRAINTS = frozenset({"response_format", "tool_choice"})
 """Names in `Sampling.extra` with the same meaning for every engine: `response_format` as in Chat Completions, and
 `tool_choice`, a structural tag (`Renderer.call_tag`)."""
-
-
-@dataclass(slots=True)
-class _Run:
-    tokens: int
-    version: int
-    masks: list[SamplingMask]  # what filters kept; empty if the engine does not report it
+KeptRows = Sequence[Sequence[int]]  # the ids that filters kept, one row per token
 
 
 class CompletionBuilder:
-    """Collects one generation for the sent `prompt_ids`. `take` returns the appended tokens as one chunk per policy
-    version, regardless of the number of events."""
+    """Collects one generation for the sent `prompt_ids`."""
 
     def __init__(self, engine: str, prompt_ids: TokenIds) -> None:
         self.engine, self.prompt_ids = engine, prompt_ids
@@ -47,78 +40,54 @@ class CompletionBuilder:
         self.logprobs: list[float] = []
         self.top: list[Mapping[int, float]] = []
         self.raw: list[float] = []
-        self._masks: list[SamplingMask | None] = []  # of each chunk taken
-        self._runs: list[tuple[int, int]] = []  # (tokens, policy version) of each
-        self._new: list[_Run] = []  # not taken yet
-        self._taken = 0
+        # Of each piece that was appended: its tokens, their policy version, and what filters kept (if reported).
+        self._pieces: list[tuple[int, int, SamplingMask | None]] = []
+        self._taken = 0  # tokens
+        self._new = 0  # the first piece that was not taken yet
 
     def add(
-        self,
-        ids: Sequence[int],
-        logprobs: Sequence[float | None],
-        *,
-        version: int,
-        kept: Sequence[Sequence[int]] | None = None,
+        self, ids: Sequence[int], logprobs: Sequence[float | None], *, version: int, kept: KeptRows | None = None
     ) -> Chunk:
         self.append(ids, logprobs, version=version, kept=kept)
         return next(self.take(), Chunk())
 
     def append(
-        self,
-        ids: Sequence[int],
-        logprobs: Sequence[float | None],
-        *,
-        version: int,
-        kept: Sequence[Sequence[int]] | None = None,
+        self, ids: Sequence[int], logprobs: Sequence[float | None], *, version: int, kept: KeptRows | None = None
     ) -> None:
-        """Appends tokens of one policy version, all or none. `kept`: the ids that filters kept, one row per token,
-        if the engine reports them."""
+        """Appends tokens of one policy version, all or none."""
         if len(ids) != len(logprobs):
             raise EngineContractError(f"{self.engine} returned {len(ids)} ids and {len(logprobs)} log-probabilities")
         if not ids:
             return
-        checked = self._check_logprobs(logprobs)
-        masks: list[SamplingMask] = []
+        # Engines are known to send null, NaN and sentinels.
+        if None in logprobs or not are_logprobs(cast("Sequence[float]", logprobs)):
+            pairs = enumerate(logprobs, len(self.ids))
+            place, wrong = next((at, value) for at, value in pairs if value is None or not is_logprob(value))
+            raise EngineContractError(f"{self.engine} returned {wrong!r} as log-probability of sampled token {place}")
+        mask = None
         try:
             if min(ids) < 0 or max(ids) > MAX_INT32:
                 TokenIds(ids)  # raises with the position
             if kept is not None:
-                masks = [SamplingMask.from_rows([sorted(row) for row in kept])]
-                require_mask(masks[0], ids)
+                mask = SamplingMask.from_rows([sorted(row) for row in kept])
+                require_mask(mask, ids)
         except TokenContractError as error:
             raise EngineContractError(f"{self.engine}: {error}") from error
-        last = self._new[-1] if self._new else None
-        if last is None or last.version != version or bool(last.masks) != bool(masks):
-            self._new.append(_Run(tokens=len(ids), version=version, masks=masks))
-        else:
-            last.tokens += len(ids)
-            last.masks += masks
         self.ids += ids
-        self.logprobs += checked
-
-    def _check_logprobs(self, logprobs: Sequence[float | None]) -> Sequence[float]:
-        # Engines are known to send null, NaN and sentinels.
-        if None not in logprobs and are_logprobs(cast("Sequence[float]", logprobs)):
-            return cast("Sequence[float]", logprobs)
-        place, wrong = next(
-            (index, value)
-            for index, value in enumerate(logprobs, len(self.ids))
-            if value is None or not is_logprob(value)
-        )
-        raise EngineContractError(f"{self.engine} returned {wrong!r} as log-probability of sampled token {place}")
+        self.logprobs += cast("Sequence[float]", logprobs)
+        self._pieces.append((len(ids), version, mask))
 
     def take(self) -> Iterator[Chunk]:
-        runs, self._new = self._new, []
-        for run in runs:
-            start, self._taken = self._taken, self._taken + run.tokens
-            mask = join_masks_if_whole(run.masks)
-            self._runs.append((run.tokens, run.version))
-            self._masks.append(mask)
+        """What was appended since the last call, as one chunk per policy version."""
+        new, self._new = self._pieces[self._new :], len(self._pieces)
+        for (version, _), group in groupby(new, key=lambda piece: (piece[1], piece[2] is None)):
+            pieces = list(group)
+            start, self._taken = self._taken, self._taken + sum(piece[0] for piece in pieces)
             yield Chunk(
                 token_ids=tuple(self.ids[start : self._taken]),
                 logprobs=tuple(self.logprobs[start : self._taken]),
-                policy_version=run.version,
-                sampling_mask=mask,
+                policy_version=version,
+                sampling_mask=join_masks_if_whole([mask for _, _, mask in pieces]),
             )
 
     def take_read(self, events: Iterable[bytes], add: Callable[[bytes], None]) -> Iterator[Chunk]:
@@ -132,30 +101,35 @@ class CompletionBuilder:
 
     def complete(
         self,
-        finish: Finish,
+        finish: str | None,
         *,
         prompt_tokens: int | None,
         stopped_by: int | str | None = None,
         routed_experts: RoutedExperts | None = None,
         versions: Sequence[VersionSpan] | None = None,
     ) -> Completion:
-        """`prompt_tokens` is the engine's count, which must equal ours."""
+        """`finish` is the engine's word, `prompt_tokens` its count, which must equal ours."""
+        if finish is None:
+            raise EngineContractError(f"{self.engine} ended its answer without a finish reason")
+        if finish not in set(Finish):
+            raise EngineContractError(f"{self.engine} ended with an unknown finish reason {finish!r}")
         if prompt_tokens is not None and prompt_tokens != len(self.prompt_ids):
             raise EngineContractError(
                 f"{self.engine} counted {prompt_tokens} prompt tokens where {len(self.prompt_ids)} were sent"
             )
+        runs = ((tokens, version) for tokens, version, _ in self._pieces)
         try:
             return Completion(
                 token_ids=TokenIds(self.ids),
                 logprobs=tuple(self.logprobs),
-                finish=finish,
-                versions=spans_from_runs(self._runs) if versions is None else tuple(versions),
+                finish=Finish(finish),
+                versions=spans_from_runs(runs) if versions is None else tuple(versions),
                 prompt_tokens=prompt_tokens,
                 stopped_by=stopped_by,
                 top_logprobs=tuple(self.top) if self.top else None,
                 raw_logprobs=tuple(self.raw) if self.raw else None,
                 routed_experts=routed_experts,
-                sampling_mask=join_masks_if_whole(self._masks),
+                sampling_mask=join_masks_if_whole([mask for _, _, mask in self._pieces]),
                 prompt_digest=self.prompt_ids.sha256(),
             )
         except TokenContractError as error:  # the engine's version spans do not fit its tokens

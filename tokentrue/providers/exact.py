@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tokentrue.engine import ExactEngine, ScheduleLimits
 from tokentrue.errors import EngineUnreachable
-from tokentrue.ids import TokenIds
 from tokentrue.json_types import JsonMapping
 from tokentrue.protocols import Streaming
 from tokentrue.providers.building import refuse_constraints
@@ -39,16 +37,8 @@ class ExactProvider(Streaming):
     ) -> None:
         """`adapters` are loaded at start: name -> directory saved by peft."""
         self.engine = ExactEngine(
-            model,
-            device=device,
-            dtype=dtype,
-            pipeline=pipeline,
-            version=version,
-            read=decode,
-            limits=limits,
-            max_len=max_len,
-            kv_tokens=kv_tokens,
-        )
+            model, device, dtype, pipeline, limits=limits, max_len=max_len, kv_tokens=kv_tokens, version=version, read=decode
+        )  # fmt: skip
         for name, folder in (adapters or {}).items():
             self.engine.load_adapter(name, folder)
 
@@ -60,18 +50,13 @@ class ExactProvider(Streaming):
         self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None, whole: bool = False
     ) -> AsyncIterator[Chunk]:
         refuse_constraints(self.name, sampling.extra)
-        ids = TokenIds(prompt_ids)
-        source: Any = self.engine.stream(ids, sampling)
-        async with aclosing(source) as chunks:
+        async with aclosing(self.engine.stream(prompt_ids, sampling, whole=whole)) as chunks:
             async for chunk in chunks:
-                if chunk.final is not None:
-                    chunk = replace(chunk, final=replace(chunk.final, prompt_digest=ids.sha256()))
                 yield chunk
 
     async def score(self, token_ids: Ids) -> Sequence[float]:
-        found = (
-            await self.engine.generate(TokenIds(token_ids), Sampling(max_tokens=1, extra={"prompt_logprobs": True}))
-        ).prompt_logprobs
+        asked = Sampling(max_tokens=1, extra={"prompt_logprobs": True})
+        found = (await self.engine.generate(token_ids, asked)).prompt_logprobs
         assert found is not None
         return found
 
@@ -84,10 +69,9 @@ class ExactProvider(Streaming):
     async def health(self) -> JsonMapping:
         if self.engine.core.broken:
             raise EngineUnreachable(self.engine.core.broken)
-        config = self.engine.model.config
         return {
             "engine": self.name,
-            "model": config.name_or_path,
+            "model": self.engine.model.config.name_or_path,
             "version": self.engine.version,
             "fingerprint": self.engine.fingerprint,
             "fallbacks": list(self.engine.contract.fallbacks),

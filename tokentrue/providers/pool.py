@@ -25,22 +25,15 @@ from tokentrue.routing_replay import join_masks_if_whole, join_routing
 from tokentrue.types import UNVERSIONED, Chunk, Completion, Finish, Ids, RoutedExperts, Sampling, spans_from_runs
 
 RESUMABLE = (EngineUnreachable, EngineTimeout)
+RESUMPTIONS = 8  # of one generation
+GIVE_UP_S = 600.0  # after the start of a generation, a failure is not resumed any more
+CHECK_S = 5.0  # between two health checks
 
 
 class Pool(Streaming):
-    """A Provider and an EngineControl. `pause()` holds new and aborted generations until `resume()`.
+    """A Provider and an EngineControl. `pause()` holds new and aborted generations until `resume()`."""
 
-    A generation is resumed at most `resumptions` times, and after failures only within `give_up_s` of its start.
-    """
-
-    def __init__(
-        self,
-        replicas: Sequence[Provider],
-        *,
-        check_every_s: float = 5.0,
-        resumptions: int = 8,
-        give_up_s: float = 600.0,
-    ) -> None:
+    def __init__(self, replicas: Sequence[Provider]) -> None:
         if not replicas:
             raise ConfigError("a pool needs at least one engine")
         self._replicas = list(replicas)
@@ -50,7 +43,6 @@ class Pool(Streaming):
         self._stale: set[int] = set()  # replicas that missed the last publication
         self._not_paused = asyncio.Event()
         self._not_paused.set()
-        self._check_every_s, self._resumptions, self._give_up_s = check_every_s, resumptions, give_up_s
         self._checker: asyncio.Task[None] | None = None
 
     @property
@@ -98,8 +90,10 @@ class Pool(Streaming):
         self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None, whole: bool = False
     ) -> AsyncIterator[Chunk]:
         generation = _Generation(TokenIds(prompt_ids), sampling)
+        failures, give_up = 0, time.monotonic() + GIVE_UP_S
         while generation.rest is not None:
-            index = await self._wait_for_replica(session)
+            await self._not_paused.wait()
+            index = self._choose(session)
             got, final = list[Chunk](), None
             try:
                 if index in self._down:
@@ -115,11 +109,20 @@ class Pool(Streaming):
                         else:
                             final = chunk.final
             except RESUMABLE:
-                generation.add(_pieces(got, generation.ids))
-                if not self._note_failure(index, generation) and not generation.is_over:
+                self._down.add(index)
+                generation.add_broken(got)
+                failures += 1
+                most = len(self._replicas) + (RESUMPTIONS if generation.done else 0)
+                if generation.rest is not None and (failures >= most or time.monotonic() > give_up):
                     raise
-            else:
-                self._accept_piece(index, generation, final)
+                continue
+            if final is None:
+                raise EngineContractError(f"{self.name} ended a stream without its final answer")
+            if final.prompt_digest not in (None, generation.ids.sha256()):
+                raise EngineContractError(f"{self.name} was sent other ids than the prompt")
+            self._down.discard(index)
+            is_last = self._not_paused.is_set() and len(generation.done) >= RESUMPTIONS
+            generation.add(final, is_over=final.finish is not Finish.ABORT or is_last)
         yield Chunk(final=generation.join())
 
     async def health(self) -> JsonMapping:
@@ -140,24 +143,21 @@ class Pool(Streaming):
         return {**alive[0], "replicas": len(answers), "healthy": len(alive)}
 
     async def publish(self, weights: Iterable[tuple[str, Any]], *, version: int) -> None:
-        """Generations wait meanwhile."""
+        """Generations wait meanwhile. Replicas that are unreachable are not used until they have the weights."""
         sinks = [replica for replica in self._replicas if isinstance(replica, WeightSink)]
         if len(sinks) != len(self._replicas):
             raise ConfigError(f"engine {self.name!r} takes no weights")
-        kept = weights if len(sinks) == 1 else await asyncio.to_thread(copy_to_cpu, weights)
+        if len(sinks) > 1:  # the iterable yields each weight once, and all of them may not fit on a GPU
+            weights = await asyncio.to_thread(lambda: [(name, tensor.detach().cpu()) for name, tensor in weights])
         self.pause()
         try:
             results = await asyncio.gather(
-                *(sink.publish(kept, version=version) for sink in sinks), return_exceptions=True
+                *(sink.publish(weights, version=version) for sink in sinks), return_exceptions=True
             )
         finally:
             self.resume()
-        self._note_publication(results)
-
-    def _note_publication(self, results: Sequence[BaseException | None]) -> None:
-        """Excludes unreachable replicas until they have the weights; raises if a replica refused them."""
         for result in results:
-            if isinstance(result, BaseException) and not isinstance(result, (EngineUnreachable, EngineTimeout)):
+            if isinstance(result, BaseException) and not isinstance(result, RESUMABLE):
                 raise result
         self._stale = {i for i, result in enumerate(results) if result is not None}
         if len(self._stale) == len(self._replicas):
@@ -190,7 +190,7 @@ class Pool(Streaming):
 
     async def _watch(self) -> None:
         while True:
-            await asyncio.sleep(self._check_every_s)
+            await asyncio.sleep(CHECK_S)
             try:
                 await self.health()
             except EngineError:
@@ -200,9 +200,11 @@ class Pool(Streaming):
         """Replicas by rendezvous hashing, healthy ones first: losing one moves only its sessions."""
         if len(self._replicas) == 1:
             return [0]
-        current = [i for i in range(len(self._replicas)) if i not in self._stale]
-        ranked = sorted(current, key=lambda i: _rendezvous_hash(session, i), reverse=True)
-        return [i for i in ranked if i not in self._down] + [i for i in ranked if i in self._down]
+
+        def rank(index: int) -> tuple[bool, bytes]:
+            return index not in self._down, hashlib.blake2b(f"{session}:{index}".encode(), digest_size=8).digest()
+
+        return sorted((i for i in range(len(self._replicas)) if i not in self._stale), key=rank, reverse=True)
 
     def _choose(self, session: str | None) -> int:
         order = self.order(session)
@@ -211,27 +213,6 @@ class Pool(Streaming):
                 "no engine has the weights that were published last; publish again, or restart the engines"
             )
         return order[0]
-
-    async def _wait_for_replica(self, session: str | None) -> int:
-        await self._not_paused.wait()
-        return self._choose(session)
-
-    def _note_failure(self, index: int, generation: _Generation) -> bool:
-        """True if the generation may be resumed."""
-        self._down.add(index)
-        generation.failures += 1
-        most = len(self._replicas) + (self._resumptions if generation.done else 0)
-        return generation.failures < most and time.monotonic() <= generation.started + self._give_up_s
-
-    def _accept_piece(self, index: int, generation: _Generation, final: Completion | None) -> None:
-        """The generation continues only if it was aborted."""
-        if final is None:
-            raise EngineContractError(f"{self.name} ended a stream without its final answer")
-        if final.prompt_digest not in (None, generation.ids.sha256()):
-            raise EngineContractError(f"{self.name} was sent other ids than the prompt")
-        self._down.discard(index)
-        is_last = self._not_paused.is_set() and len(generation.done) >= self._resumptions
-        generation.add([final], is_over=final.finish is not Finish.ABORT or is_last)
 
 
 class _Generation:
@@ -243,27 +224,30 @@ class _Generation:
         self._prompt_ids, self._sampling = prompt_ids, sampling
         self.ids, self.rest = prompt_ids, cast("Sampling | None", sampling)
         self.done: list[Completion] = []
-        self.failures, self.started, self.end = 0, time.monotonic(), cast("Finish | None", None)
+        self.end: Finish | None = None
 
-    @property
-    def is_over(self) -> bool:
-        return self.rest is None
-
-    def add(self, pieces: Sequence[Completion], *, is_over: bool = False) -> None:
-        self.done += pieces
+    def add(self, piece: Completion, *, is_over: bool = False) -> None:
+        self.done.append(piece)
         if is_over:
             self.rest = None
             return
-        self.ids, self.rest = _remaining(self._prompt_ids, self._sampling, self.done)
-        if self._has_stopped():
-            self.rest, self.end = None, Finish.STOP
-        elif self.rest is None:
+        self.ids = TokenIds.concat([self.ids, piece.token_ids])
+        sampling, sampled = self._sampling, len(self.ids) - len(self._prompt_ids)
+        left = None if sampling.max_tokens is None else sampling.max_tokens - sampled
+        self.rest = replace(sampling, max_tokens=left) if left is None or left > 0 else None
+        if self.rest is None:
             self.end = Finish.LENGTH
+        if sampled and self.ids[-1] in sampling.stop_token_ids and not sampling.extra.get("ignore_eos"):
+            self.rest, self.end = None, Finish.STOP  # only the engine's final event was lost
 
-    def _has_stopped(self) -> bool:
-        """True if a stop token was sampled and only the engine's final event was lost."""
-        is_new = len(self.ids) > len(self._prompt_ids)
-        return is_new and self.ids[-1] in self._sampling.stop_token_ids and not self._sampling.extra.get("ignore_eos")
+    def add_broken(self, chunks: Sequence[Chunk]) -> None:
+        """The tokens of a stream that failed."""
+        builder = CompletionBuilder("pool", self.ids)
+        for chunk in chunks:
+            kept = None if chunk.sampling_mask is None else chunk.sampling_mask.rows()
+            builder.append(chunk.token_ids, chunk.logprobs, version=chunk.policy_version, kept=kept)
+        if builder.ids:
+            self.add(builder.complete(Finish.ABORT, prompt_tokens=None))
 
     def join(self) -> Completion:
         whole = join_pieces(self.done, self._prompt_ids)
@@ -272,40 +256,15 @@ class _Generation:
         return replace(whole, finish=self.end, stopped_by=self.ids[-1] if self.end is Finish.STOP else None)
 
 
-def copy_to_cpu(weights: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    """Makes the weights reusable for several replicas."""
-    # The iterable yields each weight once, and all of them may not fit on a GPU.
-    return [(name, tensor.detach().cpu()) for name, tensor in weights]
-
-
-def _rendezvous_hash(session: str | None, index: int) -> bytes:
-    return hashlib.blake2b(f"{session}:{index}".encode(), digest_size=8).digest()
-
-
-def _pieces(chunks: Sequence[Chunk], ids: TokenIds) -> list[Completion]:
-    builder = CompletionBuilder("pool", ids)
-    for chunk in chunks:
-        kept = None if chunk.sampling_mask is None else chunk.sampling_mask.rows()
-        builder.add(chunk.token_ids, chunk.logprobs, version=chunk.policy_version, kept=kept)
-    return [builder.complete(Finish.ABORT, prompt_tokens=None)] if builder.ids else []
-
-
-def _remaining(
-    prompt_ids: TokenIds, sampling: Sampling, done: Sequence[Completion]
-) -> tuple[TokenIds, Sampling | None]:
-    """No settings if the token limit is reached."""
-    ids = TokenIds.concat([prompt_ids, *(piece.token_ids for piece in done)]) if done else prompt_ids
-    if sampling.max_tokens is None:
-        return ids, sampling
-    left = sampling.max_tokens - (len(ids) - len(prompt_ids))
-    return ids, replace(sampling, max_tokens=left) if left > 0 else None
-
-
 def join_pieces(pieces: Sequence[Completion], prompt_ids: TokenIds) -> Completion:
     """Drops what not every piece has (top log-probabilities, for example)."""
     if len(pieces) == 1:
         return pieces[0]
-    runs = [run for piece in pieces for run in _version_runs(piece)] if any(piece.versions for piece in pieces) else []
+    runs: list[tuple[int, int]] = []
+    if any(piece.versions for piece in pieces):  # an engine without versions reports none
+        for piece in pieces:
+            spans = [(span.end - span.start, span.version) for span in piece.versions]
+            runs += spans or [(len(piece.token_ids), UNVERSIONED)]
     tops = [piece.top_logprobs for piece in pieces]
     raws = [piece.raw_logprobs for piece in pieces]
     return replace(
@@ -314,24 +273,17 @@ def join_pieces(pieces: Sequence[Completion], prompt_ids: TokenIds) -> Completio
         logprobs=tuple(x for piece in pieces for x in piece.logprobs),
         versions=spans_from_runs(runs),
         prompt_tokens=len(prompt_ids),
-        top_logprobs=tuple(x for top in tops for x in top or ()) if all(top is not None for top in tops) else None,
-        raw_logprobs=tuple(x for raw in raws for x in raw or ()) if all(raw is not None for raw in raws) else None,
-        routed_experts=join_piece_routing(pieces, prompt_ids),
+        top_logprobs=tuple(x for top in tops for x in top or ()) if None not in tops else None,
+        raw_logprobs=tuple(x for raw in raws for x in raw or ()) if None not in raws else None,
+        routed_experts=_join_routing(pieces, len(prompt_ids)),
         sampling_mask=join_masks_if_whole([piece.sampling_mask for piece in pieces]),
         prompt_digest=prompt_ids.sha256(),
     )
 
 
-def _version_runs(piece: Completion) -> list[tuple[int, int]]:
-    """(tokens, version); an engine without versions reports none."""
-    runs = [(span.end - span.start, span.version) for span in piece.versions]
-    return runs or [(len(piece.token_ids), UNVERSIONED)]
-
-
-def join_piece_routing(pieces: Sequence[Completion], prompt_ids: TokenIds) -> RoutedExperts | None:
+def _join_routing(pieces: Sequence[Completion], end: int) -> RoutedExperts | None:
     # Each piece's prompt contains the earlier pieces; for those positions the piece that sampled from them counts.
     parts: list[RoutedExperts] = []
-    end = len(prompt_ids)
     for piece in pieces:
         end += len(piece.token_ids)
         if piece.routed_experts is None:

@@ -12,8 +12,10 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager, suppress
+from abc import abstractmethod
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import aclosing, suppress
+from itertools import count
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
 from urllib.parse import urlsplit
@@ -37,7 +39,7 @@ from tokentrue.ids import TokenIds
 from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.protocols import Streaming
 from tokentrue.providers.building import CONSTRAINTS, CompletionBuilder
-from tokentrue.providers.publishing import DiskPublisher, WrittenWeights
+from tokentrue.providers.publishing import WrittenWeights, write_weights
 from tokentrue.types import MAX_INT64, UNVERSIONED, Chunk, Completion, Ids, Sampling
 
 T = TypeVar("T")
@@ -68,9 +70,9 @@ class EngineHttp:
         self.place = f"{parts.hostname}-{parts.port or parts.scheme}"  # names this engine's files
         self._timeout_s, self._retries = timeout_s, retries
         self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect_s, sock_read=timeout_s)
-        self._headers = {"content-type": "application/json"} | (
-            {"authorization": f"Bearer {api_key}"} if api_key else {}
-        )
+        self._headers = {"content-type": "application/json"}
+        if api_key:
+            self._headers["authorization"] = f"Bearer {api_key}"
         self._session: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
@@ -94,9 +96,13 @@ class EngineHttp:
             while part := await self._read_part(path, response):
                 parts.append(part)
                 size += len(part)
-                if size > limit:
-                    raise self._too_large(path, limit)
+                self._check_size(path, size, limit)
         return b"".join(parts)
+
+    async def read_as(
+        self, kind: type[T], method: str, path: str, body: JsonMapping | None = None, *, retry: bool = True
+    ) -> T:
+        return decode_answer(await self.read(method, path, body, retry=retry), kind, where=self.url + path)
 
     async def answers(
         self, path: str, body: bytes, *, whole: bool = False, limit: int = BODY_BYTES
@@ -114,8 +120,7 @@ class EngineHttp:
                 first, *others = part.split(b"\n")
                 begun.append(first)
                 size += len(first)
-                if size > limit:
-                    raise self._too_large(path, limit)
+                self._check_size(path, size, limit)
                 if part and not others:
                     continue
                 lines = [b"".join(begun), *others[:-1]]  # the last line may have no line break
@@ -126,7 +131,10 @@ class EngineHttp:
                 if events:
                     yield events
                 if is_over:
-                    await _read_end(response)
+                    # The end of the body follows [DONE] at once; a connection that has read it can be reused.
+                    with suppress(TimeoutError, aiohttp.ClientError):
+                        async with asyncio.timeout(END_S):
+                            await response.content.read(1)
                 if is_over or not part:
                     return
                 begun, size = [others[-1]], len(others[-1])
@@ -140,63 +148,45 @@ class EngineHttp:
         except aiohttp.ClientError as error:
             raise EngineUnreachable(f"{self.url}{path} broke off: {error or type(error).__name__}") from error
 
-    def _too_large(self, path: str, limit: int) -> EngineContractError:
-        return EngineContractError(
-            f"{self.url}{path} answers with more than {limit >> 20} MiB, which no answer to this request takes"
-        )
+    def _check_size(self, path: str, size: int, limit: int) -> None:
+        if size > limit:
+            raise EngineContractError(
+                f"{self.url}{path} answers with more than {limit >> 20} MiB, which no answer to this request takes"
+            )
 
     async def _respond(
         self, method: str, path: str, body: JsonMapping | bytes | None, retries: int
     ) -> aiohttp.ClientResponse:
-        """Yields a 2xx response. Leaving the block early closes the connection, which cancels the request."""
-        data = body if isinstance(body, bytes | None) else orjson.dumps(body)
-        response = await self._request(method, path, data, retries)
-        if response.status < 300:
-            return response
-        async with response:
-            words = (await response.content.read(QUOTED_CHARS)).decode("utf-8", "replace").replace("\n", " ")
-            raise _refusal(self.url + path, response.status, words)
-
-    async def _request(self, method: str, path: str, data: bytes | None, retries: int) -> aiohttp.ClientResponse:
-        session = self._open()
-        attempt = 0
-        while True:
+        """A 2xx response. Leaving its block early closes the connection, which cancels the request."""
+        data, where = body if isinstance(body, bytes | None) else orjson.dumps(body), self.url + path
+        if self._session is None:  # created on first use, because aiohttp binds it to the running event loop
+            connector, jar = aiohttp.TCPConnector(limit=0), aiohttp.DummyCookieJar()
+            self._session = aiohttp.ClientSession(
+                connector=connector, timeout=self._timeout, headers=self._headers, cookie_jar=jar
+            )
+        for attempt in count():
             try:
-                response = await session.request(method, self.url + path, data=data, allow_redirects=False)
-                if response.status not in RETRIED_STATUS or attempt >= retries:
+                response = await self._session.request(method, where, data=data, allow_redirects=False)
+                if response.status < 300:
                     return response
+                if response.status not in RETRIED_STATUS or attempt >= retries:
+                    async with response:
+                        words = (await response.content.read(QUOTED_CHARS)).decode("utf-8", "replace")
+                    raise _refusal(where, response.status, words.replace("\n", " "))
                 response.release()
             except aiohttp.SocketTimeoutError as error:
-                raise EngineTimeout(f"{self.url}{path} did not answer in {self._timeout_s:g} s") from error
+                raise EngineTimeout(f"{where} did not answer in {self._timeout_s:g} s") from error
             except aiohttp.ClientConnectionError as error:
                 # A server may close an idle connection at the moment a request is sent on it: that does not count as
                 # an attempt.
                 free = isinstance(error, aiohttp.ServerDisconnectedError) and attempt == 0
                 if attempt >= retries and not free:
-                    raise EngineUnreachable(
-                        f"no engine is reachable at {self.url}: {error or type(error).__name__}"
-                    ) from error
+                    said = f"no engine is reachable at {self.url}: {error or type(error).__name__}"
+                    raise EngineUnreachable(said) from error
             except aiohttp.ClientError as error:
-                raise EngineContractError(f"{self.url}{path} does not answer in HTTP: {error}") from error
+                raise EngineContractError(f"{where} does not answer in HTTP: {error}") from error
             await asyncio.sleep(FIRST_BACKOFF_S * 2**attempt)
-            attempt += 1
-
-    def _open(self) -> aiohttp.ClientSession:
-        # Created on first use, because aiohttp binds the session to the running event loop.
-        if self._session is None:
-            connector = aiohttp.TCPConnector(limit=0)
-            jar = aiohttp.DummyCookieJar()
-            self._session = aiohttp.ClientSession(
-                connector=connector, timeout=self._timeout, headers=self._headers, cookie_jar=jar
-            )
-        return self._session
-
-
-async def _read_end(response: aiohttp.ClientResponse) -> None:
-    # The end of the body follows [DONE] at once; a connection that has read it can be reused.
-    with suppress(TimeoutError, aiohttp.ClientError):
-        async with asyncio.timeout(END_S):
-            await response.content.read(1)
+        raise AssertionError
 
 
 def rejected(message: str) -> EngineRejected:
@@ -205,13 +195,12 @@ def rejected(message: str) -> EngineRejected:
 
 
 def _refusal(where: str, status: int, words: str) -> EngineError:
+    said = f"{where} answered {status}: {words}"
     if status in {408, 504}:
-        return EngineTimeout(f"{where} answered {status}: {words}")
+        return EngineTimeout(said)
     if status in {401, 403, 404, 405}:
-        return EngineContractError(f"{where} answered {status}: {words}; docs/engines.md says how to start the engine")
-    if status in RETRIED_STATUS:
-        return EngineUnreachable(f"{where} answered {status}: {words}")
-    return rejected(f"{where} answered {status}: {words}")
+        return EngineContractError(f"{said}; docs/engines.md says how to start the engine")
+    return EngineUnreachable(said) if status in RETRIED_STATUS else rejected(said)
 
 
 # ---- responses -------------------------------------------------------------------------------------------------------
@@ -225,6 +214,13 @@ class Tokenized(msgspec.Struct):
     """/tokenize of both engines."""
 
     tokens: list[int]
+
+
+class WeightInfo(msgspec.Struct):
+    """SGLang's /model_info and vLLM's /weight_info."""
+
+    model_path: str | None = None
+    weight_version: str | int | None = None
 
 
 def decode_answer(data: bytes, kind: type[T], *, where: str) -> T:
@@ -255,8 +251,7 @@ def version_from(text: str | int | None) -> int:
 async def read_tokens(http: EngineHttp, path: str, body: JsonMapping) -> TokenIds | None:
     """None if the server has no such route, or a different one of that name."""
     try:
-        data = await http.read("POST", path, body, retry=False)
-        return TokenIds(decode_answer(data, Tokenized, where=http.url + path).tokens)
+        return TokenIds((await http.read_as(Tokenized, "POST", path, body, retry=False)).tokens)
     except (EngineContractError, EngineRejected):
         return None
 
@@ -295,8 +290,46 @@ class RemoteEngine(Streaming):
         self._http = EngineHttp(url, timeout_s=timeout_s, connect_s=connect_s, retries=retries, api_key=api_key)
         self.url = self._http.url
         self._running: set[str] = set()  # request ids
-        self._publisher = DiskPublisher(self, weights_dir, place=self._http.place)
+        self._weights_dir = None if weights_dir is None else Path(weights_dir) / self._http.place
+        self._loading = asyncio.Lock()
+        self._written: WrittenWeights | None = None
+        self._published: WrittenWeights | None = None
 
+    async def close(self) -> None:
+        await self._http.close()
+
+    # ---- what an adapter writes
+    @abstractmethod
+    async def _prepare(self, sampling: Sampling) -> None:
+        """Raises if the engine cannot sample so, or not truthfully."""
+
+    @abstractmethod
+    def _new_answer(self, builder: CompletionBuilder, sampling: Sampling) -> Answer: ...
+
+    @abstractmethod
+    def _body(
+        self, ids: TokenIds, sampling: Sampling, *, session: str | None, request_id: str, stream: bool
+    ) -> tuple[str, bytes]:
+        """The route and body of a request."""
+
+    @abstractmethod
+    async def _abort(self, request_ids: Sequence[str]) -> None: ...
+
+    @abstractmethod
+    async def pause_for_weights(self) -> None: ...
+
+    @abstractmethod
+    async def load_from_disk(self, written: WrittenWeights) -> None:
+        """Loads the weights, drops caches of older ones, and stamps the version; raises EngineError if any of it
+        fails."""
+
+    @abstractmethod
+    async def resume_with_weights(self) -> None: ...
+
+    @abstractmethod
+    async def _info(self) -> WeightInfo: ...
+
+    # ---- generations
     async def stream(
         self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None, whole: bool = False
     ) -> AsyncIterator[Chunk]:
@@ -305,50 +338,15 @@ class RemoteEngine(Streaming):
         answer = self._new_answer(CompletionBuilder(self.name, ids), sampling)
         tokens = min(sampling.max_tokens or UNBOUNDED_TOKENS, MOST_TOKENS)
         limit = ANSWER_BYTES + POSITION_BYTES * (len(ids) + tokens)
-        async with self._hold() as request_id:
+        request_id = uuid4().hex
+        self._running.add(request_id)
+        try:
             path, body = self._body(ids, sampling, session=session, request_id=request_id, stream=not whole)
             async with aclosing(self._http.answers(path, body, whole=whole, limit=limit)) as reads:
                 async for events in reads:
                     for chunk in answer.builder.take_read(events, answer.add):
                         yield chunk
             completion = answer.complete()
-        yield Chunk(final=completion)
-
-    async def _prepare(self, sampling: Sampling) -> None:
-        raise NotImplementedError
-
-    def _new_answer(self, builder: CompletionBuilder, sampling: Sampling) -> Answer:
-        raise NotImplementedError
-
-    def _body(
-        self, ids: TokenIds, sampling: Sampling, *, session: str | None, request_id: str, stream: bool
-    ) -> tuple[str, bytes]:
-        raise NotImplementedError
-
-    async def _abort(self, request_ids: Sequence[str]) -> None:
-        raise NotImplementedError
-
-    async def pause_for_weights(self) -> None:
-        raise NotImplementedError
-
-    async def load_from_disk(self, written: WrittenWeights) -> None:
-        """Loads the weights, drops caches of older ones, and stamps the version; raises EngineError if any of it
-        fails."""
-        raise NotImplementedError
-
-    async def resume_with_weights(self) -> None:
-        raise NotImplementedError
-
-    async def weight_version(self) -> int:
-        raise NotImplementedError
-
-    @asynccontextmanager
-    async def _hold(self) -> AsyncGenerator[str]:
-        """Aborts the request if the block raises."""
-        request_id = uuid4().hex
-        self._running.add(request_id)
-        try:
-            yield request_id
         except BaseException:
             self._running.discard(request_id)
             with suppress(EngineError):  # the engine is unreachable: nothing is left to abort
@@ -356,11 +354,12 @@ class RemoteEngine(Streaming):
             raise
         finally:
             self._running.discard(request_id)
+        yield Chunk(final=completion)
 
     async def interrupt(self) -> int:
         """Aborts all our generations at the engine and waits until each has returned its tokens; returns their
         number."""
-        count, end = len(self._running), time.monotonic() + ABORT_S
+        running, end = len(self._running), time.monotonic() + ABORT_S
         while self._running:
             if time.monotonic() > end:
                 raise EngineTimeout(
@@ -368,15 +367,43 @@ class RemoteEngine(Streaming):
                 )
             await self._abort(sorted(self._running))
             await asyncio.sleep(ABORT_RETRY_S if self._running else 0)
-        return count
+        return running
 
+    # ---- weights
     async def publish(self, weights: Iterable[tuple[str, Any]], *, version: int) -> None:
         """Works during generations, too."""
-        await self._publisher.publish(weights, version=version)
+        root = self._weights_dir
+        if root is None:
+            raise ConfigError(f"publishing to {self.name} needs weights_dir=, a directory that the server sees")
+        keep = () if self._published is None else (self._published.directory,)
+        async with self._loading:
+            self._written = await asyncio.to_thread(write_weights, weights, root, version=version, keep=keep)
+            await self._load(self._written)
 
     async def rejoin(self) -> None:
         """Loads the last written weights into a server that missed their publication."""
-        await self._publisher.rejoin()
+        async with self._loading:
+            if self._written is not None:
+                await self._load(self._written)
+
+    async def _load(self, written: WrittenWeights) -> None:
+        """If the server refuses, it gets the previous version again. Without one it stays paused: it may hold half of
+        the new weights."""
+        before, said = self._published, f"{self.name} did not take version {written.version} and"
+        await self.pause_for_weights()
+        try:
+            await self.load_from_disk(written)
+        except EngineError as error:
+            if before is None:
+                raise EngineRejected(f"{said} is left paused; restart it: {error}") from error
+            await self.load_from_disk(before)
+            await self.resume_with_weights()
+            raise EngineRejected(f"{said} keeps version {before.version}: {error}") from error
+        await self.resume_with_weights()
+        self._published = written
+
+    async def weight_version(self) -> int:
+        return version_from((await self._info()).weight_version)
 
     async def _require_version(self, version: int) -> None:
         reported = await self.weight_version()
@@ -386,40 +413,53 @@ class RemoteEngine(Streaming):
     async def _post(self, path: str, body: JsonMapping | None = None) -> bytes:
         return await self._http.read("POST", path, body or {}, retry=False)
 
-    async def close(self) -> None:
-        await self._http.close()
 
+# ---- settings of a request -------------------------------------------------------------------------------------------
+def common_params(
+    sampling: Sampling,
+    *,
+    own: tuple[str, ...],
+    tag: Callable[[str], JsonObject],
+    schema: Callable[[JsonMapping | None], JsonObject],
+) -> JsonObject:
+    """The sampling settings that both engines name alike. `own`: the engine's own constraints; `tag` and `schema` write
+    a structural tag and a JSON schema (None: any object) as the engine wants them.
 
-# ---- constraints enforced while sampling -----------------------------------------------------------------------------
-# The mask that enforces a constraint is part of the sampled distribution, so the reported
-# log-probabilities are those under the mask.
-def engine_settings(extra: JsonMapping) -> JsonObject:
-    return {name: value for name, value in extra.items() if name not in CONSTRAINTS}
-
-
-def find_constraint(extra: JsonMapping, *, own: tuple[str, ...]) -> str | None:
+    The mask that enforces a constraint is part of the sampled distribution, so the reported log-probabilities are those
+    under the mask."""
+    extra = sampling.extra
+    params: JsonObject = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "repetition_penalty": sampling.repetition_penalty,
+        "skip_special_tokens": False,
+        **{name: value for name, value in extra.items() if name not in CONSTRAINTS},
+    }
+    if sampling.stop:
+        params["stop"] = list(sampling.stop)
+    if sampling.stop_token_ids:
+        params["stop_token_ids"] = list(sampling.stop_token_ids)
     given = [name for name in (*sorted(CONSTRAINTS), *own) if extra.get(name) is not None]
     if len(given) > 1:
         raise SamplingError(f"{' and '.join(given)} cannot be enforced together; send one of them")
-    return given[0] if given and given[0] in CONSTRAINTS else None
-
-
-def structural_tag(extra: JsonMapping) -> str:
-    tag = _object(extra["tool_choice"])
-    if tag.get("type") != "structural_tag":
-        raise SamplingError("tool_choice: must be a structural tag, as the renderer's call_tag gives it")
-    return dump_settings(tag).decode()
-
-
-def response_schema(extra: JsonMapping) -> JsonMapping | None:
-    """None for any object."""
-    asked = _object(extra["response_format"])
-    if asked.get("type") == "json_object":
-        return None
-    schema = _object(asked.get("json_schema")).get("schema")
-    if asked.get("type") != "json_schema" or not isinstance(schema, Mapping):
-        raise SamplingError("response_format: must be of type json_object, or json_schema with a json_schema.schema")
-    return cast("JsonMapping", schema)
+    if given == ["tool_choice"]:
+        wanted = _object(extra["tool_choice"])
+        if wanted.get("type") != "structural_tag":
+            raise SamplingError("tool_choice: must be a structural tag, as the renderer's call_tag gives it")
+        params |= tag(dump_settings(wanted).decode())
+    elif given == ["response_format"]:
+        wanted = _object(extra["response_format"])
+        asked = _object(wanted.get("json_schema")).get("schema")
+        if wanted.get("type") != "json_object" and (
+            wanted.get("type") != "json_schema" or not isinstance(asked, Mapping)
+        ):
+            rule = "must be of type json_object, or json_schema with a json_schema.schema"
+            raise SamplingError(f"response_format: {rule}")
+        params |= schema(None if wanted["type"] == "json_object" else _object(asked))
+    return params
 
 
 def _object(value: object) -> JsonMapping:

@@ -13,11 +13,12 @@ import asyncio
 import math
 import zlib
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any
 
+import msgspec
 import orjson
 
 from tokentrue.errors import (
@@ -32,19 +33,26 @@ from tokentrue.ids import TokenIds
 from tokentrue.json_types import JsonMapping, JsonValue
 from tokentrue.plain_json import read_numbered_lines
 from tokentrue.protocols import Streaming
-from tokentrue.types import FILTERS, UNVERSIONED, Chunk, Completion, Finish, Ids, Sampling, VersionSpan, is_logprob
+from tokentrue.providers.building import CompletionBuilder
+from tokentrue.types import FILTERS, UNVERSIONED, Chunk, Finish, Ids, Sampling, is_logprob
 
-KEYS = frozenset({"text", "token_ids", "logprobs", "finish_reason", "delay_s", "status"})
 Encode = Callable[[str], Sequence[int]]
+
+
+class ScriptLine(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    text: str | msgspec.UnsetType = msgspec.UNSET
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    logprobs: list[float] | msgspec.UnsetType = msgspec.UNSET
+    finish_reason: Finish = Finish.STOP
+    delay_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    status: Annotated[int, msgspec.Meta(ge=100, le=599)] = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptedTurn:
     token_ids: TokenIds
-    logprobs: tuple[float, ...]
-    finish: Finish
-    delay_s: float
-    status: int
+    logprobs: Sequence[float]
+    line: ScriptLine
 
 
 class ScriptedProvider(Streaming):
@@ -78,15 +86,27 @@ class ScriptedProvider(Streaming):
     async def stream(
         self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None, whole: bool = False
     ) -> AsyncIterator[Chunk]:
-        turn = self._next(prompt_ids)
-        await self._before(turn)
-        completion = self._completion(turn, TokenIds(prompt_ids), sampling)
-        step = max(1, len(completion.token_ids)) if whole else 1
-        for at in range(0, len(completion.token_ids), step):
-            ids, logprobs = completion.token_ids[at : at + step], completion.logprobs[at : at + step]
-            yield Chunk(token_ids=ids, logprobs=logprobs, policy_version=self.version)
+        if not self._left and self._loop:
+            self._left.extend(self._turns)
+        if not self._left:
+            raise EngineRejected(f"the script is exhausted after {len(self._turns)} generations; add lines to it")
+        self.seen.append(prompt_ids)
+        turn, builder = self._left.popleft(), CompletionBuilder(self.name, TokenIds(prompt_ids))
+        finish, status = turn.line.finish_reason, turn.line.status
+        await asyncio.sleep(turn.line.delay_s)
+        if status >= 400:
+            kinds = {408: EngineTimeout, 504: EngineTimeout, 502: EngineUnreachable, 503: EngineUnreachable}
+            raise kinds.get(status, EngineRejected)(f"scripted status {status}")
+        length = len(turn.token_ids)
+        if sampling.max_tokens is not None and length > sampling.max_tokens:
+            length, finish = sampling.max_tokens, Finish.LENGTH
+        step = max(1, length) if whole else 1
+        for at in range(0, length, step):
+            ids, logprobs = turn.token_ids[at : at + step], turn.logprobs[at : at + step]
+            yield builder.add(ids[: length - at], logprobs[: length - at], version=self.version)
             await asyncio.sleep(0)
-        yield Chunk(final=completion)
+        stopped_by = builder.ids[-1] if finish is Finish.STOP and builder.ids else None
+        yield Chunk(final=builder.complete(finish, prompt_tokens=len(prompt_ids), stopped_by=stopped_by))
 
     async def health(self) -> JsonMapping:
         return {"engine": self.name, "model": "scripted", "version": self.version, "left": len(self._left)}
@@ -96,37 +116,6 @@ class ScriptedProvider(Streaming):
 
     async def close(self) -> None:
         pass
-
-    def _next(self, prompt_ids: Ids) -> ScriptedTurn:
-        if not self._left and self._loop:
-            self._left.extend(self._turns)
-        if not self._left:
-            raise EngineRejected(f"the script is exhausted after {len(self._turns)} generations; add lines to it")
-        self.seen.append(prompt_ids)
-        return self._left.popleft()
-
-    async def _before(self, turn: ScriptedTurn) -> None:
-        await asyncio.sleep(turn.delay_s)
-        if turn.status in {408, 504}:
-            raise EngineTimeout(f"scripted status {turn.status}")
-        if turn.status in {502, 503}:
-            raise EngineUnreachable(f"scripted status {turn.status}")
-        if turn.status >= 400:
-            raise EngineRejected(f"scripted status {turn.status}")
-
-    def _completion(self, turn: ScriptedTurn, prompt_ids: TokenIds, sampling: Sampling) -> Completion:
-        ids, logprobs, finish = turn.token_ids, turn.logprobs, turn.finish
-        if sampling.max_tokens is not None and len(ids) > sampling.max_tokens:
-            ids, logprobs, finish = ids[: sampling.max_tokens], logprobs[: sampling.max_tokens], Finish.LENGTH
-        return Completion(
-            token_ids=ids,
-            logprobs=logprobs,
-            finish=finish,
-            versions=(VersionSpan(start=0, end=len(ids), version=self.version),),
-            prompt_tokens=len(prompt_ids),
-            prompt_digest=prompt_ids.sha256(),
-            stopped_by=ids[-1] if finish is Finish.STOP and ids else None,
-        )
 
 
 def invent_logprob(position: int, token_id: int) -> float:
@@ -145,73 +134,36 @@ def read_script(path: str | Path) -> Iterator[tuple[str, JsonValue]]:
             raise FileFormatError(f"{path}:{number}: not JSON: {error}") from error
 
 
-def turn_from_line(line: JsonValue, where: str, *, encode: Encode | None, stop_id: int | None) -> ScriptedTurn:
-    if not isinstance(line, Mapping):
-        raise FileFormatError(f"{where}: a turn is an object, not {type(line).__name__}")
-    line = cast("JsonMapping", line)
-    if unknown := set(line) - KEYS:
-        raise FileFormatError(
-            f"{where}: unknown key {sorted(map(str, unknown))[0]!r}; known: {', '.join(sorted(KEYS))}"
-        )
-    delay_s, status, finish = line.get("delay_s", 0), line.get("status", 200), line.get("finish_reason", "stop")
-    if not _is_number(delay_s) or not 0 <= delay_s < math.inf:
-        raise FileFormatError(f"{where}: delay_s must be a number of seconds, got {delay_s!r}")
-    if not isinstance(status, int) or not 100 <= status <= 599:
-        raise FileFormatError(f"{where}: status must be an HTTP status, got {status!r}")
-    if ("text" in line) == ("token_ids" in line) and status < 400:
-        raise FileFormatError(f"{where}: give either text or token_ids")
-    if finish not in list(Finish):
-        raise FileFormatError(f"{where}: finish_reason must be one of {', '.join(Finish)}")
-    if "text" in line:
-        ids = _ids_from_text(line["text"], where, encode, stop_id if finish == Finish.STOP else None)
-    else:
-        ids = _read_ids(line.get("token_ids", ()), where)
-    logprobs = [invent_logprob(place, token_id) for place, token_id in enumerate(ids)]
-    if "logprobs" in line:
-        logprobs = _read_logprobs(line["logprobs"], len(ids), where)
-    return ScriptedTurn(token_ids=ids, logprobs=tuple(logprobs), finish=Finish(finish), delay_s=delay_s, status=status)
+def turn_from_line(value: JsonValue, where: str, *, encode: Encode | None, stop_id: int | None) -> ScriptedTurn:
+    try:
+        line = msgspec.convert(value, ScriptLine)
+        if isinstance(line.text, str) == isinstance(line.token_ids, list) and line.status < 400:
+            raise FileFormatError("give either text or token_ids")
+        ids = _ids_from_text(line, encode, stop_id) if isinstance(line.text, str) else TokenIds(line.token_ids or ())
+        logprobs = line.logprobs
+        if not isinstance(logprobs, list):
+            logprobs = [invent_logprob(place, token_id) for place, token_id in enumerate(ids)]
+        if len(logprobs) != len(ids):
+            counts = f"{len(ids)} token ids (with the stop token that follows a text), {len(logprobs)} logprobs"
+            raise FileFormatError(counts)
+        for place, logprob in enumerate(logprobs):
+            if not is_logprob(logprob):
+                raise FileFormatError(f"logprobs[{place}] must be a log-probability, got {logprob!r}")
+        if line.delay_s == math.inf:
+            raise FileFormatError("delay_s must be a number of seconds, got inf")
+    except (msgspec.ValidationError, FileFormatError, TokenContractError) as error:
+        raise FileFormatError(f"{where}: {error}") from None
+    return ScriptedTurn(token_ids=ids, logprobs=logprobs, line=line)
 
 
-def _ids_from_text(text: JsonValue, where: str, encode: Encode | None, stop_id: int | None) -> TokenIds:
+def _ids_from_text(line: ScriptLine, encode: Encode | None, stop_id: int | None) -> TokenIds:
+    text = str(line.text)
     if encode is None:
         raise ConfigError(
             "a script with texts needs a tokenizer: pass encode= (a renderer's encode_sampled), or write token_ids"
         )
-    if not isinstance(text, str):
-        raise FileFormatError(f"{where}: text must be a string, got {type(text).__name__}")
     if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
-        raise FileFormatError(f"{where}: text holds a lone surrogate, which no tokenizer can encode")
+        raise FileFormatError("text holds a lone surrogate, which no tokenizer can encode")
     ids = tuple(encode(text))
-    return TokenIds(ids if stop_id is None or ids[-1:] == (stop_id,) else (*ids, stop_id))
-
-
-def _read_ids(token_ids: JsonValue, where: str) -> TokenIds:
-    values = _read_list(token_ids, f"{where}: token_ids must be a list of integers")
-    if any(isinstance(value, bool) for value in values):
-        raise FileFormatError(f"{where}: token_ids must be a list of integers, got a boolean")
-    try:
-        return TokenIds(values)
-    except TokenContractError as error:
-        raise FileFormatError(f"{where}: {error}") from None
-
-
-def _read_logprobs(logprobs: JsonValue, num_ids: int, where: str) -> list[float]:
-    values = _read_list(logprobs, f"{where}: logprobs must be a list of numbers")
-    if len(values) != num_ids:
-        raise FileFormatError(
-            f"{where}: {num_ids} token ids (with the stop token that follows a text), {len(values)} logprobs"
-        )
-    for place, value in enumerate(values):
-        if not _is_number(value) or not is_logprob(value):
-            raise FileFormatError(f"{where}: logprobs[{place}] must be a log-probability, got {value!r}")
-    return [float(value) for value in values]
-
-
-def _read_list(value: JsonValue, rule: str) -> Sequence[JsonValue]:
-    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
-        raise FileFormatError(f"{rule}, got {value!r:.60}")
-    return cast("Sequence[JsonValue]", value)
-
-
-def _is_number(value: JsonValue) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    is_closed = stop_id is None or line.finish_reason is not Finish.STOP or ids[-1:] == (stop_id,)
+    return TokenIds(ids if is_closed else (*ids, stop_id))

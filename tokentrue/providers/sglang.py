@@ -25,18 +25,16 @@ from tokentrue.providers.publishing import WrittenWeights
 from tokentrue.providers.remote import (
     EngineFault,
     RemoteEngine,
+    WeightInfo,
+    common_params,
     decode_answer,
     dump_settings,
-    engine_settings,
-    find_constraint,
     raise_fault,
     read_tokens,
     rejected,
-    response_schema,
-    structural_tag,
     version_from,
 )
-from tokentrue.types import TRUNCATIONS, Completion, Finish, RoutedExperts, Sampling
+from tokentrue.types import TRUNCATIONS, Completion, RoutedExperts, Sampling
 
 EXTRA = CONSTRAINTS | frozenset(
     {"json_schema", "regex", "ebnf", "structural_tag", "min_new_tokens", "logit_bias", "ignore_eos"}
@@ -44,7 +42,7 @@ EXTRA = CONSTRAINTS | frozenset(
 
 
 class SGLangFinish(msgspec.Struct):
-    type: str
+    type: str | None
     matched: int | str | None = None
     message: str | None = None
     status_code: int | None = None
@@ -70,13 +68,6 @@ class SGLangEvent(msgspec.Struct):
     meta_info: SGLangMeta | None = None
     output_ids: list[int] | None = None
     error: EngineFault | str | None = None
-
-
-class SGLangInfo(msgspec.Struct):
-    """/model_info, which older servers call /get_model_info."""
-
-    model_path: str | None = None
-    weight_version: str | int | None = None
 
 
 class SGLangUpdate(msgspec.Struct):
@@ -118,15 +109,11 @@ class SGLangProvider(RemoteEngine):
         version = version_from(info.weight_version)
         return {"engine": self.name, "url": self.url, "model": info.model_path, "version": version}
 
-    async def weight_version(self) -> int:
-        return version_from((await self._info()).weight_version)
-
-    async def _info(self) -> SGLangInfo:
+    async def _info(self) -> WeightInfo:
         try:
-            data = await self._http.read("GET", "/model_info")
-        except EngineContractError:
-            data = await self._http.read("GET", "/get_model_info")
-        return decode_answer(data, SGLangInfo, where=f"{self.url}/model_info")
+            return await self._http.read_as(WeightInfo, "GET", "/model_info")
+        except EngineContractError:  # an older server
+            return await self._http.read_as(WeightInfo, "GET", "/get_model_info")
 
     async def tokenize(self, text: str) -> TokenIds | None:
         """Older servers have no /tokenize."""
@@ -138,8 +125,7 @@ class SGLangProvider(RemoteEngine):
 
     async def load_from_disk(self, written: WrittenWeights) -> None:
         update = {"model_path": str(written.directory), "weight_version": str(written.version), "flush_cache": True}
-        data = await self._post("/update_weights_from_disk", update)
-        answer = decode_answer(data, SGLangUpdate, where=f"{self.url}/update_weights_from_disk")
+        answer = await self._http.read_as(SGLangUpdate, "POST", "/update_weights_from_disk", update, retry=False)
         if not answer.success:
             raise EngineRejected(f"sglang did not take the weights: {answer.message}")
         await self._require_version(written.version)
@@ -179,8 +165,7 @@ class SGLangProvider(RemoteEngine):
         return "/generate", dump_settings(fields)
 
     def _new_answer(self, builder: CompletionBuilder, sampling: Sampling) -> SGLangAnswer:
-        is_masked = self._sampling_mask and bool(sampling.filters)
-        return SGLangAnswer(builder, sampling, f"{self.url}/generate", is_masked=is_masked, routed=self._routed)
+        return SGLangAnswer(f"{self.url}/generate", builder, sampling, self._sampling_mask, self._routed)
 
 
 class SGLangAnswer:
@@ -188,17 +173,10 @@ class SGLangAnswer:
     new."""
 
     def __init__(
-        self,
-        builder: CompletionBuilder,
-        sampling: Sampling,
-        where: str,
-        *,
-        is_masked: bool,
-        routed: tuple[int, int] | None,
+        self, where: str, builder: CompletionBuilder, sampling: Sampling, masks: bool, routed: tuple[int, int] | None
     ) -> None:
-        self.builder, self._where = builder, where
-        self._is_masked, self._has_rows = is_masked, is_masked and sampling.truncates
-        self._routed = routed
+        self._where, self.builder, self._sampling, self._routed = where, builder, sampling, routed
+        self._is_masked = masks and bool(sampling.filters)  # log-probabilities after filters are reported apart
         self._last: SGLangMeta | None = None
 
     def add(self, event: bytes) -> None:
@@ -230,7 +208,7 @@ class SGLangAnswer:
         raw, kept = logprobs, None
         if self._is_masked:
             logprobs = (meta.output_token_sampling_logprobs or [])[-new:]
-            if self._has_rows and meta.output_token_sampling_mask is not None:
+            if self._sampling.truncates and meta.output_token_sampling_mask is not None:
                 kept = meta.output_token_sampling_mask[-new:]
         self.builder.append(ids, logprobs, version=version_from(meta.weight_version), kept=kept)
         if self._is_masked:
@@ -241,24 +219,20 @@ class SGLangAnswer:
             ]
 
     def complete(self) -> Completion:
-        meta = self._last
-        if meta is None or meta.finish_reason is None:
-            raise EngineContractError("sglang ended its answer without a finish reason")
-        reason = meta.finish_reason
+        meta, builder = self._last, self.builder
+        reason = None if meta is None else meta.finish_reason
         finish = reason if isinstance(reason, SGLangFinish) else SGLangFinish(type=reason)
-        if finish.type not in set(Finish):
-            raise EngineContractError(f"sglang ended with an unknown finish reason {finish.type!r}")
         if finish.type == "abort" and finish.status_code:
             raise rejected(f"sglang aborted the request: {finish.message}")
-        return self.builder.complete(
-            Finish(finish.type),
-            prompt_tokens=meta.prompt_tokens,
+        return builder.complete(
+            finish.type,
+            prompt_tokens=None if meta is None else meta.prompt_tokens,
             stopped_by=finish.matched,
-            routed_experts=self._experts(meta, len(self.builder.prompt_ids) + len(self.builder.ids)),
+            routed_experts=self._experts(meta, len(builder.prompt_ids) + len(builder.ids)),
         )
 
-    def _experts(self, meta: SGLangMeta, tokens: int) -> RoutedExperts | None:
-        if self._routed is None:
+    def _experts(self, meta: SGLangMeta | None, tokens: int) -> RoutedExperts | None:
+        if self._routed is None or meta is None or meta.finish_reason is None:
             return None
         layers, top_k = self._routed
         wide = array("i", base64.b64decode(meta.routed_experts or b""))
@@ -270,35 +244,16 @@ class SGLangAnswer:
 
 
 def sampling_params(sampling: Sampling) -> JsonObject:
-    params: JsonObject = {
-        "max_new_tokens": sampling.max_tokens,  # omitted, it would mean 128; null means "up to the context"
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "min_p": sampling.min_p,
-        "presence_penalty": sampling.presence_penalty,
-        "frequency_penalty": sampling.frequency_penalty,
-        "repetition_penalty": sampling.repetition_penalty,
-        "skip_special_tokens": False,
-        "no_stop_trim": True,
-        **engine_settings(sampling.extra),
-        **_constraint(sampling.extra),
-    }
+    params = common_params(
+        sampling,
+        own=("json_schema", "regex", "ebnf", "structural_tag"),
+        tag=lambda tag: {"structural_tag": tag},
+        schema=lambda schema: {"json_schema": dump_settings({"type": "object"} if schema is None else schema).decode()},
+    )
+    # Omitted, max_new_tokens would mean 128; null means "up to the context".
+    params |= {"max_new_tokens": sampling.max_tokens, "no_stop_trim": True}
     if sampling.top_k:
         params["top_k"] = sampling.top_k
     if sampling.seed is not None:
         params["sampling_seed"] = sampling.seed
-    if sampling.stop:
-        params["stop"] = list(sampling.stop)
-    if sampling.stop_token_ids:
-        params["stop_token_ids"] = list(sampling.stop_token_ids)
     return params
-
-
-def _constraint(extra: JsonMapping) -> JsonObject:
-    asked = find_constraint(extra, own=("json_schema", "regex", "ebnf", "structural_tag"))
-    if asked == "tool_choice":
-        return {"structural_tag": structural_tag(extra)}
-    if asked == "response_format":
-        schema = response_schema(extra)
-        return {"json_schema": dump_settings({"type": "object"} if schema is None else schema).decode()}
-    return {}

@@ -10,8 +10,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from pathlib import Path
 from uuid import uuid4
 
@@ -27,14 +26,12 @@ from tokentrue.providers.publishing import WrittenWeights
 from tokentrue.providers.remote import (
     EngineFault,
     RemoteEngine,
+    WeightInfo,
+    common_params,
     decode_answer,
     dump_settings,
-    engine_settings,
-    find_constraint,
     raise_fault,
     read_tokens,
-    response_schema,
-    structural_tag,
     version_from,
 )
 from tokentrue.types import FILTERS, UNVERSIONED, Completion, Finish, Ids, RoutedExperts, Sampling, VersionSpan
@@ -64,6 +61,10 @@ class VLLMLogprobs(msgspec.Struct):
     top_logprobs: list[dict[str, float] | None] | None = None
 
 
+class VLLMScored(msgspec.Struct):
+    logprob: float | None = None
+
+
 class VLLMVersions(msgspec.Struct):
     start: int
     end: int
@@ -78,6 +79,8 @@ class VLLMChoice(msgspec.Struct):
     weight_versions: list[VLLMVersions] | None = None
     routed_experts: str | None = None
     sampling_mask: list[list[int]] | None = None
+    # By prompt token: the ids that have a log-probability there, including the prompt's; null for the first.
+    prompt_logprobs: list[dict[str, VLLMScored] | None] | None = None
 
 
 class VLLMUsage(msgspec.Struct):
@@ -92,20 +95,6 @@ class VLLMEvent(msgspec.Struct):
     error: EngineFault | str | None = None
 
 
-class VLLMScored(msgspec.Struct):
-    logprob: float | None = None
-
-
-class VLLMScoredChoice(msgspec.Struct):
-    """By prompt token: the ids that have a log-probability there, including the prompt's; null for the first."""
-
-    prompt_logprobs: list[dict[str, VLLMScored] | None] | None = None
-
-
-class VLLMScores(msgspec.Struct):
-    choices: list[VLLMScoredChoice] = []
-
-
 class VLLMModel(msgspec.Struct):
     id: str
     root: str | None = None
@@ -114,17 +103,6 @@ class VLLMModel(msgspec.Struct):
 
 class VLLMModels(msgspec.Struct):
     data: list[VLLMModel]
-
-
-class VLLMWeights(msgspec.Struct):
-    weight_version: str | int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Abilities:
-    model: str
-    token_route: bool
-    processed: bool
 
 
 class VLLMProvider(RemoteEngine):
@@ -149,29 +127,29 @@ class VLLMProvider(RemoteEngine):
         )
         self._loaded = version  # of the weights that the server loaded last
         self._model = model
-        self._abilities: Abilities | None = None
         self._probing = asyncio.Lock()
+        self._model_id = ""
+        self._has_token_route = False
+        self._is_processed: bool | None = None  # None until the server was probed
         self.version = version
 
     @property
     def truthful_filters(self) -> frozenset[str] | None:
-        if self._abilities is None:
-            return None
-        return FILTERS if self._abilities.processed else frozenset()
+        return None if self._is_processed is None else FILTERS if self._is_processed else frozenset()
 
     async def health(self) -> JsonMapping:
         """Always queries the server; detects its abilities the first time."""
         served = await self._served_model()
-        abilities = await self._learn()
+        await self._learn()
         return {
             "engine": self.name,
             "url": self.url,
-            "model": abilities.model,
+            "model": self._model_id,
             "path": served.root,
             "max_model_len": served.max_model_len,
             "version": self.version,
-            "token_route": abilities.token_route,
-            "logprobs": "processed" if abilities.processed else "raw",
+            "token_route": self._has_token_route,
+            "logprobs": "processed" if self._is_processed else "raw",
         }
 
     async def tokenize(self, text: str) -> TokenIds | None:
@@ -180,16 +158,16 @@ class VLLMProvider(RemoteEngine):
 
     async def score(self, token_ids: Ids) -> Sequence[float]:
         """At temperature 1 without filters, whatever the request says; bypasses the engine's prefix cache."""
-        model, where = (await self._served_model()).id, f"{self.url}/v1/completions"
+        model, path = (await self._served_model()).id, "/v1/completions"
         asked = {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0, "add_special_tokens": False}
-        data = await self._http.read("POST", "/v1/completions", {"model": model, "prompt": list(token_ids), **asked})
-        choices = decode_answer(data, VLLMScores, where=where).choices
+        body = {"model": model, "prompt": list(token_ids), **asked}
+        choices = (await self._http.read_as(VLLMEvent, "POST", path, body)).choices
         rows = (choices[0].prompt_logprobs if choices else None) or []
         scored = [(row or {}).get(str(token)) for row, token in zip(rows[1:], token_ids[1:], strict=False)]
         found = [each.logprob for each in scored if each is not None and each.logprob is not None]
         if len(rows) != len(token_ids) or len(found) != len(token_ids) - 1:
             raise EngineContractError(
-                f"{where} returned no log-probability for some of the {len(token_ids)} tokens to score"
+                f"{self.url}{path} returned no log-probability for some of the {len(token_ids)} tokens to score"
             )
         return found
 
@@ -209,9 +187,8 @@ class VLLMProvider(RemoteEngine):
         await self._require_version(written.version)
         self._loaded = written.version
 
-    async def weight_version(self) -> int:
-        data = await self._http.read("GET", "/weight_info")
-        return version_from(decode_answer(data, VLLMWeights, where=f"{self.url}/weight_info").weight_version)
+    async def _info(self) -> WeightInfo:
+        return await self._http.read_as(WeightInfo, "GET", "/weight_info")
 
     async def resume_with_weights(self) -> None:
         await self._post("/resume")
@@ -219,40 +196,40 @@ class VLLMProvider(RemoteEngine):
 
     async def interrupt(self) -> int:
         """Without the token route, generations continue."""
-        return await super().interrupt() if (await self._learn()).token_route else 0
+        await self._learn()
+        return await super().interrupt() if self._has_token_route else 0
 
     async def _abort(self, request_ids: Sequence[str]) -> None:
         # Closing the connection cancels, too; this makes it certain behind a router. The server prefixes the request id
         # with the route's name.
-        if self._abilities is not None and self._abilities.token_route:
+        if self._has_token_route:
             names = [name for each in request_ids for name in (each, f"generate-tokens-{each}")]
             await self._post("/inference/v1/abort_requests", {"request_ids": names})
 
     async def _prepare(self, sampling: Sampling) -> None:
         refuse_unknown_extra(self.name, sampling, EXTRA)
-        abilities = await self._learn()
-        if not abilities.processed and sampling.temperature not in (0.0, 1.0):
+        await self._learn()
+        if not self._is_processed and sampling.temperature not in (0.0, 1.0):
             raise SamplingError(
                 f"this vLLM reports log-probabilities of temperature 1, not of {sampling.temperature:g}: "
                 "start it with --logprobs-mode processed_logprobs, or sample at temperature 1"
             )
 
     def _new_answer(self, builder: CompletionBuilder, sampling: Sampling) -> VLLMAnswer:
-        return VLLMAnswer(builder, sampling, self.url, version=lambda: self.version)
+        return VLLMAnswer(self, builder, sampling)
 
-    async def _learn(self) -> Abilities:
+    async def _learn(self) -> None:
+        """Detects what the server can do, once."""
         async with self._probing:
-            if self._abilities is None:
-                model = (await self._served_model()).id
-                shown = Abilities(model=model, token_route=await self._has_token_route(), processed=False)
-                self._abilities = replace(shown, processed=await self._reports_processed(shown))
-            return self._abilities
+            if self._is_processed is None:
+                self._model_id = (await self._served_model()).id
+                self._has_token_route = await self._probe_token_route()
+                self._is_processed = await self._probe_logprobs()
 
     async def _served_model(self) -> VLLMModel:
-        where = f"{self.url}/v1/models"
-        served = decode_answer(await self._http.read("GET", "/v1/models"), VLLMModels, where=where).data
+        served = (await self._http.read_as(VLLMModels, "GET", "/v1/models")).data
         if not served:
-            raise EngineContractError(f"{where} names no model")
+            raise EngineContractError(f"{self.url}/v1/models names no model")
         found = next((model for model in served if self._model in (None, model.id)), None)
         if found is None:
             raise EngineContractError(
@@ -260,48 +237,59 @@ class VLLMProvider(RemoteEngine):
             )
         return found
 
-    async def _has_token_route(self) -> bool:
+    async def _probe_token_route(self) -> bool:
         try:
-            await self._http.read("POST", "/inference/v1/generate", {}, retry=False)
+            await self._post("/inference/v1/generate")
         except EngineContractError:
             return False  # 403 or 404: the server was started without --enable-scale-out
         except EngineRejected:
-            return True  # it rejects the empty request, so the route exists
+            pass  # it rejects the empty request, so the route exists
         return True
 
-    async def _reports_processed(self, abilities: Abilities) -> bool:
+    async def _probe_logprobs(self) -> bool:
         """Compares one prompt at two temperatures: processed log-probabilities differ, raw ones do not."""
-        tops: list[Mapping[int, float]] = []
+        ids, best = TokenIds([0]), list[float]()
         for temperature in (1.0, 0.5):
             sampling = Sampling(temperature=temperature, max_tokens=1, top_logprobs=2, seed=1)
-            answer = self._new_answer(CompletionBuilder(self.name, TokenIds([0])), sampling)
-            path, body = build_request(abilities, TokenIds([0]), sampling, request_id=uuid4().hex, stream=False)
+            answer = self._new_answer(CompletionBuilder(self.name, ids), sampling)
+            path, body = self._body(ids, sampling, session=None, request_id=uuid4().hex, stream=False)
             answer.add(await self._http.read("POST", path, body))
-            if not answer.builder.top:
+            if not answer.builder.top or not answer.builder.top[0]:
                 raise EngineContractError("vllm returned no top log-probabilities; is --max-logprobs 0?")
-            tops.append(answer.builder.top[0])
-        first, second = (sorted(top.values(), reverse=True)[0] for top in tops)
-        return first != second
+            best.append(max(answer.builder.top[0].values()))
+        return best[0] != best[1]
 
     def _body(
         self, ids: TokenIds, sampling: Sampling, *, session: str | None, request_id: str, stream: bool
     ) -> tuple[str, bytes]:
-        assert self._abilities is not None, "learned by _prepare"
-        return build_request(self._abilities, ids, sampling, request_id=request_id, stream=stream)
+        prompt, params = np.frombuffer(ids.view, np.int32), sampling_params(sampling)
+        fields: JsonObject = {"model": self._model_id, "request_id": request_id, "stream": stream}
+        if stream:
+            fields["stream_options"] = {"include_usage": True}
+        if self._has_token_route:
+            params |= {"logprobs": sampling.top_logprobs, "detokenize": bool(sampling.stop)}
+            fields |= {"token_ids": prompt, "sampling_params": params}
+            return "/inference/v1/generate", dump_settings(fields)
+        fields |= {
+            **params,
+            "prompt": prompt,
+            "max_tokens": sampling.max_tokens,  # omitted, it would mean 16
+            "logprobs": sampling.top_logprobs,
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+            "add_special_tokens": False,
+        }
+        return "/v1/completions", dump_settings(fields)
 
 
 class VLLMAnswer:
-    """`version` returns the server's current weight version: events do not carry it."""
-
-    def __init__(
-        self, builder: CompletionBuilder, sampling: Sampling, where: str, *, version: Callable[[], int]
-    ) -> None:
-        self.builder, self._sampling, self._where, self._version = builder, sampling, where, version
+    def __init__(self, engine: VLLMProvider, builder: CompletionBuilder, sampling: Sampling) -> None:
+        self._engine, self.builder, self._sampling = engine, builder, sampling
         self._last: VLLMChoice | None = None  # with the finish reason
         self._prompt_tokens: int | None = None
 
     def add(self, event: bytes) -> None:
-        answer = decode_answer(event, VLLMEvent, where=self._where)
+        answer = decode_answer(event, VLLMEvent, where=self._engine.url)
         raise_fault("vllm", answer.error)
         if answer.usage is not None:
             self._prompt_tokens = answer.usage.prompt_tokens
@@ -320,51 +308,26 @@ class VLLMAnswer:
                 "vllm's token_ids and logprobs name different tokens; is this vLLM too old for return_token_ids?"
             )
         kept = choice.sampling_mask if self._sampling.truncates else None
-        self.builder.append(ids, [row.logprob for row in rows], version=self._version(), kept=kept)
+        # Events do not carry the weight version.
+        self.builder.append(ids, [row.logprob for row in rows], version=self._engine.version, kept=kept)
         if self._sampling.top_logprobs:
             self.builder.top += [
                 {top.token_id: top.logprob for top in row.top_logprobs if top.logprob is not None} for row in rows
             ]
 
     def complete(self) -> Completion:
-        choice, builder = self._last, self.builder
-        if choice is None:
-            raise EngineContractError("vllm ended its answer without a finish reason")
-        if choice.finish_reason not in set(Finish):
-            raise EngineContractError(f"vllm ended with an unknown finish reason {choice.finish_reason!r}")
-        finish, stopped_by = Finish(choice.finish_reason), choice.stop_reason
-        if finish is Finish.STOP and stopped_by is None and builder.ids:
+        choice, builder = self._last or VLLMChoice(), self.builder
+        stopped_by, spans = choice.stop_reason, choice.weight_versions
+        if choice.finish_reason == Finish.STOP and stopped_by is None and builder.ids:
             stopped_by = builder.ids[-1]  # vLLM gives no reason when its own EOS ended the turn
+        versions = [VersionSpan(start=s.start, end=s.end, version=version_from(s.version)) for s in spans or ()]
         return builder.complete(
-            finish,
+            choice.finish_reason,
             prompt_tokens=self._prompt_tokens,
             stopped_by=stopped_by,
-            versions=version_spans(choice.weight_versions),
+            versions=versions or None,
             routed_experts=routed_experts(choice.routed_experts, len(builder.prompt_ids) + len(builder.ids)),
         )
-
-
-def build_request(
-    abilities: Abilities, ids: TokenIds, sampling: Sampling, *, request_id: str, stream: bool
-) -> tuple[str, bytes]:
-    prompt = np.frombuffer(ids.view, np.int32)
-    fields: JsonObject = {"model": abilities.model, "request_id": request_id, "stream": stream}
-    if stream:
-        fields["stream_options"] = {"include_usage": True}
-    if abilities.token_route:
-        params = {**sampling_params(sampling), "logprobs": sampling.top_logprobs, "detokenize": bool(sampling.stop)}
-        fields |= {"token_ids": prompt, "sampling_params": params}
-        return "/inference/v1/generate", dump_settings(fields)
-    fields |= {
-        **sampling_params(sampling),
-        "prompt": prompt,
-        "max_tokens": sampling.max_tokens,  # omitted, it would mean 16
-        "logprobs": sampling.top_logprobs,
-        "return_token_ids": True,
-        "return_tokens_as_token_ids": True,
-        "add_special_tokens": False,
-    }
-    return "/v1/completions", dump_settings(fields)
 
 
 def rows_from_columns(logprobs: VLLMLogprobs) -> list[VLLMToken]:
@@ -387,12 +350,6 @@ def _id_in(token: str) -> int:
     return int(number) if number != token and number.isdecimal() else -1
 
 
-def version_spans(spans: Sequence[VLLMVersions] | None) -> list[VersionSpan] | None:
-    if not spans:
-        return None
-    return [VersionSpan(start=span.start, end=span.end, version=version_from(span.version)) for span in spans]
-
-
 def routed_experts(encoded: str | None, tokens: int) -> RoutedExperts | None:
     """vLLM sends a .npy of all prompt and sampled positions but the last, without weights."""
     if not encoded:
@@ -410,35 +367,18 @@ def routed_experts(encoded: str | None, tokens: int) -> RoutedExperts | None:
 
 
 def sampling_params(sampling: Sampling) -> JsonObject:
-    params: JsonObject = {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
-        "presence_penalty": sampling.presence_penalty,
-        "frequency_penalty": sampling.frequency_penalty,
-        "repetition_penalty": sampling.repetition_penalty,
-        "skip_special_tokens": False,
-        "include_stop_str_in_output": True,
-        **engine_settings(sampling.extra),
-        **_constraint(sampling.extra),
-    }
+    def constrain(**constraint: object) -> JsonObject:
+        return {"structured_outputs": constraint}
+
+    params = common_params(
+        sampling,
+        own=("structured_outputs",),
+        tag=lambda tag: constrain(structural_tag=tag),
+        schema=lambda schema: constrain(json_object=True) if schema is None else constrain(json=schema),
+    )
+    params |= {"top_k": sampling.top_k, "include_stop_str_in_output": True}
     if sampling.max_tokens is not None:
         params["max_tokens"] = sampling.max_tokens
     if sampling.seed is not None:
         params["seed"] = sampling.seed
-    if sampling.stop:
-        params["stop"] = list(sampling.stop)
-    if sampling.stop_token_ids:
-        params["stop_token_ids"] = list(sampling.stop_token_ids)
     return params
-
-
-def _constraint(extra: JsonMapping) -> JsonObject:
-    asked = find_constraint(extra, own=("structured_outputs",))
-    if asked == "tool_choice":
-        return {"structured_outputs": {"structural_tag": structural_tag(extra)}}
-    if asked == "response_format":
-        schema = response_schema(extra)
-        return {"structured_outputs": {"json_object": True} if schema is None else {"json": schema}}
-    return {}

@@ -1,38 +1,45 @@
-"""One pipeline stage in a separate process: some layers and their caches; receives and sends hidden states.
+"""One model over several processes: a driver, and stages with some of the layers and their caches each.
 
-Hidden states travel by torch.distributed (nccl if every stage has its own GPU, else gloo through host memory).
-Everything else comes over the pipe from the driver, as calls of this class's methods. Calls run in the order of the
-pipe, so no step overtakes another in any stage.
+Several steps are in flight, one per stage, with different requests, so that all stages compute at once. Hidden states
+travel from stage to stage by torch.distributed (nccl if every stage has its own GPU, else gloo through host memory).
+Everything else comes over the pipe from the driver, as calls of the stage's methods. Calls run in the order of the
+pipe, so no step overtakes another in any stage. The driver waits on the stages' pipes and processes: if a stage dies,
+it raises at once and ends the others.
 """
 
 from __future__ import annotations
 
 import copy
+import multiprocessing
 import os
 import re
+import shutil
 import signal
+import tempfile
+import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from itertools import pairwise
-from multiprocessing.connection import Connection
-from typing import Any
+from multiprocessing.connection import Connection, wait
+from typing import Any, NoReturn
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tokentrue.engine.adapters import Adapter, attach_adapter
-from tokentrue.engine.decoder import check_shape, read_decoder
+from tokentrue.engine.adapters import Adapter, attach_adapter, check_adapter
+from tokentrue.engine.decoder import Decoder, check_shape, read_decoder
 from tokentrue.engine.forward import Forward, blocks_for
-from tokentrue.engine.request import StepInputs
-from tokentrue.engine.runner import StepWants, answer, check_adapter, read_experts, states_for
-from tokentrue.engine.schedule import ScheduleLimits
+from tokentrue.engine.runner import Sizes, StepResult, StepWants, answer, routes_from, states_for
+from tokentrue.engine.schedule import ScheduleLimits, StepInputs
+from tokentrue.engine.weights import Weights, checked_weights, plain_name, targets_of
 from tokentrue.errors import ConfigError, EngineError, ExactnessError, TokenTrueError
-from tokentrue.numerics import Contract, exact, logits_of, ops_for, same_bits
-from tokentrue.numerics.exact import ModelShapes, contract_for
+from tokentrue.numerics import Contract, Ops, exact, logits_of, ops_for, same_bits
+from tokentrue.numerics.exact import ModelShapes, contract_for, shapes_of
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 MOST_SENDS = 2  # hidden states in flight to the next stage; beyond that this stage waits
@@ -65,14 +72,6 @@ class StageSpec:
     @property
     def is_last(self) -> bool:
         return self.index == self.stages - 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BuiltStage:
-    contract: Contract
-    num_blocks: int
-    num_states: int | None
-    block_size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +139,201 @@ def stage_model(spec: StageSpec) -> Any:
     return model
 
 
+@dataclass(slots=True)
+class StageProcess:
+    process: Any
+    pipe: Connection
+    answers: deque[Any] = field(default_factory=deque[Any])
+
+
+class Pipeline:
+    """A `Runner` over several processes with the layers of `model` (on the host); sends its weights by name and keeps
+    none."""
+
+    def __init__(
+        self, model: Any, *, stages: int, device: str, max_positions: int, kv_tokens: int | None, limits: ScheduleLimits
+    ) -> None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        layers = cut_layers(len(model.model.layers), stages)
+        gpus = torch.cuda.device_count() if device.startswith("cuda") else 0
+        self._routes, shapes = WeightRoutes(model, layers), shapes_of(model)
+        self.model = skeleton_of(type(model), model.config)
+        self.depth = stages
+        self.dead: str | None = None
+        self._folder = tempfile.mkdtemp(prefix="tokentrue-pipeline-")
+        self._wants: deque[StepWants] = deque()
+        self._stages = [
+            start_stage(StageSpec(
+                index=index, stages=stages, layers=own, model_class=type(model), config=model.config, shapes=shapes,
+                device=f"cuda:{index % gpus}" if gpus else device, backend="nccl" if gpus >= stages else "gloo",
+                share=min(1.0, max(gpus, 1) / stages), rendezvous=f"{self._folder}/store", threads=torch.get_num_threads(),
+                max_positions=max_positions, kv_tokens=kv_tokens, limits=limits,
+            ))
+            for index, own in enumerate(layers)
+        ]  # fmt: skip
+        try:
+            self._build(model)
+        except BaseException:
+            self.close()
+            raise
+
+    def _build(self, model: Any) -> None:
+        every = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+        for name, value in every:
+            self._send_tensor(name, value)
+        built: list[tuple[Contract, Sizes]] = self._ask_all("build")
+        contracts, sizes = zip(*built, strict=True)
+        if len({contract.fingerprint for contract in contracts}) != 1:
+            differing = "; ".join(str(contract.operators) for contract in contracts)
+            raise ExactnessError(f"the stages' operators differ: {differing}")
+        self.contract = contracts[-1]
+        self.sizes = replace(
+            sizes[-1],
+            num_blocks=min(size.num_blocks for size in sizes),
+            num_states=next((size.num_states for size in sizes if size.num_states is not None), None),
+        )
+        self._tell_all("allocate", self.sizes.num_blocks)
+
+    # ---- steps
+    def start(self, inputs: StepInputs, wants: StepWants) -> None:
+        self._tell_all("step", inputs, wants)
+        self._wants.append(wants)
+
+    def finish(self) -> StepResult:
+        wants = self._wants.popleft()
+        chosen = [self._hear(stage) for stage in self._stages] if wants.routing else []
+        result: StepResult = self._hear(self._stages[-1])
+        requests = zip(*(parts for parts in chosen if parts), strict=True)
+        routes = [routes_from(*(np.concatenate(both, 1) for both in zip(*own, strict=True))) for own in requests]
+        return replace(result, routes=routes)
+
+    def prove(self, steps: Sequence[StepInputs]) -> None:
+        self._ask_all("prove", steps)
+
+    def clean(self) -> None:
+        self._tell_all("clean")
+
+    # ---- weights
+    def load(self, weights: Weights) -> None:
+        """Sends each stage its weights; checks a mapping or directory whole before the first is sent."""
+        for name, _, value in checked_weights(targets_of(self.model), weights, self.model):
+            self._send_tensor(plain_name(name), value)
+        self._ask_all("refresh")
+
+    def set_adapter(self, adapter: Adapter, proof_steps: Sequence[StepInputs]) -> None:
+        try:
+            self._ask_all("set_adapter", adapter)
+            self._ask_all("prove", proof_steps, adapter.name)
+        except (ExactnessError, EngineError):
+            if self.dead is None:
+                self.unload_adapter(adapter.name)
+            raise
+
+    def unload_adapter(self, name: str) -> None:
+        self._tell_all("unload_adapter", name)
+
+    def _send_tensor(self, name: str, value: torch.Tensor) -> None:
+        flat = value.detach().cpu().contiguous()
+        for stage, local in self._routes.targets(name):
+            pipe = self._stages[stage].pipe
+            self._tell(self._stages[stage], "put", (local, flat.dtype, tuple(flat.shape)))
+            try:
+                pipe.send_bytes(memoryview(flat.view(-1).view(torch.uint8).numpy()))  # pyright: ignore[reportArgumentType]
+            except OSError:
+                self._die()
+
+    # ---- the stages' processes
+    def _ask_all(self, method: str, *args: Any) -> list[Any]:
+        for stage in self._stages:
+            self._tell(stage, method, args, answers=True)
+        results = [self._hear(stage) for stage in self._stages]
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+        return results
+
+    def _tell_all(self, method: str, *args: Any) -> None:
+        for stage in self._stages:
+            self._tell(stage, method, args)
+
+    def _tell(self, stage: StageProcess, method: str, args: tuple[Any, ...], *, answers: bool = False) -> None:
+        if self.dead is not None:
+            raise EngineError(self.dead)
+        try:
+            stage.pipe.send((method, args, answers))
+        except OSError:
+            self._die()
+
+    def _hear(self, stage: StageProcess) -> Any:
+        """Returns the stage's next result. Any stage that fails or dies meanwhile ends the pipeline."""
+        while not stage.answers:
+            if self.dead is not None:
+                raise EngineError(self.dead)
+            ready = wait([other for s in self._stages for other in (s.pipe, s.process.sentinel)])
+            for each in self._stages:
+                if each.pipe in ready:
+                    self._receive(each)
+            if not stage.answers and any(each.process.sentinel in ready for each in self._stages):
+                self._die()
+        return stage.answers.popleft()
+
+    def _receive(self, stage: StageProcess) -> None:
+        try:
+            result = stage.pipe.recv()
+        except (EOFError, OSError):
+            self._die()
+        if isinstance(result, StageFailed):
+            self._die((self._stages.index(stage), result.text))
+        stage.answers.append(result)
+
+    def _die(self, failure: tuple[int, str] | None = None) -> NoReturn:
+        """Ends every stage and names the cause: a killed stage rather than one that lost its neighbour."""
+        deadline = time.monotonic() + 2.0
+        killed: list[tuple[int, int]] = []
+        while not killed and time.monotonic() < deadline:
+            codes = [(index, stage.process.exitcode) for index, stage in enumerate(self._stages)]
+            killed = [(index, code) for index, code in codes if code is not None and code not in (0, 1)]
+            if any(code == 1 for _, code in codes) and failure is not None:
+                break
+            time.sleep(0.02)
+        if killed:
+            what = f"stage {killed[0][0]} of {self.depth} died (exit code {killed[0][1]})"
+        elif failure is not None:
+            what = f"stage {failure[0]} of {self.depth} failed: {failure[1]}"
+        else:
+            what = f"a stage of {self.depth} ended"
+        self.dead = f"the pipeline is down: {what}; start the engine again"
+        self._end()
+        raise EngineError(self.dead)
+
+    def _end(self) -> None:
+        for stage in self._stages:
+            stage.process.terminate()
+        for stage in self._stages:
+            stage.process.join(5)
+            if stage.process.is_alive():
+                stage.process.kill()
+            stage.pipe.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def close(self) -> None:
+        if self.dead is None:
+            self.dead = "the engine was closed"
+            self._end()
+
+
+def start_stage(spec: StageSpec) -> StageProcess:
+    """Spawns a clean process: no threads, locks or CUDA state of this one."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    here, there = context.Pipe()
+    process = context.Process(target=run_stage, args=(spec, there), name=f"tokentrue-stage-{spec.index}", daemon=True)
+    process.start()
+    there.close()
+    return StageProcess(process, here)
+
+
+# ---- in a stage process
 def run_stage(spec: StageSpec, pipe: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver handles it
     try:
@@ -163,6 +357,8 @@ class Stage:
             torch.cuda.set_device(self._device)
         self._model = stage_model(spec)
         self._wire = self._device if spec.backend == "nccl" else torch.device("cpu")
+        self._ops: Ops = ops_for(self._device)
+        self._decoder: Decoder
         self._forward: Forward
         self._targets: dict[str, Tensor] | None = None
         self._sends: deque[tuple[Any, Tensor]] = deque()
@@ -204,33 +400,28 @@ class Stage:
         else:
             module._buffers[leaf] = value
 
-    def build(self) -> BuiltStage:
+    def build(self) -> tuple[Contract, Sizes]:
         """Call after all tensors have arrived."""
         spec, model = self._spec, self._model
         targets = dict(model.state_dict(keep_vars=True))
         lost = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
         if lost:
             raise EngineError(f"stage {spec.index} has no values for {lost[0]!r}")
-        ops = ops_for(self._device)
+        ops = self._ops
         self._undo.enter_context(exact(model, ops=ops))
         contract = contract_for(spec.shapes, ops, self._device)
-        decoder = read_decoder(model, ops, max_positions=spec.max_positions)
+        self._decoder = decoder = read_decoder(model, ops, max_positions=spec.max_positions)
         self._targets = targets
-        blocks = blocks_for(
-            decoder, ops, limits=spec.limits, kv_tokens=spec.kv_tokens, device=self._device, share=spec.share
-        )
-        states = states_for(decoder, spec.limits)
-        self._forward = Forward(decoder, ops, num_blocks=1, num_states=states)
+        blocks = blocks_for(decoder, ops, limits=spec.limits, kv_tokens=spec.kv_tokens, share=spec.share)
         url = f"file://{spec.rendezvous}"
         dist.init_process_group(
             spec.backend, init_method=url, rank=spec.index, world_size=spec.stages, timeout=PATIENCE
         )
-        return BuiltStage(contract=contract, num_blocks=blocks, num_states=states, block_size=ops.block_size)
+        return contract, Sizes.of(decoder, ops, num_blocks=blocks, limits=spec.limits)
 
     def allocate(self, num_blocks: int) -> None:
-        decoder, ops = self._forward.decoder, self._forward.ops
-        states = states_for(decoder, self._spec.limits)
-        self._forward = Forward(decoder, ops, num_blocks=num_blocks, num_states=states)
+        states = states_for(self._decoder, self._spec.limits)
+        self._forward = Forward(self._decoder, self._ops, num_blocks=num_blocks, num_states=states)
 
     def refresh(self) -> None:
         self._forward.refresh()
@@ -247,7 +438,7 @@ class Stage:
             if layer in own
         }
         local = replace(adapter, weights=weights)
-        check_adapter(local, self._model, self._forward, first)
+        check_adapter(local, self._decoder, self._ops, first)
         self._forward.bank.set(local)
 
     def unload_adapter(self, name: str) -> None:
@@ -260,7 +451,7 @@ class Stage:
         if wants.routing:
             with forward.routes() as chosen:
                 y = self._compute(inputs, self._enter(inputs))
-                self._pipe.send([read_experts(chosen, part) for part in wants.routing] if forward.ops.routes else [])
+                self._pipe.send([chosen(*part) for part in wants.routing] if forward.ops.routes else [])
         else:
             y = self._compute(inputs, self._enter(inputs))
         if self._spec.is_last:
@@ -270,8 +461,7 @@ class Stage:
     def _enter(self, inputs: StepInputs) -> Tensor:
         if self._spec.is_first:
             return self._forward.embed(inputs)
-        decoder = self._forward.decoder
-        x = torch.empty(inputs.rows, decoder.width, dtype=decoder.dtype, device=self._wire)
+        x = torch.empty(inputs.rows, self._decoder.width, dtype=self._decoder.dtype, device=self._wire)
         dist.recv(x, self._spec.index - 1)
         return x.to(self._device)
 

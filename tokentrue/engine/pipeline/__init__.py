@@ -1,1 +1,0 @@
-"""One model over several processes, each with some of its layers."""
