@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import multiprocessing
 import os
 import random
 import secrets
@@ -26,6 +27,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,6 +54,7 @@ CHARACTERS = 3.6  # of a token, in the pages that agents read
 PAUSE_S = 1.0  # mean time of a tool
 MARKS, WINDOW = (8, 32, 128), 4
 LENGTH = 24  # turns of a conversation without pauses
+CLIENTS = 4  # processes of agents without pauses
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,14 +266,18 @@ def turns_table(
 
 
 # ---- by workers ------------------------------------------------------------------------------------------------------
-async def play_without_pauses(server: ServerProcess, agents: int, seconds: float, *, streamed: bool) -> int:
+def play_without_pauses(port: int, admin_key: str, agents: int, seconds: float, streamed: bool) -> int:
     """The turns that `agents` take in that time. Each begins another conversation after `LENGTH` turns."""
+    return asyncio.run(_play_without_pauses(port, admin_key, agents, seconds, streamed))
+
+
+async def _play_without_pauses(port: int, admin_key: str, agents: int, seconds: float, streamed: bool) -> int:
     end, turns = time.perf_counter() + seconds, 0
 
     async def play(number: int) -> None:
         nonlocal turns
         while time.perf_counter() < end:
-            client, key = await open_session(server.port, server.admin_key)
+            client, key = await open_session(port, admin_key)
             agent = Agent(read_pages(skip=37 * number))
             for _ in range(LENGTH):
                 answer = await client.post(PATH, agent.body(streamed=streamed), key)
@@ -285,27 +292,46 @@ async def play_without_pauses(server: ServerProcess, agents: int, seconds: float
 
 
 def report_workers(workers: int, folder: Path, *, agents: int, seconds: float) -> Report:
+    """The agents are `CLIENTS` processes, and each worker has an engine: neither must be the limit."""
     rows: list[Sequence[Any]] = []
     speeds: dict[bool, float] = {}
-    for count in (1, workers):
-        with engine_and_gateway(folder, workers=count, sampled=EVENTS) as servers:
-            gateway = servers[GATEWAY]
-            asyncio.run(play_without_pauses(gateway, agents, min(seconds, 2.0), streamed=True))
-            for streamed in (True, False):
-                before = gateway.cpu_s()
-                turns = asyncio.run(play_without_pauses(gateway, agents, seconds, streamed=streamed))
-                ratio = turns / seconds / speeds.setdefault(streamed, turns / seconds)
-                kind = "streamed" if streamed else "whole"
-                rows.append((count, kind, turns / seconds, ratio, 1e3 * (gateway.cpu_s() - before) / turns))
+    clients = min(CLIENTS, agents)
+    with ProcessPoolExecutor(clients, multiprocessing.get_context("spawn")) as pool:
+        for count in (1, workers):
+            with engine_and_gateway(folder, workers=count, engines=workers, sampled=EVENTS) as servers:
+                gateway = servers[GATEWAY]
+
+                def play(duration_s: float, *, streamed: bool, gateway: ServerProcess = gateway) -> int:
+                    each = (gateway.port, gateway.admin_key, agents // clients, duration_s, streamed)
+                    return sum(
+                        future.result() for future in [pool.submit(play_without_pauses, *each) for _ in range(clients)]
+                    )
+
+                play(min(seconds, 2.0), streamed=True)
+                for streamed in (True, False):
+                    before = gateway.cpu_s()
+                    turns = play(seconds, streamed=streamed)
+                    ratio = turns / seconds / speeds.setdefault(streamed, turns / seconds)
+                    kind = "streamed" if streamed else "whole"
+                    rows.append((count, kind, turns / seconds, ratio, 1e3 * (gateway.cpu_s() - before) / turns))
     columns = ("workers", "answers", "turns a second", "of one worker", "CPU ms a turn")
-    notes = (f"{agents} agents without pauses, an engine that answers at once; {os.cpu_count()} cores",)
+    notes = (
+        f"{agents} agents without pauses in {clients} processes, {workers} engines that answer at once; "
+        f"{os.cpu_count()} cores",
+    )
     return Report(title="gateway processes", columns=columns, rows=rows, notes=notes)
 
 
 # ---- servers ---------------------------------------------------------------------------------------------------------
 @contextmanager
 def engine_and_gateway(
-    folder: Path, *, peers: Mapping[str, str] | None = None, proxies: bool = False, workers: int = 1, **settings: Any
+    folder: Path,
+    *,
+    peers: Mapping[str, str] | None = None,
+    proxies: bool = False,
+    workers: int = 1,
+    engines: int = 1,
+    **settings: Any,
 ) -> Iterator[dict[str, ServerProcess]]:
     model, key = bench_model(), secrets.token_hex(16)
     standin = folder / "standin.json"
@@ -318,7 +344,11 @@ def engine_and_gateway(
             servers["proxy"] = ServerProcess("benchmarks.bare_proxy", url)
             servers["proxy that relays ids"] = ServerProcess("benchmarks.bare_proxy", url, "ids")
         store = f"sqlite:{folder / secrets.token_hex(4)}.sqlite"
-        flags = ["--engine", "sglang", "--url", url, "--model", model, "--port", "0", "--store", store]
+        for number in range(1, engines):
+            servers[f"engine {number}"] = ServerProcess("benchmarks.standin", str(standin))
+        urls = [url, *(f"http://127.0.0.1:{servers[f'engine {number}'].port}" for number in range(1, engines))]
+        replicas = [flag for each in urls for flag in ("--url", each)]
+        flags = ["--engine", "sglang", *replicas, "--model", model, "--port", "0", "--store", store]
         flags += ["--workers", str(workers)] if workers > 1 else []
         servers[GATEWAY] = ServerProcess("tokentrue", "serve", *flags, admin_key=key)
         for name, python in (peers or {}).items():

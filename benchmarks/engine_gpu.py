@@ -202,9 +202,9 @@ def replace_bits(shared: Shared, model: Any) -> Report:
 def measure_pipeline(quick: bool) -> list[Report]:
     """One process against two on the same GPU, hidden states through host memory."""
     counts, output, repeats = ((1,), 16, 1) if quick else ((1, 32), 128, 3)
-    model = model_of(
-        "0.6B"
-    ).bfloat16()  # as the engines' copies will be: rotary frequencies are then computed again, on the host, on every side
+    model = (
+        model_of("0.6B").bfloat16()
+    )  # as the engines' copies will be: rotary frequencies are then computed again, on the host, on every side
     rows = []
     for stages in (1, 2):
         gc.collect()
