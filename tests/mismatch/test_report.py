@@ -320,7 +320,8 @@ def test_a_name_that_utf8_cannot_hold_is_shown_and_refused_for_a_page(
     path, page = tmp_path / "s.jsonl", tmp_path / "page.html"
     write_samples([replace(sample, **odd) for sample in make_samples(model_dir, 0.1)[:1]], path)
     assert run("diagnose", [str(path), "--trainer", str(model_dir)]) in {0, 1}
-    assert field != "sample_id" or "worst: odd\\ud800" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert field != "sample_id" or "worst: odd\\ud800" in said
     monkeypatch.setattr(
         "tokentrue.cli.diagnose.load_scorer", lambda *_, **__: pytest.fail("it is refused before any scoring")
     )
