@@ -14,6 +14,7 @@ from tests.mismatch.peer_configs import from_areal, from_skyrl
 from tokentrue.errors import ConfigError, InputError
 from tokentrue.mismatch import (
     PRESETS,
+    AdaptiveMix,
     Correction,
     LossConfig,
     Normalise,
@@ -180,6 +181,8 @@ def test_every_preset_explains_itself(name: str) -> None:
         lambda bad: Penalty(coefficient=bad),
         lambda bad: Penalty(coefficient=1.0, ceiling=bad),
         lambda bad: Weights(upper=bad),
+        lambda bad: Weights(upper=2.0, mix=bad),
+        lambda bad: AdaptiveMix(divergence=bad),
         lambda bad: Reject(estimator="k3", aggregate="token", upper=bad),
         lambda bad: Veto(below=bad),
         lambda bad: Outlier(upper=bad),

@@ -190,6 +190,10 @@ def _probe_newer(m: Any) -> None:
     assert m.correct(delta, zeros, None, m.Correction(second_moment=rule), advantages=a).mask.tolist() == [
         [True, False, False, False]
     ]
+    near(
+        m.correct(delta, zeros, None, m.Correction(weights=m.Weights(mode="raw", mix=0.25))).weights,
+        0.75 + 0.25 * delta.exp(),
+    )
     loss, _ = m.policy_loss(
         delta, zeros, None, a, None, m.loss_named("sapo", sapo=m.SapoTemperatures(negative=1.0), aggregate="token_sum")
     )
@@ -218,7 +222,7 @@ MUTANTS = [
     ("layout.py", "flatten(values).index_select(0, self.source)", "flatten(values)[: self.tokens]"),
     ("layout.py", "return per_row.index_select(0, self.row)", "return per_row[:1].expand(self.tokens)"),
     ("rules.py", 'total / count if self.level == "geometric" else total', "total"),
-    ("rules.py", "batch.unmasked.clamp(min=self.lower, max=self.upper)", "batch.unmasked.clamp(min=self.lower)"),
+    ("rules.py", "unmasked.clamp(min=self.lower, max=self.upper)", "unmasked.clamp(min=self.lower)"),
     ("rules.py", "masked_fill(outside, 0)", "masked_fill(~outside, 0)"),
     ("rules.py", "good & (values <= high)", "good & (values >= high)"),
     ("rules.py", "values >= low\n", "values > low - 9\n"),
@@ -226,6 +230,7 @@ MUTANTS = [
     ("rules.py", "        if self.inverse:\n            values = -values\n", ""),
     ("rules.py", 'values = total if self.aggregate == "seq_sum" else total / count', "values = total"),
     ("rules.py", "squares >= smallest", "squares > smallest"),
+    ("rules.py", "bounded * mix + (1 - mix), unmasked", "bounded * mix, unmasked"),
     ("rules.py", "means = ordered.cumsum(0)", "means = ordered.cumsum(0) * 0"),
     ("rules.py", "(advantages < 0) & (log_ratio < 0)", "(advantages < 0) & (log_ratio > 0)"),
     (

@@ -17,6 +17,7 @@ from tests.mismatch.peer_configs import from_areal, from_skyrl
 from tokentrue.errors import ConfigError, InputError
 from tokentrue.mismatch import (
     PRESETS,
+    AdaptiveMix,
     Correction,
     LengthDecay,
     LossConfig,
@@ -161,6 +162,33 @@ def test_vespo_weight_is_one_on_policy_and_falls_on_both_sides() -> None:
     assert metrics["vespo/weight"] == pytest.approx(sum(want) / 3)
     with pytest.raises(ConfigError, match="vespo weighs rows by their whole ratio"):
         LossConfig(surrogate="vespo", correction=Correction(weights=Weights(upper=2.0)))
+
+
+def test_mixed_weights_interpolate() -> None:
+    batch = make(2)
+    full = correct(batch.trainer, batch.rollout, batch.mask, Correction(weights=Weights(upper=2.0))).weights
+    for share in (0.0, 0.3, 1.0):
+        mixed = correct(
+            batch.trainer, batch.rollout, batch.mask, Correction(weights=Weights(upper=2.0, mix=share))
+        ).weights
+        torch.testing.assert_close(mixed[batch.mask], (1 - share) + share * full[batch.mask], **CLOSE)
+        assert not mixed[~batch.mask].any()
+    with pytest.raises(ConfigError, match=r"Weights\.mix"):
+        Weights(upper=2.0, mix=1.5)
+
+
+def test_adaptive_mix_follows_its_three_diagnostics() -> None:
+    delta = torch.tensor([[0.2, -0.1, 0.3, 0.0]], dtype=D)
+    zeros = torch.zeros_like(delta)
+    w = delta.exp()
+    share = float(w.mean() ** 2 / (w * w).mean())
+    severity = 1 - math.exp(-float((w - 1 - delta).mean()) / 0.05)
+    want = share * severity / max(1.0, float((w * w).mean()))
+    config = Correction(weights=Weights(mode="raw", mix=AdaptiveMix(divergence=0.05)))
+    torch.testing.assert_close(correct(delta, zeros, None, config).weights, 1 - want + want * w, **CLOSE)
+    assert correct(zeros, zeros, None, config).weights.tolist() == [[1.0] * 4]  # agreement: nothing to correct
+    wild = torch.tensor([[9.0, 0.0, 0.0, 0.0]], dtype=D)  # one weight dominates: hardly trusted
+    assert float(correct(wild, zeros, None, config).weights[0, 0]) < 0.01 * math.exp(9.0)
 
 
 def test_an_update_is_accepted_where_the_inference_policy_improves() -> None:

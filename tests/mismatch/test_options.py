@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tokentrue.errors import ConfigError, InputError
 from tokentrue.mismatch import (
+    AdaptiveMix,
     Correction,
     LossConfig,
     Normalise,
@@ -186,7 +187,7 @@ AXES: dict[str, tuple[Any, ...]] = {
         lambda: Weights(mode="clip", **BOUNDS[3]), lambda: Weights(mode="mask", upper=1.5),
         lambda: Weights(upper=2.0, signal="ppo_rollout"),
         lambda: Weights(upper=2.0, signal="ppo_train"),
-        lambda: Weights(mode="raw"),
+        lambda: Weights(mode="raw", mix=AdaptiveMix()), lambda: Weights(mode="mask", upper=1.5, mix=0.5),
         lambda: Weights(upper=2.0, normalise=Normalise(scope="call")), lambda: Weights(upper=2.0, normalise=Normalise(scope="step")),
     ),
     "reject": (

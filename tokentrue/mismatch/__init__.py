@@ -19,6 +19,7 @@ from tokentrue.mismatch.metrics import Metrics
 from tokentrue.mismatch.presets import PRESETS
 from tokentrue.mismatch.routing import record_routing, replay_routing, routing_of
 from tokentrue.mismatch.rules import (
+    AdaptiveMix,
     Normalise,
     OffPolicyMask,
     Outlier,
@@ -32,6 +33,7 @@ from tokentrue.mismatch.rules import (
 __all__ = [
     "LOSSES",
     "PRESETS",
+    "AdaptiveMix",
     "Corrected",
     "Correction",
     "Diagnosis",

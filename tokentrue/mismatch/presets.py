@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from tokentrue.mismatch.correction import Correction
-from tokentrue.mismatch.rules import Normalise, OffPolicyMask, Reject, SecondMoment, Weights
+from tokentrue.mismatch.rules import AdaptiveMix, Normalise, OffPolicyMask, Reject, SecondMoment, Weights
 
 _TOKEN = Weights(level="token", mode="truncate", upper=2.0)
 _SEQUENCE = Weights(level="sequence", mode="truncate", upper=2.0)
@@ -97,6 +97,7 @@ _OTHERS = {
     "m2po": Correction(denominator="rollout", surrogate="ratio", second_moment=SecondMoment(threshold=0.04)),
     "areal_m2po": Correction(second_moment=SecondMoment(threshold=0.04, signal="corr", tokens="all"), **_AREAL),
     "vespo": Correction(denominator="rollout", surrogate="vespo"),
+    "adaptive_mix": Correction(weights=Weights(level="token", mode="raw", mix=AdaptiveMix())),
     "deepseek_v3_2": Correction(off_policy_mask=OffPolicyMask(threshold=1e-4, signal="ppo_rollout")),
 }
 

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from tokentrue.errors import ConfigError
 from tokentrue.mismatch.batch import Batch, Need, Signal
-from tokentrue.mismatch.metrics import ESTIMATORS
-from tokentrue.types import Checked, Count, NotNegative, check_fields, is_finite
+from tokentrue.mismatch.metrics import ESTIMATORS, k3
+from tokentrue.types import Checked, Count, NotNegative, Positive, Share, check_fields, is_finite
 
 Level: TypeAlias = Literal["token", "sequence", "geometric"]
 Mode: TypeAlias = Literal["truncate", "clip", "mask", "raw"]
@@ -137,16 +137,37 @@ class Normalise(Checked):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AdaptiveMix(Checked):
+    """A mixing coefficient measured on the batch: `ess · (1 - e^(-K3 / divergence)) / max(1, E[w²])`.
+
+    The three diagnostics are those of AIS (arXiv 2605.13907); the way they are combined is this package's own.
+    """
+
+    divergence: Positive = 0.01
+
+    def measure(self, log_ratios: Tensor) -> float:
+        """0 for an empty batch."""
+        if not log_ratios.numel():
+            return 0.0
+        weights = log_ratios.exp()
+        second = float((weights * weights).mean())
+        share = float(weights.mean()) ** 2 / second
+        severity = -math.expm1(-float(k3(log_ratios).mean()) / self.divergence)
+        return share * severity / max(1.0, second)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Weights(BoundedRule):
     """Importance weights, always detached: per token, the row's product ("sequence") or its geometric mean.
 
     "truncate" caps at `upper`; "clip" clamps; "mask" (IcePop) sets a weight outside the bounds to 0 and leaves the mask
-    alone.
+    alone. `mix` interpolates: 1 - α + α·w.
     """
 
     level: Level = "token"
     mode: Mode = "truncate"
     normalise: Normalise | None = None
+    mix: Share | AdaptiveMix | None = None
 
     def __post_init__(self) -> None:
         mode, mean = self.mode, self.normalise
@@ -176,24 +197,32 @@ class Weights(BoundedRule):
             "mask": f"{what} where {self.describe_bounds('it')}, else 0",
             "raw": what,
         }[self.mode]
+        if self.mix is not None:
+            how = f"1 - α + α·{how}, α = {'measured on the batch' if isinstance(self.mix, AdaptiveMix) else self.mix}"
         if (mean := self.normalise) is not None:
             how += f", over the mean of {mean.over} {mean.level}s of the {mean.scope}"
         return f"weights: {how}"
 
     def apply(self, batch: Batch) -> None:
-        limit, log_weight = batch.log_clamp, batch.log_ratio(self.signal)
+        limit, log_ratio = batch.log_clamp, batch.log_ratio(self.signal)
+        log_weight = log_ratio
         if self.level != "token":
-            total, count = batch.row_totals(log_weight)
+            total, count = batch.row_totals(log_ratio)
             log_weight = batch.rows.spread(total / count if self.level == "geometric" else total)
         outside = ~self.holds(log_weight)
         batch.hits["weights_below"] = int((outside & (log_weight < 0)).sum())
         batch.hits["weights_above"] = int((outside & (log_weight > 0)).sum())
         batch.hits["clamped"] = int((log_weight.abs() > limit).sum())
-        batch.weights = batch.unmasked = log_weight.clamp(-limit, limit).exp()
+        bounded = unmasked = log_weight.clamp(-limit, limit).exp()
         if self.mode == "mask":
-            batch.weights = batch.unmasked.masked_fill(outside, 0)
+            bounded = unmasked.masked_fill(outside, 0)
         elif self.mode != "raw":
-            batch.weights = batch.unmasked = batch.unmasked.clamp(min=self.lower, max=self.upper)
+            bounded = unmasked = unmasked.clamp(min=self.lower, max=self.upper)
+        if self.mix is not None:
+            is_measured = isinstance(self.mix, AdaptiveMix)
+            mix = self.mix.measure(log_ratio.clamp(-limit, limit)) if is_measured else self.mix
+            bounded, unmasked = bounded * mix + (1 - mix), unmasked * mix + (1 - mix)
+        batch.weights, batch.unmasked = bounded, unmasked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
