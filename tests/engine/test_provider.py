@@ -31,6 +31,16 @@ class TestExact(Conformance):
         assert stopped.token_ids == free.token_ids[:3]
         assert (stopped.finish, stopped.stopped_by) == (Finish.STOP, stop)
 
+    async def test_tokens_arrive_while_a_turn_that_is_not_streamed_is_sampled(
+        self,
+        provider: ExactProvider,
+        prompt: list[int],  # noqa: F811
+    ) -> None:
+        """Where such a turn is cancelled, the tokens that arrived are recorded."""
+        sampling = Sampling(max_tokens=64, seed=4)
+        chunks = [chunk async for chunk in provider.stream(prompt, sampling, whole=True)]
+        assert [len(chunk.token_ids) for chunk in chunks if chunk.final is None and chunk.token_ids][1:]
+
     async def test_context_limit_is_named(self, provider: ExactProvider) -> None:
         with pytest.raises(EngineRejected, match="511"):
             await provider.generate([1] * 512, Sampling(max_tokens=1))

@@ -116,6 +116,8 @@ def serve(settings: ServeConfig) -> int:
         def serve_worker(number: int, say_up: Callable[[], None]) -> None:
             if lock is not None:
                 lock.release()  # this process's copy: the parent alone holds it
+            if dispatcher is not None:
+                public.close()  # the parent alone accepts: the port is free when it ends
             log_to_stderr(enabled=server.log == "json")
             if engine in IN_PROCESS:
                 from transformers.utils import logging

@@ -29,7 +29,7 @@ async def ask(
         message["content"] += part.content or ""
         for number, piece in enumerate(part.tool_calls or ()):
             fresh: JsonObject = {"id": "", "type": "function", "function": {"name": "", "arguments": ""}}
-            call = calls.setdefault(getattr(piece, "index", number), fresh)
+            call = calls.setdefault(piece.index if stream else number, fresh)
             call["id"] = piece.id or call["id"]
             if piece.function is not None:
                 call["function"]["name"] += piece.function.name or ""

@@ -50,7 +50,8 @@ class ExactProvider(Streaming):
         self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None, whole: bool = False
     ) -> AsyncIterator[Chunk]:
         refuse_constraints(self.name, sampling.extra)
-        async with aclosing(self.engine.stream(prompt_ids, sampling, whole=whole)) as chunks:
+        # Never `whole`: a turn that is cancelled keeps the tokens that were sampled until then.
+        async with aclosing(self.engine.stream(prompt_ids, sampling)) as chunks:
             async for chunk in chunks:
                 yield chunk
 

@@ -93,6 +93,8 @@ class Dispatcher:
             except OSError:
                 session_id = None
             owner = next(self._next) if session_id is None else find_owner(session_id, len(self._senders))
-            # If hundreds of connections wait for this worker, the client sees a closed one, and retries.
-            with contextlib.suppress(OSError):
-                socket.send_fds(self._senders[owner], [b"c"], [connection.fileno()])
+            # If hundreds of connections wait for the owner, another worker takes this one and forwards.
+            for number in (owner, *(each for each in range(len(self._senders)) if each != owner)):
+                with contextlib.suppress(OSError):
+                    socket.send_fds(self._senders[number], [b"c"], [connection.fileno()])
+                    return

@@ -351,19 +351,22 @@ class Writer:
     def __init__(self, connection: Database) -> None:
         self._connection = connection
         self._waiting: deque[tuple[Write, Future[Any]]] = deque()
+        self._lock, self._is_closed = threading.Lock(), False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokentrue-journal")
 
     def submit(self, write: Callable[[Database], T]) -> Future[T]:
         future: Future[T] = Future()
-        self._waiting.append((write, future))
-        try:
+        with self._lock:  # a write that is refused must not be written by a job that is still running
+            if self._is_closed:
+                raise JournalError("the journal is closed")
+            self._waiting.append((write, future))
             self._thread.submit(self._write_waiting)
-        except RuntimeError as error:
-            raise JournalError("the journal is closed") from error
         return future
 
     def close(self) -> None:
         """Waits for queued writes."""
+        with self._lock:
+            self._is_closed = True
         self._thread.shutdown()
         self._connection.close()
 

@@ -118,6 +118,8 @@ class _FileLock:
             fcntl.flock(self.file, operation)
         except BlockingIOError:
             return False
+        except OSError as error:
+            raise JournalError(f"cannot lock the journal: {error}; give a path on a file system with locks") from error
         return True
 
     def release(self) -> None:

@@ -232,7 +232,9 @@ async def generate_all(choices: Sequence[Choice], provider: Provider, session_id
     except BaseException:
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)  # retrieves the exceptions: the first one is being raised
+        await asyncio.wait(tasks)  # unlike gather, a second cancellation does not interrupt their cleaning up
+        for task in tasks:
+            _ = task.cancelled() or task.exception()  # retrieved: the first one is being raised
         raise
 
 
