@@ -17,22 +17,22 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "tokentrue"
 # Every package may import these.
 SHARED = {"ids", "routing_replay", "types", "protocols", "errors", "plain_json", "hub", "tracing"}
-SHARED |= {"conversation", "json_types", "plugins"}
+SHARED |= {"conversation", "json_types", "records"}
 SERVED = {"renderers", "comparison", "sessions", "samples", "turn", "providers", "gateway"}
 TENSORS = {"mismatch", "numerics", "engine", "train"}
 # Who may import whom, besides SHARED and itself. Imports inside functions and under TYPE_CHECKING count.
 ALLOWED: Mapping[str, set[str]] = {
     "errors": set(),
     "json_types": set(),
+    "records": set(),
     "tracing": set(),
     "plain_json": {"errors", "json_types"},
     "ids": {"errors"},
     "hub": {"errors"},
-    "plugins": {"errors"},
-    "routing_replay": {"errors", "ids"},
-    "types": {"errors", "ids", "json_types", "routing_replay"},
+    "routing_replay": {"errors", "ids", "records"},
+    "types": {"errors", "ids", "json_types", "records", "routing_replay"},
     "protocols": {"types", "ids", "errors", "json_types"},
-    "conversation": {"types", "errors", "json_types", "plain_json"},
+    "conversation": {"types", "errors", "json_types", "plain_json", "records"},
     "__init__": {"types"},  # `import tokentrue` loads the rest by name, when it is first used
     "renderers": set(),
     "comparison": set(),

@@ -17,7 +17,6 @@ import os
 import time
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypedDict, Unpack
 from urllib.parse import quote
@@ -35,6 +34,7 @@ from tokentrue.errors import (
 )
 from tokentrue.json_types import JsonMapping, JsonObject, JsonValue
 from tokentrue.plain_json import dumps, freeze, is_utf8
+from tokentrue.records import record
 from tokentrue.samples.shape import decode, sample_from_json
 from tokentrue.types import Coverage, Sample
 
@@ -46,7 +46,7 @@ ADMIN_KEY = "TOKENTRUE_ADMIN_KEY"
 BY_STATUS: Mapping[int, type[Exception]] = {404: SessionNotFound, 409: SessionConflict}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class SessionSamples:
     samples: list[Sample]
     coverage: Coverage

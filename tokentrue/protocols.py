@@ -1,11 +1,13 @@
-"""Structural interfaces between packages; no inheritance is needed."""
+"""Structural interfaces between packages, without inheritance, and what other packages add by entry points of four
+groups: `tokentrue.providers`, `tokentrue.exporters`, `tokentrue.families` and `tokentrue.environments`."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from tokentrue.errors import EngineContractError
+from tokentrue.errors import ConfigError, EngineContractError
 from tokentrue.ids import TokenIds
 from tokentrue.json_types import JsonMapping
 from tokentrue.types import (
@@ -214,3 +216,18 @@ class SampleSource(Protocol):
     """Groups of samples for the trainer: a file, a queue or an in-process rollout."""
 
     def groups(self) -> Iterator[list[Sample]]: ...
+
+
+def find_plugins(group: Literal["providers", "exporters", "families", "environments"]) -> dict[str, EntryPoint]:
+    found = entry_points(group=f"tokentrue.{group}")
+    return {plugin.name: plugin for plugin in sorted(found, key=lambda plugin: plugin.name)}
+
+
+def load_plugin(plugin: EntryPoint) -> Any:
+    try:
+        return plugin.load()
+    except Exception as error:  # the module is another package's: it may raise anything
+        said = f"{type(error).__name__}: {error}"
+        raise ConfigError(
+            f"{plugin.group}: {plugin.name} ({plugin.value}) cannot be loaded: {said}; mend or uninstall its package"
+        ) from error

@@ -7,12 +7,12 @@ Both are raw little-endian bytes, recorded, hashed and exported bit for bit. Sta
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import prod
 
 from tokentrue.errors import TokenContractError
 from tokentrue.ids import EMPTY, TokenIds
+from tokentrue.records import record
 
 FREE = -1
 """Unknown expert: the trainer's router chooses at this position."""
@@ -20,7 +20,7 @@ _FREE_BYTES = FREE.to_bytes(2, "little", signed=True)
 _ZERO_WEIGHT = bytes(4)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class RoutedExperts:
     """Routed experts by position. `data` is little-endian int16 of `shape` `[positions, layers, top_k]`, experts in
     slot order.
@@ -87,7 +87,7 @@ def join_routing(parts: Sequence[RoutedExperts]) -> RoutedExperts:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class SamplingMask:
     """The ids that top-p, top-k and min-p kept, as compressed sparse rows: row i is `token_ids[offsets[i]:offsets[i +
     1]]`.

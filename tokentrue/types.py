@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import StrEnum
 from functools import cache
 from math import isnan
@@ -23,6 +23,7 @@ from msgspec import Meta, Struct
 from tokentrue.errors import ConfigError, InputError, SamplingError, TokenContractError
 from tokentrue.ids import TokenIds
 from tokentrue.json_types import JsonMapping, JsonObject
+from tokentrue.records import record
 from tokentrue.routing_replay import RoutedExperts as RoutedExperts
 from tokentrue.routing_replay import SamplingMask as SamplingMask
 
@@ -111,7 +112,7 @@ _SAMPLING_RULES: Mapping[str, tuple[tuple[Any, str], Callable[[Any], bool], str]
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Sampling:
     """Sampling settings; defaults mean "off". `stop_token_ids` are added to the renderer's. `extra` holds settings
     that a provider either knows by name or refuses. Refuses values that an engine's integers and float32 cannot
@@ -175,7 +176,7 @@ def _show(value: object) -> str:
     return f"an integer of {bits} bits" if bits > 128 else repr(value)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class VersionSpan:
     """Sampled tokens `[start, end)` of one completion came from policy `version`."""
 
@@ -197,7 +198,7 @@ def spans_from_runs(runs: Iterable[tuple[int, int]]) -> tuple[VersionSpan, ...]:
     return tuple(spans)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Completion:
     """One generation, exactly as the engine reported it: not invented, padded or trimmed. `logprobs` are those of
     the distribution sampled from; `versions` covers the tokens without gap or overlap."""
@@ -247,7 +248,7 @@ class Completion:
         return tuple(span.version for span in self.versions for _ in range(span.start, span.end))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Chunk:
     """A piece of a streamed generation. The last one carries `final`, the whole completion."""
 
@@ -262,7 +263,7 @@ class Chunk:
             require_mask(self.sampling_mask, self.token_ids)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class PromptSpan:
     """Prompt tokens `[start, end)` of message number `message`; None for structure."""
 
@@ -272,7 +273,7 @@ class PromptSpan:
     message: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Rendered:
     """A whole prompt, its generation prompt included."""
 
@@ -283,7 +284,7 @@ class Rendered:
         object.__setattr__(self, "token_ids", TokenIds(self.token_ids))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Extension:
     """The recorded prefix, untouched, plus `added_ids`: all given, none sampled. `spans` count from the start of
     `added_ids`. `join` says how the recorded turn ended: at the template's stop token, at an alias of it (harmony's
@@ -304,7 +305,7 @@ class Extension:
         return self.prefix_ids + self.added_ids
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Refusal:
     """`why` is a stable code, `detail` a sentence that names the place and the remedy."""
 
@@ -323,7 +324,7 @@ class Status(StrEnum):
     UNKNOWN_TOOL = "unknown_tool"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Attempt:
     """One tool call that the model tried to write, at sampled tokens `[start, end)`."""
 
@@ -343,7 +344,7 @@ class Ended(StrEnum):
     OPEN = "open"  # no stop token: a length cut-off, a stop string or an abort
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Parsed:
     """A sampled turn as an OpenAI message. `raw` is its whole text (`errors="surrogateescape"` where UTF-8 is cut)."""
 
@@ -367,7 +368,7 @@ class Delta(Struct, frozen=True, kw_only=True, gc=False):
     arguments: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class TurnRequest:
     """An agent's next model call in the OpenAI shape, with the whole conversation. `request_key` identifies the
     request for retries (over HTTP the `Idempotency-Key`, or the body's digest if the client counts its retries): the
@@ -390,7 +391,7 @@ class TurnRequest:
             raise InputError(f"template_kwargs must be an object, got {self.template_kwargs!r}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Reply:
     """A committed turn, as the client receives it. `message` is what was served (call ids included)."""
 
@@ -427,7 +428,7 @@ class TurnEvent(Struct, frozen=True, kw_only=True, gc=False):
     reply: Reply | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Span:
     """Tokens `[start, end)` of a sample."""
 
@@ -441,7 +442,7 @@ class Span:
     why: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Certificate:
     """`chain` hashes every node on the sample's path in order; the other two identify what rendered it."""
 
@@ -450,7 +451,7 @@ class Certificate:
     tokenizer: Utf8
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Sample:
     """One contiguous training sequence. `rollout_logprobs[i]` is None exactly where token i was not sampled."""
 
@@ -479,7 +480,7 @@ class Sample:
             )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Untrained:
     """Sampled tokens of `node` that no sample trains, and why."""
 
@@ -488,7 +489,7 @@ class Untrained:
     why: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Coverage:
     """`pinned_turns` were sampled under a pinned system prompt; `rejoined_turns` after turns that were sampled
     elsewhere and are given, untrained, where they are repeated."""

@@ -12,15 +12,16 @@ import contextlib
 import os
 import threading
 from collections.abc import AsyncGenerator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from tokentrue.app.wiring import ADMIN_KEY, EngineConfig, ModelConfig, ServeConfig, ServerConfig, gateway_for
+from tokentrue.records import record
 
 DRAIN_S = 5.0  # after an error, turns without callers must not keep the process alive
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Embedded:
     base_url: str
     provider: Any  # the engine itself, to publish weights to

@@ -12,7 +12,7 @@ import os
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 
 from tokentrue.app.background import embedded_gateway
@@ -35,6 +35,7 @@ from tokentrue.environments.http import GatewaySessions
 from tokentrue.errors import ConfigError, EngineError
 from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.plain_json import dumps, loads, read_numbered_lines
+from tokentrue.records import record
 from tokentrue.samples import sample_from_json
 from tokentrue.sessions.journal.database import describe_store, is_postgres
 from tokentrue.types import AtLeastOne, Sample
@@ -48,7 +49,7 @@ AGENT_DEFAULTS: JsonMapping = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class RolloutRun:
     """`url` names a running gateway; without it one is started in this process with `model` and `engine`."""
 
@@ -198,7 +199,7 @@ async def open_sessions(settings: RolloutRun) -> AsyncGenerator[GatewaySessions,
         yield await stack.enter_async_context(sessions_on(url, settings.rollout, admin_key))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Share:
     """One rank's part of a list; the parts in rank order are the list."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from tokentrue.errors import ConfigError, FileFormatError
 from tokentrue.hub import load_causal_model
 from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.providers.registry import REMOTE
+from tokentrue.records import record
 from tokentrue.samples.files import read_sound_samples
 from tokentrue.samples.groups import group_of
 from tokentrue.train.config import EvaluationConfig, LoggerName, OptimConfig, TrainConfig
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from tokentrue.train.loop import Evaluator
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class LossSpec:
     """`name` is one of `tokentrue.mismatch.LOSSES`; `options` override fields of its `LossConfig`.
 
@@ -42,14 +43,14 @@ class LossSpec:
     correction: str | JsonMapping | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class RayConfig:
     gateways: AtLeastOne = 2
     workers: AtLeastOne = 2
     nodes: AtLeastOne = 1  # at least one gateway and one worker on each
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class TrainRun:
     """`samples` trains from a file; without it rounds are sampled live by the `rollout` section."""
 

@@ -9,7 +9,7 @@ import os
 import socket
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractContextManager, asynccontextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import field, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -24,6 +24,7 @@ from tokentrue.ids import TokenIds
 from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.protocols import Tokenizing
 from tokentrue.providers.registry import IN_PROCESS, REMOTE, list_names
+from tokentrue.records import record
 from tokentrue.sessions.limits import SessionLimits as SessionLimits
 from tokentrue.tracing import start_tracing
 from tokentrue.types import AtLeastOne
@@ -41,7 +42,7 @@ DEFAULT_STORE = "sqlite:tokentrue.sqlite"
 PROBE = "Hello, wörld! 12345 + 678 = ?\n\n\tdef f(x): return x**2  # 你好 🙂"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class ModelConfig:
     """`path` is a directory or a hub id; `name` is what clients see (default: the path's last part).
 
@@ -68,7 +69,7 @@ class ModelConfig:
         return self.name or (Path(self.path).name if self.path else "tokentrue")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class EngineConfig:
     """`options` are passed to the provider by name (`dtype`, `device`, `timeout_s`, `loop` …)."""
 
@@ -78,7 +79,7 @@ class EngineConfig:
     options: JsonMapping = field(default_factory=JsonObject)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class ServerConfig(ServingConfig):
     host: str = "127.0.0.1"
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 8000
@@ -91,7 +92,7 @@ class ServerConfig(ServingConfig):
     trace_url: str = ""  # an OTLP/HTTP collector, http://host:4318; empty: no traces
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class ServeConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)

@@ -11,7 +11,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,6 +23,7 @@ from tokentrue.environments import SMALL_MODEL, Rollout, RolloutConfig
 from tokentrue.environments.http import GatewaySessions
 from tokentrue.hub import load_causal_model
 from tokentrue.plain_json import dumps
+from tokentrue.records import record
 from tokentrue.samples import read_samples
 from tokentrue.sessions.journal import open_journal
 from tokentrue.types import Coverage
@@ -38,7 +39,7 @@ STORE = "sessions.sqlite"
 LEFT_BEHIND = (STORE, f"{STORE}-wal", f"{STORE}-shm", "metrics.jsonl", "samples.jsonl", "report.html")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class DemoResult:
     """`ok`: reward up (if judged), every token covered, no bit different."""
 

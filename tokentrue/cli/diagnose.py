@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 from typer import Option
@@ -26,6 +26,7 @@ from tokentrue.cli.common import (
 )
 from tokentrue.errors import ConfigError, InputError, TokenContractError
 from tokentrue.hub import load_causal_model
+from tokentrue.records import record
 from tokentrue.samples import read_samples
 from tokentrue.samples.recorded_turns import scoring_temperatures
 from tokentrue.samples.trainer_logprobs import TrainerLogprobs, read_trainer_logprobs
@@ -50,7 +51,7 @@ Scored: TypeAlias = tuple[TrainerLogprobs, list[int] | None]
 """The trainer's log-probabilities, and its most likely tokens if known."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Row:
     """One sample, and for each of its trained tokens with numbers of both sides: the numbers, the token's kind, and
     whether the argmax flips (None if unknown)."""

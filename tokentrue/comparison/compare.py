@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
 
 from tokentrue.comparison.alignment import align
+from tokentrue.records import record
 
 Ids = Sequence[int]
 Kind = Literal["special_token_count", "special_token_type", "non_assistant_text", "assistant_text"]
@@ -41,7 +42,7 @@ class Reader(Protocol):
     def decode(self, token_ids: Ids) -> str: ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class ComparedSpan:
     """Tokens `[start, end)` of one sequence and their text."""
 
@@ -50,7 +51,7 @@ class ComparedSpan:
     text: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Mismatch:
     """One difference. `message` and `turn` (of the assistant) count from 0 and are -1 before the first."""
 

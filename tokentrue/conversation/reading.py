@@ -8,7 +8,7 @@ messages with the same bytes (`sources`) as a cached one are shared, only the re
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from itertools import takewhile
 from operator import attrgetter, eq
 from typing import overload
@@ -27,6 +27,7 @@ from tokentrue.conversation.match_keys import (
 from tokentrue.errors import MessageError
 from tokentrue.json_types import JsonMapping, JsonObject, JsonValue
 from tokentrue.plain_json import digest, dumps, freeze
+from tokentrue.records import record
 from tokentrue.types import Message, Messages, Tools
 
 _KEPT = 8  # conversations of one session: parallel branches, other dialects
@@ -63,7 +64,7 @@ def _comparable(value: JsonMapping) -> JsonObject:
     return fields
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@record(eq=False)
 class Conversation(Sequence[Message]):
     """A request's messages and tools, with the chained loose key after each message.
 

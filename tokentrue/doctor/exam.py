@@ -15,6 +15,7 @@ from tokentrue.doctor.reference import Observation, Reference
 from tokentrue.doctor.routes import EngineRoutes
 from tokentrue.errors import ConfigError, EngineError, InputError, TokenContractError
 from tokentrue.protocols import Provider
+from tokentrue.records import record
 from tokentrue.renderers import Renderer
 from tokentrue.types import Completion, Sampling
 
@@ -34,7 +35,7 @@ STORY = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Spread:
     """Mean and largest |e| that the expected dtype gives by itself, e = engine - reference."""
 
@@ -61,7 +62,7 @@ class Examination:
     renderer: Renderer
     reference: Reference
     dtype: str  # what the engine is expected to compute in
-    spread: Spread = Spread()  # of that dtype against float32
+    spread: Spread = field(default_factory=Spread)  # of that dtype against float32
     previous: str | Path | None = None
     max_tokens: int = 32
     seed: int = 7

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from enum import StrEnum
 from typing import Literal, TypeAlias
+
+from tokentrue.records import record
 
 Confidence: TypeAlias = Literal["high", "medium", "low"]
 
@@ -16,7 +18,7 @@ class Verdict(StrEnum):
     CANNOT_TELL = "cannot_tell"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Finding:
     """One probe's answer. `fault` is the stable name of what is wrong, one of `CAUSES`; empty where nothing is."""
 
@@ -51,7 +53,7 @@ def cannot_tell(why: str, *, figure: str = "-", probe: str = "") -> Finding:
     return Finding(probe=probe, verdict=Verdict.CANNOT_TELL, figure=figure, detail=why)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class DoctorReport:
     """All findings of one run, in the order of the probes."""
 

@@ -20,6 +20,7 @@ from tokentrue.errors import ConfigError
 from tokentrue.hub import load_causal_model, load_config
 from tokentrue.json_types import JsonMapping
 from tokentrue.numerics import KeptRows, remove_filtered
+from tokentrue.records import record
 from tokentrue.types import Completion
 
 Change: TypeAlias = Callable[[Any], Any]
@@ -28,7 +29,7 @@ Change: TypeAlias = Callable[[Any], Any]
 THETAS = (10_000.0, 100_000.0, 500_000.0, 1_000_000.0, 5_000_000.0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Observation:
     """`logprobs[k]` is the engine's log-probability of `token_ids[positions[k]]`, given everything before it."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -22,6 +22,7 @@ from tokentrue.doctor.exam import BAND, Examination, Spread, probe
 from tokentrue.doctor.findings import Finding, Verdict, cannot_tell, fault, ok
 from tokentrue.doctor.reference import Observation, Reference, list_variants, score
 from tokentrue.protocols import Scoring
+from tokentrue.records import record
 
 CERTAIN, CLEAR, LIKELY = 0.95, 0.8, 0.45  # shares explained
 TEMPERATURES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.5, 2.0)
@@ -30,7 +31,7 @@ UNRELATED = 0.3  # correlation of the two sides' log-probabilities below which t
 TOLERANCES = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 6e-2}  # relative, of a layer's output
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Difference:
     """The engine's numbers beside the reference's."""
 
@@ -63,7 +64,7 @@ class Difference:
         return torch.tensor([position for seen in self.observations for position in seen.positions])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Explanation:
     """A known fault and the share of the difference that it explains."""
 

@@ -14,7 +14,6 @@ import re
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -30,6 +29,7 @@ from tokentrue.json_types import JsonMapping
 from tokentrue.numerics import LowRank, LowRankStack, Ops, RowSlots
 from tokentrue.numerics.modules import replace_attribute, unguard
 from tokentrue.numerics.ops import Linears
+from tokentrue.records import record
 
 AdapterConfig = JsonMapping
 MOST = torch.finfo(torch.float32).max
@@ -152,7 +152,7 @@ AdapterSource = str | Path | JsonMapping
 _loads = itertools.count(1)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Adapter:
     """`prefix` starts the names of its cache blocks, so that no other weights share them."""
 

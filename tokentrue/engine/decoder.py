@@ -8,7 +8,7 @@ loader proves it: the first logits must equal the model's, bit for bit.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from tokentrue.numerics import AttentionSpec, HeadNorm, Norm, Ops, PagedBatch
 from tokentrue.numerics.delta import GatedDelta
 from tokentrue.numerics.exact import head_size
 from tokentrue.numerics.modules import activation_kind, norm_kind
+from tokentrue.records import record
 
 
 def read_norm(name: str, module: nn.Module) -> Norm:
@@ -36,7 +37,7 @@ def read_product(module: nn.Linear) -> Product:
     return Product(module.weight.data, None if module.bias is None else module.bias.data)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class LatentAttention:
     """q = up(norm(down(x))) (or one product); latent and rotary key = kv_down(x); keys and values = kv_up(norm(latent)).
 
@@ -99,7 +100,7 @@ def read_latent(name: str, attention: Any) -> LatentAttention:
     )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Dense:
     """down(act(gate(x)) * up(x)) with gate and up merged."""
 
@@ -108,7 +109,7 @@ class Dense:
     kind: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Attention:
     qkv: Product
     out: Product
@@ -119,7 +120,7 @@ class Attention:
     wide_norm: HeadNorm | None  # over all heads of queries (and of keys) together (OLMo-3)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Layer:
     before_attention: Norm | None
     after_attention: Norm | None
@@ -129,7 +130,7 @@ class Layer:
     mlp: Dense | Callable[[Tensor], Any]  # [1,T,K] -> [1,T,K], perhaps the first of a tuple
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Decoder:
     """Of a pipeline's stages only the last has a final norm and a head."""
 

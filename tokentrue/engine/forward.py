@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from tokentrue.engine.decoder import Attention, Decoder, Dense, LatentAttention,
 from tokentrue.engine.schedule import ScheduleLimits, StepInputs
 from tokentrue.numerics import HeadNorm, Ops, PagedBatch, RowSlots
 from tokentrue.numerics.delta import GatedDelta
+from tokentrue.records import record
 
 Ropes = Mapping[str | None, tuple[Tensor | None, Tensor | None]]
 Pair = tuple[Tensor, Tensor]
@@ -25,7 +25,7 @@ CPU_SHARE, GPU_SHARE = 0.25, 0.85
 CPU_MOST_BYTES = 4 << 30
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class StepTensors:
     batch: PagedBatch
     ropes: Ropes

@@ -22,6 +22,7 @@ from tokentrue.engine.forward import Forward, paged_batch, table_of
 from tokentrue.engine.sample import GOLDEN, MASK, mix, not_finite, to_signed
 from tokentrue.engine.schedule import Phase, Request, Scheduler, StepInputs, Work
 from tokentrue.numerics import PagedBatch, RowSlots
+from tokentrue.records import record
 
 if TYPE_CHECKING:
     from tokentrue.numerics.triton.sampling import Rows
@@ -199,7 +200,7 @@ MOST_SEQUENCES = 8
 HOST = torch.device("cpu")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Prefill:
     ids: Tensor  # int64 [T]
     batch: PagedBatch  # MOST_SEQUENCES sequences, and one more without queries

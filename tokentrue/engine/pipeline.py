@@ -40,13 +40,14 @@ from tokentrue.engine.weights import Weights, checked_weights, plain_name, targe
 from tokentrue.errors import ConfigError, EngineError, ExactnessError, TokenTrueError
 from tokentrue.numerics import Contract, Ops, exact, logits_of, ops_for, same_bits
 from tokentrue.numerics.exact import ModelShapes, contract_for, shapes_of
+from tokentrue.records import record
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 MOST_SENDS = 2  # hidden states in flight to the next stage; beyond that this stage waits
 PATIENCE = timedelta(days=7)  # an idle stage waits for the one before it; the driver notices a dead one
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class StageSpec:
     """Everything a stage process starts with; its weights follow by name."""
 

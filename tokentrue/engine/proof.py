@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,6 +20,7 @@ from tokentrue.engine.sample import SamplingRow, sample
 from tokentrue.engine.schedule import Sampled, StepInputs
 from tokentrue.errors import ExactnessError
 from tokentrue.numerics import logits_of, same_bits
+from tokentrue.records import record
 from tokentrue.types import Sampling
 
 PIECES = (77, 61, 1, 1, 1)
@@ -46,7 +46,7 @@ def paged_logits(forward: Forward, steps: Sequence[StepInputs]) -> Tensor:
     return torch.cat([forward.step(step, range(step.rows)) for step in steps])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Difference:
     """`operator` such as `layers.2.attention`."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -22,10 +22,11 @@ from tokentrue.engine.schedule import Sampled, ScheduleLimits, StepInputs, Work
 from tokentrue.engine.weights import Weights, load_weights
 from tokentrue.numerics import Contract, Ops, logprobs_of
 from tokentrue.numerics.delta import GatedDelta
+from tokentrue.records import record
 from tokentrue.types import RoutedExperts
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class PromptRows:
     """Logits `first` .. `first + len(targets)` of the requested ones score these prompt tokens."""
 
@@ -45,7 +46,7 @@ class StepWants(msgspec.Struct, frozen=True, kw_only=True):
     routing: list[tuple[int, int]] = []
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class StepResult:
     """Results in the order of `StepWants`."""
 
@@ -99,7 +100,7 @@ def routes_from(experts: np.ndarray, weights: np.ndarray) -> RoutedExperts:
     return RoutedExperts(shape=(rows, layers, top_k), data=data, weights=factors)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Sizes:
     vocabulary: int
     max_positions: int

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 from tokentrue.engine.schedule import Request, Sampled
 from tokentrue.errors import EngineError
 from tokentrue.numerics import Ops, filter_logits, scale_logits
+from tokentrue.records import record
 from tokentrue.types import Sampling
 
 MASK = (1 << 64) - 1
@@ -61,7 +61,7 @@ def gumbel(seeds: list[int], positions: list[int], vocabulary: int, device: torc
     return uniform.log_().neg_().log_().neg_()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class SamplingRow:
     sampling: Sampling
     seed: int

@@ -20,11 +20,12 @@ from enum import StrEnum
 import msgspec
 
 from tokentrue.ids import TokenIds
+from tokentrue.records import record
 from tokentrue.routing_replay import join_routing
 from tokentrue.types import Chunk, Completion, Finish, RoutedExperts, Sampling, SamplingMask, spans_from_runs
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class StepInputs:
     """The newest `counts[i]` tokens of each sequence, from position `starts[i]`; `ids` are back to back."""
 
@@ -50,7 +51,7 @@ class Phase(StrEnum):
     FINISHED = "finished"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Sampled:
     token_id: int
     logprob: float
@@ -290,7 +291,7 @@ class StatePool:
         return copies
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class ScheduleLimits:
     max_requests: int = 256  # running at once
     step_tokens: int = 2048  # new tokens per step, all requests together

@@ -14,14 +14,15 @@ import os
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
 
 from tokentrue.errors import ConfigError, SamplingError
 from tokentrue.json_types import JsonMapping, JsonObject
-from tokentrue.plugins import find_plugins
+from tokentrue.protocols import find_plugins
+from tokentrue.records import record
 from tokentrue.types import Sampling
 
 Split: TypeAlias = Literal["train", "heldout"]
@@ -40,7 +41,7 @@ LOG = logging.getLogger("tokentrue.rollouts")
 LOG.addHandler(logging.NullHandler())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Task:
     """One task. `task_id` is stable: the same text has the same id in every process.
 
@@ -53,7 +54,7 @@ class Task:
     data: JsonMapping = field(default_factory=JsonObject)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Outcome:
     reward: float
     note: str | None = None
@@ -105,7 +106,7 @@ def load_environment(name: str, options: JsonMapping | None = None) -> Environme
     return made
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class RolloutConfig:
     """`tasks` groups of `group_size` rollouts each. `sampling` values are pinned on every session and override the
     agent's."""

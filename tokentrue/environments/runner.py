@@ -12,16 +12,17 @@ import time
 import traceback
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Protocol, TypeAlias, cast
 
 from tokentrue.environments.base import LOG, Environment, Outcome, Task
 from tokentrue.errors import ConfigError
 from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.plain_json import is_utf8
+from tokentrue.records import record
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Plan:
     """One rollout to run. `key` is unique in a run and names its session, so that a resumed run knows what is done."""
 
@@ -32,7 +33,7 @@ class Plan:
     seed: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Rollout:
     """If it failed, `reward` is None, `error` says how and `trace` holds the traceback. `note` is the environment's."""
 

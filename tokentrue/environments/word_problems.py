@@ -12,13 +12,13 @@ import json
 import random
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 from tokentrue.environments.base import Split, Task, choose_split, digest
 from tokentrue.environments.chat import Chat, ask, work
 from tokentrue.json_types import JsonObject, JsonValue
+from tokentrue.records import record
 
 NAMES = ("Tom", "Ana", "Ben", "Eva", "Max", "Lea", "Sam", "Ida")
 THINGS = ("apples", "pens", "coins", "books", "cards", "eggs", "keys", "shells")
@@ -48,7 +48,7 @@ PRICES: JsonObject = {
 EXPRESSION = re.compile(r"\s*(\d{1,6})\s*([-+*])\s*(\d{1,6})\s*")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Step:
     """`value` is the one before `op operand`, worded by phrasing number `phrase`."""
 
@@ -58,7 +58,7 @@ class Step:
     phrase: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Problem:
     name: str
     thing: str
@@ -106,7 +106,7 @@ def problems(rng: random.Random, *, split: Split, steps: int | None = None) -> I
             yield problem
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class PriceList:
     prices: tuple[tuple[str, int], ...]
     wanted: tuple[str, str]

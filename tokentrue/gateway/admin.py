@@ -10,7 +10,6 @@ import asyncio
 import shutil
 import uuid
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -32,6 +31,7 @@ from tokentrue.gateway.serving.forwarding import count_forwards
 from tokentrue.gateway.sessions import SessionHandle
 from tokentrue.json_types import JsonObject
 from tokentrue.plain_json import convert
+from tokentrue.records import record
 from tokentrue.samples import Assembly, coverage_to_json, export_bytes, sample_to_json
 from tokentrue.sessions.description import describe_record, describe_session
 from tokentrue.sessions.journal import is_postgres
@@ -93,7 +93,7 @@ class SamplesQuery(msgspec.Struct):
     format: str = "json"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class AdminRequest:
     """A handler returns a response, or the JSON of one with its operation's status."""
 

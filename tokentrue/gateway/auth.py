@@ -11,10 +11,10 @@ import re
 import secrets
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 
 from tokentrue.errors import InputError
 from tokentrue.gateway.asgi import HttpError, read_header
+from tokentrue.records import record
 
 SESSION_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:\-]{0,127}")
 SHORTEST_KEY = 16
@@ -47,7 +47,7 @@ def hash_key(key: str) -> str:
     return hashlib.sha256(key.encode("utf-8", "replace")).hexdigest()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class SessionAccess:
     """The session that a request names, and the hash that its key must match; None for the admin key. `may_create`:
     creates the session if it does not exist.

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Annotated, Literal
 
 import msgspec
 
+from tokentrue.records import record
 from tokentrue.sessions.limits import SessionLimits as SessionLimits
 
 Count = Annotated[int, msgspec.Meta(gt=0)]
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class GatewayLimits:
     """Beyond a size: 413; beyond a number or a sum in flight: 429 with Retry-After; beyond a time: the connection is
     closed, or 504. An evicted session stays in the journal.
@@ -41,7 +42,7 @@ class GatewayLimits:
     render_s: Seconds = 10.0  # one rendering of the chat template; beyond it `serve` kills and restarts the process
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class ServingConfig:
     """Settings shared by `[server]` of the configuration file and a gateway."""
 
@@ -53,7 +54,7 @@ class ServingConfig:
     purge_after_s: float = 30 * 86400.0  # ended sessions older than this are purged
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class GatewayConfig(ServingConfig):
     """`model`: the name that /v1/models shows. `admin_key`: key of `/sessions*` and `/admin*`."""
 

@@ -7,12 +7,13 @@ import hashlib
 import inspect
 import json
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, TypeAlias
 
 from tokentrue.client import AsyncClient
 from tokentrue.errors import ConfigError, GatewayError
 from tokentrue.json_types import JsonMapping, JsonObject
+from tokentrue.records import record
 from tokentrue.samples.groups import group_of, group_sessions
 from tokentrue.types import Sample
 
@@ -21,7 +22,7 @@ Agent: TypeAlias = Callable[[Any, Any], Awaitable[float | None] | float | None]
 reward."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class GatewayRollouts:
     """Where and how rollouts run. With a `seed`, each rollout gets one made of it, its group and its place."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Annotated, Literal, Unpack
 
 import torch
@@ -30,6 +30,7 @@ from tokentrue.mismatch.rules import (
     Veto,
     Weights,
 )
+from tokentrue.records import record
 from tokentrue.types import check_fields
 
 MISSING: Mapping[Need, str] = {
@@ -40,7 +41,7 @@ MISSING: Mapping[Need, str] = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Correction:
     """Denominator of the PPO ratio, weights, and rules that must all agree to keep a token; `Correction()` changes
     nothing.
@@ -128,7 +129,7 @@ class Correction:
         return cls(**importers.from_trl(config, faithful=faithful))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@record(eq=False)
 class Corrected:
     """`weights` (0 at masked positions) and `mask` have the layout of the inputs.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import accumulate
 from typing import Unpack, cast
 
@@ -32,6 +32,7 @@ from tokentrue.mismatch.metrics import (
     contribution,
     k3,
 )
+from tokentrue.records import record
 
 VERL_NAMES = {
     "kl": "corr/k1",
@@ -55,7 +56,7 @@ VERL_NAMES = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class WorstRow:
     """A row that disagrees; `score` is its mean K3, `position` the valid token with the largest |δ|."""
 
@@ -69,7 +70,7 @@ class WorstRow:
     log_product: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Diagnosis:
     """`diagnosis["corr/k3"]` reads a metric; diagnoses of batches merge."""
 
@@ -293,7 +294,7 @@ def by_bucket(name: str, buckets: Tensor, labels: Sequence[str], values: Tensor)
     return {f"by_{name}/{label}": Mean(total=s, count=n) for label, s, n in zip(labels, sums, counts, strict=True)}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class UpdateCheck:
     """`gain` of the inference policy on the old samples, and K3 of its change."""
 
@@ -330,7 +331,7 @@ def check_update(
     return UpdateCheck(accepted=accepted, gain=gain, divergence=divergence, tokens=batch.rows.tokens)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class LengthDecay:
     """Learning rate by response length (arXiv 2602.01826: a surge in length announces mismatch).
 

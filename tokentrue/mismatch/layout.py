@@ -7,7 +7,7 @@ depends on the row alone, so that its bits do not depend on the other rows, on p
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import TypeAlias
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tokentrue.errors import InputError
+from tokentrue.records import record
 
 Values: TypeAlias = Tensor | Sequence[Tensor]
 """A batch in one of three layouts: `[B, T]`, packed `[N]` with `cu_seqlens`, or one tensor per row."""
@@ -44,7 +45,7 @@ def dtype_of(values: Values) -> torch.dtype:
     return torch.promote_types(first.dtype, torch.float32)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@record(eq=False)
 class Rows:
     """A batch's layout and its valid tokens: a tensor `[n]` holds one value for each, row after row."""
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias, TypedDict, Unpack
 
@@ -22,11 +21,12 @@ from tokentrue.mismatch.layout import Bounds, Rows, Values, detach, dtype_of
 from tokentrue.mismatch.loss_config import LossConfig
 from tokentrue.mismatch.metrics import ESTIMATORS, LOG_CLAMP, Extremes, Mean, Metrics, Statistic, k1, k3
 from tokentrue.mismatch.rules import Surrogate
+from tokentrue.records import record
 
 TokenLoss: TypeAlias = tuple[Tensor, dict[str, Statistic]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@record(eq=False)
 class Tokens:
     """What a surrogate sees: a value per valid token."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Annotated, Any, Literal, TypeAlias
 
 from msgspec import Meta
@@ -14,12 +14,13 @@ from tokentrue.mismatch.correction import Correction
 from tokentrue.mismatch.importers import check_keys
 from tokentrue.mismatch.metrics import LOG_CLAMP
 from tokentrue.mismatch.rules import SecondMoment, Surrogate, refuse
+from tokentrue.records import record
 from tokentrue.types import AtLeastOne, Checked, Finite, NotNegative, Positive, check_fields
 
 Aggregation: TypeAlias = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "fixed_length", "token_sum"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Penalty(Checked):
     """A divergence of the current policy from another, added to the loss.
 
@@ -35,7 +36,7 @@ class Penalty(Checked):
     ceiling: Positive | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class SapoTemperatures(Checked):
     """SAPO's gate σ(τ(r - 1))·4/τ (arXiv 2511.20347): τ by the sign of the advantage."""
 
@@ -43,7 +44,7 @@ class SapoTemperatures(Checked):
     negative: Positive = 1.05
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class VespoKernel(Checked):
     """VESPO's weight of a row (arXiv 2602.10693): φ(W) = W^k · e^(λ(1 - W)), k and λ by the sign of the advantage."""
 
@@ -53,7 +54,7 @@ class VespoKernel(Checked):
     lambda_negative: NotNegative = 2.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class LossConfig:
     """One policy loss. `surrogate=None` takes the correction's.
 

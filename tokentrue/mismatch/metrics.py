@@ -15,7 +15,7 @@ import struct
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, TypeAlias
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from tokentrue.errors import InputError
 from tokentrue.json_types import JsonObject
+from tokentrue.records import record
 
 LOG_CLAMP = 20.0
 """exp of a log-ratio is taken inside ±this (e²⁰ ≈ 4.9e8); how often that bites is a metric, `clamped`."""
@@ -61,7 +62,7 @@ NOT_FINITE = "metrics: a sum is not finite in float64; check the size of the adv
 QUANTILES = (0.01, 0.5, 0.9, 0.99, 0.999)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Count:
     count: int = 0
 
@@ -72,7 +73,7 @@ class Count:
         yield name, float(self.count)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Mean:
     total: float = 0.0
     count: int = 0
@@ -96,7 +97,7 @@ class Mean:
         yield name, self.value
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Extremes:
     low: float = math.inf
     high: float = -math.inf
@@ -114,7 +115,7 @@ class Extremes:
         yield f"{name}/max", 0.0 if empty else self.high
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Moments:
     """Count, mean, and the sums of squared and maybe cubed deviations from it."""
 
@@ -160,7 +161,7 @@ class Moments:
             yield f"{name}/skew", self.cube / n / std**3 if is_spread else 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Histogram:
     """Counts by float32 bit pattern, 64 bins an octave: exact to merge, quantiles within 0.8% of the value."""
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Annotated, Literal, TypeAlias
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor
 from tokentrue.errors import ConfigError
 from tokentrue.mismatch.batch import Batch, Need, Signal
 from tokentrue.mismatch.metrics import ESTIMATORS, k3
+from tokentrue.records import record
 from tokentrue.types import Checked, Count, NotNegative, Positive, Share, check_fields, is_finite
 
 Level: TypeAlias = Literal["token", "sequence", "geometric"]
@@ -71,7 +71,7 @@ def refuse(owner: str, reasons: Mapping[str, bool]) -> None:
             raise ConfigError(f"{owner}: {reason}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class BoundedRule(Rule):
     """A rule with bounds on `signal`'s ratio, or on an estimate from it."""
 
@@ -120,7 +120,7 @@ class BoundedRule(Rule):
         return good if high is None else good & (values <= high)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Normalise(Checked):
     """Divides the weights by their mean.
 
@@ -136,7 +136,7 @@ class Normalise(Checked):
     empty_rows: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class AdaptiveMix(Checked):
     """A mixing coefficient measured on the batch: `ess · (1 - e^(-K3 / divergence)) / max(1, E[w²])`.
 
@@ -156,7 +156,7 @@ class AdaptiveMix(Checked):
         return share * severity / max(1.0, second)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Weights(BoundedRule):
     """Importance weights, always detached: per token, the row's product ("sequence") or its geometric mean.
 
@@ -225,7 +225,7 @@ class Weights(BoundedRule):
         batch.weights, batch.unmasked = bounded, unmasked
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Reject(BoundedRule):
     """A token or a row stays only if lower <= statistic <= upper.
 
@@ -298,7 +298,7 @@ class Reject(BoundedRule):
             batch.dropped |= failing
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Veto(Rule):
     """Drops a whole row if any of its valid tokens is less likely than `below` under the `of` policy."""
 
@@ -317,7 +317,7 @@ class Veto(Rule):
         batch.drop("vetoed", getattr(batch, self.of) < math.log(self.below), whole_rows=True)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Outlier(BoundedRule):
     """Drops a whole row if any of its valid tokens has a ratio outside [lower, upper]."""
 
@@ -334,7 +334,7 @@ class Outlier(BoundedRule):
         batch.drop("outlier", ~self.holds(batch.log_ratio(self.signal)), whole_rows=True)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class OffPolicyMask(Rule):
     """DeepSeek-V3.2's off-policy mask: drops negative advantages in rows whose mean -log r exceeds `threshold`.
 
@@ -358,7 +358,7 @@ class OffPolicyMask(Rule):
         batch.drop("off_policy", negative & batch.rows.spread(drift > self.threshold), whole_rows=self.whole_row)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class SecondMoment(Rule):
     """M2PO (arXiv 2510.01161): the tokens with the largest (log r)² go until the mean of the rest is at most
     `threshold`.
@@ -392,7 +392,7 @@ class SecondMoment(Rule):
         batch.drop("second_moment", judged & (squares >= smallest))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Staleness(Rule):
     """Drops tokens (or rows holding one) that were sampled more than `limit` policy versions ago."""
 

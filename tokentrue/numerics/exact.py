@@ -25,9 +25,10 @@ from tokentrue.errors import ExactnessError
 from tokentrue.numerics.cpu import CpuOps
 from tokentrue.numerics.modules import is_experts, is_router, plan_of, replace_attribute
 from tokentrue.numerics.ops import AttentionSpec, Heads, Linears, Ops, Packed
+from tokentrue.records import record
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Contract:
     """Every operator with its implementation, the machine it was checked on, and the fallbacks."""
 
@@ -65,7 +66,7 @@ def machine_of(device: torch.device) -> dict[str, str]:
     return {"torch": torch.__version__, **found}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class ModelShapes:
     """(K, N, bias) of every linear by dtype, routers and experts included, and (H, J, D) of every attention."""
 

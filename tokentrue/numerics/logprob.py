@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -25,12 +25,13 @@ from tokentrue.numerics.cpu.arithmetic import multiply
 from tokentrue.numerics.exact import STATE, State, exact
 from tokentrue.numerics.modules import replace_attribute
 from tokentrue.numerics.ops import Ops, Packed, same_bits
+from tokentrue.records import record
 
 # Rows scored at once.
 ROWS = 4096
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@record(eq=False)
 class KeptRows:
     """The ids that filters kept: row r is `token_ids[offsets[r]:offsets[r + 1]]`; an empty row keeps all."""
 
@@ -99,7 +100,7 @@ def filter_logits(scaled_V: Tensor, *, top_k: int = 0, top_p: float = 1.0, min_p
 PIECE_LOGITS = {"cpu": 1 << 22, "cuda": 1 << 28}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class HeadSettings:
     ops: Ops
     temperature: float | Tensor  # one, or one per row

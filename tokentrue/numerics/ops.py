@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tokentrue.records import record
+
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Linears = set[tuple[int, int, bool]]  # (K, N, bias)
@@ -36,7 +38,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return alike and torch.equal(a.contiguous().view(kind), b.contiguous().view(kind))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class AttentionSpec:
     scale: float
     window: int | None = None  # a query at position p sees keys p-window+1 .. p
@@ -44,7 +46,7 @@ class AttentionSpec:
     sinks: Tensor | None = None  # [H] (gpt-oss): an additional score of each query head, without a value
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Packed:
     """Whole sequences back to back (training), from position 0."""
 
@@ -57,7 +59,7 @@ class Packed:
         return cls(cu_seqlens=ends.to(device), lengths=lengths)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class PagedBatch:
     """One engine step: the newest `q_lens[i]` tokens of each sequence, back to back.
 
@@ -84,14 +86,14 @@ class NormForm(IntEnum):
     ONE_ROUNDING = 2  # n * weight in float32, one rounding (OLMo, gpt-oss)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Norm:
     weight: Tensor
     eps: float
     form: NormForm
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class HeadNorm:
     """RMS norm over the head size of queries and keys, before the rotary embedding."""
 
@@ -101,7 +103,7 @@ class HeadNorm:
     form: NormForm = NormForm.PLAIN
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class LowRank:
     """One adapted linear of a LoRA adapter: A [r, K], B [N, r]."""
 
@@ -129,7 +131,7 @@ class RowSlots:
     groups: Any = None  # what a device derives from `slots`, once a step
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class ClampedSwiglu:
     """gpt-oss: gate at most `limit`, up within ±`limit`, then (up + 1) * (gate * sigmoid(gate * alpha)), rounded after
     each.
@@ -139,7 +141,7 @@ class ClampedSwiglu:
     limit: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class ExpertWeights:
     """As the model stores them: gate_up [E,2I,K] and down [E,K,I], gate before up; biases [E,2I] and [E,K].
     `interleaved` (gpt-oss): gate_up [E,K,2I] with gate and up alternating, down [E,I,K].

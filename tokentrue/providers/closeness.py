@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from tokentrue.errors import InputError
 from tokentrue.protocols import Provider
+from tokentrue.records import record
 from tokentrue.types import Completion, Ids, Sampling
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Closeness:
     """`compared` tokens of the common prefix; `first_difference` is the first differing token, or None."""
 

@@ -11,17 +11,17 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tokentrue.errors import TrainingError
+from tokentrue.records import record
 
 HEAD = "lm_head.weight"
 EMBEDDING = "embed_tokens.weight"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class WrittenWeights:
     directory: Path
     version: int

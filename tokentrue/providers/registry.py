@@ -4,17 +4,16 @@ from here."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from importlib import import_module
 from inspect import signature
 from typing import Any
 
 from tokentrue.errors import ConfigError
-from tokentrue.plugins import find_plugins
-from tokentrue.protocols import Provider
+from tokentrue.protocols import Provider, find_plugins
+from tokentrue.records import record
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class EngineKind:
     """`remote`: a server, reached by `--url`, which may have replicas. `needs_torch`: the model is loaded into this
     process. `is_served`: `--engine` accepts it; the others are built in Python from other providers."""

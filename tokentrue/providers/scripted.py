@@ -14,7 +14,6 @@ import math
 import zlib
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -34,6 +33,7 @@ from tokentrue.json_types import JsonMapping, JsonValue
 from tokentrue.plain_json import read_numbered_lines
 from tokentrue.protocols import Streaming
 from tokentrue.providers.building import CompletionBuilder
+from tokentrue.records import record
 from tokentrue.types import FILTERS, UNVERSIONED, Chunk, Finish, Ids, Sampling, is_logprob
 
 Encode = Callable[[str], Sequence[int]]
@@ -48,7 +48,7 @@ class ScriptLine(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     status: Annotated[int, msgspec.Meta(ge=100, le=599)] = 200
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class ScriptedTurn:
     token_ids: TokenIds
     logprobs: Sequence[float]

@@ -14,16 +14,16 @@ import time
 import traceback
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from tokentrue import errors
+from tokentrue.records import record
 
 MAX_FILES = 1 << 20
 PARALLELISM = "TOKENIZERS_PARALLELISM"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class ProcessLimits:
     """A proof takes about 0.1 s of processor time and a few megabytes."""
 

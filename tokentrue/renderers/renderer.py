@@ -16,6 +16,7 @@ from tokentrue.errors import MessageError, TokenTrueError
 from tokentrue.ids import EMPTY, TokenIds
 from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.protocols import TurnParser
+from tokentrue.records import record
 from tokentrue.renderers.call_tag import make_call_tag
 from tokentrue.renderers.codec import Codec
 from tokentrue.renderers.extending.extender import Extender, History
@@ -33,7 +34,7 @@ from tokentrue.types import Extension, Ids, Message, Messages, Parsed, Refusal, 
 Injection: TypeAlias = Literal["safe", "engine"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Case:
     """`outcome`: "proven" (a dummy context suffices), "history", "refused", "unsupported" (cannot be rendered) or
     "wrong".
@@ -46,7 +47,7 @@ class Case:
     detail: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Proof:
     """`roles`: "proven", "history" (needs the real history as context) or "refused"; `why`: the refused shapes.
     `stops`: token strings per kind of turn; `boundary`: the text between a stop and the next turn's content;

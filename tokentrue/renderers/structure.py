@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import pairwise
 
 from tokentrue.errors import TokenTrueError
 from tokentrue.ids import EMPTY, TokenIds
+from tokentrue.records import record
 from tokentrue.renderers.codec import BLANKS, Codec
 from tokentrue.types import Ids, Message
 
@@ -17,7 +17,7 @@ RenderText = Callable[[list[Message], bool], str]
 """(messages, whether to add the generation prompt) -> the template's text."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Structure:
     """`assistant`: the token that opens an assistant turn; `word`: the text right after it if other roles share the
     token; `openers`: the tokens that open a turn of any role.

@@ -9,16 +9,17 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from hashlib import sha256
 from typing import Any, Literal
 
 from tokentrue.errors import TemplateError, TemplateLimitError
 from tokentrue.json_types import JsonMapping, JsonObject
+from tokentrue.records import record
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class InputFormat:
     """What a template accepts, found by rendering small conversations; the defaults suit most templates."""
 

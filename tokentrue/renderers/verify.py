@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 
 from tokentrue.errors import TokenTrueError
 from tokentrue.ids import TokenIds
 from tokentrue.json_types import JsonMapping, JsonObject
+from tokentrue.records import record
 from tokentrue.renderers.load import load_renderer
 from tokentrue.renderers.messages import normalise_messages, normalise_tools
 from tokentrue.renderers.prove import TOOLS, make_calls
@@ -75,7 +76,7 @@ def _summarise(message: Message) -> JsonObject:
     }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Verification(Proof):
     """The proof of `model`; `parse`: how each kind of rendered turn parses back."""
 

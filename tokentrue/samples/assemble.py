@@ -8,11 +8,11 @@ nothing was sampled.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from tokentrue.errors import InputError, TokenContractError
 from tokentrue.ids import TokenIds
 from tokentrue.json_types import JsonMapping, JsonObject
+from tokentrue.records import record
 from tokentrue.routing_replay import empty_rows, join_masks, join_routing
 from tokentrue.samples.seal import node_rows, seal
 from tokentrue.sessions.journal import SessionRecord
@@ -31,7 +31,7 @@ from tokentrue.types import (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Assembly:
     samples: list[Sample]
     coverage: Coverage

@@ -18,6 +18,7 @@ from typing import TypeAlias
 
 from tokentrue.errors import FileFormatError
 from tokentrue.ids import TokenIds
+from tokentrue.records import record
 from tokentrue.samples.formats import ExportedSample
 from tokentrue.samples.seal import BLOCK, NodeRow, SealedRecord, block_checksums, read_sealed_record, seal
 from tokentrue.sessions.tree import format_digest, next_link, start_link
@@ -27,7 +28,7 @@ Fault: TypeAlias = tuple[str, int | None, int | None]
 """What is wrong, at tokens `[start, end)` if known."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class AuditFinding:
     """A violation, at tokens `[start, end)` if known."""
 

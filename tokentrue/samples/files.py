@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tokentrue.errors import AuditError, FileFormatError
 from tokentrue.json_types import JsonMapping, JsonObject
-from tokentrue.plugins import find_plugins, load_plugin
+from tokentrue.protocols import find_plugins, load_plugin
 from tokentrue.samples.audit import audit_exported
 from tokentrue.samples.formats import FORMATS, ExportedSample, SampleFormat, read_lines, table_columns
 from tokentrue.types import Sample

@@ -11,7 +11,7 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib import import_module
 from itertools import islice, pairwise
 from pathlib import Path
@@ -22,6 +22,7 @@ import msgspec
 from tokentrue.errors import FileFormatError, TokenContractError
 from tokentrue.json_types import JsonMapping, JsonObject, JsonValue
 from tokentrue.plain_json import dumps, loads, read_numbered_lines
+from tokentrue.records import record
 from tokentrue.samples import trainer_rows
 from tokentrue.samples.shape import decode, head_to_json, sample_from_json, sample_to_json
 from tokentrue.samples.trainer_rows import Columns
@@ -41,7 +42,7 @@ _VERL_TYPES = {
 _TENSOR_TYPES = {"token_ids": "int32", "loss_mask": "uint8", "rollout_logprobs": "float64", "offsets": "int64"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class ExportedSample:
     """A sample as read from a file. `differences` are the fields of a trainer's row that contradict the sample."""
 
@@ -50,7 +51,7 @@ class ExportedSample:
     differences: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class SampleFormat:
     """`follows` names the release whose fields it writes. `mark` is the column that distinguishes its rows from
     other formats in the same container. `write` returns the number of samples written."""

@@ -9,12 +9,12 @@ forms a group alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
+from tokentrue.records import record
 from tokentrue.types import Sample
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class GroupedSessions:
     """`groups` and `rewards` are by session, in the order of first samples; `of_sample` maps each sample to its
     session number."""

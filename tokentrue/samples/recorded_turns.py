@@ -6,12 +6,11 @@ type, and the turns together must cover the sample's tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import msgspec
 
 from tokentrue.errors import TokenContractError
 from tokentrue.json_types import JsonObject
+from tokentrue.records import record
 from tokentrue.samples.shape import decode
 from tokentrue.types import PENALTIES, TRUNCATIONS, Count, Coverage, Sample, is_temperature
 
@@ -42,7 +41,7 @@ class SampleRecord(msgspec.Struct, kw_only=True):
     malformed_calls: list[MalformedCall] = []
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class RecordedTurn:
     """`start` and `end` of its sampled tokens in the sample."""
 

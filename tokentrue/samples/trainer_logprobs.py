@@ -6,17 +6,17 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from tokentrue.errors import FileFormatError
 from tokentrue.json_types import JsonValue, is_array
+from tokentrue.records import record
 from tokentrue.types import Sample
 
 MOST_LOGPROB = 1e-3  # rounding may put the logarithm of probability 1 this far above 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class TrainerLogprobs:
     """One value per token; None if unknown."""
 

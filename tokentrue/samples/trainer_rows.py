@@ -8,13 +8,13 @@ a given prefix.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from importlib import import_module
 from typing import TypeAlias
 
 from tokentrue.errors import TokenContractError
 from tokentrue.ids import TokenIds
 from tokentrue.json_types import JsonMapping, JsonObject, JsonValue
+from tokentrue.records import record
 from tokentrue.samples.recorded_turns import read_turns
 from tokentrue.samples.shape import encode_bytes
 from tokentrue.types import Sample
@@ -23,7 +23,7 @@ Columns: TypeAlias = tuple[Sequence[JsonValue], Sequence[JsonValue], Sequence[Js
 """As read from a file, unchecked."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Split:
     """A sample as prompt and response: the prompt ends at the first sampled token."""
 

@@ -9,16 +9,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, ParamSpec, TypeVar, cast
 
 from tokentrue.errors import InputError, LimitExceeded
 from tokentrue.json_types import JsonMapping, JsonObject
+from tokentrue.records import record
 from tokentrue.types import MAX_CHOICES
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class SessionLimits:
     """None means no limit. `max_tokens` counts recorded tokens (given and sampled), `max_in_flight` turns being
     generated, `max_new_chars` a request's characters that are not recorded yet. `conversation_bytes` bounds the

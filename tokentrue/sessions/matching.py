@@ -41,6 +41,7 @@ from tokentrue.conversation.match_keys import (
 from tokentrue.errors import RenderError
 from tokentrue.plain_json import digest
 from tokentrue.protocols import Renderer
+from tokentrue.records import record
 from tokentrue.sessions.limits import count_chars, run_by_size
 from tokentrue.sessions.tree import Given, Node, ServedRef, Tree, TurnKey, turn_key
 from tokentrue.tracing import traced
@@ -49,7 +50,7 @@ from tokentrue.types import Message, Messages, Tools
 _MAX_KNOWN_FITS = 64
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Resolution:
     """A request continues `parent` with the new messages `given`, whose call ids are those that were served; or, if
     `parent` is None, nothing recorded can be continued token by token, and `given` is the whole conversation.
@@ -68,7 +69,7 @@ class Resolution:
     origin: Node | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class PathFit:
     """How the first `depth` messages of a request fit the path to a node: the changes in replayed served messages,
     and the number of given messages that are written differently."""
@@ -79,7 +80,7 @@ class PathFit:
     num_respelled: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Match:
     """`elsewhere` is a deeper turn of the same conversation, sampled under other tools or another system prompt."""
 

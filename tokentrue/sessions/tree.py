@@ -19,6 +19,7 @@ from tokentrue.errors import SessionConflict, TokenContractError
 from tokentrue.ids import EMPTY, HashState, TokenIds
 from tokentrue.json_types import JsonObject
 from tokentrue.plain_json import digest
+from tokentrue.records import record
 from tokentrue.types import (
     Attempt,
     Finish,
@@ -51,7 +52,7 @@ class ServedRef:
 Given: TypeAlias = Message | ServedRef
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Node:
     """One choice of one turn. `seq` is the commit order, `started` the tree's `committed_seq` when its request was
     resolved: `a` was over before `b` began if and only if `a.seq < b.started`. `edge_reason` says why it is not a

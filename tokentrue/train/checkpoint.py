@@ -21,7 +21,6 @@ import shutil
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ from torch import Tensor, nn
 from tokentrue.errors import FileFormatError, TrainingError
 from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.plain_json import read_numbered_lines
+from tokentrue.records import record
 from tokentrue.samples import sample_from_json, sample_to_json
 from tokentrue.train.ranks import Ranks, named_weights, whole
 from tokentrue.train.rows import Groups
@@ -46,7 +46,7 @@ MODEL_FILES = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Checkpoint:
     """What a checkpoint holds beside weights, moments and counters."""
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Annotated, Any, Literal, TypeAlias
 
 from msgspec import Meta
 
 from tokentrue.errors import ConfigError
+from tokentrue.records import record
 from tokentrue.types import AtLeastOne, Count, Finite, NotNegative, Positive, Share, check_fields, is_temperature
 
 Baseline: TypeAlias = Literal["grpo", "grpo_batch", "dr_grpo", "rloo", "whitened", "whitened_groups", "none"]
@@ -25,7 +26,7 @@ def default_learning_rate(num_parameters: int) -> float:
     return 2.5e-4 if num_parameters < 10_000_000 else 1e-6
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class OptimConfig:
     """AdamW. `warmup` and the decay count optimiser updates."""
 
@@ -50,7 +51,7 @@ class OptimConfig:
             raise ConfigError(f"optim.length_surge: {self.length_surge!r} must be > 1, or 0 for off")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class AdvantageConfig:
     """Where frameworks divide differently; what TRL and verl do is in docs/training.md."""
 
@@ -62,7 +63,7 @@ class AdvantageConfig:
         check_fields(self, "train.advantages")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class OverlongConfig:
     """Sessions that reach their limit of sampled tokens: not trained on (`mask`), or punished (DAPO's soft
     punishment)."""
@@ -84,7 +85,7 @@ class OverlongConfig:
             raise ConfigError(f"train.overlong.{key}: belongs to train.overlong.max_tokens, which is 0")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class KlConfig:
     """The divergence from the reference model: its cost in the reward, and a coefficient that follows a target.
 
@@ -101,7 +102,7 @@ class KlConfig:
         check_fields(self, "train.kl")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class AcceptanceConfig:
     """Update acceptance on the inference policy (MIPU); docs/training.md. `max_divergence` 0 is no bound."""
 
@@ -114,7 +115,7 @@ class AcceptanceConfig:
         check_fields(self, "train.acceptance")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class TrainConfig:
     """`lag` k: batch j is sampled by the weights of step max(0, j - k).
 
@@ -157,7 +158,7 @@ class TrainConfig:
         return self.minibatches * self.epochs
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class EvaluationConfig:
     """Held-out tasks every `every` steps (0: never); `patience` evaluations without gain end the run (0: never)."""
 

@@ -7,19 +7,19 @@ Engines with their own arithmetic are held to a bound on each row's mean |δ| in
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from tokentrue.errors import EngineContractError, ExactnessError, TokenContractError
+from tokentrue.records import record
 from tokentrue.train.ranks import Ranks
 from tokentrue.train.rows import Row
 
 PROBED_TOKENS = 24  # that an engine samples for the probe, whose mean |δ| is the limit of a row's
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Agreement:
     """`largest` is the largest |trainer - rollout| among the `differing`, and `first` describes the first of them."""
 

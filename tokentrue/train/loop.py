@@ -17,6 +17,7 @@ from typing import Protocol, runtime_checkable
 
 from tokentrue.errors import EngineError, FileFormatError, TrainingError
 from tokentrue.protocols import SampleSource
+from tokentrue.records import record
 from tokentrue.train import checkpoint
 from tokentrue.train.config import EvaluationConfig
 from tokentrue.train.publishing import Publisher
@@ -133,7 +134,7 @@ def pass_at_k(attempts: int, solved: int, k: int) -> float:
     return 1.0 - math.comb(attempts - solved, k) / math.comb(attempts, k)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Store:
     """Where a run keeps its checkpoints. `samples_digest` names the content of the file that it trains from."""
 

@@ -6,20 +6,21 @@ import asyncio
 import itertools
 import os
 from collections.abc import Awaitable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from tokentrue.errors import ConfigError, EngineError
+from tokentrue.records import record
 
 POLL_S = 0.02
 K = TypeVar("K")
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Ranks:
     """This process among those of torchrun; a world of 1 without it. `store` carries words between ranks without a
     collective."""

@@ -15,7 +15,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from torch import nn
 from tokentrue.errors import ConfigError, TrainingError
 from tokentrue.json_types import JsonMapping
 from tokentrue.plain_json import dumps
+from tokentrue.records import record
 from tokentrue.train.config import LoggerName
 from tokentrue.train.exactness import Agreement
 from tokentrue.train.rows import Row, is_truncated
@@ -54,7 +55,7 @@ MEASURED: Mapping[str, str] = {  # what a step reports of `diagnose`
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class StepReport:
     """`metrics` are the same whenever the step is repeated; `seconds` and `speeds` are not."""
 
@@ -109,7 +110,7 @@ def batch_metrics(rows: Sequence[Row], advantages: Sequence[float], *, version: 
     }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class ModelFlops:
     """Weights that each token is multiplied with; `attention` is layers · heads · head_dim.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from tokentrue.errors import TokenContractError
 from tokentrue.mismatch import grpo_advantages, rloo_advantages, whitened_advantages
 from tokentrue.mismatch.routing import routing_of, routing_weights_of
 from tokentrue.numerics import KeptRows
+from tokentrue.records import record
 from tokentrue.samples.groups import group_sessions
 from tokentrue.samples.recorded_turns import read_turns, scoring_temperatures
 from tokentrue.train.config import AdvantageConfig, Baseline, OverlongConfig
@@ -27,7 +28,7 @@ from tokentrue.types import Finish, Sample
 Groups = list[list[Sample]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@record(eq=False)
 class ScoredRow:
     """What a forward pass needs to know of a row."""
 
@@ -40,7 +41,7 @@ class ScoredRow:
         return int(self.ids.shape[0])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@record(eq=False)
 class Row(ScoredRow):
     """One sample, ready to train on. `mask` is True where loss falls; `rollout` is 0 and `versions` -1 where nothing
     was sampled."""
@@ -124,7 +125,7 @@ def list_sessions(rows: Sequence[Row]) -> list[list[int]]:
     return list(found.values())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@record(eq=False)
 class SessionRewards:
     """The sessions of a batch in the order of their first row."""
 
@@ -235,7 +236,7 @@ def split_even(count: int, parts: int) -> list[range]:
     return [range(a, b) for a, b in itertools.pairwise(bounds) if b > a]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Minibatch:
     """One optimiser update. `rows` are those of all ranks, the rest is this rank's.
 
@@ -255,7 +256,7 @@ class Minibatch:
         return [row for bin_ in self.bins for row in bin_]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Packing:
     """How rows become forward passes."""
 

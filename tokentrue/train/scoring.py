@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -16,12 +15,13 @@ from torch import Tensor, nn
 
 from tokentrue.mismatch.routing import replay_routing
 from tokentrue.numerics import KeptRows, exact, score, score_with_entropy
+from tokentrue.records import record
 from tokentrue.routing_replay import FREE
 from tokentrue.train.config import RoutingReplay
 from tokentrue.train.rows import Row, ScoredRow
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@record(eq=False)
 class Scores:
     logprobs: list[Tensor]
     entropy: list[Tensor] | None = None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import reduce
 
 import torch
@@ -20,6 +20,7 @@ from tokentrue.errors import ConfigError, TrainingError
 from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.mismatch import LengthDecay, LossConfig, Metrics, diagnose, policy_loss
 from tokentrue.numerics import on_device
+from tokentrue.records import record
 from tokentrue.train.config import OptimConfig, TrainConfig, default_learning_rate, learning_rate
 from tokentrue.train.exactness import Agreement, agreement, require_exact, require_near, require_own_versions
 from tokentrue.train.ranks import Ranks, named_weights, whole
@@ -54,7 +55,7 @@ from tokentrue.types import Sample
 NO_ROW = ScoredRow(ids=torch.zeros(2, dtype=torch.int64), temperatures=torch.ones(2))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@record(eq=False)
 class UpdateResult:
     statistics: Metrics
     loss: float

@@ -23,6 +23,7 @@ from tokentrue.errors import ConfigError
 from tokentrue.json_types import JsonMapping
 from tokentrue.mismatch import Corrected, LossConfig, Metrics, correct
 from tokentrue.mismatch.metrics import ESTIMATORS
+from tokentrue.records import record
 from tokentrue.train.config import KlConfig
 from tokentrue.train.ranks import Ranks
 from tokentrue.train.rows import Minibatch, Row, list_sessions
@@ -32,7 +33,7 @@ START_SCALE = 2.0**15
 GROW_AFTER = 200  # updates without overflow
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@record(eq=False)
 class Batch:
     """The rows of a step, and by row number this rank's log-probabilities of them before any weight moves."""
 
@@ -54,7 +55,7 @@ class Batch:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@record(eq=False)
 class MinibatchCorrection:
     """A whole minibatch's weights, kept tokens and counts; a session counts as one sequence."""
 

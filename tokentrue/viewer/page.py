@@ -9,7 +9,7 @@ import base64
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Literal
 
@@ -17,6 +17,7 @@ import orjson
 
 from tokentrue.errors import FileFormatError
 from tokentrue.json_types import JsonObject, JsonValue
+from tokentrue.records import record
 from tokentrue.samples.trainer_logprobs import TrainerLogprobs
 from tokentrue.viewer.data import PAGE, ViewerData
 from tokentrue.viewer.records import RecordSource, ViewRenderer
@@ -105,7 +106,7 @@ def page_with(answers: JsonObject) -> str:
     return LINK.sub(lambda link: f"<style>{(STATIC / link[1]).read_text(encoding='utf-8')}</style>", page)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Chart:
     """`series` maps a name to its values over `x`; None is a gap. `labels` name bars instead of numbers."""
 
@@ -120,14 +121,14 @@ class Chart:
     y_range: tuple[float, float] | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class ReportTable:
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str | float | int]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Report:
     """`facts` are label and value; `verdict` is one sentence, `ok` whether it is good."""
 

@@ -6,10 +6,11 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from tokentrue.errors import ConfigError
 from tokentrue.json_types import JsonMapping
+from tokentrue.records import record
 
 MODEL = "policy"  # the name that agents request; the gateway serves its one model under any name
 TASK = "{task}"
@@ -27,14 +28,14 @@ env_key = "GATEWAY_KEY"
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class AgentLaunch:
     arguments: tuple[str, ...]
     env: Mapping[str, str]
     home_files: Mapping[str, str]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class AgentPreset:
     """`program` is the executable's name and `install` the command that installs it. `changes` says what the agent
     alters in messages it has sent before: changes that no projection covers start a new sample. `home_files` maps paths

@@ -13,12 +13,12 @@ import stat
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Literal, TypeAlias
 
 from tokentrue.environments.agents.sandbox import MIB, SandboxLimits
 from tokentrue.errors import AgentError
+from tokentrue.records import record
 
 Container: TypeAlias = tuple[Literal["docker", "podman"], str]  # engine and name
 CANNOT_RUN = (125, 126, 127)  # the sandbox failed; not executable; not found
@@ -34,7 +34,7 @@ SIGNS = {  # what programs print when the kernel refuses something
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class CommandResult:
     """`code` is None if a limit ended the command; `limit` says which."""
 

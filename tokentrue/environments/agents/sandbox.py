@@ -14,12 +14,13 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cache
 from pathlib import Path
 from typing import Literal, TypeAlias
 
 from tokentrue.errors import ConfigError
+from tokentrue.records import record
 
 SandboxKind: TypeAlias = Literal["auto", "bwrap", "docker", "podman", "none"]
 ChosenSandbox: TypeAlias = Literal["bwrap", "docker", "podman", "none"]
@@ -51,7 +52,7 @@ MIB = 1024 * 1024
 SHARED_MEMORY_BYTES = 64 * MIB
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class SandboxLimits:
     """`memory_mib` is per process under bubblewrap and in total in a container; `disk_mib` limits all that a rollout
     writes."""
@@ -69,7 +70,7 @@ class SandboxLimits:
                 raise ConfigError(f"agent: {name} must be a whole number from 1 on, got {value!r}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Confinement:
     """`writable` and `readonly` map host paths to paths inside."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import tomllib
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Annotated, TypeAlias
 
@@ -20,6 +20,7 @@ from tokentrue.environments.agents.sandbox import Network
 from tokentrue.environments.base import Split, digest
 from tokentrue.errors import ConfigError
 from tokentrue.plain_json import read_numbered_lines
+from tokentrue.records import record
 
 Text: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"\A[^\x00]*\Z")]  # NUL ends an argument of a command
 Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1e9)]  # 0: the environment's limit applies
@@ -51,7 +52,7 @@ class HarborSettings(msgspec.Struct):
     environment: HarborEnvironment = HarborEnvironment()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class AgentTask:
     """`tests` is the directory of a Harbor task's verifier, hidden from the agent."""
 

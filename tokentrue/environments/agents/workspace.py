@@ -20,18 +20,18 @@ import subprocess
 import tempfile
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
 from tokentrue.errors import ConfigError
+from tokentrue.records import record
 
 WorkspaceKind: TypeAlias = Literal["copy", "worktree"]
 PREFIX = "tokentrue-rollout-"
 _numbers = itertools.count()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Workspace:
     """`agent` and `score` are each writable by one command. `objects` is the object store that a checkout borrows
     from, read-only."""

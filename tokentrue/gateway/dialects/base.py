@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import groupby
 from typing import Annotated, Any, ClassVar, NamedTuple, TypeAlias, TypeVar, cast
 
@@ -21,6 +21,7 @@ from tokentrue.errors import MessageError, SamplingError, TokenTrueError
 from tokentrue.gateway.dialects.signing import ReasoningSigner
 from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.plain_json import MAX_DEPTH, check_depth, complaint
+from tokentrue.records import record
 from tokentrue.types import (
     MAX_CHOICES,
     PENALTIES,
@@ -53,7 +54,7 @@ class HttpError(TokenTrueError):
         self.status, self.code, self.field, self.retry_after_s = status, code, field, retry_after_s
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class RequestHead:
     """A request without its conversation. `leading_messages` precede it; `options`: what the shape of the reply depends
     on. `continues`: the node of an earlier reply whose conversation comes first, without its `instructions` if

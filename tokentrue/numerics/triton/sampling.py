@@ -10,8 +10,6 @@ Legend: R rows, V vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -19,6 +17,7 @@ from torch import Tensor
 from triton.language.extra.cuda import libdevice
 
 from tokentrue.numerics.triton.launch import cdiv, launch, let_next_start, power_of_two, rows_of, wait_for_inputs
+from tokentrue.records import record
 
 CHUNK = 4096
 
@@ -220,7 +219,7 @@ def _advance_kernel(z_ptr, stats_ptr, top_ptr, key_ptr, noisy_ptr, ids_ptr, posi
     tl.store(slot_ptr + row, block * PAGE + position % PAGE)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Rows:
     order: Tensor  # int32 [R+1]: 0, 1, …: each row is a sequence with one query
     ids: Tensor  # int64 [R]: newest token

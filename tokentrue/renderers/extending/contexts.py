@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
 from tokentrue.json_types import JsonMapping, JsonObject, is_object
+from tokentrue.records import record
 from tokentrue.renderers.messages import normalise_messages, normalise_tools
 from tokentrue.renderers.template import InputFormat, make_arguments, make_content
 from tokentrue.types import Message, Tools
@@ -64,7 +65,7 @@ class ExtendRequest:
         return None if self.given_system is None else normalise_messages([self.given_system], self.inputs)[0]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class ExtendPlan:
     """Where to cut a render: after `gap`, which follows the sentinel. `closing` is inserted before the template's text
     there. In `gap`, `mark_ids` has replaced the turn's call ids.

@@ -26,6 +26,7 @@ from typing import Any, TypeAlias, cast
 
 from jinja2 import nodes
 
+from tokentrue.records import record
 from tokentrue.renderers.extending.template_nodes import (
     NONE,
     Flags,
@@ -59,7 +60,7 @@ LOOP_FLAGS: Mapping[str, Flags] = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class HistoryUse:
     """What the text after the recorded turn reads. `why`: the reason if the template is not understood, else empty.
 

@@ -6,12 +6,12 @@ They tell the engine when to stop, and where an open turn must be closed.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
 from tokentrue.errors import TemplateError
 from tokentrue.json_types import JsonMapping, JsonObject
+from tokentrue.records import record
 from tokentrue.renderers.codec import Codec
 from tokentrue.renderers.template import InputFormat, Template, make_arguments, make_content
 
@@ -19,7 +19,7 @@ SENTINEL = "qzSampledqz"
 FOLLOWER = "qzFollowerqz"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Stops:
     """Stop literals per kind of turn; `declared` come from generation_config.json and the tokenizer's eos."""
 

@@ -7,16 +7,17 @@ body, so that a failed attempt is recognised as one.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal, TypeAlias
 
 from tokentrue.json_types import JsonMapping, JsonObject
+from tokentrue.records import record
 
 PLAIN: JsonMapping = {"start_anchor_pattern": r"\A(?!)", "fields": {"content": {}}}
 """Response template of an unknown model: all text is content."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class CallForm:
     """How the model writes a call: `opening`, `begin` with the tool's name for NAME (`"NAME"`: as a JSON string), the
     arguments in JSON, `end`. Only ordinary tokens, or added ones that are not special: engines exclude special tokens
@@ -28,7 +29,7 @@ class CallForm:
     end: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Family:
     """`response_template`: a schema of `transformers.utils.chat_parsing`; `template_kwargs`: defaults for kwargs that
     the caller omits.
@@ -44,7 +45,7 @@ class Family:
     call_form: CallForm | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Clues:
     """Evidence to recognise a family: the template's text and the tokenizer's added tokens, never the model's name."""
 

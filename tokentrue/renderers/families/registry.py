@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from tokentrue.plugins import find_plugins, load_plugin
+from tokentrue.protocols import find_plugins, load_plugin
 from tokentrue.renderers.families import harmony
 from tokentrue.renderers.families.base import (
     ARG_PAIRS,

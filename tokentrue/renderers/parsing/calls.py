@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Protocol, TypeAlias, cast
 
 import regex
 from transformers.utils.chat_parsing import content_parsers
 
 from tokentrue.json_types import JsonMapping, JsonObject, is_array, is_object
+from tokentrue.records import record
 from tokentrue.types import Status, Tools
 
 Schemas = Mapping[str, JsonMapping]
@@ -105,7 +106,7 @@ def _load_json(text: str, **options: Any) -> Any:
         return None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class ParsedCall:
     """`arguments` is JSON text, `values` its parsed form; `call_id` is empty unless the model wrote one."""
 
@@ -115,14 +116,14 @@ class ParsedCall:
     call_id: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class CallFailure:
     status: Status
     detail: str
     name: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class JsonCallFormat:
     """Keys of a JSON call's name and arguments in the body; None: captured by the marker, or the whole body. `head`
     matches the body before the arguments if it has only texts.
@@ -133,7 +134,7 @@ class JsonCallFormat:
     head: Any = _NO_MEMBERS
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class TagCallFormat:
     """One tag per parameter; every tag ends with `closing`."""
 

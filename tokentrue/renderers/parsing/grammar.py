@@ -7,20 +7,20 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, cast
 
 import regex
 from transformers.utils.chat_parsing import response_templates
 
 from tokentrue.errors import TemplateError
+from tokentrue.records import record
 from tokentrue.renderers.codec import TokenBytes
 from tokentrue.renderers.families import PLAIN, Family
 from tokentrue.renderers.parsing.calls import CallFormat, ForeignField, find_call_format
 from tokentrue.types import Ids
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class MarkerSet:
     """The added tokens that a response template names: a pattern for whole look-alikes of them in ordinary text, and
     their proper prefixes. A marker of one character has no look-alike that could be told from it.
@@ -59,7 +59,7 @@ Pattern: TypeAlias = Any
 """A compiled pattern of the `regex` module, which has partial matches and no types."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Delimiter:
     """Opens or closes `field`. `is_final`: a match at the end of the text cannot grow with more text."""
 
@@ -69,7 +69,7 @@ class Delimiter:
     is_final: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Region:
     """`delimiters`: what can end the region or open another. `starts`: the ASCII characters that one can begin with."""
 
@@ -77,7 +77,7 @@ class Region:
     starts: frozenset[str]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class TextLayout:
     """How segments form a text field: whether its ends are trimmed, and the separator."""
 
@@ -85,7 +85,7 @@ class TextLayout:
     join: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Grammar:
     """`regions`: by open field (None: none). `generation_ids` open an assistant turn, for callers without a prompt."""
 

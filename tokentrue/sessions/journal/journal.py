@@ -18,13 +18,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 from weakref import WeakValueDictionary
 
 from tokentrue.errors import JournalError, SessionConflict, SessionNotFound, TokenTrueError
 from tokentrue.ids import TokenIds
+from tokentrue.records import record
 from tokentrue.sessions.journal.database import Database
 from tokentrue.sessions.journal.rows import (
     COLUMNS,
@@ -58,7 +58,7 @@ class SessionClaim:
             raise SessionConflict(f"session {self.session_id!r} was opened again: use the newer object")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class StoreSecret:
     value: bytes
     created: float

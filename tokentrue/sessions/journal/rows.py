@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, field, fields
 from hashlib import sha256
 from typing import Any, Literal, NamedTuple, cast
 
@@ -24,6 +24,7 @@ from tokentrue.errors import (
 from tokentrue.ids import TokenIds
 from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.plain_json import digest, dumps, freeze, loads
+from tokentrue.records import record
 from tokentrue.sessions.tree import Node, ServedRef
 from tokentrue.types import (
     Attempt,
@@ -205,14 +206,14 @@ class _OldSampling(Sampling):
         self._check_types()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Rewards:
     session: float | None = None
     leaves: Mapping[str, float] = field(default_factory=dict[str, float])
     metadata: JsonMapping = field(default_factory=JsonObject)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class SessionRecord:
     """A session's stored fields, without its nodes.
 

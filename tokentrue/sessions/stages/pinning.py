@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from operator import itemgetter
 
 from tokentrue.conversation import Conversation, ConversationMessage
@@ -19,13 +18,14 @@ from tokentrue.conversation.changes import find_changes
 from tokentrue.conversation.match_keys import count_system, message_key, read_role
 from tokentrue.errors import ConfigError
 from tokentrue.plain_json import digest
+from tokentrue.records import record
 from tokentrue.sessions.tree import Node, Tree
 from tokentrue.types import Message, Messages
 
 PINNABLE = ("system",)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class PinnedRequest:
     """`conversation` is what the model gets, `prompt` its system prompt; `replaced` is the client's prompt, if it
     differs."""

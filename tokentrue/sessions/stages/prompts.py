@@ -7,12 +7,13 @@ renderer adds the messages before each of them, then come their recorded sampled
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import cast
 
 from tokentrue.errors import TokenContractError
 from tokentrue.ids import TokenIds
 from tokentrue.protocols import Renderer
+from tokentrue.records import record
 from tokentrue.sessions.limits import SessionLimits, count_chars, run_by_size
 from tokentrue.sessions.matching import Matcher, Resolution
 from tokentrue.sessions.tree import Node, ServedRef, Tree
@@ -20,7 +21,7 @@ from tokentrue.tracing import traced
 from tokentrue.types import Message, PromptSpan, Refusal, Rendered, TemplateKwargs, Tools
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Prompt:
     """`ids == full_ids(resolution.parent) + given_ids`."""
 
