@@ -42,9 +42,9 @@ class LiteralFinder:
         self._tokens = {token.content: token for token in tokens if token.content}
 
     def find(self, text: str) -> list[LiteralSpan]:
-        if not any(first in text for first in self._firsts):
+        if not any(start in text for start in self._starts):
             return []
-        found = self._library.encode(text, add_special_tokens=False)
+        found = self._library.encode_batch([text], add_special_tokens=False)[0]  # `encode` would hold the GIL
         spans = zip(found.tokens, found.offsets, strict=True)
         return [LiteralSpan(start, end, literal) for literal, (start, end) in spans if literal in self._tokens]
 
@@ -64,6 +64,10 @@ class LiteralFinder:
             return False
         bare = text.lstrip()
         return any(bare[:size] in self._endings for size in range(1, min(len(bare), self._longest) + 1))
+
+    @cached_property
+    def _starts(self) -> list[str]:
+        return sorted({literal[:4] for literal in self._tokens})
 
     @cached_property
     def _firsts(self) -> list[str]:
