@@ -15,12 +15,12 @@ from tokentrue.environments import SMALL_MODEL, load_environment
 from tokentrue.integrations.trl import correct_with_gateway_logprobs, reward_from_rollout, rollout_func
 
 
-def train(steps: int, out: str = "out/trl") -> list[dict[str, float]]:
-    """TRL's log, one entry per step."""
+def train(steps: int, out: str = "out/trl", rows: int = 64) -> list[dict[str, float]]:
+    """TRL's log, one entry per step of `rows` rollouts."""
     environment = load_environment("calculator", {})
-    tasks = {task.prompt: task for task in environment.tasks(steps * 8, seed=1)}
+    tasks = {task.prompt: task for task in environment.tasks(steps * rows // 8, seed=1)}
     settings = GRPOConfig(
-        output_dir=out, max_steps=steps, num_generations=8, per_device_train_batch_size=64, learning_rate=2e-4, logging_steps=1,
+        output_dir=out, max_steps=steps, num_generations=8, per_device_train_batch_size=rows, learning_rate=2e-4, logging_steps=1,
         report_to="none", save_strategy="no", use_cpu=True, beta=0.0, max_completion_length=256, seed=1, disable_tqdm=True,
         loss_type="grpo", shuffle_dataset=False, bf16=False,
     )  # fmt: skip

@@ -22,7 +22,7 @@ RECORDED: list[Sample] = []
 GIVEN: list[dict[str, Any]] = []
 
 
-def main(steps: int, out: str) -> None:
+def main(steps: int, out: str, rows: int) -> None:
     run, make = GatewayRollouts.run, adapter.rollout_func
 
     def recording(self: GatewayRollouts, tasks: Any, groups: Any, *, first: int = 0) -> list[list[Sample]]:
@@ -42,7 +42,7 @@ def main(steps: int, out: str) -> None:
 
     GatewayRollouts.run = recording  # type: ignore[method-assign]
     trl_grpo.rollout_func = watched
-    log = trl_grpo.train(steps, out)
+    log = trl_grpo.train(steps, out, rows)
     equal = [
         row["prompt_ids"] + row["completion_ids"] == list(sample.token_ids)
         and [0] * len(row["prompt_ids"]) + row["env_mask"] == list(sample.loss_mask)
@@ -54,4 +54,4 @@ def main(steps: int, out: str) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
+    main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
