@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 import sys
 from collections.abc import Callable, Iterator
@@ -24,7 +25,7 @@ AGAINST_A_GATEWAY = {
 ALONE = {
     "verify_model": "nothing rendered again",
     "custom_family": "{'name': 'calculator', 'arguments': '{\"expression\": \"2+2\"}'} {'user': 'history', 'tool': 'history'}",
-    "own_trainer": "step 1: ",
+    "own_trainer": "step 1: reward 0.",
 }
 ELSEWHERE = {"trl_grpo": "tests/integrations"}
 KEY = "a-key-of-this-test"
@@ -95,9 +96,13 @@ def test_custom_environment(
 
     monkeypatch.setenv("TOKENTRUE_ADMIN_KEY", KEY)
     monkeypatch.chdir(EXAMPLES)
-    sets = [f"--set=rollout.{each}" for each in ("environment=custom_environment:Sums", "tasks=2", "group_size=2")]
+    sets = [f"--set=rollout.{each}" for each in ("environment=custom_environment:Pens", "tasks=2", "group_size=4")]
     assert run("rollout", ["--url", gateway, "--out", str(tmp_path), *sets]) == 0
-    assert "4 rollouts in 2 groups, 0 failed" in capsys.readouterr().out
+    assert "8 rollouts in 2 groups, 0 failed" in capsys.readouterr().out
+    groups: dict[str, set[float]] = {}
+    for line in (tmp_path / "rollouts.jsonl").read_text().splitlines():
+        groups.setdefault(json.loads(line)["group"], set()).add(json.loads(line)["reward"])
+    assert len(groups) == 2 and any(len(rewards) > 1 for rewards in groups.values()), f"nothing to learn: {groups}"
 
 
 def test_every_example_is_run_and_short() -> None:

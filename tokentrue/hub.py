@@ -1,4 +1,5 @@
-"""Locates and loads a model's files: a directory, or a hub id whose files come from the hub or its cache.
+"""Locates and loads a model's files: a directory, the name of the model that ships with the package, or a hub id whose
+files come from the hub or its cache.
 
 transformers requests file after file from an unreachable hub, each six times over 23 seconds. One request in advance
 shows whether the hub responds; if not, the cache is used, or the error says what to do.
@@ -6,12 +7,15 @@ shows whether the hub responds; if not, the cache is used, or the error says wha
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from tokentrue.errors import ConfigError
 
 ANSWER_S = 5.0
+SMALL_MODEL = Path(__file__).parent / "assets" / "calculator"  # ships with the package; `calculator` names it, too
 SMALL_FILES = (
     "*.json",
     "*.jinja",
@@ -38,9 +42,25 @@ def load_config(model: str | Path) -> Any:
 def _load(kind: Any, model: str | Path, **options: Any) -> Any:
     located = locate_model(model)
     try:
-        return kind.from_pretrained(located, **options)
+        with _without_progress_bar(is_local=Path(located).is_dir()):
+            return kind.from_pretrained(located, **options)
     except Exception as error:  # transformers raises many kinds of error; users see one
         raise ConfigError(f"model: cannot load {str(model)!r}: {one_line(error)}") from error
+
+
+@contextmanager
+def _without_progress_bar(*, is_local: bool) -> Generator[None, None, None]:
+    """transformers' bar for reading weights says nothing that the caller wants; a download keeps its own."""
+    from transformers.utils import logging
+
+    hidden = is_local and logging.is_progress_bar_enabled()
+    if hidden:
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if hidden:
+            logging.enable_progress_bar()
 
 
 def one_line(error: Exception) -> str:
@@ -49,27 +69,29 @@ def one_line(error: Exception) -> str:
 
 def locate_model(model: str | Path) -> str:
     """`model` itself, or the cached directory of a hub id while the hub is unreachable."""
-    if _is_directory(model):
-        return str(model)
+    if folder := _find_directory(model):
+        return str(folder)
     reason = why_unreachable()
     return str(model) if reason is None else _download(str(model), reason)
 
 
 def locate_small_files(model: str | Path) -> Path:
-    if _is_directory(model):
-        return Path(model)
+    if folder := _find_directory(model):
+        return folder
     return Path(_download(str(model), why_unreachable(), allow_patterns=list(SMALL_FILES)))
 
 
-def _is_directory(model: str | Path) -> bool:
-    """False for a hub id. Raises if a `Path`, or a text that is not a hub id, is not a directory."""
+def _find_directory(model: str | Path) -> Path | None:
+    """None for a hub id. Raises if a `Path`, or a text that is not a hub id, is not a directory."""
     if Path(model).is_dir():
-        return True
+        return Path(model)
+    if model == SMALL_MODEL.name:
+        return SMALL_MODEL
     if isinstance(model, Path) or not is_hub_id(model):
         raise ConfigError(
             f"model: there is no directory {str(model)!r}; give a Hugging Face directory or a hub id such as Qwen/Qwen3-0.6B"
         )
-    return False
+    return None
 
 
 def _download(model: str, reason: str | None, **options: Any) -> str:

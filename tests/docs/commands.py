@@ -4,7 +4,8 @@ commands of the block left.
 * A server (`tokentrue serve`, `tokentrue view` without `--export`) takes a free port and runs until the next server of
   the block or the block's end; it must print its address and answer there. Later commands reach it under the address
   that the page gives.
-* `tokentrue diagnose` and `tokentrue doctor` may find a fault in what the reader has: exit code 1 is an answer.
+* `tokentrue diagnose` and `tokentrue doctor` may find a fault in what the reader has: exit code 1 is an answer. Not with
+  `--policy-version`: the page then compares samples with the weights that sampled them.
 * `make TARGET` is `make -n TARGET`: what a target runs has tests of its own.
 * `pip`, `docker` and `python -m pytest` are checked by dry.py: nothing is installed, no daemon runs where the tests do,
   and the tests that a page names are run by `make test` or `make test-slow`.
@@ -67,7 +68,7 @@ class Shell:
         elif words[:2] == ["tokentrue", "view"] and "--export" not in words:
             self._start(f"{command.partition('  #')[0]} --port 0", "/")
         else:
-            self._bash(command, cwd=self._folder, may_find=words[:2] in FINDERS)
+            self._bash(command, cwd=self._folder, may_find=words[:2] in FINDERS and "--policy-version" not in words)
 
     def _bash(self, command: str, *, cwd: Path, may_find: bool = False) -> None:
         """Its environment is that of the next command."""
@@ -121,7 +122,8 @@ def wait_for_answer(url: str) -> None:
             time.sleep(0.1)
 
 
-def run_python(code: str, folder: Path, record: Record) -> None:
+def run_python(code: str, folder: Path, record: Record) -> str:
+    """What the program printed."""
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=folder,
@@ -131,3 +133,4 @@ def run_python(code: str, folder: Path, record: Record) -> None:
         timeout=600,
     )
     assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout

@@ -30,7 +30,9 @@ from safetensors.numpy import save_file
 import tokentrue as tt
 from tests.docs.fences import ROOT
 from tests.gateway.world import Server
-from tokentrue.environments import SMALL_MODEL
+from tokentrue.app.background import BackgroundGateway
+from tokentrue.environments import SMALL_MODEL, load_environment
+from tokentrue.environments.word_problems import CALCULATOR
 from tokentrue.samples import write_samples
 
 KEY = "the-readers-admin-key"
@@ -64,6 +66,7 @@ class Record:
     engine: str
     samples: Path
     store: Path
+    demo: Path  # what `tokentrue demo` leaves, of one task alone
 
     def at_real_addresses(self, text: str) -> str:
         for address in ENGINES:
@@ -130,9 +133,31 @@ def recorded(folder: Path) -> Iterator[Record]:
                 live.backup(copy)
             live.close()
             copy.close()
-            yield Record(url=server.url, engine=engine, samples=samples, store=folder / "copy.sqlite")
+            demo = folder / "demo"
+            yield Record(
+                url=server.url, engine=engine, samples=samples, store=folder / "copy.sqlite", demo=played(demo)
+            )
     finally:
         server.stop()
+
+
+def played(folder: Path) -> Path:
+    """Two real rollouts of the shipped model by the exact engine: samples.jsonl and sessions.sqlite."""
+    folder.mkdir()
+    task = load_environment("calculator").tasks(1)[0]
+    samples: list[Any] = []
+    with (
+        BackgroundGateway(store=f"sqlite:{folder / 'sessions.sqlite'}") as gateway,
+        tt.Client(gateway.url, gateway.admin_key) as client,
+    ):
+        for seed in (1, 2):
+            with client.session(group=task.task_id, sampling={"temperature": 1.0, "seed": seed}) as session:
+                question = [{"role": "user", "content": task.prompt}]
+                session.openai().chat.completions.create(model="any", messages=question, tools=[CALCULATOR])
+                session.reward(float(seed - 1))
+                samples += session.samples()
+    write_samples(samples, folder / "samples.jsonl")
+    return folder
 
 
 def recorded_session(client: tt.Client, reward: float) -> list[Any]:
@@ -154,8 +179,9 @@ def furnish(folder: Path, record: Record) -> None:
         (folder / name).symlink_to(ROOT / name)
     (folder / ".venv").symlink_to(sys.prefix)
     (folder / "out" / "demo").mkdir(parents=True)
-    for name in ("samples.jsonl", "out/demo/samples.jsonl"):
-        shutil.copy(record.samples, folder / name)
+    shutil.copy(record.samples, folder / "samples.jsonl")
+    for made in record.demo.iterdir():
+        shutil.copy(made, folder / "out" / "demo")
     for name in ("journal.db", "tokentrue.sqlite"):
         shutil.copy(record.store, folder / name)
     shutil.copy(SMALL_MODEL / "chat_template.jinja", folder / "F.jinja")

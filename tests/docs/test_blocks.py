@@ -5,6 +5,7 @@ first commands of docs/start.md, `make test-slow` the others."""
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,13 @@ from tests.docs.fences import CONSOLE, KNOWN, PAGES, ROOT, Block, blocks_of, nam
 from tests.docs.reader import Record, furnish, recorded
 
 FIRST = {"python": "README.md", "console": "docs/start.md"}  # in `make test`
+# The first answers of the shipped model are right, by arithmetic.
+SAID = {
+    "README.md": ('{"expression": "12 + 5"} coverage 1.0', "reward 1.0 for "),
+    "docs/start.md": ("The answer is 17. reward 1.0 coverage 1.0",),
+    "docs/client.md": ('{"expression": "12 + 5"} reward 1.0 coverage 1.0',),
+    "docs/walk.md": ("8 samples, rewards [0.0, ", ", 1.0]"),
+}
 PARSED = ("console slow", "console gpu", "console vllm", "console harness", "console cluster")
 
 
@@ -63,7 +71,11 @@ def python_pages() -> list[Any]:
 
 @pytest.mark.parametrize("page", python_pages())
 def test_python_blocks_run(page: Path, folder: Path, record: Record) -> None:
-    run_python("\n".join(block.body for block in blocks_of(page) if block.kind == "python"), folder, record)
+    said = run_python("\n".join(block.body for block in blocks_of(page) if block.kind == "python"), folder, record)
+    for expected in SAID.get(name_of(page), ()):
+        assert expected in said, said
+    rewards = re.search(r"rewards \[(.*)\]", said)
+    assert rewards is None or len(set(rewards[1].split(", "))) > 1, "no advantage: all rewards are equal"
 
 
 def run_console_blocks(page: Path, folder: Path, record: Record, *, most: int | None = None) -> None:

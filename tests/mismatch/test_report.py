@@ -365,3 +365,51 @@ def test_a_page_of_one_exact_step(model_dir: Path, tmp_path: Path) -> None:
     found = answers_of(page)
     assert found["report"]["charts"] == [] and found["mismatch"]["equal"] == found["mismatch"]["tokens"]
     assert "Worst sequences" not in [table["title"] for table in found["report"]["tables"]]
+
+
+def test_samples_are_scored_together_and_kept(
+    model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One forward pass for eight short samples; the file it leaves says the same to a second `diagnose`."""
+    from tokentrue.train.scoring import ExactScorer
+
+    passes: list[int] = []
+    score = ExactScorer.__call__
+
+    def counted(self: ExactScorer, model: Any, rows: Any, **options: Any) -> Any:
+        passes.append(len(rows))
+        return score(self, model, rows, **options)
+
+    monkeypatch.setattr(ExactScorer, "__call__", counted)
+    samples = make_samples(model_dir, 0.05)
+    write_samples(samples, tmp_path / "s.jsonl")
+    kept = tmp_path / "out" / "trainer.jsonl"
+    options = ["--trainer", str(model_dir), "--write-logprobs", str(kept), "--json"]
+    assert run("diagnose", [str(tmp_path / "s.jsonl"), *options]) == 0
+    first = json.loads(capsys.readouterr().out)
+    assert passes == [len(samples)]
+    assert run("diagnose", [str(tmp_path / "s.jsonl"), "--trainer-logprobs", str(kept), "--json"]) == 0
+    second = json.loads(capsys.readouterr().out)
+    assert first["metrics"]["corr/k3"] == second["metrics"]["corr/k3"] > 0
+    assert first["verdict"].startswith("OK: K3 ") and "<= 0.015 (--max-k3)" in first["verdict"]
+    assert run("diagnose", [str(tmp_path / "s.jsonl"), "--trainer-logprobs", str(kept), "--write-logprobs", "x"]) == 2
+    assert "give --trainer MODEL" in capsys.readouterr().err
+
+
+def test_a_failure_says_the_bound_and_the_likely_reason(
+    model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Samples of versions 0 and 1 against one model; then those of version 0, sampled by other weights."""
+    samples = make_samples(model_dir, 0.0)
+    noisy = make_samples(model_dir, 0.5)
+    write_samples([*samples[:4], *noisy[4:]], tmp_path / "s.jsonl")
+    for extra, code, said in (
+        ([], 1, "policy versions 0 to 1 sampled, the trainer has the weights of one; --policy-version N"),
+        (["--policy-version", "0"], 0, "exact: all 42 log-probabilities are equal\n"),
+        (["--policy-version", "1"], 1, "are these the weights that sampled?"),
+        (["--policy-version", "7"], 2, "no sample of policy version 7; versions in the file: 0, 1"),
+    ):
+        assert run("diagnose", [str(tmp_path / "s.jsonl"), "--trainer", str(model_dir), *extra]) == code
+        found = capsys.readouterr()
+        assert said in found.out + found.err
+        assert code != 1 or (" > 0.015 (--max-k3)" in found.out and "FAIL: K3 0." in found.out)

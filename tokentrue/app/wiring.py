@@ -289,10 +289,8 @@ def _find_directory(engine: EngineConfig, names: set[str]) -> str:
     if len(names) > 1:
         raise ConfigError(f"the replicas serve different models: {', '.join(sorted(names))}")
     (name,) = names
-    if Path(name).is_dir():
+    if Path(name).is_dir() or name == SMALL_MODEL.name:
         return name
-    if name == SMALL_MODEL.name:
-        return str(SMALL_MODEL)
     raise ConfigError(
         f"the {engine.name} engine serves {name!r}, which is no directory here: give --model its directory or hub id"
     )

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from typer import Option
 
-from tokentrue.cli.common import AsJson, SamplesFile, count_items, pluralise, print_json
+from tokentrue.cli.common import AsJson, SamplesFile, count_items, pluralise, print_json, show_share
 from tokentrue.samples import AuditFinding, audit_exported, read_exported
 
 
@@ -29,8 +29,12 @@ def command(
         print(str(finding).encode(errors="backslashreplace").decode())  # a damaged name may hold what UTF-8 cannot
     if len(result.findings) > limit:
         print(f"… and {len(result.findings) - limit} more (--limit)")
-    verdict = "all of it holds" if result.ok else pluralise(len(result.findings), "finding")
+    verdict = "OK: verified" if result.ok else f"FAIL: {pluralise(len(result.findings), 'finding')} in"
     counted = f"{pluralise(result.samples, 'sample')} of {pluralise(len(result.sessions), 'session')}"
-    trained = f"{pluralise(result.tokens, 'token')}, {result.trained:,} trained, coverage {result.coverage:.2%}"
-    print(f"{counted}, {trained}: {verdict}")
+    trained = f"{pluralise(result.tokens, 'token')}, {result.trained:,} trained, coverage {show_share(result.coverage)}"
+    reasons = result.untrained
+    left = (
+        f"; {show_share(1 - result.coverage)} of sampled tokens are untrained ({', '.join(reasons)})" if reasons else ""
+    )
+    print(f"{verdict} {counted}, {trained}{left}")
     return 0 if result.ok else 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -111,6 +112,11 @@ def require_store(source: str) -> str:
 def pluralise(number: int, noun: str) -> str:
     """`1 sample`, `2 samples`, `1,024 tokens`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def show_share(share: float) -> str:
+    """`99.99%`: rounded down, as in the viewer, so that only all is 100.00%."""
+    return f"{math.floor(share * 10_000 + 1e-9) / 100:.2f}%"
 
 
 def print_json(value: JsonValue) -> None:

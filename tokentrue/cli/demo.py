@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
-from tokentrue.cli.common import AsJson, pluralise, print_json, progress_bar, share_costs
+from tokentrue.cli.common import AsJson, pluralise, print_json, progress_bar, share_costs, show_share
 from tokentrue.environments import SMALL_MODEL, Rollout, RolloutConfig
 from tokentrue.environments.http import GatewaySessions
 from tokentrue.hub import load_causal_model
@@ -192,7 +192,7 @@ def write_demo_report(result: DemoResult, *, store: str, renderer: ViewRenderer)
         highlights=[
             (f"held-out reward before, {result.tasks} tasks", f"{result.reward_before:.3f}"),
             (f"held-out reward after {result.steps} GRPO steps", f"{result.reward_after:.3f}"),
-            (f"coverage: {result.trained:,} of {result.sampled:,} sampled tokens", f"{result.coverage:.2%}"),
+            (f"coverage: {result.trained:,} of {result.sampled:,} sampled tokens", show_share(result.coverage)),
             (f"of {result.compared:,} log-probabilities differ", f"{result.differing:,}"),
         ],
         note="A tool-calling agent over HTTP, the exact engine, GRPO. Groups and sessions of the first and the last "
@@ -229,7 +229,9 @@ def print_result(result: DemoResult) -> None:
     differ = f"of {result.compared:,} log-probabilities of rollout and trainer differ in any bit"
     print(f"  held-out reward after    {result.reward_after:.2f}   ({pluralise(result.tasks, 'task')}, greedy)")
     rollouts = pluralise(result.rollouts, "rollout")
-    print(f"  coverage   {result.coverage:.2%}   {result.trained:,} of {result.sampled:,} sampled tokens, {rollouts}")
+    print(
+        f"  coverage   {show_share(result.coverage)}   {result.trained:,} of {result.sampled:,} sampled tokens, {rollouts}"
+    )
     print(f"  mismatch   {result.differing}   {differ}")
     print(f"  a step     {result.cost_line}")
     print(f"  time       {result.seconds:.0f} s for {pluralise(result.steps, 'step')}")

@@ -5,9 +5,11 @@ does.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar
 
 from typer import Option
 
@@ -17,14 +19,14 @@ from tokentrue.cli.common import (
     ReportPage,
     SamplesFile,
     TrainerFile,
-    count_items,
     name_option,
     pluralise,
     print_json,
     print_table,
     renderer_from,
+    show_status,
 )
-from tokentrue.errors import ConfigError, InputError, TokenContractError
+from tokentrue.errors import ConfigError, FileFormatError, InputError, TokenContractError
 from tokentrue.hub import load_causal_model
 from tokentrue.records import record
 from tokentrue.samples import read_samples
@@ -39,7 +41,9 @@ if TYPE_CHECKING:
     from tokentrue.mismatch.diagnosis import WorstRow
 
 BATCH_TOKENS = 8192
+PADDED_TOKENS = 2048  # of a forward pass with --plain, which holds all logits at once
 ALARM_K3 = 0.015
+OTHER_MODEL_K3 = 0.3  # kernels and stale weights stay below
 SHOWN = (
     "tokens", "rows", "delta/mean", "delta/abs_mean", "delta/min", "delta/max", "delta/quantile/abs_p99", "corr/k1",
     "corr/k3", "ppl/trainer", "ppl/rollout", "chi2/token", "ratio/raw/ess", "tail/raw/above_2", "tail/applied/above_2",
@@ -47,6 +51,7 @@ SHOWN = (
     "contribution/rollout/positive/mean", "contribution/rollout/positive/skew", "contribution/rollout/negative/mean",
     "contribution/rollout/negative/skew",
 )  # fmt: skip
+T = TypeVar("T")
 Scored: TypeAlias = tuple[TrainerLogprobs, list[int] | None]
 """The trainer's log-probabilities, and its most likely tokens if known."""
 
@@ -79,22 +84,27 @@ def command(
     ] = None,
     correction: Annotated[str, Option(help="preset whose effect is shown")] = "decoupled_token_is",
     max_k3: Annotated[float, Option(help="exit 1 where the mean K3 per token is above this")] = ALARM_K3,
+    policy_version: Annotated[
+        int | None, Option(help="only samples that this version of the weights sampled from first to last token")
+    ] = None,
+    write_logprobs: Annotated[
+        Path | None,
+        Option(help="with --trainer: write its log-probabilities for `tokentrue view --trainer-logprobs`"),
+    ] = None,
     as_json: AsJson = False,
 ) -> int:
     """Mismatch report: δ, K1/K3, ratio tails, ESS, argmax flips, contribution skew; a table, and plots with -o."""
-    from tokentrue.mismatch import PRESETS
     from tokentrue.viewer.records import check_names
 
-    if correction not in PRESETS:
-        raise ConfigError(f"--correction: no preset {correction!r}; choose one of {', '.join(PRESETS)}")
-    if (trainer is None) == (trainer_logprobs is None):
-        raise ConfigError(
-            "pass either --trainer MODEL or --trainer-logprobs FILE: the trainer's side of the comparison"
-        )
-    if not max_k3 >= 0:
-        raise ConfigError(f"--max-k3: {max_k3:g} must be a number >= 0")
+    check_options(correction, trainer, trainer_logprobs, max_k3, write_logprobs)
     renderer: Any = None if output is None else renderer_from("--tokenizer", tokenizer)
     found = list(read_samples(samples))
+    versions = {sample.sample_id: sampled_by(sample) for sample in found}
+    if policy_version is not None:
+        found = [sample for sample in found if versions[sample.sample_id] == {policy_version}]
+        if not found:
+            known = ", ".join(map(str, sorted(set[int]().union(*versions.values())))) or "none is recorded"
+            raise InputError(f"{samples}: no sample of policy version {policy_version}; versions in the file: {known}")
     if output is not None:  # refuse names that the page cannot hold now, not after minutes of scoring
         for sample in found:
             check_names(sample)
@@ -102,13 +112,15 @@ def command(
         given = read_trainer_logprobs(str(trainer_logprobs))
         side = {"trainer": str(trainer_logprobs)}
         known = [sample for sample in found if sample.sample_id in given]
-        rows, refused = score_all(known, lambda sample: (given[sample.sample_id], None), quiet=True)
+        rows, refused = score_all(known, lambda each: [(given[sample.sample_id], None) for sample in each], quiet=True)
     else:
         side = {"trainer": trainer}
         side["scored"] = f"{'the model’s own forward pass' if plain else 'exact operators'}, {dtype}, {device}"
         score = load_scorer(trainer, plain=plain, dtype=dtype, device=device)
         require_samples_of(found, trainer)
-        rows, refused = score_all(found, score, quiet=as_json)
+        rows, refused = score_all(found, score, tokens=PADDED_TOKENS if plain else BATCH_TOKENS, quiet=as_json)
+        if write_logprobs is not None:
+            write_text(write_logprobs, (row.scores.to_line(row.sample) for row in rows))
     if not rows:
         why = "no sample has trained tokens with log-probabilities of both sides"
         if refused:
@@ -132,7 +144,8 @@ def command(
         facts["left out"] = f"{pluralise(left_out, 'sample')} {missing}"
     if refused:
         facts["not scored"] = f"{pluralise(len(refused), 'sample')}; the first: {refused[0]}"
-    verdict, alarm = judge(whole, counts, max_k3)
+    spread = set[int]().union(*(versions[row.sample.sample_id] for row in rows))
+    verdict, alarm = judge(whole, counts, max_k3, spread if trainer is not None else set())
     if output is not None:
         from tokentrue.cli.reports import diagnosis_report, write_diagnosis
 
@@ -146,9 +159,26 @@ def command(
         print_json({**head, "metrics": metrics, "worst": [asdict(row) for row in whole.worst]})
     else:
         print_metrics(metrics, whole.worst[:3])
-        lines = {"not scored": facts.get("not scored"), "report": output}
+        lines = {"not scored": facts.get("not scored"), "report": output, "log-probabilities": write_logprobs}
         print("\n".join([verdict, *(f"{name}: {text}" for name, text in lines.items() if text)]))
     return 1 if alarm else 0
+
+
+def check_options(
+    correction: str, trainer: str | None, trainer_logprobs: Path | None, max_k3: float, write_logprobs: Path | None
+) -> None:
+    from tokentrue.mismatch import PRESETS
+
+    if correction not in PRESETS:
+        raise ConfigError(f"--correction: no preset {correction!r}; choose one of {', '.join(PRESETS)}")
+    if (trainer is None) == (trainer_logprobs is None):
+        raise ConfigError(
+            "pass either --trainer MODEL or --trainer-logprobs FILE: the trainer's side of the comparison"
+        )
+    if not max_k3 >= 0:
+        raise ConfigError(f"--max-k3: {max_k3:g} must be a number >= 0")
+    if write_logprobs is not None and trainer is None:
+        raise ConfigError("--write-logprobs writes what --trainer computes; give --trainer MODEL")
 
 
 def print_metrics(metrics: Mapping[str, float | None], worst: Sequence[WorstRow]) -> None:
@@ -160,19 +190,43 @@ def print_metrics(metrics: Mapping[str, float | None], worst: Sequence[WorstRow]
     print_table("training-inference mismatch", ("metric", "value"), cells)
 
 
+def sampled_by(sample: Sample) -> set[int]:
+    """The policy versions of its sampled tokens."""
+    spans = (span for span in sample.spans if span.kind == "sampled")
+    return {span.policy_version for span in spans if span.policy_version is not None}
+
+
 def score_all(
-    samples: Sequence[Sample], score: Callable[[Sample], Scored], *, quiet: bool
+    samples: Sequence[Sample],
+    score: Callable[[Sequence[Sample]], list[Scored]],
+    *,
+    quiet: bool,
+    tokens: int = BATCH_TOKENS,
 ) -> tuple[list[Row], list[str]]:
-    """Samples with numbers of both sides, and why the trainer cannot score others."""
-    rows: list[Row] = []
+    """Samples with numbers of both sides, and why the trainer cannot score others. `score` gets samples of about one
+    length, up to `tokens` at once."""
+    rows: dict[int, Row] = {}
     refused: list[str] = []
-    for sample in count_items(samples, "sample", quiet=quiet):
-        if any(sample.loss_mask):
-            try:
-                rows.append(compare(sample, *score(sample)))
-            except TokenContractError as error:
-                refused.append(str(error))
-    return [row for row in rows if row.trainer], refused
+    trained = [number for number, sample in enumerate(samples) if any(sample.loss_mask)]
+    trained.sort(key=lambda number: len(samples[number].token_ids))
+    done = 0
+    with show_status("scoring", quiet=quiet or not sys.stderr.isatty()) as update:
+        for batch in cut_batches(trained, lambda number: len(samples[number].token_ids), tokens):
+            scorable: list[int] = []
+            for number in batch:
+                try:
+                    scoring_temperatures(samples[number])
+                    scorable.append(number)
+                except TokenContractError as error:
+                    refused.append(str(error))
+            if scorable:
+                found = score([samples[number] for number in scorable])
+                rows.update(
+                    {number: compare(samples[number], *each) for number, each in zip(scorable, found, strict=True)}
+                )
+            done += len(batch)
+            update(f"scored {done:,} of {pluralise(len(trained), 'sample')}")
+    return [rows[number] for number in sorted(rows) if rows[number].trainer], refused
 
 
 def compare(sample: Sample, scores: TrainerLogprobs, tops: Sequence[int] | None) -> Row:
@@ -199,39 +253,47 @@ def compare(sample: Sample, scores: TrainerLogprobs, tops: Sequence[int] | None)
     return row
 
 
-def load_scorer(model: str, *, plain: bool, dtype: str, device: str) -> Callable[[Sample], Scored]:
-    """Log-probabilities as `tokentrue train` computes them: at the turn's temperature, over the ids that its filters
-    kept. Raises TokenContractError for a sample that cannot be scored so.
+def load_scorer(model: str, *, plain: bool, dtype: str, device: str) -> Callable[[Sequence[Sample]], list[Scored]]:
+    """Log-probabilities as `tokentrue train` computes them, several samples in one pass: at the turn's temperature, over
+    the ids that its filters kept.
     """
     import torch
-    from transformers.utils import logging
 
     from tokentrue.train.rows import ScoredRow, kept_rows
     from tokentrue.train.scoring import ExactScorer, PlainScorer
 
     require_device(device)
     require_dtype(dtype)
-    logging.disable_progress_bar()  # ours is enough
     with name_option("--trainer"):
         loaded = load_causal_model(model, dtype=dtype).to(device).eval()
     tops: list[list[int]] = []
 
     def record_tops(_module: object, _given: object, out: Any) -> None:
-        tops.append([-1, *out.logits[0, :-1].argmax(-1).tolist()])
+        tops.extend([-1, *row] for row in out.logits[:, :-1].argmax(-1).tolist())
 
     if plain:
         loaded.register_forward_hook(record_tops)
     score = PlainScorer() if plain else ExactScorer()
 
-    def score_sample(sample: Sample) -> Scored:
-        ids, temperatures = torch.tensor(list(sample.token_ids)), torch.tensor(scoring_temperatures(sample))
-        row = ScoredRow(ids=ids, temperatures=temperatures, kept=kept_rows(sample))
+    def score_samples(samples: Sequence[Sample]) -> list[Scored]:
+        rows = [
+            ScoredRow(
+                ids=torch.tensor(list(sample.token_ids)),
+                temperatures=torch.tensor(scoring_temperatures(sample)),
+                kept=kept_rows(sample),
+            )
+            for sample in samples
+        ]
         tops.clear()
-        with torch.no_grad():
-            found: Any = score(loaded, [row]).logprobs[0]
-        return TrainerLogprobs(logprobs=[None, *found[1:].tolist()]), tops[0] if tops else None
+        with torch.no_grad(), score.active(loaded):
+            found = score(loaded, rows).logprobs
+        chosen = tops or [None] * len(rows)
+        return [
+            (TrainerLogprobs(logprobs=[None, *values[1:].tolist()]), top)
+            for values, top in zip(found, chosen, strict=True)
+        ]
 
-    return score_sample
+    return score_samples
 
 
 def diagnose_steps(
@@ -250,31 +312,37 @@ def diagnose_steps(
     kinds = sorted({kind for row in rows for kind in row.kinds})
     by_step: dict[str, list[Row]] = {}
     for row in rows:
-        versions = (span.policy_version for span in row.sample.spans if span.kind == "sampled")
-        newest = max((version for version in versions if version is not None), default=0)
+        newest = max(sampled_by(row.sample), default=0)
         by_step.setdefault(str(row.sample.metadata.get("step", newest)), []).append(row)
 
     def in_order(label: str) -> tuple[int, float, str]:
         return (0, float(label), "") if label.lstrip("-").isdigit() else (1, 0.0, label)
 
+    def tokens_of(row: Row) -> int:
+        return len(row.trainer)
+
     steps: dict[str, Diagnosis] = {}
     for label in sorted(by_step, key=in_order):
-        first, *others = [diagnose_rows(batch, advantages, kinds, correction) for batch in cut_batches(by_step[label])]
+        first, *others = [
+            diagnose_rows(batch, advantages, kinds, correction) for batch in cut_batches(by_step[label], tokens_of)
+        ]
         steps[label] = first.merge(*others)
     first, *others = steps.values()
     return first.merge(*others), steps, preset
 
 
-def cut_batches(rows: Sequence[Row]) -> Iterator[list[Row]]:
-    batch: list[Row] = []
+def cut_batches(items: Sequence[T], size: Callable[[T], int], most: int = BATCH_TOKENS) -> Iterator[list[T]]:
+    """Runs of items that together have at most `most` tokens; a larger one is a run by itself."""
+    batch: list[T] = []
     tokens = 0
-    for row in rows:
-        if batch and tokens + len(row.trainer) > BATCH_TOKENS:
+    for item in items:
+        if batch and tokens + size(item) > most:
             yield batch
             batch, tokens = [], 0
-        batch.append(row)
-        tokens += len(row.trainer)
-    yield batch
+        batch.append(item)
+        tokens += size(item)
+    if batch:
+        yield batch
 
 
 def diagnose_rows(
@@ -305,19 +373,35 @@ def diagnose_rows(
     )
 
 
-def judge(whole: Diagnosis, counts: Mapping[str, int], max_k3: float) -> tuple[str, bool]:
-    """The verdict, and whether it is an alarm."""
+def judge(whole: Diagnosis, counts: Mapping[str, int], max_k3: float, versions: set[int]) -> tuple[str, bool]:
+    """The verdict, and whether it is an alarm. `versions`: those that one trainer's model was compared with."""
     tokens, k3, most = int(whole["tokens"]), whole["corr/k3"], max(whole["delta/max"], -whole["delta/min"])
     alarm = most != 0.0 and k3 > max_k3
     text = f"exact: all {tokens:,} log-probabilities are equal"
     if most != 0.0:
         sizes = f"mean |δ| {whole['delta/abs_mean']:.3g}, largest |δ| {most:.3g}"
-        text = f"K3 {k3:.3g} per token, {sizes} over {tokens:,} tokens"
+        bound = f"{'FAIL' if alarm else 'OK'}: K3 {k3:.3g} {'>' if alarm else '<='} {max_k3:g} (--max-k3)"
+        text = f"{bound}, {sizes} over {tokens:,} tokens"
     if alarm:
-        text += f": above {max_k3:g}, look at the template, the tokenizer and the weights before any correction"
+        why = "are these the weights that sampled? `tokentrue doctor` names the cause where the engine still runs"
+        if len(versions) > 1:
+            span = f"policy versions {min(versions)} to {max(versions)}"
+            why = f"{span} sampled, the trainer has the weights of one; --policy-version N compares those of one alone"
+        elif k3 > OTHER_MODEL_K3:
+            why = "another model, chat template, tokenizer or temperature?"
+        text += f": {why}"
     compared, trained, samples, all_samples = (
         counts[name] for name in ("trained_tokens", "trained_tokens_in_file", "samples", "samples_in_file")
     )
     if (compared, samples) != (trained, all_samples):
         text += f"; compared {compared:,} of {trained:,} trained tokens, {samples:,} of {all_samples:,} samples"
     return text, alarm
+
+
+def write_text(path: Path, lines: Iterator[str]) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("w", encoding="utf-8") as file:
+            file.writelines(lines)
+    except OSError as error:
+        raise FileFormatError(f"cannot write {path}: {error.strerror or error}") from error

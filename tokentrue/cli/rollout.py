@@ -42,6 +42,7 @@ from tokentrue.cli.common import (
     print_json,
     progress_bar,
     rollout_log,
+    show_share,
     show_status,
 )
 from tokentrue.environments import Plan, Rollout, load_environment, player_in, run_plans
@@ -162,7 +163,7 @@ def print_summary(out: Path, plans: list[Plan], log: Path, *, as_json: bool) -> 
         shown = f"mean reward {summary['reward']:.3f}" if rewards else "no reward"
         counted = f"{pluralise(len(rows), 'rollout')} in {pluralise(summary['groups'], 'group')}"
         print(f"  {counted}, {len(failed)} failed, {shown}")
-        covered = f"coverage {summary['coverage']:.2%} of {pluralise(sampled, 'sampled token')}"
+        covered = f"coverage {show_share(summary['coverage'])} of {pluralise(sampled, 'sampled token')}"
         print(f"  {covered}; samples in {summary['samples']}")
         for row in [row for row in rows if row.get("note")][:3]:
             print(f"  {row['rollout']}: {row['note']}")

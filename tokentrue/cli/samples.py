@@ -20,6 +20,7 @@ from tokentrue.cli.common import (
     pluralise,
     print_json,
     require_utf8,
+    show_share,
 )
 from tokentrue.client import Client, SessionSamples
 from tokentrue.errors import ConfigError, SessionNotFound
@@ -87,7 +88,7 @@ def command(
     if not counts["sessions"]:
         print(f"{written}: the journal has no session yet")
         return 0
-    print(f"{written}; coverage {ratio:.2%} of {pluralise(counts['sampled'], 'sampled token')}")
+    print(f"{written}; coverage {show_share(ratio)} of {pluralise(counts['sampled'], 'sampled token')}")
     if reasons:
         print("not trained: " + ", ".join(f"{tokens} {why}" for why, tokens in sorted(reasons.items())))
     return 0

@@ -119,10 +119,6 @@ def serve(settings: ServeConfig) -> int:
             if dispatcher is not None:
                 public.close()  # the parent alone accepts: the port is free when it ends
             log_to_stderr(enabled=server.log == "json")
-            if engine in IN_PROCESS:
-                from transformers.utils import logging
-
-                logging.disable_progress_bar()  # ours shows what is loading
             with without_torch(engine), show_status(what) if server.workers == 1 else nullcontext():
                 gateway = gateway_for(
                     settings,

@@ -19,6 +19,7 @@ from tokentrue.cli.common import (
     print_table,
     require_store,
     require_utf8,
+    show_share,
 )
 from tokentrue.errors import ConfigError, SessionNotFound
 from tokentrue.json_types import JsonObject
@@ -104,7 +105,7 @@ def print_list(sessions: list[JsonObject]) -> None:
     rows: list[list[str]] = []
     for entry in sessions:
         ratio = cast("JsonObject", entry.get("coverage") or {}).get("ratio")
-        cells: JsonObject = {**entry, "coverage": None if ratio is None else f"{ratio:.2%}"}
+        cells: JsonObject = {**entry, "coverage": None if ratio is None else show_share(ratio)}
         rows.append(["" if cells.get(name) is None else str(cells[name]) for name in shown])
     longest = max((len(entry["session_id"]) for entry in sessions), default=0)  # an id must be whole to be used
     print_table(None, [name.removesuffix("_id") for name in shown], rows, whole=longest)
@@ -114,7 +115,9 @@ def print_list(sessions: list[JsonObject]) -> None:
 def print_session(session: JsonObject) -> None:
     coverage = cast("JsonObject", session.get("coverage") or {})
     print(f"session {session['session_id']}, {session.get('state')}, group {session.get('group') or '-'}")
-    print(f"coverage {coverage.get('ratio', 1.0):.2%} of {pluralise(coverage.get('sampled', 0), 'sampled token')}")
+    print(
+        f"coverage {show_share(coverage.get('ratio', 1.0))} of {pluralise(coverage.get('sampled', 0), 'sampled token')}"
+    )
     for node in session.get("nodes", ()):
         reason = f"{node.get('why') or ''} {node.get('outcome') or ''}"
         told = f"{pluralise(node['sampled_tokens'], 'sampled token')}  {reason}"

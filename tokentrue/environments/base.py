@@ -16,10 +16,10 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import field
 from importlib import import_module
-from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
 
 from tokentrue.errors import ConfigError, SamplingError
+from tokentrue.hub import SMALL_MODEL as SMALL_MODEL
 from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.protocols import find_plugins
 from tokentrue.records import record
@@ -27,7 +27,6 @@ from tokentrue.types import Sampling
 
 Split: TypeAlias = Literal["train", "heldout"]
 HELDOUT_SHARE = 1 / 16
-SMALL_MODEL = Path(__file__).parent.parent / "assets" / "calculator"  # the model that ships with the package
 ENVIRONMENTS: Mapping[str, str] = {
     "calculator": "tokentrue.environments.word_problems:Calculator",
     "shop": "tokentrue.environments.word_problems:Shop",

@@ -57,9 +57,15 @@ class Audit:
 
     @property
     def coverage(self) -> float:
-        """The trained share of all tokens sampled in the file's sessions."""
+        """The trained share of all tokens sampled in the file's sessions; a file with duplicates has no more than 1."""
         sampled = sum(session.claimed.sampled for session in self.sessions.values() if session.claimed is not None)
-        return self.trained / sampled if sampled else 1.0
+        return min(1.0, self.trained / sampled) if sampled else 1.0
+
+    @property
+    def untrained(self) -> list[str]:
+        """Why sampled tokens of these sessions are not trained."""
+        claimed = [session.claimed for session in self.sessions.values() if session.claimed is not None]
+        return sorted({reason for coverage in claimed for reason in coverage.untrained_by_reason})
 
 
 @dataclass(slots=True)

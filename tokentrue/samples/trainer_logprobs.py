@@ -23,6 +23,9 @@ class TrainerLogprobs:
     logprobs: Sequence[float | None]
     entropy: Sequence[float | None] | None = None
 
+    def to_line(self, sample: Sample) -> str:
+        return json.dumps({"sample_id": sample.sample_id, "logprobs": list(self.logprobs)}) + "\n"
+
     def check(self, sample: Sample) -> None:
         for name, values in (("log-probabilities", self.logprobs), ("entropies", self.entropy)):
             if values is not None and len(values) != len(sample.token_ids):
