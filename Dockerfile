@@ -1,11 +1,9 @@
-# Two images: `docker build --target gateway .` (no torch: SGLang or vLLM runs elsewhere) and `--target engine` (the exact engine, torch).
-# PIP_EXTRA_INDEX_URL chooses another build of torch, such as one without CUDA; the version is the one in constraints.txt.
-FROM python:3.12.11-slim-bookworm AS base
+# Two images, installed from wheels without a network: `make images` gathers the wheels in dist/wheels and builds both.
+# gateway: no torch, SGLang or vLLM runs elsewhere. engine: the exact engine and the trainer, torch.
+ARG PYTHON_IMAGE=python:3.12.11-slim-bookworm
+FROM ${PYTHON_IMAGE} AS base
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONUNBUFFERED=1
 RUN useradd --create-home --uid 10001 tokentrue && install --directory --owner=tokentrue /data
-WORKDIR /src
-COPY pyproject.toml constraints.txt README.md LICENSE ./
-COPY tokentrue tokentrue
 VOLUME /data
 EXPOSE 8000
 HEALTHCHECK --interval=10s --timeout=5s --start-period=120s \
@@ -14,12 +12,15 @@ ENTRYPOINT ["tokentrue"]
 CMD ["serve", "--host", "0.0.0.0", "--store", "sqlite:/data/tokentrue.sqlite"]
 
 FROM base AS gateway
-RUN pip install --no-cache-dir --constraint constraints.txt ".[gateway,postgres]"
+# hadolint ignore=DL3013  # the folder has one version of each
+RUN --mount=type=bind,source=dist/wheels,target=/wheels \
+  pip install --no-cache-dir --no-index --find-links /wheels "tokentrue[gateway,postgres]"
 USER 10001
 WORKDIR /data
 
 FROM base AS engine
-ARG PIP_EXTRA_INDEX_URL=""
-RUN pip install --no-cache-dir --constraint constraints.txt ".[train]"
+# hadolint ignore=DL3013
+RUN --mount=type=bind,source=dist/wheels,target=/wheels \
+  pip install --no-cache-dir --no-index --find-links /wheels "tokentrue[train]"
 USER 10001
 WORKDIR /data

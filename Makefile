@@ -9,7 +9,7 @@ DEVICE ?= cpu
 
 BROWSER := $(VENV)/.browser
 
-.PHONY: demo test docs check bench experiments clean test-slow test-load test-many-gateways test-day test-lowest test-postgres test-partitions test-hostile test-fuzz test-harness test-vllm test-frameworks test-gpu
+.PHONY: demo test docs check bench experiments clean package wheels images test-slow test-load test-many-gateways test-day test-lowest test-postgres test-partitions test-hostile test-fuzz test-harness test-vllm test-frameworks test-gpu
 
 $(VENV)/.base: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -102,6 +102,29 @@ check: $(VENV)/.dev
 # The site, in site/; a warning is an error.
 docs: $(VENV)/.dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# Sdist and wheel in dist/; `make test-slow` installs both extras of them into empty environments.
+package: $(VENV)/.dev
+	rm -rf build dist/tokentrue-*
+	$(BIN)/python -m build --outdir dist .
+	$(BIN)/twine check --strict dist/tokentrue-*
+
+# What the images are installed from. IMAGE_PYTHON is the Python of PYTHON_IMAGE; on a machine like those that run the images.
+PYTHON_IMAGE ?= python:3.12.11-slim-bookworm
+IMAGE_PYTHON ?= 3.12
+DOCKER       ?= docker
+wheels: package
+	rm -rf dist/wheels
+	for extras in gateway,postgres train; do \
+		$(BIN)/python -m pip download --quiet --only-binary=:all: --python-version $(IMAGE_PYTHON) -c constraints.txt \
+			--dest dist/wheels "$$(echo dist/tokentrue-*.whl)[$$extras]" || exit 1; \
+	done
+
+images: wheels
+	for target in gateway engine; do \
+		$(DOCKER) build --network none --build-arg PYTHON_IMAGE=$(PYTHON_IMAGE) --target $$target \
+			--tag tokentrue:$$($(BIN)/python -c "import tokentrue; print(tokentrue.__version__)")-$$target . || exit 1; \
+	done
 
 bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.render

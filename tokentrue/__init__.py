@@ -6,9 +6,16 @@ Importing this package imports neither torch nor the network; names are loaded w
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokentrue.types import Completion, Extension, Refusal, Sample, Sampling
+
+if TYPE_CHECKING:  # type checkers and editors do not follow `__getattr__`
+    from tokentrue.client import AsyncClient, Client
+    from tokentrue.comparison import Mismatch, compare
+    from tokentrue.providers import check_logprobs_close
+    from tokentrue.renderers import Verification, load_renderer, verify
+    from tokentrue.turn import Session, rollout
 
 _LAZY = {
     "AsyncClient": "tokentrue.client",
@@ -36,7 +43,24 @@ _SUBPACKAGES = {
 }
 
 __version__ = "0.1.0"
-__all__ = ["Completion", "Extension", "Refusal", "Sample", "Sampling", "__version__", *sorted(_LAZY)]  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = [
+    "AsyncClient",
+    "Client",
+    "Completion",
+    "Extension",
+    "Mismatch",
+    "Refusal",
+    "Sample",
+    "Sampling",
+    "Session",
+    "Verification",
+    "__version__",
+    "check_logprobs_close",
+    "compare",
+    "load_renderer",
+    "rollout",
+    "verify",
+]
 
 
 def __getattr__(name: str) -> Any:

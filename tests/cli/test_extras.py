@@ -3,6 +3,7 @@ transformers."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -47,7 +48,7 @@ def test_the_base_has_what_a_trainer_needs(command: tuple[str, ...]) -> None:
 
 
 def module_of(requirement: str) -> str:
-    name = requirement.split(">=")[0].split("[")[0].replace("-", "_")
+    name = re.split("[<>=]", requirement)[0].split("[")[0].replace("-", "_")
     return "opentelemetry" if name.startswith("opentelemetry") else name
 
 
@@ -55,6 +56,25 @@ def test_the_table_names_what_the_extras_install() -> None:
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for extra, modules in EXTRAS.items():
         assert {module_of(line) for line in declared[extra]} - {"tokentrue"} == modules, extra
+
+
+@pytest.mark.parametrize("format", ["parquet", "verl"])
+def test_a_parquet_file_needs_its_extra_and_other_files_do_not(format: str, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("")
+    (tmp_path / "rows.parquet").write_bytes(b"PAR1")
+    done = run_without({"pyarrow"}, "audit", str(tmp_path / "rows.parquet"))
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "pip install 'tokentrue[parquet]'" in done.stderr
+    code = (
+        "import sys; sys.modules['pyarrow'] = None; from tokentrue.samples import write_samples\n"
+        "from tokentrue.errors import FileFormatError\n"
+        f"write_samples([], 'rows.jsonl')\ntry: write_samples([], 'rows', format={format!r})\n"
+        "except FileFormatError as error: print(error)"
+    )
+    told = subprocess.check_output([sys.executable, "-c", code], cwd=tmp_path, text=True, timeout=120)
+    assert "pip install 'tokentrue[parquet]'" in told and sorted(tmp_path.iterdir()) == [
+        tmp_path / "rows.jsonl",
+        tmp_path / "rows.parquet",
+    ], "nothing is left half-written"
 
 
 @pytest.mark.parametrize("command", ["demo", "train"])

@@ -14,6 +14,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from tokentrue import __version__
 from tokentrue.app.configuration import read
 from tokentrue.app.wiring import ServeConfig
 from tokentrue.gateway.metrics import Metrics, build_page
@@ -115,13 +116,22 @@ def test_the_network_lets_gateways_alone_reach_the_record_and_the_engine() -> No
     assert not [entry for entry in engine["env"] if entry["name"] == "VLLM_SERVER_DEV_MODE"]
 
 
+def test_images_are_those_of_this_version() -> None:
+    files = [ROOT / "compose.yaml", *MANIFESTS]
+    tags = {tag for file in files for tag in re.findall(r"image: tokentrue:(\S+)-", file.read_text())}
+    assert tags == {__version__}
+    assert re.search(rf"^## (Unreleased|{re.escape(__version__)}\b)", (ROOT / "CHANGELOG.md").read_text(), re.M)
+
+
 def test_compose_confines_its_containers() -> None:
     for service in yaml.safe_load((ROOT / "compose.yaml").read_text())["services"].values():
         assert service["read_only"] is True and service["cap_drop"] == ["ALL"] and "/tmp" in service["tmpfs"]
         assert service["security_opt"] == ["no-new-privileges:true"]
         assert all(port.startswith("127.0.0.1:") for port in service["ports"])
         assert re.search(r":\d+\.\d+\.\d+", service["image"])
-    assert re.search(r"^FROM python:\d+\.\d+\.\d+-", (ROOT / "Dockerfile").read_text(), re.M)
+    (image,) = re.findall(r"^ARG PYTHON_IMAGE=(python:\d+\.\d+\.\d+-\S+)$", (ROOT / "Dockerfile").read_text(), re.M)
+    assert re.findall(r"^FROM (\S+)", (ROOT / "Dockerfile").read_text(), re.M) == ["${PYTHON_IMAGE}", "base", "base"]
+    assert f"PYTHON_IMAGE ?= {image}\n" in (ROOT / "Makefile").read_text()
 
 
 # Versions that mend the last known vulnerability of what reads bytes from the network.

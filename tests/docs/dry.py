@@ -21,8 +21,8 @@ import argparse
 import ast
 import re
 import shlex
+import tomllib
 from collections.abc import Mapping, Sequence
-from importlib.metadata import metadata
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +129,8 @@ def check_pytest(words: Sequence[str]) -> None:
 
 
 def check_pip(words: Sequence[str]) -> None:
-    extras = metadata("tokentrue").get_all("Provides-Extra") or []
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = sorted(project["optional-dependencies"])
     for requirement in (Requirement(re.sub(r"^\.", "tokentrue", word)) for word in words if word != "-e"):
         assert requirement.name == "tokentrue" and requirement.extras <= set(extras), (
             f"{requirement}: tokentrue has {extras}"

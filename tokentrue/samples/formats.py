@@ -89,8 +89,17 @@ def parse_json(text: bytes, where: str) -> JsonValue:
         raise FileFormatError(f"{where}: not JSON: {error}") from error
 
 
+def _import_pyarrow(module: str = "pyarrow") -> Any:
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:  # 170 MB that the base install does without
+        raise FileFormatError(
+            "Parquet needs pyarrow, which is not installed here: pip install 'tokentrue[parquet]', or choose jsonl"
+        ) from error
+
+
 def _schema(types: Mapping[str, str]) -> Any:
-    pa: Any = import_module("pyarrow")
+    pa = _import_pyarrow()
     known = {
         "string": pa.string(), "json": pa.string(), "double": pa.float64(), "int64": pa.int64(),
         "int32s": pa.list_(pa.int32()), "int8s": pa.list_(pa.int8()), "doubles": pa.list_(pa.float64()),
@@ -105,8 +114,7 @@ def _schema(types: Mapping[str, str]) -> Any:
 
 
 def _write_table(rows: Iterable[JsonMapping], path: Path, types: Mapping[str, str]) -> int:
-    pa: Any = import_module("pyarrow")
-    pq: Any = import_module("pyarrow.parquet")
+    pa, pq = _import_pyarrow(), _import_pyarrow("pyarrow.parquet")
     schema, count, iterator = _schema(types), 0, iter(rows)
 
     def cell(row: JsonMapping, name: str) -> JsonValue:
@@ -135,9 +143,9 @@ def table_columns(path: Path) -> list[str]:
 
 @contextmanager
 def _reading_parquet(path: Path) -> Generator[Any, None, None]:
-    pa: Any = import_module("pyarrow")
+    pa, pq = _import_pyarrow(), _import_pyarrow("pyarrow.parquet")
     try:
-        yield import_module("pyarrow.parquet")
+        yield pq
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise FileFormatError(f"{path}: not a parquet file, or a damaged one: {error}") from error
 
