@@ -57,7 +57,7 @@ Request: TypeAlias = tuple[str, str, JsonMapping | None]  # method, path and bod
 
 class SessionSettings(TypedDict, total=False):
     """`training=False` admits sampling that no trainer can score; `pin=["system"]` keeps each conversation's first
-    system prompt."""
+    system prompt; `side_requests="train"` trains what a harness asks beside the task."""
 
     session_id: str | None
     group: str | None
@@ -66,6 +66,7 @@ class SessionSettings(TypedDict, total=False):
     history: str | None
     training: bool | None
     pin: Sequence[str] | None
+    side_requests: str | None
 
 
 def _connection_options(url: str, admin_key: str | None, timeout_s: float) -> dict[str, Any]:

@@ -43,6 +43,7 @@ from tokentrue.sessions.journal.journal import tree_from_rows
 from tokentrue.sessions.journal.rows import row_from_node
 from tokentrue.sessions.limits import SessionLimits
 from tokentrue.sessions.matching import Matcher
+from tokentrue.sessions.side_requests import check_choice
 from tokentrue.sessions.singleflight import InFlightTurn, SingleFlight, run_to_completion
 from tokentrue.sessions.stages.commits import replies_from_record, reply_from_node, reserve_nodes
 from tokentrue.sessions.stages.generation import Choice, deltas_from_message, generate_all
@@ -91,7 +92,8 @@ class RecordedTurn:
 class Session:
     """A record of conversations: a tree, since histories are edited and sub-agents share a session. `sampling`
     overrides the client's values; `training=False` allows settings that no trainer can score. `pin=("system",)`
-    keeps each conversation's first system prompt (`sessions/stages/pinning`)."""
+    keeps each conversation's first system prompt (`sessions/stages/pinning`); `side_requests="train"` also trains what
+    a harness asks beside the task (`sessions/side_requests`)."""
 
     def __init__(
         self,
@@ -106,6 +108,7 @@ class Session:
         history: History | None = None,
         training: bool = True,
         pin: Sequence[str] = (),
+        side_requests: str = "leave_out",
         limits: SessionLimits | None = None,
         key_hash: str | None = None,
         _record: SessionRecord | None = None,
@@ -127,6 +130,7 @@ class Session:
             history=follows,
             training=training,
             pin=check_pin(pin),
+            side_requests=check_choice(side_requests),
             template=renderer.template_hash,
             tokenizer=renderer.tokenizer_hash,
             key_hash=key_hash,

@@ -381,6 +381,7 @@ class TurnRequest:
     template_kwargs: TemplateKwargs = field(default_factory=JsonObject)
     n: int = 1
     dialect: str = "openai_chat"
+    model: str | None = None  # the name that the client requested; one model is served under any name
     request_key: str | None = None
     continues: str | None = None
 

@@ -166,7 +166,7 @@ def with_variables(text: str, env: Mapping[str, str]) -> str:
 
 def check_agent(words: Sequence[str]) -> None:
     folders = (
-        ROOT / "tokentrue" / "environments" / "agents" / "presets",
+        ROOT / "tokentrue" / "environments" / "agents",
         ROOT / "tests" / "harness",
         ROOT / "tests" / "gateway",
     )

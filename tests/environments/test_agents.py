@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -255,6 +256,7 @@ def test_a_killed_run_leaves_no_process_and_the_next_one_removes_its_directory(f
     program = f"""
 import asyncio
 from tests.environments.test_agents import make_agent, play
+from dataclasses import replace
 from pathlib import Path
 asyncio.run(play(make_agent(Path({str(folder)!r}), "sh -c 'setsid sleep 4713 & sleep 4713' {{task}}", sandbox="bwrap")))
 """
@@ -444,3 +446,16 @@ async def test_exit_codes_are_a_shells(tmp_path: Path) -> None:
                 folder=tmp_path,
             )
         assert got.code == code
+
+
+async def test_an_agent_that_broke_off_with_exit_code_0_is_a_failed_rollout(folder: Path) -> None:
+    """opencode's words, as the last line; before it they are the agent's own output."""
+    said = PRESETS["opencode"].broken_off
+    for printed, fails in ((f"work\\n\\033[91m{said}\\n\\n", True), (f"{said}\\nwork\\n", False)):
+        agent = make_agent(folder, f"sh -c 'printf \"{printed}\"' {{task}}")
+        agent.preset = replace(agent.preset, broken_off=said)
+        if fails:
+            with pytest.raises(AgentError, match="broke off: The user rejected permission"):
+                await play(agent)
+        else:
+            assert await play(agent) == 1.0

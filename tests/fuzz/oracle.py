@@ -15,6 +15,7 @@ from tests.fuzz.messages import Differences, Fit, Message, fit
 from tests.fuzz.vocabulary import Vocabulary
 
 REASONS = {"retried", "rolled_back", "not_chosen", "disconnected", "aborted", "engine_failed", "deleted", "max_tokens"}
+REASONS |= {"side_request"}
 
 
 CLOSINGS = {"", "</think>", "</tool_call>"}

@@ -12,6 +12,14 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 INSTALL_S = 400
+PACKAGES = {  # of presets: npm package and executable
+    "claude-code": ("@anthropic-ai/claude-code", "claude"),
+    "codex": ("@openai/codex", "codex"),
+    "gemini": ("@google/gemini-cli", "gemini"),
+    "opencode": ("opencode-ai", "opencode"),
+    "pi": ("@mariozechner/pi-coding-agent", "pi"),
+    "qwen-code": ("@qwen-code/qwen-code", "qwen"),
+}
 
 
 def program(package: str, name: str) -> Path:

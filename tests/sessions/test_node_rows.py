@@ -30,6 +30,7 @@ NODE = Node(
     stopped_by="###",
     attempts=(Attempt(status=Status.INVALID_JSON, raw="{", start=0, end=1, name="f", arguments={"x": 1}, detail="d"),),
     dialect="google",
+    model="gemini-flash",
     projection="arguments",
     edge_reason="retry",
     detail="of node a",

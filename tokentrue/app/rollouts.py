@@ -183,7 +183,14 @@ def trim_to_whole_groups(out: Path, plans: Sequence[Plan], *, again: bool = Fals
 
 
 def sessions_on(url: str, config: RolloutConfig, admin_key: str | None, *, purge: bool = False) -> GatewaySessions:
-    return GatewaySessions(url, sampling=config.sampling, pin=config.pin, admin_key=admin_key, purge=purge)
+    return GatewaySessions(
+        url,
+        sampling=config.sampling,
+        pin=config.pin,
+        side_requests=config.side_requests,
+        admin_key=admin_key,
+        purge=purge,
+    )
 
 
 @asynccontextmanager

@@ -127,6 +127,7 @@ async def play_through(
                 await whereabouts(),
                 sampling=config.sampling,
                 pin=config.pin,
+                side_requests=config.side_requests,
                 admin_key=admin_key,
                 resume=True,
                 is_retried=is_conflict_or_absence,

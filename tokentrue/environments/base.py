@@ -119,6 +119,7 @@ class RolloutConfig:
     max_tokens: int = 64
     # ("system",) keeps each conversation's first system prompt; None: the environment decides
     pin: tuple[str, ...] | None = None
+    side_requests: str | None = None  # "leave_out" or "train"; None: the gateway decides
     concurrency: int = 64
     timeout_s: float = 120.0
     max_failed: float = 0.5  # share of a training round's rollouts that may fail; beyond it the run stops
@@ -139,6 +140,8 @@ class RolloutConfig:
                 raise ConfigError(f"rollout.{name}: {getattr(self, name)!r} must be {rule}")
         if any(name != "system" for name in self.pin or ()):
             raise ConfigError(f'rollout.pin: {list(self.pin or ())!r} must be ["system"] or []')
+        if self.side_requests not in (None, "leave_out", "train"):
+            raise ConfigError(f"rollout.side_requests: {self.side_requests!r} must be leave_out or train")
         try:
             Sampling(**self.sampling)
         except SamplingError as error:

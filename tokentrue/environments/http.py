@@ -56,6 +56,7 @@ class GatewaySessions:
         *,
         sampling: JsonMapping,
         pin: Sequence[str] | None = None,
+        side_requests: str | None = None,
         admin_key: str | None = None,
         purge: bool = False,
         resume: bool = False,
@@ -68,7 +69,7 @@ class GatewaySessions:
         except ImportError as error:
             raise ConfigError("the OpenAI client is missing: pip install 'tokentrue[train]'") from error
         self.base_url = base_url.rstrip("/")
-        self._sampling, self._pin, self._purge = dict(sampling), pin, purge
+        self._sampling, self._pin, self._side_requests, self._purge = dict(sampling), pin, side_requests, purge
         self._resume, self._is_retried = resume and admin_key is not None, is_retried
         self._sent: Counter[tuple[str, str]] = Counter()
         self.admin = AsyncClient(base_url, admin_key, timeout_s=timeout_s, retries=retries)
@@ -121,7 +122,7 @@ class GatewaySessions:
         self.forget(session_id)
 
     async def _create(self, plan: Plan) -> tuple[str, str, str]:
-        settings = session_settings(plan, self._sampling, self._pin)
+        settings = session_settings(plan, self._sampling, self._pin, self._side_requests)
         if not self._resume:
             made = await self.admin.open(**settings)
             return made.id, made.base_url, made.api_key

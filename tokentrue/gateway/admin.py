@@ -53,6 +53,7 @@ class CreateSession(AdminBody):
     history: Literal["keep", "template"] | None = None
     training: bool | None = None
     pin: list[str] | None = None
+    side_requests: Literal["leave_out", "train"] | None = None
 
 
 class GiveReward(AdminBody):

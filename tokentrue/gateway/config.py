@@ -49,6 +49,7 @@ class ServingConfig:
     base_url: str = ""
     training: bool = True
     pin: tuple[Literal["system"], ...] = ()  # default for sessions: keeps each conversation's first system prompt
+    side_requests: Literal["leave_out", "train"] = "leave_out"  # default for sessions: titles and the like
     keep_alive_s: float = 10.0
     drain_s: float = 30.0
     purge_after_s: float = 30 * 86400.0  # ended sessions older than this are purged

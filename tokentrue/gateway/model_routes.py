@@ -223,6 +223,7 @@ class ModelRequest:
             template_kwargs=head.template_kwargs,
             n=head.n,
             dialect=dialect.name,
+            model=head.model or None,
             request_key=request_key,
             continues=head.last_node,
         )

@@ -53,7 +53,7 @@ class Services:
 
     def new_session(self, session_id: str, **settings: Any) -> Session:
         """A session that the journal does not hold yet; settings that are not given are the gateway's."""
-        for name in ("history", "training", "pin"):
+        for name in ("history", "training", "pin", "side_requests"):
             if settings.get(name) is None:
                 settings[name] = getattr(self.config, name)
         return Session(

@@ -16,6 +16,7 @@ from tokentrue.records import record
 from tokentrue.routing_replay import empty_rows, join_masks, join_routing
 from tokentrue.samples.seal import node_rows, seal
 from tokentrue.sessions.journal import SessionRecord
+from tokentrue.sessions.side_requests import SIDE_REQUEST, find_side_requests
 from tokentrue.sessions.tree import Node, ServedRef, Tree, format_digest
 from tokentrue.types import (
     UNVERSIONED,
@@ -46,7 +47,7 @@ def assemble(
     metadata: JsonMapping | None = None,
 ) -> Assembly:
     """`max_tokens` cuts a sample after the last sampled span that fits; `include_abandoned` also trains abandoned
-    turns."""
+    turns and side requests."""
     for node in tree.nodes.values():
         if tree.link(node) != node.chain:
             raise TokenContractError(f"node {node.id}: the record does not fit its certificate")
@@ -78,6 +79,10 @@ def _drafts(
     if max_tokens is not None and max_tokens <= 0:
         raise InputError(f"max_tokens must be positive, got {max_tokens}")
     abandoned = find_left_out(tree, record.rewards.leaves)
+    if record.side_requests == "leave_out":
+        rewarded = record.rewards.leaves
+        side = (node for node in find_side_requests(tree) if node not in rewarded)
+        abandoned = {**dict.fromkeys(side, SIDE_REQUEST), **abandoned}
     kept = set(tree.nodes) - (set() if include_abandoned else set(abandoned))
     owner: dict[str, str] = {}  # node -> the sample that trains it
     drafts: list[tuple[Node, list[Node]]] = []

@@ -111,6 +111,7 @@ def _request(body: JsonMapping) -> TurnRequest:
         sampling=whole,
         template_kwargs=given.pop("chat_template_kwargs", None) or kwargs,
         n=int(given.pop("n", 1)),
+        model=None if sent.get("model") is None else str(sent["model"]),
     )
     if given:
         raise InputError(f"not supported by the in-process client: {', '.join(sorted(given))}")

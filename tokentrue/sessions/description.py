@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.sessions.journal import SessionRecord
+from tokentrue.sessions.side_requests import find_side_requests
 from tokentrue.sessions.tree import Node, Tree
 
 
 def describe_session(record: SessionRecord, tree: Tree, coverage: JsonMapping) -> JsonObject:
-    return {**summarise_session(record, tree, coverage), "nodes": [describe_node(node) for node in tree.in_order()]}
+    side = find_side_requests(tree)
+    nodes = [
+        {**describe_node(node), **({"side_request": side[node.id]} if node.id in side else {})}
+        for node in tree.in_order()
+    ]
+    return {**summarise_session(record, tree, coverage), "nodes": nodes}
 
 
 def summarise_session(record: SessionRecord, tree: Tree, coverage: JsonMapping) -> JsonObject:
@@ -16,7 +22,7 @@ def summarise_session(record: SessionRecord, tree: Tree, coverage: JsonMapping) 
 
 
 def describe_record(record: SessionRecord) -> JsonObject:
-    same = ("group", "state", "metadata", "sampling", "history", "training", "created", "ended")
+    same = ("group", "state", "metadata", "sampling", "history", "training", "side_requests", "created", "ended")
     return {
         "session_id": record.id,
         **{name: getattr(record, name) for name in same},
@@ -27,7 +33,7 @@ def describe_record(record: SessionRecord) -> JsonObject:
 
 
 def describe_node(node: Node) -> JsonObject:
-    same = ("id", "parent", "origin", "detail", "projection", "dialect", "outcome", "created")
+    same = ("id", "parent", "origin", "detail", "projection", "dialect", "model", "outcome", "created")
     return {
         **{name: getattr(node, name) for name in same},
         "why": node.edge_reason,

@@ -76,6 +76,7 @@ class Node:
     stopped_by: int | str | None = None
     attempts: tuple[Attempt, ...] = ()  # of tool calls that did not parse
     dialect: str = "openai_chat"
+    model: str | None = None  # as requested; None if the request named none, or an older release recorded it
     projection: str = "root"
     edge_reason: str | None = None
     detail: str = ""

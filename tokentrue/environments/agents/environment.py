@@ -164,6 +164,8 @@ class CommandLineAgent:
                 if result.code in CANNOT_RUN:
                     said = result.tail.strip()[-300:] or "no output"
                     raise AgentError(f"{self.preset.name} could not be run (exit code {result.code}): {said}")
+                if self.preset.broken_off and result.tail.rstrip().endswith(self.preset.broken_off):
+                    raise AgentError(f"{self.preset.name} broke off: {self.preset.broken_off}")
                 reward = await self._run_score(place, asked)
                 return Outcome(reward=reward, note=f"the agent {result.limit}" if result.limit else None)
             finally:

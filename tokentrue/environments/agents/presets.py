@@ -40,7 +40,7 @@ class AgentPreset:
     """`program` is the executable's name and `install` the command that installs it. `changes` says what the agent
     alters in messages it has sent before: changes that no projection covers start a new sample. `home_files` maps paths
     in the agent's home to texts or JSON. `pin` is ("system",) for an agent that rewrites its system prompt between
-    turns."""
+    turns. `broken_off` ends the last line of an agent that gave up without an exit code: the rollout fails."""
 
     name: str
     program: str
@@ -50,6 +50,7 @@ class AgentPreset:
     env: Mapping[str, str] = field(default_factory=dict[str, str])
     home_files: Mapping[str, str | JsonMapping] = field(default_factory=dict[str, str | JsonMapping])
     pin: tuple[str, ...] = ()
+    broken_off: str = ""
 
     def launch(self, url: str, api_key: str, task: str) -> AgentLaunch:
         def fill(text: str) -> str:
@@ -123,7 +124,7 @@ OPENCODE = AgentPreset(  # Chat Completions, streamed
     name="opencode",
     program="opencode",
     install="npm install -g opencode-ai",
-    changes="asks for a title beside the conversation: one small further sample per rollout",
+    changes="nothing in ten turns; asks for a title beside the conversation, which is not trained",
     arguments=("run", TASK),
     env={"OPENCODE_DISABLE_MODELS_FETCH": "1", "OPENCODE_DISABLE_AUTOUPDATE": "1"},
     home_files={
@@ -136,8 +137,10 @@ OPENCODE = AgentPreset(  # Chat Completions, streamed
                 }
             },
             "model": f"gateway/{MODEL}",
+            "permission": "allow",
         }
     },
+    broken_off="The user rejected permission to use this specific tool call.",
 )
 PI_MODEL = {"id": MODEL, "reasoning": True, "contextWindow": 200000, "maxTokens": 8192}
 PI_GATEWAY = {"baseUrl": OPENAI, "api": "openai-completions", "apiKey": KEY, "models": [PI_MODEL]}
@@ -154,7 +157,7 @@ QWEN_CODE = AgentPreset(  # Chat Completions, streamed
     name="qwen-code",
     program="qwen",
     install="npm install -g @qwen-code/qwen-code",
-    changes="asks beside the conversation: small further samples",
+    changes="nothing in ten turns; what it asks beside the conversation is not trained",
     arguments=("--auth-type", "openai", "--yolo", "-p", TASK),
     env={"OPENAI_BASE_URL": OPENAI, "OPENAI_API_KEY": KEY, "OPENAI_MODEL": MODEL},
 )

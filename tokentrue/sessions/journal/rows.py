@@ -42,7 +42,7 @@ _DEFAULTS: JsonMapping = {field.name: getattr(Sampling(), field.name) for field 
 _ALWAYS = ("started", "prompt_length", "projection", "dialect", "template_kwargs", "served")
 _OPTIONAL: JsonMapping = {
     "stopped_by": None, "detail": "", "origin": None, "outcome": "served", "request_key": None, "request_digest": None,
-    "choice": 0, "fingerprint": None,
+    "choice": 0, "fingerprint": None, "model": None,
 }  # fmt: skip
 _REPORTED = ("versions", "stopped_by", "replay", "top_logprobs", "fingerprint", "attempts", "served")  # by the engine
 
@@ -217,7 +217,8 @@ class Rewards:
 class SessionRecord:
     """A session's stored fields, without its nodes.
 
-    `sampling` holds the pinned values, `pin` names the pinned prompts. `key_hash` belongs to its API key and
+    `sampling` holds the pinned values, `pin` names the pinned prompts; `side_requests` are left out of samples or
+    trained (`sessions/side_requests`). `key_hash` belongs to its API key and
     `first_key_hash` to the first one, if that was replaced: it verifies signatures on reasoning. `late_keys` maps
     request keys that joined a turn while its nodes were being written to the ids of those nodes.
     """
@@ -229,6 +230,7 @@ class SessionRecord:
     history: str = "keep"
     training: bool = True
     pin: tuple[str, ...] = ()
+    side_requests: str = "leave_out"
     template: str = ""
     tokenizer: str = ""
     key_hash: str | None = None
@@ -249,6 +251,8 @@ def values_from_record(record: SessionRecord) -> tuple[Any, ...]:
     stored = ("metadata", "sampling", "history", "training", "template", "tokenizer")
     body: JsonObject = {name: getattr(record, name) for name in stored}
     body |= {name: value for name in ("first_key_hash", "pin", "late_keys") if (value := getattr(record, name))}
+    if record.side_requests != "leave_out":
+        body["side_requests"] = record.side_requests
     body["rewards"] = asdict(record.rewards)
     ended = None if record.ended is None else float(record.ended)
     values = (record.id, record.group, record.state, record.key_hash, float(record.created), ended, dumps(body))
