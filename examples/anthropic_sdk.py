@@ -1,6 +1,7 @@
 """The Anthropic SDK against the same gateway: Messages, streamed, with a tool; thinking blocks may be sent back or
 dropped.
 
+Needs: `pip install anthropic`, and a gateway (`tokentrue serve`, extra `engine` for the shipped model).
 Run: TOKENTRUE_URL=http://127.0.0.1:8000 TOKENTRUE_ADMIN_KEY=… python examples/anthropic_sdk.py
 """
 
@@ -31,4 +32,5 @@ with tt.Client(os.environ["TOKENTRUE_URL"]) as client, client.session(group="exa
         messages.append({"role": "user", "content": content})
     coverage = session.coverage()
 
+print(messages[-1]["content"][-1].get("text"))
 print(f"{len(messages)} messages, {coverage.sampled} tokens sampled, coverage {coverage.ratio:.0%}")

@@ -1,6 +1,6 @@
 """An environment of your own: tasks, an agent with an OpenAI client in hand, a reward. It knows nothing about tokens.
 
-In this directory, with the extra `train`:
+Needs: the extra `train`. In this directory:
   tokentrue rollout --set rollout.environment=custom_environment:Pens --set rollout.tasks=4 --out out/pens
   tokentrue train --set rollout.environment=custom_environment:Pens --steps 4 --out out/pens-run
 """

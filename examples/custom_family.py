@@ -2,6 +2,7 @@
 parser.
 
 The stop tokens and the boundaries between turns come out of the chat template; only the grammar of a call is added.
+Needs: the extra `gateway`.
 Run: python examples/custom_family.py
 """
 

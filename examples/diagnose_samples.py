@@ -1,6 +1,7 @@
 """How far are the rollout's log-probabilities from the trainer's, and what would a correction do? From samples, in
 Python.
 
+Needs: the extra `train`, and a gateway (`tokentrue serve`).
 Run: TOKENTRUE_URL=http://127.0.0.1:8000 TOKENTRUE_ADMIN_KEY=… python examples/diagnose_samples.py
 """
 

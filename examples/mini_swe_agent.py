@@ -1,5 +1,6 @@
 """mini-swe-agent, unchanged, on a task of yours: its command line talks to a session of the gateway.
 
+Needs: `pip install mini-swe-agent`, and a gateway with a model of your own.
 Run: TOKENTRUE_URL=… TOKENTRUE_ADMIN_KEY=… python examples/mini_swe_agent.py "write the sum of 2 and 2 into sum.txt"
 """
 

@@ -1,5 +1,6 @@
 """An agent with the OpenAI SDK, streaming, one tool: every token that it samples becomes part of one training sample.
 
+Needs: `pip install openai`, and a gateway (`tokentrue serve`, extra `engine` for the shipped model).
 Run: TOKENTRUE_URL=http://127.0.0.1:8000 TOKENTRUE_ADMIN_KEY=… python examples/openai_sdk.py
 """
 
@@ -25,6 +26,7 @@ with tt.Client(os.environ["TOKENTRUE_URL"]) as client, client.session(group="exa
     session.reward(float("17" in (message.content or "")))
     samples, coverage = session.samples(), session.coverage()
 
+print(message.content)
 print(
     f"{len(samples)} sample, {len(samples[0].token_ids)} tokens, {coverage.sampled} sampled, coverage {coverage.ratio:.0%}"
 )

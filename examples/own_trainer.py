@@ -1,6 +1,7 @@
 """The exact engine in a training loop of your own: sample, score, check that all bits agree, update, publish.
 
-Run, with the extra `engine`: python examples/own_trainer.py
+Needs: the extra `engine`.
+Run: python examples/own_trainer.py
 """
 
 import asyncio

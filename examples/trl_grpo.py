@@ -1,6 +1,7 @@
 """GRPO with TRL's own trainer, on rows that a gateway recorded: an agent with a calculator tool, the shipped model, a
 CPU.
 
+Needs: the extra `engine`, `pip install trl`.
 Run: python examples/trl_grpo.py [STEPS]
 """
 

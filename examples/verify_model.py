@@ -1,6 +1,7 @@
 """Can the chat template of a model be extended without rendering history again? Proven or refused, role by role, in
 token ids.
 
+Needs: the extra `gateway`.
 Run: python examples/verify_model.py [MODEL_DIR_OR_HUB_ID]
 """
 

@@ -4,9 +4,11 @@ measured every step."""
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
@@ -165,6 +167,12 @@ async def run_on(provider: ExactProvider, arm: Arm, scale: Scale, seed: int) -> 
     def add_row(report: StepReport, seconds: Mapping[str, float]) -> None:
         row = {name: float(report.metrics[name]) for name in KEPT if name in report.metrics}
         rows.append(row | flips(arm, trainer, rounds.kept.pop(report.step)))
+        done = len(rows)
+        left = timedelta(seconds=round((time.perf_counter() - began) / done * (scale.steps - done)))
+        shown = f"reward {report.metrics['reward']:.2f}  |δ| {report.metrics.get('mismatch/delta_abs_mean', 0.0):.2g}"
+        speed = f"{report.speeds['speed/tokens_per_s']:,.0f} tokens/s"
+        line = f"  {arm.name}, seed {seed}: step {done}/{scale.steps}  {shown}  {speed}  {left} left"
+        print(line, file=sys.stderr, flush=True)
 
     if (
         arm.adapter != "none"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tokentrue.cli.main import EXTRAS
+from tokentrue.cli.main import COMMANDS, EXTRAS
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -27,8 +27,9 @@ def run_without(modules: set[str], *arguments: str) -> subprocess.CompletedProce
     [
         (("serve", "--port", "0"), "gateway"),
         (("verify", "/tmp"), "gateway"),
-        (("demo",), "engine"),
-        (("train", "--config", "x.toml"), "gateway"),
+        (("demo",), "train"),
+        (("train",), "train"),
+        (("view", "http://127.0.0.1:1"), "gateway"),
         (("diagnose", "x.jsonl", "--trainer", "y"), "engine"),
     ],
 )
@@ -45,6 +46,15 @@ LIGHT = [("--version",), ("--help",), ("audit", "nothing.jsonl"), ("samples", "s
 def test_the_base_has_what_a_trainer_needs(command: tuple[str, ...]) -> None:
     done = run_without(set().union(*EXTRAS.values()), *command)
     assert "is not installed" not in done.stderr and "Traceback" not in done.stderr
+
+
+def test_every_help_text_needs_no_extra() -> None:
+    """In one process, on the base install: each command's options, and no word about what is not installed."""
+    hide = "; ".join(f"sys.modules[{name!r}] = None" for name in sorted(set().union(*EXTRAS.values())))
+    code = f"import sys; {hide}; from tokentrue.cli.main import COMMANDS, run\nfor name in COMMANDS: print(run(name, ['--help']))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stderr == "" and done.stdout.count("Usage: tokentrue ") == len(COMMANDS), done.stderr
+    assert done.stdout.count("\n0\n") == len(COMMANDS)
 
 
 def module_of(requirement: str) -> str:

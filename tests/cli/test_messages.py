@@ -13,9 +13,11 @@ import pytest
 
 import tokentrue as tt
 from tests.gateway.world import Server, scripted_server
-from tokentrue.cli.common import pluralise
+from tokentrue.app.wiring import ModelConfig, ServeConfig
+from tokentrue.cli.common import pluralise, print_table, progress_bar, show_share
 from tokentrue.cli.main import COMMANDS, main, run
 from tokentrue.cli.rollout import print_summary
+from tokentrue.cli.serve import greet
 from tokentrue.environments import SMALL_MODEL
 
 KEY = "a-long-admin-key"
@@ -36,6 +38,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "cut.parquet").write_bytes(b"PAR1" + b"\0" * 40)
     (tmp_path / "deep.jsonl").write_text("[" * 5000)
     (tmp_path / "noise.bin").write_bytes(bytes(range(128, 256)))
+    (tmp_path / "bad.toml").write_text("[train]\nstepps = 3\n")
     (tmp_path / "broken_env.py").write_text("import json\n\nTASKS = json.loads('{')\n")
     return tmp_path
 
@@ -66,6 +69,9 @@ WRONG = [
     ("train --model ./nowhere", "there is no directory './nowhere'", "hub id"),
     ("train --samples bad.parquet", "bad.parquet: not a parquet file", ""),
     ("train --set rollout.temperature=-1", "rollout.temperature: -1.0", ">= 0"),
+    ("train --config bad.toml", "bad.toml: train.stepps: unknown key", "did you mean steps?"),
+    ("train --config bad.toml --set train.stepps=2", "tokentrue train: train.stepps: unknown key", "did you mean"),
+    ("train --set rollout.environment=calculater", "no 'calculater'", "one of calculator"),
     ("train --set threads=0", "threads: must be a whole number >= 1", "got 0"),
     ("rollout --set rollout.temperature=-1", "rollout.temperature: -1.0", "finite and >= 0"),
     ("rollout --set rollout.temperature=nan", "rollout.temperature: nan", "finite"),
@@ -230,10 +236,69 @@ def test_few_steps_of_the_demo_are_not_judged(tmp_path: Path, capsys: pytest.Cap
     assert "8 rollouts" in said and "(1 task, greedy)" in said and "for 1 step\n" in said
 
 
-def test_the_banner_names_the_toy_model(capsys: pytest.CaptureFixture[str]) -> None:
-    from tokentrue.app.wiring import ModelConfig, ServeConfig
-    from tokentrue.cli.serve import greet
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("serv", "did you mean `tokentrue serve`?"),
+        ("coverage", "`tokentrue sessions STORE_OR_URL` has it"),
+        ("export", "`tokentrue samples STORE_OR_URL -o FILE`"),
+        ("xyzzy", "`tokentrue --help` lists them"),
+    ],
+)
+def test_a_command_that_is_not_there(word: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([word])
+    assert ended.value.code == 2 and said in capsys.readouterr().err
 
+
+def test_piped_tables_are_whole_and_plain(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    print_table("a title", ["one", "two"], [["x" * 150, ("y" * 150, "bold red")]])
+    assert f"{'x' * 150} │ {'y' * 150}" in capsys.readouterr().out
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    print_table("a title", ["one"], [[("y", "bold red")]])
+    assert "\x1b[" in capsys.readouterr().out
+    monkeypatch.setenv("NO_COLOR", "1")
+    print_table("a title", ["one"], [[("y", "bold red")]])
+    assert "\x1b" not in capsys.readouterr().out, "neither colour nor bold"
+
+
+def test_progress_without_a_terminal_is_a_line_per_step(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress_bar("training", 3) as advance:
+        for step in range(3):
+            advance(f"reward 0.{step}")
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition("  0:")[0] for line in lines] == [f"  training {n + 1}/3  reward 0.{n}" for n in range(3)]
+    assert lines[0].endswith(" left") and not lines[2].endswith(" left")
+    with progress_bar("rollouts", 3, every_s=3600) as advance:
+        for _ in range(3):
+            advance("")
+    assert capsys.readouterr().out.splitlines() == ["  rollouts 3/3"], "many short pieces are not many lines"
+
+
+def test_coverage_is_rounded_down() -> None:
+    assert [show_share(share) for share in (1.0, 0.99999, 2 / 3, 0.29)] == ["100.00%", "99.99%", "66.66%", "29.00%"]
+
+
+def test_a_list_of_a_gateway_has_turns_and_coverage(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    with tt.Client(server.url, KEY) as client, client.session(session_id="mine", group="g") as session:
+        session.openai().chat.completions.create(model="m", messages=[{"role": "user", "content": "2+2?"}])
+    assert run("sessions", [server.url]) == 0
+    cells = [line.replace(" ", "") for line in capsys.readouterr().out.splitlines()]
+    assert "┃session┃group┃state┃turns┃coverage┃reward┃" in cells and "│mine│g│ended│1│100.00%││" in cells, cells
+
+
+def test_the_banner_has_lines_to_copy(capsys: pytest.CaptureFixture[str]) -> None:
+    greet(ServeConfig(), "http://h:1", "tta-new")
+    lines = capsys.readouterr().out.splitlines()
+    assert "export TOKENTRUE_URL=http://h:1" in lines and "export TOKENTRUE_ADMIN_KEY=tta-new" in lines
+    assert any("http://h:1/view" in line for line in lines)
+    assert any("tokentrue samples http://h:1 -o samples.jsonl" in line for line in lines)
+    greet(ServeConfig(), "http://h:1", None)
+    assert "tta-" not in capsys.readouterr().out, "a key that was given is not printed"
+
+
+def test_the_banner_names_the_toy_model(capsys: pytest.CaptureFixture[str]) -> None:
     greet(ServeConfig(), "http://h", None)
     shown = capsys.readouterr().out
     assert "toy model" in shown

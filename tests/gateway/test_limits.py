@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import logging
 import os
 import signal
 import socket
@@ -30,6 +31,7 @@ from tokentrue.app.wiring import ServeConfig
 from tokentrue.errors import ConfigError, LimitExceeded
 from tokentrue.gateway.asgi import problem_from
 from tokentrue.gateway.metrics import CLOCK, MeteredProvider, TurnClock
+from tokentrue.gateway.serving.server import JsonLines
 from tokentrue.ids import TokenIds
 from tokentrue.sessions import SessionLimits
 from tokentrue.sessions.limits import HUGE_CHARS, run_by_size
@@ -95,6 +97,52 @@ async def test_a_failed_turn_leaves_a_log_line(caplog: pytest.LogCaptureFixture)
         "turn_failed",
         session["session_id"],
     )
+    assert line["field"] == "n" and "1000" in line["message"], "what was wrong, and where"
+    await app.close()
+
+
+def test_every_log_line_is_json_with_a_time() -> None:
+    for message in ('{"event":"turn","session":"s"}', "the chat template ignores tools"):
+        made = logging.LogRecord("tokentrue.gateway", logging.WARNING, "", 0, message, (), None)
+        made.created = 1_700_000_000.5
+        line = json.loads(JsonLines().format(made))
+        assert line.pop("time") == "2023-11-14T22:13:20.500+00:00"
+        assert line in ({"event": "turn", "session": "s"}, {"event": "warning", "message": message})
+
+
+async def test_one_prompt_in_two_requests_is_a_warning_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Two requests lose the first answer; n = 2 is how one asks for two, and a conversation that continues is fine."""
+    app = gateway()
+    say = {"role": "user", "content": "and then?"}
+    for several, warnings in ((False, 1), (True, 0)):
+        session = await new_session(app)
+        with caplog.at_level("WARNING", logger="tokentrue.gateway"):
+            caplog.clear()
+            bodies = [{**HELLO, "n": 2}] if several else [HELLO, HELLO, HELLO]
+            for body in bodies:
+                status, raw = await ask(
+                    app, "POST", "/v1/chat/completions", json.dumps(body).encode(), key=session["api_key"]
+                )
+                assert status == 200
+            message = json.loads(raw)["choices"][0]["message"]
+            more = {"model": "m", "messages": [*HELLO["messages"], message, say]}
+            await ask(app, "POST", "/v1/chat/completions", json.dumps(more).encode(), key=session["api_key"])
+        lines = [json.loads(text) for text in caplog.messages if '"retried"' in text]
+        assert [(line["event"], line["session"]) for line in lines] == [("retried", session["session_id"])] * warnings
+        assert all("ask with n, or open a session for each" in line["message"] for line in lines)
+    await app.close()
+
+
+async def test_a_wrong_admin_key_is_told_from_a_missing_one() -> None:
+    app = gateway()
+    session = await new_session(app)
+    found = {}
+    for name, key in (("none", None), ("wrong", "tta-" + "0" * 40), ("session", session["api_key"])):
+        status, answer = await ask(app, "GET", "/sessions", key=key)
+        found[name] = (status, json.loads(answer)["error"]["code"], json.loads(answer)["error"]["message"])
+    assert [each[:2] for each in found.values()] == [(401, "missing_key"), (401, "invalid_key"), (403, "not_admin")]
+    assert "no key was sent" in found["none"][2] and "not this gateway's admin key" in found["wrong"][2]
+    assert "is a session's" in found["session"][2]
     await app.close()
 
 

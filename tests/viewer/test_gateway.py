@@ -63,6 +63,12 @@ def basic(password: str) -> str:
     return "Basic " + base64.b64encode(f"anyone:{password}".encode()).decode()
 
 
+@pytest.mark.parametrize("path", ["/", "/view"])
+def test_the_address_of_the_gateway_leads_to_the_page(server: Server, path: str) -> None:
+    status, answered, _ = fetch(server.url + path)
+    assert status == 307 and answered["location"] == "view/"
+
+
 @pytest.mark.parametrize("path", ["/view/", "/view/data/index?offset=0", "/view/static/app.js", "/view/anything"])
 def test_nothing_is_shown_without_the_admin_key(server: Server, path: str) -> None:
     own = server.session().api_key

@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import tomllib
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
@@ -31,9 +32,11 @@ def read(
     values: JsonObject = {}
     for dotted, value in (defaults or {}).items():
         set_dotted(values, dotted, value)
+    written: JsonObject = {}
     if path is not None:
         try:
-            merge(values, tomllib.loads(path.read_text(encoding="utf-8")))
+            written = tomllib.loads(path.read_text(encoding="utf-8"))
+            merge(values, deepcopy(written))
         except OSError as error:
             raise ConfigError(f"cannot read {path}: {error.strerror}") from error
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -46,7 +49,13 @@ def read(
         if not equals or not dotted.strip():
             raise ConfigError(f"--set {text!r}: write key.path=value")
         set_dotted(values, dotted.strip(), literal(value.strip()))
-    return build(type_, values)
+    try:
+        return build(type_, values)
+    except ConfigError as error:
+        key = str(error).partition(":")[0]
+        if path is None or find_dotted(written, key) is None or find_dotted(written, key) != find_dotted(values, key):
+            raise
+        raise ConfigError(f"{path}: {error}") from error
 
 
 def merge(values: JsonObject, over: JsonMapping) -> None:
@@ -73,6 +82,13 @@ def set_dotted(values: JsonObject, dotted: str, value: Any) -> None:
             raise ConfigError(f"{dotted}: {folder} is a value, not a table")
         values = cast("JsonObject", inner)
     values[name] = value
+
+
+def find_dotted(values: JsonMapping, dotted: str) -> Any:
+    found: Any = values
+    for name in dotted.partition("[")[0].split("."):
+        found = cast("JsonMapping", found).get(name) if isinstance(found, Mapping) else None
+    return found
 
 
 def build(type_: type[T], values: JsonMapping, *, path: str = "", base: T | None = None) -> T:

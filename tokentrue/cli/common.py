@@ -5,14 +5,24 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import sys
+import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias, TypeVar
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 from rich.text import Text
 from typer import Argument, Option
@@ -29,6 +39,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 SUBJECT = "model: "  # what `tokentrue.hub` and `load_renderer` begin with
 ADVICE = "give what `tokentrue serve --store` was given: sqlite:PATH or postgresql://…"
+PIPED_WIDTH = 1000  # columns; a table takes what it needs
 MAGIC = b"SQLite format 3\0"
 STEP_PARTS = ("wait", "recompute", "measure", "update", "publish")  # `wait`: rollouts run and nothing is trained
 
@@ -119,6 +130,16 @@ def show_share(share: float) -> str:
     return f"{math.floor(share * 10_000 + 1e-9) / 100:.2f}%"
 
 
+def console(*, stderr: bool = False) -> Console:
+    """Without any escape under NO_COLOR, not even bold. Wide enough for whole tables where the output is no terminal."""
+    piped = not (sys.stderr if stderr else sys.stdout).isatty()
+    return Console(
+        stderr=stderr,
+        color_system=None if os.environ.get("NO_COLOR") else "auto",
+        width=PIPED_WIDTH if piped and "COLUMNS" not in os.environ else None,
+    )
+
+
 def print_json(value: JsonValue) -> None:
     print(json.dumps(value, indent=1))
 
@@ -132,23 +153,48 @@ def print_table(
         table.add_column(column, overflow="fold", min_width=whole if number == 0 else None)
     for row in rows:
         table.add_row(*(Text(cell) if isinstance(cell, str) else Text(*cell) for cell in row))
-    Console().print(table)
+    console().print(table)
 
 
 def print_verdict(text: str, *, ok: bool) -> None:
-    Console().print(Text(text, style="green" if ok else "red"))
+    console().print(Text(text, style="green" if ok else "red"))
 
 
 @contextmanager
-def progress_bar(title: str, total: int, *, quiet: bool = False) -> Generator[Callable[[str], None], None, None]:
-    """Call the yielded function once per finished piece, with a word about it."""
+def progress_bar(
+    title: str, total: int, *, quiet: bool = False, every_s: float = 0.0
+) -> Generator[Callable[[str], None], None, None]:
+    """Call the yielded function once per finished piece, with a word about it. A bar with the time left on a terminal;
+    elsewhere a line per piece, or one every `every_s` seconds.
+    """
     if quiet:
         yield lambda _: None
         return
+    if not sys.stdout.isatty():
+        yield lines_of_progress(title, total, every_s)
+        return
     columns = (TextColumn("  {task.description}"), BarColumn(bar_width=16), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, TextColumn("{task.fields[note]}")) as progress:
+    left = TimeRemainingColumn(compact=True, elapsed_when_finished=False)
+    with Progress(*columns, TextColumn("left"), left, TextColumn("{task.fields[note]}"), console=console()) as progress:
         task = progress.add_task(title, total=total, note="")
         yield lambda note: progress.update(task, advance=1, note=note)
+
+
+def lines_of_progress(title: str, total: int, every_s: float) -> Callable[[str], None]:
+    began = said = time.monotonic()
+    done = 0
+
+    def advance(note: str) -> None:
+        nonlocal done, said
+        done += 1
+        now = time.monotonic()
+        if now - said < every_s and done < total:
+            return
+        said = now
+        left = timedelta(seconds=round((now - began) / done * (total - done)))
+        print(f"  {title} {done}/{total}  {note}".rstrip() + (f"  {left} left" if done < total else ""), flush=True)
+
+    return advance
 
 
 def count_items(items: Iterable[T], noun: str, *, quiet: bool = False) -> Iterator[T]:
@@ -165,12 +211,12 @@ def show_status(text: str, *, quiet: bool = False) -> Generator[Callable[[str], 
     if quiet:
         yield lambda _: None
         return
-    console = Console(stderr=True)
-    if not console.is_terminal:
+    shown = console(stderr=True)
+    if not shown.is_terminal:
         print(f"  {text}", file=sys.stderr, flush=True)
         yield lambda _: None
         return
-    with console.status(text) as status:
+    with shown.status(text) as status:
         yield status.update
 
 

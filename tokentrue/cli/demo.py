@@ -128,7 +128,7 @@ async def run(*, seed: int, steps: int, tasks: int, heldout: int, out: Path, qui
             return GatewaySessions(here.base_url, sampling=sampling, admin_key=here.admin_key)
 
         async def measure_reward(when: str) -> float:
-            with progress_bar(f"evaluating {when}", heldout, quiet=quiet) as advance:
+            with progress_bar(f"evaluating {when}", heldout, quiet=quiet, every_s=10.0) as advance:
                 async with open_sessions(0.0) as sessions:
                     groups = await evaluate(rollout, sessions, tasks=heldout, on_rollout=lambda _: advance(""))
             return fmean(reward for group in groups for reward in group)

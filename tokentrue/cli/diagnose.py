@@ -94,9 +94,9 @@ def command(
     as_json: AsJson = False,
 ) -> int:
     """Mismatch report: δ, K1/K3, ratio tails, ESS, argmax flips, contribution skew; a table, and plots with -o."""
+    check_options(correction, trainer, trainer_logprobs, max_k3, write_logprobs)
     from tokentrue.viewer.records import check_names
 
-    check_options(correction, trainer, trainer_logprobs, max_k3, write_logprobs)
     renderer: Any = None if output is None else renderer_from("--tokenizer", tokenizer)
     found = list(read_samples(samples))
     versions = {sample.sample_id: sampled_by(sample) for sample in found}

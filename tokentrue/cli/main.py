@@ -5,6 +5,7 @@ Exit codes: 0 fine, 1 found something wrong, 2 usage error, 70 a bug in tokentru
 
 from __future__ import annotations
 
+import difflib
 import io
 import os
 import sys
@@ -37,6 +38,16 @@ EXTRAS: dict[str, set[str]] = {  # the optional extra that brings a library
     "postgres": {"psycopg"},
     "otel": {"opentelemetry"},
 }
+NEEDS = {"train": "train", "rollout": "train", "demo": "train"}  # the extra with everything that a command uses
+SUGGESTED = {  # words of others for what a command does
+    "coverage": "`tokentrue sessions STORE_OR_URL` has it per session, `tokentrue audit FILE` for exported samples",
+    "export": "`tokentrue samples STORE_OR_URL -o FILE` exports",
+    "list": "`tokentrue sessions STORE_OR_URL` lists sessions",
+    "report": "`tokentrue diagnose SAMPLES -o report.html` writes one, `tokentrue view` shows sessions",
+    "run": "`tokentrue rollout` runs an environment's tasks, `tokentrue serve` a gateway",
+    "lab": "in a clone, `python -m experiments list`",
+    "bench": "in a clone, `python -m benchmarks.gateway`",
+}
 INTERRUPTED = {
     "train": ": the last whole step is in a checkpoint; the same command resumes",
     "rollout": ": whole groups are on file; the same command resumes",
@@ -57,7 +68,9 @@ def main(argv: list[str] | None = None) -> None:
         from tokentrue import __version__
 
         raise SystemExit(flush_output(0, f"tokentrue {__version__}\n"))
-    print(f"tokentrue: no command {first!r}; `tokentrue --help` lists them", file=sys.stderr)
+    close = difflib.get_close_matches(str(first), COMMANDS, 1)
+    meant = SUGGESTED.get(str(first)) or (f"did you mean `tokentrue {close[0]}`?" if close else "")
+    print(f"tokentrue: no command {first!r}; {meant or '`tokentrue --help` lists them'}", file=sys.stderr)
     raise SystemExit(2)
 
 
@@ -101,20 +114,21 @@ def run(name: str, rest: list[str]) -> int:
             return int(getattr(error, "exit_code", 2))
         if os.environ.get("TOKENTRUE_TRACEBACK"):
             raise
-        code, text = explain_error(error)
+        code, text = explain_error(error, NEEDS.get(name))
         print(f"tokentrue {name}: {' '.join(text.split())}", file=sys.stderr)
     if code == 130:
         print(f"\ntokentrue {name}: interrupted{INTERRUPTED.get(name, '')}", file=sys.stderr)
     return code
 
 
-def explain_error(error: Exception) -> tuple[int, str]:
-    """The exit code, and what to print. The traceback of a bug is written to a file."""
+def explain_error(error: Exception, needed: str | None = None) -> tuple[int, str]:
+    """The exit code, and what to print. The traceback of a bug is written to a file. `needed`: the command's extra."""
     if isinstance(error, ModuleNotFoundError):
         top = (error.name or "").split(".")[0]
         for extra, modules in EXTRAS.items():
             if top in modules:
-                return 2, f"{error.name} is not installed: pip install 'tokentrue[{extra}]'"
+                wanted = needed if needed and extra in ("gateway", "engine", "train") else extra
+                return 2, f"{error.name} is not installed: pip install 'tokentrue[{wanted}]'"
     if isinstance(error, OSError) and error.filename is not None:
         return 2, f"{error.filename}: {error.strerror}"
     if isinstance(error, TokenTrueError | OSError):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack, closing
 from pathlib import Path
@@ -105,18 +106,22 @@ def command(
 def play_all(settings: RolloutRun, plans: list[Plan], left: list[Plan], *, ray: str | None, quiet: bool) -> None:
     """Plays the plans that are left and writes each rollout; shows a progress bar."""
     rewards: list[float] = []
-    failed = 0
+    failed = sampled = 0
+    began = time.monotonic()
     with (
         closing(Recorder(settings.out, plans)) as recorder,
-        progress_bar("rollouts", len(left), quiet=quiet or not left) as advance,
+        progress_bar("rollouts", len(left), quiet=quiet or not left, every_s=10.0) as advance,
     ):
 
         def on_rollout(rollout: Rollout) -> None:
-            nonlocal failed
+            nonlocal failed, sampled
             recorder(rollout)
             failed += rollout.error is not None
             rewards.extend([] if rollout.reward is None else [rollout.reward])
-            advance(f"reward {sum(rewards) / max(1, len(rewards)):.2f}" + (f"  {failed} failed" if failed else ""))
+            sampled += rollout.coverage.get("sampled", 0)
+            speed = f"{sampled / (time.monotonic() - began):,.0f} tokens/s"
+            lost = f"  {failed} failed" if failed else ""
+            advance(f"reward {sum(rewards) / max(1, len(rewards)):.2f}  {speed}{lost}")
 
         if left and ray is not None:
             from tokentrue.cluster.rollout import play_on_ray

@@ -156,9 +156,14 @@ def greet(settings: ServeConfig, base: str, new_key: str | None) -> None:
         print(f"  toy model        {about}")
     if new_key is not None:
         print(f"  admin key        {new_key}      (made for this run; set {ADMIN_KEY} to choose one)")
-    print(f'  new session      curl -X POST {base}/sessions -H "Authorization: Bearer {new_key or "$" + ADMIN_KEY}"')
+    print("  in another shell")
+    print(f"export TOKENTRUE_URL={base}")
+    print(f"export {ADMIN_KEY}={new_key}" if new_key else f"export {ADMIN_KEY}=…      (as in this shell)")
+    print(f'  new session      curl -X POST {base}/sessions -H "Authorization: Bearer ${ADMIN_KEY}"')
     print("  OpenAI client    OpenAI(base_url=session['base_url'], api_key=session['api_key'])")
     print("  Anthropic client Anthropic(base_url=session['anthropic_base_url'], api_key=session['api_key'])")
     google = "api_key=session['api_key'], http_options={'base_url': session['google_base_url']}"
     print(f"  Google client    genai.Client({google})")
-    print(f"  fixed base URL   {base}/v1 with the session's api_key", flush=True)
+    print(f"  fixed base URL   {base}/v1 with the session's api_key")
+    print(f"  viewer           {base}/view      (any user name, the admin key as password)")
+    print(f"  samples          tokentrue samples {base} -o samples.jsonl", flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from contextlib import closing, suppress
 from typing import Annotated, cast
 
@@ -21,6 +22,7 @@ from tokentrue.cli.common import (
     require_utf8,
     show_share,
 )
+from tokentrue.client import Client
 from tokentrue.errors import ConfigError, SessionNotFound
 from tokentrue.json_types import JsonObject
 from tokentrue.samples import coverage_of, coverage_to_json
@@ -52,7 +54,10 @@ def command(
     name = str(session_id)
     with closing(connect(source) if is_url(source) else JournalSource(source)) as opened:
         if action == "list":
-            answer: JsonObject = {"sessions": opened.sessions(limit=limit)}
+            listed = opened.sessions(limit=limit)
+            if isinstance(opened, Client) and not as_json:  # a gateway reads no trees for a list
+                listed = [summary for each in listed for summary in summarise_remote(opened, each["session_id"])]
+            answer: JsonObject = {"sessions": listed}
         elif action == "show":
             answer = opened.session_state(name)
         else:
@@ -99,8 +104,14 @@ class JournalSource:
             asyncio.run(journal.delete(session_id))
 
 
+def summarise_remote(client: Client, session_id: str) -> Iterator[JsonObject]:
+    """With turns and coverage; nothing if it was purged since it was listed."""
+    with suppress(SessionNotFound):
+        state = client.session_state(session_id)
+        yield {**state, "turns": len(state["nodes"])}
+
+
 def print_list(sessions: list[JsonObject]) -> None:
-    # a gateway reads no trees for a list
     shown = [name for name in COLUMNS if any(name in entry for entry in sessions)]
     rows: list[list[str]] = []
     for entry in sessions:

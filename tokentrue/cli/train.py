@@ -38,6 +38,7 @@ from tokentrue.cli.common import (
     share_costs,
     show_status,
 )
+from tokentrue.environments import load_environment
 from tokentrue.errors import ConfigError
 from tokentrue.plain_json import dumps
 from tokentrue.providers.registry import IN_PROCESS, REMOTE, list_names
@@ -81,6 +82,8 @@ def command(
     if nodes is not None and ray is None:
         raise ConfigError("--nodes belongs to --ray")
     require_writable(settings.out)
+    if settings.samples is None:  # a wrong name or option is reported now, not after a model has loaded
+        load_environment(settings.rollout.environment, settings.rollout.options)
     from tokentrue.app.libraries import quiet_libraries, require_device
     from tokentrue.train import join, leave
 
@@ -153,10 +156,9 @@ async def run(settings: TrainRun, ranks: Ranks, *, ray: str | None, as_json: boo
                     why = f"gain {shown['acceptance/gain']:.3g}, divergence {shown['acceptance/divergence']:.3g}"
                     refused = f"the engines refuse the update ({why}); the weights before it are back"
                     print(f"  step {report.step}: {refused}", file=sys.stderr)
-            note = (
-                f"reward {shown['reward']:.3f}  loss {shown['update/loss']:+.4f}  |g| {shown['update/grad_norm']:.2f}"
-            )
-            advance(note)
+            delta, speed = shown.get("mismatch/delta_abs_mean", 0.0), report.speeds["speed/tokens_per_s"]
+            losses = f"loss {shown['update/loss']:+.4f}  |g| {shown['update/grad_norm']:.2f}"
+            advance(f"reward {shown['reward']:.3f}  {losses}  |δ| {delta:.2g}  {speed:,.0f} tokens/s")
 
         source = source_for(settings, ranks, file) if ray is None else source_on_ray(settings, ranks, address=ray)
         async with source as (rounds, publish, evaluator):

@@ -141,7 +141,7 @@ def view_routes(keys: ApiKeys, load: LoadPage) -> list[BaseRoute]:
     async def redirect(request: Request) -> Response:
         return RedirectResponse("view/")
 
-    return [Route("/view", redirect), Mount("/view", AdminPage(keys, load))]
+    return [Route("/", redirect), Route("/view", redirect), Mount("/view", AdminPage(keys, load))]
 
 
 class AdminPage:

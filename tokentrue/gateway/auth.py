@@ -99,10 +99,12 @@ class ApiKeys:
     def require_admin(self, headers: Headers, *, basic: bool = False) -> None:
         presented = read_key(headers, basic=basic)
         if presented is None:
-            raise HttpError(401, "missing_key", "send the admin key as Authorization: Bearer")
-        if not self.is_admin(presented):
-            status, code = (401, "invalid_key") if session_from_key(presented) is None else (403, "not_admin")
-            raise HttpError(status, code, "this needs the admin key")
+            raise HttpError(401, "missing_key", "no key was sent; send the admin key as Authorization: Bearer")
+        if self.is_admin(presented):
+            return
+        if session_from_key(presented) is None:
+            raise HttpError(401, "invalid_key", "the key that was sent is not this gateway's admin key")
+        raise HttpError(403, "not_admin", "the key that was sent is a session's; this needs the admin key")
 
 
 def session_from_key(presented: str) -> str | None:

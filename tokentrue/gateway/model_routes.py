@@ -200,6 +200,7 @@ class ModelRequest:
                 except TimeoutError:
                     raise EngineTimeout(f"the turn took longer than {limit:g} s (limits.turn_s)") from None
         self._log_turn(session.id, head, replies)
+        handle.warn_of_retries(replies[0].node, len(replies))
 
     async def _read(self, handle: SessionHandle, dialect: Dialect) -> tuple[RequestHead, TurnRequest]:
         services, scope = self._services, self._scope
@@ -284,6 +285,8 @@ class ModelRequest:
             dialect=self._operation.dialect.name,
             status=None if problem is None else problem.status,
             code="client_gone" if problem is None else problem.code,
+            message=None if problem is None else str(problem),
+            field=None if problem is None else problem.field,
             total_ms=round((time.perf_counter() - self._clock.started) * 1000, 3),
             engine_ms=round(self._clock.engine_s * 1000, 3),
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import logging
 import time
 from collections import Counter, OrderedDict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping
@@ -15,6 +16,8 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import cast
+
+import orjson
 
 from tokentrue.conversation import ByteBudget, Conversation
 from tokentrue.conversation.match_keys import count_system, read_role
@@ -48,6 +51,7 @@ from tokentrue.sessions.limits import SessionLimits
 from tokentrue.turn import Session
 from tokentrue.types import Coverage, Message, Refusal
 
+LOG = logging.getLogger("tokentrue.gateway")
 NewSession = Callable[[str], Session]
 REMEMBERED_BODIES = 256
 TOKEN_BYTES = 48  # estimate per recorded token: id, log-probability, share of text and spans
@@ -78,6 +82,7 @@ class SessionHandle:
         self._limits = limits
         self._request_numbers: OrderedDict[str, int] = OrderedDict()  # by a body's digest, of its last request
         self._coverage: tuple[int, Coverage] | None = None  # (session revision, coverage)
+        self._has_warned = False  # of answers that replace each other
 
     # Requests.
     def parse(self, dialect: Dialect, body: bytes) -> tuple[RequestHead, Conversation]:
@@ -135,6 +140,21 @@ class SessionHandle:
             while len(numbers) > REMEMBERED_BODIES:
                 numbers.popitem(last=False)
         return f"{digest}#{numbers[digest]}"
+
+    def warn_of_retries(self, node_id: str, replies: int) -> None:
+        """Logs once per session that one prompt has been answered by several requests: only one answer is trained."""
+        tree = self.session.tree
+        node = tree.nodes.get(node_id)
+        if self._has_warned or node is None or len(tree.answers_like(node)) <= replies:
+            return
+        earlier = [one for one in tree.answers_like(node) if one.seq < node.seq and one.outcome == "served"]
+        if any(not tree.followers.get(one.id) for one in earlier):
+            self._has_warned = True
+            message = (
+                "the same prompt was sent again and its earlier answer is not trained (retried); for several answers "
+                "to one prompt ask with n, or open a session for each"
+            )
+            LOG.warning(orjson.dumps({"event": "retried", "session": self.session.id, "message": message}).decode())
 
     # State.
     @contextmanager

@@ -12,8 +12,10 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
+import orjson
 import uvicorn
 import uvloop
 
@@ -73,8 +75,20 @@ def log_to_stderr(*, enabled: bool) -> None:
     logger.propagate = False
     if not logger.handlers:
         handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(logging.Formatter("%(message)s"))
+        handler.setFormatter(JsonLines())
         logger.addHandler(handler)
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object per line, with its time first. A message that is an object already keeps its fields."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        if text.startswith('{"event":'):
+            return f'{{"time":"{time}",{text[1:]}'
+        line = {"time": time, "event": record.levelname.lower(), "message": text}
+        return orjson.dumps(line).decode()
 
 
 class Server(uvicorn.Server):
