@@ -10,7 +10,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LIST = Path(__file__).with_name("banned_phrases.txt")
-PAGES = ("*.md", "docs/**/*.md", "tokentrue/**/*.md", "examples/*", "tokentrue/**/*.py", "benchmarks/**/*.py", "experiments/**/*.py")
+PAGES = (
+    "*.md",
+    "docs/**/*.md",
+    "tokentrue/**/*.md",
+    "examples/*",
+    "tokentrue/**/*.py",
+    "benchmarks/**/*.py",
+    "experiments/**/*.py",
+)
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 
 

@@ -38,7 +38,7 @@ EXTRAS: dict[str, set[str]] = {  # the optional extra that brings a library
     "postgres": {"psycopg"},
     "otel": {"opentelemetry"},
 }
-NEEDS = {"train": "train", "rollout": "train", "demo": "train"}  # the extra with everything that a command uses
+NEEDS = dict.fromkeys(("train", "rollout", "demo"), "train")  # the extra with everything that a command uses
 SUGGESTED = {  # words of others for what a command does
     "coverage": "`tokentrue sessions STORE_OR_URL` has it per session, `tokentrue audit FILE` for exported samples",
     "export": "`tokentrue samples STORE_OR_URL -o FILE` exports",
