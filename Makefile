@@ -9,7 +9,7 @@ DEVICE ?= cpu
 
 BROWSER := $(VENV)/.browser
 
-.PHONY: demo test docs check bench experiments clean package wheels images test-slow test-load test-many-gateways test-day test-lowest test-postgres test-partitions test-hostile test-fuzz test-harness test-vllm test-frameworks test-gpu
+.PHONY: demo test docs check bench experiments clean package wheels images test-slow test-load test-many-gateways test-day test-lowest test-postgres test-partitions test-hostile test-fuzz conformance test-harness test-vllm test-frameworks test-gpu
 
 $(VENV)/.base: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -71,6 +71,10 @@ HOSTILE_MINUTES ?= 20
 test-hostile: $(VENV)/.dev
 	$(BIN)/python -m pytest -m "not load" tests/gateway/test_hostile.py tests/gateway/test_limits.py tests/renderers/test_template_limits.py
 	$(BIN)/python -m tests.hostile.run --minutes $(HOSTILE_MINUTES)
+
+# Every level of docs/specification.md against our own gateway, over four dialects.
+conformance: $(VENV)/.dev
+	$(BIN)/tokentrue conformance tokentrue
 
 # FUZZ_TURNS and FUZZ_SEED choose the run; `python -m tests.fuzz --help` plays single cases.
 test-fuzz: $(VENV)/.dev

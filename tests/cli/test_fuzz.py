@@ -84,6 +84,7 @@ GUARDS = {  # at least one of these stops a call that would otherwise work for l
     "demo": [["--threads", "0"], ["--out", "/dev/null/x"]],
     "view": [["--port", "-1"], ["--port", "99999"]],
     "doctor": [["--dtype", "int3"], ["--engine", "none"]],
+    "conformance": [["--levels", "x"], ["--dialects", "none"], ["--turns", "0"], ["--case", "1"]],
 }
 
 

@@ -13,16 +13,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tests.fuzz import dialects, reassemble
-from tests.fuzz.dialects import ANTHROPIC, CHAT, GOOGLE, PATHS, RESPONSES, Tool, Wire
+from tests.fuzz.comparable import comparable
 from tests.fuzz.engine import Engine, Generation, Plan
-from tests.fuzz.gateway import Gateway, Heard
-from tests.fuzz.google import google_body
-from tests.fuzz.harness import lose, random_losses, random_wire
-from tests.fuzz.messages import Fit, Message, fit
+from tests.fuzz.gateway import Gateway
+from tests.fuzz.harness import random_losses, random_wire
+from tests.fuzz.messages import Fit, fit
 from tests.fuzz.oracle import Judge, Sampled, Turn, Violation, join_parts, short
-from tests.fuzz.outputs import MARKERS, Output, Writer
-from tests.fuzz.vocabulary import Vocabulary
+from tests.fuzz.outputs import MARKERS, Writer
+from tokentrue.conformance.agents import dialects, reassemble
+from tokentrue.conformance.agents.dialects import ANTHROPIC, CHAT, GOOGLE, PATHS, RESPONSES, Wire
+from tokentrue.conformance.agents.exchange import Heard
+from tokentrue.conformance.agents.google import google_body
+from tokentrue.conformance.agents.habits import lose
+from tokentrue.conformance.agents.messages import Message, Tool
+from tokentrue.conformance.standin.vocabulary import Vocabulary
+from tokentrue.conformance.standin.writer import Output
 
 ENGINE_AT_FAULT = {502, 503, 504}
 
@@ -305,7 +310,7 @@ class Case:
         if len(self.log) != start:
             raise Violation("a keyed retry adds nothing", "the engine was asked again")
         first, second = self.whole(asked, heard), self.whole(other, again)
-        one, two = dialects.comparable(asked.dialect, first), dialects.comparable(asked.dialect, second)
+        one, two = comparable(asked.dialect, first), comparable(asked.dialect, second)
         if one != two:
             raise Violation(
                 "a streamed answer is the whole answer",

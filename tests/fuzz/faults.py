@@ -6,13 +6,13 @@ import asyncio
 from dataclasses import replace
 from typing import Any
 
-from tests.fuzz import reassemble
 from tests.fuzz.case import ENGINE_AT_FAULT, Asked, Case, next_messages, until
-from tests.fuzz.dialects import CHAT
 from tests.fuzz.engine import STREAM_FAULTS, VERSIONS, WHOLE_FAULTS
-from tests.fuzz.gateway import Heard
 from tests.fuzz.oracle import Violation, join_parts, short
-from tests.fuzz.reassemble import partial_texts
+from tokentrue.conformance.agents import reassemble
+from tokentrue.conformance.agents.dialects import CHAT
+from tokentrue.conformance.agents.exchange import Heard
+from tokentrue.conformance.agents.reassemble import partial_texts
 
 MUST_FAIL = ("error_event", "garbage", "no_finish", "rewrite_final", "disagree", "malformed")
 

@@ -10,27 +10,17 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
+from tokentrue.conformance.agents.exchange import Heard, decoded, read_events
+
 ROOT = Path(__file__).resolve().parents[2]
 ADMIN = "fuzz-admin-key"
 STOPPING_S = 20.0
-
-
-@dataclass(slots=True, kw_only=True)
-class Heard:
-    """What a client got: a status with a whole answer or the events of a stream; `broken` where the connection ended
-    early."""
-
-    status: int
-    whole: Any = None
-    events: list[Any] = field(default_factory=list[Any])
-    broken: str = ""
-    kind: str = ""
 
 
 class Gateway:
@@ -126,25 +116,8 @@ class Gateway:
         async with self._http.post(self.url + path, data=data, headers=headers) as answer:
             yield Reading(answer, Heard(status=answer.status, kind=answer.content_type))
 
-    async def read(self, reading: Reading) -> AsyncIterator[Any]:
-        """The events of a stream as they come, gathered in `heard`; nothing for a whole answer."""
-        answer, heard = reading.answer, reading.heard
-        try:
-            if answer.content_type != "text/event-stream":
-                heard.whole = decoded(await answer.read())
-                return
-            rest = b""
-            async for block in answer.content.iter_any():
-                *lines, rest = (rest + block).split(b"\n")
-                for line in lines:
-                    if line.startswith(b"data:"):
-                        data = line[5:].strip()
-                        heard.events.append("[DONE]" if data == b"[DONE]" else json.loads(data))
-                        yield heard.events[-1]
-                    elif line.startswith(b"{"):  # an error in Google's dialect is bare JSON
-                        heard.events.append(json.loads(line))
-        except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
-            heard.broken = repr(error)
+    def read(self, reading: Reading) -> AsyncIterator[Any]:
+        return read_events(reading.answer, reading.heard)
 
     def last_error(self) -> str:
         """The last traceback of the gateway's log."""
@@ -162,10 +135,3 @@ class Gateway:
 class Reading:
     answer: aiohttp.ClientResponse
     heard: Heard
-
-
-def decoded(data: bytes) -> Any:
-    try:
-        return json.loads(data)
-    except ValueError:
-        return data.decode("utf-8", "replace")

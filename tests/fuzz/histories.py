@@ -6,10 +6,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tests.fuzz.case import Case, next_messages
-from tests.fuzz.dialects import CHAT, RESPONSES, Wire
 from tests.fuzz.harness import TOOLS
-from tests.fuzz.messages import Message
 from tests.fuzz.oracle import Turn, Violation
+from tokentrue.conformance.agents.dialects import CHAT, RESPONSES, Wire
+from tokentrue.conformance.agents.messages import Message
 
 
 def with_system(messages: list[Message], text: str | None) -> list[Message]:

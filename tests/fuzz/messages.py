@@ -1,4 +1,4 @@
-"""The conversation as the oracle understands it: messages without a dialect, and when one is a replay of another.
+"""When one conversation is a replay of another.
 
 `fit` is the oracle's own reading of the rule that a replay may lose reasoning, call ids, outer whitespace and the
 spelling of arguments, and nothing else.
@@ -8,34 +8,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """`partial`: a custom tool's input was served, and the model may have written more. `custom`: it is sent back as
-    such an input."""
-
-    id: str
-    name: str
-    arguments: str
-    partial: bool = False
-    custom: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Message:
-    """`answers` is the call id of a tool result. Only what was `served` by the gateway may come back with losses."""
-
-    role: str
-    text: str = ""
-    reasoning: str = ""
-    calls: tuple[Call, ...] = ()
-    answers: str = ""
-    served: bool = False
-    inline: bool = False  # the reasoning was sent as <think> text
+from tokentrue.conformance.agents.messages import Message, load_finite
 
 
 class Fit(IntEnum):
@@ -120,14 +96,6 @@ def plain_json(text: str) -> Any:
     except ValueError:
         return "\0" + text.strip()
     return json.dumps(canonical(value), sort_keys=True)
-
-
-def load_finite(text: str) -> Any:
-    """JSON whose numbers fit a double; anything else is a ValueError."""
-    value = json.loads(text)
-    if "Infinity" in json.dumps(value) or "NaN" in json.dumps(value):
-        raise ValueError("not finite")
-    return value
 
 
 def canonical(value: Any) -> Any:

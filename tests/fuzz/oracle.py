@@ -9,10 +9,11 @@ from itertools import pairwise
 from typing import Any
 
 from tests.fuzz import template
-from tests.fuzz.dialects import Tool
 from tests.fuzz.engine import Generation
-from tests.fuzz.messages import Differences, Fit, Message, fit
-from tests.fuzz.vocabulary import Vocabulary
+from tests.fuzz.messages import Differences, Fit, fit
+from tokentrue.conformance.agents.messages import Message, Tool
+from tokentrue.conformance.oracle import Oracle, Row
+from tokentrue.conformance.standin.vocabulary import Vocabulary
 
 REASONS = {"retried", "rolled_back", "not_chosen", "disconnected", "aborted", "engine_failed", "deleted", "max_tokens"}
 REASONS |= {"side_request"}
@@ -218,59 +219,17 @@ class Judge:
     def samples(self, samples: Sequence[Mapping[str, Any]], log: Sequence[Generation]) -> None:
         """Every sampled token of every sample is the engine's own, in the context that the engine was sent; none is
         trained twice."""
-        by_prompt: dict[tuple[int, ...], list[Generation]] = {}
-        for generation in log:
-            by_prompt.setdefault(generation.prompt, []).append(generation)
-        trained: set[float] = set()
         for sample in samples:
-            self._sample(sample, by_prompt)
-            for mask, value in zip(sample["loss_mask"], sample["rollout_logprobs"], strict=True):
-                if mask and value in trained:
-                    raise Violation(
-                        "a token is trained once", f"{value} is trained twice; sample {sample['sample_id']}"
-                    )
-                if mask:
-                    trained.add(value)
-
-    def _sample(self, sample: Mapping[str, Any], by_prompt: Mapping[tuple[int, ...], Sequence[Generation]]) -> None:
-        ids, logprobs = tuple(sample["token_ids"]), sample["rollout_logprobs"]
-        at = 0
-        while at < len(ids):
-            if logprobs[at] is None:
-                if sample["loss_mask"][at]:
-                    raise Violation(
-                        "only sampled tokens are trained", f"sample {sample['sample_id']} trains position {at}"
-                    )
-                at += 1
-                continue
-            at += self._explained(sample, ids, logprobs, at, by_prompt.get(ids[:at], ()))
-
-    def _explained(
-        self,
-        sample: Mapping[str, Any],
-        ids: tuple[int, ...],
-        logprobs: Sequence[float | None],
-        at: int,
-        found: Sequence[Generation],
-    ) -> int:
-        """How many tokens from `at` on one generation of the engine accounts for."""
-        most = 0
-        for generation in found:
-            pairs = zip(
-                generation.sampled[: generation.delivered], generation.logprobs, ids[at:], logprobs[at:], strict=False
-            )
-            count = 0
-            for token, logprob, recorded, value in pairs:
-                if token != recorded or logprob != value:
-                    break
-                count += 1
-            most = max(most, count)
-        if most == 0:
-            why = "other ids or log-probabilities than the record" if found else "no such prompt"
-            raise Violation(
-                "a sample equals the engine's log", f"sample {sample['sample_id']} position {at}: the engine has {why}"
-            )
-        return most
+            pairs = zip(sample["loss_mask"], sample["rollout_logprobs"], strict=True)
+            if any(mask and value is None for mask, value in pairs):
+                raise Violation("only sampled tokens are trained", f"sample {sample['sample_id']}")
+        rows = [
+            Row(ids=sample["token_ids"], mask=sample["loss_mask"], logprobs=sample["rollout_logprobs"])
+            for sample in samples
+        ]
+        for fault in Oracle(log).judge(rows, strict=True):
+            rule = "a token is trained once" if fault.rule == "2.1" else "a sample equals the engine's log"
+            raise Violation(rule, f"{fault.detail} of {[sample['sample_id'] for sample in samples]}")
 
     def coverage(
         self, coverage: Mapping[str, Any], samples: Sequence[Mapping[str, Any]], least: int, most: int

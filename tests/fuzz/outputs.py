@@ -4,12 +4,11 @@ chosen."""
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
-from tests.fuzz.vocabulary import Vocabulary
+from tokentrue.conformance.standin import writer as base
+from tokentrue.conformance.standin.writer import Output
 
 # Combining marks (also in another order, or with nothing to combine with), ligatures, the two normal forms of one text,
 # and characters that compatibility forms replace: a tokenizer may compose, a harness must not.
@@ -55,24 +54,10 @@ BROKEN_CALLS = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Output:
-    """`expected` is what a client must be shown: (reasoning, text, calls as (name, arguments)); None where that is the
-    parser's to say."""
-
-    ids: tuple[int, ...]
-    text: str
-    expected: tuple[str, str, tuple[tuple[str, str], ...]] | None = None
-
-
-class Writer:
+class Writer(base.Writer):
     """Random outputs for one case."""
 
-    def __init__(self, vocabulary: Vocabulary, rng: random.Random) -> None:
-        self._vocabulary, self._rng = vocabulary, rng
-
-    def words(self, most: int = 8) -> str:
-        return " ".join(self._rng.choice(WORDS) for _ in range(self._rng.randint(1, most)))
+    WORDS = WORDS
 
     def output(self, tools: Sequence[str], *, calls: int | None = None) -> Output:
         """`calls` asks for a well-formed turn with that many."""
@@ -104,27 +89,6 @@ class Writer:
             arguments = {}
         separators = self._rng.choice(((", ", ": "), (",", ":"), (" , ", " :  ")))
         return name, json.dumps(arguments, ensure_ascii=self._rng.random() < 0.3, separators=separators)
-
-    def structured(self, reasoning: str, text: str, calls: Sequence[tuple[str, str]]) -> Output:
-        raw = f"<think>\n{reasoning}\n</think>\n\n" if reasoning else ""
-        raw += text
-        for index, (name, arguments) in enumerate(calls):
-            raw += "\n" if text or index else ""
-            raw += f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
-        made = self.sampled(raw)
-        return replace(made, expected=(reasoning, text, tuple(calls)))
-
-    def sampled(self, raw: str, *, stop: bool = True) -> Output:
-        ids = self._vocabulary.encode(raw)
-        ids = self._vocabulary.split(ids, self._rng, self._rng.choice((0.0, 0.1, 0.5)))
-        return Output(ids=(*ids, *([self._vocabulary.stop] if stop else [])), text=raw)
-
-    def again(self, output: Output) -> Output:
-        """The same text, sampled in other ids."""
-        ids = self._vocabulary.split(self._vocabulary.encode(output.text), self._rng, 0.5)
-        return replace(
-            output, ids=(*ids, *([self._vocabulary.stop] if output.ids[-1:] == (self._vocabulary.stop,) else []))
-        )
 
     def _odd(self) -> Output:
         rng, vocabulary = self._rng, self._vocabulary

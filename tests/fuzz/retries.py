@@ -10,11 +10,11 @@ from typing import Any
 import aiohttp
 
 from tests.fuzz.case import Asked, Case, all_of, next_messages, until
-from tests.fuzz.dialects import comparable
+from tests.fuzz.comparable import comparable
 from tests.fuzz.engine import Generation
-from tests.fuzz.gateway import Heard
-from tests.fuzz.messages import Message
 from tests.fuzz.oracle import Violation, join_parts, short
+from tokentrue.conformance.agents.exchange import Heard
+from tokentrue.conformance.agents.messages import Message
 
 
 async def expect_recorded(case: Case, asked: Asked, whole: dict[str, Any], **headers: str) -> None:

@@ -22,8 +22,8 @@ from tests.fuzz.engine import Engine, Generation
 from tests.fuzz.gateway import ROOT, Gateway
 from tests.fuzz.harness import TOOLS
 from tests.fuzz.oracle import Judge, Violation
-from tests.fuzz.vocabulary import Vocabulary
 from tests.parts import own_dir, tokenizer_dir
+from tokentrue.conformance.standin.vocabulary import Vocabulary
 
 HANGING_S = 120.0
 RESTART_EVERY = 60  # cases

@@ -8,13 +8,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
 from tests.fuzz.case import Asked, Case, all_of, next_messages, until
-from tests.fuzz.dialects import ANTHROPIC, CHAT, Wire, node_of
 from tests.fuzz.faults import break_the_engine, fail_one_of_two, hang_up, lose_connections, odd_version
 from tests.fuzz.harness import edit
 from tests.fuzz.histories import alternate_tools, chain_responses, change_system, change_tools, start_anew
-from tests.fuzz.messages import Message
 from tests.fuzz.oracle import Violation, join_parts, short
 from tests.fuzz.retries import ask_many_at_once, ask_twice_at_once, ask_with_key, expect_recorded, retry_as_sdks_do
+from tokentrue.conformance.agents.dialects import ANTHROPIC, CHAT, Wire, node_of
+from tokentrue.conformance.agents.messages import Message
 
 Step = Callable[[Case], Awaitable[None]]
 

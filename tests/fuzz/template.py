@@ -10,9 +10,8 @@ import json
 import re
 from collections.abc import Sequence
 
-from tests.fuzz.dialects import Tool
-from tests.fuzz.messages import Message
-from tests.fuzz.vocabulary import Vocabulary
+from tokentrue.conformance.agents.messages import Message, Tool
+from tokentrue.conformance.standin.vocabulary import Vocabulary
 
 Segment = tuple[str, bool]  # text, and whether it is structure
 GENERATE: Segment = ("<|im_start|>assistant\n", True)

@@ -27,6 +27,7 @@ COMMANDS = {  # module -> its line in `tokentrue --help`
     "audit": "re-check certificates, prefix identity and coverage of exported samples, from the file alone",
     "diagnose": "mismatch between rollout and trainer: δ, K1/K3, ratio tails, flips, contribution skew",
     "view": "the viewer in a browser: sessions, tokens, what would have broken; --export writes one file",
+    "conformance": "check any token-capturing gateway against the specification: rows, histories, streams, faults",
     "doctor": "probe an engine against the trainer's model and name what is wrong with it: cause, remedy, confidence",
 }
 EXTRAS: dict[str, set[str]] = {  # the optional extra that brings a library

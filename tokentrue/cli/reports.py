@@ -27,6 +27,7 @@ from tokentrue.viewer import (
 
 if TYPE_CHECKING:
     from tokentrue.app.training import TrainRun
+    from tokentrue.conformance.run import ConformanceReport
     from tokentrue.doctor import DoctorReport
     from tokentrue.mismatch import Diagnosis
     from tokentrue.types import Sample
@@ -149,6 +150,34 @@ def write_doctor_report(report: DoctorReport, path: Path) -> None:
         verdict=report.summary,
         ok=not report.faults,
         facts=[("model", report.model), *report.facts.items()],
+        tables=[ReportTable(title=title, columns=columns, rows=rows) for title, columns, rows in tables if rows],
+    )
+    write_report(path, page)
+
+
+def write_conformance_report(report: ConformanceReport, target: str, path: Path) -> None:
+    shown = report.to_json()
+    levels = [(f"{one['level']} {one['name']}", one["verdict"], one["cases"], one["why"]) for one in shown["levels"]]
+    found = [
+        (one["rule"], one["severity"], one["detail"], f"tokentrue conformance {target} {one['replay']}")
+        for one in shown["findings"]
+    ]
+    talks = [(one["case"], "\n".join(one["conversation"])) for one in shown["findings"] if one["conversation"]]
+    habits = [
+        (one.habit, one.dialect, f"{one.coverage:.1%}", one.rows, one.tokens, one.fewest_rows or "")
+        for one in report.habits
+    ]
+    tables = [
+        ("Levels", ("level", "verdict", "cases", "why"), levels),
+        ("Findings", ("rule", "severity", "what", "replay"), found),
+        ("Histories", ("habit", "dialect", "trained", "rows", "tokens to forward", "rows enough"), habits),
+        ("Smallest conversations", ("case", "requests and answers"), talks),
+    ]
+    page = Report(
+        title=f"Conformance: {report.target} {report.version}",
+        verdict=report.summary,
+        ok=report.exit_code == 0,
+        facts=[("command", report.command), ("seed", str(report.settings.seed)), ("engine route", report.engine)],
         tables=[ReportTable(title=title, columns=columns, rows=rows) for title, columns, rows in tables if rows],
     )
     write_report(path, page)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
-from tests.fuzz.messages import Call, Message, load_finite
+from tokentrue.conformance.agents.messages import Call, Message, arguments_from, object_from
 
 Json = dict[str, Any]
 FIELDS = {"temperature": "temperature", "seed": "seed", "max_tokens": "maxOutputTokens", "stop": "stopSequences"}
@@ -87,7 +86,7 @@ def model_parts(message: Message, signatures: dict[str, str], *, inline: bool) -
     text = f"<think>\n{message.reasoning}\n</think>\n\n{message.text}" if inlined else message.text
     parts: list[Json] = [{"text": text}] if text else []
     for call in message.calls:
-        parts.append({"functionCall": {"id": call.id, "name": call.name, "args": args_of(call.arguments)}})
+        parts.append({"functionCall": {"id": call.id, "name": call.name, "args": object_from(call.arguments)}})
     parts = parts or [{"text": ""}]
     if not message.reasoning or inlined:
         return parts
@@ -97,23 +96,13 @@ def model_parts(message: Message, signatures: dict[str, str], *, inline: bool) -
     return [{"text": message.reasoning, "thought": True}, *parts]
 
 
-def args_of(arguments: str) -> Json:
-    try:
-        value = load_finite(arguments or "{}")
-    except ValueError:
-        value = None
-    return value if isinstance(value, dict) else {"_raw_arguments": arguments}
-
-
 def message_of(parts: Sequence[Json]) -> Message:
     text = reasoning = ""
     calls: list[Call] = []
     for part in parts:
         if "functionCall" in part:
             told = part["functionCall"]
-            raw = told["args"].get("_raw_arguments") if len(told["args"]) == 1 else None
-            arguments = raw if isinstance(raw, str) else json.dumps(told["args"], ensure_ascii=False)
-            calls.append(Call(id=told["id"], name=told["name"], arguments=arguments))
+            calls.append(Call(id=told["id"], name=told["name"], arguments=arguments_from(told["args"])))
         elif part.get("thought"):
             reasoning += part["text"]
         else:
@@ -126,20 +115,6 @@ def signatures_in(whole: Json) -> dict[str, str]:
     parts = whole["candidates"][0]["content"]["parts"]
     found = [part["thoughtSignature"] for part in parts if "thoughtSignature" in part]
     return {f"google {message_of(parts).reasoning}": found[0]} if len(found) == 1 else {}
-
-
-def comparable_google(whole: Json) -> Any:
-    (candidate,) = whole["candidates"]
-    message = message_of(candidate["content"]["parts"])
-    calls = [(call.id, call.name, call.arguments) for call in message.calls]
-    return (
-        whole["responseId"],
-        candidate["finishReason"],
-        whole["usageMetadata"],
-        message.reasoning,
-        message.text,
-        calls,
-    )
 
 
 def assemble_google(events: Sequence[Any]) -> Json | str:

@@ -5,30 +5,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from tests.fuzz.google import comparable_google, message_of, signatures_in
-from tests.fuzz.messages import Call, Message, load_finite
+from tokentrue.conformance.agents.google import message_of, signatures_in
+from tokentrue.conformance.agents.messages import Call, Message, Tool, arguments_from, object_from
 
 Json = dict[str, Any]
 CHAT, RESPONSES, ANTHROPIC, GOOGLE = "chat", "responses", "anthropic", "google"
 PATHS = {CHAT: "chat/completions", RESPONSES: "responses", ANTHROPIC: "messages"}
-CUSTOM_SCHEMA = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tool:
-    """`custom` tools take one free text in Responses; `namespace` tools are shown to the model as namespace__name."""
-
-    name: str
-    description: str
-    parameters: Json = field(default_factory=lambda: CUSTOM_SCHEMA, hash=False)
-    custom: bool = False
-    namespace: str = ""
-
-    def function(self) -> Json:
-        return {"name": self.name, "description": self.description, "parameters": self.parameters}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,28 +179,16 @@ def anthropic_body(messages: Sequence[Message], tools: Sequence[Tool], wire: Wir
 def anthropic_blocks(message: Message, wire: Wire, signatures: dict[str, str]) -> Any:
     blocks: list[Json] = []
     if message.reasoning and not wire.inline:
-        blocks.append({"type": "thinking", "thinking": message.reasoning, "signature": signatures[message.reasoning]})
+        blocks.append(
+            {"type": "thinking", "thinking": message.reasoning, "signature": signatures.get(message.reasoning, "")}
+        )
     if text := visible(message, wire):
         blocks.append({"type": "text", "text": text})
     for call in message.calls:
-        blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": input_of(call.arguments)})
+        blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": object_from(call.arguments)})
     if len(blocks) == 1 and text and not wire.parts:
         return text
     return blocks or ""
-
-
-def input_of(arguments: str) -> Json:
-    """Arguments that are no JSON object travel as the one that the gateway serves for them."""
-    try:
-        value = load_finite(arguments or "{}")
-    except ValueError:
-        value = None
-    return value if isinstance(value, dict) else {"_raw_arguments": arguments}
-
-
-def arguments_of(given: Json) -> str:
-    raw = given.get("_raw_arguments") if len(given) == 1 else None
-    return raw if isinstance(raw, str) else json.dumps(given, ensure_ascii=False)
 
 
 # Answers.
@@ -253,7 +226,7 @@ def chat_answers(whole: Json) -> list[Answer]:
         message = Message(
             role="assistant",
             text=said.get("content") or "",
-            reasoning=said.get("reasoning_content") or "",
+            reasoning=said.get("reasoning_content") or said.get("reasoning") or "",
             calls=calls,
             served=True,
         )
@@ -293,7 +266,7 @@ def anthropic_answers(whole: Json) -> list[Answer]:
         elif block["type"] == "text":
             text += block["text"]
         else:
-            calls.append(Call(id=block["id"], name=block["name"], arguments=arguments_of(block["input"])))
+            calls.append(Call(id=block["id"], name=block["name"], arguments=arguments_from(block["input"])))
     message = Message(role="assistant", text=text, reasoning=reasoning, calls=tuple(calls), served=True)
     return [Answer(message=message, node=node_of(whole), finish=whole["stop_reason"])]
 
@@ -314,42 +287,4 @@ def signatures_of(dialect: str, whole: Json) -> dict[str, str]:
         return signatures_in(whole)
     if dialect != ANTHROPIC:
         return {}
-    return {block["thinking"]: block["signature"] for block in whole["content"] if block["type"] == "thinking"}
-
-
-def comparable(dialect: str, whole: Json) -> Any:
-    """All of an answer that must not depend on how it was sent."""
-    if dialect == CHAT:
-        choices = sorted(whole["choices"], key=lambda choice: choice["index"])
-        rows = [
-            (c["index"], c["finish_reason"], c["message"].get("content") or "", c["message"].get("reasoning_content") or "",
-             c["message"].get("tool_calls") or [])
-            for c in choices
-        ]  # fmt: skip
-        return whole["id"], whole["model"], rows
-    if dialect == RESPONSES:
-        return whole["id"], whole["status"], whole["incomplete_details"], whole["usage"], by_kind(whole["output"])
-    if dialect == GOOGLE:
-        return comparable_google(whole)
-    return (
-        whole["id"],
-        whole["stop_reason"],
-        whole["stop_sequence"],
-        whole["usage"]["output_tokens"],
-        by_kind(whole["content"]),
-    )
-
-
-def by_kind(parts: Sequence[Json]) -> tuple[str, str, list[Json]]:
-    """All reasoning, all text, and the calls in order. A message has no order between the three: reasoning that follows
-    text in a stream stands before it in a whole answer."""
-    reasoning = text = ""
-    calls: list[Json] = []
-    for part in parts:
-        if part["type"] in {"reasoning", "thinking"}:
-            reasoning += part.get("thinking") or "".join(piece["text"] for piece in part.get("content", ()))
-        elif part["type"] in {"message", "text"}:
-            text += part.get("text") or "".join(piece["text"] for piece in part.get("content", ()))
-        else:
-            calls.append(part)
-    return reasoning, text, calls
+    return {block["thinking"]: block.get("signature", "") for block in whole["content"] if block["type"] == "thinking"}

@@ -1,22 +1,35 @@
-"""Token ids and text by the `tokenizers` library alone, and ways to sample the same text with other ids than the
-tokenizer would choose."""
+"""Token ids and text by the `tokenizers` and `transformers` libraries alone, and ways to sample the same text with other
+ids than the tokenizer would choose."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
 
 
 class Vocabulary:
     def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         self.added = {token.content: index for index, token in self._tokenizer.get_added_tokens_decoder().items()}
         self.added_ids = frozenset(self.added.values())
         self.stop = self.added["<|im_end|>"]
         self.size = self._tokenizer.get_vocab_size(with_added_tokens=True)
+
+    @cached_property
+    def _chat(self) -> Any:
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(str(self.folder))
+
+    def render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[int]:
+        """The prompt as an engine renders it that is sent messages."""
+        return self._chat.apply_chat_template(messages, tools=tools, add_generation_prompt=True, return_dict=False)
 
     def text(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)

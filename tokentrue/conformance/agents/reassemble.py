@@ -6,8 +6,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from tests.fuzz.dialects import CHAT, GOOGLE, RESPONSES
-from tests.fuzz.google import assemble_google
+from tokentrue.conformance.agents.dialects import CHAT, GOOGLE, RESPONSES
+from tokentrue.conformance.agents.google import assemble_google
 
 Json = dict[str, Any]
 

@@ -1,0 +1,91 @@
+"""The suite against a gateway that is right, against broken ones, and against our own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.conformance.reference import DEFECTS, ReferenceTarget, start_reference
+from tokentrue.cli.conformance import MODEL
+from tokentrue.cli.main import run as run_command
+from tokentrue.conformance.levels import CASES, LEVELS
+from tokentrue.conformance.run import ConformanceReport, ConformanceSettings, run
+
+
+def play(target: ReferenceTarget, settings: ConformanceSettings) -> ConformanceReport:
+    return asyncio.run(run(target, settings, model=MODEL, process=start_reference))
+
+
+def test_a_gateway_of_another_design_conforms() -> None:
+    """Nothing in the specification needs our design: rows by call, every prompt rendered whole, no matching."""
+    report = play(ReferenceTarget(), ConformanceSettings(turns=4, dialects=("chat",)))
+    told = json.dumps(report.to_json()["findings"], indent=1)
+    assert report.exit_code == 0, told
+    assert {finding.rule for finding in report.findings} == {"3.1", "5.3"}, told
+    verdicts = {level: report.verdict(level) for level in LEVELS}
+    assert verdicts == {**dict.fromkeys(range(9), "pass"), 3: "warn", 9: "not applicable"}
+    assert {level for level, count in report.ran.items() if count} == set(range(9))
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_a_broken_gateway_is_caught_at_its_level(defect: str) -> None:
+    case, rule = DEFECTS[defect]
+    report = play(ReferenceTarget(defect), ConformanceSettings(case=case, turns=4))
+    found = {finding.rule: finding for finding in report.findings}
+    assert rule in found, report.to_json()["findings"]
+    assert report.verdict(int(rule[0])) in {"fail", "warn"}
+    assert found[rule].conversation and found[rule].case == case
+
+
+def test_a_finding_names_the_smallest_conversation(tmp_path: Path) -> None:
+    report = play(ReferenceTarget("trained_twice"), ConformanceSettings(levels=(1,), turns=4, dialects=("chat",)))
+    (finding,) = [finding for finding in report.findings if finding.rule == "2.1"]
+    assert finding.case == "1.sound.chat.1"  # four turns were asked for, one is enough
+    again = play(ReferenceTarget("trained_twice"), ConformanceSettings(case=finding.case, turns=4))
+    assert [one.rule for one in again.findings] == ["2.1"]
+    assert list(again.findings[0].conversation) == list(finding.conversation)
+
+
+def test_our_own_gateway_over_all_dialects(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A slice for `make test`; `make conformance` runs all cases."""
+    page = tmp_path / "report.html"
+    code = run_command("conformance", ["tokentrue", "--turns", "2", "--levels", "0-1,4,6-9", "--json", "-o", str(page)])
+    report = json.loads(capsys.readouterr().out)
+    assert code == 0, report["findings"]
+    assert not report["findings"]
+    verdicts = {level["level"]: level["verdict"] for level in report["levels"]}
+    assert verdicts == {
+        **dict.fromkeys((0, 1, 4, 6, 7, 8), "pass"),
+        2: "not run",
+        3: "not run",
+        5: "not run",
+        9: "not applicable",
+    }
+    assert report["levels"][1]["cases"] == 4 * len(CASES[1])
+    assert "tokentrue" in page.read_text()
+
+
+@pytest.mark.slow
+def test_our_own_gateway_at_every_level(capsys: pytest.CaptureFixture[str]) -> None:
+    code = run_command("conformance", ["tokentrue", "--turns", "8", "--json"])
+    report = json.loads(capsys.readouterr().out)
+    assert code == 0 and not [one for one in report["findings"] if one["severity"] != "note"], report["findings"]
+    assert {level["verdict"] for level in report["levels"][:9]} == {"pass"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["nowhere.py"], "no target 'nowhere.py'"),
+        (["tokentrue", "--levels", "12"], "--levels '12'"),
+        (["tokentrue", "--case", "3.nothing.chat.1"], "level 3 has the cases verbatim"),
+        (["tokentrue", "--dialects", "soap"], "no dialect soap"),
+    ],
+)
+def test_a_wrong_call_is_one_line(arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command("conformance", arguments) == 2
+    err = capsys.readouterr().err
+    assert told in err and err.count("\n") == 1

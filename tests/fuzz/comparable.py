@@ -1,0 +1,60 @@
+"""All of an answer that must not depend on how it was sent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tokentrue.conformance.agents.dialects import CHAT, GOOGLE, RESPONSES, Json
+from tokentrue.conformance.agents.google import message_of
+
+
+def comparable(dialect: str, whole: Json) -> Any:
+    if dialect == CHAT:
+        choices = sorted(whole["choices"], key=lambda choice: choice["index"])
+        rows = [
+            (c["index"], c["finish_reason"], c["message"].get("content") or "", c["message"].get("reasoning_content") or "",
+             c["message"].get("tool_calls") or [])
+            for c in choices
+        ]  # fmt: skip
+        return whole["id"], whole["model"], rows
+    if dialect == RESPONSES:
+        return whole["id"], whole["status"], whole["incomplete_details"], whole["usage"], by_kind(whole["output"])
+    if dialect == GOOGLE:
+        return comparable_google(whole)
+    return (
+        whole["id"],
+        whole["stop_reason"],
+        whole["stop_sequence"],
+        whole["usage"]["output_tokens"],
+        by_kind(whole["content"]),
+    )
+
+
+def by_kind(parts: Sequence[Json]) -> tuple[str, str, list[Json]]:
+    """All reasoning, all text, and the calls in order. A message has no order between the three: reasoning that follows
+    text in a stream stands before it in a whole answer."""
+    reasoning = text = ""
+    calls: list[Json] = []
+    for part in parts:
+        if part["type"] in {"reasoning", "thinking"}:
+            reasoning += part.get("thinking") or "".join(piece["text"] for piece in part.get("content", ()))
+        elif part["type"] in {"message", "text"}:
+            text += part.get("text") or "".join(piece["text"] for piece in part.get("content", ()))
+        else:
+            calls.append(part)
+    return reasoning, text, calls
+
+
+def comparable_google(whole: Json) -> Any:
+    (candidate,) = whole["candidates"]
+    message = message_of(candidate["content"]["parts"])
+    calls = [(call.id, call.name, call.arguments) for call in message.calls]
+    return (
+        whole["responseId"],
+        candidate["finishReason"],
+        whole["usageMetadata"],
+        message.reasoning,
+        message.text,
+        calls,
+    )

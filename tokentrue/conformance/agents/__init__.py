@@ -1,0 +1,1 @@
+"""Agents over HTTP: dialects, habits, answers and streams read back."""

@@ -1,0 +1,68 @@
+"""tokentrue's own gateway as a target."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import subprocess
+from array import array
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import ClassVar
+
+from tokentrue.conformance.oracle import Row
+from tokentrue.conformance.target import Session, Target
+from tokentrue.json_types import JsonObject
+
+KEY = {"authorization": "Bearer conformance-admin-key"}
+
+
+class TokenTrue(Target):
+    name, engine, ready = "tokentrue", "sglang", "/ready"
+    not_promised: ClassVar = {"9": "images are not supported yet"}
+
+    def command(self, engine: str, port: int, folder: Path, model: Path) -> Sequence[str]:
+        serve = [self.python, "-m", "tokentrue", "serve", "--model", str(model), "--engine", "sglang", "--url", engine]
+        store = ["--store", f"sqlite:{folder / 'journal.sqlite'}", "--port", str(port)]
+        return [*serve, *store, "--set", "engine.options.sampling_mask=true"]
+
+    def environment(self) -> Mapping[str, str]:
+        return {"TOKENTRUE_ADMIN_KEY": "conformance-admin-key"}
+
+    def open(self) -> Session:
+        made = self.post("/sessions", {}, KEY)
+        url = f"{self.url}/sessions/{made['session_id']}"
+        paths = {"chat": "v1/chat/completions", "responses": "v1/responses", "anthropic": "v1/messages"}
+        urls = {name: f"{url}/{path}" for name, path in {**paths, "google": "v1beta"}.items()}
+        return Session(id=made["session_id"], urls=urls, headers={"authorization": f"Bearer {made['api_key']}"})
+
+    def rows(self, session: Session) -> Sequence[Row]:
+        return [row_from(sample) for sample in self.get(f"/sessions/{session.id}/samples", KEY)["samples"]]
+
+    def reasons(self, session: Session) -> Mapping[str, int]:
+        untrained = self.get(f"/sessions/{session.id}/samples", KEY)["coverage"]["untrained"]
+        return {f"{item['why']} ({item['node']})": item["tokens"] for item in untrained}
+
+    def export(self, session: Session, folder: Path) -> Path:
+        path = folder / f"{session.id}.jsonl"
+        samples = self.get(f"/sessions/{session.id}/samples", KEY)["samples"]
+        path.write_text("".join(json.dumps(sample) + "\n" for sample in samples), encoding="utf-8")
+        return path
+
+    def audit(self, path: Path) -> bool:
+        command = [self.python, "-m", "tokentrue", "audit", str(path)]
+        return subprocess.run(command, capture_output=True, env=dict(os.environ), check=False).returncode == 0
+
+
+def row_from(sample: JsonObject) -> Row:
+    ids: list[int] = sample["token_ids"]
+    versions: list[int | None] = [None] * len(ids)
+    for span in sample["spans"]:
+        versions[span["start"] : span["end"]] = [span["policy_version"]] * (span["end"] - span["start"])
+    kept, mask = None, sample.get("sampling_mask")
+    if mask is not None:
+        every, ends = (array("i", base64.b64decode(mask[name])) for name in ("token_ids", "offsets"))
+        kept = [list(every[first:last]) for first, last in pairwise(ends)]
+    return Row(ids=ids, mask=sample["loss_mask"], logprobs=sample["rollout_logprobs"], versions=versions, kept=kept)

@@ -1,0 +1,286 @@
+"""One case: a session of the target, an agent that talks to it, and what the oracle says at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import aiohttp
+
+from tokentrue.conformance.agents import dialects
+from tokentrue.conformance.agents.dialects import ANTHROPIC, CHAT, GOOGLE, RESPONSES, Wire
+from tokentrue.conformance.agents.exchange import Heard, read_events
+from tokentrue.conformance.agents.google import google_body
+from tokentrue.conformance.agents.habits import Losses, lose
+from tokentrue.conformance.agents.messages import Message, Tool
+from tokentrue.conformance.agents.reassemble import Broken, Unsound, assemble
+from tokentrue.conformance.oracle import Fault, Oracle, Row
+from tokentrue.conformance.standin.engine import Engine
+from tokentrue.conformance.standin.generation import Generation, Plan
+from tokentrue.conformance.standin.vocabulary import Vocabulary
+from tokentrue.conformance.standin.wires import MODEL
+from tokentrue.conformance.standin.writer import Output, Writer
+from tokentrue.conformance.target import Session, Target, TargetProcess
+from tokentrue.records import record
+
+AT = {"type": "object", "properties": {"at": {"type": "string"}, "depth": {"type": "integer"}}}
+LOOK = Tool(name="look", description="Look at a place.", parameters=AT)
+MOVE = Tool(name="move", description="Move to a place.", parameters=AT)
+FAITHFUL, PLAIN = Losses(), Wire()
+
+
+class Stop(Exception):
+    """The case cannot continue; what was found is in `Play.faults`."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Bench:
+    """What all cases of a run share."""
+
+    target: Target
+    process: TargetProcess | None
+    engine: Engine
+    vocabulary: Vocabulary
+    http: aiohttp.ClientSession
+
+
+@record
+class Score:
+    """What a case trains on: tokens of answers that the agent got, those trained, rows, and tokens to forward."""
+
+    sampled: int
+    trained: int
+    rows: int
+    tokens: int
+
+
+class Play:
+    def __init__(self, bench: Bench, dialect: str, turns: int, seed: str) -> None:
+        self.bench, self.target, self.dialect, self.turns = bench, bench.target, dialect, turns
+        self.rng = random.Random(seed)
+        self.writer = Writer(bench.vocabulary, self.rng)
+        self.faults: list[Fault] = []
+        self.transcript: list[str] = []
+        self.score: Score | None = None
+        self._signatures: dict[str, str] = {}
+        self._served: dict[int, tuple[Message, Generation]] = {}
+        self._continued: dict[int, Generation] = {}
+        self._first = len(self.log_of_all)
+        self._serial = self._outputs = 0
+        self._last: list[Message] = []
+
+    @property
+    def log_of_all(self) -> list[Generation]:
+        return self.bench.engine.log[""]
+
+    @property
+    def log(self) -> list[Generation]:
+        return self.log_of_all[self._first :]
+
+    def fault(self, rule: str, detail: str, severity: Any = "fatal", *, tokens: int = 0) -> None:
+        self._add([Fault(rule=rule, severity=severity, detail=detail, tokens=tokens)])
+
+    def _add(self, faults: Iterable[Fault]) -> None:
+        """Without rules that the target makes no promise about."""
+        self.faults += [one for one in faults if one.rule not in self.target.not_promised]
+
+    async def open(self) -> None:
+        try:
+            self.session: Session = await asyncio.to_thread(self.target.open)
+        except Exception as error:
+            self.fault("0.1", f"no session could be opened: {error!r}")
+            raise Stop from error
+
+    # What the agent says.
+    def text(self) -> str:
+        self._serial += 1
+        return f"{self.writer.words(5)} #{self._serial}"
+
+    def opening(self) -> list[Message]:
+        return [Message(role="system", text=self.text()), Message(role="user", text=self.text())]
+
+    def output(self, *, calls: int = 1, reasoning: bool = True) -> Output:
+        """Canonical, as a model mostly samples; one output of four is in ids that the tokenizer would not choose."""
+        self._outputs += 1
+        arguments = {"depth": self._serial, "at": self.writer.words(3)}
+        made = [("look", json.dumps(arguments, ensure_ascii=False)) for _ in range(calls)]
+        thought = self.writer.words(10) if reasoning else ""
+        split = 0.5 if self._outputs % 4 == 3 else 0.0
+        return self.writer.structured(thought, self.writer.words() if not made else "", made, split=split)
+
+    def after(self, conversation: Sequence[Message], answer: Message) -> list[Message]:
+        """The conversation with the answer, and results of its calls or another question."""
+        results = [Message(role="tool", text=self.text(), answers=call.id) for call in answer.calls]
+        return [*conversation, answer, *(results or [Message(role="user", text=self.text())])]
+
+    def body(
+        self, messages: Sequence[Message], tools: Sequence[Tool], wire: Wire, fields: Mapping[str, Any], *, stream: bool
+    ) -> tuple[str, dict[str, Any]]:
+        """The URL and the body in this play's dialect."""
+        url, fields = self.session.urls[self.dialect], {"max_tokens": 4096, "temperature": 1.0, **fields}
+        if self.dialect == GOOGLE:
+            made = google_body(messages, tools, self._signatures, fields, inline=wire.inline, bare=wire.bare)
+            made["generationConfig"] |= {"topP": fields["top_p"]} if "top_p" in fields else {}
+            return f"{url}/models/{MODEL}:{'streamGenerateContent?alt=sse' if stream else 'generateContent'}", made
+        if self.dialect == RESPONSES:
+            fields = {("max_output_tokens" if name == "max_tokens" else name): v for name, v in fields.items()}
+            made = dialects.responses_body(messages, tools, wire)
+        elif self.dialect == CHAT:
+            made = dialects.chat_body(messages, tools, wire)
+        else:
+            made = dialects.anthropic_body(messages, tools, wire, self._signatures)
+        return url, {"model": MODEL, **made, **fields, "stream": stream}
+
+    # Asking.
+    async def post(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Tool] = (LOOK,),
+        losses: Losses = FAITHFUL,
+        wire: Wire = PLAIN,
+        stream: bool = False,
+        fields: Mapping[str, Any] = {},
+        headers: Mapping[str, str] = {},
+        heard: Heard | None = None,
+    ) -> Heard:
+        """Sends the request as this agent's habit makes it, and reads to the end of the answer; `heard` fills meanwhile."""
+        for message in messages:
+            if id(message) in self._served:
+                self._continued[id(message)] = self._served[id(message)][1]
+        sent = lose(messages, losses, self.rng)
+        if self.dialect == ANTHROPIC and not wire.inline:  # a thinking block needs the signature it was served with
+            sent = [m if m.reasoning in self._signatures else replace(m, reasoning="") for m in sent]
+        url, body = self.body(sent, tools, wire, fields, stream=stream)
+        same = next((at for at, (a, b) in enumerate(zip(self._last, sent, strict=False)) if a != b), len(self._last))
+        before = [f"{same} messages as before"] if same else []
+        self.note(f"{self.dialect}{', streamed' if stream else ''}: " + " | ".join([*before, *map(brief, sent[same:])]))
+        self._last, heard = sent, heard or Heard(status=0)
+        version = {"anthropic-version": "2023-06-01"} if self.dialect == ANTHROPIC else {}
+        async with self.bench.http.post(url, json=body, headers={**version, **self.session.headers, **headers}) as got:
+            heard.status, heard.kind = got.status, got.content_type
+            async for _ in read_events(got, heard):
+                pass
+        return heard
+
+    def plan(self, output: Output | None = None, **how: Any) -> Plan:
+        plan = Plan(output=output or self.output(), **how)
+        self.bench.engine.plans[""].append(plan)
+        return plan
+
+    async def ask(self, messages: Sequence[Message], *, output: Output | None = None, **how: Any) -> Message:
+        """A request to an engine that behaves: it must be answered, with what the engine sampled."""
+        self.bench.engine.plans[""].clear()
+        plan, start = self.plan(output), len(self.log)
+        try:
+            heard = await self.post(messages, **how)
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            self.fault("0.1", f"a good request was not answered: {error!r}")
+            raise Stop from error
+        asked = (how.get("fields") or {}).get("temperature", 1.0)
+        for one in self.log[start:]:
+            if abs(one.temperature - asked) > 1e-6:
+                self.fault(
+                    "1.4", f"the agent asked for temperature {asked}, the engine was asked for {one.temperature}"
+                )
+        return self.served(heard, plan, start, streamed=bool(how.get("stream")))
+
+    def served(self, heard: Heard, plan: Plan, start: int, *, streamed: bool) -> Message:
+        if heard.status != 200:
+            self.fault("0.1", f"a good request got {heard.status}: {brief_json(heard.whole)}")
+            raise Stop
+        if streamed and heard.whole is not None:
+            self.fault("4.3", f"a streamed request got one body of type {heard.kind}")
+        made = [one for one in self.log[start:] if one.plan is plan] or self.log[start:]
+        if not made:
+            self.fault("1.1", "the gateway answered, and the engine was not asked")
+            raise Stop
+        try:
+            whole = heard.whole if heard.whole is not None else assemble(self.dialect, heard.events)
+            (answer,) = dialects.answers_of(self.dialect, whole)
+            self._signatures |= dialects.signatures_of(self.dialect, whole)
+        except (Broken, Unsound) as error:
+            self.fault("4.3", f"the stream is not sound: {error}")
+            raise Stop from error
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            self.fault(
+                "4.3" if streamed else "0.1", f"the answer is not in the dialect: {error!r} {brief_json(heard.whole)}"
+            )
+            raise Stop from error
+        self.note(f"  -> {brief(answer.message)}")
+        self._compare_shown(answer.message, made[-1])
+        self._served[id(answer.message)] = (answer.message, made[-1])
+        return answer.message
+
+    def _compare_shown(self, message: Message, one: Generation) -> None:
+        """Rule 4.1. Reasoning may be withheld; what is shown of it must be what was sampled."""
+        if one.plan.output.expected is None or tuple(one.sampled) != one.plan.output.ids:
+            return
+        reasoning, text, calls = one.plan.output.expected
+        shown = [(call.name, json.loads(call.arguments or "{}")) for call in message.calls]
+        wanted = [(name, json.loads(arguments)) for name, arguments in calls]
+        if message.text.strip() != text.strip() or shown != wanted or message.reasoning.strip() not in ("", reasoning):
+            detail = f"sampled {brief_json((reasoning, text, wanted))}, shown {brief_json((message.reasoning, message.text, shown))}"
+            self.fault("4.1", detail)
+
+    async def turn(self, messages: Sequence[Message], *, calls: int = 1, **how: Any) -> list[Message]:
+        """One turn of a tool loop: the conversation after it."""
+        return self.after(messages, await self.ask(messages, output=self.output(calls=calls), **how))
+
+    def note(self, line: str) -> None:
+        self.transcript.append(line)
+
+    # The record.
+    async def rows(self) -> Sequence[Row]:
+        """The rows, once all that was served is in them or the gateway had time to write it."""
+        served = [one for _, one in self._served.values()]
+        oracle, loop = Oracle(self.log), asyncio.get_running_loop()
+        end = loop.time() + self.target.settle_s
+        while True:
+            try:
+                rows = await asyncio.to_thread(self.target.rows, self.session)
+            except Exception as error:
+                self.fault("0.2", f"the rows cannot be read: {error!r}")
+                raise Stop from error
+            trained = oracle.trained(rows)
+            if loop.time() > end or all((one.number, at) in trained for one in served for at in range(one.delivered)):
+                return rows
+            reasons = await asyncio.to_thread(self.target.reasons, self.session)
+            if reasons:  # what is missing is missing on purpose
+                return rows
+            await asyncio.sleep(0.25)
+
+    async def judge(self, *, versions: bool = False, kept: bool = False) -> Sequence[Row]:
+        """Levels 1 and 2 hold after every case."""
+        rows = await self.rows()
+        reasons = await asyncio.to_thread(self.target.reasons, self.session)
+        oracle, served = Oracle(self.log), [one for _, one in self._served.values()]
+        answered = Oracle(served)
+        self._add(oracle.judge(rows))
+        self._add(answered.judge_coverage(rows, reasons, continued=list(self._continued.values())))
+        self._add(oracle.judge_versions(rows) if versions else ())
+        self._add(oracle.judge_kept(rows) if kept else ())
+        self.score = Score(
+            sampled=sum(len(one.logprobs) for one in served),
+            trained=len(answered.trained(rows)),
+            rows=len(rows),
+            tokens=sum(len(row.ids) for row in rows),
+        )
+        return rows
+
+
+def brief(message: Message) -> str:
+    text = message.text if len(message.text) <= 48 else f"{message.text[:45]}…"
+    parts = [f"{message.role} {text!r}"]
+    parts += [f"(reasoning, {len(message.reasoning)} characters)"] if message.reasoning else []
+    parts += [f"calls {call.name} {call.arguments[:40]} as {call.id[-8:]}" for call in message.calls]
+    return " ".join(parts)
+
+
+def brief_json(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 300 else f"{text[:300]}…"

@@ -1,0 +1,291 @@
+"""A run: one engine stand-in, one target, the cases of the chosen levels, and the report."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import random
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from tokentrue.conformance.levels import ANY_DIALECT, CASES, FEWEST_ROWS, LEVELS
+from tokentrue.conformance.oracle import Severity
+from tokentrue.conformance.play import Bench, Play, Score, Stop
+from tokentrue.conformance.standin.engine import Engine
+from tokentrue.conformance.standin.vocabulary import Vocabulary
+from tokentrue.conformance.standin.writer import Writer
+from tokentrue.conformance.target import Target, TargetProcess
+from tokentrue.errors import ConfigError
+from tokentrue.records import record
+
+SPECIFICATION = "1.0"
+DIALECTS = ("chat", "responses", "anthropic", "google")
+
+
+@record
+class ConformanceSettings:
+    """`case` replays one case: LEVEL.NAME.DIALECT.TURNS."""
+
+    levels: Sequence[int] = tuple(LEVELS)
+    dialects: Sequence[str] = DIALECTS
+    turns: int = 8
+    seed: int = 1
+    case: str | None = None
+
+
+@record
+class Finding:
+    """A broken rule, and the smallest conversation that shows it."""
+
+    level: int
+    rule: str
+    severity: Severity
+    detail: str
+    case: str
+    tokens: int
+    conversation: Sequence[str]
+
+
+@record
+class HabitScore:
+    habit: str
+    dialect: str
+    coverage: float
+    rows: int
+    tokens: int
+    fewest_rows: int | None
+
+
+@record
+class ConformanceReport:
+    target: str
+    version: str
+    engine: str
+    command: str
+    settings: ConformanceSettings
+    findings: Sequence[Finding]
+    habits: Sequence[HabitScore]
+    ran: dict[int, int]
+    not_promised: dict[str, str]
+    seconds: float
+
+    def verdict(self, level: int) -> str:
+        found = {finding.severity for finding in self.findings if finding.level == level}
+        if "fatal" in found:
+            return "fail"
+        if str(level) in self.not_promised:
+            return "not applicable"
+        if not self.ran.get(level):
+            return "not run"
+        return "warn" if "warning" in found else "pass"
+
+    @property
+    def exit_code(self) -> int:
+        return 1 if any(finding.severity == "fatal" for finding in self.findings) else 0
+
+    @property
+    def summary(self) -> str:
+        verdicts = [self.verdict(level) for level in LEVELS]
+        told = [f"{verdicts.count(name)} {name}" for name in ("pass", "warn", "fail", "not applicable", "not run")]
+        return f"{self.target} {self.version}: levels " + ", ".join(one for one in told if not one.startswith("0 "))
+
+    def to_json(self) -> dict[str, Any]:
+        levels = [
+            {
+                "level": level,
+                "name": name,
+                "verdict": self.verdict(level),
+                "cases": self.ran.get(level, 0),
+                "why": self.not_promised.get(str(level), ""),
+            }
+            for level, name in LEVELS.items()
+        ]
+        replay = [f"--case {one.case} --seed {self.settings.seed}" for one in self.findings]
+        return {
+            "specification": SPECIFICATION,
+            **{name: getattr(self, name) for name in ("target", "version", "engine", "command", "not_promised")},
+            **{name: getattr(self.settings, name) for name in ("seed", "turns")},
+            "seconds": round(self.seconds, 1),
+            "summary": self.summary,
+            "levels": levels,
+            "habits": [asdict(score) for score in self.habits],
+            "findings": [{**asdict(one), "replay": text} for one, text in zip(self.findings, replay, strict=True)],
+        }
+
+
+async def run(
+    target: Target,
+    settings: ConformanceSettings,
+    *,
+    model: Path,
+    process: Callable[[Target, str, Path, Path], TargetProcess] = TargetProcess,
+    on_case: Callable[[str], None] = lambda name: None,
+) -> ConformanceReport:
+    began = time.monotonic()
+    vocabulary = Vocabulary(model)
+    engine = Engine(vocabulary, settings.seed)
+    engine.fallback = Writer(vocabulary, random.Random(0)).structured("", "ok", ())
+    with tempfile.TemporaryDirectory() as folder:
+        url = await engine.start()
+        started = process(target, url, Path(folder), model)
+        try:
+            await started.start()
+            async with aiohttp.ClientSession(
+                timeout=aiohttp.ClientTimeout(total=60), connector=aiohttp.TCPConnector(limit=0, force_close=True)
+            ) as http:
+                bench = Bench(target=target, process=started, engine=engine, vocabulary=vocabulary, http=http)
+                runner = Runner(bench, settings, on_case)
+                await runner.run_all()
+        finally:
+            await started.stop()
+            await engine.stop()
+    return ConformanceReport(
+        target=target.name,
+        version=version_of(target),
+        engine=target.engine,
+        command=" ".join(started.command).replace(folder, "DIR").replace(str(model), "MODEL").replace(url, "ENGINE"),
+        settings=settings,
+        findings=runner.findings,
+        habits=runner.habits,
+        ran=runner.ran,
+        not_promised=dict(target.not_promised),
+        seconds=time.monotonic() - began,
+    )
+
+
+def version_of(target: Target) -> str:
+    if target.requires:
+        return target.requires[0].partition("==")[2]
+    try:
+        return importlib.metadata.version(target.name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+class Runner:
+    def __init__(self, bench: Bench, settings: ConformanceSettings, on_case: Callable[[str], None]) -> None:
+        self._bench, self._settings, self._on_case = bench, settings, on_case
+        self.findings: list[Finding] = []
+        self.habits: list[HabitScore] = []
+        self.ran: dict[int, int] = {}
+
+    def cases(self, offered: Sequence[str]) -> Iterator[tuple[int, str, str, int]]:
+        """Level, name, dialect and turns."""
+        settings, skipped = self._settings, self._bench.target.not_promised
+        if settings.case is not None:
+            level, name, dialect, turns = parse_case(settings.case)
+            yield level, name, dialect, turns
+            return
+        for level, cases in CASES.items():
+            if level not in settings.levels or str(level) in skipped:
+                continue
+            for name in cases:
+                if f"{level}.{name}" in skipped:
+                    continue
+                for dialect in offered[:1] if name in ANY_DIALECT else offered:
+                    if f"{level}.{name}.{dialect}" not in skipped:
+                        yield level, name, dialect, settings.turns
+
+    async def run_all(self) -> None:
+        probe = await self._play(0, "answer", "", 1, run=False)
+        if probe.faults:
+            self._add(0, probe, probe, f"0.answer.{DIALECTS[0]}.1")
+            return
+        offered = [name for name in self._settings.dialects if name in probe.session.urls]
+        if not offered:
+            raise ConfigError(f"{self._bench.target.name} serves {', '.join(probe.session.urls)}: choose one of these")
+        broken: set[str] = set()
+        for level, name, dialect, turns in self.cases(offered):
+            if dialect in broken:
+                continue  # a dialect that does not answer at all has one finding, not thirty
+            self._on_case(f"{level}.{name}.{dialect}")
+            play = await self._play(level, name, dialect, turns)
+            self.ran[level] = self.ran.get(level, 0) + 1
+            if level == 0 and play.faults:
+                broken.add(dialect)
+            if level == 3 and play.score is not None and play.score.sampled:
+                self._score(name, dialect, turns, play, play.score)
+            await self._report(level, name, dialect, turns, play)
+
+    def _score(self, name: str, dialect: str, turns: int, play: Play, score: Score) -> None:
+        fewest = FEWEST_ROWS.get(name, 1)
+        known = min(fewest, turns) if fewest < 1 << 30 else None
+        made = HabitScore(
+            habit=name, dialect=dialect, coverage=score.trained / score.sampled, rows=score.rows, tokens=score.tokens,
+            fewest_rows=known,
+        )  # fmt: skip
+        self.habits.append(made)
+        if known is not None and score.rows > known:
+            detail = f"{score.rows} rows, {score.tokens} tokens to forward, where {known} {'row is' if known == 1 else 'rows are'} enough"
+            play.fault("3.1", detail, "warning")
+
+    async def _report(self, level: int, name: str, dialect: str, turns: int, play: Play) -> None:
+        """Each broken rule of a case once, with the fewest turns that break it."""
+        shown: set[str] = set()
+        for fault in play.faults:
+            if fault.rule in shown:
+                continue
+            shown.add(fault.rule)
+            smallest, fewer = play, turns
+            for count in range(1, turns) if self._settings.case is None and fault.rule != "3.1" else ():
+                tried = await self._play(level, name, dialect, count)
+                if any(other.rule == fault.rule for other in tried.faults):
+                    smallest, fewer = tried, count
+                    break
+            self._add(level, play, smallest, f"{level}.{name}.{dialect}.{fewer}", rule=fault.rule)
+
+    def _add(self, level: int, play: Play, smallest: Play, case: str, rule: str | None = None) -> None:
+        fault = next(one for one in play.faults if rule is None or one.rule == rule)
+        self.findings.append(
+            Finding(
+                level=int(fault.rule.partition(".")[0]), rule=fault.rule, severity=fault.severity, detail=fault.detail,
+                case=case, tokens=sum(one.tokens for one in play.faults if one.rule == fault.rule),
+                conversation=tuple(smallest.transcript),
+            )
+        )  # fmt: skip
+
+    async def _play(self, level: int, name: str, dialect: str, turns: int, *, run: bool = True) -> Play:
+        self._bench.engine.plans[""].clear()
+        self._bench.engine.version = "1"
+        play = Play(self._bench, dialect, turns, f"{self._settings.seed}/{level}.{name}.{dialect}")
+        try:
+            await play.open()
+            if run:
+                await CASES[level][name](play)
+        except Stop:
+            pass  # the play has the fault
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            play.fault("0.1", f"the connection failed: {error!r}")
+        return play
+
+
+def parse_case(text: str) -> tuple[int, str, str, int]:
+    parts = text.split(".")
+    if len(parts) != 4 or not parts[0].isdecimal() or not parts[3].isdecimal():
+        raise ConfigError(f"--case {text!r}: LEVEL.NAME.DIALECT.TURNS is needed, such as 3.retry.chat.2")
+    level, name, dialect, turns = int(parts[0]), parts[1], parts[2], int(parts[3])
+    if name not in CASES.get(level, {}) or dialect not in DIALECTS:
+        known = ", ".join(CASES.get(level, {})) or "none"
+        raise ConfigError(f"--case {text!r}: level {level} has the cases {known}; dialects are {', '.join(DIALECTS)}")
+    return level, name, dialect, turns
+
+
+def with_levels(settings: ConformanceSettings, text: str | None) -> ConformanceSettings:
+    """`text` is such as `0-3,5`."""
+    if text is None:
+        return settings
+    levels: set[int] = set()
+    try:
+        for part in text.split(","):
+            first, _, last = part.partition("-")
+            levels |= set(range(int(first), int(last or first) + 1))
+    except ValueError:
+        levels = {-1}
+    if not levels or not levels <= set(LEVELS):
+        raise ConfigError(f"--levels {text!r}: numbers from 0 to 9 are needed, such as 0-3,5")
+    return replace(settings, levels=tuple(sorted(levels)))

@@ -1,0 +1,1 @@
+"""The engine stand-in: what it samples, how it is asked, what it logs."""

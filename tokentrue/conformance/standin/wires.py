@@ -1,0 +1,241 @@
+"""How gateways ask engines: SGLang's `/generate`, and vLLM's `/v1/chat/completions` with `return_token_ids`,
+`/v1/completions` and `/inference/v1/generate`. Each wire reads a request and writes answers and events."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from tokentrue.conformance.standin.generation import Generation
+from tokentrue.conformance.standin.vocabulary import Vocabulary
+
+Json = dict[str, Any]
+MODEL = "standin"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineRequest:
+    """What every wire asks for."""
+
+    prompt: tuple[int, ...]
+    stream: bool
+    temperature: float
+    limit: int | None = None
+    stops: tuple[str, ...] = ()
+    seed: int | None = None
+    rid: str = ""
+    session: str = ""
+    is_filtered: bool = False  # top-p, top-k or min-p
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """`reason` is stop or length; `matched` is the token or the string that stopped it."""
+
+    reason: str
+    matched: int | str | None = None
+
+
+class EngineWire(Protocol):
+    def read(self, body: Json) -> EngineRequest: ...
+
+    def answer(self, generation: Generation, count: int, finish: Finished | None, *, new: int) -> Json:
+        """The event after `count` tokens, `new` of them in no event before; a whole answer has them all."""
+        ...
+
+
+class SGLang:
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+
+    def read(self, body: Json) -> EngineRequest:
+        params = body.get("sampling_params") or {}
+        stops = params.get("stop") or ()
+        return EngineRequest(
+            prompt=tuple(body["input_ids"]),
+            stream=bool(body.get("stream")),
+            temperature=params.get("temperature", 1.0),
+            limit=params.get("max_new_tokens"),
+            stops=(stops,) if isinstance(stops, str) else tuple(stops),
+            seed=params.get("sampling_seed"),
+            rid=str(body.get("rid", "")),
+            session=str(body.get("routing_key")),
+            is_filtered=is_filtered(params),
+        )
+
+    def answer(self, generation: Generation, count: int, finish: Finished | None, *, new: int) -> Json:
+        first = 0 if generation.plan.cumulative or not generation.streamed else count - new
+        ids, logprobs = generation.sampled[first:count], generation.logprobs[first:count]
+        told: Json | None = None
+        if finish is not None:
+            told = {"type": finish.reason, "matched": finish.matched}
+            told = told if finish.reason == "stop" else {"type": "length", "length": len(generation.sampled)}
+        meta = {
+            "id": "x",
+            "prompt_tokens": len(generation.prompt),
+            "completion_tokens": count,
+            "cached_tokens": 0,
+            "e2e_latency": 0.0,
+            "weight_version": generation.version_at(count),
+            "output_token_logprobs": [[value, token, None] for value, token in zip(logprobs, ids, strict=True)],
+            "finish_reason": told,
+        }
+        if generation.kept and generation.body.get("return_sampling_mask"):
+            raw = zip(generation.raw[first:count], ids, strict=True)
+            meta["output_token_logprobs"] = [[value, token, None] for value, token in raw]
+            meta["output_token_sampling_logprobs"] = logprobs
+            meta["output_token_sampling_mask"] = generation.kept[first:count]
+        text = "" if generation.streamed else self._vocabulary.text(ids).removesuffix("<|im_end|>")
+        return {"text": text, "output_ids": ids, "meta_info": meta}
+
+
+def is_filtered(params: Json) -> bool:
+    top_p, top_k, min_p = (params.get(name) for name in ("top_p", "top_k", "min_p"))
+    return (top_p or 1.0) < 1.0 or (top_k or 0) > 0 or (min_p or 0.0) > 0.0
+
+
+class VLLM:
+    """What vLLM's three routes share."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+
+    def request(self, body: Json, prompt: Sequence[int], params: Json) -> EngineRequest:
+        stops, limit = params.get("stop") or (), params.get("max_completion_tokens") or params.get("max_tokens")
+        return EngineRequest(
+            prompt=tuple(prompt),
+            stream=bool(body.get("stream")),
+            temperature=1.0 if params.get("temperature") is None else params["temperature"],
+            limit=limit,
+            stops=(stops,) if isinstance(stops, str) else tuple(stops),
+            seed=params.get("seed"),
+            is_filtered=is_filtered(params),
+        )
+
+    def rows(self, generation: Generation, first: int, count: int) -> list[Json]:
+        pairs = zip(generation.sampled[first:count], generation.logprobs[first:count], strict=True)
+        return [
+            {"token": f"token_id:{token}", "token_id": token, "logprob": value, "bytes": None, "top_logprobs": []}
+            for token, value in pairs
+        ]
+
+    def envelope(self, generation: Generation, kind: str, choice: Json, finish: Finished | None) -> Json:
+        if finish is not None:
+            choice["stop_reason"] = None if finish.matched == self._vocabulary.stop else finish.matched
+        usage = {"prompt_tokens": len(generation.prompt), "completion_tokens": len(generation.sampled)}
+        usage["total_tokens"] = sum(usage.values())
+        made = {"id": f"{kind}-{generation.number}", "object": kind, "created": 1, "model": MODEL}
+        return {**made, "choices": [{"index": 0, **choice}], "usage": usage if finish is not None else None}
+
+
+class VLLMGenerate(VLLM):
+    """`/inference/v1/generate`; a stream sends new tokens only, its last event the spans of weight versions."""
+
+    def read(self, body: Json) -> EngineRequest:
+        return self.request(body, body["token_ids"], body.get("sampling_params") or {})
+
+    def answer(self, generation: Generation, count: int, finish: Finished | None, *, new: int) -> Json:
+        choice: Json = {
+            "token_ids": generation.sampled[count - new : count],
+            "logprobs": {"content": self.rows(generation, count - new, count)},
+            "finish_reason": finish.reason if finish is not None else None,
+        }
+        if generation.kept:
+            choice["sampling_mask"] = generation.kept[count - new : count]
+        if finish is not None:
+            choice["weight_versions"] = generation.version_spans()
+        return self.envelope(generation, "generate", choice, finish)
+
+
+class VLLMCompletions(VLLM):
+    def read(self, body: Json) -> EngineRequest:
+        prompt = body["prompt"]
+        return self.request(body, self._vocabulary.encode(prompt) if isinstance(prompt, str) else prompt, body)
+
+    def answer(self, generation: Generation, count: int, finish: Finished | None, *, new: int) -> Json:
+        rows = self.rows(generation, count - new, count)
+        logprobs = {
+            "tokens": [row["token"] for row in rows],
+            "token_logprobs": [row["logprob"] for row in rows],
+            "top_logprobs": [{row["token"]: row["logprob"]} for row in rows],
+            "text_offset": [0] * len(rows),
+        }
+        ids = generation.sampled[count - new : count]
+        choice: Json = {"text": self._vocabulary.text(ids), "token_ids": ids, "logprobs": logprobs}
+        choice["finish_reason"] = finish.reason if finish is not None else None
+        if count == new:
+            choice["prompt_token_ids"] = list(generation.prompt)
+        return self.envelope(generation, "text_completion", choice, finish)
+
+
+class VLLMChat(VLLM):
+    """The engine renders the messages with the model's chat template and parses what it sampled, as vLLM does with
+    `--reasoning-parser` and `--tool-call-parser hermes`. Ids are sent if the request says `return_token_ids`."""
+
+    def read(self, body: Json) -> EngineRequest:
+        messages = [chat_message(message) for message in body["messages"]]
+        return self.request(body, self._vocabulary.render(messages, body.get("tools")), body)
+
+    def answer(self, generation: Generation, count: int, finish: Finished | None, *, new: int) -> Json:
+        body, first = generation.body, count - new
+        now = parse_output(self._vocabulary.text(generation.sampled[:count]), ended=finish is not None)
+        was = parse_output(self._vocabulary.text(generation.sampled[:first]), ended=False) if first else ("", "", [])
+        said: Json = {"role": "assistant"} if first == 0 or not generation.streamed else {}
+        said |= {"reasoning_content": now[0][len(was[0]) :], "content": now[1][len(was[1]) :]}
+        if finish is not None and now[2]:
+            said["tool_calls"] = [
+                {"index": at, "id": f"call_{generation.number}_{at}", "type": "function", "function": call}
+                for at, call in enumerate(now[2])
+            ]
+        said = {name: value for name, value in said.items() if value or name == "content"}
+        reason = None if finish is None else "tool_calls" if now[2] and finish.reason == "stop" else finish.reason
+        choice: Json = {"delta" if generation.streamed else "message": said, "finish_reason": reason}
+        choice["logprobs"] = {"content": self.rows(generation, first, count)} if body.get("logprobs") else None
+        made = self.envelope(generation, f"chat.completion{'.chunk' if generation.streamed else ''}", choice, finish)
+        if body.get("return_token_ids"):
+            made["choices"][0]["token_ids"] = generation.sampled[first:count]
+            if first == 0:
+                made["prompt_token_ids"] = list(generation.prompt)
+        return made
+
+
+def chat_message(message: Json) -> Json:
+    """Texts as one string, arguments as objects, as vLLM gives them to a template."""
+    out = {name: value for name, value in message.items() if value is not None}
+    content = message.get("content")
+    if isinstance(content, list):
+        content = "\n".join(part.get("text", "") for part in content)
+    out["content"] = content or ""
+    if reasoning := message.get("reasoning") or message.get("reasoning_content"):
+        out["reasoning_content"] = reasoning
+    if message.get("tool_calls"):
+        out["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": loaded(call["function"].get("arguments") or "{}")}}
+            for call in message["tool_calls"]
+        ]
+    return out
+
+
+def loaded(arguments: str) -> Any:
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return arguments
+
+
+def parse_output(text: str, *, ended: bool) -> tuple[str, str, list[Json]]:
+    """Reasoning, text and calls; of an output that goes on, only what cannot change any more."""
+    text = text.removesuffix("<|im_end|>")
+    text = text if ended else text.rstrip("\ufffd")
+    reasoning = ""
+    if text.startswith("<think>"):
+        reasoning, closed, text = text.removeprefix("<think>").removeprefix("\n").partition("</think>")
+        reasoning = reasoning.rstrip("\n")
+        text = text.lstrip("\n") if closed else ""
+    text, _, rest = text.partition("<tool_call>")
+    calls = [json.loads(found) for found in re.findall(r"\n(.*?)\n</tool_call>", rest, re.DOTALL)]
+    made = [{"name": c["name"], "arguments": json.dumps(c["arguments"], ensure_ascii=False)} for c in calls]
+    return reasoning, text.rstrip("\n"), made
