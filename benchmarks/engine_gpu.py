@@ -7,6 +7,7 @@ Without, the 0.6B shape beside the same engine with exactness off, prefix sharin
 two processes.
 
     python -m benchmarks.engine_gpu [--quick | --shapes 0.6B 8B 30B-A3B [--peers vllm vllm-invariant vexact]]
+    python -m benchmarks.engine_gpu --loads agents lora gpt-oss hybrid
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import torch
 
 from benchmarks import Report
 from benchmarks.gpu.inexact import InexactOps
+from benchmarks.gpu.loads import LOADS, measure_loads
 from benchmarks.gpu.peers import PEERS, PeerResult, is_available, measure_peers
 from benchmarks.gpu.random_models import PROMPT, SHAPES, Prompts, model_of, prompts_of
 from benchmarks.shaken import UnprovenEngine, compare, shake
@@ -54,6 +56,7 @@ class Run:
     completions: list[Completion]
     seconds: float
     temperatures: list[float]
+    adapters: Sequence[str | None] = ()
 
     @property
     def rate(self) -> float:
@@ -63,16 +66,20 @@ class Run:
         return Run(self.prompts[:count], self.completions[:count], self.seconds, self.temperatures[:count])
 
 
-def generate(engine: ExactEngine, prompts: Prompts, samplings: Sequence[Sampling]) -> Run:
+def generate(
+    engine: ExactEngine, prompts: Prompts, samplings: Sequence[Sampling], adapters: Sequence[str | None] = ()
+) -> Run:
     """All at once through the public call."""
+    adapters = adapters or [None] * len(prompts)
 
     async def ask() -> list[Completion]:
-        return list(await asyncio.gather(*(engine.generate(p, s) for p, s in zip(prompts, samplings, strict=True))))
+        each = zip(prompts, samplings, adapters, strict=True)
+        return list(await asyncio.gather(*(engine.generate(p, s, adapter=a) for p, s, a in each)))
 
     torch.cuda.synchronize()
     start = time.perf_counter()
     completions = asyncio.run(ask())
-    return Run(prompts, completions, time.perf_counter() - start, [s.temperature or 1.0 for s in samplings])
+    return Run(prompts, completions, time.perf_counter() - start, [s.temperature or 1.0 for s in samplings], adapters)
 
 
 def count_differing(model: Any, run: Run) -> tuple[int, int]:
@@ -371,7 +378,11 @@ def main() -> None:
         default=list(PEERS),
         help="the other engines, where their place is given",
     )
+    parser.add_argument("--loads", nargs="+", choices=list(LOADS), default=(), help="one table of these loads")
     options = parser.parse_args()
+    if options.loads:
+        print(measure_loads(options.loads).as_text(), flush=True)
+        return
     if options.shapes:
         print(compare_engines(options.shapes, options.peers).as_text(), flush=True)
         return

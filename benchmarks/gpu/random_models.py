@@ -1,4 +1,4 @@
-"""Random weights in the shapes of Qwen3 models, and random prompts: what the GPU benchmarks and every engine beside
+"""Random weights in the shapes of published models, and random prompts: what the GPU benchmarks and every engine beside
 them are given."""
 
 from __future__ import annotations
@@ -23,29 +23,42 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 12, "num_attention_heads": 16, "num_key_value_heads": 4, "norm_topk_prob": True, "decoder_sparse_step": 1,
     },
 }  # fmt: skip
+LINEAR: dict[str, Any] = {
+    "num_attention_heads": 16, "head_dim": 256, "partial_rotary_factor": 0.25, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+}  # fmt: skip
+# Family -> its classes in transformers, and the shape.
+FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "gpt-oss-20b": ("GptOssForCausalLM", "GptOssConfig", {
+        "num_hidden_layers": 24, "num_local_experts": 32, "num_experts_per_tok": 4, "vocab_size": 201088, "tie_word_embeddings": False,
+    }),
+    "Qwen3.5-4B": ("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", {
+        **LINEAR, "hidden_size": 2560, "intermediate_size": 9216, "num_hidden_layers": 32, "num_key_value_heads": 4, "vocab_size": 248320,
+    }),
+    "Qwen3-Next": ("Qwen3NextForCausalLM", "Qwen3NextConfig", {
+        **LINEAR, "hidden_size": 2048, "intermediate_size": 5120, "num_hidden_layers": 24, "num_key_value_heads": 2, "num_experts": 64,
+        "num_experts_per_tok": 10, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+    }),
+}  # fmt: skip
 
 Prompts = list[list[int]]
 
 
 def model_of(shape: str, seed: int = 0) -> Any:
-    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+    import transformers
 
-    common = {
-        "head_dim": 128,
-        "vocab_size": 151936,
-        "max_position_embeddings": 4096,
-        "tie_word_embeddings": True,
-        **SHAPES[shape],
-    }
+    common = {"vocab_size": 151936, "max_position_embeddings": 4096, "tie_word_embeddings": True}
+    if shape in FAMILIES:
+        name, config, sizes = FAMILIES[shape]
+    else:
+        name, config, sizes = "Qwen3ForCausalLM", "Qwen3Config", {"head_dim": 128, **SHAPES[shape]}
+        if "num_experts" in sizes:
+            name, config = "Qwen3MoeForCausalLM", "Qwen3MoeConfig"
     torch.manual_seed(seed)
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device("cuda"):
-            model = (
-                Qwen3MoeForCausalLM(Qwen3MoeConfig(**common))
-                if "num_experts" in common
-                else Qwen3ForCausalLM(Qwen3Config(**common))
-            )
+            model = getattr(transformers, name)(getattr(transformers, config)(**{**common, **sizes}))
     finally:
         torch.set_default_dtype(torch.float32)
     return model.eval()

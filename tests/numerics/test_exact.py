@@ -4,6 +4,7 @@ float64."""
 from __future__ import annotations
 
 import copy
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from tests.engine.world import VOCABULARY, build
 from tokentrue.errors import ExactnessError, InputError
 from tokentrue.numerics import exact, logits_of, same_bits, score
+from tokentrue.numerics.exact import PREPARED
 
 KINDS = ["qwen3", "llama", "qwen2", "qwen3_moe", "mistral", "gemma3", "mixtral"]
 
@@ -166,7 +168,8 @@ def test_everything_is_restored_also_after_an_error() -> None:
 
 
 def snapshot(model: nn.Module) -> list[Any]:
-    return [model.config._attn_implementation, *(sorted(m.__dict__) for m in model.modules())]
+    """Attributes of every module; the remembered plan may stay."""
+    return [model.config._attn_implementation, *(sorted(m.__dict__.keys() - {PREPARED}) for m in model.modules())]
 
 
 def test_nested_blocks_share_one_contract_and_temperature_must_be_positive() -> None:
@@ -208,3 +211,113 @@ def test_dropout_and_a_cache_are_refused_with_the_cure() -> None:
         cache = model(input_ids=ids_of(1, 8), use_cache=True).past_key_values
         with pytest.raises(ExactnessError, match="ExactEngine"):
             model(input_ids=ids_of(1, 1), past_key_values=cache)
+
+
+def change_of_config(model: Any) -> None:
+    model.config.num_key_value_heads = 1
+
+
+def change_of_eps(model: Any) -> None:
+    model.model.norm.variance_epsilon = 1e-2
+
+
+def change_of_frequencies(model: Any) -> None:
+    model.model.rotary_emb.inv_freq.mul_(1.5)
+
+
+def change_of_parameter(model: Any) -> None:
+    model.model.layers[0].mlp.up_proj.bias = nn.Parameter(torch.ones(model.config.intermediate_size))
+
+
+def change_of_module(model: Any) -> None:
+    model.model.layers[1].mlp.act_fn = nn.Tanh()
+
+
+def change_of_class(model: Any) -> None:
+    norm = model.model.norm
+    norm.__class__ = type("OneOffsetRMSNorm", (type(norm),), {"forward": lambda self, x: x * (1 + self.weight)})
+
+
+CHANGES = [
+    change_of_config, change_of_eps, change_of_frequencies, change_of_parameter, change_of_module, change_of_class,
+]  # fmt: skip
+
+
+def outcome(model: Any, ids: Tensor) -> Tensor | str:
+    """Log-probabilities, or why there are none."""
+    try:
+        with torch.no_grad():
+            return score(model, ids)
+    except (ExactnessError, RuntimeError) as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_model_is_prepared_again(change: Any) -> None:
+    """Entering again has the outcome of a model that was never entered before, whatever changed in between."""
+    model, fresh, ids = build("qwen3"), build("qwen3"), ids_of(1, 40)
+    before = outcome(model, ids)
+    for one in (model, fresh):
+        change(one)
+    again, wanted = outcome(model, ids), outcome(fresh, ids)
+    assert type(again) is type(wanted)
+    assert again == wanted if isinstance(wanted, str) or isinstance(again, str) else same_bits(again, wanted)
+    assert isinstance(again, str) or change is change_of_config or not same_bits(again, before)
+
+
+def test_entering_again_reads_the_model_of_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan is made once; weights, dtype, adapters, threads and copies are those of the moment."""
+    from peft import LoraConfig, get_peft_model
+
+    module = importlib.import_module("tokentrue.numerics.exact")
+    plans = list[nn.Module]()
+    plan_of = module.plan_of
+    monkeypatch.setattr(module, "plan_of", lambda model, ops: plans.append(model) or plan_of(model, ops))
+    model, ids = build("qwen3"), ids_of(1, 40)
+    first = outcome(model, ids)
+    for state in (True, False):
+        assert same_bits(outcome(model.train(state), ids), first)
+    assert len(plans) == 1
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach() * 2)  # another parameter of the same form
+    assert not same_bits(outcome(model, ids), first) and len(plans) == 1
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+    assert not same_bits(outcome(twin, ids), outcome(model, ids)) and plans[1:] == [twin]
+    with exact(model) as narrow:
+        assert narrow.dtype == "float32"
+    with exact(model.bfloat16()) as wide:
+        assert wide.dtype == "bfloat16" and wide.fingerprint != narrow.fingerprint
+    count, threads = len(plans), torch.get_num_threads()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads + 1)
+    with exact(model) as other:
+        assert other.machine["threads"] == str(threads + 1) and len(plans) == count + 1
+    monkeypatch.undo()
+    base = build("qwen3")
+    plain = outcome(base, ids)
+    tuned = get_peft_model(base, LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    with torch.no_grad(), exact(tuned.eval()):
+        assert not same_bits(score(tuned.get_base_model(), ids), plain)
+
+
+def test_a_prepared_model_is_pickled_without_its_plan(tmp_path: Path) -> None:
+    model, ids = build("qwen3"), ids_of(1, 20)
+    wanted = outcome(model, ids)
+    torch.save(model, tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    assert same_bits(outcome(loaded, ids), wanted)
+
+
+def test_an_engine_leaves_no_packed_weights_to_the_trainer() -> None:
+    """The engine's operators keep another form of the weights; a trainer of the same model changes these."""
+    from tokentrue.engine import ExactEngine
+
+    model, ids = build("qwen3"), ids_of(1, 40)
+    first = outcome(model, ids)
+    with ExactEngine(model, device="cpu", dtype="float32"):
+        pass
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2)
+    fresh = build("qwen3")
+    fresh.load_state_dict(model.state_dict())
+    assert same_bits(outcome(model, ids), outcome(fresh, ids)) and not same_bits(outcome(model, ids), first)

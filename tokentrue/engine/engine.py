@@ -34,7 +34,7 @@ from tokentrue.errors import (
     SamplingError,
 )
 from tokentrue.numerics import Contract, Ops, exact, on_device
-from tokentrue.numerics.exact import STATE
+from tokentrue.numerics.exact import STATE, ops_for
 from tokentrue.numerics.modules import is_experts
 from tokentrue.types import UNVERSIONED, Chunk, Completion, Ids, Sampling
 
@@ -85,7 +85,8 @@ class ExactEngine:
         self._thread: threading.Thread | None = None
 
     def _local_runner(self, ops: Ops | None, positions: int, kv_tokens: int | None) -> LocalRunner:
-        contract = self._undo.enter_context(exact(self.model, ops=ops))
+        # Fresh operators: they keep another form of the weights, which a trainer of the same model would change.
+        contract = self._undo.enter_context(exact(self.model, ops=ops or ops_for(self._host)))
         used: Ops = self.model.__dict__[STATE].ops
         decoder = read_decoder(self.model, used, max_positions=positions)
         num_blocks = blocks_for(decoder, used, limits=self.limits, kv_tokens=kv_tokens)

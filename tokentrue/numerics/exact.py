@@ -13,17 +13,19 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.configuration_utils import PreTrainedConfig
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
 from tokentrue.errors import ExactnessError
 from tokentrue.numerics.cpu import CpuOps
-from tokentrue.numerics.modules import is_experts, is_router, plan_of, replace_attribute
+from tokentrue.numerics.modules import Replacement, is_experts, is_router, plan_of, replace_attribute
 from tokentrue.numerics.ops import AttentionSpec, Heads, Linears, Ops, Packed
 from tokentrue.records import record
 
@@ -115,16 +117,27 @@ ATTENTION = "tokentrue_exact"
 OPS = "_tokentrue_ops"
 
 
-def attach_attention(model: nn.Module, ops: Ops, undo: ExitStack) -> None:
-    AttentionInterface.register(ATTENTION, exact_attention)
-    AttentionMaskInterface.register(ATTENTION, padding_mask)
-    owned = (getattr(module, "config", None) for module in model.modules())
-    configs: dict[int, Any] = {id(config): config for config in owned if hasattr(config, "_attn_implementation")}
-    for config in configs.values():
-        undo.callback(setattr, config, "_attn_implementation", config._attn_implementation)
-        config._attn_implementation = ATTENTION
-    for module in model.modules():
-        if hasattr(module, "layer_idx") and hasattr(module, "o_proj"):
+@record
+class AttentionParts:
+    """The configurations that name a model's attention, and its attention modules."""
+
+    configs: tuple[Any, ...]
+    modules: tuple[nn.Module, ...]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> AttentionParts:
+        owned = (getattr(module, "config", None) for module in model.modules())
+        configs = {id(config): config for config in owned if hasattr(config, "_attn_implementation")}
+        modules = (module for module in model.modules() if hasattr(module, "layer_idx") and hasattr(module, "o_proj"))
+        return cls(configs=tuple(configs.values()), modules=tuple(modules))
+
+    def attach(self, ops: Ops, undo: ExitStack) -> None:
+        AttentionInterface.register(ATTENTION, exact_attention)
+        AttentionMaskInterface.register(ATTENTION, padding_mask)
+        for config in self.configs:
+            undo.callback(setattr, config, "_attn_implementation", config._attn_implementation)
+            config._attn_implementation = ATTENTION
+        for module in self.modules:
             replace_attribute(module, OPS, ops, undo)
 
 
@@ -213,6 +226,98 @@ class State:
     contract: Contract
 
 
+PREPARED = "_tokentrue_prepared"
+PLAIN = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device})
+CONTAINERS = frozenset({dict, list, tuple, set})
+# Attributes of every nn.Module that decide no operator; of `training`, only a dropout's does.
+BOOKKEEPING = frozenset(nn.Module().__dict__) | {STATE, OPS, PREPARED}
+
+
+@record(eq=False)
+class Signature:
+    """What plan and contract are derived from: plain values are compared, all other objects are the same ones."""
+
+    values: tuple[object, ...]
+    objects: tuple[object, ...]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Signature:
+        values, objects = list[object](), list[object]()
+        stack, seen, configs = [model], set[int](), dict[int, Any]()
+        while stack:  # `named_modules` costs more than the rest
+            module = stack.pop()
+            if module is None or id(module) in seen:
+                continue
+            seen.add(id(module))
+            kind, own = type(module), module.__dict__
+            objects += (module, kind.forward)
+            values += own["_modules"]
+            stack += own["_modules"].values()
+            if isinstance(module, nn.Dropout):
+                values.append(module.training)
+            for key, tensor in own["_parameters"].items():
+                # Values are read at call time, so another parameter of the same form changes nothing here.
+                values += (key,) if tensor is None else (key, type(tensor), tensor.shape, tensor.dtype, tensor.device)
+            for key, tensor in own["_buffers"].items():  # rotary frequencies are compared with fresh ones
+                values += (key, None if tensor is None or tensor.is_inference() else tensor._version)
+                objects.append(tensor)
+            for key in own.keys() - BOOKKEEPING:
+                value = own[key]
+                kind = type(value)  # asking a configuration for its class is slow
+                if kind in PLAIN:
+                    values += (key, value)
+                elif kind in CONTAINERS:
+                    values += (key, repr(value))
+                else:
+                    values.append(key)
+                    objects.append(value)
+                    if issubclass(kind, PreTrainedConfig):
+                        configs[id(value)] = value
+        values += (repr(vars(config)) for config in configs.values())
+        return cls(values=tuple(values), objects=tuple(objects))
+
+    def matches(self, other: Signature) -> bool:
+        same = len(self.objects) == len(other.objects) and all(map(is_, self.objects, other.objects))
+        return same and self.values == other.values
+
+
+@record(eq=False)
+class Preparation:
+    """Plan and contract of a model; attached to it after its first `exact`, so that entering again costs little."""
+
+    signature: Signature
+    ops: Ops
+    plan: list[Replacement]
+    attention: AttentionParts
+    contract: Contract
+
+    @classmethod
+    def of(cls, model: nn.Module, ops: Ops) -> Preparation:
+        plan, attention = plan_of(model, ops), AttentionParts.of(model)
+        contract = contract_for(shapes_of(model), ops, next(model.parameters()).device)
+        return cls(signature=Signature.of(model), ops=ops, plan=plan, attention=attention, contract=contract)
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """A copied or pickled model has none: the plan is of this model's modules."""
+        return type(None), ()
+
+    def __deepcopy__(self, memo: object) -> None:
+        return None
+
+
+def prepare(model: nn.Module) -> Preparation:
+    """The attached one, unless model or machine have changed."""
+    device, known = next(model.parameters()).device, model.__dict__.get(PREPARED)
+    if (
+        known is None
+        or known.contract.machine != machine_of(device)
+        or not known.signature.matches(Signature.of(model))
+    ):
+        known = Preparation.of(model, ops_for(device))
+        model.__dict__[PREPARED] = known
+    return known
+
+
 @contextmanager
 def exact(
     model: nn.Module, *, ops: Ops | None = None, without: frozenset[str] | set[str] = frozenset()
@@ -229,15 +334,13 @@ def exact(
     unknown = set(without) - set(SWITCHES)
     if unknown:
         raise ExactnessError(f"no operators {sorted(unknown)} to leave out; choose from {', '.join(SWITCHES)}")
-    device = next(model.parameters()).device
-    ops = ops or ops_for(device)
-    plan = plan_of(model, ops)
-    contract = contract_for(shapes_of(model), ops, device)
+    found = prepare(model) if ops is None else Preparation.of(model, ops)
+    ops, contract = found.ops, found.contract
     with ExitStack() as undo:
-        for module, kind, forward in plan:
+        for module, kind, forward in found.plan:
             if kind not in without:
                 replace_attribute(module, "forward", forward, undo)
         if "attention" not in without:
-            attach_attention(model, ops, undo)
+            found.attention.attach(ops, undo)
         replace_attribute(model, STATE, State(ops=ops, contract=contract), undo)
         yield contract
