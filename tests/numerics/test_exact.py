@@ -314,8 +314,8 @@ def test_an_engine_leaves_no_packed_weights_to_the_trainer() -> None:
 
     model, ids = build("qwen3"), ids_of(1, 40)
     first = outcome(model, ids)
-    with ExactEngine(model, device="cpu", dtype="float32"):
-        pass
+    with ExactEngine(model, device="cpu", dtype="float32") as engine:
+        assert engine.core.local.forward.ops is not model.__dict__[PREPARED].ops
     with torch.no_grad():
         model.lm_head.weight.mul_(2)
     fresh = build("qwen3")

@@ -286,14 +286,14 @@ class Core:
         if request.sampling.stop:  # text is read token by token
             for token, logprob in zip(ids, logprobs, strict=True):
                 if request.phase is Phase.RUNNING:
-                    self.scheduler.record(Work(request, request.computed, 1))
+                    self.scheduler.record(Work(request, request.computed, 1), ahead=True)
                     self.take(request, Sampled(token_id=token, logprob=logprob, raw_logprob=logprob))
             return
         room = min(request.max_tokens - request.num_sampled, self.capacity - len(request.tokens), len(ids))
         if not request.stop_ids.isdisjoint(ids):
             room = next((i + 1 for i, token in enumerate(ids[:room]) if token in request.stop_ids), room)
         request.take_run(ids[:room], logprobs[:room], self.version_of(request))
-        self.scheduler.record(Work(request, request.computed, room))
+        self.scheduler.record(Work(request, request.computed, room), ahead=True)
         self.notify(request, room)
 
     def notify(self, request: Request, count: int) -> None:

@@ -156,6 +156,8 @@ class Decoder:
             if isinstance(part, Attention | LatentAttention | Dense):
                 values = (getattr(part, field.name) for field in fields(part))
                 yield from (value.weight for value in values if isinstance(value, Product))
+            elif isinstance(part, GatedDelta):
+                yield part.merged[0]
         if self.head is not None:
             yield self.head.weight
 
@@ -248,6 +250,7 @@ def read_layer(name: str, layer: nn.Module, heads: tuple[int, int, int], ops: Op
     roles = {role: None if child is None else read_norm(f"{name}.{child}", children[child]) for role, child in pairs}
     if "linear_attn" in mixer:
         read: Attention | LatentAttention | GatedDelta = GatedDelta(f"{name}.linear_attn", children["linear_attn"], ops)
+        read.merged = merge(*read.projections)
     elif hasattr(children["self_attn"], "kv_a_proj_with_mqa"):
         read = read_latent(f"{name}.self_attn", children["self_attn"])
     else:

@@ -14,8 +14,9 @@ from torch import Tensor
 from tokentrue.engine.adapters import AdapterBank
 from tokentrue.engine.decoder import Attention, Decoder, Dense, LatentAttention, Layer, Norm, Product
 from tokentrue.engine.schedule import ScheduleLimits, StepInputs
-from tokentrue.numerics import HeadNorm, Ops, PagedBatch, RowSlots
+from tokentrue.numerics import HeadNorm, Ops, Packed, PagedBatch, RowSlots
 from tokentrue.numerics.delta import GatedDelta
+from tokentrue.numerics.ops import DeltaStates
 from tokentrue.records import record
 
 Ropes = Mapping[str | None, tuple[Tensor | None, Tensor | None]]
@@ -28,6 +29,7 @@ CPU_MOST_BYTES = 4 << 30
 @record
 class StepTensors:
     batch: PagedBatch
+    sequences: Packed  # of the step's new tokens
     ropes: Ropes
     adapted: RowSlots | None
     state_slots: Tensor | None
@@ -41,23 +43,35 @@ class Forward:
         self.decoder = decoder
         self.ops = ops
         self.device = decoder.device
-        self.caches = [self.new_cache(layer.mixer, num_blocks, num_states) for layer in decoder.layers]
+        self.num_states = num_states or 0
+        self.states = self.new_states()
+        self.caches = [self.new_cache(layer.mixer, num_blocks) for layer in decoder.layers]
+        for at, index in enumerate(self.linear_layers):
+            self.caches[index] = self.states[0][at], self.states[1][at]
         self.bank = AdapterBank(decoder, ops)
         self.trace: Callable[[str, Tensor], None] | None = None
         self.plain = decoder.residual_scale is None and all(is_plain(layer) for layer in decoder.layers)
         self.refresh()
 
-    def new_cache(
-        self, mixer: Attention | LatentAttention | GatedDelta, num_blocks: int, num_states: int | None
-    ) -> Pair:
-        """Pages of keys and values, or convolution history and recurrent state per slot."""
+    def new_cache(self, mixer: Attention | LatentAttention | GatedDelta, num_blocks: int) -> Pair:
+        """Pages of keys and values; empty for linear attention."""
         d = self.decoder
+        blocks = 0 if isinstance(mixer, GatedDelta) else num_blocks
+        keys, values = (self.ops.new_cache(blocks, *d.heads[1:], d.dtype, d.device) for _ in range(2))
+        return keys, values
+
+    @property
+    def linear_layers(self) -> list[int]:
+        return [i for i, layer in enumerate(self.decoder.layers) if isinstance(layer.mixer, GatedDelta)]
+
+    def new_states(self) -> Pair:
+        """Convolution history and recurrent state of all layers by slot; the last slot is for padding rows."""
+        d, layers = self.decoder, self.linear_layers
+        mixer, slots = d.layers[layers[0]].mixer if layers else None, self.num_states + 1
         if not isinstance(mixer, GatedDelta):
-            keys, values = (self.ops.new_cache(num_blocks, *d.heads[1:], d.dtype, d.device) for _ in range(2))
-            return keys, values
-        assert num_states is not None
-        history = torch.zeros(num_states, mixer.taps - 1, mixer.channels, dtype=d.dtype, device=d.device)
-        shape = (num_states, mixer.value_heads, mixer.key_size, mixer.value_size)
+            return torch.zeros(0), torch.zeros(0)
+        history = torch.zeros(len(layers), slots, mixer.taps - 1, mixer.channels, dtype=d.dtype, device=d.device)
+        shape = (len(layers), slots, mixer.value_heads, mixer.key_size, mixer.value_size)
         return history, torch.zeros(shape, dtype=torch.float32, device=d.device)
 
     def refresh(self) -> None:
@@ -89,10 +103,12 @@ class Forward:
             hidden = hidden.index_select(0, torch.tensor(rows, device=self.device))
         return self.logits(hidden)
 
-    def logits_of_all(self, ids: Tensor, batch: PagedBatch, adapted: RowSlots | None = None) -> Tensor:
+    def logits_of_all(
+        self, ids: Tensor, batch: PagedBatch, adapted: RowSlots | None = None, state_slots: Tensor | None = None
+    ) -> Tensor:
         """Logits [T,V] of every token of the step."""
         d = self.decoder
-        h, x = self.layers(d.embed(ids), batch, adapted)
+        h, x = self.layers(d.embed(ids), batch, adapted, state_slots)
         if not self.plain or d.logit_softcap is not None or d.logit_divisor is not None:
             return self.logits(x + h)
         assert d.norm is not None and d.head is not None
@@ -117,11 +133,14 @@ class Forward:
         """Executes the queued copies between state slots; returns the slots of the step's requests."""
         if not inputs.state_slots:
             return None
-        for source, target in inputs.state_copies:
-            for layer, pair in zip(self.decoder.layers, self.caches, strict=True):
-                for tensor in pair if isinstance(layer.mixer, GatedDelta) else ():
-                    tensor[target].copy_(tensor[source])
+        self.copy_states(inputs.state_copies)
         return torch.tensor(inputs.state_slots, device=self.device)
+
+    def copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
+        """(from, to), in order."""
+        for source, target in copies:
+            for tensor in self.states:
+                tensor[:, target].copy_(tensor[:, source])
 
     def layers(
         self, x: Tensor, batch: PagedBatch, adapted: RowSlots | None = None, state_slots: Tensor | None = None
@@ -131,7 +150,10 @@ class Forward:
         ropes: Ropes = {None: (None, None), **{k: (cos[at], sin[at]) for k, (cos, sin) in self.decoder.ropes.items()}}
         lone = self.plain and self.trace is None and adapted is None and x.shape[0] < self.ops.least_rows
         copies = self.ops.least_rows if lone else 1
-        step = StepTensors(batch=batch, ropes=ropes, adapted=adapted, state_slots=state_slots, copies=copies)
+        sequences = Packed(cu_seqlens=batch.cu_q, lengths=batch.q_lens)
+        step = StepTensors(
+            batch=batch, sequences=sequences, ropes=ropes, adapted=adapted, state_slots=state_slots, copies=copies
+        )
         h: Tensor | None = None
         x = x.repeat(copies, 1) if lone else x
         for index, layer in enumerate(self.decoder.layers):
@@ -150,13 +172,15 @@ class Forward:
         if isinstance(mixer, Attention):
             qkv, x = self.project(index, "qkv", layer.before_attention, h, x, mixer.qkv, step)
             attended = self.attend(index, mixer, qkv[:1] if step.copies > 1 else qkv, step)
+        elif isinstance(mixer, GatedDelta):
+            assert mixer.merged is not None and step.state_slots is not None
+            inputs, x = self.project(index, "inputs", layer.before_attention, h, x, Product(*mixer.merged), step)
+            parts = inputs.split([part.out_features for part in mixer.projections], -1)
+            (history, state), slots = self.caches[index], step.state_slots
+            out = mixer.run(parts, step.sequences, DeltaStates(history=history, state=state, slots=slots))
+            return self.norm(f"{name}.after_attention", layer.after_attention, self.record(f"{name}.out", out)), x
         else:
             normed, x = self.enter(f"{name}.before_attention", layer.before_attention, h, x)
-            if isinstance(mixer, GatedDelta):
-                (history, state), slots, lengths = self.caches[index], step.state_slots, step.batch.q_lens
-                assert slots is not None
-                out, history[slots], state[slots] = mixer.run(normed, lengths, history[slots], state[slots])
-                return self.norm(f"{name}.after_attention", layer.after_attention, self.record(f"{name}.out", out)), x
             cos, sin = step.ropes[mixer.rope]
             assert cos is not None and sin is not None
             attended = mixer.attend(ops, normed, cos, sin, self.caches[index], step.batch)
@@ -168,16 +192,15 @@ class Forward:
     def attend(self, index: int, mixer: Attention, qkv: Tensor, step: StepTensors) -> Tensor:
         ops, cache = self.ops, self.caches[index]
         heads, _, size = self.decoder.heads
-        gate = None
-        if mixer.gated:  # q and gate of a head lie side by side
-            wide = 2 * heads * size
-            q, gate = qkv[:, :wide].view(-1, heads, 2, size).unbind(2)
-            qkv = torch.cat((q.flatten(1), qkv[:, wide:]), -1)
         if mixer.wide_norm is not None:
             qkv = norm_heads(ops, mixer.wide_norm, qkv)
-        q = ops.prepare_qkv(qkv, self.decoder.heads, mixer.head_norm, *step.ropes[mixer.rope], *cache, step.batch)
+        rope, gated = step.ropes[mixer.rope], mixer.gated
+        q = ops.prepare_qkv(qkv, self.decoder.heads, mixer.head_norm, *rope, *cache, step.batch, gated=gated)
         attended = ops.paged_attention(q, *cache, step.batch, mixer.spec).flatten(1)
-        return attended if gate is None else attended * ops.activation(gate.flatten(1), "sigmoid")
+        if not gated:
+            return attended
+        # Query and gate of a head lie side by side.
+        return ops.gate_heads(attended, qkv[:, : 2 * heads * size].view(-1, heads, 2, size)[:, :, 1])
 
     def mlp(self, index: int, layer: Layer, h: Tensor, x: Tensor, step: StepTensors) -> tuple[Tensor, Tensor]:
         """What the layer's MLP adds, and the residual before it."""
@@ -197,7 +220,7 @@ class Forward:
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """A merged product of norm(x + h) (gated if `kind` names an activation), and x + h."""
         changed = step.adapted is not None and (index, name) in self.bank.stacks
-        fused = self.plain and self.trace is None and not changed and (kind is None or product.bias is None)
+        fused = self.trace is None and not changed and (kind is None or product.bias is None)
         if fused and h is not None and norm is not None:
             return self.ops.norm_linear(h, x, norm, *product, kind)
         where = f"layers.{index}"
@@ -245,7 +268,7 @@ class Forward:
 
     def clean(self) -> None:
         """Zeroes every page, after weights that were not finite."""
-        for pair in self.caches:
+        for pair in (self.states, *self.caches):
             for tensor in pair:
                 tensor.zero_()
 

@@ -111,6 +111,7 @@ class DecodeGraphs(Graphs["tuple[torch.cuda.CUDAGraph, Rows]"]):
         """Continues the rows of the last launch before the host saw their tokens; only blocks may have grown."""
         graph, rows = self.graph_for(requests)
         rows.tables.copy_(self.table_of(requests, rows.ids.shape[0]).pin_memory(), non_blocking=True)
+        rows.states.copy_(self.states_of(requests, rows.ids.shape[0]).pin_memory(), non_blocking=True)
         rows.starts.copy_(rows.positions)
         page = self.forward.ops.block_size  # the last step chose the next slot before these blocks were known
         block = rows.tables.gather(1, (rows.positions // page).clamp_(max=self.width - 1)[:, None])[:, 0]
@@ -130,6 +131,12 @@ class DecodeGraphs(Graphs["tuple[torch.cuda.CUDAGraph, Rows]"]):
 
     def table_of(self, requests: Sequence[Request], size: int) -> Tensor:
         return torch.from_numpy(table_of([request.blocks for request in requests], size, self.width))
+
+    def states_of(self, requests: Sequence[Request], size: int) -> Tensor:
+        """Slots of their recurrent states; a finished request has given its slot up."""
+        spare = self.forward.num_states
+        slots = [spare if request.state_slot is None else request.state_slot for request in requests]
+        return torch.tensor([*slots, *[spare] * (size - len(slots))])
 
     def graph_for(self, requests: Sequence[Request]) -> tuple[torch.cuda.CUDAGraph, Rows]:
         size = next(b for b in BUCKETS if b >= len(requests))
@@ -160,6 +167,7 @@ class DecodeGraphs(Graphs["tuple[torch.cuda.CUDAGraph, Rows]"]):
             torch.from_numpy(a).pin_memory().to(rows.ids.device, non_blocking=True) for a in (state, numbers)
         )
         rows.tables.copy_(self.table_of(requests, size).pin_memory(), non_blocking=True)
+        rows.states.copy_(self.states_of(requests, size).pin_memory(), non_blocking=True)
         for at, target in enumerate((rows.ids, rows.positions, rows.slots, rows.keys, rows.adapters)):
             target.copy_(state_d[at])
         rows.starts.copy_(state_d[1])
@@ -178,7 +186,7 @@ class DecodeGraphs(Graphs["tuple[torch.cuda.CUDAGraph, Rows]"]):
         zeros = self.zeros
         return self._rows(
             order=torch.arange(size + 1, dtype=torch.int32, device=self.forward.device), ids=zeros(size), positions=zeros(size), slots=zeros(size),
-            adapters=zeros(size) + self.forward.bank.count,
+            adapters=zeros(size) + self.forward.bank.count, states=zeros(size) + self.forward.num_states,
             contexts=zeros(size, dtype=torch.int32) + 1,
             tables=zeros(size, self.width, dtype=torch.int32), starts=zeros(size), keys=zeros(size), noisy=zeros(size, dtype=torch.int32),
             temperatures=zeros(size, dtype=torch.float32) + 1.0, out_ids=zeros(STEPS, size),
@@ -192,7 +200,8 @@ class DecodeGraphs(Graphs["tuple[torch.cuda.CUDAGraph, Rows]"]):
             block_tables=rows.tables, q_lens=(1,) * size, contexts=(1,) * size, num_decodes=size,
         )  # fmt: skip
         by_row = RowSlots(slots=rows.adapters, count=self.forward.bank.count, by_slot={}) if adapted else None
-        self._advance(self.forward.logits_of_all(rows.ids, batch, by_row), rows, self.forward.ops.block_size)
+        logits = self.forward.logits_of_all(rows.ids, batch, by_row, rows.states)
+        self._advance(logits, rows, self.forward.ops.block_size)
 
 
 SIZES = (64, 128, 256, 512, 1024)
@@ -206,6 +215,7 @@ class Prefill:
     batch: PagedBatch  # MOST_SEQUENCES sequences, and one more without queries
     rows: Tensor  # int64 [MOST_SEQUENCES]: tokens whose logits are wanted
     adapters: Tensor  # int64 [T]: slot of each token's adapter
+    states: Tensor  # int64 [MOST_SEQUENCES + 1]: slots of recurrent states
     logits: Tensor
     graph: torch.cuda.CUDAGraph
 
@@ -223,6 +233,7 @@ class PrefillGraphs(Graphs[Prefill]):
         plain = all(count > 1 for count in inputs.counts) and (not adapted or bank.is_packed)
         if not few or not plain or total > SIZES[-1] or self.forward.trace is not None:
             return None
+        self.forward.copy_states(inputs.state_copies)
         prefill = self.captured(next(s for s in SIZES if s >= total), adapted=adapted)
         self.fill(prefill, inputs, rows)
         prefill.graph.replay()
@@ -235,6 +246,7 @@ class PrefillGraphs(Graphs[Prefill]):
         copy_rows(prefill.ids, torch.tensor(ids))
         slots = self.forward.bank.slots_of(inputs.adapters).repeat_interleave(torch.tensor(inputs.counts))
         copy_rows(prefill.adapters, slots, rest=self.forward.bank.count)
+        copy_rows(prefill.states, torch.tensor(inputs.state_slots, dtype=torch.int64), rest=self.forward.num_states)
         copy_rows(prefill.rows, torch.tensor(rows, dtype=torch.int64))
         copy_rows(to.positions, host.positions)
         copy_rows(to.slots, host.slots)
@@ -263,14 +275,15 @@ class PrefillGraphs(Graphs[Prefill]):
         )  # fmt: skip
         forward = self.forward
         ids, rows, adapters = zeros(size), zeros(MOST_SEQUENCES), zeros(size) + forward.bank.count
+        states = zeros(sequences) + forward.num_states
 
         def step() -> Tensor:
             by_row = RowSlots(slots=adapters, count=forward.bank.count, by_slot={}) if adapted else None
-            h, x = forward.layers(forward.decoder.embed(ids), batch, by_row)
+            h, x = forward.layers(forward.decoder.embed(ids), batch, by_row, states)
             return forward.logits((x + h).index_select(0, rows))
 
         graph, logits = capture_graph(step)
-        return Prefill(ids=ids, batch=batch, rows=rows, adapters=adapters, logits=logits, graph=graph)
+        return Prefill(ids=ids, batch=batch, rows=rows, adapters=adapters, states=states, logits=logits, graph=graph)
 
 
 def copy_rows(target: Tensor, source: Tensor, *, rest: int = 0) -> None:
@@ -320,6 +333,8 @@ class Bursts:
         steps = self.steps_that_fit(requests, lengths)
         if steps < 1:
             return False
+        if self.scheduler.states is not None:
+            self.graphs.forward.copy_states(self.scheduler.states.take_copies())
         self.in_flight = Burst(requests, lengths, steps, self.graphs.start(requests, steps))
         return True
 

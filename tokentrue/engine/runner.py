@@ -133,8 +133,7 @@ class LocalRunner:
         self.contract = contract
         self.sizes = Sizes.of(decoder, ops, num_blocks=num_blocks, limits=limits)
         self.forward = Forward(decoder, ops, num_blocks=num_blocks, num_states=self.sizes.num_states)
-        # Steps are captured on CUDA; recurrent states are not.
-        self.captures = self.forward.device.type == "cuda" and self.sizes.num_states is None
+        self.captures = self.forward.device.type == "cuda"
         width = -(-self.sizes.capacity // ops.block_size)
         self.prefills = PrefillGraphs(self.forward, width=width) if self.captures else None
         self._results: deque[StepResult] = deque()
@@ -186,6 +185,7 @@ class LocalRunner:
         if self.prefills is not None:
             self.prefills.forget()
         self.forward.caches.clear()
+        self.forward.states = ()
 
 
 def states_for(decoder: Decoder, limits: ScheduleLimits) -> int | None:

@@ -481,14 +481,15 @@ class Scheduler:
             request.state_slot = None
 
     # ---- results
-    def record(self, work: Work) -> None:
-        """The keys of this piece are cached: names its full blocks."""
+    def record(self, work: Work, *, ahead: bool = False) -> None:
+        """The keys of this piece are cached: names its full blocks. `ahead`: its recurrent state is already that of
+        later tokens, so no snapshot can be taken."""
         request, size = work.request, self.pool.block_size
         request.computed = work.start + work.count
         first, names = work.start // size, self.names(request, request.computed // size)
         for block, name in zip(request.blocks[first:], names[first:], strict=False):
             self.pool.name(block, name)
-        if self.states is not None and request.state_slot is not None and request.computed % size == 0:
+        if self.states is not None and request.state_slot is not None and request.computed % size == 0 and not ahead:
             self.states.snapshot(names[-1], request.state_slot)
 
     def finish(self, request: Request) -> None:

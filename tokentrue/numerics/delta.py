@@ -5,12 +5,12 @@ Per token and value head, in float32, K the key size:
     S = S * exp(g);  S = S + k ⊗ ((v - Sᵀk) * beta);  out = Sᵀq / sqrt(K)
 
 A token's sums run over the key size of its own state, so neither the batch nor a cut changes a bit. Engine and trainer
-compute this recurrent form; gradients come from transformers' chunked form.
+compute this recurrent form; gradients come from transformers' chunked form, on inputs that are computed again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from tokentrue.errors import ExactnessError
-from tokentrue.numerics.ops import NormForm, Ops, Packed
+from tokentrue.numerics.ops import DeltaInputs, DeltaStates, Ops, Packed
 
 
 def groups(lengths: Sequence[int], device: torch.device) -> Iterator[tuple[list[int], Tensor]]:
@@ -35,7 +35,8 @@ def groups(lengths: Sequence[int], device: torch.device) -> Iterator[tuple[list[
 def scan_sequences(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, lengths: Sequence[int], state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """`Ops.delta_scan` in plain torch."""
+    """The recurrence over sequences back to back: q, k [T,H,K], v [T,H,V], decay, beta [T,H], float32 -> out [T,H,V] and
+    the states [S,H,K,V] after each; `state` None: zeros."""
     last = q.new_zeros(len(lengths), q.shape[1], q.shape[2], v.shape[2]) if state is None else state.clone()
     out, factor, scaled = torch.empty_like(v), torch.exp(decay), q * q.shape[-1] ** -0.5
     for members, rows in groups(lengths, q.device):
@@ -52,36 +53,93 @@ def scan_sequences(
     return out, last
 
 
-Scan = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Sequence[int], Tensor | None], tuple[Tensor, Tensor]]
-
-
-class DeltaScan(torch.autograd.Function):
-    """Forward by an exact scan from zero states, backward by transformers' chunked form."""
+class DeltaRule(torch.autograd.Function):
+    """Forward by the exact rule from zero states, backward by transformers' chunked form."""
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, lengths: Sequence[int], scan: Scan
-    ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(q, k, v, decay, beta)
-        ctx.lengths = lengths
-        out, state = scan(q, k, v, decay, beta, lengths, None)
-        ctx.mark_non_differentiable(state)
-        return out, state
+    def forward(ctx: Any, ops: Ops, sequences: Packed, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        ctx.ops, ctx.lengths = ops, sequences.lengths
+        return ops.delta_rule(DeltaInputs(**dict(zip(FIELDS, tensors, strict=True))), sequences, None)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
-        inputs = ctx.saved_tensors  # read once: checkpointing unpacks it
-        found = [torch.empty_like(x) for x in inputs]
-        for _, rows in groups(ctx.lengths, grads[0].device):
-            with torch.enable_grad():
-                q, k, v, decay, beta = leaves = [x[rows].detach().requires_grad_() for x in inputs]
+        wanted = ctx.needs_input_grad[2:]
+        with torch.enable_grad():
+            leaves = [x.detach().requires_grad_(need) for x, need in zip(ctx.saved_tensors, wanted, strict=True)]
+            inputs = DeltaInputs(**dict(zip(FIELDS, leaves, strict=True)))
+            scanned, _ = scan_inputs(ctx.ops, inputs, ctx.lengths, None)
+            pieces, places = list[Tensor](), list[Tensor]()
+            for _, rows in groups(ctx.lengths, grads[0].device):
+                q, k, v, decay, beta = (x[rows] for x in scanned)
                 out, _ = torch_chunk_gated_delta_rule(q, k, v, g=decay, beta=beta)
-                parts = torch.autograd.grad(out, leaves, grads[0][rows])
-            for whole, part in zip(found, parts, strict=True):
-                whole[rows] = part
-        return (*found, None, None)
+                pieces.append(out.flatten(0, 1))
+                places.append(rows.flatten())
+            found = torch.autograd.grad(
+                torch.cat(pieces), [x for x in leaves if x.requires_grad], grads[0][torch.cat(places)].float()
+            )
+        each = iter(found)
+        return None, None, *(next(each) if need else None for need in wanted)
+
+
+FIELDS = ("q", "k", "v", "b", "a", "convolution", "a_log", "dt_bias")
+
+
+def plain_rule(ops: Ops, inputs: DeltaInputs, lengths: Sequence[int], states: DeltaStates | None) -> Tensor:
+    """`Ops.delta_rule` in plain torch."""
+    history, state = (None, None) if states is None else (states.history[states.slots], states.state[states.slots])
+    scanned, history = scan_inputs(ops, inputs, lengths, history)
+    out, state = scan_sequences(*scanned, lengths, state)
+    if states is not None:
+        states.history[states.slots], states.state[states.slots] = history, state
+    return out.to(inputs.v.dtype)
+
+
+def scan_inputs(
+    ops: Ops, inputs: DeltaInputs, lengths: Sequence[int], history: Tensor | None
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """q, k [T,H,K], v [T,H,V], decay and beta [T,H] in float32, and the next history. (grad)"""
+    (_, key_heads, size), group = inputs.q.shape, inputs.b.shape[2]
+    mixed = torch.cat([part.flatten(1) for part in (inputs.q, inputs.k, inputs.v)], -1)
+    mixed, history = convolve(ops, mixed, inputs.convolution, lengths, history)
+    keys = key_heads * size
+    q, k, v = mixed.split((keys, keys, mixed.shape[1] - 2 * keys), -1)
+    q, k = (unit(part.view(-1, key_heads, size)).repeat_interleave(group, 1) for part in (q, k))
+    v = v.reshape(-1, inputs.value_heads, inputs.value_size).float()
+    beta = ops.activation(inputs.b.flatten(1), "sigmoid").float()
+    decay = -torch.exp(inputs.a_log.float()) * ops.activation(inputs.a.flatten(1).float() + inputs.dt_bias, "softplus")
+    return (q, k, v, decay, beta), history
+
+
+def unit(x: Tensor) -> Tensor:
+    """Normalised to length 1 in float32."""
+    x = x.float()
+    return x / torch.sqrt((x * x).sum(-1, keepdim=True) + 1e-6)
+
+
+def convolve(
+    ops: Ops, mixed: Tensor, weight: Tensor, lengths: Sequence[int], history: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """SiLU of the causal depthwise convolution: taps added in order in float32, one rounding."""
+    weight, taps = weight.float(), weight.shape[1]
+    if history is None:
+        history = mixed.new_zeros(len(lengths), taps - 1, mixed.shape[1])
+    kept = torch.empty_like(history)
+    pieces: list[tuple[Tensor, Tensor]] = []
+    for members, rows in groups(lengths, mixed.device):
+        length = lengths[members[0]]
+        long = torch.cat((history[members], mixed[rows]), 1)
+        wide = long.float()
+        total = wide[:, :length] * weight[:, 0]
+        for tap in range(1, taps):
+            total = total + wide[:, tap : tap + length] * weight[:, tap]
+        pieces.append((rows.flatten(), total.to(mixed.dtype).flatten(0, 1)))
+        kept[members] = long[:, length:].detach()
+    order = torch.cat([rows for rows, _ in pieces])
+    out = torch.cat([values for _, values in pieces]).index_select(0, order.argsort())
+    return ops.activation(out, "silu"), kept
 
 
 class GatedDelta:
@@ -96,80 +154,44 @@ class GatedDelta:
         self.channels = 2 * self.key_heads * self.key_size + self.value_heads * self.value_size
         self.joined = hasattr(module, "in_proj_qkvz")  # Qwen3-Next; Qwen3.5 has one projection for each
         inputs = ("qkvz", "ba") if self.joined else ("qkv", "z", "b", "a")
+        self.projections = tuple(getattr(module, f"in_proj_{part}") for part in inputs)
+        self.merged: tuple[Tensor, Tensor | None] | None = None  # weight of all projections, in the engine
         known = {"conv1d", "norm", "out_proj", *(f"in_proj_{part}" for part in inputs)}
         parts = {child for child, _ in module.named_children()}
         if parts != known or module.conv1d.bias is not None or module.activation != "silu":
             raise ExactnessError(f"{name} ({type(module).__name__}) has no exact form: its parts are {sorted(parts)}")
 
-    def run(
-        self, x_TK: Tensor, lengths: Sequence[int], history: Tensor | None, state: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Output [T,K], next history [S,taps-1,C], state [S,H,K,V]; sequences back to back. None: their start."""
+    def run(self, projected: Sequence[Tensor], sequences: Packed, states: DeltaStates | None) -> Tensor:
+        """[T,K] from the results of `projections`; without states the sequences start here."""
         ops, m = self.ops, self.module
-        mixed, z, b, a = self.project(x_TK)
-        mixed, history = self.convolve(mixed, lengths, history)
-        keys = self.key_heads * self.key_size
-        q, k, v = mixed.split((keys, keys, self.value_heads * self.value_size), -1)
-        q, k = (self.unit(part.view(-1, self.key_heads, self.key_size)) for part in (q, k))
-        v = v.view(-1, self.value_heads, self.value_size).float()
-        beta = ops.activation(b, "sigmoid").float()
-        decay = -torch.exp(m.A_log.float()) * ops.activation(a.float() + m.dt_bias, "softplus")
-        inputs = (q, k, v, decay, beta)
-        if state is None and torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
-            out, last = DeltaScan.apply(*inputs, tuple(lengths), ops.delta_scan)  # pyright: ignore
+        q, k, v, z, b, a = self.split(projected)
+        tensors = (q, k, v, b, a, m.conv1d.weight.squeeze(1), m.A_log, m.dt_bias)
+        if states is None and torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+            out: Any = DeltaRule.apply(ops, sequences, *tensors)
         else:
-            out, last = ops.delta_scan(*inputs, lengths, state)
-        normed = ops.rms_norm(out.to(x_TK.dtype), m.norm.weight, m.norm.variance_epsilon, form=NormForm.PLAIN)
-        gated = (normed.float() * ops.activation(z.float(), "silu")).to(x_TK.dtype)
-        return ops.linear(gated.flatten(1), m.out_proj.weight), history, last
+            out = ops.delta_rule(DeltaInputs(**dict(zip(FIELDS, tensors, strict=True))), sequences, states)
+        gated = ops.gated_norm(out, z, m.norm.weight, m.norm.variance_epsilon)
+        return ops.linear(gated.flatten(1), m.out_proj.weight)
 
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Inputs of the convolution [T,C], gate z [T,H,V], b and a [T,H]."""
-        ops, m, tokens = self.ops, self.module, x.shape[0]
-        if not self.joined:
-            # Their order is that of the sum of x's gradient.
-            parts = (m.in_proj_z, m.in_proj_qkv, m.in_proj_b, m.in_proj_a)
-            z, mixed, b, a = (ops.linear(x, part.weight) for part in parts)
-            return mixed, z.view(tokens, self.value_heads, self.value_size), b, a
-        group = self.value_heads // self.key_heads
-        wide = group * self.value_size
-        qkvz = ops.linear(x, m.in_proj_qkvz.weight).view(tokens, self.key_heads, -1)
-        q, k, v, z = qkvz.split((self.key_size, self.key_size, wide, wide), -1)
-        b, a = ops.linear(x, m.in_proj_ba.weight).view(tokens, self.key_heads, -1).split((group, group), -1)
-        mixed = torch.cat((q.flatten(1), k.flatten(1), v.flatten(1)), -1)
-        return mixed, z.reshape(tokens, self.value_heads, self.value_size), b.flatten(1), a.flatten(1)
-
-    def convolve(self, mixed: Tensor, lengths: Sequence[int], history: Tensor | None) -> tuple[Tensor, Tensor]:
-        """SiLU of the causal depthwise convolution: taps added in order in float32, one rounding."""
-        weight = self.module.conv1d.weight.squeeze(1).float()
-        back = self.taps - 1
-        if history is None:
-            history = mixed.new_zeros(len(lengths), back, mixed.shape[1])
-        kept = torch.empty_like(history)
-        pieces: list[tuple[Tensor, Tensor]] = []
-        for members, rows in groups(lengths, mixed.device):
-            length = lengths[members[0]]
-            long = torch.cat((history[members], mixed[rows]), 1)
-            wide = long.float()
-            total = wide[:, :length] * weight[:, 0]
-            for tap in range(1, self.taps):
-                total = total + wide[:, tap : tap + length] * weight[:, tap]
-            pieces.append((rows.flatten(), total.to(mixed.dtype).flatten(0, 1)))
-            kept[members] = long[:, length:].detach()
-        order = torch.cat([rows for rows, _ in pieces])
-        out = torch.cat([values for _, values in pieces]).index_select(0, order.argsort())
-        return self.ops.activation(out, "silu"), kept
-
-    def unit(self, x: Tensor) -> Tensor:
-        """Normalises to length 1 in float32; repeats key heads for the value heads."""
-        x = x.float()
-        x = x / torch.sqrt((x * x).sum(-1, keepdim=True) + 1e-6)
-        return x.repeat_interleave(self.value_heads // self.key_heads, 1)
+    def split(self, projected: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """q, k [T,J,K], v, z [T,J,G*V], b, a [T,J,G]: views, by key head."""
+        tokens, heads = projected[0].shape[0], self.key_heads
+        group = self.value_heads // heads
+        wide, keys = group * self.value_size, heads * self.key_size
+        if self.joined:
+            qkvz, ba = (part.view(tokens, heads, -1) for part in projected)
+            return (*qkvz.split((self.key_size, self.key_size, wide, wide), -1), *ba.split((group, group), -1))
+        qkv, z, b, a = projected
+        q, k, v = qkv.split((keys, keys, heads * wide), -1)
+        return tuple(part.view(tokens, heads, -1) for part in (q, k, v, z, b, a))
 
 
 def delta_forward(name: str, module: nn.Module, ops: Ops) -> Any:
     """Exact forward of a model's own module: whole sequences, packed or padded."""
     delta = GatedDelta(name, module, ops)
+
+    def whole(x: Tensor, sequences: Packed) -> Tensor:
+        return delta.run([ops.linear(x, part.weight) for part in delta.projections], sequences, None)
 
     def forward(
         hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, packed: Packed | None = None,
@@ -183,10 +205,9 @@ def delta_forward(name: str, module: nn.Module, ops: Ops) -> Any:
         flat = hidden_states.reshape(b * t, size)
         if attention_mask is not None and not bool(attention_mask.bool().all()):
             rows = attention_mask.reshape(-1).nonzero().squeeze(-1)
-            out = delta.run(flat[rows], tuple(attention_mask.sum(-1).tolist()), None, None)[0]
+            out = whole(flat[rows], Packed.of(tuple(attention_mask.sum(-1).tolist()), flat.device))
             return torch.zeros_like(flat).index_copy(0, rows, out).view(b, t, size)
-        lengths = packed.lengths if packed is not None else (t,) * b
-        return delta.run(flat, lengths, None, None)[0].view(b, t, size)
+        return whole(flat, packed or Packed.of((t,) * b, flat.device)).view(b, t, size)
 
     return forward
 

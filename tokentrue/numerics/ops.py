@@ -15,7 +15,7 @@ block `table[p // B]`, row `p % B`; its slot is `block * B + p % B`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
@@ -131,6 +131,39 @@ class RowSlots:
     groups: Any = None  # what a device derives from `slots`, once a step
 
 
+@record(eq=False)
+class DeltaInputs:
+    """Of one gated-delta layer, by key head (J; G value heads each): projections q, k [T,J,K], v [T,J,G*V], b, a
+    [T,J,G], the convolution's weight [C,taps] over all channels of q, then k, then v, and A_log, dt_bias [H].
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    b: Tensor
+    a: Tensor
+    convolution: Tensor
+    a_log: Tensor
+    dt_bias: Tensor
+
+    @property
+    def value_heads(self) -> int:
+        return self.b.shape[1] * self.b.shape[2]
+
+    @property
+    def value_size(self) -> int:
+        return self.v.shape[2] // self.b.shape[2]
+
+
+@record(eq=False)
+class DeltaStates:
+    """Last inputs of the convolution [slots,taps-1,C] and states [slots,H,K,V] float32; `slots` [S] of sequences."""
+
+    history: Tensor
+    state: Tensor
+    slots: Tensor
+
+
 @record
 class ClampedSwiglu:
     """gpt-oss: gate at most `limit`, up within ±`limit`, then (up + 1) * (gate * sigmoid(gate * alpha)), rounded after
@@ -233,14 +266,20 @@ class Ops(ABC):
         each rounded to x's dtype; slots are added in order, in x's dtype.
         """
 
-    @staticmethod
     @abstractmethod
-    def delta_scan(
-        q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, lengths: Sequence[int], state: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Gated delta rule over sequences back to back: q, k [T,H,K], v [T,H,V], decay, beta [T,H], float32 -> out
-        [T,H,V] and the states [S,H,K,V] after each sequence; `state` None: zeros.
+    def delta_rule(self, inputs: DeltaInputs, sequences: Packed, states: DeltaStates | None) -> Tensor:
+        """Convolution and gated delta rule over the next tokens of each sequence: [T,H,V] in the model's dtype.
+        `states`, if given, are where the sequences start and are replaced by those after the last token.
         """
+
+    def gated_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """(grad) rms_norm(x [T,H,V]) (plain form) times silu(gate) in float32, rounded; gate [T,J,G*V]."""
+        normed = self.rms_norm(x, weight, eps, form=NormForm.PLAIN)
+        return (normed.float() * self.activation(gate.reshape(x.shape).float(), "silu")).to(x.dtype)
+
+    def gate_heads(self, x: Tensor, gate: Tensor) -> Tensor:
+        """x [T,H*D] times sigmoid(gate [T,H,D]), rounded after each."""
+        return x * self.activation(gate.flatten(1), "sigmoid")
 
     # ---- attention
     @abstractmethod
@@ -344,12 +383,15 @@ class Ops(ABC):
 
     def prepare_qkv(
         self, qkv: Tensor, heads: tuple[int, int, int], norm: HeadNorm | None, cos: Tensor | None, sin: Tensor | None,
-        k_cache: Tensor, v_cache: Tensor, batch: PagedBatch,
+        k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, *, gated: bool = False,
     ) -> Tensor:  # fmt: skip
-        """qkv [T, (H+2J)*D] of one merged linear: head norms, rotary (cos/sin [T,D]) if any, keys and values into the
-        pages; returns q [T,H,D]. Queries and keys go together: half the calls.
+        """qkv [T, (H+2J)*D] of one merged linear: head norms, rotary (cos/sin [T,R]) if any, keys and values into the
+        pages; returns q [T,H,D]. Queries and keys go together: half the calls. `gated`: a gate follows each query head.
         """
         h, j, d = heads
+        if gated:
+            wide = 2 * h * d
+            qkv = torch.cat((qkv[:, :wide].view(-1, h, 2, d)[:, :, 0].flatten(1), qkv[:, wide:]), -1)
         split = qkv.view(-1, h + 2 * j, d)
         qk, v = split[:, : h + j], split[:, h + j :]
         if norm is not None:

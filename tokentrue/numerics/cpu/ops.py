@@ -27,9 +27,11 @@ from tokentrue.numerics.cpu.arithmetic import (
     transposed_product,
 )
 from tokentrue.numerics.cpu.attention import KEYS, TILES, PagedAttention, attention
-from tokentrue.numerics.delta import scan_sequences
+from tokentrue.numerics.delta import plain_rule
 from tokentrue.numerics.ops import (
     AttentionSpec,
+    DeltaInputs,
+    DeltaStates,
     ExpertWeights,
     HeadNorm,
     Heads,
@@ -46,7 +48,6 @@ from tokentrue.numerics.selftest import differing_cuts, differing_runs, fill_pag
 class CpuOps(Ops):
     block_size = 16
     least_rows = 2
-    delta_scan = staticmethod(scan_sequences)
 
     def __init__(self) -> None:
         # K for which oneDNN's float32 rows depend on the batch, whatever N: merged weights must agree.
@@ -108,6 +109,9 @@ class CpuOps(Ops):
 
     def function(self, x: Tensor, name: str) -> Tensor:
         return compute(name, x)
+
+    def delta_rule(self, inputs: DeltaInputs, sequences: Packed, states: DeltaStates | None) -> Tensor:
+        return plain_rule(self, inputs, sequences.lengths, states)
 
     def act_mul(self, gate: Tensor, up: Tensor, kind: str) -> Tensor:
         if torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad):

@@ -29,7 +29,7 @@ from tokentrue.numerics.triton.launch import (
 )
 
 # Name in a model's configuration -> branch of `activate`.
-ACTIVATIONS = {"silu": 0, "swish": 0, "gelu_pytorch_tanh": 1, "gelu_tanh": 1, "gelu": 2, "relu": 3}
+ACTIVATIONS = {"silu": 0, "swish": 0, "gelu_pytorch_tanh": 1, "gelu_tanh": 1, "gelu": 2, "relu": 3, "sigmoid": 5}
 
 
 def branch_of(kind: str) -> int:
@@ -49,6 +49,8 @@ def activate(x, ACT: tl.constexpr):
         y = 0.5 * z * (1.0 + (1.0 - 2.0 / (1.0 + tl.exp(2.0 * inner))))
     elif ACT == 2:
         y = 0.5 * z * (1.0 + tl.erf(z * 0.7071067811865476))
+    elif ACT == 5:
+        y = 1.0 / (1.0 + tl.exp(-z))
     else:
         y = tl.maximum(z, 0.0)
     return y.to(x.dtype)
@@ -72,6 +74,9 @@ def slope(x, ACT: tl.constexpr):
         y = 0.5 * (1.0 + t) + 0.5 * z * ((1.0 - t * t) * 0.7978845608028654 * (1.0 + 0.134145 * (z * z)))
     elif ACT == 2:
         y = 0.5 * (1.0 + tl.erf(z * 0.7071067811865476)) + z * tl.exp(-0.5 * (z * z)) * 0.3989422804014327
+    elif ACT == 5:
+        s = 1.0 / (1.0 + tl.exp(-z))
+        y = s * (1.0 - s)
     else:
         y = tl.where(z > 0.0, 1.0, 0.0)
     return y.to(x.dtype)
@@ -280,10 +285,11 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, form: 
 
 @triton.jit
 def _prepare_kernel(qkv_ptr, cos_ptr, sin_ptr, qw_ptr, kw_ptr, q_ptr, k_ptr, v_ptr, slot_ptr, stride_qkv, eps, H: tl.constexpr,
-                    J: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, PAGE: tl.constexpr, NORM: tl.constexpr,
-                    FORM: tl.constexpr, HEADS: tl.constexpr):  # fmt: skip
+                    J: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, R: tl.constexpr, STEP: tl.constexpr, PAGE: tl.constexpr,
+                    NORM: tl.constexpr, FORM: tl.constexpr, HEADS: tl.constexpr):  # fmt: skip
     """Grid (tokens, heads / HEADS). A program's heads are all queries, all keys or all values, a warp each, so that a
-    head's sum has the order of `_norm_kernel`, whatever HEADS is."""
+    head's sum has the order of `_norm_kernel`, whatever HEADS is. R: values of a head that are rotated. STEP: from one
+    query head to the next."""
     wait_for_inputs()
     let_next_start()
     t = tl.program_id(0).to(tl.int64)
@@ -293,9 +299,13 @@ def _prepare_kernel(qkv_ptr, cos_ptr, sin_ptr, qw_ptr, kw_ptr, q_ptr, k_ptr, v_p
     inside = (at < D) & (head >= 0)
     kind = q_ptr.dtype.element_ty
     row = qkv_ptr + t * stride_qkv + head * D
+    if first < H:
+        row += head * (STEP - D)
+    else:
+        row += H * (STEP - D)
     x = tl.load(row + at, mask=inside, other=0.0)
     if first < H + J:
-        partner = tl.where(at < D // 2, at + D // 2, at - D // 2)
+        partner = tl.where(at < R // 2, at + R // 2, tl.where(at < R, at - R // 2, at))
         xp = tl.load(row + partner, mask=inside, other=0.0)
         if NORM:
             w_ptr = qw_ptr
@@ -305,10 +315,11 @@ def _prepare_kernel(qkv_ptr, cos_ptr, sin_ptr, qw_ptr, kw_ptr, q_ptr, k_ptr, v_p
             rstd = tl.rsqrt(tl.sum(z * z, 1) / D + eps)[:, None]
             x = scale_row(z, rstd, tl.load(w_ptr + at, mask=at < D, other=0.0), FORM, kind)
             xp = scale_row(xp.to(tl.float32), rstd, tl.load(w_ptr + partner, mask=at < D, other=0.0), FORM, kind)
-        cos = tl.load(cos_ptr + t * D + at, mask=at < D, other=0.0).to(tl.float32)
-        sin = tl.load(sin_ptr + t * D + at, mask=at < D, other=0.0).to(tl.float32)
-        turned = tl.where(at < D // 2, -xp.to(tl.float32), xp.to(tl.float32))
-        x = ((x.to(tl.float32) * cos).to(kind).to(tl.float32) + (turned * sin).to(kind).to(tl.float32)).to(kind)
+        cos = tl.load(cos_ptr + t * R + at, mask=at < R, other=0.0).to(tl.float32)
+        sin = tl.load(sin_ptr + t * R + at, mask=at < R, other=0.0).to(tl.float32)
+        turned = tl.where(at < R // 2, -xp.to(tl.float32), xp.to(tl.float32))
+        rotated = ((x.to(tl.float32) * cos).to(kind).to(tl.float32) + (turned * sin).to(kind).to(tl.float32)).to(kind)
+        x = tl.where(at < R, rotated, x)
     if first < H:
         tl.store(q_ptr + (t * H + head) * D + at, x, mask=inside)
     else:
@@ -322,7 +333,7 @@ def _prepare_kernel(qkv_ptr, cos_ptr, sin_ptr, qw_ptr, kw_ptr, q_ptr, k_ptr, v_p
 
 def prepare_qkv(
     qkv: Tensor, heads: tuple[int, int, int], norm: HeadNorm | None, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor,
-    slots: Tensor,
+    slots: Tensor, *, gated: bool = False,
 ) -> Tensor:  # fmt: skip
     """Queries [T, H, D] of qkv [T, (H+2J)·D]; writes keys and values to `slots` of the pages."""
     h, j, d = heads
@@ -333,10 +344,44 @@ def prepare_qkv(
         launch(
             _prepare_kernel, (tokens, (h + 2 * j) // together), qkv, align_rows(cos), align_rows(sin), norm.q_weight if norm else qkv,
             norm.k_weight if norm else qkv, q, k_cache, v_cache, slots, qkv.stride(0), norm.eps if norm else 0.0, H=h, J=j, D=d,
-            BD=power_of_two(d), PAGE=k_cache.shape[2], NORM=norm is not None, FORM=int(norm.form) if norm else 0,
-            HEADS=together, num_warps=together * warps_for(d),
+            BD=power_of_two(d), R=cos.shape[-1], STEP=2 * d if gated else d, PAGE=k_cache.shape[2], NORM=norm is not None,
+            FORM=int(norm.form) if norm else 0, HEADS=together, num_warps=together * warps_for(d),
         )  # fmt: skip
     return q
+
+
+@triton.jit(do_not_specialize=["stride_t", "step"])
+def _gate_kernel(x_ptr, gate_ptr, y_ptr, stride_t, step, N: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
+    """y = x * sigmoid(gate): x [T, N], heads of D gate values `step` apart."""
+    wait_for_inputs()
+    let_next_start()
+    t = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + t * N + at, mask=at < N, other=0.0)
+    gate = tl.load(gate_ptr + t * stride_t + at // D * step + at % D, mask=at < N, other=0.0)
+    y = (x.to(tl.float32) * activate(gate, 5).to(tl.float32)).to(x.dtype)
+    tl.store(y_ptr + t * N + at, y, mask=at < N)
+
+
+def gate_heads(x: Tensor, gate: Tensor) -> Tensor:
+    x, (tokens, heads, size) = rows_of(x), gate.shape
+    y = torch.empty_like(x)
+    if tokens:
+        grid = (tokens, cdiv(heads * size, 1024))
+        launch(
+            _gate_kernel,
+            grid,
+            x,
+            gate,
+            y,
+            gate.stride(0),
+            gate.stride(1),
+            N=heads * size,
+            D=size,
+            BLOCK=1024,
+            num_warps=4,
+        )
+    return y
 
 
 @triton.jit

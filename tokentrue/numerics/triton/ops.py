@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ import triton
 from torch import Tensor
 
 import tokentrue.numerics.triton.attention as attention
+import tokentrue.numerics.triton.delta as delta
 import tokentrue.numerics.triton.elementwise as elementwise
 import tokentrue.numerics.triton.experts as expert_kernels
 import tokentrue.numerics.triton.low_rank as low_rank
@@ -25,6 +27,8 @@ import tokentrue.numerics.triton.sampling as sampling
 from tokentrue.errors import ExactnessError
 from tokentrue.numerics.ops import (
     AttentionSpec,
+    DeltaInputs,
+    DeltaStates,
     HeadNorm,
     Heads,
     Linears,
@@ -38,7 +42,6 @@ from tokentrue.numerics.ops import (
     same_bits,
 )
 from tokentrue.numerics.selftest import differing_cuts, differing_runs, fill_pages, paged_batch
-from tokentrue.numerics.triton.delta import scan
 from tokentrue.numerics.triton.launch import Tile
 
 # Most sequences × key heads of a decode step whose key blocks are shared out to several programs.
@@ -76,15 +79,14 @@ class TritonOps(Ops):
     token_logprobs = staticmethod(sampling.token_logprobs)
     experts = staticmethod(expert_kernels.experts)
     pack_low_ranks = staticmethod(low_rank.pack)
-    delta_scan = staticmethod(scan)
 
     # ---- rows x features
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return matmul.linear(x, weight, bias, tile=self.pinned.get((weight.shape[1], weight.shape[0])))
 
     def activation(self, x: Tensor, kind: str) -> Tensor:
-        if kind in {"sigmoid", "softplus"}:  # torch's own kernels compute every element alone, in float32
-            return (torch.sigmoid(x.float()) if kind == "sigmoid" else F.softplus(x.float())).to(x.dtype)
+        if kind == "softplus":  # torch's own kernel computes every element alone, in float32
+            return F.softplus(x.float()).to(x.dtype)
         return elementwise.activation(x, kind)
 
     def gated_linear(self, x: Tensor, gate_up: Tensor, kind: str) -> Tensor:
@@ -157,11 +159,24 @@ class TritonOps(Ops):
 
     def prepare_qkv(
         self, qkv: Tensor, heads: tuple[int, int, int], norm: HeadNorm | None, cos: Tensor | None, sin: Tensor | None,
-        k_cache: Tensor, v_cache: Tensor, batch: PagedBatch,
+        k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, *, gated: bool = False,
     ) -> Tensor:  # fmt: skip
-        if not self.fused or cos is None or sin is None or cos.shape[-1] != heads[2] or cos.dtype != qkv.dtype:
-            return super().prepare_qkv(qkv, heads, norm, cos, sin, k_cache, v_cache, batch)
-        return elementwise.prepare_qkv(qkv, heads, norm, cos, sin, k_cache, v_cache, batch.slots)
+        if not self.fused or cos is None or sin is None or cos.dtype != qkv.dtype:
+            return super().prepare_qkv(qkv, heads, norm, cos, sin, k_cache, v_cache, batch, gated=gated)
+        return elementwise.prepare_qkv(qkv, heads, norm, cos, sin, k_cache, v_cache, batch.slots, gated=gated)
+
+    def gate_heads(self, x: Tensor, gate: Tensor) -> Tensor:
+        return elementwise.gate_heads(x, gate) if self.fused else super().gate_heads(x, gate)
+
+    # ---- linear attention
+    def delta_rule(self, inputs: DeltaInputs, sequences: Packed, states: DeltaStates | None) -> Tensor:
+        # Replayed with other lengths, a captured step has rows of no sequence.
+        return delta.delta_rule(inputs, sequences, states, padded=not sum(sequences.lengths))
+
+    def gated_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if not self.fused or (torch.is_grad_enabled() and any(t.requires_grad for t in (x, gate, weight))):
+            return super().gated_norm(x, gate, weight, eps)
+        return delta.gated_norm(x, gate, weight, eps)
 
     # ---- self-knowledge
     def contract(self) -> Mapping[str, str]:
@@ -176,10 +191,10 @@ class TritonOps(Ops):
             if self.split_decode
             else "one program a sequence and key head",
             "rms_norm": "triton, one program a row, float32",
-            "activation": "triton, float32, rounded once",
+            "activation": "triton, float32, rounded once; sigmoid 1/(1+exp(-x))",
             "rotary": "elementwise, rounded after every step",
             "log_softmax": f"triton, float32, chunks of {sampling.CHUNK} folded by one program",
-            "delta_scan": "triton, recurrent, one program a sequence, head and block of values",
+            "delta_rule": f"triton, convolution and recurrence by one warp a sequence, head and {delta.BLOCK} values",
             "route": "triton, one program a token, ties by ascending expert",
             "experts": "triton, stable groups by expert, slots added in order",
             "fused": "residual+norm, head norm+rotary+store, gate-up+activation" if self.fused else "nothing",
@@ -275,6 +290,13 @@ class SelfTest:
             qkv, cos, sin = randn(70, (h + 2 * j) * d), randn(70, d), randn(70, d)
             norm = HeadNorm(q_weight=randn(d), k_weight=randn(d), eps=1e-6)
             compare(f"head norm+rotary of {(h, j, d)}", self.prepare_qkv, qkv, (h, j, d), norm, cos, sin)
+            wide, part = randn(70, (2 * h + 2 * j) * d), d // 4 * 2
+            turns = (cos[:, :part].contiguous(), sin[:, :part].contiguous())
+            gated = partial(self.prepare_qkv, gated=True)
+            compare(f"gated head norm+rotary of {(h, j, d)}", gated, wide, (h, j, d), norm, *turns)
+            gate = wide[:, : 2 * h * d].view(-1, h, 2, d)[:, :, 1]
+            compare(f"gate of {h} heads of {d}", ops.gate_heads, randn(70, h * d), gate)
+            compare(f"gated norm of {d}", ops.gated_norm, randn(70, h, d), randn(70, h, d), randn(d), 1e-6)
         for k, n, bias in linears:
             x, w, b = randn(300, k), randn(n, k) * k**-0.5, randn(n) if bias else None
             norm = Norm(weight=randn(k), eps=1e-6, form=NormForm.PLAIN)
@@ -287,10 +309,12 @@ class SelfTest:
         if wrong:
             self.notes.append(f"fused launches differ from their parts ({', '.join(wrong)}): taken apart")
 
-    def prepare_qkv(self, qkv: Tensor, heads: tuple[int, int, int], *args: Any) -> tuple[Tensor, ...]:
+    def prepare_qkv(
+        self, qkv: Tensor, heads: tuple[int, int, int], *args: Any, gated: bool = False
+    ) -> tuple[Tensor, ...]:
         """The queries, and the pages that the keys and values went to."""
         _, j, d = heads
         slots = torch.arange(qkv.shape[0], device=DEVICE) * 2 + 1
         batch = replace(paged_batch(0, len(slots), slots.new_zeros(1, 1, dtype=torch.int32)), slots=slots)
         k_cache, v_cache = torch.zeros((2, 3, j, self.ops.block_size, d), dtype=self.dtype, device=DEVICE)
-        return self.ops.prepare_qkv(qkv, heads, *args, k_cache, v_cache, batch), k_cache, v_cache
+        return self.ops.prepare_qkv(qkv, heads, *args, k_cache, v_cache, batch, gated=gated), k_cache, v_cache

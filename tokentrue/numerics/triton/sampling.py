@@ -226,6 +226,7 @@ class Rows:
     positions: Tensor  # int64 [R]: its position
     slots: Tensor  # int64 [R]: its place in the pages
     adapters: Tensor  # int64 [R]: the slot of its adapter; the number of slots where it has none
+    states: Tensor  # int64 [R]: the slot of its recurrent state
     contexts: Tensor  # int32 [R]: position + 1
     tables: Tensor  # int32 [R, W]
     starts: Tensor  # int64 [R]: position at the start of the burst
