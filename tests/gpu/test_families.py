@@ -156,26 +156,112 @@ def check_adapters(dtype: torch.dtype) -> None:
         assert engine.core.local.forward.bank.generation == generation, "weights of the same shape are written in place"
 
 
-def test_scan_does_not_depend_on_cuts() -> None:
-    from tokentrue.numerics.delta import scan_sequences
-    from tokentrue.numerics.triton import TritonOps
+def delta_inputs(tokens: int) -> Any:
+    """Random projections of one gated-delta layer in bf16: 2 key heads of 64, 4 value heads of 48."""
+    from tokentrue.numerics.ops import DeltaInputs
 
     torch.manual_seed(0)
-    heads, tokens = 4, 150
-    q, k = (torch.nn.functional.normalize(torch.randn(tokens, heads, 64, device="cuda"), dim=-1) for _ in range(2))
-    v, decay = torch.randn(tokens, heads, 48, device="cuda"), -torch.rand(tokens, heads, device="cuda")
-    beta = torch.rand(tokens, heads, device="cuda")
-    inputs, ops = (q, k, v, decay, beta), TritonOps()
-    whole, last = ops.delta_scan(*inputs, (tokens,), None)
-    plain, _ = scan_sequences(*inputs, (tokens,), None)
-    assert (whole - plain).abs().max() < 1e-4
-    for cuts in ((1,) * tokens, (77, 73), (64, 64, 22), (3, 147)):
-        state, at, pieces = None, 0, []
+    key_heads, group, key, value = 2, 2, 64, 48
+    sizes = (key_heads * key, key_heads * key, key_heads * group * value)
+    row = torch.randn(tokens, sum(sizes), device="cuda").bfloat16()
+    q, k, v = (part.view(tokens, key_heads, -1) for part in row.split(sizes, -1))
+    b, a = torch.randn(2, tokens, key_heads, group, device="cuda").bfloat16()
+    weight = (torch.randn(sum(sizes), 4, device="cuda") * 0.5).bfloat16()
+    log, bias = torch.rand(2, key_heads * group, device="cuda").bfloat16()
+    return DeltaInputs(q=q, k=k, v=v, b=b, a=a, convolution=weight, a_log=log, dt_bias=bias)
+
+
+def cut_inputs(inputs: Any, rows: Any) -> Any:
+    from dataclasses import replace
+
+    return replace(inputs, **{name: getattr(inputs, name)[rows] for name in ("q", "k", "v", "b", "a")})
+
+
+def test_the_delta_rule_does_not_depend_on_cuts() -> None:
+    """Whole sequences without states, against pieces that carry history and state in slots of a larger table."""
+    from tokentrue.numerics.delta import plain_rule
+    from tokentrue.numerics.ops import DeltaStates, Packed, same_bits
+    from tokentrue.numerics.triton import TritonOps
+
+    tokens = 150
+    inputs, ops = delta_inputs(tokens), TritonOps()
+    whole = ops.delta_rule(inputs, Packed.of((tokens,), "cuda"), None)
+    plain = plain_rule(ops, inputs, (tokens,), None)
+    assert (whole.float() - plain.float()).abs().max() < 0.02 * plain.float().abs().max()
+    for cuts in ((1,) * tokens, (77, 73), (64, 64, 22), (3, 147), (2, 1, 147)):
+        states = DeltaStates(
+            history=torch.zeros(5, 3, inputs.convolution.shape[0], dtype=torch.bfloat16, device="cuda"),
+            state=torch.zeros(5, 4, 64, 48, device="cuda"), slots=torch.tensor([3], device="cuda"),
+        )  # fmt: skip
+        at, pieces = 0, []
         for cut in cuts:
-            found, state = ops.delta_scan(*(x[at : at + cut] for x in inputs), (cut,), state)
-            pieces.append(found)
+            part = cut_inputs(inputs, slice(at, at + cut))
+            pieces.append(ops.delta_rule(part, Packed.of((cut,), "cuda"), states))
             at += cut
-        assert torch.equal(torch.cat(pieces).view(torch.int32), whole.view(torch.int32)), cuts
-        assert state is not None and torch.equal(state, last)
-    twice, _ = ops.delta_scan(*(torch.cat((x, x[:40])) for x in inputs), (tokens, 40), None)
-    assert torch.equal(twice, torch.cat((whole, whole[:40])))
+        assert same_bits(torch.cat(pieces), whole), cuts
+        assert not states.state[:3].any() and not states.state[4].any(), "other slots are untouched"
+    both = cut_inputs(inputs, torch.cat((torch.arange(tokens), torch.arange(40))).cuda())
+    merged = torch.cat([x.flatten(1) for x in (both.q, both.k, both.v)], -1)
+    q, k, v = (x.view(tokens + 40, 2, -1) for x in merged.split((128, 128, 192), -1))
+    from dataclasses import replace
+
+    twice = ops.delta_rule(replace(both, q=q, k=k, v=v), Packed.of((tokens, 40), "cuda"), None)
+    assert same_bits(twice, torch.cat((whole, whole[:40])))
+
+
+def test_gradients_of_the_delta_rule_are_those_of_plain_torch() -> None:
+    from tokentrue.numerics.delta import FIELDS, DeltaRule, scan_inputs, scan_sequences
+    from tokentrue.numerics.ops import DeltaInputs, Packed
+    from tokentrue.numerics.triton import TritonOps
+
+    inputs, ops, lengths = delta_inputs(100), TritonOps(), (60, 40)
+    weights = torch.randn(100, 4, 48, device="cuda")
+
+    def gradients(scores: Any, dtype: torch.dtype) -> list[torch.Tensor]:
+        row = torch.cat([x.flatten(1) for x in (inputs.q, inputs.k, inputs.v)], -1).to(dtype).requires_grad_()
+        q, k, v = (x.view(100, 2, -1) for x in row.split((128, 128, 192), -1))
+        rest = [getattr(inputs, name).to(dtype).detach().requires_grad_() for name in FIELDS[3:]]
+        (scores(q, k, v, *rest).float() * weights).sum().backward()
+        return [x.grad.float() for x in (row, *rest) if x.grad is not None]
+
+    def reference(*tensors: torch.Tensor) -> torch.Tensor:
+        scanned, _ = scan_inputs(ops, DeltaInputs(**dict(zip(FIELDS, tensors, strict=True))), lengths, None)
+        return scan_sequences(*scanned, lengths, None)[0]
+
+    mine = gradients(lambda *tensors: DeltaRule.apply(ops, Packed.of(lengths, "cuda"), *tensors), torch.bfloat16)
+    theirs = gradients(reference, torch.float32)
+    assert len(mine) == len(theirs) == 6
+    for a, b in zip(mine, theirs, strict=True):
+        assert (a - b).norm() < 0.03 * b.norm()
+
+
+def test_interleaved_experts_have_the_same_bits_in_either_layout() -> None:
+    """A trainer has weights by input, an engine by output, which other kernels read."""
+    from dataclasses import replace
+
+    from tokentrue.numerics.ops import ClampedSwiglu, ExpertWeights, same_bits
+    from tokentrue.numerics.triton import TritonOps
+    from tokentrue.numerics.triton.experts import fits_descriptors
+
+    torch.manual_seed(0)
+    ops, experts, width, inner = TritonOps(), 8, 320, 208
+
+    def randn(*shape: int) -> torch.Tensor:
+        return (torch.randn(shape, device="cuda") * 0.2).bfloat16()
+
+    by_input = ExpertWeights(
+        gate_up=randn(experts, width, 2 * inner), down=randn(experts, inner, width), act=ClampedSwiglu(alpha=1.702, limit=0.7),
+        gate_up_bias=randn(experts, 2 * inner), down_bias=randn(experts, width), interleaved=True,
+    )  # fmt: skip
+    turned = {
+        name: getattr(by_input, name).transpose(1, 2).contiguous().transpose(1, 2) for name in ("gate_up", "down")
+    }
+    by_output = replace(by_input, **turned)
+    assert fits_descriptors(randn(1, width), by_output) and not fits_descriptors(randn(1, width), by_input)
+    for tokens in (1, 5, 40, 300, 2000):
+        x, index = randn(tokens, width), torch.rand(tokens, experts, device="cuda").topk(3).indices
+        weight = torch.rand(tokens, 3, device="cuda").bfloat16()
+        found = ops.experts(x, index, weight, by_output)
+        assert same_bits(found, ops.experts(x, index, weight, by_input)), tokens
+        other = ops.experts(x[:1].contiguous(), index[:1], weight[:1], by_output)
+        assert same_bits(found[:1], other), tokens

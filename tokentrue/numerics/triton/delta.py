@@ -197,7 +197,7 @@ def delta_rule(inputs: DeltaInputs, sequences: Packed, states: DeltaStates | Non
     if taps != TAPS:
         raise ExactnessError(f"a gated delta rule with {taps} taps has no exact form on CUDA; known: {TAPS}")
     q, k, v, b, a = (dense(x) for x in (inputs.q, inputs.k, inputs.v, inputs.b, inputs.a))
-    assert q.stride(0) == k.stride(0) == v.stride(0), "queries, keys and values of a token are parts of one row"
+    assert tokens <= 1 or q.stride(0) == k.stride(0) == v.stride(0), "parts of one row"
     count, device = len(sequences.lengths), q.device
     fresh = states is None
     if states is None:  # the same kernel, so that training has the order of the engine

@@ -224,9 +224,11 @@ def clamped_swiglu(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr, kind: tl.
 
 
 @triton.jit(do_not_specialize=["P"])
-def _described_group_kernel(x_ptr, w_desc, y_ptr, pair_ptr, expert_ptr, P, N, K, E, SLOTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-                            BK: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr):  # fmt: skip
-    """Grid (N tiles, tiles of pairs). w [E · 2N, K] where GATED and x rows are tokens, else [E · N, K] and pairs."""
+def _described_group_kernel(x_ptr, w_desc, b_ptr, y_ptr, pair_ptr, expert_ptr, P, N, K, E, SLOTS: tl.constexpr, BM: tl.constexpr,
+                            BN: tl.constexpr, BK: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, ALPHA: tl.constexpr,
+                            LIMIT: tl.constexpr, INTERLEAVED: tl.constexpr, BIAS: tl.constexpr):  # fmt: skip
+    """Grid (N tiles, tiles of pairs). w [E · 2N, K] where GATED and x rows are tokens, else [E · N, K] and pairs.
+    INTERLEAVED (and GATED): one product has the rows of gate and up in turn."""
     wait_for_inputs()
     tile = tl.program_id(1)
     e = tl.load(expert_ptr + tile).to(tl.int32)
@@ -237,24 +239,35 @@ def _described_group_kernel(x_ptr, w_desc, y_ptr, pair_ptr, expert_ptr, P, N, K,
     ks = tl.arange(0, BK)
     x_tile = x_ptr + (pair // SLOTS if GATED else pair)[:, None] * K + ks[None, :]
     at = tl.program_id(0) * BN
-    row = e * (2 * N if GATED else N) + at
+    ONE: tl.constexpr = GATED and INTERLEAVED
+    row = e * (2 * N if GATED else N) + (2 * at if ONE else at)
     kind = y_ptr.dtype.element_ty
     TURNED: tl.constexpr = BM < 64
-    acc = zeros_of_tile(BM, BN, TURNED)
+    acc = zeros_of_tile(BM, 2 * BN if ONE else BN, TURNED)
     up = zeros_of_tile(BM, BN, TURNED)
     for k in range(0, K, BK):
         x = tl.load(x_tile, mask=ok[:, None] & (ks < K - k)[None, :], other=0.0)
         acc = multiply_add(x, w_desc.load([row, k]), acc, TURNED)
-        if GATED:
+        if GATED and not INTERLEAVED:
             up = multiply_add(x, w_desc.load([row + N, k]), up, TURNED)
         x_tile += BK
     let_next_start()
     y = acc.to(kind)
-    if GATED:
-        y = gate_values(y, up.to(kind), ACT)
+    u = up.to(kind)
     if TURNED:
         y = y.T
+        u = u.T
+    if ONE:
+        y, u = tl.split(tl.reshape(y, (BM, BN, 2)))
     cols = at + tl.arange(0, BN)
+    if BIAS:
+        first = 2 * cols if ONE else cols
+        height = 2 * N if GATED else N
+        y = _add_bias(y, b_ptr + e * height + first, cols < N)
+        if GATED:
+            u = _add_bias(u, b_ptr + e * height + (first + 1 if ONE else first + N), cols < N)
+    if GATED:
+        y = clamped_swiglu(y, u, ALPHA, LIMIT, kind) if ACT == 4 else gate_values(y, u, ACT)
     tl.store(y_ptr + pair[:, None] * N + cols[None, :], y, mask=ok[:, None] & (cols < N)[None, :])
 
 
@@ -278,11 +291,23 @@ def _add_slots_kernel(x_ptr, weight_ptr, y_ptr, K, SLOTS: tl.constexpr, BLOCK: t
 
 
 def fits_descriptors(x: Tensor, experts: ExpertWeights) -> bool:
-    plain = not experts.interleaved and experts.gate_up_bias is None and experts.down_bias is None
-    if not plain or not isinstance(experts.act, str) or x.dtype == torch.float32 or not multiprocessors(x.device):
+    """An engine lays interleaved weights out by output; a trainer has them by input, where rows are not dense."""
+    if x.dtype == torch.float32 or not multiprocessors(x.device):
         return False
-    weights = (experts.gate_up, experts.down)
+    weights = (by_output(experts.gate_up, experts), by_output(experts.down, experts))
     return all(w.is_contiguous() and w.shape[1] % 16 == 0 and w.shape[2] % 8 == 0 for w in weights)
+
+
+def by_output(weight: Tensor, experts: ExpertWeights) -> Tensor:
+    """[E, outputs, K], whatever its memory."""
+    return weight.transpose(1, 2) if experts.interleaved else weight
+
+
+def branch_with_limits(act: str | ClampedSwiglu | None) -> tuple[int, float, float]:
+    """ACT, ALPHA and LIMIT of a kernel."""
+    if isinstance(act, ClampedSwiglu):
+        return 4, float(act.alpha), float(act.limit)
+    return 0 if act is None else branch_of(act), 0.0, 0.0
 
 
 def tile_for_group(rows: int, pairs: int, dtype: torch.dtype, *, gated: bool, described: bool) -> Tile:
@@ -304,13 +329,12 @@ def multiply_groups(
 ) -> None:  # fmt: skip
     """y[p] = x's row of pair p times its group's weight [E, outputs, K] (any strides); gated if `act` is given."""
     (number, _, inputs), (num_pairs, outputs) = weight.shape, y.shape
-    clamped = act if isinstance(act, ClampedSwiglu) else ClampedSwiglu(alpha=0.0, limit=0.0)
-    branch = 4 if clamped is act else branch_of(str(act)) if act is not None else 0
+    branch, alpha, limit = branch_with_limits(act)
     launch(
         _group_kernel, (groups.experts.shape[0], cdiv(outputs, tile.n)),
         x, weight, bias if bias is not None else x, y, groups.pairs, groups.experts, num_pairs, outputs, inputs, number,
         x.stride(0), *weight.stride(), SLOTS=slots, BM=groups.rows, BN=tile.n, BK=tile.k, GATED=act is not None, ACT=branch,
-        ALPHA=float(clamped.alpha), LIMIT=float(clamped.limit), INTERLEAVED=interleaved, BIAS=bias is not None,
+        ALPHA=alpha, LIMIT=limit, INTERLEAVED=interleaved, BIAS=bias is not None,
         PRECISION=precision_of(y.dtype), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
@@ -327,18 +351,21 @@ def _forward(x: Tensor, index: Tensor, weight: Tensor, experts: ExpertWeights) -
     groups = group(index, number, height)
 
     def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, act: str | ClampedSwiglu | None) -> Tensor:
-        by_output = weight.transpose(1, 2) if experts.interleaved else weight  # [E, outputs, K], whatever its memory
-        _, outputs, inputs = by_output.shape
+        weight = by_output(weight, experts)
+        _, outputs, inputs = weight.shape
         columns = outputs if act is None else outputs // 2
         out = torch.empty((pairs, columns), dtype=x.dtype, device=x.device)
         t = tile_for_group(height, pairs, x.dtype, gated=act is not None, described=described)
         if not described:
-            multiply_groups(x, by_output, bias, out, groups, t, act=act, slots=slots, interleaved=experts.interleaved)
+            multiply_groups(x, weight, bias, out, groups, t, act=act, slots=slots, interleaved=experts.interleaved)
             return out
+        branch, alpha, limit = branch_with_limits(act)
+        rows = describe(weight.view(-1, inputs), 2 * t.n if experts.interleaved and act is not None else t.n, t.k)
         launch(
-            _described_group_kernel, (cdiv(columns, t.n), groups.experts.shape[0]), x, describe(weight.view(-1, inputs), t.n, t.k), out,
+            _described_group_kernel, (cdiv(columns, t.n), groups.experts.shape[0]), x, rows, bias if bias is not None else x, out,
             groups.pairs, groups.experts, pairs, columns, inputs, number, SLOTS=slots, BM=t.m, BN=t.n, BK=t.k, GATED=act is not None,
-            ACT=branch_of(str(act)) if act is not None else 0, num_warps=t.warps, num_stages=t.stages,
+            ACT=branch, ALPHA=alpha, LIMIT=limit, INTERLEAVED=experts.interleaved, BIAS=bias is not None, num_warps=t.warps,
+            num_stages=t.stages,
         )  # fmt: skip
         return out
 
