@@ -1,8 +1,8 @@
-"""Gated delta rule: one kernel for training, prefill and decode, so a token's bits do not depend on where a pass starts.
+"""Gated delta rule: the same two kernels for training, prefill and decode.
 
-A program of one warp runs one sequence's tokens in order, for one value head and BLOCK of its values: convolution of
-the head's query, key and values, gates, update of the state [K, BLOCK] in registers. Sums over K stay inside the warp,
-and loads are not specialised on alignment: their order depends only on K.
+The first computes convolution, lengths and gates of every token and key head; the second runs a sequence's tokens in
+order, for one value head and BLOCK of its values, with the state [K, BLOCK] in registers. Programs are one warp: sums
+over K stay inside it, and loads of views are not specialised on alignment, so that their order depends only on K.
 
 Legend: T tokens, S sequences, J key heads, G value heads for each, H = J·G, K key size, V value size, C channels.
 """
@@ -28,37 +28,29 @@ from tokentrue.numerics.triton.launch import (
 
 BLOCK = 16
 TAPS = 4
+# Ends of sequences compared at a time.
+ENDS = 128
 
 
 @triton.jit
-def _load_taps(w_ptr, channel, inside):
-    """The four weights of each channel."""
-    at = w_ptr + channel * 4
-    return (
-        tl.load(at, mask=inside, other=0.0).to(tl.float32),
-        tl.load(at + 1, mask=inside, other=0.0).to(tl.float32),
-        tl.load(at + 2, mask=inside, other=0.0).to(tl.float32),
-        tl.load(at + 3, mask=inside, other=0.0).to(tl.float32),
-    )
+def _tap(x_row, history, inside, back, t, first, stride_t, C):
+    """The input `back` tokens before token t: a new one, or one of the three in history, oldest first."""
+    is_new = t - back >= first
+    new = tl.load(x_row + (t - back) * stride_t, mask=inside & is_new, other=0.0)
+    old = tl.load(history + (t - back - first + 3) * C, mask=inside & (t - back < first), other=0.0)
+    return tl.where(is_new, new, old).to(tl.float32)
 
 
 @triton.jit
-def _load_history(history_ptr, slot, channel, inside, C):
-    at = history_ptr + slot * 3 * C + channel
-    return (
-        tl.load(at, mask=inside, other=0.0).to(tl.float32),
-        tl.load(at + C, mask=inside, other=0.0).to(tl.float32),
-        tl.load(at + 2 * C, mask=inside, other=0.0).to(tl.float32),
-    )
-
-
-@triton.jit
-def _convolve(x0, x1, x2, x3, w0, w1, w2, w3, kind: tl.constexpr):
+def _convolve(x_row, history, weight, inside, t, first, stride_t, C, kind: tl.constexpr):
     """SiLU of the taps' sum, in order; rounded after the sum and after the function."""
-    total = x0 * w0 + x1 * w1
-    total = total + x2 * w2
-    total = total + x3 * w3
-    return activate(total.to(kind), 0).to(tl.float32)
+    total = _tap(x_row, history, inside, 3, t, first, stride_t, C) * tl.load(weight, mask=inside, other=0.0).to(
+        tl.float32
+    )
+    for i in tl.static_range(1, 4):
+        w = tl.load(weight + i, mask=inside, other=0.0).to(tl.float32)
+        total = total + _tap(x_row, history, inside, 3 - i, t, first, stride_t, C) * w
+    return activate(total.to(kind), 0)
 
 
 @triton.jit
@@ -70,157 +62,178 @@ def _softplus(x):
     return tl.maximum(x, 0.0) + log
 
 
-STRIDES = ["stride_t", "stride_b", "stride_a", "step_q", "step_k", "step_v", "step_b", "step_a"]
-
-
 @triton.jit(
-    do_not_specialize=STRIDES,
+    do_not_specialize=["S", "stride_t", "stride_b", "stride_a", "step_q", "step_k", "step_v", "step_b", "step_a"],
     do_not_specialize_on_alignment=["q_ptr", "k_ptr", "v_ptr", "b_ptr", "a_ptr"],
 )
-def _rule_kernel(q_ptr, k_ptr, v_ptr, b_ptr, a_ptr, w_ptr, log_ptr, bias_ptr, history_ptr, state_ptr, slot_ptr, start_ptr, out_ptr, scale,
-                 stride_t, stride_b, stride_a, step_q, step_k, step_v, step_b, step_a, J: tl.constexpr, G: tl.constexpr, K: tl.constexpr,
-                 KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr):  # fmt: skip
-    """Grid (S, H, V / BV). `stride_*`: from token to token; `step_*`: from key head to key head."""
+def _inputs_kernel(q_ptr, k_ptr, v_ptr, b_ptr, a_ptr, w_ptr, log_ptr, bias_ptr, history_ptr, slot_ptr, start_ptr, mixed_ptr, norm_ptr, gate_ptr,
+                   T, S, stride_t, stride_b, stride_a, step_q, step_k, step_v, step_b, step_a, J: tl.constexpr, G: tl.constexpr,
+                   K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr, ENDS: tl.constexpr):  # fmt: skip
+    """Grid (T, J): what the recurrence reads. mixed [T, C] after the convolution; 1 / length of query and key [2, T, J];
+    factor of the state and beta [2, T, H]. `stride_*`: from token to token; `step_*`: from key head to key head."""
+    wait_for_inputs()
+    let_next_start()
+    t = tl.program_id(0).to(tl.int64)
+    j = tl.program_id(1)
+    ends = tl.arange(0, ENDS)
+    s = 0
+    for at in range(0, S, ENDS):  # sequences that end before this token
+        end = tl.load(start_ptr + 1 + at + ends, mask=at + ends < S, other=2147483647)
+        s += tl.sum((end <= t).to(tl.int32), 0)
+    if s >= S:  # padding
+        return
+    C: tl.constexpr = 2 * J * K + J * G * V
+    kind = mixed_ptr.dtype.element_ty
+    first = tl.load(start_ptr + s).to(tl.int64)
+    history = history_ptr + tl.load(slot_ptr + s).to(tl.int64) * 3 * C
+    row = mixed_ptr + t * C
+    ks = tl.arange(0, KP)
+    in_k = ks < K
+    at = j * K + ks
+    query = _convolve(q_ptr + j * step_q + ks, history + at, w_ptr + at * 4, in_k, t, first, stride_t, C, kind)
+    tl.store(row + at, query, mask=in_k)
+    at += J * K
+    key = _convolve(k_ptr + j * step_k + ks, history + at, w_ptr + at * 4, in_k, t, first, stride_t, C, kind)
+    tl.store(row + at, key, mask=in_k)
+    query = query.to(tl.float32)
+    key = key.to(tl.float32)
+    tl.store(norm_ptr + t * J + j, 1.0 / tl.sqrt(tl.sum(query * query, 0) + 1e-6))
+    tl.store(norm_ptr + (T + t) * J + j, 1.0 / tl.sqrt(tl.sum(key * key, 0) + 1e-6))
+    vs = tl.arange(0, VP)
+    for g in tl.static_range(G):
+        h = j * G + g
+        at_v = 2 * J * K + h * V + vs
+        x_row = v_ptr + j * step_v + g * V + vs
+        value = _convolve(x_row, history + at_v, w_ptr + at_v * 4, vs < V, t, first, stride_t, C, kind)
+        tl.store(row + at_v, value, mask=vs < V)
+        a = tl.load(a_ptr + t * stride_a + j * step_a + g).to(tl.float32) + tl.load(bias_ptr + h).to(tl.float32)
+        decay = -tl.exp(tl.load(log_ptr + h).to(tl.float32)) * _softplus(a)
+        tl.store(gate_ptr + t * J * G + h, tl.exp(decay))
+        b = activate(tl.load(b_ptr + t * stride_b + j * step_b + g), 5)
+        tl.store(gate_ptr + (T + t) * J * G + h, b.to(tl.float32))
+
+
+@triton.jit(do_not_specialize=["T", "stride_t", "step_q", "step_k", "step_v"])
+def _rule_kernel(mixed_ptr, norm_ptr, gate_ptr, state_ptr, slot_ptr, start_ptr, out_ptr, q_ptr, k_ptr, v_ptr, history_ptr, T, scale, stride_t,
+                 step_q, step_k, step_v, J: tl.constexpr, G: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr,
+                 VP: tl.constexpr, BV: tl.constexpr):  # fmt: skip
+    """Grid (S, H, V / BV). Also replaces the history, which `_inputs_kernel` has read."""
     wait_for_inputs()
     s = tl.program_id(0)
     h = tl.program_id(1)
     j = h // G
-    C: tl.constexpr = 2 * J * K + J * G * V
-    kind = out_ptr.dtype.element_ty
+    H: tl.constexpr = J * G
+    C: tl.constexpr = 2 * J * K + H * V
     ks = tl.arange(0, KP)
     vs = tl.program_id(2) * BV + tl.arange(0, BV)
     in_k = ks < K
     in_v = vs < V
     slot = tl.load(slot_ptr + s).to(tl.int64)
-    at_q = j * K + ks
-    at_k = J * K + at_q
-    at_v = 2 * J * K + h * V + vs
-    wq0, wq1, wq2, wq3 = _load_taps(w_ptr, at_q, in_k)
-    wk0, wk1, wk2, wk3 = _load_taps(w_ptr, at_k, in_k)
-    wv0, wv1, wv2, wv3 = _load_taps(w_ptr, at_v, in_v)
-    q0, q1, q2 = _load_history(history_ptr, slot, at_q, in_k, C)
-    k0, k1, k2 = _load_history(history_ptr, slot, at_k, in_k, C)
-    v0, v1, v2 = _load_history(history_ptr, slot, at_v, in_v, C)
+    first = tl.load(start_ptr + s).to(tl.int64)
+    last = tl.load(start_ptr + s + 1).to(tl.int64)
     inside = in_k[:, None] & in_v[None, :]
-    at_state = state_ptr + ((slot * (J * G) + h) * K + ks[:, None]) * V + vs[None, :]
+    at_state = state_ptr + ((slot * H + h) * K + ks[:, None]) * V + vs[None, :]
     state = tl.load(at_state, mask=inside, other=0.0)
-    rate = tl.exp(tl.load(log_ptr + h).to(tl.float32))
-    bias = tl.load(bias_ptr + h).to(tl.float32)
-    first = tl.load(start_ptr + s)
-    last = tl.load(start_ptr + s + 1)
-    q_row = q_ptr + j * step_q + ks
-    k_row = k_ptr + j * step_k + ks
-    v_row = v_ptr + j * step_v + (h % G) * V + vs
-    b_row = b_ptr + j * step_b + h % G
-    a_row = a_ptr + j * step_a + h % G
-    t = first.to(tl.int64)
+    q_at = mixed_ptr + j * K + ks
+    k_at = mixed_ptr + J * K + j * K + ks
+    v_at = mixed_ptr + 2 * J * K + h * V + vs
+    t = first
     some = first < last
-    q3 = tl.load(q_row + t * stride_t, mask=in_k & some, other=0.0).to(tl.float32)
-    k3 = tl.load(k_row + t * stride_t, mask=in_k & some, other=0.0).to(tl.float32)
-    v3 = tl.load(v_row + t * stride_t, mask=in_v & some, other=0.0).to(tl.float32)
-    b = tl.load(b_row + t * stride_b, mask=some, other=0.0)
-    a = tl.load(a_row + t * stride_a, mask=some, other=0.0)
+    query = tl.load(q_at + t * C, mask=in_k & some, other=0.0)
+    key = tl.load(k_at + t * C, mask=in_k & some, other=0.0)
+    value = tl.load(v_at + t * C, mask=in_v & some, other=0.0)
+    q_norm = tl.load(norm_ptr + t * J + j, mask=some, other=0.0)
+    k_norm = tl.load(norm_ptr + (T + t) * J + j, mask=some, other=0.0)
+    factor = tl.load(gate_ptr + t * H + h, mask=some, other=0.0)
+    beta = tl.load(gate_ptr + (T + t) * H + h, mask=some, other=0.0)
     for _ in range(first, last):
         # The next token's inputs are on their way while this one is computed.
         n = t + 1
         more = n < last
-        q4 = tl.load(q_row + n * stride_t, mask=in_k & more, other=0.0).to(tl.float32)
-        k4 = tl.load(k_row + n * stride_t, mask=in_k & more, other=0.0).to(tl.float32)
-        v4 = tl.load(v_row + n * stride_t, mask=in_v & more, other=0.0).to(tl.float32)
-        next_b = tl.load(b_row + n * stride_b, mask=more, other=0.0)
-        next_a = tl.load(a_row + n * stride_a, mask=more, other=0.0)
-        query = _convolve(q0, q1, q2, q3, wq0, wq1, wq2, wq3, kind)
-        key = _convolve(k0, k1, k2, k3, wk0, wk1, wk2, wk3, kind)
-        value = _convolve(v0, v1, v2, v3, wv0, wv1, wv2, wv3, kind)
-        query = query / tl.sqrt(tl.sum(query * query, 0) + 1e-6) * scale
-        key = key / tl.sqrt(tl.sum(key * key, 0) + 1e-6)
-        beta = activate(b, 5).to(tl.float32)
-        decay = -rate * _softplus(a.to(tl.float32) + bias)
-        state = state * tl.exp(decay)
-        delta = (value - tl.sum(state * key[:, None], 0)) * beta
-        state = state + key[:, None] * delta[None, :]
-        out = tl.sum(state * query[:, None], 0)
-        tl.store(out_ptr + (t * (J * G) + h) * V + vs, out.to(kind), mask=in_v)
-        q0, q1, q2, q3 = q1, q2, q3, q4
-        k0, k1, k2, k3 = k1, k2, k3, k4
-        v0, v1, v2, v3 = v1, v2, v3, v4
-        b = next_b
-        a = next_a
+        next_query = tl.load(q_at + n * C, mask=in_k & more, other=0.0)
+        next_key = tl.load(k_at + n * C, mask=in_k & more, other=0.0)
+        next_value = tl.load(v_at + n * C, mask=in_v & more, other=0.0)
+        next_q_norm = tl.load(norm_ptr + n * J + j, mask=more, other=0.0)
+        next_k_norm = tl.load(norm_ptr + (T + n) * J + j, mask=more, other=0.0)
+        next_factor = tl.load(gate_ptr + n * H + h, mask=more, other=0.0)
+        next_beta = tl.load(gate_ptr + (T + n) * H + h, mask=more, other=0.0)
+        k = (key.to(tl.float32) * k_norm)[:, None]
+        q = (query.to(tl.float32) * (q_norm * scale))[:, None]
+        state = state * factor
+        delta = (value.to(tl.float32) - tl.sum(state * k, 0)) * beta
+        state = tl.fma(k + tl.zeros_like(state), delta[None, :] + tl.zeros_like(state), state)
+        out = tl.sum(state * q, 0)
+        tl.store(out_ptr + (t * H + h) * V + vs, out.to(out_ptr.dtype.element_ty), mask=in_v)
+        query, key, value = next_query, next_key, next_value
+        q_norm, k_norm, factor, beta = next_q_norm, next_k_norm, next_factor, next_beta
         t = n
     let_next_start()
     tl.store(at_state, state, mask=inside)
+    if tl.program_id(2) == 0:
+        own = history_ptr + slot * 3 * C
+        count = last - first
+        at = tl.arange(0, VP)
+        x_row = v_ptr + j * step_v + (h % G) * V + at
+        _keep_inputs(x_row, own + 2 * J * K + h * V + at, at < V, count, last, stride_t, C)
+        if h % G == 0:
+            _keep_inputs(q_ptr + j * step_q + ks, own + j * K + ks, in_k, count, last, stride_t, C)
+            _keep_inputs(k_ptr + j * step_k + ks, own + J * K + j * K + ks, in_k, count, last, stride_t, C)
 
 
 @triton.jit
-def _keep_inputs(x_row, history_ptr, inside, count, last, stride_t, C):
-    """Replaces three rows of history by the last three of history and new tokens."""
-    old = tl.load(history_ptr + count * C, mask=inside & (count < 3), other=0.0)
+def _keep_inputs(x_row, history, inside, count, last, stride_t, C):
+    """Replaces the three rows of history by the last three of history and new tokens."""
+    old = tl.load(history + count * C, mask=inside & (count < 3), other=0.0)
     new = tl.load(x_row + (last - 3) * stride_t, mask=inside & (count >= 3), other=0.0)
     first = tl.where(count < 3, old, new)
-    old = tl.load(history_ptr + (count + 1) * C, mask=inside & (count < 2), other=0.0)
+    old = tl.load(history + (count + 1) * C, mask=inside & (count < 2), other=0.0)
     new = tl.load(x_row + (last - 2) * stride_t, mask=inside & (count >= 2), other=0.0)
     second = tl.where(count < 2, old, new)
-    old = tl.load(history_ptr + (count + 2) * C, mask=inside & (count < 1), other=0.0)
+    old = tl.load(history + (count + 2) * C, mask=inside & (count < 1), other=0.0)
     new = tl.load(x_row + (last - 1) * stride_t, mask=inside & (count >= 1), other=0.0)
     third = tl.where(count < 1, old, new)
-    tl.store(history_ptr, first, mask=inside)
-    tl.store(history_ptr + C, second, mask=inside)
-    tl.store(history_ptr + 2 * C, third, mask=inside)
-
-
-@triton.jit(do_not_specialize=["stride_t", "step_q", "step_k", "step_v"])
-def _history_kernel(q_ptr, k_ptr, v_ptr, history_ptr, slot_ptr, start_ptr, stride_t, step_q, step_k, step_v, J: tl.constexpr, G: tl.constexpr,
-                    K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr):  # fmt: skip
-    """Grid (S, H), after `_rule_kernel`, whose programs all read the old history."""
-    wait_for_inputs()
-    let_next_start()
-    s = tl.program_id(0)
-    h = tl.program_id(1)
-    j = h // G
-    C: tl.constexpr = 2 * J * K + J * G * V
-    own = history_ptr + tl.load(slot_ptr + s).to(tl.int64) * 3 * C
-    first = tl.load(start_ptr + s).to(tl.int64)
-    last = tl.load(start_ptr + s + 1).to(tl.int64)
-    count = last - first
-    vs = tl.arange(0, VP)
-    _keep_inputs(v_ptr + j * step_v + (h % G) * V + vs, own + 2 * J * K + h * V + vs, vs < V, count, last, stride_t, C)
-    if h % G == 0:
-        ks = tl.arange(0, KP)
-        _keep_inputs(q_ptr + j * step_q + ks, own + j * K + ks, ks < K, count, last, stride_t, C)
-        _keep_inputs(k_ptr + j * step_k + ks, own + J * K + j * K + ks, ks < K, count, last, stride_t, C)
+    tl.store(history, first, mask=inside)
+    tl.store(history + C, second, mask=inside)
+    tl.store(history + 2 * C, third, mask=inside)
 
 
 def delta_rule(inputs: DeltaInputs, sequences: Packed, states: DeltaStates | None, *, padded: bool = False) -> Tensor:
     """`padded`: rows that belong to no sequence are zero."""
     (tokens, key_heads, key_size), group = inputs.q.shape, inputs.b.shape[2]
-    heads, size, taps = inputs.value_heads, inputs.value_size, inputs.convolution.shape[1]
+    heads, size, (channels, taps) = inputs.value_heads, inputs.value_size, inputs.convolution.shape
     if taps != TAPS:
         raise ExactnessError(f"a gated delta rule with {taps} taps has no exact form on CUDA; known: {TAPS}")
     q, k, v, b, a = (dense(x) for x in (inputs.q, inputs.k, inputs.v, inputs.b, inputs.a))
     assert tokens <= 1 or q.stride(0) == k.stride(0) == v.stride(0), "parts of one row"
-    count, device = len(sequences.lengths), q.device
-    fresh = states is None
-    if states is None:  # the same kernel, so that training has the order of the engine
+    count = len(sequences.lengths)
+    if states is None:  # the same kernels, so that training has the order of the engine
         states = DeltaStates(
-            history=q.new_zeros(count, TAPS - 1, inputs.convolution.shape[0]),
+            history=q.new_zeros(count, TAPS - 1, channels), slots=torch.arange(count, device=q.device),
             state=q.new_zeros(count, heads, key_size, size, dtype=torch.float32),
-            slots=torch.arange(count, device=device),
-        )
-    out = (torch.zeros if padded else torch.empty)((tokens, heads, size), dtype=q.dtype, device=device)
+        )  # fmt: skip
+    out = (torch.zeros if padded else torch.empty)((tokens, heads, size), dtype=q.dtype, device=q.device)
     if tokens == 0:
         return out
-    steps = (q.stride(1), k.stride(1), v.stride(1))
-    shape = {"J": key_heads, "G": group, "K": key_size, "KP": power_of_two(key_size), "V": size}
+    mixed = torch.empty((tokens, channels), dtype=q.dtype, device=q.device)
+    norms, gates = (torch.empty((2, tokens, n), dtype=torch.float32, device=q.device) for n in (key_heads, heads))
+    where, steps = (states.slots, sequences.cu_seqlens), (q.stride(1), k.stride(1), v.stride(1))
+    shape = {
+        "J": key_heads,
+        "G": group,
+        "K": key_size,
+        "KP": power_of_two(key_size),
+        "V": size,
+        "VP": power_of_two(size),
+    }
     launch(
-        _rule_kernel, (count, heads, cdiv(size, BLOCK)), q, k, v, b, a, align_rows(inputs.convolution), inputs.a_log, inputs.dt_bias,
-        states.history, states.state, states.slots, sequences.cu_seqlens, out, key_size**-0.5, q.stride(0), b.stride(0), a.stride(0),
-        *steps, b.stride(1), a.stride(1), **shape, BV=BLOCK, num_warps=1,
+        _inputs_kernel, (tokens, key_heads), q, k, v, b, a, align_rows(inputs.convolution), inputs.a_log, inputs.dt_bias, states.history,
+        *where, mixed, norms, gates, tokens, count, q.stride(0), b.stride(0), a.stride(0), *steps, b.stride(1), a.stride(1), **shape,
+        ENDS=ENDS, num_warps=1,
     )  # fmt: skip
-    if not fresh:
-        launch(
-            _history_kernel, (count, heads), q, k, v, states.history, states.slots, sequences.cu_seqlens, q.stride(0), *steps, **shape,
-            VP=power_of_two(size), num_warps=1,
-        )  # fmt: skip
+    launch(
+        _rule_kernel, (count, heads, cdiv(size, BLOCK)), mixed, norms, gates, states.state, *where, out, q, k, v, states.history, tokens,
+        key_size**-0.5, q.stride(0), *steps, **shape, BV=BLOCK, num_warps=1,
+    )  # fmt: skip
     return out
 
 
