@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import gc
 import sys
 import time
@@ -35,6 +36,9 @@ class Cost:
     step_ms: float
     forward_ms: float
     peak_gib: float
+    entering_ms: float = 0.0  # a step that enters `exact` itself
+    first_ms: float = 0.0  # entering a model for the first time, and again
+    again_ms: float = 0.0
 
 
 def exact_scores(model: Any, ids: Tensor) -> Tensor:
@@ -73,13 +77,30 @@ def measure(shape: str, batch: int, tokens: int, *, exactly: bool, repeats: int)
         with torch.no_grad():
             scores(model, ids)
 
+    def enter() -> None:
+        with exact(model):
+            pass
+
+    def enter_and_step() -> None:
+        with exact(model):
+            step()
+
+    found: dict[str, float] = {}
+    if exactly:
+        with exact(copy.copy(model)):  # self-tests of this machine, once a process
+            pass
+        found["first_ms"] = milliseconds(enter, 1)
+        found["again_ms"] = milliseconds(enter, 20)
     with exact(model) if exactly else contextlib.nullcontext():
         step()
         torch.cuda.reset_peak_memory_stats()
-        step_ms = milliseconds(step, repeats)
-        peak = torch.cuda.max_memory_allocated() / 2**30
+        found["step_ms"] = milliseconds(step, repeats)
+        found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
         forward()
-        return Cost(step_ms=step_ms, forward_ms=milliseconds(forward, repeats), peak_gib=peak)
+        found["forward_ms"] = milliseconds(forward, repeats)
+    if exactly:
+        found["entering_ms"] = milliseconds(enter_and_step, repeats)
+    return Cost(**found)
 
 
 def gradient_errors(shape: str, batch: int, tokens: int) -> dict[str, float]:
@@ -141,13 +162,15 @@ def run(*, quick: bool) -> list[Report]:
         rows.append((
             f"{shape} {batch} × {tokens:,}", f"{ours.step_ms:.0f}", f"{theirs.step_ms:.0f}", f"{ours.step_ms / theirs.step_ms:.2f}",
             f"{ours.forward_ms:.0f}", f"{theirs.forward_ms:.0f}", f"{ours.peak_gib:.1f}", f"{theirs.peak_gib:.1f}",
+            f"{ours.entering_ms:.0f}", f"{ours.first_ms:.0f}", f"{ours.again_ms:.1f}",
         ))  # fmt: skip
     if not quick:
         shape, batch, tokens = LONG
         ours = cost_of(shape, batch, tokens, exactly=True, repeats=1)
         none = "not run"
         rows.append((
-            f"{shape} {batch} × {tokens:,}", f"{ours.step_ms:.0f}", none, none, f"{ours.forward_ms:.0f}", none, f"{ours.peak_gib:.1f}", none
+            f"{shape} {batch} × {tokens:,}", f"{ours.step_ms:.0f}", none, none, f"{ours.forward_ms:.0f}", none, f"{ours.peak_gib:.1f}", none,
+            f"{ours.entering_ms:.0f}", f"{ours.first_ms:.0f}", f"{ours.again_ms:.1f}",
         ))  # fmt: skip
     columns = (
         "tokens",
@@ -158,6 +181,9 @@ def run(*, quick: bool) -> list[Report]:
         "sdpa forward ms",
         "exact peak GiB",
         "sdpa peak GiB",
+        "exact entered in each step ms",
+        "first entry ms",
+        "later entry ms",
     )
     notes = [
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}; bf16, forward and backward with activation checkpointing"

@@ -157,7 +157,8 @@ class DeltaInputs:
 
 @record(eq=False)
 class DeltaStates:
-    """Last inputs of the convolution [slots,taps-1,C] and states [slots,H,K,V] float32; `slots` [S] of sequences."""
+    """Last inputs of the convolution [slots,taps-1,C] and states [slots,H,K,V] float32 (a device may order a head's values
+    otherwise); `slots` [S] of the sequences."""
 
     history: Tensor
     state: Tensor

@@ -1,8 +1,9 @@
 """Gated delta rule: the same two kernels for training, prefill and decode.
 
 The first computes convolution, lengths and gates of every token and key head; the second runs a sequence's tokens in
-order, for one value head and BLOCK of its values, with the state [K, BLOCK] in registers. Programs are one warp: sums
-over K stay inside it, and loads of views are not specialised on alignment, so that their order depends only on K.
+order, for one value head and BLOCK of its values, with the state [K, BLOCK] in registers (a head's state is stored
+block by block). Programs are one warp: sums over K stay inside it, and loads of views are not specialised on
+alignment, so that their order depends only on K.
 
 Legend: T tokens, S sequences, J key heads, G value heads for each, H = J·G, K key size, V value size, C channels.
 """
@@ -68,18 +69,23 @@ def _softplus(x):
 )
 def _inputs_kernel(q_ptr, k_ptr, v_ptr, b_ptr, a_ptr, w_ptr, log_ptr, bias_ptr, history_ptr, slot_ptr, start_ptr, mixed_ptr, norm_ptr, gate_ptr,
                    T, S, stride_t, stride_b, stride_a, step_q, step_k, step_v, step_b, step_a, J: tl.constexpr, G: tl.constexpr,
-                   K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr, ENDS: tl.constexpr):  # fmt: skip
-    """Grid (T, J): what the recurrence reads. mixed [T, C] after the convolution; 1 / length of query and key [2, T, J];
-    factor of the state and beta [2, T, H]. `stride_*`: from token to token; `step_*`: from key head to key head."""
+                   K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr, ENDS: tl.constexpr,
+                   SINGLE: tl.constexpr):  # fmt: skip
+    """Grid (T, J, 2 + G): what the recurrence reads, of a query, a key or the values of a head. mixed [T, C] after the
+    convolution; 1 / length of query and key [2, T, J]; factor of the state and beta [2, T, H]. `stride_*`: from token to
+    token; `step_*`: from key head to key head. SINGLE: every sequence has one token."""
     wait_for_inputs()
     let_next_start()
     t = tl.program_id(0).to(tl.int64)
     j = tl.program_id(1)
-    ends = tl.arange(0, ENDS)
-    s = 0
-    for at in range(0, S, ENDS):  # sequences that end before this token
-        end = tl.load(start_ptr + 1 + at + ends, mask=at + ends < S, other=2147483647)
-        s += tl.sum((end <= t).to(tl.int32), 0)
+    part = tl.program_id(2)
+    s = tl.program_id(0)
+    if not SINGLE:
+        ends = tl.arange(0, ENDS)
+        s = 0
+        for chunk in range(0, S, ENDS):  # sequences that end before this token
+            end = tl.load(start_ptr + 1 + chunk + ends, mask=chunk + ends < S, other=2147483647)
+            s += tl.sum((end <= t).to(tl.int32), 0)
     if s >= S:  # padding
         return
     C: tl.constexpr = 2 * J * K + J * G * V
@@ -87,20 +93,19 @@ def _inputs_kernel(q_ptr, k_ptr, v_ptr, b_ptr, a_ptr, w_ptr, log_ptr, bias_ptr, 
     first = tl.load(start_ptr + s).to(tl.int64)
     history = history_ptr + tl.load(slot_ptr + s).to(tl.int64) * 3 * C
     row = mixed_ptr + t * C
-    ks = tl.arange(0, KP)
-    in_k = ks < K
-    at = j * K + ks
-    query = _convolve(q_ptr + j * step_q + ks, history + at, w_ptr + at * 4, in_k, t, first, stride_t, C, kind)
-    tl.store(row + at, query, mask=in_k)
-    at += J * K
-    key = _convolve(k_ptr + j * step_k + ks, history + at, w_ptr + at * 4, in_k, t, first, stride_t, C, kind)
-    tl.store(row + at, key, mask=in_k)
-    query = query.to(tl.float32)
-    key = key.to(tl.float32)
-    tl.store(norm_ptr + t * J + j, 1.0 / tl.sqrt(tl.sum(query * query, 0) + 1e-6))
-    tl.store(norm_ptr + (T + t) * J + j, 1.0 / tl.sqrt(tl.sum(key * key, 0) + 1e-6))
-    vs = tl.arange(0, VP)
-    for g in tl.static_range(G):
+    if part < 2:
+        ks = tl.arange(0, KP)
+        at = part * J * K + j * K + ks
+        x_row = q_ptr + j * step_q + ks
+        if part == 1:
+            x_row = k_ptr + j * step_k + ks
+        x = _convolve(x_row, history + at, w_ptr + at * 4, ks < K, t, first, stride_t, C, kind)
+        tl.store(row + at, x, mask=ks < K)
+        x = x.to(tl.float32)
+        tl.store(norm_ptr + (part * T + t) * J + j, 1.0 / tl.sqrt(tl.sum(x * x, 0) + 1e-6))
+    else:
+        vs = tl.arange(0, VP)
+        g = part - 2
         h = j * G + g
         at_v = 2 * J * K + h * V + vs
         x_row = v_ptr + j * step_v + g * V + vs
@@ -132,7 +137,10 @@ def _rule_kernel(mixed_ptr, norm_ptr, gate_ptr, state_ptr, slot_ptr, start_ptr, 
     first = tl.load(start_ptr + s).to(tl.int64)
     last = tl.load(start_ptr + s + 1).to(tl.int64)
     inside = in_k[:, None] & in_v[None, :]
-    at_state = state_ptr + ((slot * H + h) * K + ks[:, None]) * V + vs[None, :]
+    # A program's part of the state is contiguous.
+    start = tl.program_id(2) * BV
+    width = BV if V % BV == 0 else tl.minimum(V - start, BV)
+    at_state = state_ptr + (slot * H + h) * K * V + start * K + ks[:, None] * width + tl.arange(0, BV)[None, :]
     state = tl.load(at_state, mask=inside, other=0.0)
     q_at = mixed_ptr + j * K + ks
     k_at = mixed_ptr + J * K + j * K + ks
@@ -226,9 +234,9 @@ def delta_rule(inputs: DeltaInputs, sequences: Packed, states: DeltaStates | Non
         "VP": power_of_two(size),
     }
     launch(
-        _inputs_kernel, (tokens, key_heads), q, k, v, b, a, align_rows(inputs.convolution), inputs.a_log, inputs.dt_bias, states.history,
+        _inputs_kernel, (tokens, key_heads, 2 + group), q, k, v, b, a, align_rows(inputs.convolution), inputs.a_log, inputs.dt_bias, states.history,
         *where, mixed, norms, gates, tokens, count, q.stride(0), b.stride(0), a.stride(0), *steps, b.stride(1), a.stride(1), **shape,
-        ENDS=ENDS, num_warps=1,
+        ENDS=ENDS, SINGLE=sequences.lengths == (1,) * tokens, num_warps=1,
     )  # fmt: skip
     launch(
         _rule_kernel, (count, heads, cdiv(size, BLOCK)), mixed, norms, gates, states.state, *where, out, q, k, v, states.history, tokens,
