@@ -61,6 +61,46 @@ def test_routing_is_the_trainers_and_replays_to_the_same_bits(kind: str, dtype: 
     engine.close()
 
 
+@pytest.mark.parametrize("kind", ["qwen3_moe", "qwen3_next"])
+def test_cached_blocks_keep_their_routing(kind: str) -> None:
+    """A second request reads the prefix of the first and has the trainer's routing of every position; after a request
+    that recorded none, a prefix is computed again."""
+    engine = engine_of(build(kind), "float32", None)
+    scheduler, generator = engine.core.scheduler, torch.Generator().manual_seed(4)
+    first, other = (torch.randint(0, VOCABULARY, (n,), generator=generator).tolist() for n in (170, 100))
+
+    def ask(prompt: list[int], seed: int, **extra: bool) -> tuple[Completion, int]:
+        before = scheduler.prefix_hits
+        request = engine.request(prompt, Sampling(max_tokens=20, seed=seed, extra={"ignore_eos": True, **extra}))
+        engine.core.add(request)
+        while engine.core.busy:
+            engine.core.step()
+        return engine.result(request), scheduler.prefix_hits - before
+
+    start, hits = ask(first, 1, routed_experts=True)
+    assert hits == 0
+    turns = [(first, 2), ([*first, *start.token_ids, *other[:30]], 3)]
+    asked = [(prompt, *ask(prompt, seed, routed_experts=True)) for prompt, seed in turns]
+    assert all(hits >= 150 for _, _, hits in asked)
+    assert ask(other, 5)[1] == 0
+    asked.append((other, *ask(other, 6, routed_experts=True)))
+    assert asked[-1][2] == 0, "the blocks of a request that recorded nothing have no routing"
+    asked.append((other, *ask(other, 7, routed_experts=True)))
+    with exact(engine.model), torch.no_grad():
+        for prompt, completion, _ in asked:
+            ids = torch.tensor([[*prompt, *completion.token_ids]])
+            with record_routing(engine.model) as record:
+                own = score(engine.model, ids)
+            whole = whole_routing(prompt, completion)
+            taken = whole[:, 0, 0] != FREE
+            assert int(taken.sum()) == len(prompt) + len(completion.token_ids) - 1
+            assert torch.equal(record.experts[taken], whole[taken])
+            assert same_bits(own[0, len(prompt) - 1 :], torch.tensor(completion.logprobs))
+    engine.core.load(dict(engine.model.state_dict()), 2)
+    assert not scheduler.pool.routes, "routing of earlier weights"
+    engine.close()
+
+
 def test_a_dense_model_has_no_routing() -> None:
     engine = engine_of(build("qwen3"), "float32", None)
     with pytest.raises(SamplingError, match="routed_experts"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -268,7 +267,7 @@ class Core:
             if logprobs is not None:  # a preempted prompt is scored again: keep positions, not a log
                 request.prompt_logprobs[work.start :] = logprobs
             if route is not None and route.shape[0]:
-                request.routes.append(replace(route, start=request.num_routed))
+                self.scheduler.record_routes(request, route)
             if token is not None:
                 self.take(request, token)
 

@@ -14,7 +14,7 @@ import time
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import msgspec
@@ -189,6 +189,7 @@ class BlockPool:
         self._references = [0] * num_blocks
         self._named: dict[bytes, int] = {}
         self._name: dict[int, bytes] = {}
+        self.routes: dict[bytes, RoutedExperts] = {}  # experts of a named block, where a request recorded them
 
     @property
     def num_free(self) -> int:
@@ -204,6 +205,7 @@ class BlockPool:
         name = self._name.pop(block, None)
         if name is not None:
             del self._named[name]
+            self.routes.pop(name, None)
         self._references[block] = 1
         return block
 
@@ -236,6 +238,7 @@ class BlockPool:
         """Call after a weight change: all contents are stale."""
         self._named.clear()
         self._name.clear()
+        self.routes.clear()
 
 
 ZERO = 0
@@ -409,10 +412,9 @@ class Scheduler:
     # ---- prefixes
     def prefix_names(self, request: Request) -> list[bytes]:
         """Names of full blocks that could be shared. The last token is always computed: its logits are needed."""
-        known = len(request.tokens) - 1
-        if (request.wants_prompt and not request.num_sampled) or request.num_routed < known * request.wants_routes:
-            return []  # every prompt position's logits, or experts, are wanted
-        return self.names(request, known // self.pool.block_size)
+        if request.wants_prompt and not request.num_sampled:
+            return []  # every prompt position's logits are wanted
+        return self.names(request, (len(request.tokens) - 1) // self.pool.block_size)
 
     def names(self, request: Request, count: int) -> list[bytes]:
         """Names of its first `count` blocks, which are full."""
@@ -427,6 +429,10 @@ class Scheduler:
         return request.hashes[request.computed // size :] if request.remaining > 1 else []
 
     def share_prefix(self, request: Request, names: list[bytes]) -> None:
+        if request.wants_routes:  # as far as the experts of every position are known
+            known = request.num_routed // self.pool.block_size
+            unknown = (i for i, name in enumerate(names) if i >= known and name not in self.pool.routes)
+            names = names[: next(unknown, len(names))]
         if self.states is not None:  # as far as a snapshot of the state goes
             names = names[: max((i + 1 for i, name in enumerate(names) if self.states.has(name)), default=0)]
             if not all(self.pool.has(name) for name in names):
@@ -439,6 +445,12 @@ class Scheduler:
         if self.states is not None:
             request.state_slot = self.states.restore(names[-1]) if names else self.states.take()
         request.computed = len(request.blocks) * self.pool.block_size
+        if request.wants_routes:
+            for index, name in enumerate(names[: len(request.blocks)]):
+                start = index * self.pool.block_size
+                if start + self.pool.block_size > request.num_routed:
+                    part = replace(self.pool.routes[name], start=start)
+                    request.routes.append(part.cut(request.num_routed, part.end))
         self.prefix_hits += request.computed
         self.prefix_queries += len(request.tokens)
 
@@ -491,6 +503,16 @@ class Scheduler:
             self.pool.name(block, name)
         if self.states is not None and request.state_slot is not None and request.computed % size == 0 and not ahead:
             self.states.snapshot(names[-1], request.state_slot)
+
+    def record_routes(self, request: Request, routes: RoutedExperts) -> None:
+        """Appends the experts of its next positions; blocks that became known keep theirs for other requests."""
+        size, before = self.pool.block_size, request.num_routed
+        request.routes.append(replace(routes, start=before))
+        for index in range(before // size, min(request.num_routed // size, len(request.hashes))):
+            name, start, end = request.hashes[index], index * size, (index + 1) * size
+            if self.pool.has(name) and name not in self.pool.routes:
+                parts = [part.cut(start, end) for part in request.routes if part.start < end and part.end > start]
+                self.pool.routes[name] = join_routing(parts)
 
     def finish(self, request: Request) -> None:
         if request.phase is Phase.RUNNING:
