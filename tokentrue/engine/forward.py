@@ -64,12 +64,12 @@ class Forward:
     def linear_layers(self) -> list[int]:
         return [i for i, layer in enumerate(self.decoder.layers) if isinstance(layer.mixer, GatedDelta)]
 
-    def new_states(self) -> Pair:
-        """Convolution history and recurrent state of all layers by slot; the last slot is for padding rows."""
+    def new_states(self) -> tuple[Tensor, ...]:
+        """Convolution history and recurrent state of all layers by slot, if any; the last slot is for padding rows."""
         d, layers = self.decoder, self.linear_layers
         mixer, slots = d.layers[layers[0]].mixer if layers else None, self.num_states + 1
         if not isinstance(mixer, GatedDelta):
-            return torch.zeros(0), torch.zeros(0)
+            return ()
         history = torch.zeros(len(layers), slots, mixer.taps - 1, mixer.channels, dtype=d.dtype, device=d.device)
         shape = (len(layers), slots, mixer.value_heads, mixer.key_size, mixer.value_size)
         return history, torch.zeros(shape, dtype=torch.float32, device=d.device)
