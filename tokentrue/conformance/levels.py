@@ -51,12 +51,13 @@ async def sound(play: Play) -> None:
 
 async def filters(play: Play) -> None:
     """Sampling filters: refused, or the ids that they kept are in the rows."""
-    play.plan()
+    plan = play.plan()
     heard = await play.post(play.opening(), fields={"top_p": 0.9})
     play.bench.engine.plans[""].clear()
     if heard.status == 200 and not any(one.kept for one in play.log):
         play.fault("1.5", "the agent asked for top_p, the engine was not asked for it", "warning")
     elif heard.status == 200:
+        play.served(heard, plan, 0, streamed=False)
         await play.judge(kept=True)
     elif not 400 <= heard.status < 500:
         play.fault("1.5", f"a request with top_p got {heard.status}: {brief_json(heard.whole)}")
@@ -64,7 +65,7 @@ async def filters(play: Play) -> None:
 
 async def once(play: Play) -> None:
     """A turn that is asked again, and an earlier one that the agent goes back to."""
-    messages = play.opening()
+    messages = before = play.opening()
     for number in range(play.turns):
         before, messages = messages, await play.turn(messages)
         if number == 0 and play.turns > 1:
@@ -189,6 +190,8 @@ async def engine_refuses(play: Play) -> None:
     heard = await _hear_failure(play, messages)
     if heard is not None and heard.status == 200 and play.log[-1].ended == "refused":
         play.fault("5.1", f"the engine answered 500, the agent got 200: {brief_json(heard.whole)}")
+    elif heard is not None and heard.status == 200:  # the gateway asked the engine again
+        messages = play.after(messages, play.served(heard, play.log[-1].plan, 1, streamed=False))
     await _go_on(play, messages)
 
 
@@ -196,10 +199,10 @@ async def _hear_failure(play: Play, messages: Sequence[Message], **how: Any) -> 
     """None where the connection was closed, which is a failure that an agent sees."""
     try:
         return await asyncio.wait_for(play.post(messages, **how), 10 * WAIT_S)
-    except (aiohttp.ClientError, OSError):
-        return None
     except TimeoutError:
         play.fault("5.1", f"the engine failed, and the agent had no answer for {10 * WAIT_S:.0f} s")
+        return None
+    except (aiohttp.ClientError, OSError):
         return None
 
 
@@ -361,11 +364,11 @@ CASES: Mapping[int, Mapping[str, Case]] = {
     2: {"once": once},
     3: {
         "verbatim": lossy(),
-        "reasoning_dropped": lossy(losses=Losses(reasoning=True)),
+        "reasoning_dropped": lossy(losses=Losses(reasoning=True), wire=Wire(empty="empty")),
         "reasoning_inlined": lossy(wire=Wire(inline=True)),
         "ids_renamed": lossy(losses=Losses(ids=True)),
         "arguments_reordered": lossy(losses=Losses(arguments="sorted")),
-        "whitespace_trimmed": lossy(losses=Losses(whitespace="trim"), wire=Wire(empty="empty")),
+        "whitespace_trimmed": lossy(losses=Losses(whitespace="trim")),
         "content_parts": lossy(wire=Wire(parts=True)),
         "temperature_a_b": temperature_a_b,
         "retry": retry,

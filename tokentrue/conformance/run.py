@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import random
+import re
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -74,11 +75,16 @@ class ConformanceReport:
     not_promised: dict[str, str]
     seconds: float
 
+    def why_not(self, level: int) -> str:
+        """Why a level does not apply: the gateway promises none of it, or none of its cases."""
+        cases = [self.not_promised.get(f"{level}.{name}", "") for name in CASES[level]]
+        return self.not_promised.get(str(level), "") or (cases[0] if cases and all(cases) else "")
+
     def verdict(self, level: int) -> str:
         found = {finding.severity for finding in self.findings if finding.level == level}
         if "fatal" in found:
             return "fail"
-        if str(level) in self.not_promised:
+        if self.why_not(level):
             return "not applicable"
         if not self.ran.get(level):
             return "not run"
@@ -101,7 +107,7 @@ class ConformanceReport:
                 "name": name,
                 "verdict": self.verdict(level),
                 "cases": self.ran.get(level, 0),
-                "why": self.not_promised.get(str(level), ""),
+                "why": self.why_not(level),
             }
             for level, name in LEVELS.items()
         ]
@@ -148,7 +154,9 @@ async def run(
         target=target.name,
         version=version_of(target),
         engine=target.engine,
-        command=" ".join(started.command).replace(folder, "DIR").replace(str(model), "MODEL").replace(url, "ENGINE"),
+        command=show_command(
+            started.command, {target.python: "python", folder: "DIR", str(model): "MODEL", url: "ENGINE"}
+        ),
         settings=settings,
         findings=runner.findings,
         habits=runner.habits,
@@ -156,6 +164,14 @@ async def run(
         not_promised=dict(target.not_promised),
         seconds=time.monotonic() - began,
     )
+
+
+def show_command(command: Sequence[str], names: Mapping[str, str]) -> str:
+    """Without what differs from run to run and from machine to machine."""
+    text = " ".join(command)
+    for value, name in names.items():
+        text = text.replace(value, name)
+    return re.sub(r"\S*/(\w+\.py)\b", r"\1", re.sub(r"\b\d{4,5}\b", "PORT", text))
 
 
 def version_of(target: Target) -> str:
@@ -173,6 +189,7 @@ class Runner:
         self.findings: list[Finding] = []
         self.habits: list[HabitScore] = []
         self.ran: dict[int, int] = {}
+        self._shown: set[tuple[str, str]] = set()
 
     def cases(self, offered: Sequence[str]) -> Iterator[tuple[int, str, str, int]]:
         """Level, name, dialect and turns."""
@@ -194,7 +211,7 @@ class Runner:
     async def run_all(self) -> None:
         probe = await self._play(0, "answer", "", 1, run=False)
         if probe.faults:
-            self._add(0, probe, probe, f"0.answer.{DIALECTS[0]}.1")
+            self._add(probe, probe.faults[0].rule, f"0.answer.{DIALECTS[0]}.1", ())
             return
         offered = [name for name in self._settings.dialects if name in probe.session.urls]
         if not offered:
@@ -225,27 +242,25 @@ class Runner:
             play.fault("3.1", detail, "warning")
 
     async def _report(self, level: int, name: str, dialect: str, turns: int, play: Play) -> None:
-        """Each broken rule of a case once, with the fewest turns that break it."""
-        shown: set[str] = set()
-        for fault in play.faults:
-            if fault.rule in shown:
-                continue
-            shown.add(fault.rule)
+        """Each broken rule of a case once; the first time in a dialect, with the fewest turns that break it."""
+        for rule in dict.fromkeys(fault.rule for fault in play.faults):
             smallest, fewer = play, turns
-            for count in range(1, turns) if self._settings.case is None and fault.rule != "3.1" else ():
+            is_first = (rule, dialect) not in self._shown
+            self._shown.add((rule, dialect))
+            for count in range(1, turns) if is_first and self._settings.case is None and rule != "3.1" else ():
                 tried = await self._play(level, name, dialect, count)
-                if any(other.rule == fault.rule for other in tried.faults):
+                if any(other.rule == rule for other in tried.faults):
                     smallest, fewer = tried, count
                     break
-            self._add(level, play, smallest, f"{level}.{name}.{dialect}.{fewer}", rule=fault.rule)
+            self._add(play, rule, f"{level}.{name}.{dialect}.{fewer}", smallest.transcript if is_first else ())
 
-    def _add(self, level: int, play: Play, smallest: Play, case: str, rule: str | None = None) -> None:
-        fault = next(one for one in play.faults if rule is None or one.rule == rule)
+    def _add(self, play: Play, rule: str, case: str, conversation: Sequence[str]) -> None:
+        faults = [fault for fault in play.faults if fault.rule == rule]
+        tokens = sum(fault.tokens for fault in faults)
         self.findings.append(
             Finding(
-                level=int(fault.rule.partition(".")[0]), rule=fault.rule, severity=fault.severity, detail=fault.detail,
-                case=case, tokens=sum(one.tokens for one in play.faults if one.rule == fault.rule),
-                conversation=tuple(smallest.transcript),
+                level=int(rule.partition(".")[0]), rule=rule, severity=faults[0].severity, detail=faults[0].detail,
+                case=case, tokens=tokens, conversation=tuple(conversation),
             )
         )  # fmt: skip
 

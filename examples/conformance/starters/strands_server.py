@@ -9,11 +9,19 @@ from strands_sglang import SGLangClient, SGLangModel
 from transformers import AutoTokenizer
 
 
+def text_of(content: str | list | None) -> str:
+    return "".join(part["text"] for part in content) if isinstance(content, list) else content or ""
+
+
 def strands_message(message: dict) -> dict:
     if message["role"] == "tool":
-        result = {"toolUseId": message["tool_call_id"], "status": "success", "content": [{"text": message["content"]}]}
+        result = {
+            "toolUseId": message["tool_call_id"],
+            "status": "success",
+            "content": [{"text": text_of(message["content"])}],
+        }
         return {"role": "user", "content": [{"toolResult": result}]}
-    blocks = [{"text": message.get("content") or ""}]
+    blocks = [{"text": text_of(message.get("content"))}]
     for call in message.get("tool_calls") or ():
         given = json.loads(call["function"]["arguments"])
         blocks.append({"toolUse": {"toolUseId": call["id"], "name": call["function"]["name"], "input": given}})
@@ -31,7 +39,7 @@ async def main(engine: str, port: str, folder: str) -> None:
         )
         asked = {name: body[name] for name in ("temperature", "top_p") if name in body}
         model.update_config(sampling_params={**asked, "max_new_tokens": body["max_tokens"]})
-        system = next((m["content"] for m in body["messages"] if m["role"] == "system"), None)
+        system = next((text_of(m["content"]) for m in body["messages"] if m["role"] == "system"), None)
         messages = [strands_message(m) for m in body["messages"] if m["role"] != "system"]
         specs = [
             {"name": f["name"], "description": f["description"], "inputSchema": {"json": f["parameters"]}}

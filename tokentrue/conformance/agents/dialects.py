@@ -239,7 +239,7 @@ def responses_answers(whole: Json) -> list[Answer]:
     calls: list[Call] = []
     for item in whole["output"]:
         if item["type"] == "reasoning":
-            reasoning += "".join(part["text"] for part in item["content"])
+            reasoning += "".join(part["text"] for part in item.get("content") or item.get("summary") or ())
         elif item["type"] == "message":
             text += "".join(part["text"] for part in item["content"])
         elif item["type"] == "custom_tool_call":
@@ -276,7 +276,7 @@ def google_answers(whole: Json) -> list[Answer]:
     return [
         Answer(
             message=message_of(candidate["content"]["parts"]),
-            node=whole["responseId"],
+            node=whole.get("responseId", ""),
             finish=candidate["finishReason"],
         )
     ]

@@ -53,7 +53,7 @@ def partial_texts(dialect: str, events: Sequence[Any]) -> list[str]:
                 key = ("google", bool(part.get("thought")))
                 fields[key] = fields.get(key, "") + part.get("text", "")
         kind = event.get("type")
-        if kind in {"response.output_text.delta", "response.reasoning_text.delta"}:
+        if kind and kind.startswith(("response.output_text.", "response.reasoning_")) and kind.endswith("text.delta"):
             key = (event["output_index"], kind)
             fields[key] = fields.get(key, "") + event["delta"]
         if kind == "content_block_delta":
@@ -108,10 +108,9 @@ def add_chat_delta(message: Json, delta: Json) -> None:
 
 def assemble_responses(events: Sequence[Any]) -> Json:
     items: list[Json] = []
-    pieces: dict[str, str] = {}
     final: Json | None = None
     for number, event in enumerate(events):
-        if event["sequence_number"] != number:
+        if event.get("sequence_number", number) != number:
             raise Unsound(f"sequence number {event['sequence_number']} where {number} was due")
         kind = event["type"]
         if kind == "response.failed":
@@ -119,20 +118,22 @@ def assemble_responses(events: Sequence[Any]) -> Json:
         if kind == "response.output_item.added":
             if event["output_index"] != len(items):
                 raise Unsound("output items out of order")
-            items.append({"added": event["item"]})
-        elif kind.endswith(".delta"):
-            pieces[event["item_id"]] = pieces.get(event["item_id"], "") + event["delta"]
+            items.append({"added": event["item"], "pieces": ""})
+            continue
+        item = items[event["output_index"]] if "output_index" in event else {}
+        if item and event.get("item_id", item["added"].get("id")) != item["added"].get("id"):
+            raise Unsound(
+                f"{kind} of item {event['item_id']}, and item {event['output_index']} is {item['added']['id']}"
+            )
+        if kind.endswith(".delta"):
+            item["pieces"] += event["delta"]
         elif kind == "response.output_item.done":
-            items[event["output_index"]]["done"] = event["item"]
-            check_item(items[event["output_index"]]["added"], event["item"], pieces)
+            item["done"] = event["item"]
+            check_item(item["added"], event["item"], item["pieces"])
         elif kind.endswith(".done") and kind.startswith(
             ("response.function", "response.custom", "response.output_text", "response.reasoning")
         ):
-            check_done(event, pieces)
-            if "name" in event and event["name"] != items[event["output_index"]]["added"]["name"]:
-                raise Unsound(
-                    f"arguments.done names {event['name']}, the item was added as {items[event['output_index']]['added']['name']}"
-                )
+            check_done(event, item)
         elif kind in {"response.completed", "response.incomplete"}:
             final = event["response"]
     if final is None:
@@ -144,21 +145,23 @@ def assemble_responses(events: Sequence[Any]) -> Json:
     return final
 
 
-def check_done(event: Json, pieces: dict[str, str]) -> None:
+def check_done(event: Json, item: Json) -> None:
     said = event.get("text", event.get("arguments", event.get("input")))
-    if said != pieces.get(event["item_id"], ""):
-        raise Unsound(f"{event['type']} says {said!r}, the deltas were {pieces.get(event['item_id'], '')!r}")
+    if said is not None and said != item["pieces"]:
+        raise Unsound(f"{event['type']} says {said!r}, the deltas were {item['pieces']!r}")
+    if "name" in event and event["name"] != item["added"]["name"]:
+        raise Unsound(f"arguments.done names {event['name']}, the item was added as {item['added']['name']}")
 
 
-def check_item(added: Json, done: Json, pieces: dict[str, str]) -> None:
+def check_item(added: Json, done: Json, pieces: str) -> None:
     for name in ("type", "id", "call_id", "name", "namespace"):
         if added.get(name) != done.get(name):
             raise Unsound(f"an item was added as {added} and is done as {done}")
     said = done.get("arguments", done.get("input"))
     if said is None:
-        said = "".join(part["text"] for part in done["content"])
-    if said != pieces.get(done["id"], ""):
-        raise Unsound(f"the item says {said!r}, the deltas were {pieces.get(done['id'], '')!r}")
+        said = "".join(part["text"] for part in done.get("content") or done.get("summary") or ())
+    if said != pieces:
+        raise Unsound(f"the item says {said!r}, the deltas were {pieces!r}")
 
 
 def strip(value: Any, hidden: set[str]) -> Any:

@@ -62,5 +62,5 @@ class Vocabulary:
         if name is None or len(name) < 2:
             return [token]
         cut = rng.randrange(1, len(name))
-        halves = [self._tokenizer.token_to_id(part) for part in (name[:cut], name[cut:])]
-        return halves if None not in halves else [token]
+        first, second = (self._tokenizer.token_to_id(part) for part in (name[:cut], name[cut:]))
+        return [first, second] if first is not None and second is not None else [token]

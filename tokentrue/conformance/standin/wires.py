@@ -118,9 +118,18 @@ class VLLM:
     def rows(self, generation: Generation, first: int, count: int) -> list[Json]:
         pairs = zip(generation.sampled[first:count], generation.logprobs[first:count], strict=True)
         return [
-            {"token": f"token_id:{token}", "token_id": token, "logprob": value, "bytes": None, "top_logprobs": []}
+            {
+                "token": f"token_id:{token}",
+                "token_id": token,
+                "logprob": value,
+                "bytes": self._bytes(token),
+                "top_logprobs": [],
+            }
             for token, value in pairs
         ]
+
+    def _bytes(self, token: int) -> list[int]:
+        return list(self._vocabulary.text([token]).encode())
 
     def envelope(self, generation: Generation, kind: str, choice: Json, finish: Finished | None) -> Json:
         if finish is not None:
