@@ -13,16 +13,7 @@ import torch
 from aiohttp import web
 
 from tests.providers.standin import SGLangStandIn
-from tokentrue.doctor.reference import (
-    drop_biases,
-    load_model,
-    quantise,
-    quantising_cache,
-    rope_change,
-    tie_head,
-    to_fp8,
-    to_int8,
-)
+from tokentrue.doctor.reference import load_model
 from tokentrue.ids import TokenIds
 from tokentrue.providers.hf import HFProvider
 from tokentrue.renderers import load_renderer
@@ -57,6 +48,48 @@ class TamperedProvider(HFProvider):
             return found if self._after is None else self._after(found, sampling)
         finally:
             self.in_flight -= 1
+
+
+def quantising_cache(dtype: torch.dtype) -> Any:
+    from transformers import DynamicCache
+
+    class QuantisingCache(DynamicCache):
+        def update(self, keys: Any, values: Any, layer: int, *args: Any, **kwargs: Any) -> Any:
+            keys, values = (states.to(dtype).to(states.dtype) for states in (keys, values))
+            return super().update(keys, values, layer, *args, **kwargs)
+
+    return QuantisingCache()
+
+
+def quantise(model: Any, rounding: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Every linear layer but the output layer, as weight-only quantisation does it."""
+    head = model.get_output_embeddings()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear) and module is not head:
+            module.weight.data = rounding(module.weight.data)
+    return model
+
+
+def to_int8(weight: torch.Tensor) -> torch.Tensor:
+    scale = weight.abs().amax(dim=1, keepdim=True).clamp(min=1e-12) / 127
+    return (weight / scale).round().clamp(-127, 127) * scale
+
+
+def to_fp8(weight: torch.Tensor) -> torch.Tensor:
+    scale = weight.abs().amax().clamp(min=1e-12) / 448
+    return (weight / scale).to(torch.float8_e4m3fn).to(weight.dtype) * scale
+
+
+def drop_biases(model: Any) -> Any:
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear) and module.bias is not None:
+            module.bias.data.zero_()
+    return model
+
+
+def tie_head(model: Any) -> Any:
+    model.get_output_embeddings().weight.data = model.get_input_embeddings().weight.data
+    return model
 
 
 class QuantisedCacheProvider(TamperedProvider):
@@ -219,7 +252,8 @@ def perturbed(model: Any, size: float = 0.05) -> Any:
 
 
 def with_rope(model: Any, theta: float) -> Any:
-    return rope_change(rope_theta=theta)(model)
-
-
-__all__ = ["drop_biases", "quantise", "tie_head", "to_fp8", "to_int8"]
+    config = copy.deepcopy(model.config)
+    config.rope_parameters = {**config.rope_parameters, "rope_theta": theta}
+    other = type(model)(config)
+    other.load_state_dict(model.state_dict())
+    return other

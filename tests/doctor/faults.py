@@ -166,7 +166,7 @@ FAULTS: dict[str, tuple[str, Callable[[Path], Case]]] = {
     "dropped biases": ("bias_dropped", _of("bias", e.drop_biases)),
     "tied output layer": ("tied_head", _of("untied", e.tie_head)),
     "stale weights, previous known": ("stale_weights", _stale),
-    "stale weights": ("other_weights", _hf(e.perturbed)),
+    "stale weights": ("unknown", _hf(e.perturbed)),
     "adapter not loaded": ("adapter_missing", _adapter),
 }
 

@@ -1,33 +1,88 @@
-"""The confusion matrix of docs/doctor.md: `python -m tests.doctor.matrix` runs every seeded fault and prints one row
-for each."""
+"""The confusion matrices of docs/doctor.md: `python -m tests.doctor.matrix [MODEL|mixture] [float32|bfloat16]`.
+
+Prints one row for each fault and each healthy engine, and the counts: named, unknown, wrong, missed, false alarms.
+`--only A,B` runs the cases whose name holds A or B, `--seed N` draws other numbers, `--part I/N` runs every N-th case.
+"""
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import copy
+import random
 import tempfile
+import time
+import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from tests.doctor.faults import FAULTS
-from tests.doctor.test_faults import examined
+from tests.doctor import reported
+from tests.doctor.engines import CALCULATOR
 from tokentrue.app.libraries import quiet_libraries
+from tokentrue.doctor import Reference, examine
+from tokentrue.doctor.reference import load_model
+from tokentrue.renderers import load_renderer
+
+
+def run_case(name: str, kind: str, model: Path, plain: Any, dtype: str, seed: int) -> tuple[str, str]:
+    """The verdict, and what the doctor said."""
+    rng = random.Random(f"{seed} {name}")
+    reference = Reference(copy.deepcopy(plain), source=model)
+    with tempfile.TemporaryDirectory() as folder:
+        previous = None
+        if kind == "healthy":
+            engine, names = reported.healthy(name, copy.deepcopy(plain), dtype), frozenset[str]()
+        else:
+            case = reported.build(name, copy.deepcopy(plain), dtype, rng)
+            engine, names = case.engine, case.names
+            if case.previous is not None:
+                case.previous.save_pretrained(folder)
+                previous = folder
+        report = asyncio.run(
+            examine(
+                engine, load_renderer(str(model)), reference, dtype=dtype, previous=previous, seed=rng.randrange(999)
+            )
+        )
+    found = list(dict.fromkeys(finding.fault for finding in report.faults))
+    said = ", ".join(found) + "".join(f" [{finding.detail[:150]}]" for finding in report.faults[:1])
+    if kind == "healthy":
+        return ("false alarm" if found else "ok"), said
+    if not found:
+        return "missed", said
+    if found == ["unknown"]:
+        return ("unknown (right)" if "unknown" in names else "unknown"), said
+    return ("named" if set(found) <= names else "wrong"), said
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model", nargs="?", default=str(CALCULATOR))
+    parser.add_argument("dtype", nargs="?", default="float32")
+    parser.add_argument("--only", default="")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--part", default="0/1")
+    given = parser.parse_args()
     quiet_libraries()
+    warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    print("| fault | named | probe | confidence |\n|---|---|---|---|")
-    right = 0
-    for name, (expected, build) in FAULTS.items():
-        with tempfile.TemporaryDirectory() as folder:
-            report = asyncio.run(examined(build(Path(folder))))
-        named = ", ".join(dict.fromkeys(finding.fault for finding in report.faults)) or "nothing"
-        right += named == expected
-        first = report.faults[0] if report.faults else None
-        where = f"{first.probe} | {first.confidence}" if first else "- | -"
-        print(f"| {name} | `{named}`{'' if named == expected else f' (expected `{expected}`)'} | {where} |", flush=True)
-    print(f"\n{right} of {len(FAULTS)} named rightly.")
+    counts: dict[str, int] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        is_mixture = given.model == "mixture"
+        model = reported.mixture(Path(folder), CALCULATOR) if is_mixture else Path(given.model)
+        plain = load_model(model)
+        faults = list(reported.CASES if is_mixture else reported.DENSE)
+        cases = [(name, "fault") for name in faults] + [(name, "healthy") for name in reported.HEALTHY]
+        part, parts = map(int, given.part.split("/"))
+        print("| case | verdict | said |\n|---|---|---|")
+        for name, kind in cases[part::parts]:
+            if any(one in name for one in given.only.split(",")):
+                start = time.monotonic()
+                verdict, said = run_case(name, kind, model, plain, given.dtype, given.seed)
+                counts[verdict] = counts.get(verdict, 0) + 1
+                print(f"| {name} | {verdict} | {said} | {time.monotonic() - start:.0f} s", flush=True)
+    print("\n" + ", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items())))
 
 
 if __name__ == "__main__":

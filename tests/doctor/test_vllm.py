@@ -98,7 +98,7 @@ IN_THE_DIRECTORY: dict[str, tuple[str, Callable[[Path], None]]] = {
     "other chat template": ("template", other_template),
     "other tokenizer revision": ("tokenizer", other_tokenizer),
     "rope theta": ("rope", other_rope),
-    "stale weights": ("other_weights", other_weights),
+    "stale weights": ("unknown", other_weights),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import re
 from bisect import bisect_right
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,17 +12,16 @@ from pathlib import Path
 from typing import ParamSpec
 
 from tokentrue.doctor.findings import Finding, cannot_tell
+from tokentrue.doctor.naming import Evidence, Spread
 from tokentrue.doctor.reference import Observation, Reference
 from tokentrue.doctor.routes import EngineRoutes
 from tokentrue.errors import ConfigError, EngineError, InputError, TokenContractError
 from tokentrue.protocols import Provider
-from tokentrue.records import record
 from tokentrue.renderers import Renderer
 from tokentrue.types import Completion, Sampling
 
 P = ParamSpec("P")
-FLOAT32_SPREAD = 5e-5  # mean |e| of two correct float32 implementations stays below this
-BAND = 3.0  # a dtype's spread is known to within this factor: kernels differ
+MARKER = re.compile(r"<[^<>\s]+>|\[[A-Z]+\]")
 QUESTIONS = (
     "What is 12 + 7?",
     "Name three rivers and say where they flow.",
@@ -35,24 +35,6 @@ STORY = (
 )
 
 
-@record
-class Spread:
-    """Mean and largest |e| that the expected dtype gives by itself, e = engine - reference."""
-
-    mean: float = 0.0
-    largest: float = 0.0
-
-    @property
-    def limit(self) -> float:
-        """A mean |e| above this is no rounding."""
-        return max(BAND * self.mean, FLOAT32_SPREAD)
-
-    @property
-    def largest_limit(self) -> float:
-        """A single |e| above this is no rounding."""
-        return max(BAND * self.largest, 20 * FLOAT32_SPREAD)
-
-
 @dataclass(slots=True, kw_only=True)
 class Examination:
     """Mutable: the first probes add what they observe, which later ones use."""
@@ -64,16 +46,27 @@ class Examination:
     dtype: str  # what the engine is expected to compute in
     spread: Spread = field(default_factory=Spread)  # of that dtype against float32
     previous: str | Path | None = None
-    max_tokens: int = 32
+    max_tokens: int = 40
     seed: int = 7
     observations: list[Observation] = field(default_factory=list[Observation])
     uncertain: list[tuple[int, ...]] = field(default_factory=list[tuple[int, ...]])  # prompts with an uncertain next id
+    evidence: Evidence | None = None  # of `observations`
+    prompt_evidence: Evidence | None = None
     tops: list[Mapping[int, float]] = field(default_factory=list[Mapping[int, float]])  # at `open_prompts`, T = 1
 
     @property
     def visible(self) -> float:
         """A difference above this is seen through the wire and the dtype."""
         return max(self.spread.limit, 1e-3)
+
+    def special_ids(self) -> list[int]:
+        """Ids that an engine may put before a prompt: those of the configuration, and tokens that look like markers."""
+        config, size = self.reference.config, self.reference.vocab_size
+        named = [getattr(config, f"{name}_token_id", None) for name in ("bos", "eos", "pad", "decoder_start")]
+        flat = [one for name in named for one in (name if isinstance(name, list) else [name]) if isinstance(one, int)]
+        edges = [*range(min(64, size)), *range(max(64, size - 256), size)]
+        markers = [one for one in edges if MARKER.fullmatch(self.renderer.decode([one]))]
+        return list(dict.fromkeys([*flat, *self.renderer.stop_token_ids, 0, 1, 2, *markers]))[:24]
 
     def render(self, text: str) -> tuple[int, ...]:
         return tuple(self.renderer.render([{"role": "user", "content": text}]).token_ids)

@@ -6,16 +6,16 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokentrue.doctor.exam import Examination, Spread
-from tokentrue.doctor.experts import probe_experts
+from tokentrue.doctor.exam import Examination
 from tokentrue.doctor.findings import DoctorReport, Finding, Verdict, settle
 from tokentrue.doctor.identity import probe_identity
 from tokentrue.doctor.meaning import gather_observations, probe_meaning
-from tokentrue.doctor.reference import Observation, Reference, dtype_variant
+from tokentrue.doctor.naming import Evidence
+from tokentrue.doctor.reference import Reference
 from tokentrue.doctor.routes import EngineRoutes
 from tokentrue.doctor.samples import probe_samples
 from tokentrue.doctor.stability import probe_interruption, probe_stability
-from tokentrue.doctor.weights import locate_difference, probe_weights, spread_of
+from tokentrue.doctor.weights import locate_difference, probe_experts, probe_weights
 from tokentrue.errors import EngineError
 from tokentrue.protocols import Provider
 from tokentrue.renderers import Renderer
@@ -50,13 +50,15 @@ async def examine(
         previous=previous,
         seed=seed,
     )
+    reference.expect(exam.dtype)
     facts = {"dtype expected": exam.dtype, **await _facts(provider)}
     on_progress("identity")
     findings = await probe_identity(exam)
     on_progress("contract")
     findings.append(await gather_observations(exam))
     if exam.observations and findings[-1].verdict is not Verdict.FAULT:
-        exam.spread = measure_spread(reference, exam.dtype, exam.observations[:2])
+        exam.evidence = Evidence(reference, exam.observations, exam.dtype)
+        exam.spread = exam.evidence.rounding
         probes: dict[str, Callable[[Examination], Awaitable[list[Finding]]]] = {
             "meaning": probe_meaning,
             "stability": probe_stability,
@@ -74,13 +76,6 @@ async def examine(
         findings += probe_samples(exam, samples)
     model = str(reference.source or "")
     return DoctorReport(engine=provider.name, model=model, facts=facts, findings=tuple(settle(findings)))
-
-
-def measure_spread(reference: Reference, dtype: str, observations: Sequence[Observation]) -> Spread:
-    """How far the dtype alone moves log-probabilities from float32, on these tokens."""
-    if dtype == "float32":
-        return Spread()
-    return spread_of(reference.predict(dtype_variant(dtype), observations) - reference.logprobs(observations))
 
 
 async def _facts(provider: Provider) -> dict[str, str]:

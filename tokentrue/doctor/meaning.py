@@ -51,7 +51,9 @@ async def gather_observations(exam: Examination) -> Finding:
 
 
 async def _observe(exam: Examination) -> Finding:
-    prompts = [*exam.prompts(), exam.long_prompt()]
+    long = exam.long_prompt()
+    # Cut in the middle of a sentence: many tokens are likely there, and those tell more than certain ones.
+    prompts = [*exam.prompts(), *(long[:cut] for cut in (48, 96) if cut < len(long) // 2), long]
     sampling = Sampling(temperature=1.0, max_tokens=exam.max_tokens, seed=exam.seed, top_logprobs=4)
     completions = await exam.generate(prompts, sampling)
     for prompt, completion in zip(prompts, completions, strict=True):

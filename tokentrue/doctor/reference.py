@@ -1,32 +1,32 @@
-"""The reference forward: the trainer's model in float32, and copies of it with one known fault each.
+"""The reference: the trainer's model on the CPU, what an engine reported, and trials that change one thing of it.
 
-A variant predicts what an engine with that fault would report. The engine's own numbers are compared with every
-prediction, so that a fault is named by what it does to the log-probabilities, not by their size alone.
+A trial changes the model, its inputs or its logits in place, computes the log-probabilities that an engine with that
+change would report, and undoes everything.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from inspect import signature
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear, scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
 
 from tokentrue.engine.adapters import merge_low_rank, read_directory, read_pairs
 from tokentrue.errors import ConfigError
 from tokentrue.hub import load_causal_model, load_config
-from tokentrue.json_types import JsonMapping
 from tokentrue.numerics import KeptRows, remove_filtered
 from tokentrue.records import record
 from tokentrue.types import Completion
 
-Change: TypeAlias = Callable[[Any], Any]
-"""Takes a copy of the reference model; returns the model to run."""
-
-THETAS = (10_000.0, 100_000.0, 500_000.0, 1_000_000.0, 5_000_000.0)
+Rounding: TypeAlias = Callable[[Tensor], Tensor]
 
 
 @record
@@ -39,12 +39,24 @@ class Observation:
     prompt_tokens: int = 0  # of `token_ids`, how many were sent rather than sampled
     temperatures: tuple[float, ...] = ()  # that each position was sampled at, where it is known; else 1
     kept: tuple[tuple[int, ...], ...] = ()  # ids that filters kept at each position; an empty one keeps all
+    tops: tuple[Mapping[int, float], ...] = ()  # the engine's likeliest ids at each position
 
     @staticmethod
     def from_completion(prompt_ids: Sequence[int], completion: Completion) -> Observation:
         ids, sent = (*prompt_ids, *completion.token_ids), len(prompt_ids)
-        positions = tuple(range(sent, len(ids)))
-        return Observation(token_ids=ids, positions=positions, logprobs=completion.logprobs, prompt_tokens=sent)
+        tops = tuple(completion.top_logprobs or ())
+        pairs = list(zip(completion.token_ids, completion.logprobs, tops, strict=False))
+        if len(tops) != len(completion.token_ids) or any(
+            token in top and abs(top[token] - value) > 1e-6 for token, value, top in pairs
+        ):
+            tops = ()  # the lists say something else than the values: only those reach a trainer
+        return Observation(
+            token_ids=ids,
+            positions=tuple(range(sent, len(ids))),
+            logprobs=completion.logprobs,
+            prompt_tokens=sent,
+            tops=tops,
+        )
 
     @staticmethod
     def from_prompt(prompt_ids: Sequence[int], logprobs: Sequence[float]) -> Observation:
@@ -52,15 +64,80 @@ class Observation:
         ids, sent = tuple(prompt_ids), len(prompt_ids)
         return Observation(token_ids=ids, positions=tuple(range(1, sent)), logprobs=tuple(logprobs), prompt_tokens=sent)
 
+    @property
+    def targets(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Row, token id and reported log-probability of every entry: the chosen tokens, then the likeliest others."""
+        chosen = [self.token_ids[at] for at in self.positions]
+        entries = list(zip(range(len(chosen)), chosen, self.logprobs, strict=True))
+        for row, top in enumerate(self.tops):
+            entries += [(row, token, value) for token, value in top.items() if token != chosen[row]]
+        rows, ids, values = zip(*entries, strict=True)
+        return torch.tensor(rows), torch.tensor(ids), torch.tensor(values, dtype=torch.float64)
 
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """One known fault of weights or arithmetic; `fault` is its name in `findings.CAUSES`."""
+    @property
+    def is_prompt(self) -> bool:
+        return not self.positions or self.positions[0] < self.prompt_tokens
 
-    fault: str
-    label: str
-    change: Change
-    kv_dtype: torch.dtype | None = None
+    def move_prompt(self, before: tuple[int, ...] = (), *, cut: int = 0) -> Observation:
+        """The same observation with ids put before the prompt, or the prompt's first `cut` ids cut off."""
+        by = len(before) - cut
+        return replace(
+            self,
+            token_ids=(*before, *self.token_ids[cut:]),
+            positions=tuple(position + by for position in self.positions),
+            prompt_tokens=self.prompt_tokens + by,
+        )
+
+
+class Trial:
+    """One change of the reference; `set`, `write` and `hook` are undone when the trial ends."""
+
+    def __init__(self, model: Any, undo: ExitStack) -> None:
+        self.model, self._undo = model, undo
+        self.changes_forward = False
+        self.window: int | None = None  # tokens that a token attends to, itself included; 0: no window at all
+        self.decode_shift = 0  # added to the positions of sampled tokens
+        self.store: Rounding | None = None  # keys and values on their way into the cache
+        self.store_prefill = True  # False: the prompt's own attention reads them unrounded
+        self.inputs: Callable[[Observation], Observation] | None = None
+        self.outputs: Callable[[Tensor, Observation], Tensor] | None = None  # logits before temperature and filters
+        self.align = 0  # each log-probability is that of the token so many places on
+
+    def set(self, owner: Any, name: str, value: Any) -> None:
+        self.changes_forward = True
+        self._undo.callback(setattr, owner, name, getattr(owner, name))
+        setattr(owner, name, value)
+
+    def write(self, parameter: nn.Parameter, value: Tensor) -> None:
+        """Another value of a parameter, which keeps its place and its ties."""
+        self.changes_forward = True
+        before = parameter.data
+        self._undo.callback(lambda: setattr(parameter, "data", before))
+        parameter.data = value.to(before.dtype)
+
+    def hook(self, module: nn.Module, change: Callable[[Any, Any], Any]) -> None:
+        """`change(inputs, output)` replaces the module's output."""
+        self.changes_forward = True
+        handle = module.register_forward_hook(lambda _, inputs, output: change(inputs, output))
+        self._undo.callback(handle.remove)
+
+    def round_inputs(self, module: nn.Module, rounding: Rounding) -> None:
+        self.changes_forward = True
+        handle = module.register_forward_pre_hook(lambda _, inputs: (rounding(inputs[0]), *inputs[1:]))
+        self._undo.callback(handle.remove)
+
+    def round_modules(self, dtype: torch.dtype) -> None:
+        """Rounds what every module returns; sums between modules and rotary tables stay in float32, as fused kernels
+        keep them."""
+        for module in self.model.modules():
+            if not any(module.children()) and not hasattr(module, "inv_freq"):
+                self.hook(module, lambda inputs, output: output.to(dtype).to(output.dtype))
+
+    @property
+    def is_forward(self) -> bool:
+        """Whether the model has to run again."""
+        given = (self.window, self.store, self.inputs)
+        return self.changes_forward or bool(self.decode_shift) or any(one is not None for one in given)
 
 
 class Reference:
@@ -88,141 +165,136 @@ class Reference:
     def max_positions(self) -> int:
         return int(getattr(self.config, "max_position_embeddings", 2048))
 
-    def logprobs(self, observations: Sequence[Observation]) -> Tensor:
-        """At the temperature that each token was sampled at, over the ids that were kept."""
-        return score(self.model, observations)[0]
+    def expect(self, dtype: str) -> None:
+        """Rounds the weights as an engine of that dtype loads them; computation stays in float32."""
+        if dtype != "float32":
+            for parameter in self.model.parameters():
+                parameter.data = parameter.data.to(getattr(torch, dtype)).float()
 
-    def predict(self, variant: Variant, observations: Sequence[Observation]) -> Tensor:
-        changed = variant.change(copy.deepcopy(self.model)).eval()
-        return score(changed, observations, kv_dtype=variant.kv_dtype)[0]
+    def in_dtype(self, dtype: str) -> Any:
+        return copy.deepcopy(self.model).to(getattr(torch, dtype))
+
+    @contextmanager
+    def trial(self) -> Iterator[Trial]:
+        with ExitStack() as undo:
+            yield Trial(self.model, undo)
+
+    def logprobs(self, observations: Sequence[Observation]) -> Tensor:
+        """Of the chosen tokens, at the temperature that each was sampled at, over the ids that were kept."""
+        found = [read_entries(seen, compute_logits(self.model, seen))[: len(seen.positions)] for seen in observations]
+        return torch.cat([torch.zeros(0, dtype=torch.float64), *found])
 
 
 def load_model(source: str | Path) -> Any:
     return load_causal_model(source, dtype="float32").eval()
 
 
+class WideSums(TorchFunctionMode):
+    """Products of a bfloat16 or float16 model add up in float32 and are rounded once, as on a GPU.
+
+    Many processors have no such products of their own, and torch's emulation is a hundred times slower.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        if func not in PRODUCTS:
+            return func(*args, **(kwargs or {}))
+        given = {name: _widen(value) for name, value in (kwargs or {}).items()}
+        return func(*map(_widen, args), **given).to(args[0].dtype)
+
+
+PRODUCTS = frozenset({linear, torch.matmul, torch.Tensor.matmul, torch.bmm, scaled_dot_product_attention})
+
+
+def _widen(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
 @torch.no_grad()
-def score(
-    model: Any,
-    observations: Sequence[Observation],
-    temperatures: Sequence[float | None] = (None,),
-    *,
-    kv_dtype: torch.dtype | None = None,
+def compute_logits(model: Any, seen: Observation, trial: Trial | None = None, *, chunked: bool = False) -> Tensor:
+    """float32 `[positions, V]`; `chunked`: the prompt first, the rest with its cache, another order of rounding."""
+    if trial is not None and trial.inputs is not None:
+        seen = trial.inputs(seen)
+    ids, at = torch.tensor([seen.token_ids]), torch.tensor(seen.positions) - 1
+    given: dict[str, Any] = {"logits_to_keep": at} if "logits_to_keep" in signature(model.forward).parameters else {}
+    if trial is not None and trial.decode_shift:
+        places = torch.arange(ids.shape[1])
+        given["position_ids"] = (places + trial.decode_shift * (places >= seen.prompt_tokens)).clamp(min=0)[None]
+    if trial is not None and trial.window is not None:
+        given["attention_mask"] = banded_mask(ids.shape[1], trial.window or ids.shape[1])
+    split = seen.prompt_tokens if not seen.is_prompt and seen.prompt_tokens < ids.shape[1] else 0
+    if trial is not None and trial.store is not None:
+        if split and not trial.store_prefill:
+            return _run_chunks(model, ids, at, split, trial.store)
+        given |= {"past_key_values": rounding_cache(trial.store), "use_cache": True}
+    elif chunked and split:
+        return _run_chunks(model, ids, at, split, None)
+    else:
+        given["use_cache"] = False
+    logits = model(ids, **given).logits[0]
+    return (logits if "logits_to_keep" in given else logits.index_select(0, at)).float()
+
+
+def _run_chunks(model: Any, ids: Tensor, at: Tensor, split: int, store: Rounding | None) -> Tensor:
+    cache = rounding_cache(store or (lambda states: states), after=split if store else 0)
+    first = model(ids[:, :split], past_key_values=cache, use_cache=True).logits[0]
+    if store is not None:
+        for layer in cache.layers:
+            layer.keys, layer.values = store(layer.keys), store(layer.values)
+    rest = model(ids[:, split:], past_key_values=cache, use_cache=True).logits[0]
+    return torch.cat((first, rest)).index_select(0, at).float()
+
+
+def read_entries(
+    seen: Observation, logits: Tensor, outputs: Callable[[Tensor, Observation], Tensor] | None = None
 ) -> Tensor:
-    """`[temperatures, tokens]`, from one forward pass; None is the temperature that each token was sampled at."""
-    found: list[Tensor] = [torch.zeros(len(temperatures), 0, dtype=torch.float64)]
-    for seen in observations:
-        ids, at = torch.tensor([seen.token_ids]), torch.tensor(seen.positions) - 1
-        cache = {} if kv_dtype is None else {"past_key_values": quantising_cache(kv_dtype), "use_cache": True}
-        logits = model(ids, **cache).logits[0].index_select(0, at).double()
-        if any(seen.kept):
-            offsets = torch.tensor([0, *(len(row) for row in seen.kept)]).cumsum(0)
-            kept = torch.tensor([one for row in seen.kept for one in row])
-            logits = remove_filtered(logits, KeptRows(token_ids=kept, offsets=offsets))
-        chosen = ids[0, at + 1].unsqueeze(1)
-        own = torch.tensor(seen.temperatures or [1.0] * len(seen.positions), dtype=torch.float64).unsqueeze(1)
-        scaled = [logits / (own if temperature is None else temperature) for temperature in temperatures]
-        found.append(torch.stack([one.log_softmax(dim=-1).gather(1, chosen).squeeze(1) for one in scaled]))
-    return torch.cat(found, dim=1)
+    """float64: what an engine with these logits reports for every target of the observation."""
+    if outputs is not None:
+        logits = outputs(logits, seen)
+    if any(seen.kept):
+        offsets = torch.tensor([0, *(len(row) for row in seen.kept)]).cumsum(0)
+        kept = torch.tensor([one for row in seen.kept for one in row])
+        logits = remove_filtered(logits, KeptRows(token_ids=kept, offsets=offsets))
+    if seen.temperatures:
+        logits = logits / torch.tensor(seen.temperatures, dtype=logits.dtype).unsqueeze(1)
+    rows, ids, _ = seen.targets
+    return logits[rows, ids].double() - logits.double().logsumexp(dim=-1)[rows]
 
 
-def quantising_cache(dtype: torch.dtype) -> Any:
+def banded_mask(length: int, window: int) -> Tensor:
+    """Additive `[1, 1, length, length]`: each token sees itself and the `window - 1` before it."""
+    distance = torch.arange(length)[:, None] - torch.arange(length)[None]
+    hidden = (distance < 0) | (distance >= window)
+    return torch.zeros(1, 1, length, length).masked_fill(hidden, torch.finfo(torch.float32).min)
+
+
+def rounding_cache(store: Rounding, *, after: int = 0) -> Any:
     from transformers import DynamicCache
 
-    class QuantisingCache(DynamicCache):
-        """Keys and values lose precision on their way into the cache, as in an engine with a quantised one."""
+    class RoundingCache(DynamicCache):
+        """Keys and values lose precision on their way into the cache, from position `after` on."""
 
         def update(
             self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
         ) -> tuple[Tensor, Tensor]:
-            keys, values = (states.to(dtype).to(states.dtype) for states in (key_states, value_states))
-            return super().update(keys, values, layer_idx, *args, **kwargs)
+            if self.get_seq_length(layer_idx) >= after:
+                key_states, value_states = store(key_states), store(value_states)
+            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
-    return QuantisingCache()
-
-
-def dtype_variant(name: str) -> Variant:
-    return Variant(f"dtype_{name}", name, lambda model: model.to(getattr(torch, name)))
+    return RoundingCache()
 
 
-def list_variants(reference: Reference, *, previous: str | Path | None = None) -> Iterator[Variant]:
-    """The faults of weights that can be simulated for this model, the likeliest first."""
-    model, config, base = reference.model, reference.config, reference.source
-    if previous is not None:
-        yield Variant("stale_weights", f"weights of {Path(previous).name}", lambda _: load_model(previous))
-    if reference.adapter is not None and base is not None:
-        yield Variant("adapter_missing", f"without adapter {reference.adapter.name}", lambda _: load_model(base))
-    for name in ("float16", "bfloat16"):
-        yield dtype_variant(name)
-    yield Variant("int8_weights", "int8 per channel", lambda m: quantise(m, to_int8))
-    yield Variant("fp8_weights", "float8_e4m3 per tensor", lambda m: quantise(m, to_fp8))
-    yield Variant("fp8_kv_cache", "KV cache in float8_e4m3", lambda m: m, kv_dtype=torch.float8_e4m3fn)
-    if any(isinstance(module, nn.Linear) and module.bias is not None for module in model.modules()):
-        yield Variant("bias_dropped", "biases set to 0", drop_biases)
-    if not getattr(config, "tie_word_embeddings", True):
-        yield Variant("tied_head", "output layer = embedding", tie_head)
-    rope: JsonMapping = dict(getattr(config, "rope_parameters", None) or {})
-    if "rope_theta" in rope:
-        theta = float(rope["rope_theta"])
-        for other in sorted({*THETAS, theta * 10, theta / 10} - {theta}):
-            yield Variant("rope", f"rope_theta {other:g} instead of {theta:g}", rope_change(rope_theta=other))
-        if rope.get("rope_type", "default") != "default":
-            yield Variant("rope", "no rope scaling", rope_change(rope_type="default"))
-            return
-        for factor in (2.0, 4.0):
-            change = rope_change(rope_type="linear", factor=factor)
-            yield Variant("rope", f"linear rope scaling by {factor:g}", change)
-
-
-def rope_change(**changes: Any) -> Change:
-    """The same weights in a model whose rotary embedding is built from other settings."""
-
-    def change(model: Any) -> Any:
-        config = copy.deepcopy(model.config)
-        config.rope_parameters = {**config.rope_parameters, **changes}
-        other = type(model)(config)
-        other.load_state_dict(model.state_dict())
-        return other
-
-    return change
-
-
-def quantise(model: Any, rounding: Callable[[Tensor], Tensor]) -> Any:
-    """Every linear layer but the output layer, as weight-only quantisation does it."""
-    head = model.get_output_embeddings()
-    for module in model.modules():
-        if isinstance(module, nn.Linear) and module is not head:
-            module.weight.data = rounding(module.weight.data)
-    return model
-
-
-def to_int8(weight: Tensor) -> Tensor:
-    scale = weight.abs().amax(dim=1, keepdim=True).clamp(min=1e-12) / 127
-    return (weight / scale).round().clamp(-127, 127) * scale
-
-
-def to_fp8(weight: Tensor) -> Tensor:
-    scale = weight.abs().amax().clamp(min=1e-12) / 448
-    return (weight / scale).to(torch.float8_e4m3fn).to(weight.dtype) * scale
-
-
-def drop_biases(model: Any) -> Any:
-    for module in model.modules():
-        if isinstance(module, nn.Linear) and module.bias is not None:
-            module.bias.data.zero_()
-    return model
-
-
-def tie_head(model: Any) -> Any:
-    model.get_output_embeddings().weight.data = model.get_input_embeddings().weight.data
-    return model
-
-
-def merge_adapter(model: Any, directory: Path) -> Any:
-    modules = dict(model.named_modules())
+def adapter_deltas(model: Any, directory: Path) -> dict[str, Tensor]:
+    """What an adapter adds to each weight, by the name of its module."""
+    modules, found = dict(model.named_modules()), dict[str, Tensor]()
     for name, low in read_pairs(directory.name, *read_directory(directory)).items():
         target = modules.get(name)
         if not isinstance(target, nn.Linear):
             raise ConfigError(f"--adapter: {name} is no linear layer of the model")
-        target.weight.data = merge_low_rank(target.weight.data, low)
+        found[name] = merge_low_rank(torch.zeros_like(target.weight.data), low)
+    return found
+
+
+def merge_adapter(model: Any, directory: Path) -> Any:
+    for name, delta in adapter_deltas(model, directory).items():
+        model.get_submodule(name).weight.data += delta
     return model

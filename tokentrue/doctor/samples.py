@@ -14,8 +14,9 @@ from torch import Tensor
 
 from tokentrue.doctor.exam import Examination
 from tokentrue.doctor.findings import Finding, cannot_tell, fault, ok
+from tokentrue.doctor.naming import Evidence, grows_with_position, judge
 from tokentrue.doctor.reference import Observation
-from tokentrue.doctor.weights import Difference, grows_with_position, judge_difference, spread_of
+from tokentrue.doctor.weights import advise, hypotheses_for
 from tokentrue.samples.recorded_turns import read_turns, scoring_temperatures, why_not_scorable
 from tokentrue.types import Sample, Span
 
@@ -35,20 +36,21 @@ def probe_samples(exam: Examination, samples: Sequence[Sample]) -> list[Finding]
         left_out.append(cannot_tell(why, probe="samples: not compared"))
     if not chosen:
         return left_out or [cannot_tell("no sample holds log-probabilities of sampled tokens", probe=name)]
-    seen = Difference.of(exam.reference, [observation for _, observation in chosen])
+    seen = Evidence(exam.reference, [observation for _, observation in chosen], exam.dtype)
     groups = {
         "position": [_bucket(position) for _, one in chosen for position in one.positions],
         "turn": _keys(chosen, lambda span: str(span.turn)),
         "policy version": _keys(chosen, lambda span: str(span.policy_version)),
     }
     means = {label: mean_by_key(seen.e, keys) for label, keys in groups.items()}
-    verdict = _filters(exam, seen) or _one_version(exam, means["policy version"]) or judge_difference(exam, seen)
+    limit = max(5e-5, seen.rounding.limit)
+    verdict = _one_version(limit, means["policy version"]) or judge(seen, hypotheses_for(exam), advice=advise(exam))
     rows = [
         ok(", ".join(f"{key}: {mean:.2g}" for key, mean in found.items()), probe=f"samples: mean |δ| by {label}")
         for label, found in means.items()
         if len(found) > 1
     ]
-    growth = f"last third of positions ÷ first third: {grows_with_position(seen.e, seen.positions):.2f}"
+    growth = f"last third of positions ÷ first third: {grows_with_position(seen.e, seen.position):.2f}"
     rows.append(ok(growth, probe="samples: growth of |δ| with the position"))
     return [replace(verdict, probe=name), *left_out, *rows]
 
@@ -86,27 +88,13 @@ def _first_tokens(chosen: list[tuple[Sample, Observation]]) -> list[tuple[Sample
     return kept
 
 
-def _filters(exam: Examination, seen: Difference) -> Finding | None:
-    """Renormalised over what a filter kept, every log-probability is above the reference's, never below."""
-    spread = spread_of(seen.e)
-    if spread.mean <= exam.spread.limit or seen.e.numel() < 20:
-        return None
-    below = float((seen.e < -max(exam.spread.largest_limit, 1e-3)).double().mean())
-    if below > 0.01 or float(seen.e.mean()) < 0.5 * spread.mean:
-        return None
-    mass = float((-seen.e).exp().mean())
-    figure = f"mean ratio {mass:.3f}, {100 * below:.1f}% of tokens below the reference"
-    detail = f"the filter kept {100 * mass:.0f}% of the mass"
-    return fault("sampled_filters", figure, confidence="medium", detail=detail)
-
-
-def _one_version(exam: Examination, means: dict[str, float]) -> Finding | None:
+def _one_version(limit: float, means: dict[str, float]) -> Finding | None:
     """The difference is that of one policy version: its samples were drawn with other weights."""
     if len(means) < 2:
         return None
     worst = max(means, key=lambda version: means[version])
     rest = max(mean for version, mean in means.items() if version != worst)
-    if means[worst] <= exam.spread.limit or means[worst] < STALE_FACTOR * max(rest, exam.spread.limit / STALE_FACTOR):
+    if means[worst] <= limit or means[worst] < STALE_FACTOR * max(rest, limit / STALE_FACTOR):
         return None
     figure = f"version {worst}: mean |δ| {means[worst]:.2g}; all others at most {rest:.2g}"
     detail = f"samples of version {worst} were drawn with other weights"

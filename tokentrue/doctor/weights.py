@@ -1,210 +1,94 @@
-"""Weights and arithmetic: the engine's log-probabilities against the reference forward, and which known fault explains
-the difference.
-
-`e` is engine - reference, one value per observed token. A hypothesis predicts `h`; its share explained is
-1 - Σ|e - h| / Σ|e|.
-"""
+"""Weights, arithmetic and sampling: the engine's log-probabilities and routing against the reference, and what caused
+a difference."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tokentrue.doctor.exam import BAND, Examination, Spread, probe
+from tokentrue.doctor.exam import Examination, probe
 from tokentrue.doctor.findings import Finding, Verdict, cannot_tell, fault, ok
-from tokentrue.doctor.reference import Observation, Reference, list_variants, score
+from tokentrue.doctor.hypotheses import list_hypotheses
+from tokentrue.doctor.naming import Evidence, judge, judge_draws
+from tokentrue.doctor.reference import Observation
+from tokentrue.errors import InputError
+from tokentrue.mismatch.routing import from_routed, record_routing, replay_routing, routers
 from tokentrue.protocols import Scoring
-from tokentrue.records import record
+from tokentrue.routing_replay import FREE
+from tokentrue.types import RoutedExperts, Sampling
 
-CERTAIN, CLEAR, LIKELY = 0.95, 0.8, 0.45  # shares explained
-TEMPERATURES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.5, 2.0)
-GROWTH = 4.0
-UNRELATED = 0.3  # correlation of the two sides' log-probabilities below which they score different things
 TOLERANCES = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 6e-2}  # relative, of a layer's output
-
-
-@record
-class Difference:
-    """The engine's numbers beside the reference's."""
-
-    observations: tuple[Observation, ...]
-    engine: Tensor
-    reference: Tensor
-
-    @staticmethod
-    def of(reference: Reference, observations: Sequence[Observation]) -> Difference:
-        engine = torch.tensor([value for seen in observations for value in seen.logprobs], dtype=torch.float64)
-        truth = reference.logprobs(observations)
-        return Difference(observations=tuple(observations), engine=engine, reference=truth)
-
-    @property
-    def e(self) -> Tensor:
-        return self.engine - self.reference
-
-    def explain(self, fault: str, label: str, logprobs: Tensor) -> Explanation:
-        """`logprobs` are what an engine with this fault would report."""
-        predicted = logprobs - self.reference
-        share, size = explained_share(self.e, predicted), float(predicted.abs().mean())
-        return Explanation(fault=fault, label=label, share=share, size=size)
-
-    @property
-    def lengths(self) -> list[int]:
-        return [len(seen.positions) for seen in self.observations]
-
-    @property
-    def positions(self) -> Tensor:
-        return torch.tensor([position for seen in self.observations for position in seen.positions])
-
-
-@record
-class Explanation:
-    """A known fault and the share of the difference that it explains."""
-
-    fault: str
-    label: str
-    share: float
-    size: float = 0.0  # mean size of the predicted difference
+FLIPS = {"float32": 0.002, "float16": 0.02, "bfloat16": 0.15}  # share of choices that rounding alone may flip
 
 
 async def probe_weights(exam: Examination) -> list[Finding]:
-    return [await _sampled(exam), await _prompt(exam)]
+    """Prompt tokens are judged with the sampled ones where both differ, or neither does."""
+    assert exam.evidence is not None
+    row = await probe("weights: log-probabilities of a prompt")(_score_prompt)(exam)
+    joined = sampled = exam.evidence
+    prompt = exam.prompt_evidence
+    if prompt is not None and prompt.departs == sampled.departs:
+        joined = Evidence(exam.reference, [*sampled.observations, *prompt.observations], exam.dtype)
+    elif prompt is not None and prompt.departs:
+        joined = prompt
+    verdict = await probe("weights: log-probabilities against the model directory")(_judge)(exam, joined)
+    draws = await probe("meaning: draws follow the reported distribution")(_draws)(exam, verdict)
+    return [verdict, row, draws]
 
 
-@probe("weights: log-probabilities against the model directory")
-async def _sampled(exam: Examination) -> Finding:
-    return judge_difference(exam, Difference.of(exam.reference, exam.observations))
+async def _judge(exam: Examination, evidence: Evidence) -> Finding:
+    return judge(evidence, hypotheses_for(exam), advice=advise(exam))
 
 
-@probe("weights: log-probabilities of a prompt")
-async def _prompt(exam: Examination) -> Finding:
+def hypotheses_for(exam: Examination) -> Any:
+    return list_hypotheses(
+        exam.reference,
+        previous=exam.previous,
+        specials=exam.special_ids(),
+        stops=exam.renderer.stop_token_ids,
+        dtype=exam.dtype,
+    )
+
+
+def advise(exam: Examination) -> str:
+    """The measurement that would tell most."""
+    steps = [
+        "" if exam.previous is not None else "run again with --previous DIR (the weights before the last update)",
+        "" if exam.dtype == "float32" else "serve in float32 for the test, where causes are told apart by their digits",
+        ""
+        if exam.provider.name == "hf"
+        else "load the served directory with --engine hf --served DIR, which names the layer",
+    ]
+    return (
+        "; ".join(step for step in steps if step)
+        or "compare the engine's configuration and model class with the directory"
+    )
+
+
+async def _score_prompt(exam: Examination) -> Finding:
     if not isinstance(exam.provider, Scoring):
         return cannot_tell("the engine gives no prompt log-probabilities")
     prompt = exam.long_prompt()
     seen = Observation.from_prompt(prompt, await exam.provider.score(prompt))
-    return judge_difference(exam, Difference.of(exam.reference, [seen]))
-
-
-def judge_difference(exam: Examination, seen: Difference) -> Finding:
-    spread, limit = spread_of(seen.e), exam.spread.limit
-    figure = (
-        f"mean |δ| {spread.mean:.2g}, max {spread.largest:.2g} over {seen.e.numel()} tokens; "
-        f"{exam.dtype} allows {limit:.2g}"
-    )
-    if spread.mean <= limit:
-        return ok(figure)
-    explanations: list[Explanation] = []
-    for one in chain(explain_alignment(seen), explain_inputs(exam, seen), explain_weights(exam, seen)):
-        explanations.append(one)
-        if one.share >= CERTAIN:  # nothing is left to explain: the rest need not be computed
-            break
-    chosen = max(explanations, key=lambda one: one.share)
-    if chosen.share >= LIKELY:
-        detail = f"{chosen.label} explains {100 * chosen.share:.0f}% of the difference"
-        confidence = "high" if chosen.share >= CLEAR else "medium"
-        return fault(chosen.fault, figure, confidence=confidence, detail=detail)
-    return _unexplained(figure, seen, explanations, spread.mean)
-
-
-def _unexplained(figure: str, seen: Difference, explanations: Sequence[Explanation], mean: float) -> Finding:
-    growth = grows_with_position(seen.e, seen.positions)
-    if growth >= GROWTH:
-        detail = f"the difference grows {growth:.1f}-fold with the position"
-        return fault("rope", figure, confidence="low", detail=detail)
-    sizes = {one.fault: one.size for one in explanations if one.fault.startswith("dtype_") and one.size}
-    near = [known for known, size in sizes.items() if size / BAND <= mean <= size * BAND]
-    if near:
-        chosen = min(near, key=lambda known: abs(math.log(mean / sizes[known])))
-        detail = "the size of the difference is that dtype's; its pattern is not predictable"
-        return fault(chosen, figure, confidence="low", detail=detail)
-    together = float(torch.corrcoef(torch.stack([seen.engine, seen.reference]))[0, 1]) if seen.e.numel() > 2 else 0.0
-    detail = f"no known fault explains it; correlation with the reference {together:.2f}"
-    return fault("other_weights", figure, confidence="medium" if together > UNRELATED else "low", detail=detail)
-
-
-def explain_alignment(seen: Difference) -> Iterator[Explanation]:
-    """Each log-probability belongs to the token before or after."""
-    for by, which in ((-1, "previous"), (1, "next")):
-        places, neighbours = shift(seen.reference, seen.lengths, by)
-        if places.numel():
-            share = explained_share(seen.e[places], neighbours - seen.reference[places])
-            yield Explanation(fault="off_by_one", label=f"the log-probability of the {which} token", share=share)
-
-
-def explain_inputs(exam: Examination, seen: Difference) -> Iterator[Explanation]:
-    """The engine processed other ids than it was sent, or sampled at another temperature."""
-    for temperature, row in zip(
-        TEMPERATURES, score(exam.reference.model, seen.observations, TEMPERATURES), strict=True
-    ):
-        yield seen.explain("sampled_temperature", f"temperature {temperature:g}", row)
-    bos = getattr(exam.reference.config, "bos_token_id", None)
-    if isinstance(bos, int):
-        prediction = exam.reference.logprobs([move_prompt(one, (bos,)) for one in seen.observations])
-        yield seen.explain("bos_added", f"token {bos} before the prompt", prediction)
-    if any(one.positions[0] < one.prompt_tokens for one in seen.observations):
-        return  # log-probabilities of a prompt: nothing was cut off
-    longest = max(one.prompt_tokens for one in seen.observations)
-    rows = seen.reference.split(seen.lengths)
-    for kept in sorted({*(2**power for power in range(5, 14)), longest // 2, longest // 4, longest - 1}):
-        if 8 <= kept < longest:  # only prompts that are longer than what the engine keeps change
-            cut = [
-                exam.reference.logprobs([move_prompt(one, cut=one.prompt_tokens - kept)])
-                if one.prompt_tokens > kept
-                else row
-                for one, row in zip(seen.observations, rows, strict=True)
-            ]
-            yield seen.explain("context_truncated", f"the last {kept} prompt tokens only", torch.cat(cut))
-
-
-def explain_weights(exam: Examination, seen: Difference) -> Iterator[Explanation]:
-    for variant in list_variants(exam.reference, previous=exam.previous):
-        yield seen.explain(variant.fault, variant.label, exam.reference.predict(variant, seen.observations))
-
-
-def move_prompt(seen: Observation, before: tuple[int, ...] = (), *, cut: int = 0) -> Observation:
-    """The same observation with ids put before the prompt, or the prompt's first `cut` ids cut off."""
-    by = len(before) - cut
-    return replace(
-        seen,
-        token_ids=(*before, *seen.token_ids[cut:]),
-        positions=tuple(position + by for position in seen.positions),
-        prompt_tokens=seen.prompt_tokens + by,
+    exam.prompt_evidence = evidence = Evidence(exam.reference, [seen], exam.dtype)
+    gaps = evidence.e.abs()
+    figure = f"mean |δ| {float(gaps.mean()):.2g}, max {float(gaps.max()):.2g} over {gaps.numel()} tokens"
+    return (
+        cannot_tell("differs; the cause is in the row of the model directory", figure=figure)
+        if evidence.departs
+        else ok(figure)
     )
 
 
-def spread_of(e: Tensor) -> Spread:
-    return Spread(mean=float(e.abs().mean()), largest=float(e.abs().amax())) if e.numel() else Spread()
-
-
-def explained_share(e: Tensor, prediction: Tensor) -> float:
-    total = float(e.abs().sum())
-    return 1.0 - float((e - prediction).abs().sum()) / total if total else 0.0
-
-
-def grows_with_position(e: Tensor, positions: Tensor) -> float:
-    """Mean |e| of the last third of the positions ÷ that of the first third; wrong position settings make it large."""
-    order = positions.argsort()
-    third = max(1, e.numel() // 3)
-    first, last = e[order[:third]].abs().mean(), e[order[-third:]].abs().mean()
-    return float(last / first.clamp(min=1e-12))
-
-
-def shift(values: Tensor, lengths: Sequence[int], by: int) -> tuple[Tensor, Tensor]:
-    """Which entries have a neighbour `by` places on in the same sequence, and that neighbour's value."""
-    inside = torch.zeros(values.shape, dtype=torch.bool)
-    start = 0
-    for length in lengths:
-        inside[start + max(0, -by) : start + length - max(0, by)] = True
-        start += length
-    places = inside.nonzero().squeeze(1)
-    return places, values[places + by]
+async def _draws(exam: Examination, verdict: Finding) -> Finding:
+    if verdict.verdict is not Verdict.OK or exam.evidence is None:
+        return cannot_tell("the reference has other probabilities than the engine")
+    return judge_draws(exam.evidence)
 
 
 def locate_difference(exam: Examination, findings: Sequence[Finding], engine_model: Any) -> list[Finding]:
@@ -251,3 +135,45 @@ def record_outputs(model: nn.Module, ids: Sequence[int]) -> dict[str, Tensor]:
                 hooks.enter_context(module.register_forward_hook(partial(record, name=name)))
         model(torch.tensor([list(ids)], device=next(model.parameters()).device))
     return outputs
+
+
+async def probe_experts(exam: Examination) -> list[Finding]:
+    try:
+        layers = len(routers(exam.reference.model))
+    except InputError:
+        return []  # a dense model
+    return [await _routing(exam, layers)]
+
+
+@probe("experts: routing")
+async def _routing(exam: Examination, layers: int) -> Finding:
+    prompt = exam.prompts()[0]
+    extra = {"routed_experts": True} if exam.provider.name == "exact" else {}
+    completion = await exam.provider.generate(prompt, Sampling(max_tokens=exam.max_tokens, seed=3, extra=extra))
+    if completion.routed_experts is None:
+        return cannot_tell("the engine reports no routing; start it so that it returns routed experts")
+    return compare_routing(exam, Observation.from_completion(prompt, completion), completion.routed_experts, layers)
+
+
+def compare_routing(exam: Examination, seen: Observation, routed: RoutedExperts, layers: int) -> Finding:
+    theirs = from_routed(routed)
+    if theirs.shape[1] != layers:
+        return cannot_tell(f"the engine reports {theirs.shape[1]} layers of routing, the model has {layers}")
+    model, rows = exam.reference.model, torch.arange(routed.start, routed.end)
+    with record_routing(model) as record:
+        plain = exam.reference.logprobs([seen])
+    ours = record.experts.index_select(0, rows)
+    same = (theirs.sort(dim=-1).values == ours.sort(dim=-1).values).all(dim=-1)
+    flips = 1.0 - same.double().mean(dim=0)
+    whole = torch.full((len(seen.token_ids), *theirs.shape[1:]), FREE, dtype=torch.int16)
+    whole[rows] = theirs
+    with replay_routing(model, whole):
+        replayed = exam.reference.logprobs([seen])
+    engine = torch.tensor(seen.logprobs, dtype=torch.float64)
+    without, with_replay = (float((engine - side).abs().mean()) for side in (plain, replayed))
+    mean, worst = float(flips.mean()), int(flips.argmax())
+    figure = f"{100 * mean:.1f}% of choices differ, most in layer {worst} ({100 * float(flips[worst]):.0f}%)"
+    detail = f"mean |δ| {without:.2g}, with the engine's choices replayed {with_replay:.2g}"
+    if mean > FLIPS.get(exam.dtype, 0.002):
+        return fault("routing", figure, confidence="medium", detail=detail)
+    return ok(figure, detail=detail)

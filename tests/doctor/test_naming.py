@@ -1,0 +1,123 @@
+"""Causes are fitted, confirmed on held-out tokens, or left unknown; engines are those of `reported`, not simulations."""
+
+from __future__ import annotations
+
+import copy
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.doctor import engines as e
+from tests.doctor import reported
+from tokentrue.doctor import CAUSES, Finding, Reference, Verdict
+from tokentrue.doctor.exam import STORY
+from tokentrue.doctor.hypotheses import list_hypotheses
+from tokentrue.doctor.naming import Evidence, judge, judge_draws
+from tokentrue.doctor.reference import Observation
+from tokentrue.renderers import load_renderer
+from tokentrue.types import Sampling
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+async def gather(engine: reported.Engine, dtype: str = "float32", tokens: int = 40) -> Evidence:
+    ids = list(load_renderer(str(e.CALCULATOR)).render([{"role": "user", "content": STORY}]).token_ids)
+    seen: list[Observation] = []
+    for cut in (30, 50, 70):
+        sampling = Sampling(max_tokens=tokens, seed=cut, top_logprobs=4)
+        seen.append(Observation.from_completion(ids[:cut], await engine.generate(ids[:cut], sampling)))
+    reference = Reference(e.calculator())
+    reference.expect(dtype)
+    return Evidence(reference, seen, dtype)
+
+
+def judged(evidence: Evidence, previous: Any = None) -> Finding:
+    hypotheses = list_hypotheses(
+        evidence.reference, previous=previous, specials=(0, 1, 2), stops=(2,), dtype=evidence.dtype
+    )
+    return judge(evidence, hypotheses, advice="look")
+
+
+def seeded(name: str, dtype: str = "float32", seed: int = 3) -> reported.Seeded:
+    return reported.build(name, e.calculator(), dtype, random.Random(seed))
+
+
+async def test_a_rope_base_is_fitted_to_its_value() -> None:
+    case = seeded("rope base")
+    inverse = case.engine._model.model.rotary_emb.inv_freq
+    base = float(inverse[1]) ** -len(inverse)  # frequency i is base^(-i / n)
+    found = judged(await gather(case.engine))
+    assert found.fault == "rope", found
+    assert abs(float(found.detail.split()[2].rstrip(":")) / base - 1) < 0.01, (found.detail, base)
+
+
+async def test_what_no_hypothesis_computes_is_unknown_with_the_next_step() -> None:
+    found = judged(await gather(seeded("a rank left out of the sum").engine))
+    assert found.fault == "unknown" and "nearest" in found.detail and found.detail.endswith("Next: look"), found
+
+
+async def test_a_dtype_is_not_named_by_the_size_of_a_difference() -> None:
+    """Weights that differ by noise of the size of bfloat16's rounding."""
+    model = e.calculator()
+    torch.manual_seed(1)
+    for parameter in model.parameters():
+        parameter.data *= 1 + 2**-9 * torch.randn_like(parameter)
+    rounded = (await gather(reported.Engine(e.calculator(), "bfloat16"))).e.abs().mean()
+    evidence = await gather(reported.Engine(model))
+    assert 0.2 < float(evidence.e.abs().mean() / rounded) < 5
+    assert judged(evidence).fault == "unknown"
+
+
+async def test_bfloat16_is_named_by_the_grid_of_its_logits() -> None:
+    assert judged(await gather(reported.Engine(e.calculator(), "bfloat16"))).fault == "dtype_bfloat16"
+
+
+async def test_draws_under_a_filter_that_is_not_reported() -> None:
+    plain = await gather(reported.Engine(e.calculator()), tokens=80)
+    assert judge_draws(plain).verdict is Verdict.OK
+    silent = seeded("silent top-k", seed=1)
+    drawn = await gather(silent.engine, tokens=80)
+    found = judge_draws(drawn)
+    assert found.fault == "sampled_filters", found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", reported.HEALTHY)
+async def test_a_healthy_engine_in_bfloat16_is_not_accused(kind: str) -> None:
+    found = judged(await gather(reported.healthy(kind, e.calculator(), "bfloat16"), "bfloat16"))
+    assert found.verdict is Verdict.OK, found
+
+
+@pytest.mark.slow
+async def test_a_stale_layer_is_named_below_what_bfloat16_allows(tmp_path: Path) -> None:
+    case = seeded("stale tied head, previous given", "bfloat16")
+    case.previous.save_pretrained(tmp_path)
+    found = judged(await gather(case.engine, "bfloat16"), previous=tmp_path)
+    assert found.fault == "stale_weights" and "output layer" in found.detail, found
+
+
+def test_a_trial_leaves_the_reference_as_it_was() -> None:
+    reference = Reference(e.calculator())
+    before = copy.deepcopy(reference.model.state_dict())
+    seen = Observation(token_ids=tuple(range(3, 23)), positions=(18, 19), logprobs=(-1.0, -1.0), prompt_tokens=18)
+    truth = reference.logprobs([seen])
+    evidence = Evidence(reference, [seen], "float32")
+    moved = 0
+    for hypothesis in list_hypotheses(reference, specials=(1,), stops=(2,), dtype="float32"):
+        x = hypothesis.grid[0]
+        moved += not torch.equal(evidence.predict(hypothesis, x, [0]), evidence.truth)
+        assert torch.equal(reference.logprobs([seen]), truth), hypothesis.label
+    assert moved > 40
+    assert all(torch.equal(before[name], value) for name, value in reference.model.state_dict().items())
+
+
+def test_every_hypothesis_has_a_cause_and_a_cure() -> None:
+    reference = Reference(e.calculator())
+    named = {one.fault for one in list_hypotheses(reference, specials=(1,), stops=(2,), dtype="float32")}
+    assert named <= set(CAUSES) and len(named) > 20
