@@ -371,9 +371,9 @@ def _quantise(
         if not (is_linear or "Experts" in type(module).__name__) or (module is last and not head):
             continue
         if re.search(pattern, name):
-            for parameter in module.parameters(recurse=False):
+            for key, parameter in module.named_parameters(recurse=False):
                 if parameter.dim() > 1:
-                    trial.write(parameter, rounding(parameter.data))
+                    trial.write(parameter, rounding(trial.saved.get(f"{name}.{key}", parameter.data)))
             if is_linear and activations is not None:
                 trial.round_inputs(module, activations)
 

@@ -92,8 +92,8 @@ class Observation:
 class Trial:
     """One change of the reference; `set`, `write` and `hook` are undone when the trial ends."""
 
-    def __init__(self, model: Any, undo: ExitStack) -> None:
-        self.model, self._undo = model, undo
+    def __init__(self, model: Any, saved: Mapping[str, Tensor], undo: ExitStack) -> None:
+        self.model, self.saved, self._undo = model, saved, undo
         self.changes_forward = False
         self.window: int | None = None  # tokens that a token attends to, itself included; 0: no window at all
         self.decode_shift = 0  # added to the positions of sampled tokens
@@ -147,6 +147,7 @@ class Reference:
         self.model: Any = model.eval()
         self.config: Any = model.config
         self.source, self.adapter = source, adapter
+        self.saved: dict[str, Tensor] = {}  # weights before `expect` rounded them: engines quantise these
         # What engines serve by default; a loaded model's configuration has the dtype of loading instead.
         saved = getattr(self.config if source is None else load_config(source), "dtype", None)
         self.dtype = str(saved or "float32").removeprefix("torch.")
@@ -167,9 +168,11 @@ class Reference:
 
     def expect(self, dtype: str) -> None:
         """Rounds the weights as an engine of that dtype loads them; computation stays in float32."""
-        if dtype != "float32":
-            for parameter in self.model.parameters():
-                parameter.data = parameter.data.to(getattr(torch, dtype)).float()
+        for name, parameter in self.model.named_parameters():
+            rounded = parameter.data.to(getattr(torch, dtype)).float()
+            if not torch.equal(rounded, parameter.data):
+                self.saved[name] = parameter.data
+            parameter.data = rounded
 
     def in_dtype(self, dtype: str) -> Any:
         return copy.deepcopy(self.model).to(getattr(torch, dtype))
@@ -177,7 +180,7 @@ class Reference:
     @contextmanager
     def trial(self) -> Iterator[Trial]:
         with ExitStack() as undo:
-            yield Trial(self.model, undo)
+            yield Trial(self.model, self.saved, undo)
 
     def logprobs(self, observations: Sequence[Observation]) -> Tensor:
         """Of the chosen tokens, at the temperature that each was sampled at, over the ids that were kept."""
