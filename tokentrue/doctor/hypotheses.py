@@ -330,7 +330,7 @@ def _layers(reference: Reference) -> Iterator[Hypothesis]:
         )
 
 
-def _write_all(values: Mapping[nn.Parameter, Tensor], trial: Trial, x: float) -> None:
+def _write_all(values: Mapping[Tensor, Tensor], trial: Trial, x: float) -> None:
     for parameter, value in values.items():
         trial.write(parameter, value)
 

@@ -108,7 +108,7 @@ class Trial:
         self._undo.callback(setattr, owner, name, getattr(owner, name))
         setattr(owner, name, value)
 
-    def write(self, parameter: nn.Parameter, value: Tensor) -> None:
+    def write(self, parameter: Tensor, value: Tensor) -> None:
         """Another value of a parameter, which keeps its place and its ties."""
         self.changes_forward = True
         before = parameter.data
