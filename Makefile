@@ -87,9 +87,12 @@ VLLM_PYTHON ?= $(error set VLLM_PYTHON to the Python of an environment with vllm
 test-vllm: $(VENV)/.dev
 	TOKENTRUE_VLLM_PYTHON=$(VLLM_PYTHON) $(BIN)/python -m pytest -m vllm
 
-FRAMEWORKS_PYTHON ?= $(error set FRAMEWORKS_PYTHON to the Python of an environment with the trainers, see docs/trainers.md)
-VERIFIERS_PYTHON ?= $(error set VERIFIERS_PYTHON to the Python of an environment with verifiers and uv, see docs/trainers.md)
+# Other trainers' own code, in environments that the first run makes beside .venv and shares torch with it. Frameworks that cannot be
+# installed are named at the end; slime, Miles and prime-rl are not on PyPI: TOKENTRUE_FRAMEWORKS_SOURCES names their source trees.
+FRAMEWORKS_PYTHON ?= .venv-frameworks/bin/python
+VERIFIERS_PYTHON  ?= .venv-verifiers/bin/python
 test-frameworks: $(VENV)/.dev
+	$(BIN)/python -m tests.integrations.environments $(FRAMEWORKS_PYTHON) $(VERIFIERS_PYTHON)
 	TOKENTRUE_FRAMEWORKS_PYTHON=$(FRAMEWORKS_PYTHON) TOKENTRUE_VERIFIERS_PYTHON=$(VERIFIERS_PYTHON) $(BIN)/python -m pytest -m frameworks tests/integrations
 
 test-gpu: $(VENV)/.dev
@@ -140,4 +143,4 @@ experiments: $(VENV)/.dev
 	$(BIN)/python -m experiments.run_all --device $(DEVICE) --out out/lab --jobs $(JOBS)
 
 clean:
-	rm -rf $(VENV) $(LOWEST) .cache build dist
+	rm -rf $(VENV) $(LOWEST) .venv-frameworks .venv-verifiers .cache build dist

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.samples.test_audit import forest
+from tokentrue.app.wiring import EngineConfig, ModelConfig, provider_for, renderer_for
 from tokentrue.environments import load_environment
 from tokentrue.errors import ConfigError, FileFormatError
 from tokentrue.providers import load
@@ -18,6 +19,7 @@ from tokentrue.samples.files import recognise_format
 ENTRY_POINTS = """\
 [tokentrue.providers]
 bare = their_package:World
+server = their_package:Server
 theirs = their_package:Engine
 [tokentrue.exporters]
 theirs = their_package:FORMAT
@@ -35,6 +37,12 @@ from tokentrue.samples.formats import trainer_format
 
 class Engine(ScriptedProvider):
     pass
+
+
+class Server(ScriptedProvider):
+    def __init__(self, url, *, api_key=None, slots=1):
+        super().__init__([])
+        self.url, self.slots = url, slots
 
 
 def columns(row):
@@ -83,10 +91,18 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_an_engine() -> None:
     assert type(load("theirs", script=[])).__module__ == "their_package"
-    with pytest.raises(ConfigError, match=r"no engine 'nobody'; .*scripted, verified, bare, theirs$"):
+    with pytest.raises(ConfigError, match=r"no engine 'nobody'; .*scripted, verified, bare, server, theirs$"):
         load("nobody")
     with pytest.raises(ConfigError, match=r"^engine 'bare': .*'model'"):  # its constructor takes no setting
         load("bare", model="dir")
+
+
+def test_an_engine_with_addresses_is_a_server_for_each() -> None:
+    config = EngineConfig(name="server", urls=("http://a", "http://b"), options={"slots": 3})
+    pool = provider_for(config, ModelConfig(), renderer_for(ModelConfig()))
+    assert [(each.url, each.slots) for each in pool._replicas] == [("http://a", 3), ("http://b", 3)]
+    with pytest.raises(ConfigError, match=r"^engine 'bare': .*'url'"):
+        provider_for(EngineConfig(name="bare", urls=("http://a",)), ModelConfig(), renderer_for(ModelConfig()))
 
 
 async def test_a_format(tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tokentrue.cli.main import COMMANDS
+
 ROOT = Path(__file__).resolve().parent.parent
 LOADED = re.compile(
     r"""<(?:script|img|iframe|source)[^>]*\ssrc=["']?(https?:[^"'>\s]+)|<link[^>]*\shref=["']?(https?:[^"'>\s]+)"""
@@ -50,3 +52,16 @@ def test_the_reference_has_the_public_names(site: Path) -> None:
         "read_samples",
     ):
         assert re.search(rf'id="tokentrue[.\w]*\.{name}"', text), f"{name} is not in the reference"
+
+
+def test_llms_txt_names_every_page_and_the_commands(site: Path) -> None:
+    text = (ROOT / "llms.txt").read_text()
+    links = set(re.findall(r"\]\((\S+?)\)", text))
+    assert not [link for link in links if not (ROOT / link).is_file()]
+    pages = {str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")} - {"docs/index.md"}
+    assert pages <= links, pages - links
+    commands = re.search(r"Commands: `tokentrue ([\w |]+)`", text)
+    assert commands is not None and set(commands[1].split(" | ")) == set(COMMANDS)
+    published = (site / "llms.txt").read_text()
+    assert all((site / link).is_file() for link in re.findall(r"\]\((\S+?)\)", published))
+    assert "](start.html)" in published and "AGENTS.md (AGENTS.md)" in published

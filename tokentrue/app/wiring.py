@@ -23,7 +23,7 @@ from tokentrue.gateway.config import GatewayConfig, GatewayLimits, ServingConfig
 from tokentrue.ids import TokenIds
 from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.protocols import Tokenizing
-from tokentrue.providers.registry import IN_PROCESS, REMOTE, list_names
+from tokentrue.providers.registry import ENGINES, IN_PROCESS, REMOTE, list_names
 from tokentrue.records import record
 from tokentrue.sessions.limits import SessionLimits as SessionLimits
 from tokentrue.tracing import start_tracing
@@ -136,7 +136,7 @@ def provider_for(config: EngineConfig, model: ModelConfig, renderer: Callable[[s
         raise ConfigError(
             f"engine {config.name!r} loads no model in this process: --{here[0]} is for {list_names(IN_PROCESS, 'and')}"
         )
-    if config.name in REMOTE:
+    if is_remote(config):
         if not config.urls:
             raise ConfigError(f"engine {config.name!r} needs --url (one for each replica)")
         return Pool([connect_engine(config, url) for url in config.urls])
@@ -151,6 +151,11 @@ def provider_for(config: EngineConfig, model: ModelConfig, renderer: Callable[[s
         options.setdefault("model", model.path or str(SMALL_MODEL))
         options.setdefault("decode", renderer(model.history).decode)  # for stop strings
     return Pool([load(config.name, **options)])
+
+
+def is_remote(engine: EngineConfig) -> bool:
+    """True for a server's adapter. An engine of another package is one if addresses are given."""
+    return engine.name in REMOTE or (engine.name not in ENGINES and bool(engine.urls))
 
 
 def connect_engine(config: EngineConfig, url: str) -> Provider:
@@ -241,7 +246,7 @@ def gateway_for(
 def identify_model(config: ServeConfig) -> ServeConfig:
     """Checks that every replica of a remote engine serves the model whose tokenizer we use, by its tokenisation of a
     probe text, if it offers one. Without `--model` the engine's model must be a local directory."""
-    if config.engine.name not in REMOTE:
+    if not is_remote(config.engine):
         return config
     if not config.engine.urls:
         raise ConfigError(f"engine {config.engine.name!r} needs --url (one for each replica)")

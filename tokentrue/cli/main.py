@@ -97,6 +97,7 @@ def run(name: str, rest: list[str]) -> int:
     """Errors that a user can correct (a TokenTrueError, a file, a missing extra) give one line, no stack trace."""
     import typer
 
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found": no command needs it then
     out: Any = sys.stdout
     if isinstance(out, io.TextIOWrapper) and out.errors == "strict":
         # lone surrogates of damaged files, and other scripts on an ASCII terminal, are printed as escapes

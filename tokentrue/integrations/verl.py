@@ -1,4 +1,5 @@
-"""verl: an agent loop whose rollouts go through a gateway (`rollout.agent.agent_loop_config_path`).
+"""verl: an agent loop whose rollouts go through a gateway (`rollout.agent.agent_loop_config_path`), or a manager of such
+loops (`rollout.agent.agent_loop_manager_class`), which needs no file of loops.
 
 `agent(client, row)` gets the dataset's row. The v1 trainer takes every sample of a rollout, the older one the sample
 that trains most tokens.
@@ -7,6 +8,7 @@ that trains most tokens.
 from __future__ import annotations
 
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,8 @@ from tokentrue.samples.trainer_rows import verl_row
 from tokentrue.types import Sample
 
 AGENT_LOOPS = "verl.experimental.agent_loop.agent_loop"
+AGENT_LOOPS_V1 = "verl.trainer.ppo.v1.agent_loop_tq"
+NAME = "tokentrue"  # of the loop in verl's registry
 FIELDS = ("prompt_ids", "response_ids", "response_mask", "response_logprobs", "reward_score", "num_turns")
 
 
@@ -46,6 +50,41 @@ def agent_loop(agent: Agent, *, url: str, **settings: Any) -> type[Any]:
             return output
 
     return GatewayAgentLoop
+
+
+def agent_loop_manager(agent: Agent, *, url: str, **settings: Any) -> type[Any]:
+    """A class for verl's `agent_loop_manager_class`: verl's own manager and workers, every row of which runs `agent`,
+    whatever loop the dataset names. `settings` as for `agent_loop`."""
+    loop = agent_loop(agent, url=url, **settings)
+
+    class GatewayAgentLoopManager:
+        @staticmethod
+        def create(config: Any, **clients: Any) -> Any:
+            is_v1 = config.transfer_queue.enable  # which that trainer's runner sets
+            verl: Any = import_module(AGENT_LOOPS_V1 if is_v1 else AGENT_LOOPS)
+            base: Any = verl.AgentLoopManagerTQ if is_v1 else verl.AgentLoopManager
+            worker: Any = verl.AgentLoopWorkerTQ.__ray_actor_class__ if is_v1 else verl.AgentLoopWorker
+
+            class GatewayWorker(worker):
+                async def _run_agent_loop(self, *arguments: Any, agent_name: str, **row: Any) -> Any:
+                    # In the worker's process: verl finds loops by name in a table of its module, and hydra builds them
+                    # from a path; it takes no class there, but hands objects on.
+                    entry = {"_target_": f"{__name__}.build_loop", "of": SimpleNamespace(kind=loop)}
+                    import_module(AGENT_LOOPS)._agent_loop_registry.setdefault(NAME, entry)
+                    return await worker._run_agent_loop(self, *arguments, agent_name=NAME, **row)
+
+            class Manager(base):
+                def __init__(self, *arguments: Any, **named: Any) -> None:
+                    base.__init__(self, *arguments, **named)
+                    self.agent_loop_workers_class = import_module("ray").remote(GatewayWorker)
+
+            return Manager.create(config=config, **clients)
+
+    return GatewayAgentLoopManager
+
+
+def build_loop(of: Any, **arguments: Any) -> Any:
+    return of.kind(**arguments)
 
 
 def output_of(sample: Sample, **extra: Any) -> Any:
