@@ -48,7 +48,20 @@ def with_thinking(message: dict[str, Any], thinking: Any) -> dict[str, Any]:
     return {**message, "content": [part, {"type": "text", "text": message["content"]}]}
 
 
+MALFORMED = with_arguments('{"a": ')
+# As smolagents 1.26 writes a turn with calls: the text, then `str` of the calls.
+WRITTEN = (
+    "Calling tools:\n[{'id': 'call_1', 'type': 'function', 'function': {'name': 'f', 'arguments': "
+    "{'a': 1.0, 'b': 'ü', 'c': [1, {'d': None}]}}}]"
+)
 LOSSES: list[tuple[str, dict[str, Any], dict[str, Any], set[str]]] = [
+    ("malformed arguments as {}", MALFORMED, with_arguments("{}"), {"arguments"}),
+    ("malformed arguments as an object", MALFORMED, with_arguments({}), {"arguments"}),
+    ("calls as text", SERVED, {"role": "assistant", "content": f"It is 4.\n{WRITTEN}"},
+        {"calls_as_text", "arguments", "reasoning_dropped", "whitespace"}),
+    ("calls as text alone", SILENT, {"role": "assistant", "content": [{"type": "text", "text": WRITTEN}]},
+        {"calls_as_text", "arguments", "reasoning_dropped", "empty_content"}),
+    ("text that looks like it", {"role": "assistant", "content": WRITTEN}, {"role": "assistant", "content": WRITTEN}, set()),
     ("same", SERVED, json.loads(json.dumps(SERVED)), set()),
     ("reasoning gone", SERVED, without(SERVED, "reasoning_content"), {"reasoning_dropped"}),
     ("reasoning null", SERVED, {**SERVED, "reasoning_content": None}, {"reasoning_dropped"}),
@@ -79,6 +92,18 @@ LOSSES: list[tuple[str, dict[str, Any], dict[str, Any], set[str]]] = [
 ]  # fmt: skip
 
 EDITS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("malformed arguments mended", MALFORMED, with_arguments('{"a": 1}')),
+    ("malformed arguments written otherwise", MALFORMED, with_arguments('{"a": 1')),
+    ("arguments emptied", SERVED, with_arguments("{}")),
+    ("calls as text, edited", SERVED, {"role": "assistant", "content": f"It is 4.\n{WRITTEN}".replace("1.0", "2.0")}),
+    ("calls as text, another tool", SERVED, {"role": "assistant", "content": WRITTEN.replace("'f'", "'g'")}),
+    ("calls as text, text after them", SERVED, {"role": "assistant", "content": f"It is 4.\n{WRITTEN} ok"}),
+    ("calls as text, text gone", SERVED, {"role": "assistant", "content": WRITTEN}),
+    ("calls as text, in a line", SERVED, {"role": "assistant", "content": f"It is 4. {WRITTEN}"}),
+    ("calls as text beside calls", SERVED, {**SERVED, "content": f"It is 4.\n{WRITTEN}"}),
+    ("calls as text that run", SERVED, {"role": "assistant", "content": "It is 4.\nCalling tools:\n[print(1)]"}),
+    ("text served, calls sent", {"role": "assistant", "content": f"It is 4.\n{WRITTEN}"}, SERVED),
+    ("calls as text, deep", SERVED, {"role": "assistant", "content": "It is 4.\nCalling tools:\n" + "[" * 9000}),
     ("one character", SERVED, {**SERVED, "content": "It is 5."}),
     ("inner whitespace", SERVED, {**SERVED, "content": "It  is 4."}),
     ("case", SERVED, {**SERVED, "content": "it is 4."}),

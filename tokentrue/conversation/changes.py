@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tokentrue.conversation.match_keys import calls_of, name_and_arguments, reasoning_of, repeats_arguments, text_of
+from tokentrue.conversation.match_keys import (
+    calls_of,
+    name_and_arguments,
+    read_written_calls,
+    reasoning_of,
+    repeats_arguments,
+    text_of,
+)
 from tokentrue.types import Message
 
 _KNOWN = ("role", "content", "reasoning_content", "reasoning", "tool_calls")
@@ -16,7 +23,7 @@ def find_changes(served: Message, replayed: Message) -> tuple[str, ...] | None:
     differs; None if it is an edit.
 
     The changes that harnesses are known to cause: `reasoning_dropped`, `reasoning_inlined`, `call_ids`, `arguments`,
-    `parts`, `empty_content`, `whitespace`, `extra_fields`. A wrong match is worse than a fork, so a replay that
+    `parts`, `empty_content`, `whitespace`, `extra_fields`, `calls_as_text`. A wrong match is worse than a fork, so a replay that
     *adds* to what was served (new reasoning, one more call) is an edit too. The served text is never split: a think
     tag in it is text that the model wrote. Only the replay is searched for the served reasoning, inlined before the
     served text.
@@ -25,9 +32,20 @@ def find_changes(served: Message, replayed: Message) -> tuple[str, ...] | None:
         return ()
     text, calls = _text_changes(served, replayed), _call_changes(served, replayed)
     if text is None or calls is None:
-        return None
+        return _written_changes(served, replayed)
     is_extended = any(name not in _KNOWN and value not in (None, [], "") for name, value in replayed.items())
     return tuple(sorted(text | calls | ({"extra_fields"} if is_extended else set())))
+
+
+def _written_changes(served: Message, replayed: Message) -> tuple[str, ...] | None:
+    """smolagents sends no calls: it writes them into the text."""
+    if not calls_of(served) or calls_of(replayed):
+        return None
+    text, calls = read_written_calls(text_of(replayed.get("content")), ())
+    if not calls:
+        return None
+    found = find_changes(served, {**replayed, "content": text, "tool_calls": calls})
+    return None if found is None else tuple(sorted({*found, "calls_as_text"}))
 
 
 def _text_changes(served: Message, replayed: Message) -> set[str] | None:

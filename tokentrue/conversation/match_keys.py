@@ -10,10 +10,11 @@ from __future__ import annotations
 import json
 import math
 import re
+from ast import literal_eval
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 from itertools import takewhile
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 from tokentrue.errors import MessageError
 from tokentrue.json_types import JsonMapping, JsonValue
@@ -29,6 +30,8 @@ START_KEY = b""
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _REASONING_PARTS = ("thinking", "reasoning", "think")
 _CLOSING_TAG = re.compile(r"</(?:think|thinking|thought)>")
+_WRITTEN_CALLS = "Calling tools:\n"
+_LONGEST_WRITTEN = 1 << 20  # characters
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -92,6 +95,28 @@ def name_and_arguments(call: JsonMapping) -> tuple[str, JsonValue]:
     return str(function.get("name") or ""), function.get("arguments")
 
 
+def read_written_calls(text: str, calls: Sequence[JsonMapping]) -> tuple[str, Sequence[JsonMapping]]:
+    """Text and calls of a message whose calls smolagents wrote into its text, as Python prints them; any other message
+    is unchanged."""
+    before, mark, written = text.rpartition(_WRITTEN_CALLS)
+    if calls or not mark or (before and not before.endswith("\n")) or len(written) > _LONGEST_WRITTEN:
+        return text, calls
+    try:
+        found = literal_eval(written)
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        return text, calls
+    if not isinstance(found, list) or not found or not all(map(_is_call, cast("list[Any]", found))):
+        return text, calls
+    return before, cast("list[JsonMapping]", found)
+
+
+def _is_call(value: Any) -> bool:
+    if not isinstance(value, dict) or value.keys() != {"id", "type", "function"}:  # pyright: ignore[reportUnknownMemberType]
+        return False
+    function: Any = value["function"]
+    return isinstance(function, dict) and function.keys() == {"name", "arguments"}  # pyright: ignore[reportUnknownMemberType]
+
+
 def call_ids_of(message: Message) -> tuple[str | None, ...]:
     if message.get("role") != "assistant":
         return ()
@@ -115,8 +140,11 @@ Harness: TypeAlias = Literal["same", "python", "javascript", "go", "any"]
 
 def repeats_arguments(served: JsonValue, replayed: JsonValue) -> bool:
     """True if `replayed` are the served arguments, up to key order, spacing, escapes, number format, and empty versus
-    `{}`. This applies only to served values: `null` that comes back as a number is an edit."""
+    `{}`, which also replaces served text that is no JSON. This applies only to served values: `null` that comes back
+    as a number is an edit."""
     now = _loosen_arguments(replayed, "same")
+    if now == "{}" and _loosen_arguments(served, "same").startswith("\0"):
+        return True
     return any(_loosen_arguments(served, harness) == now for harness in ("same", "python", "javascript", "go"))
 
 
@@ -133,7 +161,7 @@ def _respell(value: str, harness: Harness) -> JsonValue:
 
 
 def _loosen_arguments(arguments: JsonValue, harness: Harness) -> str:
-    """Text that is not JSON or is nested too deeply is unchanged."""
+    """Text that is not JSON or is nested too deeply is unchanged; "any" makes it `{}`, as pi does."""
     if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
         return "{}"
     if isinstance(arguments, str):
@@ -141,7 +169,7 @@ def _loosen_arguments(arguments: JsonValue, harness: Harness) -> str:
             decoded = _DECODER.decode(arguments)
             check_depth(decoded, "arguments")
         except (ValueError, RecursionError, MessageError):
-            return "\0" + arguments.strip()
+            return "{}" if harness == "any" else "\0" + arguments.strip()
         arguments = decoded
     try:
         return _ENCODER.encode(_loosen(arguments, harness))
@@ -199,8 +227,9 @@ def candidate_key(message: Message, field: str = "messages[]") -> bytes:
         return _hash([role, text])
     # In a replay, reasoning may precede a closing tag, and served text may contain such a tag: what follows the
     # last is in both.
-    fields = [role, _CLOSING_TAG.split(text)[-1].strip()]
-    for call in calls_of(message):
+    text, calls = read_written_calls(_CLOSING_TAG.split(text)[-1], calls_of(message))
+    fields = [role, text.strip()]
+    for call in calls:
         name, arguments = name_and_arguments(call)
         fields += [name, _loosen_arguments(arguments, "any")]
     return _hash(fields)

@@ -108,7 +108,7 @@ MINI_SWE_AGENT = AgentPreset(  # Chat Completions through litellm, not streamed,
     name="mini-swe-agent",
     program="mini",
     install="pip install mini-swe-agent",
-    changes="nothing: every turn adds to the conversation",
+    changes="drops a turn without a call and asks again: that turn is a further sample",
     arguments=(
         *("-m", f"openai/{MODEL}", "-t", TASK, "-y", "--exit-immediately", "-l", "0"),
         *("-c", "mini.yaml", "-c", f"model.model_kwargs.api_base={OPENAI}"),
