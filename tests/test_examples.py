@@ -27,7 +27,7 @@ ALONE = {
     "custom_family": "{'name': 'calculator', 'arguments': '{\"expression\": \"2+2\"}'} {'user': 'history', 'tool': 'history'}",
     "own_trainer": "step 1: reward 0.",
 }
-ELSEWHERE = {"trl_grpo": "tests/integrations"}
+ELSEWHERE = {"trl_grpo": "tests/integrations", "trl_async_grpo": "tests/integrations"}
 KEY = "a-key-of-this-test"
 
 

@@ -32,7 +32,7 @@ from typing import Any, Literal
 from msgspec import structs
 
 from tokentrue.conversation import Conversations
-from tokentrue.errors import ConfigError, KeyConflict, SessionConflict
+from tokentrue.errors import ConfigError, KeyConflict, MessageError, SessionConflict
 from tokentrue.json_types import JsonMapping
 from tokentrue.plain_json import freeze
 from tokentrue.protocols import Provider, Renderer
@@ -48,7 +48,7 @@ from tokentrue.sessions.singleflight import InFlightTurn, SingleFlight, run_to_c
 from tokentrue.sessions.stages.commits import replies_from_record, reply_from_node, reserve_nodes
 from tokentrue.sessions.stages.generation import Choice, deltas_from_message, generate_all
 from tokentrue.sessions.stages.pinning import PinnedPrompts, check_pin
-from tokentrue.sessions.stages.prompts import Prompt, build_prompt
+from tokentrue.sessions.stages.prompts import Prompt, build_prompt, prompt_from_ids
 from tokentrue.sessions.stages.requests import (
     check_pinned,
     check_truthful,
@@ -249,6 +249,8 @@ class Session:
         """A turn that this request starts, joins or repeats."""
         self.check_open()
         request = replace(request, template_kwargs=freeze(request.template_kwargs, "template_kwargs"))
+        if request.prompt_ids is not None and self.record.pin:
+            raise MessageError("cannot be kept where a pinned prompt replaces the client's", field="tokens")
         conversation = self.conversations.read(request.messages, request.tools)
         pinned = self._pinned_prompts.apply(conversation, retried=self._find_prompt(request))
         sampling = resolve_sampling(
@@ -301,12 +303,18 @@ class Session:
         if self.record.training:
             await check_truthful(turn.sampling, self.provider)
         request, conversation = turn.request, turn.conversation
-        resolution = await self._matcher.resolve(conversation, named=request.continues)
+        if request.prompt_ids is not None:
+            resolution = self._matcher.resolve_ids(conversation, request.prompt_ids)
+        else:
+            resolution = await self._matcher.resolve(conversation, named=request.continues)
         self._matcher.pending.append(resolution.turn_key)
         try:
-            prompt = await build_prompt(
-                resolution, conversation.tools, request.template_kwargs, self._matcher, self.limits
-            )
+            if request.prompt_ids is not None:
+                prompt = prompt_from_ids(resolution, request.prompt_ids)
+            else:
+                prompt = await build_prompt(
+                    resolution, conversation.tools, request.template_kwargs, self._matcher, self.limits
+                )
             self.limits.check_prompt(len(prompt.ids))
             choices = await self._generate(turn, prompt)
             turn.is_complete = True

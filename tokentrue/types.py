@@ -373,7 +373,7 @@ class TurnRequest:
     """An agent's next model call in the OpenAI shape, with the whole conversation. `request_key` identifies the
     request for retries (over HTTP the `Idempotency-Key`, or the body's digest if the client counts its retries): the
     same key, or the same content while the first is in flight, is the same turn. `continues` is the node whose
-    answer the caller says it continues."""
+    answer the caller says it continues. `prompt_ids` is the exact prompt of a caller that renders by itself."""
 
     messages: Messages
     tools: Tools | None = None
@@ -384,6 +384,7 @@ class TurnRequest:
     model: str | None = None  # the name that the client requested; one model is served under any name
     request_key: str | None = None
     continues: str | None = None
+    prompt_ids: TokenIds | None = None
 
     def __post_init__(self) -> None:
         if type(self.n) is not int:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,21 +15,26 @@ from typing import Any
 import pytest
 
 from tokentrue.app.background import BackgroundGateway
+from tokentrue.client import Client
 from tokentrue.environments import SMALL_MODEL
-from tokentrue.errors import ConfigError
-from tokentrue.integrations.trl import reward_from_rollout, rollout_func
+from tokentrue.errors import ConfigError, GatewayError
+from tokentrue.integrations.trl import WeightTransfer, reward_from_rollout, rollout_func, rollout_worker
 
 ROOT = Path(__file__).parent.parent.parent
 
 
-def train(steps: int, out: Path, rows: int = 64) -> list[dict[str, float]]:
-    """TRL's log of `steps` steps, whose rows were all equal to the record."""
+def run(script: str, steps: int, out: Path, rows: int) -> dict[str, Any]:
     env = {**os.environ, "TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(Path(__file__).parent / "trl_run.py"), str(steps), str(out), str(rows)]
+    command = [sys.executable, str(Path(__file__).parent / script), str(steps), str(out), str(rows)]
     done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=out, timeout=580)
     result = next((line for line in done.stdout.splitlines() if line.startswith("RESULT ")), None)
     assert result is not None, done.stderr[-2000:]
-    told = json.loads(result.removeprefix("RESULT "))
+    return json.loads(result.removeprefix("RESULT "))
+
+
+def train(steps: int, out: Path, rows: int = 64) -> list[dict[str, float]]:
+    """TRL's log of `steps` steps, whose rows were all equal to the record."""
+    told = run("trl_run.py", steps, out, rows)
     assert told["rows"] == told["equal"] == steps * rows
     worst = max(entry["sampling/sampling_logp_difference/max"] for entry in told["log"])
     assert 0 < worst < 1e-3, (
@@ -45,13 +52,13 @@ def test_processes_have_seeds_of_their_own_and_repeat() -> None:
         )
         return 1.0
 
-    def run(process: int, url: str, key: str) -> list[list[int]]:
+    def play(process: int, url: str, key: str) -> list[list[int]]:
         args, state = SimpleNamespace(temperature=1.0), SimpleNamespace(global_step=3)
         trainer = SimpleNamespace(args=args, state=state, accelerator=SimpleNamespace(process_index=process))
         return rollout_func(agent, url=url, admin_key=key, seed=7)(["What is 2 + 2?"] * 2, trainer)["completion_ids"]
 
     with BackgroundGateway(str(SMALL_MODEL)) as gateway:
-        found = [run(process, gateway.url, gateway.admin_key) for process in (0, 1, 0)]
+        found = [play(process, gateway.url, gateway.admin_key) for process in (0, 1, 0)]
     assert found[0] == found[2], "the same process has the same rollouts again"
     assert len({tuple(ids) for ids in (*found[0], *found[1])}) == 4, found
 
@@ -92,3 +99,105 @@ def test_a_rollout_without_a_reward_is_refused() -> None:
     assert reward_from_rollout(["a", "b"], reward=[0.0, 1.0]) == [0.0, 1.0]
     with pytest.raises(ConfigError, match=r"rollouts \[1\] have no reward"):
         reward_from_rollout(["a", "b"], reward=[0.0, None])
+
+
+# The asynchronous trainer.
+ARGS: dict[str, Any] = {
+    "temperature": 1.0, "num_generations": 3, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1,
+    "world_size": 1, "max_staleness": 1, "queue_maxsize": 1024, "top_p": 1.0, "top_k": 0, "min_p": None,
+    "repetition_penalty": 1.0,
+}  # fmt: skip
+
+
+async def two_conversations(client: Any, task: str) -> float:
+    """An agent and its sub-agent: two rows of one rollout. The reward tells rollouts apart."""
+    texts = []
+    for said in (f"plan {task}", f"do {task}"):
+        answer = await client.chat.completions.create(
+            model="policy", messages=[{"role": "user", "content": said}], max_tokens=8
+        )
+        texts.append(answer.choices[0].message.content or "")
+    return float(len(set("".join(texts))))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_every_sample_of_a_rollout_is_a_row_with_its_version_and_its_rollouts_advantage(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    with BackgroundGateway(str(SMALL_MODEL)) as gateway:
+        worker = rollout_worker(
+            two_conversations, ["a", "b"], SimpleNamespace(**ARGS), url=gateway.url, admin_key=gateway.admin_key,
+            concurrency=3,
+        )  # fmt: skip
+        worker.start()
+        rows = [worker.rollout_buffer.get(timeout=120) for _ in range(12)]
+        worker.check_health(60)
+        worker.stop()
+        with Client(gateway.url, gateway.admin_key) as client:
+            ids = [session["session_id"] for session in client.sessions()]
+            record = [sample for name in ids for sample in client.samples(name).samples]
+    recorded = {tuple(sample.token_ids): sample for sample in record}
+    groups: dict[int, list[Any]] = {}
+    for row in rows:
+        sample = recorded[tuple(row.input_ids.tolist())]
+        assert row.completion_mask.tolist() == list(sample.loss_mask)
+        kept = [x for x, y in zip(row.old_log_probs.tolist(), sample.rollout_logprobs, strict=True) if y is not None]
+        assert kept == pytest.approx([x for x in sample.rollout_logprobs if x is not None], rel=1e-6)
+        assert row.model_version == 0 and row.metrics["reward"] == sample.reward
+        groups.setdefault(row.group_id, []).append((sample.session_id, sample.reward, row.advantage))
+    assert {len(members) for members in groups.values()} == {6}, "three rollouts of two rows each"
+    for members in groups.values():
+        rewards = {session: reward for session, reward, _ in members}
+        assert len(rewards) == 3
+        mean, std = statistics.fmean(rewards.values()), statistics.pstdev(rewards.values())
+        for _, reward, advantage in members:
+            assert advantage == pytest.approx((reward - mean) / (std + 1e-8))
+
+
+def test_a_worker_whose_agents_fail_says_so() -> None:
+    async def broken(client: Any, task: str) -> float:
+        raise RuntimeError("no such tool")
+
+    with BackgroundGateway(str(SMALL_MODEL)) as gateway:
+        settings = SimpleNamespace(**ARGS)
+        worker = rollout_worker(broken, ["a"], settings, url=gateway.url, admin_key=gateway.admin_key)
+        worker.start()
+        worker.check_health(60)
+        until = time.monotonic() + 60
+        while worker._failure is None and time.monotonic() < until:
+            time.sleep(0.05)
+        with pytest.raises(GatewayError, match=r"\d groups in a row failed, the last with: no such tool"):
+            worker.check_health(60)
+        worker.stop()
+
+
+def test_what_trl_does_not_score_with_is_refused() -> None:
+    for name, value in (("top_p", 0.9), ("top_k", 5), ("min_p", 0.1), ("repetition_penalty", 1.1)):
+        with pytest.raises(ConfigError, match=f"AsyncGRPOConfig.{name}: TRL scores without it"):
+            rollout_worker(two_conversations, ["a"], SimpleNamespace(**{**ARGS, name: value}), url="http://x")
+    with pytest.raises(ConfigError, match="at least one task"):
+        rollout_worker(two_conversations, [], SimpleNamespace(**ARGS), url="http://x")
+
+
+def test_transfers_are_counted_as_trl_counts_versions() -> None:
+    import torch
+
+    published: list[tuple[dict[str, Any], int]] = []
+    transfer = WeightTransfer(lambda weights, version: published.append((dict(weights), version)))
+    weight = torch.ones(2)
+    for _ in range(2):
+        transfer.send_weights(iter([("w", weight)]))
+        weight += 1
+    assert [(weights["w"].tolist(), version) for weights, version in published] == [([1, 1], 1), ([2, 2], 2)]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_reward_rises_with_the_asynchronous_trainer(tmp_path: Path) -> None:
+    told = run("trl_async_run.py", 5, tmp_path, 64)
+    assert told["rows"] == told["equal"] >= 5 * 64
+    assert told["log"][0]["kl"] < 1e-6, "of the first step, whose rows the same weights sampled"
+    rewards = [entry["reward"] for entry in told["log"]]
+    assert sum(rewards[-2:]) / 2 > rewards[0] + 0.1, rewards

@@ -37,11 +37,19 @@ from tokentrue.gateway.asgi import (
     send_json,
 )
 from tokentrue.gateway.auth import SessionAccess, invalid_key
-from tokentrue.gateway.dialects import Anthropic, Dialect, Google, OpenAIChat, OpenAIResponses, RequestHead
+from tokentrue.gateway.dialects import (
+    Anthropic,
+    Dialect,
+    Google,
+    OpenAIChat,
+    OpenAIChatTokens,
+    OpenAIResponses,
+    RequestHead,
+)
 from tokentrue.gateway.dialects.anthropic import CountBody, MessagesBody
 from tokentrue.gateway.dialects.base import count_sampled
 from tokentrue.gateway.dialects.google import CountTokensBody, GenerateBody
-from tokentrue.gateway.dialects.openai_chat import ChatBody
+from tokentrue.gateway.dialects.openai_chat import ChatBody, TokensBody
 from tokentrue.gateway.dialects.openai_responses import ResponsesBody
 from tokentrue.gateway.metrics import CLOCK, TurnClock
 from tokentrue.gateway.services import Services
@@ -77,6 +85,7 @@ _GOOGLE = Operation("", Google, "generate", body=GenerateBody, versions=("v1beta
 _MODEL = "models/{model:path}"
 OPERATIONS = (
     Operation("chat/completions", OpenAIChat, "generate", "OpenAI Chat Completions", ChatBody),
+    Operation("chat/completions/tokens", OpenAIChatTokens, "generate", "Ids in, ids out", TokensBody),
     Operation("responses", OpenAIResponses, "generate", "OpenAI Responses", ResponsesBody),
     Operation("messages", Anthropic, "generate", "Anthropic Messages", MessagesBody),
     Operation("messages/count_tokens", Anthropic, "count", "Anthropic token count", CountBody),
@@ -227,6 +236,7 @@ class ModelRequest:
             model=head.model or None,
             request_key=request_key,
             continues=head.last_node,
+            prompt_ids=head.prompt_ids,
         )
         return head, request
 

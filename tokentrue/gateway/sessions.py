@@ -39,6 +39,7 @@ from tokentrue.gateway.dialects import (
     Dialect,
     Google,
     OpenAIChat,
+    OpenAIChatTokens,
     OpenAIResponses,
     ReasoningSigner,
     RequestHead,
@@ -76,8 +77,10 @@ class SessionHandle:
         self.last_used = time.monotonic()
         signer = build_signer(session.record, secret)
         responses = OpenAIResponses(signer, session.tree.find_arguments, session.tree.nodes.__contains__)
-        every: tuple[Dialect, ...] = (OpenAIChat(signer), responses, Anthropic(signer), Google(signer))
-        self.dialects: Mapping[str, Dialect] = {dialect.name: dialect for dialect in every}
+        every: tuple[Dialect, ...] = tuple(
+            dialect(signer) for dialect in (OpenAIChat, OpenAIChatTokens, Anthropic, Google)
+        )
+        self.dialects: Mapping[str, Dialect] = {dialect.name: dialect for dialect in (responses, *every)}
         session.conversations.budget = budget  # caches nothing before it is in use
         self._limits = limits
         self._request_numbers: OrderedDict[str, int] = OrderedDict()  # by a body's digest, of its last request

@@ -38,12 +38,13 @@ from tokentrue.conversation.match_keys import (
     text_of,
     tools_key,
 )
-from tokentrue.errors import RenderError
+from tokentrue.errors import EngineContractError, MessageError, RenderError, TokenizerError
+from tokentrue.ids import TokenIds
 from tokentrue.plain_json import digest
 from tokentrue.protocols import Renderer
 from tokentrue.records import record
 from tokentrue.sessions.limits import count_chars, run_by_size
-from tokentrue.sessions.tree import Given, Node, ServedRef, Tree, TurnKey, turn_key
+from tokentrue.sessions.tree import TOKEN_IDS, Given, Node, ServedRef, Tree, TurnKey, turn_key
 from tokentrue.tracing import traced
 from tokentrue.types import Message, Messages, Tools
 
@@ -126,6 +127,39 @@ class Matcher:
             edge_reason=edge_reason,
             detail=detail,
             origin=None if elsewhere is None else elsewhere.node,
+        )
+
+    def resolve_ids(self, conversation: Conversation, ids: TokenIds) -> Resolution:
+        """Continues the longest recorded conversation that `ids` begin with, whatever the messages say; they are
+        recorded as given."""
+        node = self.tree.find_prefix(ids)
+        added = ids[0 if node is None else node.length :]
+        try:
+            self.renderer.parse(sorted(set(added)))  # `decode` skips ids that are not in the vocabulary
+        except (TokenizerError, EngineContractError) as error:
+            raise MessageError(f"cannot be read: {error.__cause__ or error}", field="tokens") from error
+        depth = 0 if node is None else self.index.places[node.id].depth
+        if len(conversation) <= depth:
+            raise MessageError(
+                f"tokens continue a recorded conversation of {depth} messages: send these and the new ones, not "
+                f"{len(conversation)}",
+                field="messages",
+            )
+        given = tuple(conversation[depth:])
+        key = turn_key(node, given, conversation.tools, added)
+        edge_reason, detail = self._find_repeat(key) or (None, "")
+        if edge_reason is None and node is not None:
+            edge_reason, detail = self._classify_edge(node.id, given)
+        elif edge_reason is None:
+            edge_reason = "new_conversation" if len(self.tree) or self.pending else "first"
+        return Resolution(
+            parent=node,
+            given=given,
+            turn_key=key,
+            started=self.tree.committed_seq,
+            projection=TOKEN_IDS,
+            edge_reason=edge_reason,
+            detail=detail,
         )
 
     def root_after(

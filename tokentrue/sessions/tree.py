@@ -120,8 +120,16 @@ class _Path:
     messages: Sequence[Message]
 
 
-def turn_key(parent: Node | None, given: tuple[Given, ...], tools: Tools | None) -> TurnKey:
-    """Exact: the parent and every message given after it (for a root, also the tools)."""
+TOKEN_IDS = "token_ids"  # the projection of a turn whose caller sent the ids of its prompt
+
+
+def turn_key(
+    parent: Node | None, given: tuple[Given, ...], tools: Tools | None, given_ids: TokenIds | None = None
+) -> TurnKey:
+    """Exact: the parent and every message given after it (for a root, also the tools), or the ids that a caller
+    sent."""
+    if given_ids is not None:
+        return None if parent is None else parent.id, digest(given_ids.tobytes())
     items = [{"served": item.node} if isinstance(item, ServedRef) else item for item in given]
     return (None, digest(items, tools)) if parent is None else (parent.id, digest(items))
 
@@ -222,6 +230,20 @@ class Tree:
         self._newest = _Path(node.id, ids, [*known.messages, *added])
         return self._newest
 
+    def find_prefix(self, ids: TokenIds) -> Node | None:
+        """The newest of the longest conversations that `ids` begin with; whole answers come before broken ones."""
+        found: dict[int, list[Node]] = defaultdict(list)
+        for node in self.nodes.values():
+            if node.length < len(ids):  # something must be given before the next answer
+                found[node.length].append(node)
+        best: list[Node] = []
+        state, at = sha256(), 0
+        for length in sorted(found):
+            state.update(ids[at:length].tobytes())
+            at, digest = length, state.digest()
+            best = [node for node in found[length] if self._hashes[node.id].digest() == digest] or best
+        return max(best, key=lambda node: (node.outcome == "served", node.seq), default=None)
+
     def find_arguments(self, call_id: str) -> Sequence[str]:
         """As the model wrote them, oldest first."""
         return self._arguments.get(call_id, ())
@@ -284,7 +306,8 @@ class Tree:
         self.children[node.parent].append(node)
         for before in self.predecessors(node):
             self.followers[before].append(node)
-        key = self._turn_keys[node.id] = turn_key(self.parent(node), node.given, node.tools)
+        ids = node.given_ids if node.projection == TOKEN_IDS else None
+        key = self._turn_keys[node.id] = turn_key(self.parent(node), node.given, node.tools, ids)
         self.answers[key].append(node)
         self.next_seq = max(self.next_seq, node.seq + 1)
         for call in node.served.get("tool_calls") or ():

@@ -3,7 +3,7 @@
 from tokentrue.gateway.dialects.anthropic import Anthropic
 from tokentrue.gateway.dialects.base import DecodedBody, Dialect, HttpError, RequestHead
 from tokentrue.gateway.dialects.google import Google
-from tokentrue.gateway.dialects.openai_chat import OpenAIChat
+from tokentrue.gateway.dialects.openai_chat import OpenAIChat, OpenAIChatTokens
 from tokentrue.gateway.dialects.openai_responses import OpenAIResponses
 from tokentrue.gateway.dialects.signing import ReasoningSigner
 
@@ -14,6 +14,7 @@ __all__ = [
     "Google",
     "HttpError",
     "OpenAIChat",
+    "OpenAIChatTokens",
     "OpenAIResponses",
     "ReasoningSigner",
     "RequestHead",

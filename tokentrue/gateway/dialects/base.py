@@ -19,6 +19,7 @@ from msgspec import Raw
 from tokentrue.conversation import Conversation, Conversations, own_source
 from tokentrue.errors import MessageError, SamplingError, TokenTrueError
 from tokentrue.gateway.dialects.signing import ReasoningSigner
+from tokentrue.ids import TokenIds
 from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.plain_json import MAX_DEPTH, check_depth, complaint
 from tokentrue.records import record
@@ -58,7 +59,8 @@ class HttpError(TokenTrueError):
 class RequestHead:
     """A request without its conversation. `leading_messages` precede it; `options`: what the shape of the reply depends
     on. `continues`: the node of an earlier reply whose conversation comes first, without its `instructions` if
-    `was_instructed`; `last_node`: the last recorded turn that the request names by id.
+    `was_instructed`; `last_node`: the last recorded turn that the request names by id; `prompt_ids`: the
+    exact prompt.
     """
 
     model: str
@@ -72,6 +74,7 @@ class RequestHead:
     continues: str | None = None
     was_instructed: bool = False
     last_node: str | None = None
+    prompt_ids: TokenIds | None = None
 
 
 class DecodedBody(NamedTuple):

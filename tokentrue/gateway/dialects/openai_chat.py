@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -32,6 +33,7 @@ from tokentrue.gateway.dialects.base import (
     sampling_from,
     sse,
 )
+from tokentrue.ids import TokenIds
 from tokentrue.json_types import JsonObject
 from tokentrue.plain_json import convert
 from tokentrue.sessions.constraints import constraints_from
@@ -194,6 +196,12 @@ class ChatBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     modalities: list[Literal["text"]] | None = None
 
 
+class TokensBody(ChatBody, forbid_unknown_fields=True, kw_only=True):
+    """Chat Completions with the exact prompt; the messages are what it says, for the record and for parsing."""
+
+    tokens: Annotated[list[Annotated[int, msgspec.Meta(ge=0, lt=2**31)]], msgspec.Meta(min_length=1)]
+
+
 class CalledFunction(msgspec.Struct):
     name: str
     arguments: str | JsonObject = ""
@@ -217,7 +225,9 @@ class OpenAIChat(Dialect):
     encoder = ChatEncoder
 
     def decode(self, body: bytes) -> DecodedBody:
-        given = decode_body(body, ChatBody)
+        return self._decode(decode_body(body, ChatBody))
+
+    def _decode(self, given: ChatBody) -> DecodedBody:
         for index, tool in enumerate(given.tools or ()):
             if tool.get("type") != "function":
                 message = f"tool type {echo(tool.get('type'))} is not supported; use 'function'"
@@ -294,3 +304,18 @@ class OpenAIChat(Dialect):
     def build_error(problem: HttpError) -> JsonObject:
         kind = ERROR_TYPES.get(problem.status, "invalid_request_error" if problem.status < 500 else "server_error")
         return {"error": {"message": str(problem), "type": kind, "param": problem.field, "code": problem.code}}
+
+
+class OpenAIChatTokens(OpenAIChat):
+    """Ids in, ids out, as Prime's inference server has it: `tokens` is the prompt, and the answer has its ids."""
+
+    name = "openai_tokens"
+
+    def decode(self, body: bytes) -> DecodedBody:
+        given = decode_body(body, TokensBody)
+        head, items = self._decode(given)
+        options = msgspec.structs.replace(head.options, return_token_ids=True)
+        return DecodedBody(replace(head, options=options, prompt_ids=TokenIds(given.tokens)), items)
+
+    def build_answer(self, head: RequestHead, replies: Sequence[Reply], text_of: TextOf) -> JsonObject:
+        return {**super().build_answer(head, replies, text_of), "prompt_token_ids": list(head.prompt_ids or ())}

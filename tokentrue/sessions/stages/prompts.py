@@ -65,6 +65,12 @@ async def build_prompt(
     return Prompt(ids=ids, given_ids=ids, spans=rendered.spans, resolution=resolution)
 
 
+def prompt_from_ids(resolution: Resolution, ids: TokenIds) -> Prompt:
+    """A prompt that the caller rendered: what follows the recorded ids is given."""
+    start = 0 if resolution.parent is None else resolution.parent.length
+    return Prompt(ids=ids, given_ids=ids[start:], spans=(), resolution=resolution)
+
+
 async def _extend(
     resolution: Resolution,
     node: Node,

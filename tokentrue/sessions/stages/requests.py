@@ -54,9 +54,11 @@ async def check_truthful(sampling: Sampling, provider: Provider) -> None:
 
 
 def identify_request(request: TurnRequest, conversation: Conversation, sampling: Sampling) -> bytes:
-    """A digest of the exact request: messages, tools, sampling, template settings, n, dialect and named node."""
+    """A digest of the exact request: messages, tools, sampling, template settings, n, dialect, named node and ids."""
     settings = dumps([sampling_to_json(sampling), request.template_kwargs])
     named = () if request.continues is None else (request.continues.encode(),)
+    if request.prompt_ids is not None:
+        named = (*named, request.prompt_ids.tobytes())
     return digest(conversation.digest, settings, b"%d" % request.n, request.dialect.encode(), *named)
 
 
