@@ -9,6 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from playwright.sync_api import expect
+
+from tests.viewer.browser import open_browser, watched
 
 from tokentrue.cli.main import COMMANDS
 
@@ -36,6 +39,20 @@ def test_every_page_is_there_and_asks_no_other_server(site: Path) -> None:
         asked = [url for found in LOADED.findall(page.read_text()) for url in found if url]
         assert not asked, f"{page.relative_to(site)}: {asked}"
         assert "```" not in page.read_text(), f"{page.relative_to(site)}: a fence was not recognised"
+
+
+def test_search_works_from_disk_and_code_wraps(site: Path) -> None:
+    with open_browser() as browser, watched(browser, f"file://{site}/index.html") as seen:
+        page = seen.page
+        page.goto(f"file://{site}/is-it-for-me.html")
+        page.get_by_label("Search").first.click()
+        page.keyboard.type("row explosion")
+        expect(page.locator(".md-search-result__link[href*=is-it-for-me]").first).to_be_attached()
+        page.goto(f"file://{site}/start.html")
+        widths = page.evaluate(
+            "[...document.querySelectorAll('pre > code')].map((one) => one.scrollWidth - one.clientWidth)"
+        )
+        assert widths and max(widths) <= 1, "no line of code runs out of sight"
 
 
 def test_the_reference_has_the_public_names(site: Path) -> None:

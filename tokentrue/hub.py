@@ -50,7 +50,7 @@ def _load(kind: Any, model: str | Path, **options: Any) -> Any:
 
 @contextmanager
 def _without_progress_bar(*, is_local: bool) -> Generator[None, None, None]:
-    """transformers' bar for reading weights says nothing that the caller wants; a download keeps its own."""
+    """A download keeps its bar; reading weights from disk has none."""
     from transformers.utils import logging
 
     hidden = is_local and logging.is_progress_bar_enabled()

@@ -99,8 +99,9 @@ upper = 0.001
 
 
 def test_the_files_of_the_documentation(tmp_path: Path) -> None:
-    page = Path(__file__).parent.parent.parent / "docs" / "training.md"
-    blocks = re.findall(r"```toml[^\n]*\n(.*?)```", page.read_text(), flags=re.DOTALL)
+    docs = Path(__file__).parent.parent.parent / "docs"
+    pages = "".join((docs / name).read_text() for name in ("training.md", "training-reference.md"))
+    blocks = re.findall(r"```toml[^\n]*\n(.*?)```", pages, flags=re.DOTALL)
     assert len(blocks) == 3
     for block in blocks:
         (tmp_path / "train.toml").write_text(block)

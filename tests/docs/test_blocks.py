@@ -4,10 +4,12 @@ first commands of docs/start.md, `make test-slow` the others."""
 
 from __future__ import annotations
 
+import html
 import json
 import re
 import tomllib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +18,16 @@ import pytest
 from tests.docs import dry
 from tests.docs.commands import Shell, run_python
 from tests.docs.fences import CONSOLE, KNOWN, PAGES, ROOT, Block, blocks_of, name_of, pages_with
-from tests.docs.reader import Record, furnish, recorded
+from tests.docs.reader import KEY, Record, furnish, recorded
+from tokentrue.app.background import BackgroundGateway
 
 FIRST = {"python": "README.md", "console": "docs/start.md"}  # in `make test`
 # The first answers of the shipped model are right, by arithmetic.
 SAID = {
-    "README.md": ('{"expression": "12 + 5"} coverage 1.0', "reward 1.0 for "),
+    "README.md": (
+        "The answer is 17. 1.0 46 of 98 tokens sampled and trained",
+        "reward 1.0 for 46 sampled tokens, coverage 1.0",
+    ),
     "docs/start.md": ("The answer is 17. reward 1.0 coverage 1.0",),
     "docs/client.md": ('{"expression": "12 + 5"} reward 1.0 coverage 1.0',),
     "docs/walk.md": ("8 samples, rewards [0.0, ", ", 1.0]"),
@@ -71,6 +77,17 @@ def python_pages() -> list[Any]:
 
 @pytest.mark.parametrize("page", python_pages())
 def test_python_blocks_run(page: Path, folder: Path, record: Record) -> None:
+    """README's gateway has the shipped model, those of other pages a script."""
+    if name_of(page) == "README.md":
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TOKENTRUE_ADMIN_KEY", KEY)
+            with BackgroundGateway() as gateway:
+                check_python_blocks(page, folder, replace(record, url=gateway.url))
+        return
+    check_python_blocks(page, folder, record)
+
+
+def check_python_blocks(page: Path, folder: Path, record: Record) -> None:
     said = run_python("\n".join(block.body for block in blocks_of(page) if block.kind == "python"), folder, record)
     for expected in SAID.get(name_of(page), ()):
         assert expected in said, said
@@ -157,3 +174,37 @@ def test_slow_console_blocks_run(page: Path, index: int, block: Block, folder: P
         assert all(json.loads(line)["samples"] for line in rollouts.read_text().splitlines()), (
             f"{rollouts}: the model was not asked"
         )
+
+
+def test_the_recorded_terminal_shows_commands_that_are_there() -> None:
+    """scripts/record_terminal.py made it; its commands are still read by their programs, and no font is fetched."""
+    svg = (ROOT / "docs" / "figures" / "terminal.svg").read_text(encoding="utf-8")
+    lines = [html.unescape(text).replace("\xa0", " ") for text in re.findall(r">([^<]+)</text>", svg)]
+    lines = "".join(line if line.startswith("$") else f"{line}\n" for line in lines).splitlines()
+    commands = [line.removeprefix("$ ").removesuffix(" &") for line in lines if line.startswith("$ ")]
+    assert [command.split()[:2] for command in commands] == [
+        ["tokentrue", "serve"],
+        ["python", "examples/openai_sdk.py"],
+        ["tokentrue", "samples"],
+        ["tokentrue", "audit"],
+        ["tokentrue", "view"],
+    ]
+    for command in commands:
+        dry.check(command, cwd=ROOT, env={})
+    assert "The answer is 17." in "\n".join(lines) and "font-face" not in svg and "url(" not in svg.replace("url(#", "")
+
+
+def test_the_first_screen_of_the_readme_is_short() -> None:
+    """What it is, ten lines of use and their output, the picture, who does not need it: before the second heading."""
+    first = (ROOT / "README.md").read_text(encoding="utf-8").split("\n## ")[0]
+    assert len(first.splitlines()) <= 55
+    for part in (
+        "pip install",
+        "tokentrue serve",
+        "base_url",
+        "s.reward(",
+        "s.samples()",
+        "viewer-breaks.png",
+        "Who does not need it",
+    ):
+        assert part in first, part

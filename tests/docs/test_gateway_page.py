@@ -1,4 +1,4 @@
-"""docs/gateway.md has every error code that the gateway answers with, and every metric that /metrics shows."""
+"""docs/gateway-reference.md has every error code that the gateway answers with, and every metric that /metrics shows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tokentrue.errors import FileFormatError, TokenTrueError
 from tokentrue.gateway.asgi import STATUS
 from tokentrue.gateway.metrics import Metrics, build_page
 
-PAGE = (ROOT / "docs" / "gateway.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "gateway-reference.md").read_text(encoding="utf-8")
 RAISED = re.compile(r"HttpError\(\s*(\d{3}), \"(\w+)\"")
 UNLISTED = {FileFormatError}  # of commands: no request names a file
 

@@ -406,7 +406,7 @@ def test_a_failure_says_the_bound_and_the_likely_reason(
     for extra, code, said in (
         ([], 1, "policy versions 0 to 1 sampled, the trainer has the weights of one; --policy-version N"),
         (["--policy-version", "0"], 0, "exact: all 42 log-probabilities are equal\n"),
-        (["--policy-version", "1"], 1, "are these the weights that sampled?"),
+        (["--policy-version", "1"], 1, "are these the weights, template and tokenizer that sampled?"),
         (["--policy-version", "7"], 2, "no sample of policy version 7; versions in the file: 0, 1"),
     ):
         assert run("diagnose", [str(tmp_path / "s.jsonl"), "--trainer", str(model_dir), *extra]) == code

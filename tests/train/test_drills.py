@@ -1,4 +1,4 @@
-"""Drills: what breaks in a long run, what is said, what is lost, and how it resumes. docs/training.md has the table.
+"""Drills: what breaks in a long run, what is said, what is lost, and how it resumes. docs/training-evidence.md has the table.
 
 A full disk is a real one: a small tmpfs where this process may mount one, and everywhere a limit on the size of files.
 """

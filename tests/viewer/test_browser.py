@@ -83,12 +83,15 @@ def test_sessions_are_listed_filtered_and_opened(browser: Browser, url: str) -> 
         page = seen.open()
         rows = page.locator(".sessions tbody tr")
         expect(rows).to_have_count(8)
+        expect(page.locator(".totals")).to_contain_text("sessions8")
+        expect(rows.first.locator(".c-task")).not_to_be_empty()
         page.get_by_placeholder("session or group").fill("task-0")
         expect(rows).to_have_count(4)
+        assert page.evaluate("location.hash") == "#/sessions?text=task-0", "the address keeps the filter"
         page.get_by_label("coverage below 100%").check()
         expect(rows).to_have_count(1)
         expect(rows.first).to_contain_text("task0-rollout1")
-        rows.first.locator("a").focus()
+        rows.first.locator("td:first-child a").focus()
         page.keyboard.press("Enter")
         expect(page.locator("h1")).to_have_text("task0-rollout1")
         expect(page.locator(".tree")).to_contain_text("not trained: retried")
@@ -230,6 +233,135 @@ def test_a_live_source_grows_on_the_page(browser: Browser, tmp_path: Path) -> No
         expect(page.locator(".sessions tbody tr")).to_have_count(2)
         seen.check()
     journal.close()
+
+
+FORMS = {
+    "light": ("light", {"width": 1440, "height": 860}),
+    "dark": ("dark", {"width": 1440, "height": 860}),
+    "phone": ("light", {"width": 390, "height": 844}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
+def test_every_view_has_its_parts_in_every_form(browser: Browser, url: str, form: str) -> None:
+    """Structure, not pixels: nothing is wider than the window, and each view has its parts in sight."""
+    theme, size = FORMS[form]
+    parts = {
+        "": (".totals", ".filters", ".sessions thead th", ".sessions .reward"),
+        "#/session/task0-rollout1": (".session-head", ".tree button", ".toolbar .tabs", ".scroller"),
+        "#/session/task0-rollout2/x/breaks": (".headline", ".ribbon", ".diff tbody tr"),
+        "#/groups": ("table.list", "input[type=checkbox]", ".dots"),
+        "#/group/task-0": (".rollouts > li", ".strip"),
+        "#/compare/task-0/task-1": (".half h2", ".half .rollouts > li"),
+        "#/mismatch": (".chart canvas",),
+    }
+    with watched(browser, url, theme=theme, size=size) as seen:
+        for view, selectors in parts.items():
+            page = seen.open(view)
+            for selector in selectors:
+                expect(page.locator(selector).first).to_be_attached()
+            wide = page.evaluate("document.documentElement.scrollWidth - innerWidth")
+            assert wide <= 0, f"{view} is {wide} pixels wider than the window"
+            inside = page.locator(".rollouts > li").last
+            if inside.count():
+                box = inside.bounding_box()
+                assert box is not None and box["x"] + box["width"] <= size["width"] + 1, (
+                    "no rollout lies beyond the edge"
+                )
+        seen.check()
+
+
+@pytest.mark.slow
+def test_a_filter_a_note_and_an_order_are_in_the_address(browser: Browser, url: str) -> None:
+    with watched(browser, url) as seen:
+        page = seen.open("#/sessions?text=task-0&sort=-reward&note=see%20the%20retries")
+        expect(page.locator(".sessions tbody tr")).to_have_count(4)
+        expect(page.locator(".note-text")).to_have_text("see the retries")
+        expect(page.locator("th[aria-sort=descending]")).to_contain_text("reward")
+        page.get_by_label("forked").check()
+        assert "forked=1" in page.evaluate("location.hash") and "note=see" in page.evaluate("location.hash")
+        seen.check()
+
+
+@pytest.mark.slow
+def test_messages_are_found_and_the_tree_follows_the_cursor(browser: Browser, url: str) -> None:
+    with watched(browser, url) as seen:
+        page = seen.open()
+        page.get_by_placeholder("Enter searches messages").fill("module that was removed")
+        page.keyboard.press("Enter")
+        expect(page.locator(".found li").first).to_contain_text("Delete it.")
+        page.locator(".found a").first.click()
+        page.wait_for_selector(".t.sampled")
+        expect(page.locator(".tree .at .turn")).to_have_text("1")
+        page.get_by_role("grid").focus()
+        for _ in range(2):
+            page.keyboard.press("n")
+        expect(page.locator(".tree .at .turn")).to_have_text("2")
+        expect(page.locator(".turns tbody tr").nth(1)).to_be_attached()
+        seen.check()
+
+
+def test_totals_are_of_all_sessions(browser: Browser, data: ViewerData) -> None:
+    """More sessions than the list holds: the sums are those of all, by plain addition."""
+    sample = replace(store_samples_of(data), reward=None)
+    rows = [replace(sample, sample_id=f"s{n}", session_id=f"s{n}", reward=float(n % 2)) for n in range(620)]
+    with serve(ViewerData(SampleList(rows, name="many"))) as base, watched(browser, base) as seen:
+        page = seen.open()
+        totals = page.locator(".totals")
+        expect(totals).to_contain_text("sessions620")
+        expect(totals).to_contain_text(f"sampled tokens{620 * sum(sample.loss_mask):,}")
+        expect(totals).to_contain_text("mean reward0.500")
+        expect(page.locator(".sessions tbody tr")).to_have_count(500)
+        expect(page.locator(".curves canvas")).to_have_count(2)
+        page.get_by_role("button", name="Older sessions").click()
+        expect(page.locator(".sessions tbody tr")).to_have_count(620)
+        seen.check()
+
+
+@pytest.mark.slow
+def test_a_row_leads_to_its_first_break(browser: Browser, url: str, data: ViewerData) -> None:
+    sample = data.session("task0-rollout2")["branches"][0]["sample_id"]
+    found = data.breaks("task0-rollout2", sample)
+    with watched(browser, url) as seen:
+        page = seen.open("#/sessions?text=task0-rollout2")
+        link = page.locator(".c-break a")
+        expect(link).to_have_text(found["breaks"][0][0])
+        link.click()
+        expect(page.locator(".headline")).to_contain_text(f"{found['lost']} of {found['sampled']}")
+        seen.check()
+
+
+@pytest.mark.slow
+def test_the_header_of_a_long_list_stays(browser: Browser, data: ViewerData) -> None:
+    sample = store_samples_of(data)
+    many = SampleList([replace(sample, sample_id=f"s{n}", session_id=f"s{n}") for n in range(200)], name="many")
+    for size in ({"width": 1440, "height": 700}, {"width": 390, "height": 700}):
+        with serve(ViewerData(many, renderer=renderer())) as base, watched(browser, base, size=size) as seen:
+            page = seen.open()
+            expect(page.locator(".sessions tbody tr")).to_have_count(200)
+            page.locator(".sessions tbody tr").nth(150).scroll_into_view_if_needed()
+            head = page.locator(".sessions thead th").first
+            expect(head).to_be_in_viewport()
+            assert page.evaluate(
+                """() => { const th = document.querySelector('.sessions thead th').getBoundingClientRect();
+                return document.elementFromPoint(th.x + 5, th.y + th.height / 2).closest('thead') !== null; }"""
+            ), "rows scroll below it"
+            seen.check()
+
+
+def store_samples_of(data: ViewerData) -> Any:
+    return data.source.load_session("task0-rollout0").branches[0].sample
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["store", "gateway"])
+def test_an_empty_source_says_what_to_do(browser: Browser, kind: Any) -> None:
+    source = SessionList((), name="runs.sqlite", kind=kind)
+    with serve(ViewerData(source)) as base, watched(browser, base) as seen:
+        page = seen.open()
+        expect(page.locator(".empty")).to_contain_text("tokentrue serve" if kind == "store" else "POST")
+        seen.check()
 
 
 def frame_times(page: Any) -> list[float]:

@@ -22,6 +22,7 @@ import tokentrue as tt
 from tests.viewer.world import (
     STEPS,
     SYSTEM,
+    TASKS,
     Told,
     build_store,
     long_sample,
@@ -380,3 +381,40 @@ def test_the_command_exports_and_names_what_is_wrong(samples: list[Sample], tmp_
     ):
         failed = run_cli(*arguments)
         assert failed.returncode == 2 and words in failed.stderr and "Traceback" not in failed.stderr, arguments
+
+
+def test_a_file_is_shown_from_its_end_page_by_page(samples: list[Sample], tmp_path: Path) -> None:
+    many = [replace(samples[n % len(samples)], sample_id=f"s{n}", session_id=f"s{n}") for n in range(620)]
+    write_samples(many, tmp_path / "many.jsonl")
+    data = ViewerData(FileSource(tmp_path / "many.jsonl"), renderer=renderer())
+    pages = [data.index(), data.index(offset=500)]
+    assert [page["total"] for page in pages] == [620, 620]
+    names = [row["session_id"] for page in pages for row in page["sessions"]]
+    assert names == [f"s{n}" for n in reversed(range(620))], "the newest first, and older ones after them"
+
+
+def test_a_row_says_how_the_task_begins(from_store: ViewerData) -> None:
+    rows = {row["session_id"]: row for row in from_store.index()["sessions"]}
+    assert rows["task0-rollout2"]["task"] == TASKS[0]
+
+
+def test_messages_are_searched_part_by_part(from_store: ViewerData) -> None:
+    seen: list[str] = []
+    at: int | None = 0
+    while at is not None:
+        part = from_store.search("FROM LEXER", offset=at)
+        seen += [match["session_id"] for match in part["matches"]]
+        at = part["next"]
+    expected = {row["session_id"] for row in from_store.index()["sessions"] if row["turns"] > 1}
+    assert seen and len(seen) == len(set(seen)) and set(seen) <= expected
+    match = from_store.search("names a module that was removed")["matches"][0]
+    assert match["role"] == "assistant" and "Delete it." in match["text"] and match["turn"] > 0
+    assert from_store.search("no agent ever said this")["matches"] == []
+
+
+def test_a_file_that_nobody_writes_is_not_live(samples: list[Sample], tmp_path: Path) -> None:
+    path = tmp_path / "s.jsonl"
+    write_samples(samples, path)
+    assert ViewerData(FileSource(path)).index()["source"]["active"]
+    os.utime(path, (1, 1))
+    assert not ViewerData(FileSource(path)).index()["source"]["active"]

@@ -26,7 +26,7 @@ from tokentrue.cli.common import (
     renderer_from,
     show_status,
 )
-from tokentrue.errors import ConfigError, FileFormatError, InputError, TokenContractError
+from tokentrue.errors import ConfigError, InputError, TokenContractError
 from tokentrue.hub import load_causal_model
 from tokentrue.records import record
 from tokentrue.samples import read_samples
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 BATCH_TOKENS = 8192
 PADDED_TOKENS = 2048  # of a forward pass with --plain, which holds all logits at once
 ALARM_K3 = 0.015
-OTHER_MODEL_K3 = 0.3  # kernels and stale weights stay below
 SHOWN = (
     "tokens", "rows", "delta/mean", "delta/abs_mean", "delta/min", "delta/max", "delta/quantile/abs_p99", "corr/k1",
     "corr/k3", "ppl/trainer", "ppl/rollout", "chi2/token", "ratio/raw/ess", "tail/raw/above_2", "tail/applied/above_2",
@@ -120,7 +119,8 @@ def command(
         require_samples_of(found, trainer)
         rows, refused = score_all(found, score, tokens=PADDED_TOKENS if plain else BATCH_TOKENS, quiet=as_json)
         if write_logprobs is not None:
-            write_text(write_logprobs, (row.scores.to_line(row.sample) for row in rows))
+            write_logprobs.parent.mkdir(parents=True, exist_ok=True)
+            write_logprobs.write_text("".join(row.scores.to_line(row.sample) for row in rows), encoding="utf-8")
     if not rows:
         why = "no sample has trained tokens with log-probabilities of both sides"
         if refused:
@@ -383,12 +383,10 @@ def judge(whole: Diagnosis, counts: Mapping[str, int], max_k3: float, versions: 
         bound = f"{'FAIL' if alarm else 'OK'}: K3 {k3:.3g} {'>' if alarm else '<='} {max_k3:g} (--max-k3)"
         text = f"{bound}, {sizes} over {tokens:,} tokens"
     if alarm:
-        why = "are these the weights that sampled? `tokentrue doctor` names the cause where the engine still runs"
+        why = "are these the weights, template and tokenizer that sampled? `tokentrue doctor` names the cause"
         if len(versions) > 1:
             span = f"policy versions {min(versions)} to {max(versions)}"
             why = f"{span} sampled, the trainer has the weights of one; --policy-version N compares those of one alone"
-        elif k3 > OTHER_MODEL_K3:
-            why = "another model, chat template, tokenizer or temperature?"
         text += f": {why}"
     compared, trained, samples, all_samples = (
         counts[name] for name in ("trained_tokens", "trained_tokens_in_file", "samples", "samples_in_file")
@@ -396,12 +394,3 @@ def judge(whole: Diagnosis, counts: Mapping[str, int], max_k3: float, versions: 
     if (compared, samples) != (trained, all_samples):
         text += f"; compared {compared:,} of {trained:,} trained tokens, {samples:,} of {all_samples:,} samples"
     return text, alarm
-
-
-def write_text(path: Path, lines: Iterator[str]) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("w", encoding="utf-8") as file:
-            file.writelines(lines)
-    except OSError as error:
-        raise FileFormatError(f"cannot write {path}: {error.strerror or error}") from error

@@ -43,11 +43,7 @@ NEEDS = dict.fromkeys(("train", "rollout", "demo"), "train")  # the extra with e
 SUGGESTED = {  # words of others for what a command does
     "coverage": "`tokentrue sessions STORE_OR_URL` has it per session, `tokentrue audit FILE` for exported samples",
     "export": "`tokentrue samples STORE_OR_URL -o FILE` exports",
-    "list": "`tokentrue sessions STORE_OR_URL` lists sessions",
-    "report": "`tokentrue diagnose SAMPLES -o report.html` writes one, `tokentrue view` shows sessions",
-    "run": "`tokentrue rollout` runs an environment's tasks, `tokentrue serve` a gateway",
     "lab": "in a clone, `python -m experiments list`",
-    "bench": "in a clone, `python -m benchmarks.gateway`",
 }
 INTERRUPTED = {
     "train": ": the last whole step is in a checkpoint; the same command resumes",

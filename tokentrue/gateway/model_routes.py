@@ -138,7 +138,7 @@ class ModelEndpoint:
         in_url = query.get("key") if self._dialect is Google else None
         access = services.keys.authenticate(scope["headers"], in_path.get("session_id"), in_url)
         if operation.does == "nothing" or in_path.get("model") == "":
-            raise HttpError(404, "unknown_path", "no such path; docs/gateway.md lists the routes")
+            raise HttpError(404, "unknown_path", "no such path; GET /openapi.json lists them")
         if scope["method"] != operation.method:
             raise HttpError(405, "method_not_allowed", f"use {operation.method}")
         if operation.streams and query.get("alt") != "sse":
@@ -209,7 +209,7 @@ class ModelRequest:
                 except TimeoutError:
                     raise EngineTimeout(f"the turn took longer than {limit:g} s (limits.turn_s)") from None
         self._log_turn(session.id, head, replies)
-        handle.warn_of_retries(replies[0].node, len(replies))
+        handle.warn_of_retries(replies[0].node)
 
     async def _read(self, handle: SessionHandle, dialect: Dialect) -> tuple[RequestHead, TurnRequest]:
         services, scope = self._services, self._scope

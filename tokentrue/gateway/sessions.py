@@ -144,18 +144,16 @@ class SessionHandle:
                 numbers.popitem(last=False)
         return f"{digest}#{numbers[digest]}"
 
-    def warn_of_retries(self, node_id: str, replies: int) -> None:
-        """Logs once per session that one prompt has been answered by several requests: only one answer is trained."""
+    def warn_of_retries(self, node_id: str) -> None:
+        """Logs once per session that a prompt was sent again after its answer: only one answer is trained."""
         tree = self.session.tree
         node = tree.nodes.get(node_id)
-        if self._has_warned or node is None or len(tree.answers_like(node)) <= replies:
+        if self._has_warned or node is None:
             return
-        earlier = [one for one in tree.answers_like(node) if one.seq < node.seq and one.outcome == "served"]
-        if any(not tree.followers.get(one.id) for one in earlier):
+        if any(one.seq < node.started and not tree.followers.get(one.id) for one in tree.answers_like(node)):
             self._has_warned = True
             message = (
-                "the same prompt was sent again and its earlier answer is not trained (retried); for several answers "
-                "to one prompt ask with n, or open a session for each"
+                "one prompt was sent twice, its first answer is not trained; ask with n, or open a session for each"
             )
             LOG.warning(orjson.dumps({"event": "retried", "session": self.session.id, "message": message}).decode())
 

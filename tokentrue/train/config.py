@@ -104,7 +104,7 @@ class KlConfig:
 
 @record
 class AcceptanceConfig:
-    """Update acceptance on the inference policy (MIPU); docs/training.md. `max_divergence` 0 is no bound."""
+    """Update acceptance on the inference policy (MIPU); docs/training-reference.md. `max_divergence` 0 is no bound."""
 
     enabled: bool = False
     min_gain: Finite = 0.0

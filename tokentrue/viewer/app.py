@@ -37,6 +37,7 @@ def create_app(data: ViewerData) -> ASGIApp:
         "index": lambda request: data.index(
             offset=_whole(request, "offset", 0), limit=min(_whole(request, "limit", PAGE), PAGE)
         ),
+        "search": lambda request: data.search(_text(request, "text"), offset=_whole(request, "offset", 0)),
         "session": lambda request: data.session(_text(request, "session")),
         "branch": lambda request: data.branch(_text(request, "session"), _text(request, "sample")),
         "breaks": lambda request: data.breaks(_text(request, "session"), _text(request, "sample")),

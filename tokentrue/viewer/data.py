@@ -1,6 +1,7 @@
 """The data API: one JSON shape per view, the same for every source, for the live page and for the one-file export.
 
 index(offset, limit)        source, colourings, session rows
+search(text, offset)        messages that hold a text, a part of the sessions at a time
 session(id)                 one session: row, nodes, branch heads
 branch(session, sample)     one branch: ids, log-probabilities, blocks with their messages, token texts
 breaks(session, sample)     the recorded ids against a render of the same conversation
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
@@ -28,6 +30,7 @@ from tokentrue.viewer.records import Branch, RecordSource, SessionSummary, Sessi
 FORMAT = 1
 PAGE = 500
 STRIP = 1000  # points of a rollout's strip in the group view
+SEARCH_S, MATCHES, AROUND = 1.5, 50, 60  # of one search request; messages, and characters beside the text
 FRESH_S = 2.0  # seconds for which a live source's advantages are cached
 TEXT = 2000  # characters of a message in the group view
 NO_MODEL = "this needs the model's tokenizer and chat template: start the viewer with --model DIR"
@@ -51,7 +54,12 @@ class ViewerData:
         rows, total = self.source.list_sessions(offset=offset, limit=limit)
         return {
             "format": FORMAT,
-            "source": {"kind": self.source.kind, "name": self.source.name, "live": self.source.live},
+            "source": {
+                "kind": self.source.kind,
+                "name": self.source.name,
+                "live": self.source.live,
+                "active": self.source.is_active(),
+            },
             "has_text": self._renderer is not None,
             "has_trainer": bool(self._trainer),
             "has_report": False,
@@ -59,6 +67,22 @@ class ViewerData:
             "total": total,
             "offset": offset,
         }
+
+    def search(self, text: str, *, offset: int = 0) -> JsonObject:
+        """Sessions from `offset` on, as far as one request may take; `next` is where the following one starts."""
+        wanted, deadline = text.casefold(), time.monotonic() + SEARCH_S
+        rows, total = self.source.list_sessions(offset=offset, limit=PAGE)
+        found: list[JsonObject] = []
+        done = 0
+        for row in rows:
+            if time.monotonic() > deadline or len(found) >= MATCHES:
+                break
+            done += 1
+            with suppress(SessionNotFound):  # purged since it was listed
+                branches = self.source.load_session(row.session_id).branches if wanted else ()
+                found += filter(None, (self._match(branch, wanted) for branch in branches[:1]))
+        at = offset + done
+        return {"matches": found, "searched": at, "total": total, "next": at if at < total and done else None}
 
     def session(self, session_id: str) -> JsonObject:
         view = self.source.load_session(session_id)
@@ -136,6 +160,19 @@ class ViewerData:
                     advantage = advantages.get(sample.sample_id)
                     rows.append((sample.rollout_logprobs, trainer.logprobs, sample.loss_mask, advantage))
         return {"samples": len(rows), **plots_to_json(rows)}
+
+    def _match(self, branch: Branch, wanted: str) -> JsonObject | None:
+        """The first message of a branch that holds the text, with the words around it."""
+        for block in self._blocks(branch):
+            message = block.get("message") or {}
+            calls = " ".join(f"{call['name']}({call['arguments']})" for call in message.get("calls", ()))
+            text = " ".join(filter(None, (message.get("reasoning"), message.get("content"), calls)))
+            at = text.casefold().find(wanted)
+            if at >= 0:
+                shown = " ".join(text[max(0, at - AROUND) : at + len(wanted) + AROUND].split())
+                names = {"session_id": branch.sample.session_id, "sample_id": branch.sample.sample_id}
+                return {**names, "turn": block["turn"], "role": block["role"], "text": shown}
+        return None
 
     def _find(self, session_id: str, sample_id: str) -> tuple[SessionView, Branch]:
         view = self.source.load_session(session_id)

@@ -43,7 +43,8 @@ class Branch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionSummary:
-    """One row of the session list. `untrained` maps a reason to its number of sampled tokens."""
+    """One row of the session list. `untrained` maps a reason to its number of sampled tokens; `task` is how the first
+    user message begins, if the source has messages; `fork` is the reason of the first fork."""
 
     session_id: str
     group: str | None
@@ -59,6 +60,8 @@ class SessionSummary:
     untrained: Mapping[str, int] = field(default_factory=dict[str, int])
     versions: tuple[int, int] | None = None
     in_flight: int = 0
+    task: str = ""
+    fork: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +78,10 @@ class RecordSource:
     kind: SourceKind
     name: str
     live = True
+
+    def is_active(self) -> bool:
+        """Whether it grew a moment ago, as far as that can be known."""
+        return self.live
 
     def list_sessions(self, *, offset: int, limit: int) -> tuple[list[SessionSummary], int]:
         """A page, newest first, and the total number."""
@@ -115,6 +122,7 @@ def summarise(
         trained=coverage.trained,
         untrained=coverage.untrained_by_reason,
         versions=(min(versions), max(versions)) if versions else None,
+        fork=next((node["why"] for node in nodes if node["why"] not in (None, "first")), None),
     )
 
 

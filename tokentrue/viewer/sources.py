@@ -25,6 +25,7 @@ from tokentrue.sessions import Journal, SessionRecord, Tree
 from tokentrue.sessions.description import describe_node
 from tokentrue.sessions.journal.journal import load_tree
 from tokentrue.types import Coverage, Sample, Untrained
+from tokentrue.viewer.blocks import readable_message
 from tokentrue.viewer.records import (
     Branch,
     RecordSource,
@@ -37,6 +38,8 @@ from tokentrue.viewer.records import (
 )
 
 STORE_S, OWN_GATEWAY_S, GATEWAY_S = 0.5, 0.1, 1.0  # for summaries in one request; a gateway has other work to do
+TASK_CHARS = 120
+ACTIVE_S = 60.0
 TIMEOUT_S = 60.0  # of one call to a gateway
 GATEWAY_PAGE = 200
 
@@ -84,14 +87,21 @@ class SampleList(SessionList):
 
 
 class FileSource(SampleList):
-    """A samples file in any format; reloaded when it changes."""
+    """A samples file in any format, its last sessions first; reloaded when it changes."""
 
     live = True
 
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
         self._stamp = self._stat()
-        super().__init__(read_samples(self._path), name=self._path.name)
+        self._load(self._path.name)
+
+    def _load(self, name: str) -> None:
+        super().__init__(read_samples(self._path), name=name)
+        self._sessions = dict(reversed(self._sessions.items()))
+
+    def is_active(self) -> bool:
+        return is_recent(self._path)
 
     def _stat(self) -> tuple[int, int] | None:
         if not self._path.is_file():
@@ -102,8 +112,14 @@ class FileSource(SampleList):
     def _refresh(self) -> None:
         stamp = self._stat()
         if stamp is not None and stamp != self._stamp:
-            super().__init__(read_samples(self._path), name=self.name)
+            self._load(self.name)
             self._stamp = stamp
+
+
+def is_recent(*paths: Path) -> bool:
+    """Whether one of the files was written within a minute; True if there is none, as for PostgreSQL."""
+    there = [path.stat().st_mtime for path in paths if path.is_file()]
+    return not there or time.time() - max(there) < ACTIVE_S
 
 
 def view_from_samples(samples: Sequence[Sample]) -> SessionView:
@@ -203,6 +219,10 @@ class StoreSource(RecordSource):
         heads = [(summary_head(record), record) for record in records]
         return self._summaries.read(heads, lambda name: self.load_session(name).summary), total
 
+    def is_active(self) -> bool:
+        path = self._journal.target.removeprefix("sqlite:")
+        return self.kind == "gateway" or is_recent(Path(path), Path(f"{path}-wal"))
+
     def load_session(self, session_id: str) -> SessionView:
         return view_from_tree(*load_tree(self._journal, session_id))
 
@@ -248,9 +268,18 @@ def view_from_tree(record: SessionRecord, tree: Tree) -> SessionView:
             untrained = replace(sample, spans=spans, loss_mask=[0] * len(sample.token_ids))
             branches.append(branch_from_tree(tree, untrained, reasons.get(leaf, "trained_elsewhere")))
     nodes = tuple(view_node(describe_node(node), reasons) for node in tree.in_order())
-    summary = summarise(summary_head(record), nodes, made.coverage, [sample.reward for sample in made.samples])
+    head = replace(summary_head(record), task=first_question(tree))
+    summary = summarise(head, nodes, made.coverage, [sample.reward for sample in made.samples])
     metadata = {**record.metadata, **record.rewards.metadata}
     return SessionView(summary=summary, nodes=nodes, branches=tuple(branches), metadata=metadata)
+
+
+def first_question(tree: Tree) -> str:
+    """How the first user message of the session begins."""
+    for message in (message for node in tree.in_order()[:1] for message in tree.given_messages(node)):
+        if message.get("role") == "user":
+            return readable_message(message)["content"][:TASK_CHARS]
+    return ""
 
 
 def branch_from_tree(tree: Tree, sample: Sample, abandoned: str | None) -> Branch:

@@ -15,8 +15,9 @@ const KEYS = [
 ];
 
 function parse(hash) {
-  const [view, ...rest] = hash.replace(/^#\/?/, "").split("/").map(decodeURIComponent);
-  return { view, rest };
+  const [path, query] = hash.replace(/^#\/?/, "").split("?");
+  const [view, ...rest] = path.split("/").map(decodeURIComponent);
+  return { view, rest, query: new URLSearchParams(query) };
 }
 
 function go(view, ...rest) {
@@ -48,28 +49,29 @@ function App() {
     document.title = `${{ session: route.rest[0], group: route.rest[0] }[view] ?? view} · ${index?.source.name ?? ""} · tokentrue`;
   }, [view, route, index]);
   const places = [["report", "Report", index?.has_report], ["sessions", "Sessions", !index?.has_report || index.sessions.length > 0], ["groups", "Groups", index?.sessions.some((s) => s.group != null)], ["mismatch", "Mismatch", index?.has_trainer || !isExport]];
-  const here = { session: "sessions", group: "groups" }[view] ?? view;
+  const here = { session: "sessions", group: "groups", compare: "groups" }[view] ?? view;
   return html`<a class="skip" href="#content" onClick=${(e) => { e.preventDefault(); document.getElementById("content").focus(); }}>Skip to content</a>
     <header class="top"><span class="mark">tokentrue</span>
       <nav aria-label="Views">${places.filter(([, , there]) => there).map(([id, label]) => html`<a key=${id} href=${`#/${id}`} aria-current=${here === id ? "page" : undefined}>${label}</a>`)}</nav>
       <span class="grow"></span>
       ${index && html`<span class="source soft"><span class="kind">${index.source.kind}</span> ${index.source.name}</span>`}
-      ${live && html`<span class=${error ? "live lost" : "live"} role="status">${error ? "connection lost" : "live"}</span>`}
+      ${live && html`<span class=${error ? "live lost" : index.source.active ? "live" : "soft"} role="status">${error ? "connection lost" : index.source.active ? "live" : "no change"}</span>`}
       <button class="plain" onClick=${setTheme} aria-label="Light or dark" title="Light or dark (t)">${theme === "dark" ? "☾" : "☀"}</button>
       <button class="plain" onClick=${() => help.current.showModal()} aria-label="Keyboard help" title="Keyboard help (?)">?</button>
     </header>
-    <div id="content" tabindex="-1" class=${`view-${view}`}>${!index ? html`<main class="page"><h1 class="sr-only">Viewer</h1><${Notice} kind=${error ? "error" : "info"}>${error ?? "Loading…"}<//></main>` : content(view, route.rest, index, live)}</div>
+    <div id="content" tabindex="-1" class=${`view-${view}`}>${!index ? html`<main class="page"><h1 class="sr-only">Viewer</h1><${Notice} kind=${error ? "error" : "info"}>${error ?? "Loading…"}<//></main>` : content(view, route, index, live)}</div>
     <dialog ref=${help} aria-labelledby="help-title"><h2 id="help-title">Keyboard</h2><dl class="facts stacked">${KEYS.map(([key, text]) => html`<div key=${key}><dt><kbd>${key}</kbd></dt><dd>${text}</dd></div>`)}</dl>
       <button onClick=${() => help.current.close()}>Close</button></dialog>`;
 }
 
-function content(view, [first, second, third], index, live) {
+function content(view, { rest: [first, second, third], query }, index, live) {
   if (view === "session" && first) return html`<${Session} key=${first} live=${live} id=${first} sampleId=${second} tab=${third === "breaks" ? "breaks" : "tokens"} go=${go} />`;
   if (view === "group" && first) return html`<${Group} live=${live} name=${first} go=${go} />`;
   if (view === "groups") return html`<${Groups} index=${index} go=${go} />`;
+  if (view === "compare" && first && second) return html`<main class="page compare"><h1 class="sr-only">Two groups</h1>${[first, second].map((name) => html`<${Group} key=${name} live=${live} name=${name} go=${go} inside />`)}</main>`;
   if (view === "mismatch") return html`<${Mismatch} />`;
   if (view === "report") return html`<${Report} index=${index} />`;
-  return html`<${Sessions} index=${index} go=${go} />`;
+  return html`<${Sessions} index=${index} go=${go} query=${query} />`;
 }
 
 function useTheme() {

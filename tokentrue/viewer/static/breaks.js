@@ -20,7 +20,9 @@ export function Breaks({ id, head, show }) {
       ? `The messages of this conversation${found.dropped ? ", as the client sent them back (without their reasoning)," : ""} rendered by the chat template, and the last turn encoded from its text, beside the ids that were recorded: what a message-based pipeline would have trained on.`
       : "The recorded text encoded again, beside the ids that were recorded: what a text-based pipeline would have trained on."}
       ${found.why && html` <span>(${found.why}.)</span>`}</p>
-    ${found.breaks.length === 0 ? html`<${Notice} kind="good">Nothing would have broken: both give the same ${plural(found.token_ids.length, "token")}.<//>` : html`
+    ${found.breaks.length === 0 ? html`<${Notice} kind=${found.mode === "render" ? "good" : "info"}>${found.mode === "render"
+      ? `Nothing would have broken: both give the same ${plural(found.token_ids.length, "token")}.`
+      : `The text alone gives the same ${plural(found.token_ids.length, "token")}. What a render of the messages would break cannot be said: this file holds no messages. View the store: tokentrue view sqlite:PATH.`}<//>` : html`
     <dl class="headline">
       <div class="bad"><dd class="num">${count(found.lost)}<small> of ${count(found.sampled)}</small></dd><dt>sampled tokens lost or replaced (${percent(found.lost, found.sampled)})</dt></div>
       <div class="bad"><dd class="num">${count(found.unsampled)}</dd><dt>tokens in their place that the model never sampled</dt></div>

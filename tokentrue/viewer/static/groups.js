@@ -1,22 +1,27 @@
 // Tasks: the groups of the source, and the rollouts of one group side by side.
-import { useEffect, useRef } from "./vendor/hooks.js";
-import { useAnswer } from "./api.js";
+import { useEffect, useRef, useState } from "./vendor/hooks.js";
+import { useAllRows, useAnswer } from "./api.js";
 import { colourOf, surprise } from "./colours.js";
 import { Notice, count, fixed, html, percent, plural, short, signed } from "./ui.js";
 
 export function Groups({ index, go }) {
   const groups = new Map();
-  for (const s of index.sessions) if (s.group != null) groups.set(s.group, [...(groups.get(s.group) ?? []), s]);
+  for (const s of useAllRows(index)) if (s.group != null) groups.set(s.group, [...(groups.get(s.group) ?? []), s]);
+  const [chosen, choose] = useState([]);
+  const toggle = (name) => choose(chosen.includes(name) ? chosen.filter((one) => one !== name) : [...chosen, name].slice(-2));
   if (!groups.size) return html`<main class="page"><h1 class="sr-only">Groups</h1><${Notice}>No session belongs to a group.<//></main>`;
-  return html`<main class="page"><h1 class="sr-only">Groups</h1><table class="list"><thead><tr>
-    <th scope="col">group</th><th scope="col" class="num">rollouts</th><th scope="col">rewards</th><th scope="col" class="num">mean</th><th scope="col" class="num">coverage</th><th scope="col" class="num">sampled tokens</th></tr></thead>
+  return html`<main class="page"><h1 class="sr-only">Groups</h1>
+    <p class="filters"><button disabled=${chosen.length < 2} onClick=${() => go("compare", ...chosen)}>Compare ${chosen.length < 2 ? "two groups" : `${chosen[0]} and ${chosen[1]}`}</button>
+      <span class="soft">${chosen.length < 2 ? "tick two groups to see them side by side" : ""}</span></p>
+    <div class="scroll-x" tabindex="0" role="region" aria-label="Groups"><table class="list"><thead><tr>
+    <th scope="col"><span class="sr-only">compare</span></th><th scope="col">group</th><th scope="col">task</th><th scope="col" class="num">rollouts</th><th scope="col">rewards</th><th scope="col" class="num">mean</th><th scope="col" class="num">coverage</th><th scope="col" class="num">sampled tokens</th></tr></thead>
     <tbody>${[...groups].map(([name, rows]) => {
       const rewards = rows.map((s) => s.reward).filter((r) => r != null).sort((a, b) => b - a);
       const sum = (field) => rows.reduce((total, s) => total + s[field], 0);
-      return html`<tr key=${name} onClick=${() => go("group", name)}><td><a href=${`#/group/${encodeURIComponent(name)}`}>${name}</a></td><td class="num">${count(rows.length)}</td>
+      return html`<tr key=${name}><td><input type="checkbox" aria-label=${`compare ${name}`} checked=${chosen.includes(name)} onChange=${() => toggle(name)} /></td><td><a href=${`#/group/${encodeURIComponent(name)}`}>${name}</a></td><td class="c-task" title=${rows[0].task}>${rows[0].task}</td><td class="num">${count(rows.length)}</td>
         <td><${RewardDots} rewards=${rewards} /></td><td class="num">${rewards.length ? fixed(rewards.reduce((a, b) => a + b) / rewards.length) : "–"}</td>
         <td class="num">${percent(sum("trained"), sum("sampled"))}</td><td class="num">${count(sum("sampled"))}</td></tr>`;
-    })}</tbody></table></main>`;
+    })}</tbody></table></div></main>`;
 }
 
 function RewardDots({ rewards }) {
@@ -26,7 +31,8 @@ function RewardDots({ rewards }) {
     ${rewards.map((r, i) => html`<circle key=${i} cx=${4 + (112 * (r - low)) / (high - low)} cy="7" r="3"></circle>`)}</svg>`;
 }
 
-export function Group({ live, name, go }) {
+// `inside` is a part of another page.
+export function Group({ live, name, go, inside = false }) {
   const { value, error } = useAnswer(live, "group", name);
   if (error && !value) return html`<main class="page"><${Notice} kind="error">${error}<//></main>`;
   if (!value) return html`<main class="page"><${Notice}>Loading group ${name}…<//></main>`;
@@ -34,11 +40,14 @@ export function Group({ live, name, go }) {
   const rewards = rollouts.map((r) => r.reward).filter((r) => r != null);
   const most = Math.max(1e-9, ...rollouts.map((r) => Math.abs(r.advantage ?? 0)));
   const longest = Math.max(1, ...rollouts.map((r) => r.sampled));
-  return html`<main class="page">
-    <h1>${name}</h1>
+  const sum = (field) => rollouts.reduce((total, r) => total + r[field], 0);
+  return html`<${inside ? "section" : "main"} class=${inside ? "half" : "page"}>
+    ${inside ? html`<h2>${name}</h2>` : html`<h1>${name}</h1>`}
     <dl class="facts inline"><div><dt>rollouts</dt><dd class="num">${count(rollouts.length)}</dd></div>
       <div><dt>mean reward</dt><dd class="num">${rewards.length ? fixed(rewards.reduce((a, b) => a + b) / rewards.length) : "–"}</dd></div>
       <div><dt>best, worst</dt><dd class="num">${rewards.length ? `${fixed(Math.max(...rewards))}, ${fixed(Math.min(...rewards))}` : "–"}</dd></div>
+      <div><dt>sampled tokens</dt><dd class="num">${count(sum("sampled"))}</dd></div><div><dt>turns</dt><dd class="num">${count(sum("turns"))}</dd></div>
+      <div><dt>coverage</dt><dd class="num">${percent(sum("trained"), sum("sampled"))}</dd></div>
       <div><dt>advantage</dt><dd>(reward − mean) ÷ deviation, or the sample’s own</dd></div></dl>
     <ol class="rollouts" tabindex="0" aria-label=${`${plural(rollouts.length, "rollout")}, best first`}>${rollouts.map((r) => html`<li key=${r.sample_id}>
       <header><a href=${`#/session/${encodeURIComponent(r.session_id)}/${encodeURIComponent(r.sample_id)}`} onClick=${(e) => { e.preventDefault(); go("session", r.session_id, r.sample_id); }}>${short(r.session_id)}</a>
@@ -48,7 +57,7 @@ export function Group({ live, name, go }) {
         <p class="soft num">${plural(r.turns, "turn")}, ${plural(r.sampled, "token")}, mean ${fixed(r.mean_logprob, 2)}${r.finish_reason === "stop" ? "" : `, ${r.finish_reason}`}</p>
         <${Strip} values=${r.strip} share=${r.sampled / longest} /></header>
       <div class="messages">${r.messages.map((m, i) => html`<${Message} key=${i} m=${m} />`)}
-        ${r.messages.length === 0 && html`<p class="soft">No text: start the viewer with --model DIR.</p>`}</div></li>`)}</ol></main>`;
+        ${r.messages.length === 0 && html`<p class="soft">No text: start the viewer with --model DIR.</p>`}</div></li>`)}</ol><//>`;
 }
 
 export function Message({ m }) {

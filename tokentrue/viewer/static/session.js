@@ -15,6 +15,7 @@ export function Session({ live, id, sampleId, tab, go }) {
   const heads = value?.branches ?? [];
   const head = heads.find((one) => one.sample_id === sampleId) ?? heads[0];
   const active = useMemo(() => createValue(null), [id]);
+  const cursor = useMemo(() => createValue(0), [id]); // the turn of the token that is looked at
   const reveal = useRef(null);
   if (error && !value) return html`<${Notice} kind="error">${error}<//>`;
   if (!value) return html`<${Notice}>Loading session ${short(id)}…<//>`;
@@ -31,9 +32,9 @@ export function Session({ live, id, sampleId, tab, go }) {
       ${heads.length > 1 && html`<label class="field">Branch <select value=${head.sample_id} onChange=${(e) => choose(heads.find((one) => one.sample_id === e.target.value))}>
         ${heads.map((one, i) => html`<option key=${one.sample_id} value=${one.sample_id}>${i + 1} of ${heads.length}: ${plural(one.turns, "turn")}${one.abandoned ? `, ${reason(one.abandoned)}` : ""}</option>`)}
       </select></label>`}
-      <${Tree} nodes=${value.nodes} path=${head ? pathOf(value.nodes, head.leaf) : []} onSelect=${select} />
+      <${Tree} nodes=${value.nodes} path=${head ? pathOf(value.nodes, head.leaf) : []} cursor=${cursor} onSelect=${select} />
     </nav>
-    ${head ? html`<${BranchView} key=${head.sample_id} id=${id} head=${head} tab=${tab} go=${go} active=${active} reveal=${reveal} />`
+    ${head ? html`<${BranchView} key=${head.sample_id} id=${id} head=${head} tab=${tab} go=${go} active=${active} reveal=${reveal} cursor=${cursor} nodes=${value.nodes} />`
            : html`<${Notice}>No turn has been recorded yet.<//>`}
   </div>`;
 }
@@ -60,13 +61,13 @@ function Header({ session: s, head, go, metadata }) {
       <div><dt>forks</dt><dd class="num">${count(s.forks)}</dd></div>
       <div><dt>policy</dt><dd class="num">${versions(s.versions)}</dd></div>
       ${s.created != null && html`<div><dt>created</dt><dd>${ago(s.created)}</dd></div>`}
-      ${extra.map(([name, value]) => html`<div key=${name}><dt>${name}</dt><dd>${String(value)}</dd></div>`)}
+      ${extra.map(([name, value]) => html`<div key=${name} class="extra"><dt>${name}</dt><dd>${String(value)}</dd></div>`)}
       ${Object.entries(s.untrained).map(([why, tokens]) => html`<div key=${why}><dt>not trained</dt><dd>${count(tokens)} ${reason(why)}</dd></div>`)}
     </dl>
   </section>`;
 }
 
-function BranchView({ id, head, tab, go, active, reveal }) {
+function BranchView({ id, head, tab, go, active, reveal, cursor, nodes }) {
   // Its tokens never change, and a turn that follows makes another branch: it is asked for again only when its reward or advantage changed.
   const { value, error } = useAnswerAt(JSON.stringify(head), false, "branch", id, head.sample_id);
   const branch = useMemo(() => value && prepare(value), [value]);
@@ -90,6 +91,11 @@ function BranchView({ id, head, tab, go, active, reveal }) {
     return active.watch(follow);
   }, [branch, active]);
   useEffect(() => {
+    const follow = (i) => branch && i != null && branch.span[i] !== undefined && cursor.set(branch.spans[branch.span[i]]?.[4] ?? 0);
+    follow(index.get());
+    return index.watch(follow);
+  }, [branch, index]);
+  useEffect(() => {
     const onKey = (event) => {
       if (event.target.matches?.("input,select,textarea") || event.ctrlKey || event.metaKey || event.altKey) return;
       const named = COLOURINGS[Number(event.key) - 1];
@@ -111,7 +117,7 @@ function BranchView({ id, head, tab, go, active, reveal }) {
     ${error && !branch ? html`<${Notice} kind="error">${error}<//>` : !branch ? html`<${Notice}>Loading tokens…<//>`
       : html`<${Tokens} branch=${branch} colouring=${chosen} hovered=${hovered} active=${index} reveal=${reveal} />`}
   </main>
-  ${branch && html`<aside class="side"><${Inspector} branch=${branch} hovered=${hovered} active=${index} /><${Legend} branch=${branch} colouring=${chosen} /><${Certificate} branch=${branch} /></aside>`}`;
+  ${branch && html`<aside class="side"><${Inspector} branch=${branch} hovered=${hovered} active=${index} /><${Legend} branch=${branch} colouring=${chosen} /><${Turns} nodes=${nodes} path=${pathOf(nodes, head.leaf)} /><${Certificate} branch=${branch} /></aside>`}`;
 }
 
 function Colouring({ branch, chosen, onChoose }) {
@@ -129,6 +135,17 @@ function Legend({ branch, colouring }) {
       <span class="ends"><span>${low}</span><span>${high}</span></span></p>
     <ul class="plain">${Object.entries(KIND_WORDS).map(([name, words]) => html`<li key=${name}><span class=${`t ${name} q3`}>abc</span> ${words}</li>`)}</ul>
   </section>`;
+}
+
+// Tokens of each turn of the branch, and the seconds since the turn before, where the record has its times.
+function Turns({ nodes, path }) {
+  const byId = new Map(nodes.map((node) => [node.id, node]));
+  const turns = path.map((id) => byId.get(id)).filter(Boolean);
+  const most = Math.max(1, ...turns.map((node) => node.given_tokens + node.sampled_tokens));
+  return html`<section aria-label="Turns"><h2>Tokens and time by turn</h2><table class="list turns"><thead><tr><th scope="col">turn</th><th scope="col">given, sampled</th><th scope="col" class="num">seconds</th></tr></thead>
+    <tbody>${turns.map((node, i) => html`<tr key=${node.id}><td>${i + 1}</td>
+      <td title=${`${count(node.given_tokens)} given, ${count(node.sampled_tokens)} sampled`}><span class="stack-bar" aria-hidden="true"><i style=${{ width: `${(100 * node.given_tokens) / most}%` }}></i><b style=${{ width: `${(100 * node.sampled_tokens) / most}%` }}></b></span><span class="sr-only">${node.given_tokens} and ${node.sampled_tokens}</span></td>
+      <td class="num">${i && node.created != null && turns[i - 1].created != null ? fixed(node.created - turns[i - 1].created, 1) : "–"}</td></tr>`)}</tbody></table></section>`;
 }
 
 function Certificate({ branch: b }) {

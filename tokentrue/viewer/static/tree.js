@@ -1,7 +1,11 @@
 // The session's tree: turns in order, indented only where the conversation forks.
-import { html, plural, reason } from "./ui.js";
+import { useEffect, useRef } from "./vendor/hooks.js";
+import { html, plural, reason, useValue } from "./ui.js";
 
-export function Tree({ nodes, path, onSelect }) {
+export function Tree({ nodes, path, cursor, onSelect }) {
+  const place = useRef();
+  const at = path[useValue(cursor)];
+  useEffect(() => place.current?.querySelector(".at")?.scrollIntoView?.({ block: "nearest" }), [at]);
   const children = new Map();
   for (const node of nodes) children.set(node.parent, [...(children.get(node.parent) ?? []), node]);
   const on = new Set(path);
@@ -20,14 +24,18 @@ export function Tree({ nodes, path, onSelect }) {
   };
   const roots = children.get(null) ?? [];
   roots.forEach((root) => walk(root, roots.length > 1 ? 1 : 0, 0));
-  return html`<ol class="tree">${rows.map(({ node, depth, turn }) => html`<li key=${node.id} style=${{ "--depth": depth }}>
-    <button class=${on.has(node.id) ? "on" : ""} aria-current=${on.has(node.id) ? "true" : undefined} onClick=${() => onSelect(node, turn)} title=${title(node)}>
+  const seconds = new Map(nodes.map((node) => [node.id, node.created]));
+  return html`<ol class="tree" ref=${place}>${rows.map(({ node, depth, turn }) => html`<li key=${node.id} style=${{ "--depth": depth }}>
+    <button class=${`${on.has(node.id) ? "on" : ""} ${node.id === at ? "at" : ""}`} aria-current=${on.has(node.id) ? "true" : undefined} onClick=${() => onSelect(node, turn)} title=${title(node)}>
       <span class="turn num">${turn + 1}</span>
       <span class="sizes num">${node.given_tokens} + <b>${node.sampled_tokens}</b></span>
+      ${node.created != null && seconds.get(node.parent) != null && html`<span class="soft num" title="seconds from the end of the turn before to the end of this one: agent, tools, queue and engine">${took(node.created - seconds.get(node.parent))}</span>`}
       <span class="marks">${marks(node).map((mark) => html`<span key=${mark[0]} class=${`badge ${mark[1]}`}>${mark[0]}</span>`)}</span>
     </button></li>`)}</ol>
-    <p class="soft note">given + <b>sampled</b> tokens; ${plural(nodes.length, "turn")}</p>`;
+    <p class="soft note">given + <b>sampled</b> tokens${nodes.some((node) => node.created != null) ? ", seconds since the turn before" : ""}; ${plural(nodes.length, "turn")}</p>`;
 }
+
+const took = (s) => (s < 10 ? `${s.toFixed(1)} s` : s < 600 ? `${Math.round(s)} s` : `${Math.round(s / 60)} min`);
 
 function marks(node) {
   const found = [];

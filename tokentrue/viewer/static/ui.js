@@ -14,7 +14,7 @@ export const compact = (x) =>
   x == null ? "–" : x === 0 ? "0" : (Math.abs(x) >= 0.001 && Math.abs(x) < 1e5 ? String(Number(x.toPrecision(4))) : x.toExponential(2)).replace(/-/g, "−");
 export const percent = (part, all) => {
   if (!all) return "–";
-  if (part === all) return "100%";
+  if (part === all) return "100.00%";
   return `${(Math.floor((10000 * part) / all) / 100).toFixed(2)}%`; // never rounded up to 100
 };
 export const versions = (v) => (v == null || v.length === 0 ? "–" : v[0] === v.at(-1) ? `v${v[0]}` : `v${v[0]}–${v.at(-1)}`);
@@ -56,6 +56,9 @@ export function useValue(value) {
   }, [value]);
   return current;
 }
+
+// Rewards from low to high, as one of five classes; `low` and `high` are those of the list.
+export const rewardClass = (reward, low, high) => (reward == null || high <= low ? "" : `r${Math.min(4, Math.floor((5 * (reward - low)) / (high - low)))}`);
 
 export function Notice({ children, kind = "info" }) {
   return html`<p class=${`notice ${kind}`} role=${kind === "error" ? "alert" : "status"}>${children}</p>`;
