@@ -117,7 +117,7 @@ function BranchView({ id, head, tab, go, active, reveal, cursor, nodes }) {
     ${error && !branch ? html`<${Notice} kind="error">${error}<//>` : !branch ? html`<${Notice}>Loading tokens…<//>`
       : html`<${Tokens} branch=${branch} colouring=${chosen} hovered=${hovered} active=${index} reveal=${reveal} />`}
   </main>
-  ${branch && html`<aside class="side"><${Inspector} branch=${branch} hovered=${hovered} active=${index} /><${Legend} branch=${branch} colouring=${chosen} /><${Turns} nodes=${nodes} path=${pathOf(nodes, head.leaf)} /><${Certificate} branch=${branch} /></aside>`}`;
+  ${branch && html`<aside class="side" tabindex="0" aria-label="Token and turns"><${Inspector} branch=${branch} hovered=${hovered} active=${index} /><${Legend} branch=${branch} colouring=${chosen} /><${Turns} nodes=${nodes} path=${pathOf(nodes, head.leaf)} /><${Certificate} branch=${branch} /></aside>`}`;
 }
 
 function Colouring({ branch, chosen, onChoose }) {

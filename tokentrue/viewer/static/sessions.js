@@ -59,8 +59,8 @@ export function Sessions({ index, go, query }) {
     ${filter.note && html`<p class="notice note-text">${filter.note}</p>`}
     <${Totals} total=${add(rows)} of=${unfiltered ? "all sessions" : "the sessions below"} />
     <${Curves} rows=${rows} />
-    <form class="filters" role="search" onSubmit=${(e) => { e.preventDefault(); look(); }}>
-      <label class="grow"><span class="sr-only">Filter by session, group or task; Enter searches messages</span><input ref=${search} type="search" placeholder=${isExport ? "session, group or task  ( / )" : "session or group or task  ( / ); Enter searches messages"} value=${filter.text} onInput=${(e) => { set({ text: e.target.value }); setFound(null); }} /></label>
+    <form class="filters" role="search" onSubmit=${(e) => e.preventDefault()}>
+      <label class="grow"><span class="sr-only">Filter by session, group or task; Enter searches messages</span><input ref=${search} type="search" placeholder=${isExport ? "session, group or task  ( / )" : "session or group or task  ( / ); Enter searches messages"} value=${filter.text} onKeyDown=${(e) => e.key === "Enter" && look()} onInput=${(e) => { set({ text: e.target.value }); setFound(null); }} /></label>
       <label>state <select value=${filter.state} onChange=${(e) => set({ state: e.target.value })}><option value="">any</option>${states.map((s) => html`<option key=${s}>${s}</option>`)}</select></label>
       <label>reward from <input class="small" inputmode="decimal" value=${filter.low} onInput=${(e) => set({ low: e.target.value })} /></label>
       <label>to <input class="small" inputmode="decimal" value=${filter.high} onInput=${(e) => set({ high: e.target.value })} /></label>
