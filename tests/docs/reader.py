@@ -188,6 +188,7 @@ def furnish(folder: Path, record: Record) -> None:
     (folder / "answers.jsonl").write_text('{"text": "It is 17."}\n')
     (folder / "tasks.jsonl").write_text('{"prompt": "What is 2 plus 2? Write it into answer.txt."}\n')
     (folder / "grade.py").write_text('print(float(open("answer.txt").read() == "4"))\n')
+    shutil.copy(ROOT / "examples" / "custom_environment.py", folder)
     furnish_agents(folder)
     furnish_adapter(folder / "DIR_OF_ADAPTER")
 
