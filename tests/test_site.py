@@ -12,7 +12,6 @@ import pytest
 from playwright.sync_api import expect
 
 from tests.viewer.browser import open_browser, watched
-
 from tokentrue.cli.main import COMMANDS
 
 ROOT = Path(__file__).resolve().parent.parent
