@@ -57,6 +57,7 @@ async def test_a_rope_base_is_fitted_to_its_value() -> None:
     assert abs(float(found.detail.split()[2].rstrip(":")) / base - 1) < 0.01, (found.detail, base)
 
 
+@pytest.mark.slow
 async def test_what_no_hypothesis_computes_is_unknown_with_the_next_step() -> None:
     found = judged(await gather(seeded("a rank left out of the sum").engine))
     assert found.fault == "unknown" and "nearest" in found.detail and found.detail.endswith("Next: look"), found
@@ -74,6 +75,7 @@ async def test_a_dtype_is_not_named_by_the_size_of_a_difference() -> None:
     assert judged(evidence).fault == "unknown"
 
 
+@pytest.mark.slow
 async def test_bfloat16_is_named_by_the_grid_of_its_logits() -> None:
     assert judged(await gather(reported.Engine(e.calculator(), "bfloat16"))).fault == "dtype_bfloat16"
 

@@ -255,7 +255,8 @@ def try_value(evidence: Evidence, hypothesis: Hypothesis, x: float, only: Sequen
 def refine(evidence: Evidence, best: Fit, first: Sequence[int], inside: Tensor, steps: int = 14) -> Fit:
     """Golden-section search between the neighbours of the best value of the grid."""
     hypothesis = best.hypothesis
-    grid: list[float] = sorted({*hypothesis.grid, *((hypothesis.none,) if hypothesis.none == hypothesis.none else ())})
+    nothing = () if math.isnan(hypothesis.none) else (hypothesis.none,)
+    grid: list[float] = sorted({*hypothesis.grid, *nothing})
     at = grid.index(best.x)
     is_log = grid[0] > 0
     there, back = (math.log, math.exp) if is_log else (float, float)
