@@ -70,7 +70,8 @@ class Observation:
         chosen = [self.token_ids[at] for at in self.positions]
         entries = list(zip(range(len(chosen)), chosen, self.logprobs, strict=True))
         for row, top in enumerate(self.tops):
-            entries += [(row, token, value) for token, value in top.items() if token != chosen[row]]
+            # A filtered engine may list tokens that it cannot draw.
+            entries += [(row, token, value) for token, value in top.items() if token != chosen[row] and value > -1e3]
         rows, ids, values = zip(*entries, strict=True)
         return torch.tensor(rows), torch.tensor(ids), torch.tensor(values, dtype=torch.float64)
 
