@@ -130,9 +130,16 @@ class Trial:
     def round_modules(self, dtype: torch.dtype) -> None:
         """Rounds what every module returns; sums between modules and rotary tables stay in float32, as fused kernels
         keep them."""
+
+        def rounded(inputs: Any, output: Any) -> Any:
+            is_real = isinstance(output, Tensor) and output.is_floating_point()
+            return (
+                output.to(dtype).to(output.dtype) if is_real else output
+            )  # routers return more, and choose in float32
+
         for module in self.model.modules():
             if not any(module.children()) and not hasattr(module, "inv_freq"):
-                self.hook(module, lambda inputs, output: output.to(dtype).to(output.dtype))
+                self.hook(module, rounded)
 
     @property
     def is_forward(self) -> bool:
