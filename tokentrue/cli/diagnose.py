@@ -203,8 +203,7 @@ def score_all(
     quiet: bool,
     tokens: int = BATCH_TOKENS,
 ) -> tuple[list[Row], list[str]]:
-    """Samples with numbers of both sides, and why the trainer cannot score others. `score` gets samples of about one
-    length, up to `tokens` at once."""
+    """Samples with numbers of both sides, and why others cannot be scored. `score` gets up to `tokens` tokens at once."""
     rows: dict[int, Row] = {}
     refused: list[str] = []
     trained = [number for number, sample in enumerate(samples) if any(sample.loss_mask)]
@@ -332,7 +331,7 @@ def diagnose_steps(
 
 
 def cut_batches(items: Sequence[T], size: Callable[[T], int], most: int = BATCH_TOKENS) -> Iterator[list[T]]:
-    """Runs of items that together have at most `most` tokens; a larger one is a run by itself."""
+    """Runs of items of at most `most` tokens; a larger item is a run by itself."""
     batch: list[T] = []
     tokens = 0
     for item in items:

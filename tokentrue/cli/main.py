@@ -43,7 +43,6 @@ NEEDS = dict.fromkeys(("train", "rollout", "demo"), "train")  # the extra with e
 SUGGESTED = {  # words of others for what a command does
     "coverage": "`tokentrue sessions STORE_OR_URL` has it per session, `tokentrue audit FILE` for exported samples",
     "export": "`tokentrue samples STORE_OR_URL -o FILE` exports",
-    "lab": "in a clone, `python -m experiments list`",
 }
 INTERRUPTED = {
     "train": ": the last whole step is in a checkpoint; the same command resumes",
