@@ -1,6 +1,7 @@
 """TRL's asynchronous GRPO trainer on rows that a gateway recorded: an agent with a calculator tool, the shipped model.
 
 Run on a GPU: python examples/trl_async_grpo.py [STEPS]. TRL's attention for packed rows is a CUDA kernel that it fetches.
+Needs: the extra `engine`, `pip install trl`.
 """
 
 import sys

@@ -19,6 +19,7 @@ from tokentrue.client import Client
 from tokentrue.environments import SMALL_MODEL
 from tokentrue.errors import ConfigError, GatewayError
 from tokentrue.integrations.trl import WeightTransfer, reward_from_rollout, rollout_func, rollout_worker
+from tokentrue.samples import sample_from_json
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -137,7 +138,11 @@ def test_every_sample_of_a_rollout_is_a_row_with_its_version_and_its_rollouts_ad
         worker.stop()
         with Client(gateway.url, gateway.admin_key) as client:
             ids = [session["session_id"] for session in client.sessions()]
-            record = [sample for name in ids for sample in client.samples(name).samples]
+            record = [
+                sample_from_json(one)
+                for name in ids
+                for one in client.call("GET", f"/sessions/{name}/samples")["samples"]
+            ]
     recorded = {tuple(sample.token_ids): sample for sample in record}
     groups: dict[int, list[Any]] = {}
     for row in rows:
