@@ -132,7 +132,8 @@ def _end_request(session_id: str, *, purge: bool) -> Request:
 
 
 def session_path(session_id: str) -> str:
-    return f"/sessions/{_quote(session_id, 'session_id')}"
+    quoted = _quote(session_id, "session_id")
+    return "/sessions/" + (quoted.replace(".", "%2E") if quoted in {".", ".."} else quoted)  # no step in the path
 
 
 def _quote(text: str, field: str) -> str:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import openai
@@ -27,11 +27,25 @@ from tokentrue.errors import (
 TEXTS = ["It is 4.", "It is 5."]
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    server = scripted_server(tmp_path, TEXTS * 4, admin_key="a-long-admin-key")
+@pytest.fixture(scope="module")
+def one_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    server = scripted_server(tmp_path_factory.mktemp("client"), TEXTS * 40, admin_key="a-long-admin-key")
     yield server
     server.stop()
+
+
+@pytest.fixture
+def server(one_server: Server) -> Iterator[Server]:
+    """Without sessions, and with the first text as the next answer."""
+    with tt.Client(one_server.url, "a-long-admin-key") as client:
+        client.wait_until_ready()
+        turns = re.findall(r"^tokentrue_turns_total\{.*\} (\S+)$", one_server.ask("GET", "/metrics")[1], re.MULTILINE)
+        if sum(map(float, turns)) % 2:
+            with client.session(session_id="even") as s:
+                s.openai().chat.completions.create(model="policy", messages=[{"role": "user", "content": "2+2?"}])
+        for session_id in list(session_names(client, None)):
+            client.delete_session(session_id)
+    yield one_server
 
 
 def ask(client: tt.Client) -> tuple[list[tt.Sample], str]:
