@@ -1,7 +1,7 @@
 """The confusion matrices of docs/doctor.md: `python -m tests.doctor.matrix [MODEL|mixture] [float32|bfloat16]`.
 
 Prints one row for each fault and each healthy engine, and the counts: named, unknown, wrong, missed, false alarms.
-`--only A,B` runs the cases whose name holds A or B, `--seed N` draws other numbers, `--part I/N` runs every N-th case.
+`--set second` plays the second set (tests/doctor/second_set.py). `--only A,B` runs the cases whose name holds A or B, `--seed N` draws other numbers, `--part I/N` runs every N-th case.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from tests.doctor import reported
+from tests.doctor import reported, second_set
 from tests.doctor.engines import CALCULATOR
 from tokentrue.app.libraries import quiet_libraries
 from tokentrue.doctor import Reference, examine
@@ -26,16 +26,18 @@ from tokentrue.doctor.reference import load_model
 from tokentrue.renderers import load_renderer
 
 
-def run_case(name: str, kind: str, model: Path, plain: Any, dtype: str, seed: int) -> tuple[str, str]:
+def run_case(
+    name: str, kind: str, model: Path, plain: Any, dtype: str, seed: int, faults: Any, healthy: Any
+) -> tuple[str, str]:
     """The verdict, and what the doctor said."""
     rng = random.Random(f"{seed} {name}")
     reference = Reference(copy.deepcopy(plain), source=model)
     with tempfile.TemporaryDirectory() as folder:
         previous = None
         if kind == "healthy":
-            engine, names = reported.healthy(name, copy.deepcopy(plain), dtype), frozenset[str]()
+            engine, names = healthy(name, copy.deepcopy(plain), dtype), frozenset[str]()
         else:
-            case = reported.build(name, copy.deepcopy(plain), dtype, rng)
+            case = faults[name](copy.deepcopy(plain), dtype, rng)
             engine, names = case.engine, case.names
             if case.previous is not None:
                 case.previous.save_pretrained(folder)
@@ -63,6 +65,7 @@ def main() -> None:
     parser.add_argument("--only", default="")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--part", default="0/1")
+    parser.add_argument("--set", default="reported", choices=["reported", "second"])
     given = parser.parse_args()
     quiet_libraries()
     warnings.simplefilter("ignore")
@@ -72,14 +75,18 @@ def main() -> None:
         is_mixture = given.model == "mixture"
         model = reported.mixture(Path(folder), CALCULATOR) if is_mixture else Path(given.model)
         plain = load_model(model)
-        faults = list(reported.CASES if is_mixture else reported.DENSE)
-        cases = [(name, "fault") for name in faults] + [(name, "healthy") for name in reported.HEALTHY]
+        faults, healthy, sound = reported.DENSE, reported.healthy, reported.HEALTHY
+        if is_mixture:
+            faults = reported.CASES
+        elif given.set == "second":
+            faults, healthy, sound = second_set.FAULTS, second_set.healthy, second_set.HEALTHY
+        cases = [(name, "fault") for name in faults] + [(name, "healthy") for name in sound]
         part, parts = map(int, given.part.split("/"))
         print("| case | verdict | said |\n|---|---|---|")
         for name, kind in cases[part::parts]:
             if any(one in name for one in given.only.split(",")):
                 start = time.monotonic()
-                verdict, said = run_case(name, kind, model, plain, given.dtype, given.seed)
+                verdict, said = run_case(name, kind, model, plain, given.dtype, given.seed, faults, healthy)
                 counts[verdict] = counts.get(verdict, 0) + 1
                 print(f"| {name} | {verdict} | {said} | {time.monotonic() - start:.0f} s", flush=True)
     print("\n" + ", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items())))

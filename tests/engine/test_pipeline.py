@@ -43,7 +43,7 @@ def checked(run: Run, stages: int) -> None:
     ("kind", "stages", "dtype", "sizes"),
     [
         pytest.param("qwen3", 2, "bfloat16", {"num_hidden_layers": 3}, marks=pytest.mark.slow),
-        ("qwen3_5", 2, "float32", HYBRID),
+        pytest.param("qwen3_5", 2, "float32", HYBRID, marks=pytest.mark.slow),
         pytest.param("llama", 4, "float32", FIVE, marks=pytest.mark.slow),
     ],
 )

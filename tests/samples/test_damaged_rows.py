@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 import tokentrue as tt
-from tests.marks import slow_except
+from tests.marks import IS_THOROUGH, slow_except
 from tests.turn.letters import Letters, sampled
 from tests.turn.world import Engine
 from tokentrue.cli.main import run
@@ -185,9 +185,9 @@ async def test_no_change_to_a_row_passes(sample: Sample, name: str, tmp_path: Pa
     row = load_row(name, path)
     assert save_row(name, row, path) and passes(path), "the row that was not changed"
     missed, tried = set[str](), 0
-    for place, change in islice(
-        mutations(row), 0, None, 2 if FORMATS[name].suffix == ".parquet" else 1
-    ):  # a table takes long to write
+    # A table takes long to write; `make test` tries every third change.
+    step = (2 if FORMATS[name].suffix == ".parquet" else 1) if IS_THOROUGH else 3
+    for place, change in islice(mutations(row), 0, None, step):
         changed = copy.deepcopy(row)
         change(changed)
         if save_row(name, changed, path):
@@ -195,7 +195,7 @@ async def test_no_change_to_a_row_passes(sample: Sample, name: str, tmp_path: Pa
             if passes(path):
                 missed.add(place)
     assert missed <= UNBOUND.keys(), missed - UNBOUND.keys()
-    assert tried > 300
+    assert tried > 900 / step / 3
 
 
 COLUMNS = {  # of a trainer's row: what a sample is read back from, and what the format is recognised by
