@@ -128,6 +128,15 @@ class Provider(Streaming, Protocol):
 
 
 @runtime_checkable
+class Seeing(Protocol):
+    """An engine whose `stream` and `generate` also take `images: Sequence[PromptImage]`, in the order of the prompt."""
+
+    async def check_images(self) -> None:
+        """Raises an error that says why this engine, as it runs, takes no images."""
+        ...
+
+
+@runtime_checkable
 class WeightSink(Protocol):
     async def publish(self, weights: Iterable[tuple[str, Any]], *, version: int) -> None:
         """Returns when every later token is sampled from these weights and stamped with `version`."""

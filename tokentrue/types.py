@@ -4,7 +4,8 @@ Glossary: `token_ids` any ids; `prompt_ids` the engine's input; `sampled_ids` wh
 included); `rollout_logprobs` reported by the sampler; `trainer_logprobs` recomputed by the trainer. A session has
 turns, and a turn has one node per choice.
 Messages and tools are plain mappings in the OpenAI Chat Completions shape: `role`, `content` (string, parts or
-None), `reasoning_content`, `tool_calls[].{id,function.{name,arguments}}`, `tool_call_id`, `name`.
+None), `reasoning_content`, `tool_calls[].{id,function.{name,arguments}}`, `tool_call_id`, `name`. A read conversation
+has an image as the part `{"type": "image", "sha256", "media_type", "width", "height"}`, without its bytes.
 """
 
 from __future__ import annotations
@@ -274,11 +275,33 @@ class PromptSpan:
 
 
 @record
+class ImageRun:
+    """An image in ids: its `count` placeholder ids begin at `start`. `sha256` (hex) identifies the file's bytes,
+    `grid` is the image processor's, in patches (time, height, width), and `processor` its identity."""
+
+    sha256: str
+    start: Count
+    count: Count
+    grid: tuple[int, ...]
+    processor: str
+
+
+@record
+class PromptImage:
+    """An image as an engine gets it: where it is in the prompt, and the bytes of its file."""
+
+    run: ImageRun
+    data: bytes
+    media_type: str
+
+
+@record
 class Rendered:
     """A whole prompt, its generation prompt included."""
 
     token_ids: TokenIds
     spans: tuple[PromptSpan, ...] = ()
+    images: tuple[ImageRun, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", TokenIds(self.token_ids))
@@ -286,13 +309,15 @@ class Rendered:
 
 @record
 class Extension:
-    """The recorded prefix, untouched, plus `added_ids`: all given, none sampled. `spans` count from the start of
-    `added_ids`. `join` says how the recorded turn ended: at the template's stop token, at an alias of it (harmony's
-    <|return|>), at a foreign stop token or at none; then `added_ids` begins with the template's closing of the turn."""
+    """The recorded prefix, untouched, plus `added_ids`: all given, none sampled. `spans` and `images` count from the
+    start of `added_ids`. `join` says how the recorded turn ended: at the template's stop token, at an alias of it
+    (harmony's <|return|>), at a foreign stop token or at none; then `added_ids` begins with the template's closing of
+    the turn."""
 
     prefix_ids: TokenIds
     added_ids: TokenIds
     spans: tuple[PromptSpan, ...] = ()
+    images: tuple[ImageRun, ...] = ()
     context: Literal["dummy", "history"] = "dummy"
     join: Literal["stop", "alias", "foreign", "open"] = "stop"
 
@@ -470,6 +495,7 @@ class Sample:
     certificate: Certificate
     routed_experts: RoutedExperts | None = None  # of positions 0 to the last input
     sampling_mask: SamplingMask | None = None  # one row per token; empty if nothing was removed or sampled
+    images: tuple[ImageRun, ...] = ()
 
     def __post_init__(self) -> None:
         lengths = (len(self.token_ids), len(self.loss_mask), len(self.rollout_logprobs))
