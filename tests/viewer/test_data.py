@@ -112,6 +112,16 @@ def test_abandoned_attempts_are_branches_that_train_nothing(from_store: ViewerDa
     assert {span[7] for span in branch["spans"] if span[2] == "sampled"} == {"trained_elsewhere", "retried"}
 
 
+def test_a_group_counts_the_tokens_of_abandoned_attempts(from_store: ViewerData) -> None:
+    """As the list of sessions does: the rollouts shown leave them out."""
+    rows = [row for row in from_store.index()["sessions"] if row["group"] == "task-0"]
+    shown = from_store.group("task-0")
+    assert (shown["sampled"], shown["trained"]) == tuple(
+        sum(row[name] for row in rows) for name in ("sampled", "trained")
+    )
+    assert shown["trained"] < shown["sampled"] > sum(rollout["sampled"] for rollout in shown["rollouts"])
+
+
 def test_breaks_name_every_difference(from_store: ViewerData, samples: list[Sample]) -> None:
     """The same conversation rendered again: splits healed, reasoning gone, a call's spacing changed; and every
     difference found is real."""

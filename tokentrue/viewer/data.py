@@ -138,7 +138,8 @@ class ViewerData:
             raise SessionNotFound(f"no session of group {name!r}")
         branches = [branch for view in views for branch in view.branches if branch.abandoned is None]
         advantages = compute_advantages([branch.sample for branch in branches])
-        return {"group": name, "rollouts": [self._rollout(branch, advantages) for branch in branches]}
+        totals = {name: sum(getattr(view.summary, name) for view in views) for name in ("sampled", "trained")}
+        return {"group": name, **totals, "rollouts": [self._rollout(branch, advantages) for branch in branches]}
 
     def mismatch(self) -> JsonObject:
         if not self._trainer:

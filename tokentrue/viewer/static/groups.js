@@ -46,8 +46,8 @@ export function Group({ live, name, go, inside = false }) {
     <dl class="facts inline"><div><dt>rollouts</dt><dd class="num">${count(rollouts.length)}</dd></div>
       <div><dt>mean reward</dt><dd class="num">${rewards.length ? fixed(rewards.reduce((a, b) => a + b) / rewards.length) : "–"}</dd></div>
       <div><dt>best, worst</dt><dd class="num">${rewards.length ? `${fixed(Math.max(...rewards))}, ${fixed(Math.min(...rewards))}` : "–"}</dd></div>
-      <div><dt>sampled tokens</dt><dd class="num">${count(sum("sampled"))}</dd></div><div><dt>turns</dt><dd class="num">${count(sum("turns"))}</dd></div>
-      <div><dt>coverage</dt><dd class="num">${percent(sum("trained"), sum("sampled"))}</dd></div>
+      <div><dt>sampled tokens</dt><dd class="num">${count(value.sampled)}</dd></div><div><dt>turns</dt><dd class="num">${count(sum("turns"))}</dd></div>
+      <div><dt>coverage</dt><dd class="num">${percent(value.trained, value.sampled)}</dd></div>
       <div><dt>advantage</dt><dd>(reward − mean) ÷ deviation, or the sample’s own</dd></div></dl>
     <ol class="rollouts" tabindex="0" aria-label=${`${plural(rollouts.length, "rollout")}, best first`}>${rollouts.map((r) => html`<li key=${r.sample_id}>
       <header><a href=${`#/session/${encodeURIComponent(r.session_id)}/${encodeURIComponent(r.sample_id)}`} onClick=${(e) => { e.preventDefault(); go("session", r.session_id, r.sample_id); }}>${short(r.session_id)}</a>

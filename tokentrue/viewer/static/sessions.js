@@ -7,7 +7,7 @@ import { Coverage, ago, count, fixed, html, plural, reason, rewardClass, short, 
 const COLUMNS = [
   ["session_id", "session", (s) => s.session_id], ["task", "task", (s) => s.task], ["group", "group", (s) => s.group ?? ""], ["state", "state", (s) => s.state],
   ["reward", "reward", (s) => s.reward ?? -Infinity], ["coverage", "coverage", (s) => (s.sampled ? s.trained / s.sampled : 1)], ["first_break", "first break", (s) => s.fork ?? ""],
-  ["turns", "turns", (s) => s.turns], ["forks", "forks", (s) => s.forks], ["branches", "branches", (s) => s.branches], ["tokens", "tokens", (s) => s.tokens],
+  ["turns", "turns", (s) => s.turns], ["forks", "forks", (s) => s.forks], ["branches", "samples", (s) => s.branches], ["tokens", "tokens", (s) => s.tokens],
   ["sampled", "sampled", (s) => s.sampled], ["versions", "policy", (s) => s.versions?.[1] ?? -1], ["created", "created", (s) => s.created ?? 0],
 ];
 const NUMBERS = new Set(["reward", "coverage", "turns", "forks", "branches", "tokens", "sampled", "versions", "created"]);
