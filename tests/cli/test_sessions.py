@@ -48,7 +48,9 @@ def test_list_show_and_delete(server: Server, tmp_path: Path, capsys: pytest.Cap
     told: list[dict[str, Any]] = []
     for source in (server.url, store):
         assert run("sessions", [source, "--json"]) == 0
-        assert {entry["session_id"] for entry in json.loads(capsys.readouterr().out)["sessions"]} == {"one", "two"}
+        listed = json.loads(capsys.readouterr().out)["sessions"]
+        assert {entry["session_id"] for entry in listed} == {"one", "two"}
+        assert all(entry["turns"] == 1 and entry["coverage"]["ratio"] == 1.0 for entry in listed)
         assert run("sessions", [source, "show", "one", "--json"]) == 0
         shown = json.loads(capsys.readouterr().out)
         told.append({key: value for key, value in shown.items() if key != "in_flight"})  # only a gateway knows
@@ -154,7 +156,9 @@ def test_a_store_on_postgresql(
     try:
         play_two_sessions(server)
         assert run("sessions", [database, "--json"]) == 0
-        assert {entry["session_id"] for entry in json.loads(capsys.readouterr().out)["sessions"]} == {"one", "two"}
+        listed = json.loads(capsys.readouterr().out)["sessions"]
+        assert {entry["session_id"] for entry in listed} == {"one", "two"}
+        assert all(entry["turns"] == 1 and entry["coverage"]["ratio"] == 1.0 for entry in listed)
         assert run("sessions", [database, "show", "one", "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["coverage"]["ratio"] == 1.0
         assert run("samples", [database, "--group", "g", "-o", str(tmp_path / "x.jsonl")]) == 0

@@ -55,7 +55,7 @@ def command(
     with closing(connect(source) if is_url(source) else JournalSource(source)) as opened:
         if action == "list":
             listed = opened.sessions(limit=limit)
-            if isinstance(opened, Client) and not as_json:  # a gateway reads no trees for a list
+            if isinstance(opened, Client):  # a gateway reads no trees for a list
                 listed = [summary for each in listed for summary in summarise_remote(opened, each["session_id"])]
             answer: JsonObject = {"sessions": listed}
         elif action == "show":
