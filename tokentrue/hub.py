@@ -26,10 +26,13 @@ SMALL_FILES = (
 
 
 def load_causal_model(model: str | Path, *, dtype: str, **options: Any) -> Any:
-    """Loads to host memory; `options` are those of transformers."""
-    from transformers import AutoModelForCausalLM
+    """Loads to host memory, with the vision tower where transformers has no decoder without it (Qwen3-VL, Qwen2.5-VL).
+    `options` are those of transformers."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    return _load(AutoModelForCausalLM, model, dtype=dtype, **options)
+    kind = type(load_config(model))
+    sees = kind not in AutoModelForCausalLM._model_mapping and kind in AutoModelForImageTextToText._model_mapping
+    return _load(AutoModelForImageTextToText if sees else AutoModelForCausalLM, model, dtype=dtype, **options)
 
 
 def load_config(model: str | Path) -> Any:

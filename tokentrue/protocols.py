@@ -98,9 +98,12 @@ class Streaming(Protocol):
         chunk suffices."""
         ...
 
-    async def generate(self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None) -> Completion:
+    async def generate(
+        self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None, **images: Any
+    ) -> Completion:
+        """`images`, if any, is passed on to `stream` (see `Seeing`)."""
         final = None
-        async for chunk in self.stream(prompt_ids, sampling, session=session, whole=True):
+        async for chunk in self.stream(prompt_ids, sampling, session=session, whole=True, **images):
             final = chunk.final or final
         if final is None:
             raise EngineContractError("the engine ended a stream without its final answer")

@@ -142,7 +142,7 @@ def test_a_version_that_does_not_move_on(base: torch.nn.Module, monkeypatch: pyt
 def test_samples_that_carry_a_stale_version(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens stamped with the version before: nothing would be compared any more."""
 
-    def stale(sample: Any, group: str, temperature: float = 1.0) -> Row:
+    def stale(sample: Any, group: str, temperature: float = 1.0, images: Any = None) -> Row:
         row = row_from_sample(sample, group, temperature)
         return replace(row, versions=torch.where(row.sampled, row.versions - 1, row.versions))
 

@@ -28,6 +28,7 @@ from tokentrue.cli.common import (
 )
 from tokentrue.errors import ConfigError, InputError, TokenContractError
 from tokentrue.hub import load_causal_model
+from tokentrue.pixels import find_images
 from tokentrue.records import record
 from tokentrue.samples import read_samples
 from tokentrue.samples.recorded_turns import scoring_temperatures
@@ -280,6 +281,7 @@ def load_scorer(model: str, *, plain: bool, dtype: str, device: str) -> Callable
                 ids=torch.tensor(list(sample.token_ids)),
                 temperatures=torch.tensor(scoring_temperatures(sample)),
                 kept=kept_rows(sample),
+                images=find_images(sample.images, None, f"sample {sample.sample_id}"),
             )
             for sample in samples
         ]

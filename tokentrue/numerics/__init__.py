@@ -27,6 +27,7 @@ from tokentrue.numerics.ops import (
     RowSlots,
     same_bits,
 )
+from tokentrue.numerics.vision import SeenImages, see_rows
 
 __all__ = [
     "SWITCHES",
@@ -44,6 +45,7 @@ __all__ = [
     "Packed",
     "PagedBatch",
     "RowSlots",
+    "SeenImages",
     "deterministic_grad",
     "exact",
     "filter_logits",
@@ -56,4 +58,5 @@ __all__ = [
     "scale_logits",
     "score",
     "score_with_entropy",
+    "see_rows",
 ]

@@ -83,6 +83,9 @@ def shapes_of(model: nn.Module) -> ModelShapes:
     for module in model.modules():
         if isinstance(module, nn.Linear):
             linears[module.weight.dtype].add((module.in_features, module.out_features, module.bias is not None))
+        if isinstance(module, nn.Conv3d):  # of patches
+            n, k = module.weight.flatten(1).shape
+            linears[module.weight.dtype].add((k, n, module.bias is not None))
         parameters = dict(module.named_parameters(recurse=False))
         if is_experts(parameters):
             for name in ("gate_up_proj", "down_proj"):
@@ -128,7 +131,11 @@ class AttentionParts:
     def of(cls, model: nn.Module) -> AttentionParts:
         owned = (getattr(module, "config", None) for module in model.modules())
         configs = {id(config): config for config in owned if hasattr(config, "_attn_implementation")}
-        modules = (module for module in model.modules() if hasattr(module, "layer_idx") and hasattr(module, "o_proj"))
+        modules = (
+            module
+            for module in model.modules()
+            if (hasattr(module, "layer_idx") and hasattr(module, "o_proj")) or is_tower_attention(module)
+        )
         return cls(configs=tuple(configs.values()), modules=tuple(modules))
 
     def attach(self, ops: Ops, undo: ExitStack) -> None:
@@ -139,6 +146,10 @@ class AttentionParts:
             config._attn_implementation = ATTENTION
         for module in self.modules:
             replace_attribute(module, OPS, ops, undo)
+
+
+def is_tower_attention(module: nn.Module) -> bool:
+    return hasattr(module, "qkv") and getattr(module, "is_causal", None) is False
 
 
 def padding_mask(*args: Any, kv_length: int, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
@@ -153,7 +164,7 @@ def exact_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *, scaling: float | None = None,
     dropout: float = 0.0, sliding_window: int | None = None, softcap: float | None = None, packed: Packed | None = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """query [B,H,T,D] -> [B,T,H,D]: whole sequences from position 0, padded on either side or packed."""
+    """query [B,H,T,D] -> [B,T,H,D]: whole sequences from position 0, padded on either side or packed; or one image."""
     ops: Ops = module.__dict__[OPS]
     (b, h, t, d), narrow, mask = query.shape, value.shape[-1], attention_mask
     if dropout:
@@ -168,7 +179,10 @@ def exact_attention(
         raise ExactnessError(
             "exact attention knows padding masks [batch, tokens] and packed sequences, not a free 4-D mask"
         )
-    spec = AttentionSpec(scale=scaling or d**-0.5, window=sliding_window, softcap=softcap, sinks=kwargs.get("s_aux"))
+    spec = AttentionSpec(
+        scale=scaling or d**-0.5, window=sliding_window, softcap=softcap, sinks=kwargs.get("s_aux"),
+        causal=not is_tower_attention(module),
+    )  # fmt: skip
     with torch._C.DisableTorchFunction():
         # Zero padding is safe: every column of the result has its own sum.
         value = F.pad(value, (0, d - narrow)) if narrow < d else value
@@ -214,6 +228,7 @@ def ops_for(device: torch.device | str) -> Ops:
 
 SWITCHES = (
     "linear", "rms_norm", "activation", "rotary", "router", "experts", "functions", "linear_attention", "attention",
+    "vision",
 )  # fmt: skip
 STATE = "_tokentrue_exact"
 

@@ -25,6 +25,7 @@ from tokentrue.numerics.cpu.arithmetic import multiply
 from tokentrue.numerics.exact import STATE, State, exact
 from tokentrue.numerics.modules import replace_attribute
 from tokentrue.numerics.ops import Ops, Packed, same_bits
+from tokentrue.numerics.vision import SeenImages
 from tokentrue.records import record
 
 # Rows scored at once.
@@ -196,29 +197,30 @@ def logits_gradient(
 
 def score(
     model: nn.Module, ids: Tensor, temperature: float | Tensor = 1.0, cu_seqlens: Tensor | None = None, *,
-    kept: KeptRows | None = None,
+    kept: KeptRows | None = None, images: SeenImages | None = None,
 ) -> Tensor:  # fmt: skip
     """ids [B,T] -> float32 [B,T-1]: log-probability of ids[:,1:] under softmax(logits / temperature). Differentiable.
 
     Sequences start at position 0 and may be padded on the right with any id (causality hides it). Packed: ids [1,T] (or
     [T]) with `cu_seqlens` [S+1]; entries that would predict a sequence's first token from the one before it are 0.
     `temperature`: one number, or one per entry of the result. `kept`: for each entry of the result (row by row), the
-    ids that the sampler's filters kept. Outside `with exact(model)`, the block is entered for this call.
+    ids that the sampler's filters kept. `images`: those in ids [1,T] (or [T]), from `see_rows`. Outside `with exact(model)`, the block is entered for this call.
     """
-    return scores_of(model, ids, temperature, cu_seqlens, entropy=False, kept=kept)[..., 0]
+    return scores_of(model, ids, temperature, cu_seqlens, entropy=False, kept=kept, images=images)[..., 0]
 
 
 def score_with_entropy(
     model: nn.Module, ids: Tensor, temperature: float | Tensor = 1.0, cu_seqlens: Tensor | None = None, *,
-    kept: KeptRows | None = None,
+    kept: KeptRows | None = None, images: SeenImages | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The log-probabilities of `score`, and the entropy of the distribution of each. Both differentiable."""
-    both = scores_of(model, ids, temperature, cu_seqlens, entropy=True, kept=kept)
+    both = scores_of(model, ids, temperature, cu_seqlens, entropy=True, kept=kept, images=images)
     return both[..., 0], both[..., 1]
 
 
 def scores_of(
-    model: nn.Module, ids: Tensor, temperature: float | Tensor, cu_seqlens: Tensor | None, *, entropy: bool, kept: KeptRows | None
+    model: nn.Module, ids: Tensor, temperature: float | Tensor, cu_seqlens: Tensor | None, *, entropy: bool, kept: KeptRows | None,
+    images: SeenImages | None,
 ) -> Tensor:  # fmt: skip
     if not bool((torch.as_tensor(temperature) > 0).all()):
         raise InputError(
@@ -234,7 +236,7 @@ def scores_of(
         temperature = F.pad(temperature.float().view(batch.shape[0], -1), (0, 1), value=1.0).reshape(-1)
     per_position = None if kept is None else with_last_positions(kept, batch.shape)
     with exact(model), scoring_head(model, targets, temperature, entropy, per_position) as made:
-        found = logits_of(model, batch, packed)
+        found = logits_of(model, batch, packed, images)
         if len(made) != 1 or not same_bits(found.detach().float(), made[0].detach()):
             raise ExactnessError(f"{type(model).__name__} changes its logits after the output head: no exact form")
     found = found[:, :-1]
@@ -287,7 +289,9 @@ def scoring_head(
         yield made
 
 
-def logits_of(model: nn.Module, ids_BT: Tensor, packed: Packed | None = None) -> Tensor:
+def logits_of(
+    model: nn.Module, ids_BT: Tensor, packed: Packed | None = None, images: SeenImages | None = None
+) -> Tensor:
     """Plain forward pass inside `exact`: [B,T,V] in the model's dtype. `ids_BT` may be embeddings [B,T,K]."""
     b, t = ids_BT.shape[:2]
     if packed is None:
@@ -296,7 +300,8 @@ def logits_of(model: nn.Module, ids_BT: Tensor, packed: Packed | None = None) ->
     else:
         positions = torch.cat([torch.arange(n, device=ids_BT.device) for n in packed.lengths])[None]
     source = {"inputs_embeds": ids_BT} if ids_BT.is_floating_point() else {"input_ids": ids_BT}
-    return model(**source, position_ids=positions, use_cache=False, packed=packed).logits
+    seen = {"position_ids": positions} if images is None else images.inputs(ids_BT.device)
+    return model(**source, **seen, use_cache=False, packed=packed).logits
 
 
 def packed_of(ids: Tensor, cu_seqlens: Tensor) -> Packed:

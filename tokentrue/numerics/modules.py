@@ -29,6 +29,7 @@ from tokentrue.errors import ExactnessError
 from tokentrue.numerics.cpu.arithmetic import ACTIVATIONS
 from tokentrue.numerics.delta import delta_forward, is_gated_delta
 from tokentrue.numerics.ops import ClampedSwiglu, ExpertWeights, LowRank, NormForm, Ops
+from tokentrue.numerics.vision import tower_form, tower_forward, tower_name
 
 MOVES = frozenset({
     "__and__", "__bool__", "__contains__", "__eq__", "__float__", "__format__", "__ge__", "__get__", "__getitem__",
@@ -148,8 +149,15 @@ def plan_of(model: nn.Module, ops: Ops) -> list[Replacement]:
     """The replacement of every module that computes; raises on the first without an exact form."""
     plan: list[Replacement] = []
     whole: list[str] = []  # modules replaced with all that is in them
+    tower = tower_name(model)
     for name, module in model.named_modules():
         if any(name.startswith(f"{outer}.") for outer in whole):
+            continue
+        if name == tower:
+            plan.append((module, "vision", tower_forward(module)))
+            continue
+        if tower is not None and name.startswith(f"{tower}.") and (form := tower_form(module, ops)) is not None:
+            plan.append((module, *form))
             continue
         if is_gated_delta(module):
             whole.append(name)

@@ -44,6 +44,7 @@ class AttentionSpec:
     window: int | None = None  # a query at position p sees keys p-window+1 .. p
     softcap: float | None = None  # scores become softcap*tanh(s/softcap)
     sinks: Tensor | None = None  # [H] (gpt-oss): an additional score of each query head, without a value
+    causal: bool = True  # False (vision, `Ops.attention` alone): every query sees all keys of its sequence
 
 
 @record
@@ -285,7 +286,7 @@ class Ops(ABC):
     # ---- attention
     @abstractmethod
     def attention(self, q: Tensor, k: Tensor, v: Tensor, packed: Packed, spec: AttentionSpec) -> Tensor:
-        """(grad) q [T,H,D], k/v [T,J,D] -> [T,H,D]; causal in each sequence, with the bits of `paged_attention`."""
+        """(grad) q [T,H,D], k/v [T,J,D] -> [T,H,D]; in each sequence, with the bits of `paged_attention`."""
 
     @abstractmethod
     def store_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:

@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 
-from tokentrue.errors import ConfigError, SamplingError
+from tokentrue.errors import ConfigError, EngineRejected, SamplingError
 from tokentrue.hub import load_causal_model
 from tokentrue.ids import TokenIds
 from tokentrue.json_types import JsonMapping
+from tokentrue.pixels import PixelReader, check_runs, plain_inputs
 from tokentrue.protocols import Streaming
 from tokentrue.providers.building import CompletionBuilder, refuse_constraints, refuse_unknown_extra
-from tokentrue.types import TRUNCATIONS, UNVERSIONED, Chunk, Finish, Ids, Sampling
+from tokentrue.types import TRUNCATIONS, UNVERSIONED, Chunk, Finish, Ids, PromptImage, Sampling
 
 
 class HFProvider(Streaming):
@@ -45,30 +46,38 @@ class HFProvider(Streaming):
                 f"engine 'hf' needs a key-value cache, and {type(self._model).__name__} has none; use vllm or sglang"
             )
         self._model.eval()
+        self._pixels = PixelReader(self._model.config.name_or_path)
         self._decode = decode
         self._lock = asyncio.Lock()
         self.version = version
 
+    async def check_images(self) -> None:
+        if not hasattr(self._model.config, "vision_config"):
+            raise EngineRejected(f"{type(self._model).__name__} takes no images: it has no vision tower")
+        await asyncio.to_thread(self._pixels.processor)
+
     async def stream(
-        self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None, whole: bool = False
-    ) -> AsyncIterator[Chunk]:
+        self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None, whole: bool = False,
+        images: Sequence[PromptImage] = (),
+    ) -> AsyncIterator[Chunk]:  # fmt: skip
         self._refuse(prompt_ids, sampling)
+        check_runs(prompt_ids, images, self._model.config)
         eos = self._model.generation_config.eos_token_id
         stops = {*sampling.stop_token_ids, *([eos] if isinstance(eos, int) else eos or [])}
         generator = torch.Generator().manual_seed(sampling.seed if sampling.seed is not None else torch.seed())
-        room = self._model.config.max_position_embeddings - len(prompt_ids)
+        room = self._most_positions - len(prompt_ids)
         limit = min(room, sampling.max_tokens) if sampling.max_tokens is not None else room
         builder = CompletionBuilder(self.name, TokenIds(prompt_ids))
-        ids, cache = builder.prompt_ids.tolist(), None
+        inputs, cache = await asyncio.to_thread(self._inputs, builder.prompt_ids.tolist(), images), None
         finish, stopped_by = Finish.LENGTH, None
         for _ in range(limit):
             async with self._lock:  # one forward at a time; other requests, and new weights, run between tokens
-                logits, cache = await asyncio.to_thread(self._forward, ids, cache)
+                logits, cache = await asyncio.to_thread(self._forward, inputs, cache)
                 version = self.version
             token, logprob, top, kept = pick(logits, sampling, generator)
             builder.top += [top] if sampling.top_logprobs else []
             yield builder.add((token,), (logprob,), version=version, kept=[kept] if sampling.truncates else None)
-            ids = [token]
+            inputs = self._next(token, inputs)
             stopped_by = token if token in stops else self._stop_string(builder.ids, sampling.stop)
             if stopped_by is not None:
                 finish = Finish.STOP
@@ -95,15 +104,27 @@ class HFProvider(Streaming):
             raise SamplingError("engine 'hf' needs decode= (a renderer's) for stop strings")
         if not prompt_ids:
             raise SamplingError("the prompt is empty")
-        if len(prompt_ids) >= self._model.config.max_position_embeddings:
-            raise SamplingError(
-                f"{len(prompt_ids)} prompt tokens do not fit {self._model.config.max_position_embeddings} positions"
-            )
+        if len(prompt_ids) >= self._most_positions:
+            raise SamplingError(f"{len(prompt_ids)} prompt tokens do not fit {self._most_positions} positions")
+
+    @property
+    def _most_positions(self) -> int:
+        return self._model.config.get_text_config().max_position_embeddings
+
+    def _inputs(self, ids: list[int], images: Sequence[PromptImage]) -> dict[str, Any]:
+        ids_BT = torch.tensor([ids], device=next(self._model.parameters()).device)
+        return {"input_ids": ids_BT, **plain_inputs(self._model, ids_BT, [images], self._pixels)}
+
+    def _next(self, token: int, before: Mapping[str, Any]) -> dict[str, Any]:
+        """The inputs of the next token; images shift its position."""
+        inputs: dict[str, Any] = {"input_ids": torch.full_like(before["input_ids"][:, :1], token)}
+        if "position_ids" in before:
+            inputs["position_ids"] = before["position_ids"].amax((0, 2), keepdim=True).expand(3, 1, 1) + 1
+        return inputs
 
     @torch.no_grad()
-    def _forward(self, ids: list[int], cache: Any) -> tuple[torch.Tensor, Any]:
-        device = next(self._model.parameters()).device
-        out = self._model(torch.tensor([ids], device=device), past_key_values=cache, use_cache=True, logits_to_keep=1)
+    def _forward(self, inputs: Mapping[str, Any], cache: Any) -> tuple[torch.Tensor, Any]:
+        out = self._model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
         return out.logits[0, -1].float().cpu(), out.past_key_values
 
     def _stop_string(self, sampled: Sequence[int], stops: Sequence[str]) -> str | None:

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from tokentrue.errors import FileFormatError, TrainingError
 from tokentrue.json_types import JsonMapping, JsonObject
+from tokentrue.pixels import load_processor
 from tokentrue.plain_json import read_numbered_lines
 from tokentrue.records import record
 from tokentrue.samples import sample_from_json, sample_to_json
@@ -43,6 +44,7 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 OPTIMIZER, SHARDS, MASTER = "optimizer.safetensors", "optimizer", "master"
 MODEL_FILES = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
+    "preprocessor_config.json", "processor_config.json",
 )  # fmt: skip
 
 
@@ -261,6 +263,8 @@ def write_model_files(model: Any, source: str | None, target: Path) -> None:
         from transformers import AutoTokenizer
 
         AutoTokenizer.from_pretrained(source).save_pretrained(target)
+        if hasattr(model.config, "vision_config"):
+            load_processor(source).save_pretrained(target)
 
 
 def held_tensors(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:

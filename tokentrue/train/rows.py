@@ -19,11 +19,12 @@ from tokentrue.errors import TokenContractError
 from tokentrue.mismatch import grpo_advantages, rloo_advantages, whitened_advantages
 from tokentrue.mismatch.routing import routing_of, routing_weights_of
 from tokentrue.numerics import KeptRows
+from tokentrue.pixels import ReadImage, find_images
 from tokentrue.records import record
 from tokentrue.samples.groups import group_sessions
 from tokentrue.samples.recorded_turns import read_turns, scoring_temperatures
 from tokentrue.train.config import AdvantageConfig, Baseline, OverlongConfig
-from tokentrue.types import Finish, Sample
+from tokentrue.types import Finish, PromptImage, Sample
 
 Groups = list[list[Sample]]
 
@@ -35,6 +36,7 @@ class ScoredRow:
     ids: Tensor  # int64 [T]
     temperatures: Tensor  # float32 [T]
     kept: KeptRows | None = None  # ids that the sampler's filters kept, a row for each token
+    images: tuple[PromptImage, ...] = ()
 
     @property
     def length(self) -> int:
@@ -61,8 +63,8 @@ class Row(ScoredRow):
         return self.group, self.sample.session_id
 
 
-def row_from_sample(sample: Sample, group: str, temperature: float = 1.0) -> Row:
-    """`temperature` is that of samples which do not record theirs."""
+def row_from_sample(sample: Sample, group: str, temperature: float = 1.0, images: ReadImage | None = None) -> Row:
+    """`temperature` is that of samples which do not record theirs; `images` reads the bytes of their images."""
     if sample.reward is None:
         raise TokenContractError(f"sample {sample.sample_id} has no reward; score its session first")
     if not sample.token_ids:
@@ -96,6 +98,7 @@ def row_from_sample(sample: Sample, group: str, temperature: float = 1.0) -> Row
         temperatures=torch.tensor(scoring_temperatures(sample, temperature), dtype=torch.float32),
         reward=float(sample.reward),
         kept=kept_rows(sample),
+        images=find_images(sample.images, images, f"sample {sample.sample_id}"),
         experts=None if sample.routed_experts is None else routing_of(sample),
         expert_weights=None if sample.routed_experts is None else routing_weights_of(sample),
     )
@@ -108,10 +111,12 @@ def kept_rows(sample: Sample) -> KeptRows | None:
     return KeptRows(token_ids=torch.tensor(mask.token_ids.tolist()), offsets=torch.tensor(mask.offsets.tolist()))
 
 
-def rows_from_groups(groups: Sequence[Sequence[Sample]], temperature: float = 1.0) -> list[Row]:
+def rows_from_groups(
+    groups: Sequence[Sequence[Sample]], temperature: float = 1.0, images: ReadImage | None = None
+) -> list[Row]:
     """All rows in order; a group without a name gets one from its place."""
     return [
-        row_from_sample(sample, sample.group or f"group-{number}", temperature)
+        row_from_sample(sample, sample.group or f"group-{number}", temperature, images)
         for number, group in enumerate(groups)
         for sample in group
     ]

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from tokentrue.mismatch.routing import replay_routing
-from tokentrue.numerics import KeptRows, exact, score, score_with_entropy
+from tokentrue.numerics import KeptRows, exact, score, score_with_entropy, see_rows
+from tokentrue.pixels import PixelReader, check_runs, plain_inputs
 from tokentrue.records import record
 from tokentrue.routing_replay import FREE
 from tokentrue.train.config import RoutingReplay
@@ -42,6 +43,9 @@ class ExactScorer:
 
     is_padded = False
 
+    def __init__(self, reader: PixelReader | None = None) -> None:
+        self.reader = reader
+
     def __call__(self, model: nn.Module, rows: Sequence[ScoredRow], *, entropy: bool = False) -> Scores:
         lengths = [row.length for row in rows]
         device = next(model.parameters()).device
@@ -50,13 +54,14 @@ class ExactScorer:
         temperature = one_temperature(rows) or torch.cat([row.temperatures for row in rows])[1:].to(device)
         joined = join_kept(rows)
         kept = None if joined is None else joined.of(slice(1, len(packed))).to(device)
+        images = see_rows(model, [(row.ids, row.images) for row in rows], self.reader)
 
         def split(flat: Tensor) -> list[Tensor]:
             return list(nn.functional.pad(flat, (1, 0)).split(lengths))
 
         if not entropy:
-            return Scores(logprobs=split(score(model, packed, temperature, bounds, kept=kept)))
-        flat, spread = score_with_entropy(model, packed, temperature, bounds, kept=kept)
+            return Scores(logprobs=split(score(model, packed, temperature, bounds, kept=kept, images=images)))
+        flat, spread = score_with_entropy(model, packed, temperature, bounds, kept=kept, images=images)
         return Scores(logprobs=split(flat), entropy=split(spread))
 
     def active(self, model: nn.Module) -> AbstractContextManager[object]:
@@ -68,10 +73,16 @@ class PlainScorer:
 
     is_padded = True
 
+    def __init__(self, reader: PixelReader | None = None) -> None:
+        self.reader = reader
+
     def __call__(self, model: nn.Module, rows: Sequence[ScoredRow], *, entropy: bool = False) -> Scores:
         device = next(model.parameters()).device
         ids_BT = nn.utils.rnn.pad_sequence([row.ids for row in rows], batch_first=True).to(device)
-        logits = model(input_ids=ids_BT, use_cache=False).logits[:, :-1].float()
+        for row in rows:
+            check_runs(row.ids, row.images, model.config, "a row")
+        seen = plain_inputs(model, ids_BT, [row.images for row in rows], self.reader)
+        logits = model(input_ids=ids_BT, use_cache=False, **seen).logits[:, :-1].float()
         if one_temperature(rows) != 1.0:
             heats = [row.temperatures for row in rows]
             padded = nn.utils.rnn.pad_sequence(heats, batch_first=True, padding_value=1.0)

@@ -20,6 +20,7 @@ from tokentrue.errors import ConfigError, TrainingError
 from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.mismatch import LengthDecay, LossConfig, Metrics, diagnose, policy_loss
 from tokentrue.numerics import on_device
+from tokentrue.pixels import PixelReader, ReadImage
 from tokentrue.records import record
 from tokentrue.train.config import OptimConfig, TrainConfig, default_learning_rate, learning_rate
 from tokentrue.train.exactness import Agreement, agreement, require_exact, require_near, require_own_versions
@@ -77,7 +78,9 @@ class Trainer:
         ranks: Ranks | None = None,
         reference: nn.Module | None = None,
         scorer: Scorer | None = None,
+        images: ReadImage | None = None,
     ) -> None:
+        """`images` reads the bytes of the samples' images by their SHA-256."""
         if loss.penalty is not None and loss.penalty.against == "reference" and reference is None:
             raise ConfigError("loss.penalty: against='reference' needs a reference model")
         if config.kl.reward_coefficient and reference is None:
@@ -91,7 +94,9 @@ class Trainer:
         self.kl = KlCoefficient.of(config.kl, loss)
         self.ranks = ranks or Ranks()
         self.reference = None if reference is None else reference.eval()
-        self.scorer: Scorer = scorer or (ExactScorer() if config.exact else PlainScorer())
+        self.images = images
+        reader = PixelReader(getattr(model.config, "name_or_path", ""))
+        self.scorer: Scorer = scorer or (ExactScorer(reader) if config.exact else PlainScorer(reader))
         self.version = 0
         self.updates = 0
         self.skipped = 0  # updates in a row
@@ -140,7 +145,7 @@ class Trainer:
             yield
 
     def rows(self, groups: Sequence[Sequence[Sample]]) -> list[Row]:
-        rows = rows_from_groups(groups, self.config.temperature)
+        rows = rows_from_groups(groups, self.config.temperature, self.images)
         return mask_truncated(rows) if self.config.overlong.mask else rows
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:

@@ -89,14 +89,16 @@ class Chunk:
     hidden: Tensor  # over the last keys
 
 
-def chunks(start: int, stop: int, window: int | None, groups: int) -> Iterator[Chunk]:
-    """Tiles of positions [start, stop), none crossing a multiple of 128."""
+def chunks(start: int, stop: int, window: int | None, groups: int, seen: int | None = None) -> Iterator[Chunk]:
+    """Tiles of positions [start, stop), none crossing a multiple of 128. `seen`: every query sees that many keys."""
     first = start
     while first < stop:
         length = min(stop, up_to(first + 1, KEYS)) - first
         tile = next(t for t in TILES if t >= length)
-        keys = up_to(first + length, KEYS)
-        if window is None:  # only the last block holds the diagonal
+        keys = up_to(first + length if seen is None else seen, KEYS)
+        if seen is not None:
+            hidden = past_the_end()[seen - keys + KEYS][None]
+        elif window is None:  # only the last block holds the diagonal
             hidden = hidden_keys(first % KEYS, tile, 0, KEYS, None, groups)
         else:
             hidden = hidden_keys(first, tile, 0, keys, window, groups)
@@ -105,17 +107,20 @@ def chunks(start: int, stop: int, window: int | None, groups: int) -> Iterator[C
 
 
 class PackedAttention(torch.autograd.Function):
-    """q [C,T,H,D], k/v [C,T,J,D]: C sequences padded to T (a multiple of 128). Padded rows are undefined."""
+    """q [C,T,H,D], k/v [C,T,J,D]: C sequences padded to T (a multiple of 128). Padded rows are undefined. `seen`: the
+    keys that every query sees, without causality."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, spec: AttentionSpec) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, spec: AttentionSpec, seen: int | None = None
+    ) -> Tensor:
         scale, window, softcap = spec.scale, spec.window, spec.softcap
         q_XTGD, k_XND, v_XND = head_major(q, k, v, scale)
         x, t, g, d = q_XTGD.shape
         out = torch.empty_like(q_XTGD)
         totals, kept = [], []
         keep = softcap is None and x * t * g * t <= 2 * KEPT
-        for chunk in chunks(0, t, window, g):
+        for chunk in chunks(0, t, window, g, seen):
             rows, m, n = slice(chunk.first, chunk.first + chunk.tile), chunk.tile * g, chunk.keys
             sink = sink_rows(sinks, k.shape[2], k.shape[0], chunk.tile, m)
             o, top, total, p = fold(
@@ -125,19 +130,19 @@ class PackedAttention(torch.autograd.Function):
             totals += [top, total]
             kept += [p] if keep else []
         ctx.save_for_backward(q, k, v, sinks, out, *totals, *kept)
-        ctx.spec = (scale, window, softcap, keep)
+        ctx.spec = (scale, window, softcap, keep, seen)
         return token_major(out, q.shape).to(q.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, out, *rest = ctx.saved_tensors
-        scale, window, softcap, keep = ctx.spec
+        scale, window, softcap, keep, seen = ctx.spec
         q_XTGD, k_XND, v_XND = head_major(q, k, v, scale)
         x, t, g, d = q_XTGD.shape
         do = head_major_one(grads[0], k.shape[2])
         dq, dk, dv = torch.empty_like(q_XTGD), torch.zeros_like(k_XND), torch.zeros_like(v_XND)
         d_sinks = None if sinks is None else torch.zeros(k.shape[2], g, dtype=torch.float32)
-        pieces = list(chunks(0, t, window, g))
+        pieces = list(chunks(0, t, window, g, seen))
         kept = rest[2 * len(pieces) :]
         for index, chunk in enumerate(pieces):
             rows, m, n = slice(chunk.first, chunk.first + chunk.tile), chunk.tile * g, chunk.keys
@@ -160,6 +165,7 @@ class PackedAttention(torch.autograd.Function):
             token_major(dk.unsqueeze(2), k.shape).to(k.dtype),
             token_major(dv.unsqueeze(2), v.shape).to(v.dtype),
             None if d_sinks is None or sinks is None else d_sinks.flatten().to(sinks.dtype),
+            None,
             None,
         )
 
@@ -196,7 +202,9 @@ def token_major(x_XTGD: Tensor, shape: torch.Size) -> Tensor:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], spec: AttentionSpec) -> Tensor:
-    """q [T,H,D], k/v [T,J,D], sequences back to back; those of equal padded length share a product."""
+    """q [T,H,D], k/v [T,J,D], sequences back to back; those of equal padded length share a product if causal."""
+    if not spec.causal:
+        return torch.cat([attend_all(*part, spec) for part in zip(*(x.split(lengths) for x in (q, k, v)), strict=True)])
     if lengths[0] % KEYS == 0 and len(set(lengths)) == 1:
         even = (x.view(len(lengths), lengths[0], *x.shape[1:]) for x in (q, k, v))
         return PackedAttention.apply(*even, spec.sinks, spec).view(q.shape)  # pyright: ignore
@@ -216,6 +224,13 @@ def attention(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], spec: A
     if len(buckets) == 1:  # in order
         return results[0]
     return torch.cat(results).index_select(0, torch.cat(rows).argsort())
+
+
+def attend_all(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+    """One sequence, each query over all keys."""
+    length = q.shape[0]
+    padded = (F.pad(x, (0, 0, 0, 0, 0, up_to(length, KEYS) - length))[None] for x in (q, k, v))
+    return PackedAttention.apply(*padded, None, spec, length)[0, :length]  # pyright: ignore
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Causal attention whose rows do not depend on what else is computed: one kernel for prefill, decode and training.
+"""Attention whose rows do not depend on what else is computed: one kernel for prefill, decode and training.
 
 A row's result is a left fold, in ascending order, over key blocks of fixed size that start at position 0 of its
 sequence. Each block is summed under its own maximum and then folded in, so blocks may be computed separately (decode of
@@ -80,6 +80,14 @@ def scores(q, k, row_pos, key, scale, WINDOW: tl.constexpr, SOFTCAP: tl.constexp
 
 
 @triton.jit
+def last_key(position, length, CAUSAL: tl.constexpr):
+    """That a query at `position` sees."""
+    if not CAUSAL:
+        position = tl.maximum(position, length - 1)
+    return position
+
+
+@triton.jit
 def _block(q, k, v, row_pos, key, scale, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):
     """Maximum, sum and weighted values of one key block."""
     s = scores(q, k, row_pos, key, scale, WINDOW, SOFTCAP, PRECISION)
@@ -145,7 +153,7 @@ def _forward_kernel(q_ptr, k_ptr, v_ptr, sink_ptr, o_ptr, lse_ptr, starts_ptr, c
                     stride_qt, stride_head, stride_key, stride_table, part_ptr, part_m_ptr, part_l_ptr, arrived_ptr, max_blocks,
                     H: tl.constexpr, J: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, GP: tl.constexpr, BM: tl.constexpr,
                     BN: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, LSE: tl.constexpr,
-                    SPLIT: tl.constexpr, DECODE: tl.constexpr, SINK: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+                    SPLIT: tl.constexpr, DECODE: tl.constexpr, SINK: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Grid (tiles, J, splits). With SPLIT (one query a sequence) the last program to arrive folds the blocks of all, in
     the order of a program that has them alone."""
     wait_for_inputs()
@@ -172,7 +180,7 @@ def _forward_kernel(q_ptr, k_ptr, v_ptr, sink_ptr, o_ptr, lse_ptr, starts_ptr, c
     query = query0 + r // GP
     g = r % GP
     row_ok = (query < count) & (g < G)
-    row_pos = first + tl.minimum(query, count - 1)
+    row_pos = last_key(first + tl.minimum(query, count - 1), length, CAUSAL)
     d = tl.arange(0, BD)
     token = start + query
     q = tl.load(
@@ -180,8 +188,8 @@ def _forward_kernel(q_ptr, k_ptr, v_ptr, sink_ptr, o_ptr, lse_ptr, starts_ptr, c
         mask=row_ok[:, None] & (d < D)[None, :],
         other=0.0,
     )
-    last = first + tl.minimum(query0 + BM // GP, count)
-    num_blocks = tl.cdiv(last, BN)
+    last = last_key(first + tl.minimum(query0 + BM // GP, count) - 1, length, CAUSAL)
+    num_blocks = tl.cdiv(last + 1, BN)
     lowest = 0
     if WINDOW > 0:
         lowest = tl.maximum(first + query0 - WINDOW + 1, 0) // BN
@@ -303,7 +311,7 @@ def attend(
         spec.scale if spec.softcap else spec.scale * LOG2E, q.stride(0), *strides, *parts, arrived if split else starts, blocks,
         H=heads, J=key_heads, D=size, BD=width, GP=group, BM=tile.rows, BN=block,
         PAGE=page, WINDOW=spec.window or 0, SOFTCAP=float(spec.softcap or 0.0), LSE=lse is not None,
-        SPLIT=split, DECODE=tiles is None, SINK=spec.sinks is not None, PRECISION=precision_of(q.dtype),
+        SPLIT=split, DECODE=tiles is None, SINK=spec.sinks is not None, CAUSAL=spec.causal, PRECISION=precision_of(q.dtype),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
@@ -322,7 +330,7 @@ def _score_grad(s, lse, dp, delta, SOFTCAP: tl.constexpr):
 @triton.jit
 def _dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, starts_ptr, tile_seq_ptr, tile_query_ptr, scale, grad_scale,
                stride_qt, stride_kt, stride_kj, H: tl.constexpr, J: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr,
-               BN: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+               BN: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Grid (tiles of BM queries, H)."""
     wait_for_inputs()
     let_next_start()
@@ -343,13 +351,15 @@ def _dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, starts_p
     lowest = 0
     if WINDOW > 0:
         lowest = tl.maximum(first - WINDOW + 1, 0) // BN
-    for block in range(lowest, tl.cdiv(tl.minimum(first + BM, count), BN)):
+    last = last_key(tl.minimum(first + BM, count) - 1, count, CAUSAL)
+    position = last_key(row, count, CAUSAL)
+    for block in range(lowest, tl.cdiv(last + 1, BN)):
         key = block * BN + tl.arange(0, BN)
         key_ok = (key < count)[:, None] & (d < D)[None, :]
         at = (start + key).to(tl.int64)[:, None] * stride_kt + (h // (H // J)) * stride_kj + d[None, :]
         k = tl.load(k_ptr + at, mask=key_ok, other=0.0)
         v = tl.load(v_ptr + at, mask=key_ok, other=0.0)
-        s = scores(q, k, row, key, scale, WINDOW, SOFTCAP, PRECISION)
+        s = scores(q, k, position, key, scale, WINDOW, SOFTCAP, PRECISION)
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
         _, ds = _score_grad(s, lse[:, None], dp, delta[:, None], SOFTCAP)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
@@ -359,8 +369,8 @@ def _dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, starts_p
 @triton.jit
 def _dkv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, starts_ptr, tile_seq_ptr, tile_key_ptr, scale, grad_scale,
                 stride_qt, stride_kt, stride_kj, H: tl.constexpr, J: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr,
-                BN: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """Grid (tiles of BN keys, J); folds over the heads of the group, then over query tiles from the diagonal on."""
+                BN: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """Grid (tiles of BN keys, J); folds over the heads of the group, then over query tiles, if causal from the diagonal on."""
     wait_for_inputs()
     let_next_start()
     j = tl.program_id(1)
@@ -378,11 +388,14 @@ def _dkv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
     dk = tl.zeros((BN, BD), tl.float32)
     dv = tl.zeros((BN, BD), tl.float32)
     end = count
+    lowest = 0
+    if CAUSAL:
+        lowest = first // BM
     if WINDOW > 0:
         end = tl.minimum(count, first + BN + WINDOW)
     for g in range(G):
         h = j * G + g
-        for block in range(first // BM, tl.cdiv(end, BM)):
+        for block in range(lowest, tl.cdiv(end, BM)):
             row = block * BM + tl.arange(0, BM)
             ok = (row < count)[:, None] & (d < D)[None, :]
             token = (start + row).to(tl.int64)
@@ -390,7 +403,7 @@ def _dkv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
             do = tl.load(do_ptr + (token * H + h)[:, None] * D + d[None, :], mask=ok, other=0.0)
             lse = tl.load(lse_ptr + token * H + h, mask=row < count, other=float("inf"))
             delta = tl.load(delta_ptr + token * H + h, mask=row < count, other=0.0)
-            s = scores(q, k, row, key, scale, WINDOW, SOFTCAP, PRECISION)
+            s = scores(q, k, last_key(row, count, CAUSAL), key, scale, WINDOW, SOFTCAP, PRECISION)
             dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
             p, ds = _score_grad(s, lse[:, None], dp, delta[:, None], SOFTCAP)
             dv = tl.dot(tl.trans(p.to(do.dtype)), do, dv, input_precision=PRECISION)
@@ -441,7 +454,7 @@ class _Attention(torch.autograd.Function):
         scale = spec.scale if spec.softcap else spec.scale * LOG2E
         width = {"D": size, "BD": power_of_two(size)}
         shape = {"H": heads, "J": key_heads, **width, "BM": side, "BN": side, "WINDOW": spec.window or 0,
-                 "SOFTCAP": float(spec.softcap or 0.0), "PRECISION": precision_of(q.dtype), "num_warps": 4, "num_stages": 2}  # fmt: skip
+                 "SOFTCAP": float(spec.softcap or 0.0), "CAUSAL": spec.causal, "PRECISION": precision_of(q.dtype), "num_warps": 4, "num_stages": 2}  # fmt: skip
         strides = q.stride(0), k.stride(0), k.stride(1)
         args = (packed.cu_seqlens, tiles.sequence, tiles.query, scale, spec.scale, *strides)
         if count := len(tiles.query):
