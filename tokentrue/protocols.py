@@ -147,6 +147,16 @@ class WeightSink(Protocol):
 
 
 @runtime_checkable
+class AdapterSink(Protocol):
+    async def publish_adapter(
+        self, weights: Iterable[tuple[str, Any]], config: JsonMapping, *, version: int, name: str
+    ) -> bool:
+        """Returns True when every later token is sampled with this LoRA adapter and stamped with `version`, unless its
+        request names another adapter; False if the engine serves none. Names and `config` are those that peft saves."""
+        ...
+
+
+@runtime_checkable
 class Scoring(Protocol):
     async def score(self, token_ids: Ids) -> Sequence[float]:
         """The log-probability of each token but the first, at temperature 1 without filters."""

@@ -36,7 +36,10 @@ def command(
     previous: Annotated[
         str | None, Option(help="the weights before the last update, a directory or a hub id, to recognise stale ones")
     ] = None,
-    adapter: Annotated[Path | None, Option(help="a PEFT adapter that belongs to the trainer's policy")] = None,
+    adapter: Annotated[
+        str | None,
+        Option(help="[NAME=]DIR: a PEFT adapter that belongs to the trainer's policy, and its name at a remote engine"),
+    ] = None,
     interrupt: Annotated[
         bool, Option("--interrupt", help="also pause and preempt a generation; others wait a moment")
     ] = False,
@@ -61,6 +64,9 @@ def command(
         if name is not None:
             with name_option(option):
                 load_config(name)
+    loaded, _, directory = (adapter or "").rpartition("=")
+    if loaded and engine not in REMOTE:
+        raise ConfigError(f"--adapter: engine {engine!r} runs in this process and has no adapter {loaded!r}; give DIR")
     recorded = [] if samples is None else list(read_samples(samples))
     if samples is not None:
         # Those of another model would blame the engine, or contain token ids that the reference has no logits for.
@@ -68,9 +74,10 @@ def command(
 
     async def probe() -> DoctorReport:
         with name_option("--model"):
-            reference, renderer = Reference.load(model, adapter=adapter), load_renderer(model)
+            reference = Reference.load(model, adapter=Path(directory) if directory else None)
+            renderer = load_renderer(model)
         with name_option("--served" if served else "--model"):
-            provider, module = load_engine(engine, url, served or model, dtype or reference.dtype)
+            provider, module = load_engine(engine, url, served or model, dtype or reference.dtype, loaded or None)
         routes = EngineRoutes(provider, url, api_key=os.environ.get(ENGINE_KEY))
         try:
             await provider.health()
@@ -106,10 +113,10 @@ def command(
     return report.exit_code
 
 
-def load_engine(engine: str, url: str | None, served: str, dtype: str) -> tuple[Any, Any]:
+def load_engine(engine: str, url: str | None, served: str, dtype: str, adapter: str | None) -> tuple[Any, Any]:
     """Returns the engine, and its torch module if it runs in this process."""
     if url is not None:
-        return connect_engine(EngineConfig(name=engine), url), None
+        return connect_engine(EngineConfig(name=engine, options={"adapter": adapter}), url), None
     from tokentrue.providers import load
 
     if engine == "exact":

@@ -34,8 +34,9 @@ KeptRows = Sequence[Sequence[int]]  # the ids that filters kept, one row per tok
 class CompletionBuilder:
     """Collects one generation for the sent `prompt_ids`."""
 
-    def __init__(self, engine: str, prompt_ids: TokenIds) -> None:
-        self.engine, self.prompt_ids = engine, prompt_ids
+    def __init__(self, engine: str, prompt_ids: TokenIds, *, version: int | None = None) -> None:
+        """`version`: of the adapter that samples, whatever the engine reports of its base weights."""
+        self.engine, self.prompt_ids, self._version = engine, prompt_ids, version
         self.ids: list[int] = []
         self.logprobs: list[float] = []
         self.top: list[Mapping[int, float]] = []
@@ -75,7 +76,7 @@ class CompletionBuilder:
             raise EngineContractError(f"{self.engine}: {error}") from error
         self.ids += ids
         self.logprobs += cast("Sequence[float]", logprobs)
-        self._pieces.append((len(ids), version, mask))
+        self._pieces.append((len(ids), version if self._version is None else self._version, mask))
 
     def take(self) -> Iterator[Chunk]:
         """What was appended since the last call, as one chunk per policy version."""
@@ -123,7 +124,7 @@ class CompletionBuilder:
                 token_ids=TokenIds(self.ids),
                 logprobs=tuple(self.logprobs),
                 finish=Finish(finish),
-                versions=spans_from_runs(runs) if versions is None else tuple(versions),
+                versions=spans_from_runs(runs) if versions is None or self._version is not None else tuple(versions),
                 prompt_tokens=prompt_tokens,
                 stopped_by=stopped_by,
                 top_logprobs=tuple(self.top) if self.top else None,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,7 @@ class ExactProvider(Streaming):
         )  # fmt: skip
         for name, folder in (adapters or {}).items():
             self.engine.load_adapter(name, folder)
+        self._adapter: JsonMapping = {}  # the published one, of requests that name none
 
     @property
     def adapters(self) -> Sequence[str]:
@@ -50,19 +53,29 @@ class ExactProvider(Streaming):
         self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None, whole: bool = False
     ) -> AsyncIterator[Chunk]:
         refuse_constraints(self.name, sampling.extra)
+        sampling = replace(sampling, extra={**self._adapter, **sampling.extra})
         # Never `whole`: a turn that is cancelled keeps the tokens that were sampled until then.
         async with aclosing(self.engine.stream(prompt_ids, sampling)) as chunks:
             async for chunk in chunks:
                 yield chunk
 
     async def score(self, token_ids: Ids) -> Sequence[float]:
-        asked = Sampling(max_tokens=1, extra={"prompt_logprobs": True})
+        asked = Sampling(max_tokens=1, extra={"prompt_logprobs": True, **self._adapter})
         found = (await self.engine.generate(token_ids, asked)).prompt_logprobs
         assert found is not None
         return found
 
     async def publish(self, weights: Iterable[tuple[str, Any]], *, version: int) -> None:
         await self.engine.publish(weights, version=version)
+        self._adapter = {}
+
+    async def publish_adapter(
+        self, weights: Iterable[tuple[str, Any]], config: JsonMapping, *, version: int, name: str
+    ) -> bool:
+        state = {key: weight.detach().clone() for key, weight in weights}
+        await asyncio.to_thread(self.engine.load_adapter, name, state, config=config, version=version)
+        self._adapter = {"adapter": name}
+        return True
 
     def metrics(self) -> Mapping[str, float]:
         return self.engine.metrics()

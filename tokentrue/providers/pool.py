@@ -19,7 +19,16 @@ from typing import Any, cast
 from tokentrue.errors import ConfigError, EngineContractError, EngineError, EngineTimeout, EngineUnreachable
 from tokentrue.ids import TokenIds
 from tokentrue.json_types import JsonMapping
-from tokentrue.protocols import Adapting, Interruptible, Measured, Provider, Rejoining, Streaming, WeightSink
+from tokentrue.protocols import (
+    AdapterSink,
+    Adapting,
+    Interruptible,
+    Measured,
+    Provider,
+    Rejoining,
+    Streaming,
+    WeightSink,
+)
 from tokentrue.providers.building import CompletionBuilder
 from tokentrue.routing_replay import join_masks_if_whole, join_routing
 from tokentrue.types import UNVERSIONED, Chunk, Completion, Finish, Ids, RoutedExperts, Sampling, spans_from_runs
@@ -156,10 +165,30 @@ class Pool(Streaming):
             )
         finally:
             self.resume()
+        self._note_published(results)
+
+    async def publish_adapter(
+        self, weights: Iterable[tuple[str, Any]], config: JsonMapping, *, version: int, name: str
+    ) -> bool:
+        """Generations go on with the adapter that they began with."""
+        sinks = [replica for replica in self._replicas if isinstance(replica, AdapterSink)]
+        if len(sinks) != len(self._replicas):
+            return False
+        weights = list(weights)
+        results = await asyncio.gather(
+            *(sink.publish_adapter(weights, config, version=version, name=name) for sink in sinks),
+            return_exceptions=True,
+        )
+        self._note_published(results)
+        if {True, False} <= set(results):
+            raise ConfigError(f"some {self.name} replicas serve LoRA adapters and some do not; start all of them alike")
+        return True in results
+
+    def _note_published(self, results: Sequence[object]) -> None:
         for result in results:
             if isinstance(result, BaseException) and not isinstance(result, RESUMABLE):
                 raise result
-        self._stale = {i for i, result in enumerate(results) if result is not None}
+        self._stale = {i for i, result in enumerate(results) if isinstance(result, BaseException)}
         if len(self._stale) == len(self._replicas):
             raise EngineUnreachable(f"no engine took the weights (tried {len(results)}): {results[0]}")
 

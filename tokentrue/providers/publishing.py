@@ -4,10 +4,13 @@
 
 There is no index because an engine would load the shards of the first checkpoint that it names. A tied head is
 written as a separate tensor: an engine that holds it apart from the embedding would keep the old one.
+
+    ROOT/policy@7.3f9a1c/adapter_model.safetensors, adapter_config.json      a LoRA adapter, as peft saves it
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Iterable
@@ -15,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tokentrue.errors import TrainingError
+from tokentrue.json_types import JsonMapping
 from tokentrue.records import record
 
 HEAD = "lm_head.weight"
@@ -31,21 +35,14 @@ def write_weights(
     weights: Iterable[tuple[str, Any]], root: Path, *, version: int, keep: Iterable[Path] = ()
 ) -> WrittenWeights:
     """Writes a version completely, then removes all others but those in `keep`. Blocks: call it in a thread."""
-    from safetensors import torch as safetensors_torch
-
-    save_file: Any = vars(safetensors_torch)["save_file"]
-    kept = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in weights}
-    for name, tensor in kept.items():
-        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
-            raise TrainingError(f"weights of version {version}: {name} is not finite; they are not published")
+    kept = copy_finite(weights, version)
     embedding = next((tensor for name, tensor in kept.items() if name.endswith(EMBEDDING)), None)
     if HEAD not in kept and embedding is not None:
         kept[HEAD] = embedding.clone()
     target = (root / f"version-{version:06d}").absolute()
     partial = root / f".{target.name}.partial"
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    save_file(kept, partial / "model.safetensors", metadata={"format": "pt"})
+    save_tensors(kept, partial / "model.safetensors")
     shutil.rmtree(target, ignore_errors=True)
     os.replace(partial, target)
     spared = {target, *keep}
@@ -53,3 +50,25 @@ def write_weights(
         if old.absolute() not in spared:
             shutil.rmtree(old, ignore_errors=True)
     return WrittenWeights(directory=target, version=version)
+
+
+def write_adapter(weights: Iterable[tuple[str, Any]], config: JsonMapping, directory: Path, *, version: int) -> None:
+    """Blocks: call it in a thread."""
+    save_tensors(copy_finite(weights, version), directory / "adapter_model.safetensors")
+    (directory / "adapter_config.json").write_text(json.dumps(dict(config), indent=1))
+
+
+def copy_finite(weights: Iterable[tuple[str, Any]], version: int) -> dict[str, Any]:
+    kept = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in weights}
+    for name, tensor in kept.items():
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            raise TrainingError(f"weights of version {version}: {name} is not finite; they are not published")
+    return kept
+
+
+def save_tensors(tensors: dict[str, Any], path: Path) -> None:
+    from safetensors import torch as safetensors_torch
+
+    path.parent.mkdir(parents=True)
+    save_file: Any = vars(safetensors_torch)["save_file"]
+    save_file(tensors, path, metadata={"format": "pt"})

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import re
+import shutil
 import time
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing, suppress
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
@@ -39,7 +41,8 @@ from tokentrue.ids import TokenIds
 from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.protocols import Streaming
 from tokentrue.providers.building import CONSTRAINTS, CompletionBuilder
-from tokentrue.providers.publishing import WrittenWeights, write_weights
+from tokentrue.providers.publishing import WrittenWeights, write_adapter, write_weights
+from tokentrue.records import record
 from tokentrue.types import MAX_INT64, UNVERSIONED, Chunk, Completion, Ids, Sampling
 
 T = TypeVar("T")
@@ -55,6 +58,7 @@ ANSWER_BYTES = 64 << 20
 POSITION_BYTES = 4096  # per token: log-probabilities, sampling mask and routing, in JSON
 UNBOUNDED_TOKENS = 16_384  # assumed for a request without max_tokens
 MOST_TOKENS = 65_536
+NO_ADAPTERS = "LoRA is not enabled"  # how both engines refuse an adapter if they were started without LoRA
 
 
 class EngineHttp:
@@ -216,6 +220,19 @@ class Tokenized(msgspec.Struct):
     tokens: list[int]
 
 
+class ServedModel(msgspec.Struct):
+    """Of /v1/models; an adapter's `parent` is the base model."""
+
+    id: str
+    root: str | None = None
+    parent: str | None = None
+    max_model_len: int | None = None
+
+
+class ServedModels(msgspec.Struct):
+    data: list[ServedModel]
+
+
 class WeightInfo(msgspec.Struct):
     """SGLang's /model_info and vLLM's /weight_info."""
 
@@ -269,13 +286,30 @@ class Answer(Protocol):
         ...
 
 
+@record
+class ServedAdapter:
+    """`name` is the server's; `directory` is None if another program loaded it."""
+
+    name: str
+    version: int
+    directory: Path | None = None
+
+
+def adapter_version(name: str) -> int:
+    """The 7 of "policy@7.3f9a1c"."""
+    number = name.rpartition("@")[2].partition(".")[0]
+    return int(number) if "@" in name and number.isdecimal() else UNVERSIONED
+
+
 class RemoteEngine(Streaming):
     """A server that generates, aborts by request id, and loads weights from a shared directory (`weights_dir`).
 
-    If a request's caller leaves or fails, the request is aborted at the engine.
+    If a request's caller leaves or fails, the request is aborted at the engine. `adapter` names the LoRA adapter of
+    requests that name none.
     """
 
     name: str
+    adapter_routes = ""  # before /load_lora_adapter
 
     def __init__(
         self,
@@ -286,10 +320,14 @@ class RemoteEngine(Streaming):
         retries: int = 3,
         api_key: str | None = None,
         weights_dir: str | Path | None = None,
+        adapter: str | None = None,
     ) -> None:
         self._http = EngineHttp(url, timeout_s=timeout_s, connect_s=connect_s, retries=retries, api_key=api_key)
         self.url = self._http.url
-        self._running: set[str] = set()  # request ids
+        self._running: dict[str, ServedAdapter | None] = {}  # by request id
+        self._adapters: dict[str, ServedAdapter] = {}  # by the name in requests
+        self._retired: list[ServedAdapter] = []  # replaced, and possibly still sampled with
+        self._adapter = adapter
         self._weights_dir = None if weights_dir is None else Path(weights_dir) / self._http.place
         self._loading = asyncio.Lock()
         self._written: WrittenWeights | None = None
@@ -310,7 +348,7 @@ class RemoteEngine(Streaming):
     def _body(
         self, ids: TokenIds, sampling: Sampling, *, session: str | None, request_id: str, stream: bool
     ) -> tuple[str, bytes]:
-        """The route and body of a request."""
+        """The route and body of a request; `adapter` is the server's name of it."""
 
     @abstractmethod
     async def _abort(self, request_ids: Sequence[str]) -> None: ...
@@ -334,12 +372,14 @@ class RemoteEngine(Streaming):
         self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None, whole: bool = False
     ) -> AsyncIterator[Chunk]:
         await self._prepare(sampling)
-        ids = TokenIds(prompt_ids)
-        answer = self._new_answer(CompletionBuilder(self.name, ids), sampling)
+        ids, adapter, version = TokenIds(prompt_ids), await self._find_adapter(sampling), None
+        if adapter is not None:
+            sampling, version = replace(sampling, extra={**sampling.extra, "adapter": adapter.name}), adapter.version
+        answer = self._new_answer(CompletionBuilder(self.name, ids, version=version), sampling)
         tokens = min(sampling.max_tokens or UNBOUNDED_TOKENS, MOST_TOKENS)
         limit = ANSWER_BYTES + POSITION_BYTES * (len(ids) + tokens)
         request_id = uuid4().hex
-        self._running.add(request_id)
+        self._running[request_id] = adapter
         try:
             path, body = self._body(ids, sampling, session=session, request_id=request_id, stream=not whole)
             async with aclosing(self._http.answers(path, body, whole=whole, limit=limit)) as reads:
@@ -348,12 +388,12 @@ class RemoteEngine(Streaming):
                         yield chunk
             completion = answer.complete()
         except BaseException:
-            self._running.discard(request_id)
+            self._running.pop(request_id, None)
             with suppress(EngineError):  # the engine is unreachable: nothing is left to abort
                 await self._abort([request_id])
             raise
         finally:
-            self._running.discard(request_id)
+            self._running.pop(request_id, None)
         yield Chunk(final=completion)
 
     async def interrupt(self) -> int:
@@ -372,19 +412,85 @@ class RemoteEngine(Streaming):
     # ---- weights
     async def publish(self, weights: Iterable[tuple[str, Any]], *, version: int) -> None:
         """Works during generations, too."""
-        root = self._weights_dir
-        if root is None:
-            raise ConfigError(f"publishing to {self.name} needs weights_dir=, a directory that the server sees")
-        keep = () if self._published is None else (self._published.directory,)
+        root, keep = self._publishing_root(), () if self._published is None else (self._published.directory,)
         async with self._loading:
             self._written = await asyncio.to_thread(write_weights, weights, root, version=version, keep=keep)
+            self._adapter = None  # the policy is the model itself
             await self._load(self._written)
+
+    async def publish_adapter(
+        self, weights: Iterable[tuple[str, Any]], config: JsonMapping, *, version: int, name: str
+    ) -> bool:
+        """Each publication has a new name at the server: generations in flight keep the adapter that they began with,
+        and no cached block is shared. (vLLM's `load_inplace` changes it under them, and reads the files at every
+        step.)"""
+        served = f"{name}@{version}.{uuid4().hex[:6]}"
+        async with self._loading:
+            directory = (self._publishing_root() / served).absolute()
+            await asyncio.to_thread(write_adapter, weights, config, directory, version=version)
+            adapter = ServedAdapter(name=served, version=version, directory=directory)
+            if not await self._load_adapter(adapter):
+                await asyncio.to_thread(shutil.rmtree, directory)
+                return False
+            before, self._adapters[name], self._adapter = self._own_adapters().get(name), adapter, name
+            self._retired += [] if before is None else [before]
+            for old in [each for each in self._retired if each not in self._running.values()]:
+                self._retired.remove(old)
+                with suppress(EngineRejected, EngineContractError):  # a server that was restarted does not have it
+                    await self._post(f"{self.adapter_routes}/unload_lora_adapter", {"lora_name": old.name})
+                await asyncio.to_thread(shutil.rmtree, cast("Path", old.directory), ignore_errors=True)
+            return True
+
+    async def _load_adapter(self, adapter: ServedAdapter) -> bool:
+        """False if the server was started without LoRA."""
+        body = {"lora_name": adapter.name, "lora_path": str(adapter.directory)}
+        try:
+            await self._post(f"{self.adapter_routes}/load_lora_adapter", body)
+        except (EngineContractError, EngineRejected) as error:
+            if isinstance(error, EngineContractError) or NO_ADAPTERS in str(error):  # no such route, or no LoRA
+                return False
+            raise
+        return True
+
+    @property
+    def adapters(self) -> Sequence[str]:
+        return sorted(self._adapters)
+
+    async def _find_adapter(self, sampling: Sampling) -> ServedAdapter | None:
+        name = sampling.extra.get("adapter", self._adapter)
+        if name is None:
+            return None
+        if name not in self._adapters:
+            await self._list_models()
+        if name not in self._adapters:
+            known = ", ".join(self._adapters) or "none"
+            raise SamplingError(f"{self.name} at {self.url} serves no adapter {name!r}; it serves {known}")
+        return self._adapters[name]
+
+    async def _list_models(self) -> list[ServedModel]:
+        """Requests may name the adapters that other programs loaded, too."""
+        models = (await self._http.read_as(ServedModels, "GET", "/v1/models")).data
+        listed = [ServedAdapter(name=each.id, version=adapter_version(each.id)) for each in models if each.parent]
+        self._adapters = {each.name: each for each in listed} | self._own_adapters()
+        return models
+
+    def _own_adapters(self) -> dict[str, ServedAdapter]:
+        return {name: each for name, each in self._adapters.items() if each.directory is not None}
+
+    def _publishing_root(self) -> Path:
+        if self._weights_dir is None:
+            raise ConfigError(f"publishing to {self.name} needs weights_dir=, a directory that the server sees")
+        return self._weights_dir
 
     async def rejoin(self) -> None:
         """Loads the last written weights into a server that missed their publication."""
         async with self._loading:
             if self._written is not None:
                 await self._load(self._written)
+            for adapter in self._own_adapters().values():
+                listed = {model.id for model in await self._list_models()}
+                if adapter.name not in listed and not await self._load_adapter(adapter):
+                    raise EngineRejected(f"{self.name} at {self.url} was restarted without LoRA")
 
     async def _load(self, written: WrittenWeights) -> None:
         """If the server refuses, it gets the previous version again. Without one it stays paused: it may hold half of
@@ -403,6 +509,9 @@ class RemoteEngine(Streaming):
         self._published = written
 
     async def weight_version(self) -> int:
+        own = None if self._adapter is None else self._adapters.get(self._adapter)
+        if own is not None:
+            return own.version if own.name in {model.id for model in await self._list_models()} else UNVERSIONED
         return version_from((await self._info()).weight_version)
 
     async def _require_version(self, version: int) -> None:
@@ -436,7 +545,7 @@ def common_params(
         "frequency_penalty": sampling.frequency_penalty,
         "repetition_penalty": sampling.repetition_penalty,
         "skip_special_tokens": False,
-        **{name: value for name, value in extra.items() if name not in CONSTRAINTS},
+        **{name: value for name, value in extra.items() if name not in CONSTRAINTS and name != "adapter"},
     }
     if sampling.stop:
         params["stop"] = list(sampling.stop)

@@ -37,7 +37,7 @@ from tokentrue.providers.remote import (
 from tokentrue.types import TRUNCATIONS, Completion, RoutedExperts, Sampling
 
 EXTRA = CONSTRAINTS | frozenset(
-    {"json_schema", "regex", "ebnf", "structural_tag", "min_new_tokens", "logit_bias", "ignore_eos"}
+    {"json_schema", "regex", "ebnf", "structural_tag", "min_new_tokens", "logit_bias", "ignore_eos", "adapter"}
 )
 
 
@@ -91,9 +91,16 @@ class SGLangProvider(RemoteEngine):
         retries: int = 3,
         api_key: str | None = None,
         weights_dir: str | Path | None = None,
+        adapter: str | None = None,
     ) -> None:
         super().__init__(
-            url, timeout_s=timeout_s, connect_s=connect_s, retries=retries, api_key=api_key, weights_dir=weights_dir
+            url,
+            timeout_s=timeout_s,
+            connect_s=connect_s,
+            retries=retries,
+            api_key=api_key,
+            weights_dir=weights_dir,
+            adapter=adapter,
         )
         self._sampling_mask, self._routed = sampling_mask, routed_experts
 
@@ -107,6 +114,8 @@ class SGLangProvider(RemoteEngine):
         if info.weight_version is None:
             raise EngineContractError("this SGLang does not report weight_version; 0.5.2 or newer is needed")
         version = version_from(info.weight_version)
+        with suppress(EngineContractError):  # an older server
+            await self._list_models()
         return {"engine": self.name, "url": self.url, "model": info.model_path, "version": version}
 
     async def _info(self) -> WeightInfo:
@@ -160,6 +169,8 @@ class SGLangProvider(RemoteEngine):
             fields["return_sampling_mask"] = True
         if session is not None:
             fields["routing_key"] = session
+        if "adapter" in sampling.extra:
+            fields["lora_path"] = sampling.extra["adapter"]  # a name, in spite of the field's
         if self._routed is not None:
             fields |= {"return_routed_experts": True, "routed_experts_start_len": 0}
         return "/generate", dump_settings(fields)

@@ -16,7 +16,6 @@ from uuid import uuid4
 
 import msgspec
 import numpy as np
-import orjson
 
 from tokentrue.errors import EngineContractError, EngineRejected, SamplingError
 from tokentrue.ids import TokenIds
@@ -26,6 +25,7 @@ from tokentrue.providers.publishing import WrittenWeights
 from tokentrue.providers.remote import (
     EngineFault,
     RemoteEngine,
+    ServedModel,
     WeightInfo,
     common_params,
     decode_answer,
@@ -37,7 +37,7 @@ from tokentrue.providers.remote import (
 from tokentrue.types import FILTERS, UNVERSIONED, Completion, Finish, Ids, RoutedExperts, Sampling, VersionSpan
 
 EXTRA = CONSTRAINTS | frozenset(
-    {"structured_outputs", "min_tokens", "logit_bias", "ignore_eos", "allowed_token_ids", "bad_words"}
+    {"structured_outputs", "min_tokens", "logit_bias", "ignore_eos", "allowed_token_ids", "bad_words", "adapter"}
 )
 
 
@@ -95,20 +95,16 @@ class VLLMEvent(msgspec.Struct):
     error: EngineFault | str | None = None
 
 
-class VLLMModel(msgspec.Struct):
-    id: str
-    root: str | None = None
-    max_model_len: int | None = None
-
-
-class VLLMModels(msgspec.Struct):
-    data: list[VLLMModel]
-
-
 class VLLMProvider(RemoteEngine):
-    """Publishing needs a server that was started with VLLM_SERVER_DEV_MODE=1."""
+    """Publishing needs a server that was started with VLLM_SERVER_DEV_MODE=1, of an adapter with --enable-lora and
+    VLLM_ALLOW_RUNTIME_LORA_UPDATING=1.
+
+    With `cache_salt` requests share cached blocks with requests of the same publication alone. The cache is not reset
+    then, and generations in flight keep their keys and values.
+    """
 
     name = "vllm"
+    adapter_routes = "/v1"
 
     def __init__(
         self,
@@ -121,10 +117,20 @@ class VLLMProvider(RemoteEngine):
         retries: int = 3,
         api_key: str | None = None,
         weights_dir: str | Path | None = None,
+        adapter: str | None = None,
+        cache_salt: bool = False,
     ) -> None:
         super().__init__(
-            url, timeout_s=timeout_s, connect_s=connect_s, retries=retries, api_key=api_key, weights_dir=weights_dir
+            url,
+            timeout_s=timeout_s,
+            connect_s=connect_s,
+            retries=retries,
+            api_key=api_key,
+            weights_dir=weights_dir,
+            adapter=adapter,
         )
+        # Not the version alone: weights that replace a refused update have its version, and runs count from 0.
+        self._salt = uuid4().hex if cache_salt else None
         self._loaded = version  # of the weights that the server loaded last
         self._model = model
         self._probing = asyncio.Lock()
@@ -158,7 +164,8 @@ class VLLMProvider(RemoteEngine):
 
     async def score(self, token_ids: Ids) -> Sequence[float]:
         """At temperature 1 without filters, whatever the request says; bypasses the engine's prefix cache."""
-        model, path = (await self._served_model()).id, "/v1/completions"
+        adapter, path = await self._find_adapter(Sampling()), "/v1/completions"
+        model = (await self._served_model()).id if adapter is None else adapter.name
         asked = {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0, "add_special_tokens": False}
         body = {"model": model, "prompt": list(token_ids), **asked}
         choices = (await self._http.read_as(VLLMEvent, "POST", path, body)).choices
@@ -172,16 +179,17 @@ class VLLMProvider(RemoteEngine):
         return found
 
     async def pause_for_weights(self) -> None:
-        await self._post("/pause?mode=keep")
+        await self._post("/pause?mode=keep" + ("" if self._salt is None else "&clear_cache=false"))
 
     async def load_from_disk(self, written: WrittenWeights) -> None:
-        """Reloads, recomputes every cached key and value, stamps the version and verifies it. Every step must
-        succeed."""
+        """Reloads, recomputes every cached key and value (or leaves them to the requests of their salt), stamps the
+        version and verifies it. Every step must succeed."""
         await self._post(
             "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(written.directory)}}
         )
-        answer = orjson.loads(await self._post("/reset_prefix_cache?reset_running_requests=true") or b"{}")
-        if not answer.get("success", False):
+        if self._salt is not None:
+            self._salt = f"{written.version}.{uuid4().hex}"
+        elif b"true" not in await self._post("/reset_prefix_cache?reset_running_requests=true"):
             raise EngineRejected("vllm did not clear its prefix cache, which holds keys and values of the old weights")
         await self._post("/update_weight_version", {"new_version": str(written.version)})
         await self._require_version(written.version)
@@ -226,8 +234,8 @@ class VLLMProvider(RemoteEngine):
                 self._has_token_route = await self._probe_token_route()
                 self._is_processed = await self._probe_logprobs()
 
-    async def _served_model(self) -> VLLMModel:
-        served = (await self._http.read_as(VLLMModels, "GET", "/v1/models")).data
+    async def _served_model(self) -> ServedModel:
+        served = await self._list_models()
         if not served:
             raise EngineContractError(f"{self.url}/v1/models names no model")
         found = next((model for model in served if self._model in (None, model.id)), None)
@@ -263,7 +271,10 @@ class VLLMProvider(RemoteEngine):
         self, ids: TokenIds, sampling: Sampling, *, session: str | None, request_id: str, stream: bool
     ) -> tuple[str, bytes]:
         prompt, params = np.frombuffer(ids.view, np.int32), sampling_params(sampling)
-        fields: JsonObject = {"model": self._model_id, "request_id": request_id, "stream": stream}
+        model = sampling.extra.get("adapter", self._model_id)
+        fields: JsonObject = {"model": model, "request_id": request_id, "stream": stream}
+        if self._salt is not None:
+            fields["cache_salt"] = self._salt
         if stream:
             fields["stream_options"] = {"include_usage": True}
         if self._has_token_route:

@@ -5,6 +5,7 @@
       optimizer.safetensors                          moments and step counts by parameter name, master weights
       rounds.jsonl                                   batches sampled but not yet trained on (off-policy modes)
       state.json                                     version, counters, configuration hash, digests; written last
+      adapter/                                       of a LoRA run, as peft saves it; model.safetensors has it merged in
 
 Above a size the weights are several files with an index, and `optimizer/` holds the shards of
 torch.distributed.checkpoint. A checkpoint is written under another name and moved into place: what is called step-… is
@@ -35,11 +36,12 @@ from tokentrue.pixels import load_processor
 from tokentrue.plain_json import read_numbered_lines
 from tokentrue.records import record
 from tokentrue.samples import sample_from_json, sample_to_json
-from tokentrue.train.ranks import Ranks, named_weights, whole
+from tokentrue.train.ranks import Ranks, adapter_weights, named_weights, read_adapter_config, whole
 from tokentrue.train.rows import Groups
 from tokentrue.train.trainer import Trainer
 
 NAME = re.compile(r"step-(\d{6})")
+ADAPTER = "adapter/adapter_model.safetensors"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 OPTIMIZER, SHARDS, MASTER = "optimizer.safetensors", "optimizer", "master"
 MODEL_FILES = (
@@ -84,6 +86,11 @@ def save(
         ranks.all_gather_object(None)  # the directory is there
         limit = int(trainer.config.shard_checkpoint_gib * 2**30)
         write_weights(trainer.model, partial, ranks, limit_bytes=limit)
+        if (adapter := read_adapter_config(trainer.model)) is not None:
+            (partial / ADAPTER).parent.mkdir()
+            tensors = {name: weight.detach().cpu().contiguous() for name, weight in adapter_weights(trainer.model)}
+            save_file(tensors, partial / ADAPTER)
+            (partial / ADAPTER).with_name("adapter_config.json").write_text(json.dumps(adapter, indent=1))
         write_optimizer(trainer, partial, is_sharded=weights_bytes(trainer.model) > limit)
         if ranks.first:
             write_model_files(trainer.model, model, partial)
@@ -234,6 +241,8 @@ def restore_weights(model: nn.Module, directory: Path) -> None:
     if (directory / INDEX).is_file():
         files = sorted(set(json.loads((directory / INDEX).read_text())["weight_map"].values()))
     left = dict(named_weights(model))
+    if read_adapter_config(model) is not None:
+        files, left = [ADAPTER], dict(adapter_weights(model))
     for file in files:
         with safe_open(directory / file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118

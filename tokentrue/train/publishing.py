@@ -33,10 +33,10 @@ from tokentrue.errors import (
     TrainingError,
 )
 from tokentrue.mismatch import UpdateCheck, check_update
-from tokentrue.protocols import Provider, Scoring, Versioned, WeightSink
+from tokentrue.protocols import AdapterSink, Provider, Scoring, Versioned, WeightSink
 from tokentrue.train.config import AcceptanceConfig
 from tokentrue.train.exactness import PROBED_TOKENS
-from tokentrue.train.ranks import Ranks
+from tokentrue.train.ranks import Ranks, adapter_weights, read_adapter_config
 from tokentrue.train.reporting import StepReport
 from tokentrue.train.rows import Groups, Row
 from tokentrue.train.trainer import Trainer
@@ -46,7 +46,8 @@ from tokentrue.types import Completion, Sampling
 PROMPT_TOKENS = 320
 FLOOR = 1e-3  # mean |δ| that is never called stale: float32 engines have 2e-5
 FACTOR = 5.0  # times the start's mean |δ|
-CHANGE = 1.05  # factor on every matrix that proves the path
+CHANGE = 1.05  # factor on every trained matrix that proves the path
+ADAPTER = "policy"  # its name at the engines
 IN_FLIGHT = 32  # rows that an engine is asked to score at once
 
 
@@ -89,17 +90,20 @@ class Probe:
 
     async def prove(self, trainer: Trainer, publish: Callable[[Trainer], Awaitable[None]]) -> None:
         """Raises TrainingError unless every engine follows changed weights; the trainer's own are put back."""
-        own = [parameter.detach().clone() for parameter in trainer.model.parameters()]
+        trained = [each for each in trainer.model.parameters() if each.requires_grad and each.dim() >= 2]
+        own = [parameter.detach().clone() for parameter in trained]
         with torch.no_grad():
-            for parameter in trainer.model.parameters():
-                parameter.mul_(CHANGE if parameter.dim() >= 2 else 1.0)
+            for parameter in trained:
+                parameter.mul_(CHANGE)
+                if not bool(parameter.any()):  # the B of a new adapter
+                    parameter.fill_(CHANGE - 1)
         try:
             await publish(trainer)
             found = await self._sample(trainer)
             changed = [self._delta(trainer, completion) for completion in found]
         finally:
             with torch.no_grad():
-                for parameter, value in zip(trainer.model.parameters(), own, strict=True):
+                for parameter, value in zip(trained, own, strict=True):
                     parameter.copy_(value)
         for near, completion in zip(changed, found, strict=True):
             far = self._delta(trainer, completion)
@@ -220,6 +224,7 @@ class Publisher:
         self.probe = probe
         self.gate = gate
         self.version: int | None = None  # of the last publication
+        self.is_adapter: bool | None = None  # whether it was an adapter alone; None without one
         self.seconds = 0.0
         self.metrics: dict[str, float] = {}
 
@@ -230,6 +235,8 @@ class Publisher:
         if self.probe is not None:
             self.metrics = await self.probe(trainer)
             trainer.delta_limit = self.probe.limit
+        if self.is_adapter is not None:
+            self.metrics |= {"publish/adapter": float(self.is_adapter)}
         self.seconds = time.perf_counter() - began
 
     async def begin(self, trainer: Trainer) -> None:
@@ -276,17 +283,28 @@ class Publisher:
             )
 
     async def hand_over(self, trainer: Trainer) -> None:
+        """An adapter alone, where the engines serve adapters; otherwise all weights, with the adapter merged in."""
         weights = trainer.weights()  # gathered while somebody iterates
+        adapter = read_adapter_config(trainer.model)
         trouble: Exception | None = None
         try:
             # In one process these are the parameters themselves: nothing is copied.
-            is_held = trainer.ranks.world == 1 or len(self.sinks) > 1
+            is_held = adapter is None and (trainer.ranks.world == 1 or len(self.sinks) > 1)
             given = await asyncio.to_thread(list, weights) if is_held else weights
             for sink in self.sinks:
-                await sink.publish(given, version=trainer.version)
+                if adapter is None:
+                    await sink.publish(given, version=trainer.version)
+                    continue
+                own = adapter_weights(trainer.model)
+                self.is_adapter = isinstance(sink, AdapterSink) and await sink.publish_adapter(
+                    own, adapter, version=trainer.version, name=ADAPTER
+                )
+                if not self.is_adapter:
+                    await sink.publish(trainer.weights(), version=trainer.version)
         except Exception as error:  # told to all ranks below
             trouble = error
-        await asyncio.to_thread(deque, weights, 0)  # gathers the rest
+        if adapter is None:
+            await asyncio.to_thread(deque, weights, 0)  # gathers the rest
         trainer.ranks.raise_together(trouble, f"publish version {trainer.version}")
 
     async def require_versions(self, when: str) -> None:
