@@ -149,10 +149,10 @@ class WeightSink(Protocol):
 @runtime_checkable
 class AdapterSink(Protocol):
     async def publish_adapter(
-        self, weights: Iterable[tuple[str, Any]], config: JsonMapping, *, version: int, name: str
+        self, weights: Iterable[tuple[str, Any]], config: Any, *, version: int, name: str
     ) -> bool:
         """Returns True when every later token is sampled with this LoRA adapter and stamped with `version`, unless its
-        request names another adapter; False if the engine serves none. Names and `config` are those that peft saves."""
+        request names another; False if the engine serves none. `config` is peft's, and so are the weights' names."""
         ...
 
 

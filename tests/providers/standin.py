@@ -9,6 +9,7 @@ It answers what SGLang answers: cumulative or incremental events, `[logprob, id,
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 from typing import Any
 
@@ -29,6 +30,8 @@ class SGLangStandIn:
         self.requests: list[dict[str, Any]] = []
         self.faults: list[str] = []
         self._running: dict[str, asyncio.Event] = {}
+        self.lora = True  # as started with --enable-lora
+        self.adapters: dict[str, HFProvider] = {}
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=1 << 28)
@@ -40,6 +43,9 @@ class SGLangStandIn:
                 web.post("/pause_generation", self.ok),
                 web.post("/continue_generation", self.ok),
                 web.post("/update_weights_from_disk", self.update_weights),
+                web.post("/load_lora_adapter", self.load_adapter),
+                web.post("/unload_lora_adapter", self.unload_adapter),
+                web.get("/v1/models", self.models),
             ]
         )
         return app
@@ -65,6 +71,26 @@ class SGLangStandIn:
         self.weight_version = body["weight_version"]
         return web.json_response({"success": True, "message": "Succeeded to update model weights."})
 
+    async def load_adapter(self, request: web.Request) -> web.Response:
+        from peft import PeftModel
+
+        body = await request.json()
+        if not self.lora:
+            message = "LoRA is not enabled. Please set `--enable-lora` to enable LoRA."
+            return web.json_response({"success": False, "error_message": message}, status=400)
+        adapted = PeftModel.from_pretrained(copy.deepcopy(self.model), body["lora_path"])
+        self.adapters[body["lora_name"]] = HFProvider(adapted.eval())
+        return web.json_response({"success": True, "error_message": ""})
+
+    async def unload_adapter(self, request: web.Request) -> web.Response:
+        del self.adapters[(await request.json())["lora_name"]]
+        return web.json_response({"success": True, "error_message": ""})
+
+    async def models(self, request: web.Request) -> web.Response:
+        cards = [{"id": "tiny", "root": "tiny"}]
+        cards += [{"id": name, "root": "path", "parent": "tiny"} for name in self.adapters]
+        return web.json_response({"object": "list", "data": cards})
+
     async def generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.requests.append(body)
@@ -87,7 +113,8 @@ class SGLangStandIn:
     async def _whole(self, body: dict[str, Any], stop: asyncio.Event) -> Completion:
         ids: list[int] = []
         logprobs: list[float] = []
-        async for chunk in self.engine.stream(body["input_ids"], sampling_of(body)):
+        engine = self.adapters[body["lora_path"]] if "lora_path" in body else self.engine
+        async for chunk in engine.stream(body["input_ids"], sampling_of(body)):
             if chunk.final is not None:
                 return chunk.final
             ids += chunk.token_ids

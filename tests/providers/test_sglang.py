@@ -8,14 +8,31 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import pytest_asyncio
+import torch
 
-from tests.providers.conformance import Conformance, collected
+from tests.providers.conformance import Conformance, Truth, collected
 from tests.providers.standin import SGLangStandIn
 from tokentrue.errors import EngineContractError, EngineRejected, EngineTimeout, EngineUnreachable
 from tokentrue.providers.sglang import SGLangProvider
 from tokentrue.types import Sampling
+
+
+def adapt(model: Any, seed: int) -> Any:
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "o_proj", "down_proj"], lora_dropout=0.0)
+    wrapped, generator = peft.get_peft_model(copy.deepcopy(model), config), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in wrapped.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    return wrapped.eval()
+
+
+async def publish(provider: Any, wrapped: Any, version: int) -> bool:
+    state, config = peft.get_peft_model_state_dict(wrapped).items(), wrapped.peft_config["default"]
+    return await provider.publish_adapter(state, config, version=version, name="policy")
 
 
 class TestSGLang(Conformance):
@@ -103,6 +120,32 @@ class TestSGLang(Conformance):
         after = await provider.generate(prompt, Sampling(temperature=0.0, max_tokens=4))
         assert (before.policy_version, after.policy_version) == (0, 12)
         assert before.logprobs != after.logprobs
+        await provider.close()
+
+    async def test_an_adapter_is_published_alone_and_has_its_version(
+        self, standin: tuple[SGLangStandIn, str], tiny_model: Any, prompt: list[int], tmp_path: Path
+    ) -> None:
+        """The stand-in speaks the documented wire of /load_lora_adapter over peft."""
+        provider = SGLangProvider(standin[1], weights_dir=tmp_path, timeout_s=5)
+        asked = Sampling(max_tokens=6, seed=3)
+        for version, seed in ((4, 1), (5, 2)):
+            wrapped = adapt(tiny_model, seed)
+            assert await publish(provider, wrapped, version)
+            found = await provider.generate(prompt, asked)
+            assert list(found.logprobs) == pytest.approx(
+                Truth(wrapped).logprobs(prompt, found.token_ids, asked), abs=2e-4
+            )
+            assert [span.version for span in found.versions] == [version] and await provider.weight_version() == version
+            assert [name.split(".")[0] for name in standin[0].adapters] == [f"policy@{version}"]
+        assert provider.adapters[0] == "policy" and len(list(tmp_path.glob("*/*"))) == 1
+        standin[0].adapters.clear()  # as after a restart
+        assert await provider.weight_version() == 0
+        await provider.rejoin()
+        assert await provider.weight_version() == 5
+        await provider.rejoin()
+        standin[0].lora = False
+        assert not await publish(provider, wrapped, 6)
+        assert len(list(tmp_path.glob("*/*"))) == 1, "what was not loaded is not kept"
         await provider.close()
 
     async def test_every_prompt_is_sent_whole(

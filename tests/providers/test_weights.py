@@ -127,6 +127,38 @@ async def test_a_publication_that_is_not_confirmed_is_a_refusal(tmp_path: Path, 
         await provider.close()
 
 
+@pytest.mark.parametrize(
+    ("status", "said", "outcome"),
+    [
+        (404, "Not Found", False),
+        (500, "Call to add_lora method failed: LoRA is not enabled. Use --enable-lora to enable LoRA.", False),
+        (400, "LoRA rank 64 is greater than max_lora_rank 16.", "max_lora_rank"),
+    ],
+)
+async def test_an_engine_without_lora_says_so_and_other_refusals_are_errors(
+    tmp_path: Path, status: int, said: str, outcome: bool | str
+) -> None:
+    class Config:
+        def save_pretrained(self, directory: Path) -> None:
+            (directory / "adapter_config.json").write_text("{}")
+
+    async def refuse(request: web.Request) -> web.Response:
+        return web.json_response({"error": {"message": said}}, status=status)
+
+    app = web.Application()
+    app.add_routes([web.post("/v1/load_lora_adapter", refuse)])
+    async with TestServer(app) as http:
+        provider = VLLMProvider(str(http.make_url("")), weights_dir=tmp_path, retries=0)
+        call = Pool([provider]).publish_adapter(weights(), Config(), version=1, name="policy")
+        if outcome is False:
+            assert await call is False and not list(tmp_path.glob("*/*"))
+        else:
+            with pytest.raises(EngineRejected, match=str(outcome)):
+                await call
+        assert provider.adapters == []
+        await provider.close()
+
+
 class Replica:
     name, truthful_filters = "replica", frozenset[str]()
 

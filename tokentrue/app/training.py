@@ -30,9 +30,6 @@ if TYPE_CHECKING:
     from tokentrue.train.loop import Evaluator
 
 
-ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-
-
 @record
 class LossSpec:
     """`name` is one of `tokentrue.mismatch.LOSSES`; `options` override fields of its `LossConfig`.
@@ -137,7 +134,7 @@ def trainer_for(settings: TrainRun, ranks: Ranks) -> tuple[Trainer, str]:
     if config.lora_rank:
         if ranks.world > 1:
             raise ConfigError("train.lora_rank: an adapter is trained by one rank; start one process")
-        model = add_adapter(model, rank=config.lora_rank, alpha=config.lora_alpha or 2 * config.lora_rank)
+        model = add_adapter(model, config.lora_rank)
     if config.checkpoint_activations:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     wants_reference = bool(config.kl.reward_coefficient) or (
@@ -156,14 +153,13 @@ def trainer_for(settings: TrainRun, ranks: Ranks) -> tuple[Trainer, str]:
     return trainer, config_hash(identity(config, optim), trainer.optim, loss, rollout, settings.model, facts)
 
 
-def add_adapter(model: Any, *, rank: int, alpha: float) -> Any:
+def add_adapter(model: Any, rank: int) -> Any:
     """Nothing but the adapter is trained. B is 0: it starts as the model."""
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
         raise ConfigError("train.lora_rank: needs peft: pip install 'tokentrue[lora]'") from error
-    settings: JsonObject = {"r": rank, "lora_alpha": alpha, "target_modules": list(ADAPTED), "lora_dropout": 0.0}
-    return get_peft_model(model, LoraConfig(**settings))
+    return get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
 
 
 def identity(config: TrainConfig, optim: OptimConfig) -> TrainConfig:

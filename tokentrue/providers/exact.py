@@ -70,7 +70,7 @@ class ExactProvider(Streaming):
         self._adapter = {}
 
     async def publish_adapter(
-        self, weights: Iterable[tuple[str, Any]], config: JsonMapping, *, version: int, name: str
+        self, weights: Iterable[tuple[str, Any]], config: Any, *, version: int, name: str
     ) -> bool:
         state = {key: weight.detach().clone() for key, weight in weights}
         await asyncio.to_thread(self.engine.load_adapter, name, state, config=config, version=version)

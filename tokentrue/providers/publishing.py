@@ -10,7 +10,6 @@ written as a separate tensor: an engine that holds it apart from the embedding w
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Iterable
@@ -18,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from tokentrue.errors import TrainingError
-from tokentrue.json_types import JsonMapping
 from tokentrue.records import record
 
 HEAD = "lm_head.weight"
@@ -52,10 +50,10 @@ def write_weights(
     return WrittenWeights(directory=target, version=version)
 
 
-def write_adapter(weights: Iterable[tuple[str, Any]], config: JsonMapping, directory: Path, *, version: int) -> None:
-    """Blocks: call it in a thread."""
+def write_adapter(weights: Iterable[tuple[str, Any]], config: Any, directory: Path, *, version: int) -> None:
+    """`config` is peft's. Blocks: call it in a thread."""
     save_tensors(copy_finite(weights, version), directory / "adapter_model.safetensors")
-    (directory / "adapter_config.json").write_text(json.dumps(dict(config), indent=1))
+    config.save_pretrained(directory)
 
 
 def copy_finite(weights: Iterable[tuple[str, Any]], version: int) -> dict[str, Any]:

@@ -42,7 +42,6 @@ from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.protocols import Streaming
 from tokentrue.providers.building import CONSTRAINTS, CompletionBuilder
 from tokentrue.providers.publishing import WrittenWeights, write_adapter, write_weights
-from tokentrue.records import record
 from tokentrue.types import MAX_INT64, UNVERSIONED, Chunk, Completion, Ids, Sampling
 
 T = TypeVar("T")
@@ -286,19 +285,9 @@ class Answer(Protocol):
         ...
 
 
-@record
-class ServedAdapter:
-    """`name` is the server's; `directory` is None if another program loaded it."""
-
-    name: str
-    version: int
-    directory: Path | None = None
-
-
 def adapter_version(name: str) -> int:
     """The 7 of "policy@7.3f9a1c"."""
-    number = name.rpartition("@")[2].partition(".")[0]
-    return int(number) if "@" in name and number.isdecimal() else UNVERSIONED
+    return version_from(name.partition("@")[2].partition(".")[0])
 
 
 class RemoteEngine(Streaming):
@@ -324,9 +313,9 @@ class RemoteEngine(Streaming):
     ) -> None:
         self._http = EngineHttp(url, timeout_s=timeout_s, connect_s=connect_s, retries=retries, api_key=api_key)
         self.url = self._http.url
-        self._running: dict[str, ServedAdapter | None] = {}  # by request id
-        self._adapters: dict[str, ServedAdapter] = {}  # by the name in requests
-        self._retired: list[ServedAdapter] = []  # replaced, and possibly still sampled with
+        self._running: dict[str, str | None] = {}  # the adapter, by request id
+        self._own: dict[str, str] = {}  # adapters published here: the server's name by the one in requests
+        self._listed: set[str] = set()  # adapters of the server
         self._adapter = adapter
         self._weights_dir = None if weights_dir is None else Path(weights_dir) / self._http.place
         self._loading = asyncio.Lock()
@@ -372,9 +361,12 @@ class RemoteEngine(Streaming):
         self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None, whole: bool = False
     ) -> AsyncIterator[Chunk]:
         await self._prepare(sampling)
-        ids, adapter, version = TokenIds(prompt_ids), await self._find_adapter(sampling), None
+        ids, adapter, version = TokenIds(prompt_ids), self._find_adapter(sampling), None
         if adapter is not None:
-            sampling, version = replace(sampling, extra={**sampling.extra, "adapter": adapter.name}), adapter.version
+            sampling, version = (
+                replace(sampling, extra={**sampling.extra, "adapter": adapter}),
+                adapter_version(adapter),
+            )
         answer = self._new_answer(CompletionBuilder(self.name, ids, version=version), sampling)
         tokens = min(sampling.max_tokens or UNBOUNDED_TOKENS, MOST_TOKENS)
         limit = ANSWER_BYTES + POSITION_BYTES * (len(ids) + tokens)
@@ -419,63 +411,50 @@ class RemoteEngine(Streaming):
             await self._load(self._written)
 
     async def publish_adapter(
-        self, weights: Iterable[tuple[str, Any]], config: JsonMapping, *, version: int, name: str
+        self, weights: Iterable[tuple[str, Any]], config: Any, *, version: int, name: str
     ) -> bool:
         """Each publication has a new name at the server: generations in flight keep the adapter that they began with,
-        and no cached block is shared. (vLLM's `load_inplace` changes it under them, and reads the files at every
-        step.)"""
-        served = f"{name}@{version}.{uuid4().hex[:6]}"
+        and share no cached block with later ones. vLLM's `load_inplace` would change it under them."""
+        served, root = f"{name}@{version}.{uuid4().hex[:6]}", self._publishing_root()
         async with self._loading:
-            directory = (self._publishing_root() / served).absolute()
-            await asyncio.to_thread(write_adapter, weights, config, directory, version=version)
-            adapter = ServedAdapter(name=served, version=version, directory=directory)
-            if not await self._load_adapter(adapter):
-                await asyncio.to_thread(shutil.rmtree, directory)
+            await asyncio.to_thread(write_adapter, weights, config, root / served, version=version)
+            if not await self._load_adapter(served):
+                shutil.rmtree(root / served)
                 return False
-            before, self._adapters[name], self._adapter = self._own_adapters().get(name), adapter, name
-            self._retired += [] if before is None else [before]
-            for old in [each for each in self._retired if each not in self._running.values()]:
-                self._retired.remove(old)
-                with suppress(EngineRejected, EngineContractError):  # a server that was restarted does not have it
+            self._own[name], self._adapter = served, name
+            used = {served, *self._running.values()}
+            for old in [path for path in root.glob(f"{name}@*") if path.name not in used]:
+                with suppress(EngineRejected, EngineContractError):  # a restarted server does not have it
                     await self._post(f"{self.adapter_routes}/unload_lora_adapter", {"lora_name": old.name})
-                await asyncio.to_thread(shutil.rmtree, cast("Path", old.directory), ignore_errors=True)
+                shutil.rmtree(old)
             return True
 
-    async def _load_adapter(self, adapter: ServedAdapter) -> bool:
+    async def _load_adapter(self, served: str) -> bool:
         """False if the server was started without LoRA."""
-        body = {"lora_name": adapter.name, "lora_path": str(adapter.directory)}
+        body = {"lora_name": served, "lora_path": str((self._publishing_root() / served).absolute())}
         try:
             await self._post(f"{self.adapter_routes}/load_lora_adapter", body)
-        except (EngineContractError, EngineRejected) as error:
-            if isinstance(error, EngineContractError) or NO_ADAPTERS in str(error):  # no such route, or no LoRA
-                return False
-            raise
+        except EngineContractError:  # no such route
+            return False
+        except EngineRejected as error:
+            if NO_ADAPTERS not in str(error):
+                raise
+            return False
         return True
 
     @property
     def adapters(self) -> Sequence[str]:
-        return sorted(self._adapters)
+        return sorted({*self._own, *self._listed})
 
-    async def _find_adapter(self, sampling: Sampling) -> ServedAdapter | None:
+    def _find_adapter(self, sampling: Sampling) -> str | None:
+        """The server's name of the adapter that samples."""
         name = sampling.extra.get("adapter", self._adapter)
-        if name is None:
-            return None
-        if name not in self._adapters:
-            await self._list_models()
-        if name not in self._adapters:
-            known = ", ".join(self._adapters) or "none"
-            raise SamplingError(f"{self.name} at {self.url} serves no adapter {name!r}; it serves {known}")
-        return self._adapters[name]
+        return None if name is None else self._own.get(name, name)
 
     async def _list_models(self) -> list[ServedModel]:
-        """Requests may name the adapters that other programs loaded, too."""
         models = (await self._http.read_as(ServedModels, "GET", "/v1/models")).data
-        listed = [ServedAdapter(name=each.id, version=adapter_version(each.id)) for each in models if each.parent]
-        self._adapters = {each.name: each for each in listed} | self._own_adapters()
+        self._listed = {model.id for model in models if model.parent}
         return models
-
-    def _own_adapters(self) -> dict[str, ServedAdapter]:
-        return {name: each for name, each in self._adapters.items() if each.directory is not None}
 
     def _publishing_root(self) -> Path:
         if self._weights_dir is None:
@@ -487,9 +466,9 @@ class RemoteEngine(Streaming):
         async with self._loading:
             if self._written is not None:
                 await self._load(self._written)
-            for adapter in self._own_adapters().values():
-                listed = {model.id for model in await self._list_models()}
-                if adapter.name not in listed and not await self._load_adapter(adapter):
+            for served in self._own.values():
+                await self._list_models()
+                if served not in self._listed and not await self._load_adapter(served):
                     raise EngineRejected(f"{self.name} at {self.url} was restarted without LoRA")
 
     async def _load(self, written: WrittenWeights) -> None:
@@ -509,9 +488,9 @@ class RemoteEngine(Streaming):
         self._published = written
 
     async def weight_version(self) -> int:
-        own = None if self._adapter is None else self._adapters.get(self._adapter)
-        if own is not None:
-            return own.version if own.name in {model.id for model in await self._list_models()} else UNVERSIONED
+        if own := self._own.get(self._adapter or ""):
+            await self._list_models()
+            return adapter_version(own) if own in self._listed else UNVERSIONED
         return version_from((await self._info()).weight_version)
 
     async def _require_version(self, version: int) -> None:

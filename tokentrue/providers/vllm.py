@@ -164,8 +164,7 @@ class VLLMProvider(RemoteEngine):
 
     async def score(self, token_ids: Ids) -> Sequence[float]:
         """At temperature 1 without filters, whatever the request says; bypasses the engine's prefix cache."""
-        adapter, path = await self._find_adapter(Sampling()), "/v1/completions"
-        model = (await self._served_model()).id if adapter is None else adapter.name
+        model, path = self._find_adapter(Sampling()) or (await self._served_model()).id, "/v1/completions"
         asked = {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0, "add_special_tokens": False}
         body = {"model": model, "prompt": list(token_ids), **asked}
         choices = (await self._http.read_as(VLLMEvent, "POST", path, body)).choices

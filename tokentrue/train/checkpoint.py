@@ -36,7 +36,7 @@ from tokentrue.pixels import load_processor
 from tokentrue.plain_json import read_numbered_lines
 from tokentrue.records import record
 from tokentrue.samples import sample_from_json, sample_to_json
-from tokentrue.train.ranks import Ranks, adapter_weights, named_weights, read_adapter_config, whole
+from tokentrue.train.ranks import Ranks, adapter_weights, find_adapter, named_weights, whole
 from tokentrue.train.rows import Groups
 from tokentrue.train.trainer import Trainer
 
@@ -86,11 +86,9 @@ def save(
         ranks.all_gather_object(None)  # the directory is there
         limit = int(trainer.config.shard_checkpoint_gib * 2**30)
         write_weights(trainer.model, partial, ranks, limit_bytes=limit)
-        if (adapter := read_adapter_config(trainer.model)) is not None:
-            (partial / ADAPTER).parent.mkdir()
-            tensors = {name: weight.detach().cpu().contiguous() for name, weight in adapter_weights(trainer.model)}
-            save_file(tensors, partial / ADAPTER)
-            (partial / ADAPTER).with_name("adapter_config.json").write_text(json.dumps(adapter, indent=1))
+        trained: Any = trainer.model
+        if find_adapter(trained) is not None:
+            trained.save_pretrained(partial / "adapter")
         write_optimizer(trainer, partial, is_sharded=weights_bytes(trainer.model) > limit)
         if ranks.first:
             write_model_files(trainer.model, model, partial)
@@ -241,7 +239,7 @@ def restore_weights(model: nn.Module, directory: Path) -> None:
     if (directory / INDEX).is_file():
         files = sorted(set(json.loads((directory / INDEX).read_text())["weight_map"].values()))
     left = dict(named_weights(model))
-    if read_adapter_config(model) is not None:
+    if find_adapter(model) is not None:
         files, left = [ADAPTER], dict(adapter_weights(model))
     for file in files:
         with safe_open(directory / file, framework="pt") as opened:

@@ -130,8 +130,7 @@ class TrainConfig:
     overlong: OverlongConfig = OverlongConfig()
     kl: KlConfig = KlConfig()
     acceptance: AcceptanceConfig = AcceptanceConfig()
-    lora_rank: Count = 0  # > 0: a LoRA adapter of every linear layer is trained, and nothing else
-    lora_alpha: Positive | None = None  # None: twice the rank
+    lora_rank: Count = 0  # > 0: trains a LoRA adapter of every linear layer but the head, with alpha twice the rank
     temperature: Temperature = 1.0
     minibatches: AtLeastOne = 1  # updates per batch; with several the ratio of PPO has something to clip
     epochs: AtLeastOne = 1
@@ -154,8 +153,6 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, "train")
-        if self.lora_alpha is not None and not self.lora_rank:
-            raise ConfigError("train.lora_alpha: belongs to train.lora_rank, which is 0")
 
     @property
     def updates_per_step(self) -> int:

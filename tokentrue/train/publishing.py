@@ -19,6 +19,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,7 +37,7 @@ from tokentrue.mismatch import UpdateCheck, check_update
 from tokentrue.protocols import AdapterSink, Provider, Scoring, Versioned, WeightSink
 from tokentrue.train.config import AcceptanceConfig
 from tokentrue.train.exactness import PROBED_TOKENS
-from tokentrue.train.ranks import Ranks, adapter_weights, read_adapter_config
+from tokentrue.train.ranks import Ranks, adapter_weights, find_adapter
 from tokentrue.train.reporting import StepReport
 from tokentrue.train.rows import Groups, Row
 from tokentrue.train.trainer import Trainer
@@ -285,27 +286,32 @@ class Publisher:
     async def hand_over(self, trainer: Trainer) -> None:
         """An adapter alone, where the engines serve adapters; otherwise all weights, with the adapter merged in."""
         weights = trainer.weights()  # gathered while somebody iterates
-        adapter = read_adapter_config(trainer.model)
+        adapter = find_adapter(trainer.model)
         trouble: Exception | None = None
         try:
+            if adapter is not None and self.sinks and await self.hand_over_adapter(trainer, adapter):
+                return
             # In one process these are the parameters themselves: nothing is copied.
-            is_held = adapter is None and (trainer.ranks.world == 1 or len(self.sinks) > 1)
+            is_held = trainer.ranks.world == 1 or len(self.sinks) > 1
             given = await asyncio.to_thread(list, weights) if is_held else weights
             for sink in self.sinks:
-                if adapter is None:
-                    await sink.publish(given, version=trainer.version)
-                    continue
-                own = adapter_weights(trainer.model)
-                self.is_adapter = isinstance(sink, AdapterSink) and await sink.publish_adapter(
-                    own, adapter, version=trainer.version, name=ADAPTER
-                )
-                if not self.is_adapter:
-                    await sink.publish(trainer.weights(), version=trainer.version)
+                await sink.publish(given, version=trainer.version)
         except Exception as error:  # told to all ranks below
             trouble = error
-        if adapter is None:
-            await asyncio.to_thread(deque, weights, 0)  # gathers the rest
+        await asyncio.to_thread(deque, weights, 0)  # gathers the rest
         trainer.ranks.raise_together(trouble, f"publish version {trainer.version}")
+
+    async def hand_over_adapter(self, trainer: Trainer, config: Any) -> bool:
+        """False where the engines serve no adapters."""
+        version, self.is_adapter = trainer.version, False
+        for sink in self.sinks:
+            if not isinstance(sink, AdapterSink):
+                return False
+            weights = adapter_weights(trainer.model)
+            if not await sink.publish_adapter(weights, config, version=version, name=ADAPTER):
+                return False
+        self.is_adapter = True
+        return True
 
     async def require_versions(self, when: str) -> None:
         """Raises where an engine of this rank has other weights than those published last."""

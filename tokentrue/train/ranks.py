@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from tokentrue.errors import ConfigError, EngineError
-from tokentrue.json_types import JsonObject
 from tokentrue.records import record
 
 POLL_S = 0.02
@@ -157,35 +156,30 @@ def whole(value: Tensor) -> Tensor:
 def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Parameters (tied ones once) and persistent buffers, such as a router's bias, as they are held; a LoRA adapter
     merged into them."""
-    yield from model.named_parameters() if read_adapter_config(model) is None else merged_weights(model)
+    yield from model.named_parameters() if find_adapter(model) is None else merged_weights(model)
     kept = model.state_dict(keep_vars=True).keys()
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name in kept)
 
 
 # ---- a LoRA adapter over frozen weights
-def read_adapter_config(model: Any) -> JsonObject | None:
-    """As peft writes it to adapter_config.json; None for a model without an adapter."""
-    config = getattr(model, "peft_config", {}).get(ADAPTER)
-    if config is None:
-        return None
-    plain = {key: getattr(value, "value", value) for key, value in config.to_dict().items()}
-    return {key: sorted(value) if isinstance(value, set) else value for key, value in plain.items()}
+def find_adapter(model: Any) -> Any:
+    """peft's configuration of it, or None."""
+    return getattr(model, "peft_config", {}).get(ADAPTER)
 
 
 def adapter_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The parameters themselves."""
+    """Under the names that peft saves."""
     for name, parameter in model.named_parameters():
         if ".lora_" in name:
             yield name.replace(f".{ADAPTER}.", "."), parameter
 
 
 def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Under the names that the model has without its adapter, rounded to its dtype."""
-    layers: dict[str, Any] = {name: layer for name, layer in model.named_modules() if hasattr(layer, "base_layer")}
+    """Under the names that the model has without its adapter."""
     for name, parameter in model.named_parameters():
-        outer, is_base, inner = name.partition(".base_layer.")
-        if is_base and inner == "weight":
-            delta: Tensor = layers[outer].get_delta_weight(ADAPTER)
-            parameter = (parameter.detach() + delta.detach()).to(parameter.dtype)
+        layer, _, kind = name.partition(".base_layer.")
+        if kind == "weight":
+            delta: Any = getattr(model.get_submodule(layer), "get_delta_weight")(ADAPTER)  # noqa: B009
+            parameter = (parameter + delta).detach().to(parameter.dtype)
         if ".lora_" not in name:
             yield name.removeprefix("base_model.model.").replace(".base_layer.", "."), parameter
