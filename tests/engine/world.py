@@ -165,13 +165,11 @@ def engine_of(
     *,
     ops: Ops | None = None,
     unproven: bool = False,
-    pipeline: int = 1,
+    **options: Any,
 ) -> ExactEngine:
     limits = ScheduleLimits(max_requests=7, step_tokens=150, chunk_tokens=90)
     make = UnprovenEngine if unproven else ExactEngine
-    engine = make(
-        copy.deepcopy(model), dtype=dtype, pipeline=pipeline, limits=limits, max_len=400, kv_tokens=1200, ops=ops
-    )
+    engine = make(copy.deepcopy(model), dtype=dtype, limits=limits, max_len=400, kv_tokens=1200, ops=ops, **options)
     if rng is not None:
         shake(engine, rng)
     return engine
@@ -186,12 +184,12 @@ def random_run(
     ops: Ops | None = None,
     loads: int = 2,
     unproven: bool = False,
-    pipeline: int = 1,
+    **options: Any,
 ) -> Run:
     """Arrivals, chunks, preemptions, cancellations, prefix hits, page order, temperatures and weight updates, all by
-    chance."""
+    chance. `options` of the engine: pipeline, tensor, leaves."""
     rng = random.Random(seed)
-    engine = engine_of(model, dtype, rng, ops=ops, unproven=unproven, pipeline=pipeline)
+    engine = engine_of(model, dtype, rng, ops=ops, unproven=unproven, **options)
     core = engine.core
     trainer = copy.deepcopy(model).to(getattr(torch, dtype))
     run = Run(engine, trainer, getattr(torch, dtype), {0: clone_of(trainer)})
@@ -246,7 +244,7 @@ def judge(run: Run, *, without: frozenset[str] = frozenset(), ops: Ops | None = 
     first = ""
     for version, weights in run.weights.items():
         run.trainer.load_state_dict(weights)
-        with torch.no_grad(), exact(run.trainer, without=without, ops=ops):
+        with torch.no_grad(), exact(run.trainer, without=without, ops=ops, leaves=run.engine.leaves):
             trainer_ops = run.trainer.__dict__[STATE].ops
             for request in run.finished:
                 spans = [

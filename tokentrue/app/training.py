@@ -120,7 +120,8 @@ def loss_for(spec: LossSpec) -> LossConfig:
 
 def trainer_for(settings: TrainRun, ranks: Ranks) -> tuple[Trainer, str]:
     """The trainer, and the hash of what its results depend on."""
-    from tokentrue.train import Trainer, config_hash, shard
+    from tokentrue.numerics.leaves import leaves_for
+    from tokentrue.train import ExactScorer, Trainer, config_hash, shard
 
     config = replace(settings.train, temperature=settings.rollout.temperature, seed=settings.rollout.seed)
     if settings.samples is not None:  # the same rows repeat: waiting cannot help
@@ -141,12 +142,17 @@ def trainer_for(settings: TrainRun, ranks: Ranks) -> tuple[Trainer, str]:
         loss.penalty is not None and loss.penalty.against == "reference"
     )
     reference = shard(load().requires_grad_(False), ranks) if wants_reference else None
-    trainer = Trainer(shard(model, ranks), config=config, optim=optim, loss=loss, ranks=ranks, reference=reference)
+    options = settings.engine.options if settings.engine.name == "exact" else {}
+    leaves = leaves_for(options.get("tensor"), options.get("leaves"))
+    trainer = Trainer(
+        shard(model, ranks), config=config, optim=optim, loss=loss, ranks=ranks, reference=reference,
+        scorer=ExactScorer(leaves=leaves) if config.exact and leaves > 1 else None,
+    )  # fmt: skip
     file = settings.samples
     facts = {
         "dtype": settings.dtype,
         "device": settings.device.partition(":")[0],
-        "engine": "" if file is not None else settings.engine.name,
+        "engine": ("" if file is not None else settings.engine.name) + (f" leaves={leaves}" if leaves > 1 else ""),
         "samples": "" if file is None else f"{file.name} {file.stat().st_size if file.is_file() else 0}",
     }
     rollout = replace(settings.rollout, concurrency=1, timeout_s=1.0, max_failed=1.0)

@@ -46,6 +46,9 @@ def command(
     pipeline: Annotated[
         int | None, Option(help="processes of the exact engine, each with some of the layers (default: 1)")
     ] = None,
+    tensor: Annotated[
+        int | None, Option(help="processes of the exact engine, each with a part of every layer (default: 1)")
+    ] = None,
     sets: Settings = None,
 ) -> int:
     """Serve OpenAI Chat Completions and Responses, Anthropic Messages and Google generateContent, and record every
@@ -70,6 +73,7 @@ def command(
         "model.history": history,
         "server.workers": workers,
         "engine.options.pipeline": pipeline,
+        "engine.options.tensor": tensor,
         "engine.options.adapters": adapters or None,
     }
     settings = read(ServeConfig, config, sets or (), flags)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tokentrue.engine.adapters import AdapterSource, read_adapter
+from tokentrue.engine.adapters import MERGE, AdapterSource, read_adapter
 from tokentrue.engine.core import Core
 from tokentrue.engine.decoder import read_decoder
 from tokentrue.engine.forward import blocks_for
@@ -23,6 +23,7 @@ from tokentrue.engine.pipeline import Pipeline
 from tokentrue.engine.runner import LocalRunner
 from tokentrue.engine.sample import child_seed
 from tokentrue.engine.schedule import Request, ScheduleLimits
+from tokentrue.engine.tensor import TensorRanks
 from tokentrue.engine.weights import Weights, load_model
 from tokentrue.errors import (
     ConfigError,
@@ -35,6 +36,7 @@ from tokentrue.errors import (
 )
 from tokentrue.numerics import Contract, Ops, exact, on_device
 from tokentrue.numerics.exact import STATE, ops_for
+from tokentrue.numerics.leaves import leaves_for
 from tokentrue.numerics.modules import is_experts
 from tokentrue.types import UNVERSIONED, Chunk, Completion, Ids, Sampling
 
@@ -47,17 +49,22 @@ EXTRAS = {"adapter", "ignore_eos", "prompt_logprobs", "routed_experts"}
 
 class ExactEngine:
     def __init__(
-        self, model_dir: str | Path | nn.Module, device: str = "cpu", dtype: str = "float32", pipeline: int = 1, *,
-        limits: ScheduleLimits | None = None, max_len: int | None = None, kv_tokens: int | None = None, version: int = UNVERSIONED,
+        self, model_dir: str | Path | nn.Module, device: str = "cpu", dtype: str = "float32", pipeline: int = 1, tensor: int = 1, *,
+        leaves: int | None = None, limits: ScheduleLimits | None = None, max_len: int | None = None, kv_tokens: int | None = None, version: int = UNVERSIONED,
         read: Callable[[Sequence[int]], str] | None = None, ops: Ops | None = None,
     ) -> None:  # fmt: skip
-        """`read` (ids -> text) is needed only for stop strings. `kv_tokens`: cache size; None sizes it by memory."""
+        """`read` (ids -> text) is needed only for stop strings. `kv_tokens`: cache size; None sizes it by memory.
+        `tensor`: processes that share every layer. `leaves` decide the bits, whatever `tensor` is; None: LEAVES if it is
+        above 1, else none (1)."""
         if dtype not in DTYPES:
             raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+        if pipeline > 1 and tensor != 1:
+            raise ConfigError(f"pipeline={pipeline} and tensor={tensor}: one of them must be 1")
+        self.leaves = leaves_for(tensor, leaves)
         where = torch.device(device)
         self._undo = ExitStack()
         self.limits = limits or (GPU_LIMITS if where.type == "cuda" else ScheduleLimits())
-        self._host = where if pipeline == 1 else torch.device("cpu")
+        self._host = where if pipeline == tensor == 1 else torch.device("cpu")
         self.model = load_model(model_dir, device=self._host, dtype=DTYPES[dtype])
         self.eos_ids = eos_of(self.model)
         positions = max_len or getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
@@ -67,11 +74,13 @@ class ExactEngine:
                 "exact form; serve it with vllm or sglang, and train with train.exact = false"
             )
         with on_device(self._host):
-            if pipeline == 1:
+            if pipeline == tensor == 1:
                 runner: LocalRunner | Pipeline = self._local_runner(ops, positions, kv_tokens)
             else:
-                runner = Pipeline(
-                    self.model, stages=pipeline, device=device, max_positions=positions, kv_tokens=kv_tokens, limits=self.limits
+                kind = Pipeline if tensor == 1 else TensorRanks
+                runner = kind(
+                    self.model, stages=pipeline if tensor == 1 else tensor, device=device, max_positions=positions,
+                    kv_tokens=kv_tokens, limits=self.limits, leaves=self.leaves,
                 )  # fmt: skip
                 self.model = runner.model  # its weights are in the stages
             self.contract: Contract = runner.contract
@@ -86,7 +95,7 @@ class ExactEngine:
 
     def _local_runner(self, ops: Ops | None, positions: int, kv_tokens: int | None) -> LocalRunner:
         # Fresh operators: they keep another form of the weights, which a trainer of the same model would change.
-        contract = self._undo.enter_context(exact(self.model, ops=ops or ops_for(self._host)))
+        contract = self._undo.enter_context(exact(self.model, ops=ops or ops_for(self._host, self.leaves)))
         used: Ops = self.model.__dict__[STATE].ops
         decoder = read_decoder(self.model, used, max_positions=positions)
         num_blocks = blocks_for(decoder, used, limits=self.limits, kv_tokens=kv_tokens)
@@ -220,6 +229,10 @@ class ExactEngine:
 
         Live on return. Its completions have `version`, or the engine's version if None.
         """
+        if self.leaves > 1:
+            raise ExactnessError(
+                f"adapter {name!r}: adapters have no form with leaves or tensor parallelism yet: {MERGE}"
+            )
         known = self.core.adapters.get(name)
         adapter = read_adapter(name, source, config or (known and known.config), version=version, device=self._host)
         with self.paused():

@@ -16,6 +16,7 @@ from tokentrue.engine.decoder import Attention, Decoder, Dense, LatentAttention,
 from tokentrue.engine.schedule import ScheduleLimits, StepInputs
 from tokentrue.numerics import HeadNorm, Ops, Packed, PagedBatch, RowSlots
 from tokentrue.numerics.delta import GatedDelta
+from tokentrue.numerics.leaves import row_linear
 from tokentrue.numerics.ops import DeltaStates
 from tokentrue.records import record
 
@@ -186,7 +187,7 @@ class Forward:
             attended = mixer.attend(ops, normed, cos, sin, self.caches[index], step.batch)
         self.record(f"{name}.attention", attended)
         rows = attended.repeat(step.copies, 1) if step.copies > 1 else attended
-        out = self.adapt(step.adapted, index, "out", attended, ops.linear(rows, *mixer.out))
+        out = self.adapt(step.adapted, index, "out", attended, row_linear(ops, rows, *mixer.out))
         return self.norm(f"{name}.after_attention", layer.after_attention, self.record(f"{name}.out", out)), x
 
     def attend(self, index: int, mixer: Attention, qkv: Tensor, step: StepTensors) -> Tensor:
@@ -207,7 +208,7 @@ class Forward:
         name, mlp, norm = f"layers.{index}", layer.mlp, layer.before_mlp
         if isinstance(mlp, Dense):
             inner, x = self.project(index, "gate_up", norm, h, x, mlp.gate_up, step, mlp.kind)
-            out = self.adapt(step.adapted, index, "down", inner, self.ops.linear(inner, *mlp.down))
+            out = self.adapt(step.adapted, index, "down", inner, row_linear(self.ops, inner, *mlp.down))
         else:
             normed, x = self.enter(f"{name}.before_mlp", norm, h, x)
             found = mlp(normed[None])

@@ -39,7 +39,8 @@ from tokentrue.engine.schedule import ScheduleLimits, StepInputs
 from tokentrue.engine.weights import Weights, checked_weights, plain_name, targets_of
 from tokentrue.errors import ConfigError, EngineError, ExactnessError, TokenTrueError
 from tokentrue.numerics import Contract, Ops, exact, logits_of, ops_for, same_bits
-from tokentrue.numerics.exact import ModelShapes, contract_for, shapes_of
+from tokentrue.numerics.exact import ModelShapes, shapes_of
+from tokentrue.numerics.leaves import check_leaves
 from tokentrue.records import record
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
@@ -65,6 +66,7 @@ class StageSpec:
     max_positions: int
     kv_tokens: int | None
     limits: ScheduleLimits
+    leaves: int
 
     @property
     def is_first(self) -> bool:
@@ -112,6 +114,10 @@ class WeightRoutes:
             return [(last, name)]
         return [(stage, name) for stage in range(last + 1)]
 
+    def part(self, stage: int, name: str, value: Tensor) -> Tensor:
+        """What the stage gets of a tensor that it has under this name."""
+        return value
+
 
 def skeleton_of(model_class: Any, config: Any) -> Any:
     """The model without weights (on the meta device)."""
@@ -151,32 +157,40 @@ class Pipeline:
     """A `Runner` over several processes with the layers of `model` (on the host); sends its weights by name and keeps
     none."""
 
+    name, part = "the pipeline", "stage"
+
     def __init__(
-        self, model: Any, *, stages: int, device: str, max_positions: int, kv_tokens: int | None, limits: ScheduleLimits
-    ) -> None:
+        self, model: Any, *, stages: int, device: str, max_positions: int, kv_tokens: int | None, limits: ScheduleLimits,
+        leaves: int = 1,
+    ) -> None:  # fmt: skip
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        layers = cut_layers(len(model.model.layers), stages)
+        self._routes, kind, self.depth = self._cut(model, stages, leaves)
         gpus = torch.cuda.device_count() if device.startswith("cuda") else 0
-        self._routes, shapes = WeightRoutes(model, layers), shapes_of(model)
+        shapes = shapes_of(model, leaves)
         self.model = skeleton_of(type(model), model.config)
-        self.depth = stages
         self.dead: str | None = None
         self._folder = tempfile.mkdtemp(prefix="tokentrue-pipeline-")
         self._wants: deque[StepWants] = deque()
         self._stages = [
-            start_stage(StageSpec(
+            start_stage(kind, StageSpec(
                 index=index, stages=stages, layers=own, model_class=type(model), config=model.config, shapes=shapes,
                 device=f"cuda:{index % gpus}" if gpus else device, backend="nccl" if gpus >= stages else "gloo",
                 share=min(1.0, max(gpus, 1) / stages), rendezvous=f"{self._folder}/store", threads=torch.get_num_threads(),
-                max_positions=max_positions, kv_tokens=kv_tokens, limits=limits,
+                max_positions=max_positions, kv_tokens=kv_tokens, limits=limits, leaves=leaves,
             ))
-            for index, own in enumerate(layers)
+            for index, own in enumerate(self._routes.layers)
         ]  # fmt: skip
         try:
             self._build(model)
         except BaseException:
             self.close()
             raise
+
+    def _cut(self, model: Any, stages: int, leaves: int) -> tuple[WeightRoutes, type[Stage], int]:
+        """How weights are sent, what a process runs, and the number of steps in flight."""
+        if leaves != 1:
+            check_leaves(model, leaves)
+        return WeightRoutes(model, cut_layers(len(model.model.layers), stages)), Stage, stages
 
     def _build(self, model: Any) -> None:
         every = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
@@ -186,7 +200,7 @@ class Pipeline:
         contracts, sizes = zip(*built, strict=True)
         if len({contract.fingerprint for contract in contracts}) != 1:
             differing = "; ".join(str(contract.operators) for contract in contracts)
-            raise ExactnessError(f"the stages' operators differ: {differing}")
+            raise ExactnessError(f"the {self.part}s' operators differ: {differing}")
         self.contract = contracts[-1]
         self.sizes = replace(
             sizes[-1],
@@ -234,9 +248,9 @@ class Pipeline:
         self._tell_all("unload_adapter", name)
 
     def _send_tensor(self, name: str, value: torch.Tensor) -> None:
-        flat = value.detach().cpu().contiguous()
+        whole = value.detach().cpu()
         for stage, local in self._routes.targets(name):
-            pipe = self._stages[stage].pipe
+            pipe, flat = self._stages[stage].pipe, self._routes.part(stage, local, whole).contiguous()
             self._tell(self._stages[stage], "put", (local, flat.dtype, tuple(flat.shape)))
             try:
                 pipe.send_bytes(memoryview(flat.view(-1).view(torch.uint8).numpy()))  # pyright: ignore[reportArgumentType]
@@ -298,12 +312,12 @@ class Pipeline:
                 break
             time.sleep(0.02)
         if killed:
-            what = f"stage {killed[0][0]} of {self.depth} died (exit code {killed[0][1]})"
+            what = f"{self.part} {killed[0][0]} of {len(self._stages)} died (exit code {killed[0][1]})"
         elif failure is not None:
-            what = f"stage {failure[0]} of {self.depth} failed: {failure[1]}"
+            what = f"{self.part} {failure[0]} of {len(self._stages)} failed: {failure[1]}"
         else:
-            what = f"a stage of {self.depth} ended"
-        self.dead = f"the pipeline is down: {what}; start the engine again"
+            what = f"a {self.part} of {len(self._stages)} ended"
+        self.dead = f"{self.name} is down: {what}; start the engine again"
         self._end()
         raise EngineError(self.dead)
 
@@ -323,22 +337,23 @@ class Pipeline:
             self._end()
 
 
-def start_stage(spec: StageSpec) -> StageProcess:
+def start_stage(kind: type[Stage], spec: StageSpec) -> StageProcess:
     """Spawns a clean process: no threads, locks or CUDA state of this one."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     here, there = context.Pipe()
-    process = context.Process(target=run_stage, args=(spec, there), name=f"tokentrue-stage-{spec.index}", daemon=True)
+    name = f"tokentrue-{kind.__name__.lower()}-{spec.index}"
+    process = context.Process(target=run_stage, args=(kind, spec, there), name=name, daemon=True)
     process.start()
     there.close()
     return StageProcess(process, here)
 
 
 # ---- in a stage process
-def run_stage(spec: StageSpec, pipe: Connection) -> None:
+def run_stage(kind: type[Stage], spec: StageSpec, pipe: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver handles it
     try:
-        Stage(spec, pipe).serve()
+        kind(spec, pipe).serve()
     except (EOFError, ConnectionError):
         os._exit(0)  # the driver is gone
     except Exception as error:
@@ -356,14 +371,17 @@ class Stage:
         self._device = torch.device(spec.device)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-        self._model = stage_model(spec)
+        self._model = self._make_model()
         self._wire = self._device if spec.backend == "nccl" else torch.device("cpu")
-        self._ops: Ops = ops_for(self._device)
+        self._ops: Ops = ops_for(self._device, spec.leaves)
         self._decoder: Decoder
         self._forward: Forward
         self._targets: dict[str, Tensor] | None = None
         self._sends: deque[tuple[Any, Tensor]] = deque()
         self._undo = ExitStack()
+
+    def _make_model(self) -> Any:
+        return stage_model(self._spec)
 
     def serve(self) -> None:
         """Runs (method, arguments, whether to send the result or error back) until the driver ends this process."""
@@ -409,18 +427,21 @@ class Stage:
         if lost:
             raise EngineError(f"stage {spec.index} has no values for {lost[0]!r}")
         ops = self._ops
-        self._undo.enter_context(exact(model, ops=ops))
-        contract = contract_for(spec.shapes, ops, self._device)
+        contract = self._undo.enter_context(exact(model, ops=ops, shapes=spec.shapes))
         self._decoder = decoder = read_decoder(model, ops, max_positions=spec.max_positions)
         self._targets = targets
         blocks = blocks_for(decoder, ops, limits=spec.limits, kv_tokens=spec.kv_tokens, share=spec.share)
-        url = f"file://{spec.rendezvous}"
+        return contract, Sizes.of(decoder, ops, num_blocks=blocks, limits=spec.limits)
+
+    def _connect(self) -> None:
+        """Waits for all others, so it comes after what may fail in one alone."""
+        spec, url = self._spec, f"file://{self._spec.rendezvous}"
         dist.init_process_group(
             spec.backend, init_method=url, rank=spec.index, world_size=spec.stages, timeout=PATIENCE
         )
-        return contract, Sizes.of(decoder, ops, num_blocks=blocks, limits=spec.limits)
 
     def allocate(self, num_blocks: int) -> None:
+        self._connect()
         states = states_for(self._decoder, self._spec.limits)
         self._forward = Forward(self._decoder, self._ops, num_blocks=num_blocks, num_states=states)
 

@@ -25,6 +25,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from tokentrue.errors import ExactnessError
 from tokentrue.numerics.cpu import CpuOps
+from tokentrue.numerics.leaves import check_leaves, check_slices, cut_heads, cut_shapes
 from tokentrue.numerics.modules import Replacement, is_experts, is_router, plan_of, replace_attribute
 from tokentrue.numerics.ops import AttentionSpec, Heads, Linears, Ops, Packed
 from tokentrue.records import record
@@ -77,12 +78,15 @@ class ModelShapes:
     dtype: torch.dtype
 
 
-def shapes_of(model: nn.Module) -> ModelShapes:
+def shapes_of(model: nn.Module, leaves: int = 1) -> ModelShapes:
+    """With leaves, also of the parts that any number of ranks computes."""
     linears: dict[torch.dtype, Linears] = defaultdict(set)
     heads: Heads = set()
-    for module in model.modules():
+    for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
             linears[module.weight.dtype].add((module.in_features, module.out_features, module.bias is not None))
+            for dtype, shape in cut_shapes(name, module, leaves) if leaves > 1 else ():
+                linears[dtype].add(shape)
         if isinstance(module, nn.Conv3d):  # of patches
             n, k = module.weight.flatten(1).shape
             linears[module.weight.dtype].add((k, n, module.bias is not None))
@@ -98,7 +102,7 @@ def shapes_of(model: nn.Module) -> ModelShapes:
                 linears[dtype].add((weight.shape[1], weight.shape[0], "bias" in parameters))
         head_dim, config = head_size(module), getattr(module, "config", None)
         if isinstance(head_dim, int) and hasattr(module, "o_proj") and config is not None:
-            heads.add((config.num_attention_heads, config.num_key_value_heads, head_dim))
+            heads.update(cut_heads((config.num_attention_heads, config.num_key_value_heads, head_dim), leaves))
     dtype = next(p for p in model.parameters() if p.dim() > 1).dtype
     return ModelShapes(linears=dict(linears), heads=frozenset(heads), dtype=dtype)
 
@@ -112,8 +116,13 @@ def contract_for(shapes: ModelShapes, ops: Ops, device: torch.device) -> Contrac
     for dtype, linears in shapes.linears.items():
         heads = set(shapes.heads) if dtype == shapes.dtype else set()
         fallbacks += ops.self_test(linears=linears, heads=heads, dtype=dtype)
+        if ops.leaves > 1:
+            fallbacks += check_slices(ops, linears, heads, dtype, device)
     name = str(shapes.dtype).removeprefix("torch.")
-    return Contract(operators=dict(ops.contract()), machine=machine_of(device), dtype=name, fallbacks=tuple(fallbacks))
+    operators = dict(ops.contract())
+    if ops.leaves > 1:
+        operators["row_linear"] = f"{ops.leaves} leaves of K, joined by a binary tree in float32, one rounding"
+    return Contract(operators=operators, machine=machine_of(device), dtype=name, fallbacks=tuple(fallbacks))
 
 
 ATTENTION = "tokentrue_exact"
@@ -214,16 +223,19 @@ def on_device(device: torch.device | str) -> AbstractContextManager[object]:
     return torch.cuda.device(where) if where.type == "cuda" else nullcontext()
 
 
-def ops_for(device: torch.device | str) -> Ops:
+def ops_for(device: torch.device | str, leaves: int = 1) -> Ops:
     """A fresh object each time: fallbacks belong to one model on one machine."""
     kind = torch.device(device).type
-    if kind == "cpu":
-        return CpuOps()
     if kind == "cuda":
         from tokentrue.numerics.triton import TritonOps  # machines without a GPU may not have triton
 
-        return TritonOps()
-    raise ExactnessError(f"no exact operators for device {kind!r}; use cpu or cuda")
+        ops: Ops = TritonOps()
+    elif kind == "cpu":
+        ops = CpuOps()
+    else:
+        raise ExactnessError(f"no exact operators for device {kind!r}; use cpu or cuda")
+    ops.leaves = leaves
+    return ops
 
 
 SWITCHES = (
@@ -307,9 +319,11 @@ class Preparation:
     contract: Contract
 
     @classmethod
-    def of(cls, model: nn.Module, ops: Ops) -> Preparation:
+    def of(cls, model: nn.Module, ops: Ops, shapes: ModelShapes | None = None) -> Preparation:
+        if ops.leaves != 1 and shapes is None:
+            check_leaves(model, ops.leaves)
         plan, attention = plan_of(model, ops), AttentionParts.of(model)
-        contract = contract_for(shapes_of(model), ops, next(model.parameters()).device)
+        contract = contract_for(shapes or shapes_of(model, ops.leaves), ops, next(model.parameters()).device)
         return cls(signature=Signature.of(model), ops=ops, plan=plan, attention=attention, contract=contract)
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
@@ -320,36 +334,42 @@ class Preparation:
         return None
 
 
-def prepare(model: nn.Module) -> Preparation:
-    """The attached one, unless model or machine have changed."""
+def prepare(model: nn.Module, leaves: int) -> Preparation:
+    """The attached one, unless model, leaves or machine have changed."""
     device, known = next(model.parameters()).device, model.__dict__.get(PREPARED)
     if (
         known is None
+        or known.ops.leaves != leaves
         or known.contract.machine != machine_of(device)
         or not known.signature.matches(Signature.of(model))
     ):
-        known = Preparation.of(model, ops_for(device))
+        known = Preparation.of(model, ops_for(device, leaves))
         model.__dict__[PREPARED] = known
     return known
 
 
 @contextmanager
 def exact(
-    model: nn.Module, *, ops: Ops | None = None, without: frozenset[str] | set[str] = frozenset()
-) -> Iterator[Contract]:
+    model: nn.Module, *, ops: Ops | None = None, without: frozenset[str] | set[str] = frozenset(), leaves: int | None = None,
+    shapes: ModelShapes | None = None,
+) -> Iterator[Contract]:  # fmt: skip
     """Runs `model` on exact operators inside the block; backward passes belong inside, too (checkpointing reruns
     forward).
 
-    `without` leaves some of SWITCHES unreplaced: for negative controls, never for training.
+    `leaves`: as many as an engine with tensor parallelism has (`engine.leaves`); its size does not matter. `without`
+    leaves some of SWITCHES unreplaced: for negative controls, never for training. `shapes`: of the whole model, if this
+    is a part of one.
     """
     active: State | None = model.__dict__.get(STATE)
     if active is not None:
+        if leaves not in (None, active.ops.leaves):
+            raise ExactnessError(f"leaves={leaves} inside an exact block of this model with leaves={active.ops.leaves}")
         yield active.contract
         return
     unknown = set(without) - set(SWITCHES)
     if unknown:
         raise ExactnessError(f"no operators {sorted(unknown)} to leave out; choose from {', '.join(SWITCHES)}")
-    found = prepare(model) if ops is None else Preparation.of(model, ops)
+    found = prepare(model, 1 if leaves is None else leaves) if ops is None else Preparation.of(model, ops, shapes)
     ops, contract = found.ops, found.contract
     with ExitStack() as undo:
         for module, kind, forward in found.plan:

@@ -28,6 +28,7 @@ from transformers.activations import ACT2CLS, ACT2FN
 from tokentrue.errors import ExactnessError
 from tokentrue.numerics.cpu.arithmetic import ACTIVATIONS
 from tokentrue.numerics.delta import delta_forward, is_gated_delta
+from tokentrue.numerics.leaves import is_row_parallel, row_linear, run_experts
 from tokentrue.numerics.ops import ClampedSwiglu, ExpertWeights, LowRank, NormForm, Ops
 from tokentrue.numerics.vision import tower_form, tower_forward, tower_name
 
@@ -191,6 +192,8 @@ def exact_form(name: str, module: Any, ops: Ops) -> tuple[str, Forward] | None:
     if all(hasattr(module, part) for part in ("base_layer", "lora_A", "lora_B", "scaling")):
         return "linear", unguard(adapted_forward(name, module, ops))
     if isinstance(module, nn.Linear):
+        if is_row_parallel(name):
+            return "linear", unguard(lambda x: row_linear(ops, x, module.weight, module.bias))
         return "linear", unguard(lambda x: ops.linear(x, module.weight, module.bias))
     if type(module).__name__.endswith("RMSNorm"):
         eps, form = norm_kind(name, module)
@@ -366,7 +369,7 @@ def experts_forward(name: str, module: Any, ops: Ops) -> Forward:
             gate_up=module.gate_up_proj, down=module.down_proj, act=act, interleaved=interleaved,
             gate_up_bias=getattr(module, "gate_up_proj_bias", None), down_bias=getattr(module, "down_proj_bias", None),
         )  # fmt: skip
-        return ops.experts(hidden, index, weight, experts)
+        return run_experts(ops, hidden, index, weight, experts)
 
     return forward
 

@@ -15,7 +15,7 @@ block `table[p // B]`, row `p % B`; its slot is `block * B + p % B`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
@@ -201,6 +201,27 @@ class ExpertWeights:
         return gate, up
 
 
+@record(eq=False)
+class Ranks:
+    """This process's place among those that share every layer; `gather` returns the tensor of each, in order."""
+
+    index: int
+    size: int
+    gather: Callable[[Tensor], Sequence[Tensor]]
+
+
+def join(parts: Sequence[Tensor]) -> Tensor:
+    """Sum of a power of two of tensors: neighbours in pairs, then pairs of pairs."""
+    while len(parts) > 1:
+        parts = [one + other for one, other in zip(parts[::2], parts[1::2], strict=True)]
+    return parts[0]
+
+
+def round_sum(total: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """A float32 sum and its bias, rounded once."""
+    return (total if bias is None else total + bias.float()).to(dtype)
+
+
 def apply_rotation(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
     """Values beyond the width of `cos` are unchanged. Computes in `cos`'s dtype if that is wider."""
     width = cos.shape[-1]
@@ -224,6 +245,9 @@ class Ops(ABC):
     # While it is a list, every mixture of experts appends its choice [T,k] and the weights.
     routes: list[tuple[Tensor, Tensor]] | None = None
     _rotation: tuple[Tensor, Tensor, Tensor] | None = None
+    # Parts of K in row-parallel products, see `numerics.leaves`; 1: one sum.
+    leaves: int = 1
+    ranks: Ranks | None = None
 
     # ---- rows x features
     @abstractmethod
@@ -262,11 +286,31 @@ class Ops(ABC):
     def log_softmax(self, logits: Tensor) -> Tensor:
         """Over the last dimension, in and out float32."""
 
+    def leaf_product(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, leaves: int, *, rounded: bool = True
+    ) -> Tensor:
+        """x [M,K] @ weight [N,K]^T: `join` of the float32 products of `leaves` equal parts of K; float32 without bias
+        unless `rounded`."""
+        pairs = zip(x.chunk(leaves, -1), weight.chunk(leaves, -1), strict=True)
+        total = join([self.linear(part.float(), columns.float().contiguous()) for part, columns in pairs])
+        return round_sum(total, bias, x.dtype) if rounded else total
+
+    def fall_back(self, inputs: int) -> bool:
+        """Computes float32 products over this K in a safer form from now on; False if there is none."""
+        return False
+
     @abstractmethod
     def experts(self, x: Tensor, index: Tensor, weight: Tensor, experts: ExpertWeights) -> Tensor:
-        """(grad) x [T,K], index/weight [T,k] -> [T,K]. Per slot: linear, bias, gate_values, linear, bias, times weight,
-        each rounded to x's dtype; slots are added in order, in x's dtype.
-        """
+        """(grad) x [T,K], index/weight [T,k] -> [T,K]: `expert_rows`, times weight, rounded; `add_slots`."""
+
+    @abstractmethod
+    def expert_rows(self, x: Tensor, index: Tensor, experts: ExpertWeights) -> Tensor:
+        """[T*k,K]: per slot linear, bias, gate_values, linear, bias, each rounded to x's dtype; anything where `index`
+        is the number of experts."""
+
+    @abstractmethod
+    def add_slots(self, rows: Tensor, weight: Tensor) -> Tensor:
+        """rows [T*k,K], weight [T,k] -> [T,K]: rows times weight, rounded; slots added in order, in the rows' dtype."""
 
     @abstractmethod
     def delta_rule(self, inputs: DeltaInputs, sequences: Packed, states: DeltaStates | None) -> Tensor:

@@ -30,6 +30,8 @@ class ExactProvider(Streaming):
         device: str = "cpu",
         dtype: str = "float32",
         pipeline: int = 1,
+        tensor: int = 1,
+        leaves: int | None = None,
         version: int = UNVERSIONED,
         decode: Callable[[Sequence[int]], str] | None = None,
         limits: ScheduleLimits | None = None,
@@ -39,7 +41,7 @@ class ExactProvider(Streaming):
     ) -> None:
         """`adapters` are loaded at start: name -> directory saved by peft."""
         self.engine = ExactEngine(
-            model, device, dtype, pipeline, limits=limits, max_len=max_len, kv_tokens=kv_tokens, version=version, read=decode
+            model, device, dtype, pipeline, tensor, leaves=leaves, limits=limits, max_len=max_len, kv_tokens=kv_tokens, version=version, read=decode
         )  # fmt: skip
         for name, folder in (adapters or {}).items():
             self.engine.load_adapter(name, folder)

@@ -68,7 +68,7 @@ def require_exact(found: Agreement, *, version: int) -> None:
         raise ExactnessError(
             f"step {version}: the trainer's log-probability differs from the rollout's. First at {found.first}; "
             f"{found.differing} of {found.compared} tokens of policy version {version} differ, by at most "
-            f"{found.largest:.3g}. Score with the engine's operators (train.exact), the same temperature and dtype, or "
+            f"{found.largest:.3g}. Score with the engine's operators (train.exact), the same temperature, dtype and leaves, or "
             "set exact = false"
         )
 

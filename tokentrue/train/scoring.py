@@ -39,14 +39,19 @@ class Scorer(Protocol):
 
 
 class ExactScorer:
-    """The engine's own operators: the same bits whatever is packed together."""
+    """The engine's own operators: the same bits whatever is packed together. `leaves`: the engine's."""
 
     is_padded = False
 
-    def __init__(self, reader: PixelReader | None = None) -> None:
+    def __init__(self, reader: PixelReader | None = None, *, leaves: int = 1) -> None:
         self.reader = reader
+        self.leaves = leaves
 
     def __call__(self, model: nn.Module, rows: Sequence[ScoredRow], *, entropy: bool = False) -> Scores:
+        with self.active(model):
+            return self._score(model, rows, entropy=entropy)
+
+    def _score(self, model: nn.Module, rows: Sequence[ScoredRow], *, entropy: bool) -> Scores:
         lengths = [row.length for row in rows]
         device = next(model.parameters()).device
         packed = torch.cat([row.ids for row in rows]).to(device)
@@ -65,7 +70,7 @@ class ExactScorer:
         return Scores(logprobs=split(flat), entropy=split(spread))
 
     def active(self, model: nn.Module) -> AbstractContextManager[object]:
-        return exact(model)
+        return exact(model, leaves=self.leaves)
 
 
 class PlainScorer:

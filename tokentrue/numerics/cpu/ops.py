@@ -40,6 +40,8 @@ from tokentrue.numerics.ops import (
     Ops,
     Packed,
     PagedBatch,
+    join,
+    round_sum,
     same_bits,
 )
 from tokentrue.numerics.selftest import differing_cuts, differing_runs, fill_pages
@@ -58,6 +60,7 @@ class CpuOps(Ops):
         self.paged = PagedAttention(self.block_size)
         self._packed: dict[tuple[int, int], tuple[Product, Tensor]] = {}
         self._head_weights: dict[int, Tensor] = {}
+        self._leaf_weights: dict[int, list[tuple[Product, Tensor]]] | None = None
 
     # ---- rows x features
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -87,12 +90,35 @@ class CpuOps(Ops):
     def pack(self, weights: Iterable[Tensor]) -> None:
         self._packed.clear()
         self._head_weights.clear()
+        self._leaf_weights = {}
         for weight in filter(self.fits_onednn, weights):
-            if weight.shape[1] in self.plain:
-                form: tuple[Product, Tensor] = (transposed_product, weight.t().contiguous())
-            else:
-                form = (onednn_product, torch.ops.mkldnn._reorder_linear_weight(weight, None))
-            self._packed[weight.data_ptr(), weight.shape[0]] = form
+            self._packed[weight.data_ptr(), weight.shape[0]] = self.packed_form(weight)
+
+    def packed_form(self, weight: Tensor) -> tuple[Product, Tensor]:
+        if not self.fits_onednn(weight):
+            return tiled_product, weight
+        if weight.shape[1] in self.plain:
+            return transposed_product, weight.t().contiguous()
+        return onednn_product, torch.ops.mkldnn._reorder_linear_weight(weight, None)
+
+    def leaf_product(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, leaves: int, *, rounded: bool = True
+    ) -> Tensor:
+        """An engine's weights are constant, so their leaves are cut once."""
+        if self._leaf_weights is None or torch.is_grad_enabled() or x.shape[0] == 0:
+            return super().leaf_product(x, weight, bias, leaves, rounded=rounded)
+        forms = self._leaf_weights.get(weight.data_ptr())
+        if forms is None:
+            forms = [self.packed_form(part.float().contiguous()) for part in weight.chunk(leaves, -1)]
+            self._leaf_weights[weight.data_ptr()] = forms
+        parts = zip(x.float().chunk(leaves, -1), forms, strict=True)
+        total = join([form(part.contiguous(), columns, None) for part, (form, columns) in parts])
+        return round_sum(total, bias, x.dtype) if rounded else total
+
+    def fall_back(self, inputs: int) -> bool:
+        self.structural.add(inputs)
+        self.plain.discard(inputs)
+        return rows_independent(tiled_product, inputs, 64, False, torch.float32, torch.get_num_threads())
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, form: NormForm = NormForm.PLAIN) -> Tensor:
         if x.dtype == torch.float32 and weight.dtype == torch.float32 and form is not NormForm.UNIT_OFFSET:
@@ -122,12 +148,14 @@ class CpuOps(Ops):
         return F.log_softmax(logits, -1)
 
     def experts(self, x: Tensor, index: Tensor, weight: Tensor, experts: ExpertWeights) -> Tensor:
+        return self.add_slots(self.expert_rows(x, index, experts), weight)
+
+    def expert_rows(self, x: Tensor, index: Tensor, experts: ExpertWeights) -> Tensor:
         """Copies transposed weights: the start-up checks cover only contiguous rows."""
-        tokens, slots = index.shape
-        flat = index.reshape(-1)
+        flat, number = index.reshape(-1), experts.gate_up.shape[0]
         order = torch.argsort(flat, stable=True)
-        counts = torch.bincount(flat, minlength=experts.gate_up.shape[0]).tolist()
-        rows = x.index_select(0, order // slots)
+        counts = torch.bincount(flat, minlength=number)[:number].tolist()
+        rows = x.index_select(0, order // index.shape[1])
         outs, start = [], 0
         for expert, count in enumerate(counts):
             if count:
@@ -137,10 +165,14 @@ class CpuOps(Ops):
                 out = self.linear(self.gate_values(*experts.split(both), experts.act), down.contiguous())
                 outs.append(out if experts.down_bias is None else out + experts.down_bias[expert])
                 start += count
-        by_slot = torch.cat(outs).index_select(0, torch.argsort(order)).view(tokens, slots, -1)
-        scaled = by_slot * weight.unsqueeze(-1).to(x.dtype)
+        if start < len(flat):
+            outs.append(x.new_zeros(len(flat) - start, x.shape[1]))
+        return torch.cat(outs).index_select(0, torch.argsort(order))
+
+    def add_slots(self, rows: Tensor, weight: Tensor) -> Tensor:
+        scaled = rows.view(*weight.shape, -1) * weight.unsqueeze(-1).to(rows.dtype)
         total = scaled[:, 0]
-        for slot in range(1, slots):
+        for slot in range(1, weight.shape[1]):
             total = total + scaled[:, slot]
         return total
 
