@@ -20,7 +20,7 @@ from tests.engine.world import SIZES, Run, build, clone_of, judge, nudged, rando
 from tests.marks import IS_THOROUGH
 from tokentrue.engine import ExactEngine
 from tokentrue.engine.adapters import attach_adapter
-from tokentrue.engine.pipeline import WeightRoutes, cut_layers
+from tokentrue.engine.processes.pipeline import WeightRoutes, cut_layers
 from tokentrue.errors import ConfigError, EngineError, EngineRejected, ExactnessError
 from tokentrue.numerics import exact, same_bits, score
 from tokentrue.numerics.exact import STATE

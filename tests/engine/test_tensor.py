@@ -24,9 +24,9 @@ from torch import Tensor
 from tests.engine.world import Run, build, clone_of, judge, nudged, random_run
 from tests.marks import IS_THOROUGH
 from tokentrue.engine import ExactEngine
-from tokentrue.engine import pipeline as processes
-from tokentrue.engine.pipeline import Stage, StageFailed, StageProcess, StageSpec
-from tokentrue.engine.tensor import Rank
+from tokentrue.engine.processes import pipeline as processes
+from tokentrue.engine.processes.pipeline import Stage, StageFailed, StageProcess, StageSpec
+from tokentrue.engine.processes.tensor import Rank
 from tokentrue.errors import ConfigError, EngineError, ExactnessError
 from tokentrue.numerics import exact, leaves, same_bits, score
 from tokentrue.numerics import ops as numerics_ops

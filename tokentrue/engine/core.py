@@ -11,7 +11,7 @@ import torch
 
 from tokentrue.engine.adapters import Adapter
 from tokentrue.engine.graphs import Bursts
-from tokentrue.engine.pipeline import Pipeline
+from tokentrue.engine.processes.pipeline import Pipeline
 from tokentrue.engine.proof import PIECES
 from tokentrue.engine.runner import LocalRunner, StepResult, scores_prompt, wants_of
 from tokentrue.engine.schedule import (

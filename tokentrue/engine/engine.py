@@ -19,11 +19,11 @@ from tokentrue.engine.adapters import MERGE, AdapterSource, read_adapter
 from tokentrue.engine.core import Core
 from tokentrue.engine.decoder import read_decoder
 from tokentrue.engine.forward import blocks_for
-from tokentrue.engine.pipeline import Pipeline
+from tokentrue.engine.processes.pipeline import Pipeline
+from tokentrue.engine.processes.tensor import TensorRanks
 from tokentrue.engine.runner import LocalRunner
 from tokentrue.engine.sample import child_seed
 from tokentrue.engine.schedule import Request, ScheduleLimits
-from tokentrue.engine.tensor import TensorRanks
 from tokentrue.engine.weights import Weights, load_model
 from tokentrue.errors import (
     ConfigError,

@@ -1,4 +1,4 @@
-"""Computes the core's steps in this process; `pipeline.Pipeline` has the same methods for several processes."""
+"""Computes the core's steps in this process; `processes.pipeline.Pipeline` has the same methods for several processes."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tokentrue.engine.pipeline import Pipeline, Stage, StageSpec, WeightRoutes, skeleton_of
+from tokentrue.engine.processes.pipeline import Pipeline, Stage, StageSpec, WeightRoutes, skeleton_of
 from tokentrue.engine.proof import difference_of, paged_logits
 from tokentrue.engine.runner import StepResult, StepWants, answer, routes_from
 from tokentrue.engine.schedule import StepInputs

@@ -1,0 +1,1 @@
+"""One model in several processes: by layers, or every layer in parts."""
