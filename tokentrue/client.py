@@ -101,6 +101,8 @@ def _encode_body(body: JsonMapping | None) -> JsonObject:
 def _decode_answer(method: str, path: str, response: httpx.Response) -> JsonValue:
     """Raises a typed error with the gateway's message unless the response is a success."""
     if response.is_success:
+        if response.headers.get("content-type", "").startswith("image/"):
+            return response.content
         return orjson.loads(response.content) if response.content else None
     try:
         message = orjson.loads(response.content)["error"]["message"]
@@ -125,6 +127,10 @@ def _list_request(limit: int, offset: int, group: str | None, after: JsonMapping
 
 def _reward_request(session_id: str, **fields: JsonValue) -> Request:
     return "POST", f"{session_path(session_id)}/reward", _without_none(fields)
+
+
+def _image_path(session_id: str, sha256: str) -> str:
+    return f"{session_path(session_id)}/images/{_quote(sha256, 'sha256')}"
 
 
 def _end_request(session_id: str, *, purge: bool) -> Request:
@@ -195,6 +201,10 @@ class ClientSession(_SessionAddress):
     def result(self) -> SessionSamples:
         return self._client.session_samples(self.id)
 
+    def image(self, sha256: str) -> bytes:
+        """The file of an image in the session's samples, by its hash."""
+        return self._client.session_image(self.id, sha256)
+
     def state(self) -> JsonObject:
         """The response of GET /sessions/{id}."""
         return self._client.session_state(self.id)
@@ -254,6 +264,9 @@ class Client:
     def session_samples(self, session_id: str) -> SessionSamples:
         return _samples_from(self.call("GET", f"{session_path(session_id)}/samples"))
 
+    def session_image(self, session_id: str, sha256: str) -> bytes:
+        return self.call("GET", _image_path(session_id, sha256))
+
     def reward_session(self, session_id: str, reward: float, *, group: str | None = None) -> None:
         """Rewards a session that another program opened. `group` sets its group if it has none."""
         self.call(*_reward_request(session_id, reward=reward, group=group))
@@ -311,6 +324,9 @@ class AsyncClientSession(_SessionAddress):
     async def result(self) -> SessionSamples:
         return await self._client.session_samples(self.id)
 
+    async def image(self, sha256: str) -> bytes:
+        return await self._client.session_image(self.id, sha256)
+
     async def state(self) -> JsonObject:
         return await self._client.session_state(self.id)
 
@@ -362,6 +378,9 @@ class AsyncClient:
 
     async def session_samples(self, session_id: str) -> SessionSamples:
         return _samples_from(await self.call("GET", f"{session_path(session_id)}/samples"))
+
+    async def session_image(self, session_id: str, sha256: str) -> bytes:
+        return await self.call("GET", _image_path(session_id, sha256))
 
     async def reward_session(self, session_id: str, reward: float, *, group: str | None = None) -> None:
         await self.call(*_reward_request(session_id, reward=reward, group=group))

@@ -31,13 +31,16 @@ from typing import Any, Literal
 
 from msgspec import structs
 
-from tokentrue.conversation import Conversations
+from tokentrue.conversation import Conversation, Conversations
+from tokentrue.conversation.images import has_images
 from tokentrue.errors import ConfigError, KeyConflict, MessageError, SessionConflict
+from tokentrue.images import ImageSettings
 from tokentrue.json_types import JsonMapping
 from tokentrue.plain_json import freeze
 from tokentrue.protocols import Provider, Renderer
 from tokentrue.samples import Assembly, assemble, coverage_of
 from tokentrue.sessions.client import InProcessClient
+from tokentrue.sessions.images import SessionImages, add_parsed, check_engine
 from tokentrue.sessions.journal import Journal, Rewards, SessionRecord, copy_metadata, read_reward
 from tokentrue.sessions.journal.journal import tree_from_rows
 from tokentrue.sessions.journal.rows import row_from_node
@@ -62,6 +65,7 @@ from tokentrue.types import (
     Coverage,
     Message,
     Messages,
+    PromptImage,
     Reply,
     Sample,
     Sampling,
@@ -110,6 +114,7 @@ class Session:
         pin: Sequence[str] = (),
         side_requests: str = "leave_out",
         limits: SessionLimits | None = None,
+        images: ImageSettings | None = None,
         key_hash: str | None = None,
         _record: SessionRecord | None = None,
         _tree: Tree | None = None,
@@ -142,7 +147,10 @@ class Session:
             f"edge:{node.edge_reason}" for node in self.tree.nodes.values() if node.edge_reason
         )
         self.recorded_tokens = sum(map(count_tokens, self.tree.nodes.values()))
-        self.conversations = Conversations(self.limits.conversation_bytes)  # of the last requests
+        self.images = SessionImages(self.record.id, images, journal, self.tree)
+        self.conversations = Conversations(
+            self.limits.conversation_bytes, images=self.images.reader
+        )  # of last requests
         self._matcher = Matcher(self.tree, renderer)
         self._pinned_prompts = PinnedPrompts(self.record.pin, self.tree)
         self._single_flight = SingleFlight()
@@ -162,6 +170,7 @@ class Session:
         renderer: Renderer,
         provider: Provider,
         limits: SessionLimits | None = None,
+        images: ImageSettings | None = None,
     ) -> Session:
         """Resumes a recorded session, bit for bit. An older object of the same session can write no more."""
         fencing_token, record, rows = await asyncio.to_thread(
@@ -177,6 +186,7 @@ class Session:
             provider=provider,
             journal=journal,
             limits=limits,
+            images=images,
             _record=record,
             _tree=tree,
             _fencing_token=fencing_token,
@@ -216,21 +226,27 @@ class Session:
         """The n replies to one request. Equal requests in flight share one turn: use `n` or different seeds for
         several samples. Returns the recorded replies if the request key was answered before; generates a failed or
         cancelled turn again."""
-        found = self._start_or_join(request, streamed=False)
+        found = self._start_or_join(await self._read_images(request), streamed=False)
         return await found.wait() if isinstance(found, InFlightTurn) else await self._wait_or_read(found)
 
     async def stream(self, request: TurnRequest) -> AsyncGenerator[TurnEvent, None]:
         """Events as tokens are sampled. A request that joins a turn in flight, or repeats a recorded one, gets the
         whole message once it is committed. Closing the iterator cancels the turn if no other caller waits; its
         tokens are recorded as "disconnected"."""
-        async with aclosing(self.stream_batches(request)) as batches:
+        async with aclosing(self.stream_batches(await self._read_images(request))) as batches:
             async for events in batches:
                 for event in events:
                     yield event
 
+    async def _read_images(self, request: TurnRequest) -> TurnRequest:
+        if isinstance(request.messages, Conversation) or not has_images(request.messages):
+            return request
+        parsed = self.conversations.parse(request.messages, request.tools)
+        return replace(request, messages=await add_parsed(self.conversations, parsed))
+
     def stream_batches(self, request: TurnRequest) -> AsyncGenerator[list[TurnEvent], None]:
         """`stream`, with events that are ready together in one list. The turn starts at once: the iterator must be
-        read."""
+        read. Blocks while images are decoded, unless the messages are a `Conversation`."""
         found = self._start_or_join(request, streamed=True)
         return found.events() if isinstance(found, InFlightTurn) else self._stream_again(found)
 
@@ -252,6 +268,8 @@ class Session:
         if request.prompt_ids is not None and self.record.pin:
             raise MessageError("cannot be kept where a pinned prompt replaces the client's", field="tokens")
         conversation = self.conversations.read(request.messages, request.tools)
+        if request.prompt_ids is not None and conversation.num_images:
+            raise MessageError("do not say where the images are: send messages without tokens", field="tokens")
         pinned = self._pinned_prompts.apply(conversation, retried=self._find_prompt(request))
         sampling = resolve_sampling(
             request.sampling, self.record.sampling, renderer=self.renderer, training=self.record.training
@@ -316,7 +334,8 @@ class Session:
                     resolution, conversation.tools, request.template_kwargs, self._matcher, self.limits
                 )
             self.limits.check_prompt(len(prompt.ids))
-            choices = await self._generate(turn, prompt)
+            images = await self._load_images(turn, prompt)
+            choices = await self._generate(turn, prompt, images)
             turn.is_complete = True
             replies = await self._commit(choices, turn, prompt)
             await self._close_turn(turn, [reply.node for reply in replies])
@@ -331,9 +350,19 @@ class Session:
                 turn.emit(TurnEvent(index=index, node_id=reply.node, reply=reply))
         return replies
 
-    async def _generate(self, turn: InFlightTurn, prompt: Prompt) -> list[Choice]:
+    async def _load_images(self, turn: InFlightTurn, prompt: Prompt) -> Sequence[PromptImage]:
+        """Of the whole prompt. Raises if the session may not have more, or the engine takes none."""
+        files, resolution = turn.conversation.files, prompt.resolution
+        self.images.check_limits(self.images.find_new(self.tree.expand(resolution.given), files))
+        runs = (*self.tree.images(resolution.parent), *prompt.shifted_images)
+        if not runs:
+            return ()
+        await check_engine(self.provider)
+        return await self.images.load(runs, files)
+
+    async def _generate(self, turn: InFlightTurn, prompt: Prompt, images: Sequence[PromptImage]) -> list[Choice]:
         """If a choice fails or the turn is cancelled, all choices end and the received tokens are committed."""
-        choices = [Choice(index, turn, prompt.ids, self.renderer) for index in range(turn.request.n)]
+        choices = [Choice(index, turn, prompt.ids, self.renderer, images) for index in range(turn.request.n)]
         try:
             await generate_all(choices, self.provider, self.id)
             for choice in choices:
@@ -356,10 +385,13 @@ class Session:
         # If the journal fails, the tree is unchanged and the callers get the error. The write may still have happened,
         # so `SessionRegistry.keep_loaded` drops the session, and the next request reads it from the journal.
         nodes, parent = reserve_nodes(choices, turn, prompt, self.tree), prompt.resolution.parent
+        messages = self.tree.expand(prompt.resolution.given) if nodes else ()
+        images = self.images.find_new(messages, turn.conversation.files)
         try:
             if self.journal is not None and nodes:
                 rows = [row_from_node(node, parent) for node in nodes]
-                await self.journal.append_nodes(self.id, rows, self._claim)
+                await self.journal.append_nodes(self.id, rows, self._claim, images)
+            self.images.add(images)
             for node in nodes:
                 self._add_node(node)
         finally:

@@ -21,6 +21,7 @@ from tokentrue.environments import SMALL_MODEL
 from tokentrue.errors import ConfigError, EngineError, EngineUnreachable
 from tokentrue.gateway.config import GatewayConfig, GatewayLimits, ServingConfig
 from tokentrue.ids import TokenIds
+from tokentrue.images import ImageSettings
 from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.protocols import Tokenizing
 from tokentrue.providers.registry import ENGINES, IN_PROCESS, REMOTE, list_names
@@ -99,6 +100,7 @@ class ServeConfig:
     server: ServerConfig = field(default_factory=ServerConfig)
     limits: GatewayLimits = field(default_factory=GatewayLimits)
     session_limits: SessionLimits = field(default_factory=SessionLimits)
+    images: ImageSettings = field(default_factory=ImageSettings)
 
 
 def renderer_for(
@@ -217,6 +219,7 @@ def gateway_for(
         admin_key=admin_key,
         limits=config.limits,
         session_limits=config.session_limits,
+        images=config.images,
         history=config.model.history,
     )
     journal = open_journal(

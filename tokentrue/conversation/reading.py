@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field, replace
+from hashlib import sha256
 from itertools import takewhile
 from operator import attrgetter, eq
 from typing import overload
 
 from msgspec import Raw
 
+from tokentrue.conversation.images import ImageReader, ReadImages, list_parts
 from tokentrue.conversation.match_keys import (
     START_KEY,
     CallRef,
@@ -25,6 +27,7 @@ from tokentrue.conversation.match_keys import (
     read_role,
 )
 from tokentrue.errors import MessageError
+from tokentrue.images import ImageFile
 from tokentrue.json_types import JsonMapping, JsonObject, JsonValue
 from tokentrue.plain_json import digest, dumps, freeze
 from tokentrue.records import record
@@ -33,20 +36,25 @@ from tokentrue.types import Message, Messages, Tools
 _KEPT = 8  # conversations of one session: parallel branches, other dialects
 _MESSAGE_BYTES = 1000  # estimate of one message's objects, without its text
 _OWN = b"\0"  # before the source of a message that no dialect parses; no JSON begins so
+_HASHED, _LONG_SOURCE = b"\1", 1 << 16  # a longer source is kept as its hash: images are most of it
 
 
 class ConversationMessage:
-    """One immutable message. `digest` identifies it exactly, `key` loosely (`match_keys`)."""
+    """One immutable message. `digest` identifies it exactly, `key` loosely (`match_keys`). `images` are the files that
+    the request had for it; those of an earlier reply's conversation are only in the record."""
 
-    __slots__ = ("call_id", "call_ids", "digest", "key", "message", "role", "size")
+    __slots__ = ("call_id", "call_ids", "digest", "images", "key", "message", "num_images", "role", "size")
 
-    def __init__(self, message: Message, field: str) -> None:
+    def __init__(self, message: Message, field: str, files: Mapping[str, ImageFile] | None = None) -> None:
         self.message, self.role = message, read_role(message, field)
         text, call_id = dumps(message), message.get("tool_call_id")
         self.key, self.digest = candidate_key(message, field), digest(text)
         self.call_ids = call_ids_of(message)
         self.call_id = call_id if isinstance(call_id, str) and self.role != "assistant" else None
-        self.size = _MESSAGE_BYTES + 2 * len(text)
+        parts = list_parts(message)
+        self.num_images = len(parts)
+        self.images = tuple(files[part["sha256"]] for part in parts if files and part["sha256"] in files)
+        self.size = _MESSAGE_BYTES + 2 * len(text) + sum(len(image.data) for image in self.images)
 
     def repeats(self, recorded: Message) -> bool:
         """True if this is exactly `recorded`, call ids aside: the key covers which call a result answers."""
@@ -108,6 +116,15 @@ class Conversation(Sequence[Message]):
         """Identifies messages and tools exactly."""
         return digest(b"".join(read.digest for read in self.facts), self.tools_digest)
 
+    @property
+    def num_images(self) -> int:
+        return sum(read.num_images for read in self.facts)
+
+    @property
+    def files(self) -> dict[str, ImageFile]:
+        """By hash."""
+        return {image.sha256: image for read in self.facts for image in read.images}
+
     def name_first(self, depth: int) -> bytes:
         """Identifies the first `depth` messages exactly."""
         return digest(b"".join(read.digest for read in self.facts[:depth]))
@@ -168,7 +185,25 @@ def count_equal(one: Sequence[Raw], other: Sequence[Raw]) -> int:
 
 def own_source(message: Message) -> Raw:
     """The source of a message that already has our shape."""
-    return Raw(_OWN + dumps(message))
+    return shorten_source(Raw(_OWN + dumps(message)))
+
+
+def shorten_source(source: Raw) -> Raw:
+    """A source that does not hold the memory of the request's body."""
+    data = bytes(source)
+    return Raw(_HASHED + sha256(data).digest() if len(data) > _LONG_SOURCE else data)
+
+
+@record(eq=False)
+class ParsedConversation:
+    """The cached `base` that a request begins with, and its further messages as its dialect parsed them, with images
+    as they were sent."""
+
+    base: Conversation
+    messages: Messages
+    sources: Sequence[Raw]
+    ends: Sequence[int | None]
+    tools: Tools | None
 
 
 class ByteBudget:
@@ -182,22 +217,28 @@ class ByteBudget:
 class Conversations:
     """The last conversations of one session, newest first. Limited in bytes, per session and per process."""
 
-    def __init__(self, limit_bytes: int = 32 << 20, budget: ByteBudget | None = None) -> None:
+    def __init__(
+        self, limit_bytes: int = 32 << 20, budget: ByteBudget | None = None, images: ImageReader | None = None
+    ) -> None:
         self._limit, self.budget = limit_bytes, budget or ByteBudget(limit_bytes)
+        self._images = images or ImageReader()
         self._kept: list[Conversation] = []
         self.used = 0
 
     def read(self, messages: Messages, tools: Tools | None) -> Conversation:
         """For callers in this process; refuses malformed messages by field. Notices messages changed in place."""
-        if isinstance(messages, Conversation):
-            return messages
+        return messages if isinstance(messages, Conversation) else self.add(self.parse(messages, tools))
+
+    def parse(self, messages: Messages, tools: Tools | None) -> ParsedConversation:
         own = _freeze_objects(messages, "messages")
         if not own:
             raise MessageError("at least one message is needed", field="messages")
         sources = list(map(own_source, own))
         base = self.find("", sources)
         ends = range(len(base) + 1, len(own) + 1)
-        return self.add(base, own[len(base) :], sources=sources[len(base) :], ends=ends, tools=tools)
+        return ParsedConversation(
+            base=base, messages=own[len(base) :], sources=sources[len(base) :], ends=ends, tools=tools
+        )
 
     def find(self, format: str, sources: Sequence[Raw]) -> Conversation:
         """Returns the longest prefix of `sources` that a cached conversation of dialect `format` has."""
@@ -208,18 +249,20 @@ class Conversations:
                 best, most = kept, shared
         return best.cut(most)
 
-    def add(
-        self,
-        base: Conversation,
-        messages: Messages,
-        *,
-        sources: Sequence[Raw],
-        ends: Sequence[int | None],
-        tools: Tools | None,
-    ) -> Conversation:
-        """Appends `messages`, which must not be modified any more, to `base` and caches the result."""
-        facts = [ConversationMessage(message, f"messages[{at}]") for at, message in enumerate(messages, len(base))]
-        conversation = self._add_tools(base.append(facts, sources=sources, ends=ends), tools)
+    def read_images(self, parsed: ParsedConversation) -> ReadImages:
+        """Blocks while images are decoded. May run in another thread."""
+        base = parsed.base
+        return self._images.read(parsed.messages, first=len(base), before=base.num_images)
+
+    def add(self, parsed: ParsedConversation, images: ReadImages | None = None) -> Conversation:
+        """Appends the parsed messages, which must not be modified any more, and caches the result. `images` are those
+        that `read_images` read before."""
+        base, read = parsed.base, images or self.read_images(parsed)
+        facts = [
+            ConversationMessage(message, f"messages[{at}]", read.files)
+            for at, message in enumerate(read.messages, len(base))
+        ]
+        conversation = self._add_tools(base.append(facts, sources=parsed.sources, ends=parsed.ends), parsed.tools)
         self._keep(conversation)
         return conversation
 

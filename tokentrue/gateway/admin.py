@@ -20,9 +20,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from tokentrue.errors import EngineError, InputError, SessionElsewhere
+from tokentrue.errors import EngineError, InputError, SessionElsewhere, SessionNotFound
 from tokentrue.gateway.asgi import HttpError, Receive, Scope, Send, read_body
-from tokentrue.gateway.auth import check_session_id, hash_key, new_session_key
+from tokentrue.gateway.auth import check_session_id, hash_key, invalid_key, new_session_key
 from tokentrue.gateway.dialects.base import decode_body, encode
 from tokentrue.gateway.metrics import CONTENT_TYPE, build_page, engine_families
 from tokentrue.gateway.openapi import AdminOperation, Handler, document
@@ -39,6 +39,12 @@ from tokentrue.sessions.journal import is_postgres
 READY_S = 5.0
 LONGEST_DRAIN_S = 600.0
 ONE_SESSION = "/sessions/{session_id}"
+# A client chose these bytes: no browser may run them.
+IMAGE_HEADERS = {
+    "x-content-type-options": "nosniff",
+    "content-security-policy": "default-src 'none'; sandbox",
+    "cache-control": "private, max-age=31536000, immutable",
+}
 
 
 class AdminBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -186,6 +192,22 @@ class AdminRequest:
         # In a thread: building samples takes long.
         return await asyncio.to_thread(samples_response, self.session_id, assembly, self.query.format[:40])
 
+    async def image(self) -> Response:
+        """The session's own key suffices. Any process reads it: files do not change."""
+        access, journal = (
+            self.services.keys.authenticate(self.request.scope["headers"], self.session_id),
+            self.services.journal,
+        )
+        try:
+            access.check((await asyncio.to_thread(journal.get, self.session_id)).key_hash)
+        except SessionNotFound:
+            if access.key_hash is not None:  # a wrong key does not reveal whether the session exists
+                raise invalid_key() from None
+            raise
+        name = self.request.path_params["sha256"]
+        data, media_type = await asyncio.to_thread(journal.read_image, self.session_id, name)
+        return Response(data, media_type=media_type, headers=IMAGE_HEADERS)
+
     # Weight updates. The worker that gets the request applies it to all workers of the server.
     async def pause(self) -> JsonObject:
         body: Pause = self.body
@@ -294,6 +316,9 @@ ADMIN: dict[str, dict[str, AdminOperation]] = {
     },
     f"{ONE_SESSION}/reward": {"POST": AdminOperation(AdminRequest.reward, "Give a reward", body=GiveReward)},
     f"{ONE_SESSION}/samples": {"GET": AdminOperation(AdminRequest.samples, "Training samples", query=SamplesQuery)},
+    f"{ONE_SESSION}/images/{{sha256}}": open_to_all(
+        AdminRequest.image, "The file of an image; the session's key suffices", media_type="image/*"
+    ),
     "/admin/pause": {"POST": AdminOperation(AdminRequest.pause, "Hold generations back", body=Pause)},
     "/admin/resume": {"POST": AdminOperation(AdminRequest.resume, "Let generations continue")},
     "/admin/version": {

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from tokentrue.images import ImageSettings
 from tokentrue.records import record
 from tokentrue.sessions.limits import SessionLimits as SessionLimits
 
@@ -63,5 +64,6 @@ class GatewayConfig(ServingConfig):
     admin_key: str
     limits: GatewayLimits = field(default_factory=GatewayLimits)
     session_limits: SessionLimits = field(default_factory=SessionLimits)
+    images: ImageSettings = field(default_factory=ImageSettings)
     history: Literal["keep", "template"] = "keep"
     pause_wait_s: float = 600.0  # how long a held-back generation waits for /admin/resume

@@ -18,6 +18,7 @@ from tokentrue.gateway.admission import AdmissionGate
 from tokentrue.gateway.sessions import CoverageTotals, SessionRegistry
 from tokentrue.json_types import JsonMapping
 from tokentrue.protocols import Adapting, EngineControl, Measured, Streaming
+from tokentrue.sessions.images import check_engine
 from tokentrue.types import UNVERSIONED, Chunk, Completion, Ids, Reply, Sampling, spans_from_runs
 
 SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 1.0, 5.0)
@@ -76,11 +77,11 @@ class MeteredProvider(Streaming):
         return () if self._adapting is None else self._adapting.adapters
 
     async def stream(
-        self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None, whole: bool = False
+        self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None, whole: bool = False, **images: Any
     ) -> AsyncIterator[Chunk]:
         clock = CLOCK.get() or TurnClock()
         seen: list[tuple[int, int]] = []  # (tokens, version noted when they came)
-        stream: Any = self.inner.stream(prompt_ids, sampling, session=session, whole=whole)
+        stream: Any = self.inner.stream(prompt_ids, sampling, session=session, whole=whole, **images)
         async with aclosing(stream) as chunks:
             while True:
                 clock.enter_engine()
@@ -103,6 +104,9 @@ class MeteredProvider(Streaming):
         if sum(count for count, _ in seen) != total:
             seen = [(total, self.version)]
         return replace(completion, versions=spans_from_runs(seen))
+
+    async def check_images(self) -> None:
+        await check_engine(self.inner)
 
     async def health(self) -> JsonMapping:
         clock = CLOCK.get() or TurnClock()

@@ -191,7 +191,7 @@ class ModelRequest:
             return
         if self._operation.does == "count":
             async with services.bodies.read(self._scope, self._receive, services.config.limits.body_bytes) as body:
-                conversation = handle.read_conversation(dialect, dialect.decode_count(body))
+                conversation = await handle.read_conversation(dialect, dialect.decode_count(body))
             chars = count_chars(conversation) + count_chars(conversation.tools or ())
             session.limits.check_text(chars)
             rendered = await run_by_size(session.renderer.render, chars, conversation, conversation.tools)
@@ -214,7 +214,7 @@ class ModelRequest:
     async def _read(self, handle: SessionHandle, dialect: Dialect) -> tuple[RequestHead, TurnRequest]:
         services, scope = self._services, self._scope
         async with services.bodies.read(scope, self._receive, services.config.limits.body_bytes) as body:
-            head, conversation = handle.parse(dialect, body)
+            head, conversation = await handle.parse(dialect, body)
             request_key = handle.find_request_key(scope, dialect, body)
         if self._operation.streams is not None:  # Google has both in the path
             head = replace(head, model=scope["path_params"]["model"], stream=self._operation.streams)

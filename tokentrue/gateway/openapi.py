@@ -17,7 +17,11 @@ SCHEMAS = "#/components/schemas/"
 ERRORS = ("400", "401", "403", "404", "405", "409", "413", "422", "429", "502", "503", "504")
 ERROR: JsonObject = {"description": "refused", "content": {"application/json": {"schema": {"$ref": f"{SCHEMAS}Error"}}}}
 EVENTS: JsonObject = {"name": "alt", "in": "query", "required": True, "schema": {"enum": ["sse"]}}
-PATTERNS = {"session_id": f"^{SESSION_ID.pattern}$", "model": "^[A-Za-z0-9._-]+$"}  # of names in paths
+PATTERNS = {
+    "session_id": f"^{SESSION_ID.pattern}$",
+    "model": "^[A-Za-z0-9._-]+$",
+    "sha256": "^[0-9a-f]{64}$",
+}  # of names in paths
 PAGE: JsonObject = {
     "summary": "The viewer, a web page; takes the admin key as the password of HTTP Basic, too",
     "responses": {

@@ -48,8 +48,14 @@ class Services:
     async def _open_session(self, session_id: str) -> Session:
         self.peers.require_own(session_id)
         record = await asyncio.to_thread(self.journal.get, session_id)
-        renderer, limits = self.renderer_for(record.history), self.config.session_limits
-        return await Session.open(self.journal, session_id, renderer=renderer, provider=self.provider, limits=limits)
+        return await Session.open(
+            self.journal,
+            session_id,
+            renderer=self.renderer_for(record.history),
+            provider=self.provider,
+            limits=self.config.session_limits,
+            images=self.config.images,
+        )
 
     def new_session(self, session_id: str, **settings: Any) -> Session:
         """A session that the journal does not hold yet; settings that are not given are the gateway's."""
@@ -62,6 +68,7 @@ class Services:
             provider=self.provider,
             journal=self.journal,
             limits=self.config.session_limits,
+            images=self.config.images,
             **settings,
         )
 

@@ -47,6 +47,7 @@ from tokentrue.gateway.dialects import (
 from tokentrue.gateway.dialects.base import function_tool
 from tokentrue.json_types import JsonMapping
 from tokentrue.protocols import Renderer
+from tokentrue.sessions.images import add_parsed
 from tokentrue.sessions.journal import Journal, SessionRecord, StoreSecret
 from tokentrue.sessions.limits import SessionLimits
 from tokentrue.turn import Session
@@ -88,9 +89,10 @@ class SessionHandle:
         self._has_warned = False  # of answers that replace each other
 
     # Requests.
-    def parse(self, dialect: Dialect, body: bytes) -> tuple[RequestHead, Conversation]:
+    async def parse(self, dialect: Dialect, body: bytes) -> tuple[RequestHead, Conversation]:
+        """Awaits only while images are read."""
         decoded = dialect.decode(body)
-        conversation, head = self.read_conversation(dialect, decoded), decoded.head
+        conversation, head = await self.read_conversation(dialect, decoded), decoded.head
         choice = head.sampling.extra.get("tool_choice")
         if choice is not None:  # enforced by a structural tag in the call format of this session's model
             name = cast("JsonMapping", choice)["function"]["name"] if isinstance(choice, Mapping) else None
@@ -105,7 +107,7 @@ class SessionHandle:
             )
         return head, conversation
 
-    def read_conversation(self, dialect: Dialect, decoded: DecodedBody) -> Conversation:
+    async def read_conversation(self, dialect: Dialect, decoded: DecodedBody) -> Conversation:
         head, most = decoded.head, self._limits.messages
         if len(decoded.items) > most:
             raise LimitExceeded(f"{len(decoded.items)} messages; at most {most} are taken (limits.messages)")
@@ -118,7 +120,8 @@ class SessionHandle:
             if node.replaced:  # a pinned prompt may replace them here; the instructions are in what the client sent
                 before = [*node.replaced, *before[count_system(map(read_role, before)) :]]
             history += before[1 if head.was_instructed else 0 :]  # `instructions` are never carried over
-        return dialect.read_conversation(decoded, self.session.conversations, history=history)
+        conversations = self.session.conversations
+        return await add_parsed(conversations, dialect.parse_conversation(decoded, conversations, history=history))
 
     # Names of retried requests.
     def find_request_key(self, scope: Scope, dialect: Dialect, body: bytes) -> str | None:

@@ -15,6 +15,7 @@ from tokentrue.errors import ConfigError, GatewayError
 from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.records import record
 from tokentrue.samples.groups import group_of, group_sessions
+from tokentrue.samples.trainer_rows import refuse_images
 from tokentrue.types import Sample
 
 Agent: TypeAlias = Callable[[Any, Any], Awaitable[float | None] | float | None]
@@ -75,6 +76,8 @@ class GatewayRollouts:
                     samples = await session.samples()
                 if not samples:
                     raise GatewayError(f"session {session.id}: the agent made no model call that can be trained on")
+                for sample in samples:
+                    refuse_images(sample, "this trainer")
                 return samples
 
             return list(await asyncio.gather(*map(run_one, tasks, groups, places)))

@@ -1,6 +1,6 @@
 """Audits exported samples from the file alone: certificates, masks, log-probabilities, prefix identity, coverage.
 
-Every link of the chain is recomputed from the file's ids, log-probabilities and versions, and every field of a
+Every link of the chain is recomputed from the file's ids, log-probabilities, versions and images, and every field of a
 trainer's row is rebuilt from its sample. A finding names the sample, the turn and the tokens. A passing file is
 undamaged; this does not prove that nobody rewrote it entirely: for that, compare `certificate.chain` with the one
 that the gateway reported.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from itertools import chain
 from typing import TypeAlias
@@ -98,7 +98,9 @@ def audit_exported(rows: Iterable[ExportedSample]) -> Audit:
         try:
             own = read_sealed_record(sample)
             checks = (_check_columns(sample), _check_links(sample, own.nodes), _check_replay(sample))
-            faults += chain(*checks, _check_seal(sample, own), _check_session(sample, own, session))
+            faults += chain(
+                *checks, _check_images(sample), _check_seal(sample, own), _check_session(sample, own, session)
+            )
         except FileFormatError as error:
             faults.append((str(error), None, None))
         for what, start, end in faults:
@@ -143,6 +145,18 @@ def _check_replay(sample: Sample) -> Iterator[Fault]:
             yield "the token is not among the ids that its sampling mask kept", index, index + 1
 
 
+def _check_images(sample: Sample) -> Iterator[Fault]:
+    """An image is within given tokens: nothing else is hidden by it."""
+    at = 0
+    for run in sample.images:
+        end = run.start + run.count
+        if run.start < at or not run.count:
+            yield f"image {run.sha256[:12]} overlaps the one before it, or is empty", run.start, end
+        if end > len(sample.token_ids) or any(value is not None for value in sample.rollout_logprobs[run.start : end]):
+            yield f"image {run.sha256[:12]} is not within given tokens", run.start, end
+        at = end
+
+
 def _check_seal(sample: Sample, own: SealedRecord) -> Iterator[Fault]:
     try:
         if own.seal != seal(sample):
@@ -171,7 +185,10 @@ def _check_links(sample: Sample, nodes: list[NodeRow]) -> Iterator[Fault]:
             for span in (sample.spans if node.versions else ())
             if span.kind == "sampled" and given_end <= span.start < end and span.policy_version is not None
         ]
-        link = next_link(previous, given_ids=given, sampled_ids=sampled, logprobs=logprobs, versions=versions)
+        images = [replace(run, start=run.start - at) for run in sample.images if at <= run.start < end]
+        link = next_link(
+            previous, given_ids=given, sampled_ids=sampled, logprobs=logprobs, versions=versions, images=images
+        )
         if link.hex() != node.chain:
             ids_check = block_checksums(given.tobytes() + sampled.tobytes(), 4)
             changed = list(_find_blocks("token_ids", ids_check, node.ids_check, at))
@@ -181,7 +198,7 @@ def _check_links(sample: Sample, nodes: list[NodeRow]) -> Iterator[Fault]:
                 what = f"turn {turn}: {column} changed (the certificate's chain breaks at node {node.node})"
                 yield what, start, min(start + BLOCK, end)
             if not changed:
-                what = "versions, hashes or the order of nodes changed"
+                what = "images, versions, hashes or the order of nodes changed"
                 yield f"turn {turn}: {what} (the chain breaks at node {node.node})", at, end
         sent.update(given.tobytes())
         if node.prompt_sha256 is not None and sent.hexdigest() != node.prompt_sha256:

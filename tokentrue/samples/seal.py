@@ -1,7 +1,7 @@
 """What lets a third party verify a sample: one row per node on its path, and a seal over the rest.
 
 The certificate's chain binds ids, log-probabilities and versions. The seal binds mask, spans, reward, names,
-coverage, node rows, routing and sampling mask. A node row says where its link ends, so that a broken one can be
+coverage, node rows, routing, sampling mask and images. A node row says where its link ends, so that a broken one can be
 located, which prompt the engine was sent (`prompt_sha256`) and its sampling settings that differ from the defaults.
 """
 
@@ -104,6 +104,8 @@ def seal(sample: Sample) -> str:
         "finish_reason": sample.finish_reason,
         "tokentrue": own,
     }
+    if sample.images:
+        held["images"] = [[run.sha256, run.start, run.count, run.grid, run.processor] for run in sample.images]
     state = sha256(json.dumps(held, sort_keys=True, separators=(",", ":")).encode())
     state.update(bytes(sample.loss_mask))
     if sample.routed_experts is not None:

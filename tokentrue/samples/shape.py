@@ -13,7 +13,7 @@ import msgspec
 from tokentrue.errors import FileFormatError, TokenContractError
 from tokentrue.ids import TokenIds
 from tokentrue.json_types import JsonMapping, JsonObject, JsonValue
-from tokentrue.types import Certificate, Count, RoutedExperts, Sample, SamplingMask, Span
+from tokentrue.types import Certificate, Count, ImageRun, RoutedExperts, Sample, SamplingMask, Span
 
 T = TypeVar("T")
 Width = Annotated[int, msgspec.Meta(ge=1, le=4096)]
@@ -33,6 +33,8 @@ def head_to_json(sample: Sample) -> JsonObject:
         "metadata": sample.metadata,
         "certificate": msgspec.to_builtins(sample.certificate),
     }
+    if sample.images:
+        head["images"] = [msgspec.to_builtins(run) for run in sample.images]
     if routed is not None:
         head["routed_experts"] = {
             "shape": list(routed.shape),
@@ -87,6 +89,7 @@ class SampleRow(msgspec.Struct, kw_only=True):
     certificate: Certificate
     routed_experts: RoutedExpertsRow | None = None
     sampling_mask: SamplingMaskRow | None = None
+    images: tuple[ImageRun, ...] | None = None
 
 
 def decode(value: JsonValue, kind: type[T], where: str) -> T:
@@ -102,6 +105,7 @@ def sample_from_json(data: JsonMapping, where: str = "sample") -> Sample:
     routed, mask, fields = row.routed_experts, row.sampling_mask, msgspec.structs.asdict(row)
     try:
         fields["token_ids"] = TokenIds(row.token_ids)
+        fields["images"] = row.images or ()
         if routed is not None:
             fields["routed_experts"] = RoutedExperts(**msgspec.structs.asdict(routed))
         if mask is not None:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from importlib import import_module
 from typing import TypeAlias
 
-from tokentrue.errors import TokenContractError
+from tokentrue.errors import FileFormatError, TokenContractError
 from tokentrue.ids import TokenIds
 from tokentrue.json_types import JsonMapping, JsonObject, JsonValue
 from tokentrue.records import record
@@ -31,6 +31,15 @@ class Split:
     response_ids: list[int]
     response_mask: list[int]
     response_logprobs: list[float]  # 0.0 where nothing was sampled, as trainers expect; the mask says where
+
+
+def refuse_images(sample: Sample, trainer: str) -> None:
+    """For rows without a place for images: a trainer would train a model that sees nothing."""
+    if sample.images:
+        raise FileFormatError(
+            f"sample {sample.sample_id} has {len(sample.images)} images, which rows for {trainer} do not carry; "
+            "export jsonl, parquet or safetensors"
+        )
 
 
 def split(sample: Sample) -> Split:
@@ -81,6 +90,7 @@ def expert_table(sample: Sample) -> list[list[list[int]]] | None:
 def verl_row(sample: Sample) -> JsonObject:
     """For `AgentLoopOutput(metrics=…, **row)`. verl has no field for kept ids: they are compressed rows, one per
     response token."""
+    refuse_images(sample, "verl")
     parts = split(sample)
     start = len(parts.prompt_ids)
     versions = token_versions(sample, start=start)
@@ -111,6 +121,7 @@ def verl_columns(row: JsonMapping) -> Columns:
 
 def trl_row(sample: Sample) -> JsonObject:
     """The keys that a GRPO `rollout_func` returns; collect each key over the lines into a list."""
+    refuse_images(sample, "TRL")
     parts = split(sample)
     return {
         "prompt_ids": parts.prompt_ids,
@@ -127,6 +138,7 @@ def trl_columns(row: JsonMapping) -> Columns:
 
 def slime_row(sample: Sample) -> JsonObject:
     """The dictionary for `Sample.from_dict` of slime and miles."""
+    refuse_images(sample, "slime")
     parts = split(sample)
     start = len(parts.prompt_ids)
     replay: JsonObject = {}
@@ -161,6 +173,7 @@ def slime_columns(row: JsonMapping) -> Columns:
 def prime_rl_row(sample: Sample) -> JsonObject:
     """The fields of `TrainingSample`, aligned per token. Replay columns are raw bytes (base64 in JSON), one row per
     token, the last without experts."""
+    refuse_images(sample, "prime-rl")
     row: JsonObject = {
         "token_ids": list(sample.token_ids),
         "mask": [bool(bit) for bit in sample.loss_mask],
@@ -208,6 +221,7 @@ def prime_rl_columns(row: JsonMapping) -> Columns:
 def tinker_row(sample: Sample) -> JsonObject:
     """A `Datum`: position i of the input predicts token i + 1, so every column is shifted by one. Add
     `loss_fn_inputs["advantages"]`, zero where `mask` is."""
+    refuse_images(sample, "tinker")
     ids = list(sample.token_ids)
 
     def tensor(data: Sequence[float], dtype: str) -> JsonObject:

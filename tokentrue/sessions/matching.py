@@ -409,8 +409,12 @@ class _Search:
 
         def compare() -> bool:
             try:
-                was = render(recorded, node.tools, template_kwargs=kwargs)
-                return was.token_ids == render(now, tools, template_kwargs=kwargs).token_ids
+                was, is_now = (
+                    render(messages, own, template_kwargs=kwargs)
+                    for messages, own in ((recorded, node.tools), (now, tools))
+                )
+                # Two images of one size have the same ids.
+                return (was.token_ids, was.images) == (is_now.token_ids, is_now.images)
             except RenderError:
                 return False
 

@@ -11,18 +11,20 @@ from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Any, Literal, TypeAlias
 
+from tokentrue.conversation.images import find_references
 from tokentrue.errors import SessionConflict, TokenContractError
 from tokentrue.ids import EMPTY, HashState, TokenIds
 from tokentrue.json_types import JsonObject
-from tokentrue.plain_json import digest
+from tokentrue.plain_json import digest, dumps
 from tokentrue.records import record
 from tokentrue.types import (
     Attempt,
     Finish,
+    ImageRun,
     Message,
     PromptSpan,
     RoutedExperts,
@@ -95,6 +97,7 @@ class Node:
     sampling_mask: SamplingMask | None = None  # one row per sampled token
     top_logprobs: tuple[Mapping[int, float], ...] | None = None
     fingerprint: str | None = None
+    images: tuple[ImageRun, ...] = ()  # in the given ids, counted from their start
 
     @property
     def length(self) -> int:
@@ -201,6 +204,10 @@ class Tree:
     def prompt_ids(self, node: Node) -> TokenIds:
         return self.full_ids(node)[: node.prompt_length]
 
+    def images(self, node: Node | None) -> tuple[ImageRun, ...]:
+        """All images up to the end of `node`, counted from the start of the conversation."""
+        return tuple(run for step in self.path(node) for run in shift_images(step))
+
     def expand(self, given: Iterable[Given]) -> list[Message]:
         """Replaces references by their messages."""
         return [self.nodes[item.node].served if isinstance(item, ServedRef) else item for item in given]
@@ -261,6 +268,7 @@ class Tree:
             sampled_ids=node.sampled_ids,
             logprobs=node.logprobs,
             versions=node.versions,
+            images=node.images,
         )
 
     def prompt_digest(self, parent: Node | None, given_ids: TokenIds) -> bytes:
@@ -287,6 +295,7 @@ class Tree:
             raise TokenContractError(
                 f"node {node.id}: {len(node.sampled_ids)} sampled ids, {len(node.logprobs)} log-probabilities"
             )
+        check_images(node)
         state = self._hash_prompt(parent, node.given_ids)
         if node.prompt_digest != state.digest():
             raise TokenContractError(f"node {node.id}: the engine was given other ids than the record holds")
@@ -364,11 +373,35 @@ def next_link(
     sampled_ids: TokenIds,
     logprobs: array[float],
     versions: Sequence[VersionSpan],
+    images: Sequence[ImageRun] = (),
 ) -> bytes:
+    """Images count their starts from the start of `given_ids`."""
     lengths = len(given_ids).to_bytes(8, "little") + len(sampled_ids).to_bytes(8, "little")
     parts = [previous, lengths, given_ids.tobytes(), sampled_ids.tobytes(), logprobs.tobytes()]
     parts += [b"%d,%d,%d;" % (span.start, span.end, span.version) for span in versions]
+    if images:
+        parts.append(b"images" + dumps([[run.sha256, run.start, run.count, run.grid, run.processor] for run in images]))
     return sha256(b"".join(parts)).digest()
+
+
+def shift_images(node: Node) -> list[ImageRun]:
+    """The images of a node, counted from the start of the conversation."""
+    start = node.prompt_length - len(node.given_ids)
+    return [replace(run, start=run.start + start) for run in node.images]
+
+
+def check_images(node: Node) -> None:
+    """Raises unless the images are within the given ids, in order, and those that the given messages refer to."""
+    end = 0
+    for run in node.images:
+        if run.start < end or not run.count:
+            raise TokenContractError(f"node {node.id}: images overlap at given token {run.start}")
+        end = run.start + run.count
+    if end > len(node.given_ids):
+        raise TokenContractError(f"node {node.id}: an image ends at {end} of {len(node.given_ids)} given tokens")
+    messages = (item for item in node.given if not isinstance(item, ServedRef))
+    if [part["sha256"] for part in find_references(messages)] != [run.sha256 for run in node.images]:
+        raise TokenContractError(f"node {node.id}: the images in the prompt are not those of its messages")
 
 
 def format_digest(digest: bytes) -> str:

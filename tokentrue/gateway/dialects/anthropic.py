@@ -7,7 +7,7 @@ system prompt.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, cast
 
 import msgspec
@@ -18,19 +18,23 @@ from tokentrue.gateway.dialects.base import (
     Dialect,
     Encoder,
     HttpError,
+    ReadImage,
     RequestHead,
     TextOf,
     arguments_object,
     arguments_text,
     assistant_message,
+    base64_image,
     call_entry,
     decode_body,
     describe_item,
     echo,
     encode,
     function_tool,
+    image_part,
     is_cut,
     is_raw_arguments,
+    join_parts,
     join_text,
     message_deltas,
     named_function,
@@ -206,8 +210,22 @@ class ToolResultBlock(msgspec.Struct, tag_field="type", tag="tool_result"):
     is_error: Any = None
 
 
+class Base64Source(msgspec.Struct, tag_field="type", tag="base64", forbid_unknown_fields=True):
+    media_type: str
+    data: str
+
+
+class UrlSource(msgspec.Struct, tag_field="type", tag="url", forbid_unknown_fields=True):
+    url: str
+
+
+class ImageBlock(msgspec.Struct, tag_field="type", tag="image", forbid_unknown_fields=True):
+    source: Base64Source | UrlSource
+    cache_control: Any = None
+
+
 class UserItem(msgspec.Struct, tag_field="role", tag="user"):
-    content: str | Annotated[list[TextBlock | ToolResultBlock], msgspec.Meta(min_length=1)]
+    content: str | Annotated[list[TextBlock | ToolResultBlock | ImageBlock], msgspec.Meta(min_length=1)]
 
 
 class AssistantItem(msgspec.Struct, tag_field="role", tag="assistant"):
@@ -275,8 +293,7 @@ class Anthropic(Dialect):
             return ({"role": "system", "content": "\n".join(block.text for block in parsed.content)},)
         if isinstance(parsed, UserItem):
             return user_and_tool_messages(
-                block.text if isinstance(block, TextBlock) else result_message(block, f"{path}.content[{index}]")
-                for index, block in enumerate(parsed.content)
+                part_from_block(block, f"{path}.content[{index}]") for index, block in enumerate(parsed.content)
             )
         texts, thoughts, calls = list[str](), list[str](), list[JsonObject]()
         for index, block in enumerate(parsed.content):
@@ -309,9 +326,27 @@ class Anthropic(Dialect):
         return {"type": "error", "error": error}
 
 
+def part_from_block(block: TextBlock | ToolResultBlock | ImageBlock, where: str) -> str | Message:
+    if isinstance(block, TextBlock):
+        return block.text
+    return result_message(block, where) if isinstance(block, ToolResultBlock) else image_from_block(block, where)
+
+
+def image_from_block(block: ImageBlock, where: str) -> JsonObject:
+    source = block.source
+    if isinstance(source, UrlSource):
+        return image_part(source.url, f"{where}.source.url")
+    return base64_image(source.media_type, source.data, f"{where}.source")
+
+
+IMAGE_BLOCKS: Mapping[str, ReadImage] = {
+    "image": lambda part, path: image_from_block(convert(part, ImageBlock, path), path)
+}
+
+
 def result_message(block: ToolResultBlock, where: str) -> Message:
-    text = join_text(block.content, TEXT_BLOCKS, f"{where}.content", glue="\n")
-    message: JsonObject = {"role": "tool", "tool_call_id": block.tool_use_id, "content": text or ""}
+    content = join_parts(block.content, TEXT_BLOCKS, f"{where}.content", glue="\n", images=IMAGE_BLOCKS)
+    message: JsonObject = {"role": "tool", "tool_call_id": block.tool_use_id, "content": content or ""}
     return {**message, "is_error": True} if block.is_error else message
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
 from itertools import groupby
 from typing import Annotated, Any, ClassVar, NamedTuple, TypeAlias, TypeVar, cast
@@ -16,7 +16,8 @@ import msgspec
 import orjson
 from msgspec import Raw
 
-from tokentrue.conversation import Conversation, Conversations, own_source
+from tokentrue.conversation import Conversation, Conversations, ParsedConversation, own_source, shorten_source
+from tokentrue.conversation.images import SENT
 from tokentrue.errors import MessageError, SamplingError, TokenTrueError
 from tokentrue.gateway.dialects.signing import ReasoningSigner
 from tokentrue.ids import TokenIds
@@ -176,20 +177,26 @@ class Dialect:
     def read_conversation(
         self, decoded: DecodedBody, earlier: Conversations, *, history: Messages = ()
     ) -> Conversation:
+        """Blocks while images are decoded."""
+        return earlier.add(self.parse_conversation(decoded, earlier, history=history))
+
+    def parse_conversation(
+        self, decoded: DecodedBody, earlier: Conversations, *, history: Messages = ()
+    ) -> ParsedConversation:
         """`history` precedes the items: a separate system prompt, or an earlier reply's conversation. An assistant turn
         of several items is shared with an earlier request only if all of them are equal.
         """
-        base = earlier.find(self.name, [*map(own_source, history), *decoded.items])
+        all_sources = [*map(own_source, history), *map(shorten_source, decoded.items)]
+        base = earlier.find(self.name, all_sources)
         messages, known = list(base), len(base.sources)
-        sources, ends, turn = list[Raw](), list[int | None](), list[Message]()  # turn: assistant items of one turn
+        ends, turn = list[int | None](), list[Message]()  # turn: assistant items of one turn
         for message in history[known:]:
             messages.append(message)
-            sources.append(own_source(message))
             ends.append(len(messages))
         is_settled, first_new = True, max(0, known - len(history))
         for index, item in enumerate(decoded.items[first_new:], first_new):
-            raw, path = bytes(item), f"{self.items_key}[{index}]"
-            value = parse_json(raw, path)
+            path = f"{self.items_key}[{index}]"
+            value = parse_json(bytes(item), path)
             parsed = self.parse_item(value, path)
             is_settled = is_settled and self.is_settled(value)
             first = len(messages)
@@ -200,14 +207,14 @@ class Dialect:
                     turn = []
                 (turn if is_part else messages).append(message)
             pair_results(messages, first)
-            sources.append(Raw(raw))  # a copy: `item` holds the whole body
             ends.append(len(messages) if is_settled and not turn else None)
         if turn:
             messages.append(self.join_turn(turn))
         if self.refuses_prefill and len(messages) > len(history) and messages[-1]["role"] == "assistant":
             said = "the last one is the model's: prefilled answers are not supported; end with the user's"
             raise MessageError(said, field=self.items_key)
-        return earlier.add(base, messages[len(base) :], sources=sources, ends=ends, tools=decoded.head.tools)
+        added, sources = messages[len(base) :], all_sources[known:]
+        return ParsedConversation(base=base, messages=added, sources=sources, ends=ends, tools=decoded.head.tools)
 
 
 def pair_results(messages: list[Message], first: int) -> None:
@@ -335,12 +342,52 @@ def call_entry(call_id: str, name: str, arguments: str) -> JsonObject:
 
 
 def user_and_tool_messages(parts: Iterable[str | Message]) -> tuple[Message, ...]:
-    """Results stay tool messages, in order; the text between them becomes user messages."""
+    """Results stay tool messages, in order; the text and images between them become user messages."""
     out: list[Message] = []
+    for is_result, group in groupby(parts, key=lambda part: isinstance(part, dict) and "role" in part):
+        found: list[Any] = list(group)
+        out += found if is_result else [{"role": "user", "content": join_content(found, glue="\n")}]
+    return tuple(out)
+
+
+def image_part(url: str, path: str) -> JsonObject:
+    """An image in our own shape, before it is read; `path` names it in errors."""
+    return {"type": SENT, SENT: {"url": url}, "field": path}
+
+
+def base64_image(media_type: str, data: str, path: str) -> JsonObject:
+    return image_part(f"data:{media_type};base64,{data}", path)
+
+
+def join_content(parts: Sequence[str | JsonObject], *, glue: str) -> str | list[JsonObject]:
+    """One string, or with images a list of parts, in which adjacent texts are one."""
+    out: list[JsonObject] = []
     for is_text, group in groupby(parts, key=lambda part: isinstance(part, str)):
         found: list[Any] = list(group)
-        out += [{"role": "user", "content": "\n".join(found)}] if is_text else found
-    return tuple(out)
+        if is_text and len(found) == len(parts):
+            return glue.join(found)
+        out += [{"type": "text", "text": glue.join(found)}] if is_text else found
+    return out or ""
+
+
+ReadImage: TypeAlias = Callable[[JsonObject, str], JsonObject]
+"""Converts a dialect's image part; the second argument is its path."""
+
+
+def join_parts(
+    parts: Any, kinds: tuple[str, ...], path: str, *, glue: str, images: Mapping[str, ReadImage]
+) -> str | list[JsonObject] | None:
+    """Like `join_text`, with parts of the types in `images`, too."""
+    if not isinstance(parts, list):
+        return join_text(parts, kinds, path, glue=glue)
+    out: list[str | JsonObject] = []
+    for index, part in enumerate(cast("list[Any]", parts)):
+        kind = cast("JsonObject", part).get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and kind in images:
+            out.append(images[kind](part, f"{path}[{index}]"))
+        else:
+            out.append(text_from_part(part, (*kinds, *images), kinds, f"{path}[{index}]"))
+    return join_content(out, glue=glue)
 
 
 def join_text(parts: Any, kinds: tuple[str, ...], path: str, *, glue: str) -> str | None:
@@ -349,20 +396,23 @@ def join_text(parts: Any, kinds: tuple[str, ...], path: str, *, glue: str) -> st
         return parts
     if not isinstance(parts, list):
         raise MessageError(f"must be a string or a list of parts, not {type(parts).__name__}", field=path)
-    texts: list[str] = []
-    for index, part in enumerate(cast("list[Any]", parts)):
-        text = part
-        if not isinstance(part, str):
-            fields = cast("JsonObject", part) if isinstance(part, dict) else {}
-            if fields.get("type") not in kinds:
-                known = ", ".join(sorted(kinds))
-                said = f"part of type {echo(fields.get('type'))} is not supported; this gateway takes {known}"
-                raise MessageError(said, field=f"{path}[{index}]")
-            text = fields.get("text", fields.get("refusal"))
-        if not isinstance(text, str):
-            raise MessageError("must be a string", field=f"{path}[{index}].text")
-        texts.append(text)
-    return glue.join(texts)
+    found = cast("list[Any]", parts)
+    return glue.join(text_from_part(part, kinds, kinds, f"{path}[{index}]") for index, part in enumerate(found))
+
+
+def text_from_part(part: Any, taken: tuple[str, ...], kinds: tuple[str, ...], path: str) -> str:
+    """`kinds` are the types of text parts, `taken` all types that the message may have."""
+    text = part
+    if not isinstance(part, str):
+        fields = cast("JsonObject", part) if isinstance(part, dict) else {}
+        if fields.get("type") not in kinds:
+            known = ", ".join(sorted(taken))
+            said = f"part of type {echo(fields.get('type'))} is not supported; this gateway takes {known}"
+            raise MessageError(said, field=path)
+        text = fields.get("text", fields.get("refusal"))
+    if not isinstance(text, str):
+        raise MessageError("must be a string", field=f"{path}.text")
+    return text
 
 
 def echo(value: Any) -> str:

@@ -25,6 +25,7 @@ from tokentrue.gateway.dialects.base import (
     arguments_object,
     arguments_text,
     assistant_message,
+    base64_image,
     call_entry,
     check_choices,
     count_sampled,
@@ -33,6 +34,7 @@ from tokentrue.gateway.dialects.base import (
     encode,
     function_tool,
     is_cut,
+    join_content,
     message_deltas,
     named_function,
     parse_json,
@@ -193,21 +195,34 @@ class FunctionCall(GoogleStruct):
     args: JsonObject = {}
 
 
+class Blob(GoogleStruct):
+    mime_type: str
+    data: str
+    display_name: Any = None
+
+
+class ResponsePart(GoogleStruct):
+    inline_data: Blob
+
+
 class FunctionResponse(GoogleStruct):
     name: str
     id: str = ""
     response: JsonObject = {}
+    parts: list[ResponsePart] = []
     will_continue: Any = None
     scheduling: Any = None
 
 
 class Part(GoogleStruct):
     text: str | None = None
+    inline_data: Blob | None = None
     function_call: FunctionCall | None = None
     function_response: FunctionResponse | None = None
     thought: Any = None
     thought_signature: str = ""
     part_metadata: Any = None
+    media_resolution: Any = None
 
 
 class Content(msgspec.Struct):
@@ -325,9 +340,9 @@ class Google(Dialect):
     def _model_message(self, parts: Sequence[Part], path: str) -> Message:
         texts, thoughts, sealed, calls = list[str](), list[str](), list[str](), list[JsonObject]()
         for index, part in enumerate(parts):
-            if part.function_response is not None:
-                where = f"{path}.parts[{index}].functionResponse"
-                raise MessageError("belongs in a content of the user", field=where)
+            if part.function_response is not None or part.inline_data is not None:
+                name = "inlineData" if part.function_response is None else "functionResponse"
+                raise MessageError("belongs in a content of the user", field=f"{path}.parts[{index}].{name}")
             if (call := part.function_call) is not None:
                 calls.append(call_entry(call.id, call.name, arguments_text(call.args)))
             elif part.text is not None:
@@ -460,7 +475,12 @@ def format_from_config(config: GenerationConfig) -> JsonObject | None:
 # Contents.
 def check_parts(parts: Sequence[Part], path: str) -> None:
     for index, part in enumerate(parts):
-        kinds = {"text": part.text, "functionCall": part.function_call, "functionResponse": part.function_response}
+        kinds = {
+            "text": part.text,
+            "inlineData": part.inline_data,
+            "functionCall": part.function_call,
+            "functionResponse": part.function_response,
+        }
         held = [name for name, value in kinds.items() if value is not None]
         if len(held) > 1:
             message = f"holds {' and '.join(held)}; a part has one of them"
@@ -472,6 +492,8 @@ def check_parts(parts: Sequence[Part], path: str) -> None:
 def user_part(part: Part, where: str) -> str | Message:
     if part.function_call is not None:
         raise MessageError("belongs in a content of the model", field=f"{where}.functionCall")
+    if (blob := part.inline_data) is not None:
+        return base64_image(blob.mime_type, blob.data, f"{where}.inlineData")
     result = part.function_response
     if result is None:
         if part.text is None:
@@ -479,7 +501,12 @@ def user_part(part: Part, where: str) -> str | Message:
         return part.text
     # Without an id it has the name of its function: `pair_results` finds the call.
     message: JsonObject = {"role": "tool", **({"tool_call_id": result.id} if result.id else {"name": result.name})}
-    message["content"] = result_text(result.response)
+    images = [
+        base64_image(blob.mime_type, blob.data, f"{where}.functionResponse.parts[{index}].inlineData")
+        for index, blob in enumerate(part.inline_data for part in result.parts)
+    ]
+    text = [result_text(result.response)] if result.response or not images else []
+    message["content"] = join_content([*text, *images], glue="\n")
     return {**message, "is_error": True} if result.response.keys() == {"error"} else message
 
 

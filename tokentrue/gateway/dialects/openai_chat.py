@@ -19,6 +19,7 @@ from tokentrue.gateway.dialects.base import (
     Encoder,
     FunctionTool,
     HttpError,
+    ReadImage,
     RequestHead,
     TextOf,
     call_entry,
@@ -27,7 +28,7 @@ from tokentrue.gateway.dialects.base import (
     decode_body,
     describe_item,
     echo,
-    join_text,
+    join_parts,
     require_items,
     require_object,
     sampling_from,
@@ -43,6 +44,7 @@ from tokentrue.types import Message, Reply, TurnEvent
 ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 ROLES = ("system", "developer", "user", "assistant", "tool")  # tuples: what is compared with them may be unhashable
 TEXT_PARTS = ("text", "refusal")
+IMAGE_PARTS: Mapping[str, ReadImage] = {"image_url": lambda part, path: {**part, "field": path}}
 
 
 # Replies.
@@ -269,7 +271,9 @@ class OpenAIChat(Dialect):
             known = ", ".join(sorted(ROLES))
             raise MessageError(f"role {echo(role)} is not supported; use one of {known}", field=f"{path}.role")
         glue = "" if role == "assistant" else "\n"
-        message["content"] = join_text(message.get("content"), TEXT_PARTS, f"{path}.content", glue=glue)
+        message["content"] = join_parts(
+            message.get("content"), TEXT_PARTS, f"{path}.content", glue=glue, images=IMAGE_PARTS
+        )
         if role == "developer":
             message["role"] = "system"
         if role == "assistant":
@@ -278,7 +282,7 @@ class OpenAIChat(Dialect):
             if not convert(message, AssistantFields, path).tool_calls:
                 message.pop("tool_calls", None)
         elif message["content"] is None:
-            raise MessageError("must be a string or a list of text parts", field=f"{path}.content")
+            raise MessageError("must be a string or a list of parts", field=f"{path}.content")
         if role == "tool" and not isinstance(message.get("tool_call_id"), str):
             raise MessageError("must name the call that this answers", field=f"{path}.tool_call_id")
         return (message,)

@@ -24,6 +24,7 @@ from tokentrue.gateway.dialects.base import (
     Encoder,
     FunctionTool,
     HttpError,
+    ReadImage,
     RequestHead,
     TextOf,
     assistant_message,
@@ -32,7 +33,9 @@ from tokentrue.gateway.dialects.base import (
     echo,
     encode,
     function_tool,
+    image_part,
     is_cut,
+    join_parts,
     join_text,
     message_deltas,
     named_function,
@@ -379,6 +382,23 @@ class OutputOfCall(msgspec.Struct):
     output: Any
 
 
+class InputImage(msgspec.Struct, forbid_unknown_fields=True):
+    """`detail` is a hint for OpenAI's own resizing: accepted, without effect. There are no files to name here."""
+
+    image_url: str
+    type: Any = None
+    detail: Any = None
+    file_id: None = None
+    prompt_cache_breakpoint: Any = None
+
+
+def read_image(part: JsonObject, path: str) -> JsonObject:
+    return image_part(convert(part, InputImage, path).image_url, f"{path}.image_url")
+
+
+IMAGE_PARTS: Mapping[str, ReadImage] = {"input_image": read_image}
+
+
 class CustomFormat(msgspec.Struct):
     type: Literal["text", "grammar"]
     syntax: Any = None
@@ -450,16 +470,16 @@ class OpenAIResponses(Dialect):
             if role not in ("user", "system", "developer", "assistant"):
                 raise MessageError(f"role {echo(role)} is not supported", field=f"{path}.role")
             glue = "" if role == "assistant" else "\n"
-            text = join_text(item.get("content"), TEXT_PARTS, f"{path}.content", glue=glue)
-            if text is None:
+            content = join_parts(item.get("content"), TEXT_PARTS, f"{path}.content", glue=glue, images=IMAGE_PARTS)
+            if content is None:
                 raise MessageError("must be a string or a list of parts", field=f"{path}.content")
-            return {"role": "system" if role == "developer" else role, "content": text}
+            return {"role": "system" if role == "developer" else role, "content": content}
         if kind in ("function_call_output", "custom_tool_call_output"):
             result = convert(item, OutputOfCall, path)
-            text = join_text(result.output, TEXT_PARTS, f"{path}.output", glue="\n")
-            if text is None:
-                raise MessageError("must be text", field=f"{path}.output")
-            return {"role": "tool", "tool_call_id": result.call_id, "content": text}
+            content = join_parts(result.output, TEXT_PARTS, f"{path}.output", glue="\n", images=IMAGE_PARTS)
+            if content is None:
+                raise MessageError("must be a string or a list of parts", field=f"{path}.output")
+            return {"role": "tool", "tool_call_id": result.call_id, "content": content}
         raise MessageError(f"item of type {echo(kind)} is not supported", field=f"{path}.type")
 
     def _reasoning(self, item: JsonObject, path: str) -> str:

@@ -24,6 +24,7 @@ from weakref import WeakValueDictionary
 
 from tokentrue.errors import JournalError, SessionConflict, SessionNotFound, TokenTrueError
 from tokentrue.ids import TokenIds
+from tokentrue.images import ImageFile, hash_image
 from tokentrue.records import record
 from tokentrue.sessions.journal.database import Database
 from tokentrue.sessions.journal.rows import (
@@ -44,6 +45,9 @@ _INSERT_NODE = f"""
     INSERT INTO nodes(session, {NODE_COLUMNS}, digest) SELECT {",".join("?" * (len(Row._fields) + 2))}
     WHERE EXISTS (SELECT 1 FROM sessions WHERE id=? AND state='open')
       AND (? IS NULL OR EXISTS (SELECT 1 FROM nodes WHERE session=? AND id=?))"""
+_INSERT_IMAGE = "INSERT INTO images(sha256, media_type, data) VALUES (?,?,?) ON CONFLICT (sha256) DO NOTHING"
+_REFER_TO_IMAGE = "INSERT INTO session_images(session, sha256) VALUES (?,?) ON CONFLICT (session, sha256) DO NOTHING"
+_OF_SESSION = "FROM images JOIN session_images ON session_images.sha256 = images.sha256 WHERE session_images.session=?"
 FIRST_TOKEN = 1
 
 
@@ -199,12 +203,21 @@ class Journal:
 
         return self.submit(write)
 
-    async def append_nodes(self, session_id: str, rows: Sequence[Row], claim: SessionClaim | None = None) -> None:
-        """Appends all rows or none. Requires an open session, an existing parent and an unused `seq`
-        (compare-and-swap)."""
+    async def append_nodes(
+        self,
+        session_id: str,
+        rows: Sequence[Row],
+        claim: SessionClaim | None = None,
+        images: Sequence[ImageFile] = (),
+    ) -> None:
+        """Appends all rows and the images that they are the first of the session to refer to, or nothing. Requires an
+        open session, an existing parent and an unused `seq` (compare-and-swap)."""
 
         def write(db: Database) -> None:
             self.check_owner(db, session_id, claim)
+            for image in sorted(images, key=lambda image: image.sha256):  # two writers must not wait for each other
+                db.execute(_INSERT_IMAGE, (image.sha256, image.media_type, image.data))
+                db.execute(_REFER_TO_IMAGE, (session_id, image.sha256))
             for row in rows:
                 values = (session_id, *row)
                 known = (session_id, row.parent, session_id, row.parent)
@@ -237,7 +250,7 @@ class Journal:
         return await self.write(write)
 
     async def delete(self, session_id: str) -> None:
-        await self.write(lambda db: _delete_sessions(db, [session_id]))
+        await self.write(lambda db: self._delete_sessions(db, [session_id]))
 
     async def purge(self, *, older_than_s: float, ended_only: bool = True, now: float | None = None) -> list[str]:
         """By age since their end (with `ended_only=False` also open ones, since their last turn)."""
@@ -248,10 +261,40 @@ class Journal:
             newest = f"{self._greatest}(coalesce(ended, 0), created, {last_turn})"
             where = "state = 'ended' AND ended < ?" if ended_only else f"{newest} < ?"
             old = [row[0] for row in db.execute(f"SELECT id FROM sessions WHERE {where}", (limit,))]
-            _delete_sessions(db, old)
+            self._delete_sessions(db, old)
             return old
 
         return await self.write(write)
+
+    def _delete_sessions(self, db: Database, session_ids: Sequence[str]) -> None:
+        """With the images that no other session refers to."""
+        for session_id in session_ids:
+            sql = "SELECT sha256 FROM session_images WHERE session=? ORDER BY sha256"
+            images = [row[0] for row in db.execute(sql, (session_id,))]
+            if not db.execute("DELETE FROM sessions WHERE id=?", (session_id,)).rowcount:
+                raise SessionNotFound(f"no session {session_id!r}")
+            for image in images:
+                self.lock_image(db, image)
+                unused = "NOT EXISTS (SELECT 1 FROM session_images WHERE sha256=?)"
+                db.execute(f"DELETE FROM images WHERE sha256=? AND {unused}", (image, image))
+        _count_sessions(db, -len(session_ids))
+
+    def lock_image(self, db: Database, sha256: str) -> None:
+        """Called before it is deleted unless a session refers to it."""
+
+    def read_image(self, session_id: str, sha256: str) -> tuple[bytes, str]:
+        """The bytes, checked against their hash, and the media type."""
+        sql = f"SELECT data, media_type {_OF_SESSION} AND images.sha256=?"
+        found = self.read(lambda db: db.execute(sql, (session_id, sha256)).fetchone())
+        if found is None:
+            raise SessionNotFound(f"no image {sha256!r} in session {session_id!r}")
+        if hash_image(found[0]) != sha256:
+            raise JournalError(f"the journal is damaged: image {sha256} does not fit its hash; {RESTORE}")
+        return bytes(found[0]), found[1]
+
+    def count_image_bytes(self, session_id: str) -> int:
+        sql = f"SELECT coalesce(sum(length(data)), 0) {_OF_SESSION}"
+        return int(self.read(lambda db: db.execute(sql, (session_id,)).fetchone()[0]))
 
     def get(self, session_id: str) -> SessionRecord:
         return self.read(lambda db: load_record(db, session_id))
@@ -318,13 +361,6 @@ def _row_from_values(session_id: str, values: Sequence[Any]) -> Row:
             f"the journal is damaged: node {columns[0]!r} of session {session_id!r} does not fit its digest; {RESTORE}"
         )
     return Row(*columns)
-
-
-def _delete_sessions(db: Database, session_ids: Sequence[str]) -> None:
-    for session_id in session_ids:
-        if not db.execute("DELETE FROM sessions WHERE id=?", (session_id,)).rowcount:
-            raise SessionNotFound(f"no session {session_id!r}")
-    _count_sessions(db, -len(session_ids))
 
 
 def _filter_sessions(state: str | None, group: str | None) -> tuple[str, tuple[Any, ...]]:

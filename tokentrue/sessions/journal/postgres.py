@@ -25,7 +25,7 @@ from tokentrue.sessions.journal.journal import Journal, SessionClaim
 
 T = TypeVar("T")
 LEASE_S = 15.0
-VERSION = 1
+VERSION = 2  # 2: images
 SCHEMA_LOCK = 7_036_874_417
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS schema_version (version INTEGER NOT NULL);
@@ -43,6 +43,12 @@ CREATE TABLE IF NOT EXISTS nodes (
     body BYTEA NOT NULL, routed_experts BYTEA, created DOUBLE PRECISION NOT NULL, digest BYTEA NOT NULL,
     PRIMARY KEY (session, seq)
 );
+CREATE TABLE IF NOT EXISTS images (sha256 TEXT COLLATE "C" PRIMARY KEY, media_type TEXT NOT NULL, data BYTEA NOT NULL);
+CREATE TABLE IF NOT EXISTS session_images (
+    session TEXT COLLATE "C" NOT NULL REFERENCES sessions(id) ON DELETE CASCADE,
+    sha256 TEXT COLLATE "C" NOT NULL REFERENCES images(sha256), PRIMARY KEY (session, sha256)
+);
+CREATE INDEX IF NOT EXISTS sessions_by_image ON session_images(sha256);
 CREATE UNIQUE INDEX IF NOT EXISTS nodes_by_id ON nodes(session, id);
 CREATE UNIQUE INDEX IF NOT EXISTS sessions_by_key ON sessions(key_hash) WHERE key_hash IS NOT NULL;
 CREATE INDEX IF NOT EXISTS sessions_by_group ON sessions(grp);
@@ -226,6 +232,10 @@ class PostgresJournal(Journal):
 
         return self.submit(write).result()
 
+    def lock_image(self, db: Database, sha256: str) -> None:
+        """A session of another gateway may be about to refer to it: waits for that transaction."""
+        db.execute("SELECT 1 FROM images WHERE sha256=? FOR UPDATE", (sha256,))
+
     def check_owner(self, db: Database, session_id: str, claim: SessionClaim | None) -> None:
         """Locks the session's row until the transaction ends, so that no other gateway acquires it."""
         if claim is None:
@@ -262,5 +272,7 @@ def create_schema(connection: Connection) -> None:
             raise JournalError(
                 f"the journal has schema {version}, this tokentrue knows {VERSION}: use a newer tokentrue"
             )
+        else:
+            connection.execute("UPDATE schema_version SET version=?", (VERSION,))
     finally:
         connection.execute("SELECT pg_advisory_unlock(?)", (SCHEMA_LOCK,))

@@ -29,6 +29,7 @@ from tokentrue.sessions.tree import Node, ServedRef
 from tokentrue.types import (
     Attempt,
     Finish,
+    ImageRun,
     PromptSpan,
     RoutedExperts,
     Sampling,
@@ -82,6 +83,8 @@ def row_from_node(node: Node, parent: Node | None) -> Row:
         body["joined_keys"] = list(node.joined_keys)
     if node.replaced:
         body["replaced"] = list(node.replaced)
+    if node.images:
+        body["images"] = [[run.sha256, run.start, run.count, list(run.grid), run.processor] for run in node.images]
     if node.attempts:
         body["attempts"] = [asdict(attempt) for attempt in node.attempts]
     if node.top_logprobs is not None:
@@ -150,6 +153,10 @@ def _node_from_body(row: Row, body: JsonObject, parent: Node | None, prompt_dige
         sampling=sampling,
         joined_keys=tuple(body.get("joined_keys", ())),
         created=row.created,
+        images=tuple(
+            ImageRun(sha256=name, start=start, count=count, grid=tuple(grid), processor=processor)
+            for name, start, count, grid, processor in body.get("images", ())
+        ),
         routed_experts=routing,
         sampling_mask=mask,
         top_logprobs=None if tops is None else tuple({int(k): float(v) for k, v in top} for top in tops),

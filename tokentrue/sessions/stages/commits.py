@@ -77,6 +77,7 @@ def _build_node(choice: Choice, turn: InFlightTurn, prompt: Prompt, tree: Tree, 
         sampling_mask=done.sampling_mask,
         top_logprobs=done.top_logprobs,
         fingerprint=done.fingerprint,
+        images=prompt.images,
     )
     return replace(node, chain=tree.link(node))
 

@@ -37,6 +37,7 @@ from tokentrue.types import (
     Finish,
     Message,
     Parsed,
+    PromptImage,
     Reply,
     SamplingMask,
     TurnEvent,
@@ -58,12 +59,22 @@ class Choice:
     served: Message
     outcome: Outcome = "served"
 
-    def __init__(self, index: int, turn: InFlightTurn, prompt_ids: TokenIds, renderer: Renderer) -> None:
+    def __init__(
+        self,
+        index: int,
+        turn: InFlightTurn,
+        prompt_ids: TokenIds,
+        renderer: Renderer,
+        images: Sequence[PromptImage] = (),
+    ) -> None:
         self.index, self.node_id = index, token_hex(16)
         self.sampling = sampling = turn.sampling
         if sampling.seed is not None and index:
             self.sampling = replace(sampling, seed=choice_seed(sampling.seed, index))
         self._prompt_ids, self._tools, self._renderer = prompt_ids, turn.conversation.tools, renderer
+        self._images: JsonMapping = (
+            {"images": images} if images else {}
+        )  # an engine without images has no such argument
         self._emit = turn.emit if turn.streamed else None
         self._limit = MOST_SAMPLED if sampling.max_tokens is None else sampling.max_tokens
         self._received = _Received(self._limit)
@@ -101,7 +112,9 @@ class Choice:
     async def _read(self, provider: Provider, session_id: str, feed: Callable[[Chunk], None] | None) -> None:
         # Keep chunks as they arrive, in case the stream breaks off.
         final: Completion | None = None
-        stream = provider.stream(self._prompt_ids, self.sampling, session=session_id, whole=feed is None)
+        stream = provider.stream(
+            self._prompt_ids, self.sampling, session=session_id, whole=feed is None, **self._images
+        )
         try:
             async with aclosing(cast("AsyncGenerator[Chunk, None]", stream)) as chunks:
                 async for chunk in chunks:

@@ -18,7 +18,7 @@ from tokentrue.sessions.limits import SessionLimits, count_chars, run_by_size
 from tokentrue.sessions.matching import Matcher, Resolution
 from tokentrue.sessions.tree import Node, ServedRef, Tree
 from tokentrue.tracing import traced
-from tokentrue.types import Message, PromptSpan, Refusal, Rendered, TemplateKwargs, Tools
+from tokentrue.types import ImageRun, Message, PromptSpan, Refusal, Rendered, TemplateKwargs, Tools
 
 
 @record
@@ -29,6 +29,13 @@ class Prompt:
     given_ids: TokenIds
     spans: tuple[PromptSpan, ...]  # which of the given ids come from which message
     resolution: Resolution
+    images: tuple[ImageRun, ...] = ()  # of the given ids, counted from their start
+
+    @property
+    def shifted_images(self) -> list[ImageRun]:
+        """Counted from the start of the prompt."""
+        start = len(self.ids) - len(self.given_ids)
+        return [replace(run, start=run.start + start) for run in self.images]
 
 
 @traced("prompt")
@@ -62,7 +69,7 @@ async def build_prompt(
 
     rendered = await run_by_size(render, chars)
     ids = rendered.token_ids
-    return Prompt(ids=ids, given_ids=ids, spans=rendered.spans, resolution=resolution)
+    return Prompt(ids=ids, given_ids=ids, spans=rendered.spans, resolution=resolution, images=rendered.images)
 
 
 def prompt_from_ids(resolution: Resolution, ids: TokenIds) -> Prompt:
@@ -102,6 +109,7 @@ def _extend_by_parts(
 ) -> Prompt | Refusal:
     """Each part of the given messages ends with a turn that was sampled elsewhere, or with the last message."""
     given, spans, start, first = resolution.given, list[PromptSpan](), len(ids), 0
+    images: list[ImageRun] = []
     ends = [at for at, item in enumerate(given) if isinstance(item, ServedRef)]
     for end in (*ends, len(given)):
         copied = tree.nodes[cast("ServedRef", given[end]).node] if end < len(given) else None
@@ -118,6 +126,7 @@ def _extend_by_parts(
         for span in extension.spans:
             message = None if span.message is None else span.message + first
             spans.append(replace(span, start=span.start + by, end=span.end + by, message=message))
+        images += [replace(run, start=run.start + by) for run in extension.images]
         ids += extension.added_ids
         if copied is not None:
             # The opening decides what a turn means: text after an open think tag is reasoning.
@@ -130,7 +139,7 @@ def _extend_by_parts(
             spans.append(PromptSpan(start=at, end=len(ids) - start, role="assistant", message=end))
             messages += (*new, copied.served)
         first = end + 1
-    return Prompt(ids=ids, given_ids=ids[start:], spans=tuple(spans), resolution=resolution)
+    return Prompt(ids=ids, given_ids=ids[start:], spans=tuple(spans), resolution=resolution, images=tuple(images))
 
 
 async def _has_same_context(

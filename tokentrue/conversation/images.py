@@ -1,0 +1,116 @@
+"""Replaces the images of messages by references: the one place through which images enter a session.
+
+`{"type": "image_url", "image_url": {"url": …}}` becomes `{"type": "image", "sha256", "media_type", "width", "height"}`.
+Keys, matching, journal and renderers work on that part; the files travel beside the messages.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from tokentrue.conversation.match_keys import read_role
+from tokentrue.errors import InputError, LimitExceeded, MessageError
+from tokentrue.images import ImageFile, ImageSettings, check_image, hash_image, read_url
+from tokentrue.json_types import JsonMapping, JsonObject
+from tokentrue.records import record
+from tokentrue.types import Message, Messages
+
+SENT, REFERENCE = "image_url", "image"
+_TAKING_ROLES = ("user", "tool")
+_MOST_CHECKED = 1024
+
+
+def list_parts(message: Message, kind: str = REFERENCE) -> list[JsonMapping]:
+    content: Any = message.get("content") if isinstance(message, Mapping) else None
+    parts: Sequence[Any] = content if isinstance(content, (list, tuple)) else ()
+    return [part for part in parts if isinstance(part, Mapping) and part.get("type") == kind]
+
+
+def has_images(messages: Any) -> bool:
+    return isinstance(messages, Sequence) and any(list_parts(message, SENT) for message in messages)
+
+
+@record
+class ReadImages:
+    """Messages with references, and the files by hash."""
+
+    messages: list[Message]
+    files: Mapping[str, ImageFile]
+
+
+class ImageReader:
+    """`recorded` are the references of the session's record, by hash."""
+
+    def __init__(self, settings: ImageSettings | None = None) -> None:
+        self.settings = settings or ImageSettings()
+        self.recorded: dict[str, JsonObject] = {}
+        self._checked: OrderedDict[str, JsonObject] = OrderedDict()  # files that need not be decoded again
+
+    def read(self, messages: Messages, *, first: int = 0, before: int = 0) -> ReadImages:
+        """`first` is the index of `messages[0]`, `before` the number of images in earlier messages of the request.
+        Blocks: decodes, and fetches URLs of allowed hosts."""
+        count, most = before, self.settings.max_per_request
+        for message in messages:
+            count += len(list_parts(message)) + len(list_parts(message, SENT))
+        if count > most:
+            raise LimitExceeded(f"the request has {count} images, at most images.max_per_request={most} are taken")
+        files: dict[str, ImageFile] = {}
+        read = [self._read_message(message, f"messages[{at}]", files) for at, message in enumerate(messages, first)]
+        return ReadImages(messages=read, files=files)
+
+    def _read_message(self, message: Message, where: str, files: dict[str, ImageFile]) -> Message:
+        if not list_parts(message, SENT) and not list_parts(message):
+            return message
+        if (role := read_role(message, where)) not in _TAKING_ROLES:
+            raise MessageError(
+                f"images are taken in user messages and tool results, not in {role} messages", field=f"{where}.content"
+            )
+        content: list[Any] = []
+        for index, part in enumerate(message["content"]):
+            kind, at = part.get("type") if isinstance(part, Mapping) else None, f"{where}.content[{index}]"
+            if kind == SENT:
+                file = self._read_part(part, str(part.get("field") or at))
+                files[file.sha256] = file
+                content.append(file.part)
+                continue
+            if kind == REFERENCE and self.recorded.get(str(part.get("sha256"))) != part:
+                raise MessageError("refers to an image that is not in this session's record; send its bytes", field=at)
+            content.append(part)
+        return {**message, "content": content}
+
+    def _read_part(self, part: JsonMapping, where: str) -> ImageFile:
+        source = part.get(SENT)
+        if not isinstance(source, Mapping) or not isinstance(url := source.get("url"), str):
+            raise MessageError("must be an object with a url", field=f"{where}.image_url")
+        # `detail` is OpenAI's hint for its own resizing; cache marks are hints, too.
+        unknown = [name for name in part if name not in ("type", SENT, "field", "cache_control")]
+        unknown += [f"{SENT}.{name}" for name in source if name not in ("url", "detail")]
+        if unknown:
+            raise MessageError("unknown field", field=f"{where}.{unknown[0]}")
+        try:
+            return self._read_url(url)
+        except LimitExceeded as error:
+            raise LimitExceeded(f"{where}: {error}") from None
+        except MessageError:
+            raise
+        except InputError as error:
+            raise MessageError(f"the image {error}", field=where) from None
+
+    def _read_url(self, url: str) -> ImageFile:
+        data, declared = read_url(url, self.settings)
+        name = hash_image(data)
+        known = self.recorded.get(name) or self._checked.get(name)
+        if known is not None and declared in (None, known["media_type"]):
+            return ImageFile(data=data, **{key: known[key] for key in ("sha256", "media_type", "width", "height")})
+        file = check_image(data, declared, self.settings)
+        self._checked[name] = file.part
+        while len(self._checked) > _MOST_CHECKED:
+            self._checked.popitem(last=False)
+        return file
+
+
+def find_references(messages: Iterable[Message]) -> Iterator[JsonMapping]:
+    for message in messages:
+        yield from list_parts(message)
