@@ -1,0 +1,1 @@
+"""Images from the request to the sample."""
