@@ -17,7 +17,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "tokentrue"
 # Every package may import these.
 SHARED = {"ids", "routing_replay", "types", "protocols", "errors", "plain_json", "hub", "tracing"}
-SHARED |= {"conversation", "images", "json_types", "pixels", "records"}
+SHARED |= {"conversation", "images", "json_types", "pixels", "records", "vision"}
 SERVED = {"renderers", "comparison", "sessions", "samples", "turn", "providers", "gateway"}
 TENSORS = {"mismatch", "numerics", "engine", "train"}
 # Who may import whom, besides SHARED and itself. Imports inside functions and under TYPE_CHECKING count.
@@ -30,9 +30,10 @@ ALLOWED: Mapping[str, set[str]] = {
     "ids": {"errors"},
     "hub": {"errors"},
     "routing_replay": {"errors", "ids", "records"},
-    "pixels": {"errors", "hub", "images", "types"},
+    "pixels": {"errors", "hub", "images", "types", "vision"},
     "types": {"errors", "ids", "json_types", "records", "routing_replay"},
     "protocols": {"types", "ids", "errors", "json_types"},
+    "vision": {"protocols", "errors", "json_types", "records"},
     "images": {"types", "errors", "json_types", "records"},
     "conversation": {"images", "types", "errors", "json_types", "plain_json", "records"},
     # `import tokentrue` loads all but types by name, when it is first used; type checkers read imports.

@@ -172,7 +172,7 @@ def test_identity_tells_settings_apart(folder: str) -> None:
         Qwen2VLImageProcessorPil.from_pretrained(folder, size={"shortest_edge": 1024, "longest_edge": 4096})
     )
     assert one == PixelReader(folder).processor()[1] and one != other
-    assert one.startswith("Qwen2VLImageProcessorPil pil transformers=") and " pillow=" in one
+    assert one.startswith("Qwen2VLImageProcessor pil transformers=") and " pillow=" in one
 
 
 def test_gradients_are_those_of_transformers(model: Any, folder: str, reader: PixelReader) -> None:

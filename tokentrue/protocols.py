@@ -240,7 +240,9 @@ class SampleSource(Protocol):
     def groups(self) -> Iterator[list[Sample]]: ...
 
 
-def find_plugins(group: Literal["providers", "exporters", "families", "environments"]) -> dict[str, EntryPoint]:
+def find_plugins(
+    group: Literal["providers", "exporters", "families", "vision", "environments"],
+) -> dict[str, EntryPoint]:
     found = entry_points(group=f"tokentrue.{group}")
     return {plugin.name: plugin for plugin in sorted(found, key=lambda plugin: plugin.name)}
 

@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
 import math
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from tokentrue.errors import ConfigError, TokenContractError
 from tokentrue.hub import locate_small_files, one_line
 from tokentrue.types import PromptImage
+from tokentrue.vision import identify_processor
 
-LIBRARIES = {"pil": "pillow", "torchvision": "torchvision"}  # of each backend of transformers' image processors
 KEPT_BYTES = 512 << 20
 
 
@@ -39,11 +37,8 @@ def load_processor(model: str | Path, backend: str = "pil") -> Any:
 
 
 def processor_identity(processor: Any) -> str:
-    """What the pixels depend on besides the file: class, backend, library versions, hash of the settings."""
-    settings = json.dumps(processor.to_dict(), sort_keys=True, default=str)
-    digest = hashlib.sha256(settings.encode()).hexdigest()[:16]
-    versions = " ".join(f"{name}={version(name)}" for name in ("transformers", LIBRARIES[processor.backend]))
-    return f"{type(processor).__name__} {processor.backend} {versions} settings={digest}"
+    """As a record names it, see `identify_processor`."""
+    return identify_processor(processor.to_dict(), processor.backend)
 
 
 class PixelReader:

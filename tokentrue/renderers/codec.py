@@ -330,11 +330,11 @@ def needs_shield(codec: Codec, value: Any) -> bool:
     return any(
         find.may_touch(text)
         and (_holds_any(text, MARKS) or find.find(text) or find.may_begin_at_end(text) or find.may_end_at_start(text))
-        for text in _strings_in(value)
+        for text in strings_in(value)
     )
 
 
-def _strings_in(value: Any) -> Iterator[str]:
+def strings_in(value: Any) -> Iterator[str]:
     waiting: list[Any] = [value]
     while waiting:
         item = waiting.pop()
@@ -391,4 +391,4 @@ class ContentShield:
 
 
 def _holds_any(value: Any, marks: tuple[str, ...]) -> bool:
-    return any(not text.isascii() and any(mark in text for mark in marks) for text in _strings_in(value))
+    return any(not text.isascii() and any(mark in text for mark in marks) for text in strings_in(value))

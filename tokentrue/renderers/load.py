@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -21,7 +22,9 @@ from tokentrue.renderers.extending.stops import Stops, derive_stops, read_declar
 from tokentrue.renderers.families import family_for
 from tokentrue.renderers.prove import prove
 from tokentrue.renderers.renderer import UNPROVEN, Injection, Proof, Renderer
+from tokentrue.renderers.seeing.proof import prove_images
 from tokentrue.renderers.template import Template, find_input_format
+from tokentrue.vision import Vision, list_placeholder_ids, load_vision, read_config
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -92,12 +95,14 @@ def renderer_of(
     template = Template(source, variables=names, deadline=render_deadline)
     declared = read_declared_stops(directory, codec, tokenizer.eos_token)
     tokenizer_hash = _hash_tokenizer(directory, tokenizer)
+    vision = load_vision(directory)
     facts = {
         "template": template.hash,
         "tokenizer": tokenizer_hash,
         "tokens": names,
         "kwargs": kwargs,
         "stops": declared,
+        "vision": vision.processor if isinstance(vision, Vision) else "",
     }
     key = cache.make_key({**facts, "code": cache.hash_code()})
 
@@ -108,6 +113,8 @@ def renderer_of(
         tokenizer_hash=tokenizer_hash,
         template_kwargs=kwargs,
         family=family,
+        vision=vision,
+        placeholder_ids=list_placeholder_ids(read_config(directory)),
         max_plans=extend_plans,
     )
 
@@ -120,7 +127,10 @@ def renderer_of(
                 "set eos_token in tokenizer_config.json"
             )
         trial = make_renderer(inputs=inputs, stops=stops, history="keep", injection="safe", proof=UNPROVEN)
-        return {"stops": msgspec.to_builtins(stops), "proof": prove(trial).to_json()}
+        proof = prove(trial)
+        if isinstance(vision, Vision):
+            proof = replace(proof, images=prove_images(trial, vision))
+        return {"stops": msgspec.to_builtins(stops), "proof": proof.to_json()}
 
     found = cache.read(key)
     if found is None:

@@ -103,16 +103,21 @@ def _normalise_message(message: JsonMapping, field: str, inputs: InputFormat) ->
 def _normalise_content(content: Any, field: str, inputs: InputFormat) -> Any:
     if content is None or isinstance(content, str):
         return make_content(content or "", inputs)
-    texts: list[str] = []
+    parts: list[JsonObject] = []
     for index, part in enumerate(_check_array(content, field, "a string, a list of parts or null")):
         text: Any = part
         if not isinstance(part, str):
             where = f"{field}[{index}]"
             text, kind = _check_object(part, where).get("text"), part.get("type")
+            if kind == "image":  # whether this model takes it, ImageInputs decides
+                parts.append({"type": "image"})
+                continue
             if kind not in ("text", "input_text", "output_text", None) or not isinstance(text, str):
                 raise MessageError(f"only text parts can be rendered, got type {kind!r}", field=where)
-        texts.append(text)
-    return [{"type": "text", "text": text} for text in texts] if inputs.parts else "\n".join(texts)
+        parts.append({"type": "text", "text": text})
+    if inputs.parts or any(part["type"] == "image" for part in parts):
+        return parts
+    return "\n".join(part["text"] for part in parts)
 
 
 def _normalise_calls(calls: Any, field: str, inputs: InputFormat) -> list[JsonObject]:

@@ -6,7 +6,7 @@ and stop. `zn0z` is the first new content.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -152,7 +152,7 @@ def _check_short_plans(renderer: Renderer) -> bool:
     if renderer.history_use.why:
         return True  # there are none
     for history, new in list_questions(_list_words(renderer.template.source)):
-        stop = _find_stop(renderer, history)
+        stop = find_stop(renderer, history)
         if stop is None:
             continue
         prefix, tools = [renderer.codec.literals[stop]], _choose_tools(history)
@@ -184,7 +184,7 @@ def _judge_role(cases: Sequence[Case]) -> tuple[str, str]:
 def _run_case(renderer: Renderer, role: str, shape: str, new: Sequence[Message]) -> Case:
     history, tools = SHAPES[shape], _choose_tools(SHAPES[shape])
     case = partial(Case, shape=shape, role=role)
-    stop = _find_stop(renderer, history)
+    stop = find_stop(renderer, history)
     if stop is None:
         return case(outcome="refused", why="no_stop", detail="no token is known to end such a turn")
     try:
@@ -203,7 +203,7 @@ def _run_case(renderer: Renderer, role: str, shape: str, new: Sequence[Message])
     return case(outcome=outcome, why="" if found.join == "stop" else f"{found.join}_stop")
 
 
-def _find_stop(renderer: Renderer, history: Sequence[Message]) -> str | None:
+def find_stop(renderer: Renderer, history: Sequence[Message]) -> str | None:
     stops = renderer.stops.call if history[-1].get("tool_calls") else renderer.stops.text
     return next(iter(stops), None)
 
@@ -219,12 +219,16 @@ def find_truth(
     tools: Sequence[Tool] | None,
     stop: str,
     join: str = "stop",
+    *,
+    write: Callable[[str], str] = str,
 ) -> TokenIds | None:
-    """Ids after the last turn's stop in the real conversation, by offsets; None if there is no such place."""
+    """Ids after the last turn's stop in the real conversation, by offsets; None if there is no such place. `write`
+    changes the rendered text as an image processor does."""
     plain = fill_in_tool_names(normalise_messages([*history, *new], renderer.inputs))
     text = renderer.template.render(
         plain, normalise_tools(tools, renderer.inputs), renderer.template_kwargs, inputs=renderer.inputs
     )
+    text = write(text)
     word, first = text.rfind("zlastz"), text.find("zn0z")
     encoding = renderer.codec.encode_with_offsets(text)
     ids, starts = encoding.ids, [start for start, _ in encoding.offsets]
@@ -244,7 +248,7 @@ def _find_boundary(renderer: Renderer, role: str, cases: Sequence[Case]) -> str 
     if case is None:
         return None
     history, new = SHAPES[case.shape], ADDED[role][case.shape]
-    prefix = [renderer.codec.literals[_find_stop(renderer, history) or ""]]
+    prefix = [renderer.codec.literals[find_stop(renderer, history) or ""]]
     found = renderer.extend(prefix, history, new, _choose_tools(history))
     if not isinstance(found, Extension):
         return None

@@ -27,9 +27,11 @@ from tokentrue.renderers.families import Family
 from tokentrue.renderers.messages import fill_in_tool_names, normalise_messages, normalise_tools
 from tokentrue.renderers.parsing.grammar import Grammar, compile_grammar
 from tokentrue.renderers.parsing.parser import Parser, parse_turn
+from tokentrue.renderers.seeing.images import PROVEN, SEEN_ROLES, ImageInputs
 from tokentrue.renderers.structure import Structure, find_structure
 from tokentrue.renderers.template import InputFormat, Template
 from tokentrue.types import Extension, Ids, Message, Messages, Parsed, Refusal, Rendered, TemplateKwargs, Tools
+from tokentrue.vision import Vision
 
 Injection: TypeAlias = Literal["safe", "engine"]
 
@@ -60,6 +62,8 @@ class Proof:
     boundary: Mapping[str, str] = field(default_factory=dict[str, str])
     rewrites: Mapping[str, bool] = field(default_factory=dict[str, bool])
     cases: tuple[Case, ...] = ()
+    images: Mapping[str, str] = field(default_factory=dict[str, str])
+    """By role: "proven", "history" (the template counts earlier images), or why they are refused."""
     tools: Literal["rendered", "ignored", ""] = ""  # whether the template shows a request's tools to the model
     warnings: tuple[str, ...] = ()
     inputs: InputFormat = field(default_factory=InputFormat)
@@ -77,7 +81,7 @@ class Proof:
         return {"ok": self.ok, **msgspec.to_builtins(self)}
 
 
-UNPROVEN = Proof()
+UNPROVEN = Proof(images={role: PROVEN for role in SEEN_ROLES})
 """Placeholder while a renderer is being proven."""
 
 
@@ -96,6 +100,8 @@ class Renderer:
     history: History
     injection: Injection
     family: Family
+    vision: Vision | str  # or why the model takes no images
+    placeholder_ids: tuple[int, ...]  # stand for images and their like; never to be sampled
     proof: Proof
     max_plans: int
 
@@ -104,11 +110,13 @@ class Renderer:
         ids = (self.codec.literals[text] for text in self.stops.all)
         self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys(ids))
         self._safe = self.injection == "safe"
+        self._images = ImageInputs(vision=self.vision, roles=self.proof.images)
         self._extender = Extender(
             self.template,
             self.codec,
             self.inputs,
             self.stops,
+            self._images,
             history=self.history,
             safe=self._safe,
             short_plans=self.proof.short_plans,
@@ -123,12 +131,18 @@ class Renderer:
         if not messages:
             raise MessageError("is empty; give at least one message", field="messages")
         given, kwargs = self._normalise(messages), self._merge(template_kwargs)
+        images = self._images.find(messages, safe=self._safe)
         given_tools = normalise_tools(tools, self.inputs)
         text, mark = self._extender.splicer.render_text(given, given_tools, kwargs)
+        if images:
+            text = self._images.write(self.codec, text, mark)
         ids = self.codec.encode_shielded(text, mark) if mark else self.codec.encode(text)
         around = self._extender.splicer.mark_text(given, given_tools, kwargs)
         roles = [message["role"] for message in given]
-        return Rendered(token_ids=ids, spans=compute_spans(self.codec, text, mark, ids, around, roles))
+        spans, runs = compute_spans(self.codec, text, mark, ids, around, roles), ()
+        if images:
+            ids, spans, runs = self._images.expand(self.codec, ids, spans, images)
+        return Rendered(token_ids=ids, spans=spans, images=runs)
 
     def extend(
         self,

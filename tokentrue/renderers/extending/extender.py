@@ -21,6 +21,7 @@ from tokentrue.renderers.extending.spans import compute_spans
 from tokentrue.renderers.extending.splicer import Splicer
 from tokentrue.renderers.extending.stops import Stops
 from tokentrue.renderers.messages import check_messages, fill_in_tool_names, normalise_messages
+from tokentrue.renderers.seeing.images import HISTORY, ImageInputs
 from tokentrue.renderers.template import InputFormat, Template
 from tokentrue.types import Extension, Ids, Messages, Refusal, Tools
 
@@ -42,6 +43,7 @@ class Extender:
         codec: Codec,
         inputs: InputFormat,
         stops: Stops,
+        images: ImageInputs,
         *,
         history: History,
         safe: bool,
@@ -50,7 +52,7 @@ class Extender:
     ) -> None:
         self.splicer = Splicer(template, codec, inputs, stops, safe=safe)
         self.keeper = MessageKeeper(template, codec, inputs, safe=safe, is_allowed=short_plans)
-        self._codec, self._inputs, self._safe = codec, inputs, safe
+        self._codec, self._inputs, self._images, self._safe = codec, inputs, images, safe
         self._history, self._max_plans = history, max_plans
         self._stop_ids = {codec.literals[text] for text in stops.all}
         self._plans: OrderedDict[Hashable, ExtendPlan] = OrderedDict()
@@ -68,6 +70,8 @@ class Extender:
         """`use_plans=False` ignores the plan cache and renders the real history."""
         if refusal := _check_inputs(prefix_ids, messages, new):
             return refusal
+        images = self._images.find(new, "new", safe=self._safe)
+        use_plans = use_plans and not (images and HISTORY in self._images.roles.values())
         request, key = self._read_request(prefix_ids, messages, new, tools, kwargs)
         try:
             if self._history == "template" and self.splicer.rewrites(request, self._normalise_past(messages)):
@@ -80,15 +84,21 @@ class Extender:
             return Refusal(why=refused.why, detail=refused.detail)
         except TemplateError as error:
             return Refusal(why="template_raises", detail=str(error))
+        if images:
+            tail = self._images.write(self._codec, tail, mark)
         if mark:
             added = self._codec.encode_shielded_after(tail, mark, literal=plan.literal)
         else:
             added = self._codec.encode_after(tail, literal=plan.literal)
         roles = [message["role"] for message in request.new]
+        spans, runs = compute_spans(self._codec, tail, mark, added, plan.template_texts, roles), ()
+        if images:
+            added, spans, runs = self._images.expand(self._codec, added, spans, images)
         return Extension(
             prefix_ids=prefix_ids,
             added_ids=added,
-            spans=compute_spans(self._codec, tail, mark, added, plan.template_texts, roles),
+            spans=spans,
+            images=runs,
             context="history" if plan.context == "history" else "dummy",
             join=plan.join,
         )

@@ -30,7 +30,9 @@ NO_EFFECT: Effect = ("", frozenset())
 def describe_shape(message: JsonObject) -> Hashable:
     """What can affect structure: role, presence of text, names of calls; never the text."""
     names = tuple(call["function"]["name"] for call in message.get("tool_calls") or ())
-    return message["role"], bool(message["content"]), names, message.get("name", ""), "reasoning_content" in message
+    content = message["content"]
+    sees = isinstance(content, list) and any(part["type"] == "image" for part in content)
+    return message["role"], bool(content), sees, names, message.get("name", ""), "reasoning_content" in message
 
 
 def make_key(value: Any) -> bytes:
