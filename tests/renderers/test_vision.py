@@ -369,7 +369,7 @@ def test_counts_are_those_of_the_class(settings: Mapping[str, Any], tmp_path: Pa
 
 @pytest.mark.parametrize("name", ["own-qwen2.5-vl", "own-qwen3-vl", "own-gemma-3"])
 def test_settings_and_identity_are_those_of_the_loaded_processor(name: str, tmp_path: Path) -> None:
-    """Also after transformers wrote the settings anew, nested in processor_config.json."""
+    """Also after transformers wrote the settings again, nested in processor_config.json."""
     processor = BY_NAME[name].processor().image_processor
     ours = load_vision(BY_NAME[name].folder())
     assert not isinstance(ours, str)
@@ -395,8 +395,8 @@ def test_identities_tell_resizings_backends_and_versions_apart(monkeypatch: pyte
     for library in ("transformers", "pillow"):
         with monkeypatch.context() as patched:
             patched.setattr(
-                "tokentrue.vision._find_version", lambda name, library=library: "0" if name == library else "1"
+                "tokentrue.vision.families._find_version", lambda name, library=library: "0" if name == library else "1"
             )
             one = identify_processor(QWEN3_VL)
-            patched.setattr("tokentrue.vision._find_version", lambda name: "1")
+            patched.setattr("tokentrue.vision.families._find_version", lambda name: "1")
             assert identify_processor(QWEN3_VL) != one

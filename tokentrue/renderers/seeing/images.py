@@ -59,7 +59,7 @@ class ImageInputs:
             raise MessageError("an image part needs its sha256, width and height", field=field)
 
     def _check_text(self, messages: Messages, field: str) -> None:
-        """Without a shield, text must not spell what stands for an image."""
+        """Without a shield, text must not spell a placeholder."""
         vision = self.vision
         if isinstance(vision, Vision) and any(
             vision.placeholder in text or vision.repeated in text for text in strings_in(list(messages))
