@@ -8,7 +8,9 @@ from typing import Annotated
 from typer import Option
 
 from tokentrue.cli.common import AsJson, SamplesFile, count_items, pluralise, print_json, show_share
+from tokentrue.json_types import JsonObject
 from tokentrue.samples import AuditFinding, audit_exported, read_exported
+from tokentrue.samples.images import ImageFolder
 
 
 def command(
@@ -17,13 +19,15 @@ def command(
     limit: Annotated[int, Option(help="findings to print")] = 20,
 ) -> int:
     """Re-check exported samples; exit 1 where something does not hold, and say where."""
-    result = audit_exported(count_items(read_exported(file), "sample", quiet=as_json))
+    result = audit_exported(count_items(read_exported(file), "sample", quiet=as_json), ImageFolder(file))
     if not result.samples:
         result.findings.append(AuditFinding(sample=file.name, what="holds no sample: there is nothing to check"))
     if as_json:
         counts = {name: getattr(result, name) for name in ("ok", "samples", "tokens", "sampled", "trained", "coverage")}
         findings = [asdict(finding) for finding in result.findings]
-        print_json({**counts, "sessions": len(result.sessions), "findings": findings})
+        images: JsonObject = {"images": len(result.images), "image_files_checked": result.are_files_checked}
+        shown = images if result.images else {}
+        print_json({**counts, **shown, "sessions": len(result.sessions), "findings": findings})
         return 0 if result.ok else 1
     for finding in result.findings[:limit]:
         print(str(finding).encode(errors="backslashreplace").decode())  # a damaged name may hold what UTF-8 cannot
@@ -37,4 +41,7 @@ def command(
         f"; {show_share(1 - result.coverage)} of sampled tokens are untrained ({', '.join(reasons)})" if reasons else ""
     )
     print(f"{verdict} {counted}, {trained}{left}")
+    if result.images:
+        files = "with their files" if result.are_files_checked else "references only: no files beside the samples"
+        print(f"{pluralise(len(result.images), 'image')}, {files}")
     return 0 if result.ok else 1

@@ -26,8 +26,9 @@ from tokentrue.client import Client, SessionSamples
 from tokentrue.errors import ConfigError, SessionNotFound
 from tokentrue.json_types import JsonObject
 from tokentrue.samples import Assembly, assemble, write_samples
-from tokentrue.samples.files import find_format
+from tokentrue.samples.files import find_format, is_stream
 from tokentrue.samples.formats import FORMATS
+from tokentrue.samples.images import ImageFolder
 from tokentrue.sessions.journal.journal import load_tree
 from tokentrue.types import Coverage, Sample
 
@@ -52,7 +53,13 @@ def command(
     counts: Counter[str] = Counter(sessions=0, sampled=0, trained=0)
     reasons: Counter[str] = Counter()
 
-    def collect(load: Callable[[str], Assembly | SessionSamples], listed: Iterable[str]) -> Iterator[Sample]:
+    folder = ImageFolder(out)
+
+    def collect(
+        load: Callable[[str], Assembly | SessionSamples],
+        listed: Iterable[str],
+        read_image: Callable[[str, str], bytes],
+    ) -> Iterator[Sample]:
         for name in session or listed:
             try:
                 made = load(name)
@@ -62,14 +69,14 @@ def command(
                 continue  # it was listed, and has been purged since
             counts.update(sessions=1, sampled=made.coverage.sampled, trained=made.coverage.trained)
             reasons.update(made.coverage.untrained_by_reason)
-            yield from made.samples
+            yield from keep_images(made.samples, out, folder, read_image)
         if group is not None and not counts["sessions"]:  # an error, not an empty file
             raise SessionNotFound(f"no session of group {group!r}; `tokentrue sessions` lists them")
 
     def read_all() -> Iterator[Sample]:
         if is_url(source):
             with connect(source) as client:
-                yield from collect(client.session_samples, session_names(client, group))
+                yield from collect(client.session_samples, session_names(client, group), client.session_image)
             return
         with closing(open_recorded(source)) as journal:
 
@@ -77,7 +84,8 @@ def command(
                 record, tree = load_tree(journal, name)
                 return assemble(tree, record, max_tokens=max_tokens, include_abandoned=abandoned)
 
-            yield from collect(load, (record.id for record in journal.all_sessions(group=group)))
+            names = (record.id for record in journal.all_sessions(group=group))
+            yield from collect(load, names, lambda name, sha256: journal.read_image(name, sha256)[0])
 
     count = write_samples(count_items(read_all(), "sample"), out, format=format)
     ratio = Coverage(sampled=counts["sampled"], trained=counts["trained"]).ratio
@@ -99,3 +107,13 @@ def session_names(client: Client, group: str | None) -> Iterator[str]:
     while page := client.sessions(after=last, group=group):
         yield from (item["session_id"] for item in page)
         last = page[-1]
+
+
+def keep_images(
+    samples: Iterable[Sample], out: Path, folder: ImageFolder, read: Callable[[str, str], bytes]
+) -> Iterator[Sample]:
+    for sample in samples:
+        if sample.images and is_stream(out):
+            raise ConfigError(f"sample {sample.sample_id} has images, whose files are beside a file: give -o FILE")
+        folder.write(sample, read)
+        yield sample

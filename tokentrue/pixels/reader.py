@@ -7,7 +7,6 @@ values at equal grids. So a record names its processor, and no other one compute
 from __future__ import annotations
 
 import hashlib
-import io
 import math
 import threading
 from collections import OrderedDict
@@ -15,8 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tokentrue.errors import ConfigError, TokenContractError
+from tokentrue.errors import ConfigError, InputError, TokenContractError
 from tokentrue.hub import locate_small_files, one_line
+from tokentrue.images import open_image
 from tokentrue.types import PromptImage
 from tokentrue.vision import identify_processor
 
@@ -98,13 +98,10 @@ class PixelReader:
 
 def compute_pixels(processor: Any, image: PromptImage) -> Any:
     """Raises unless the processor's grid and count are the record's."""
-    from PIL import Image, ImageOps
-
     run = image.run
     try:
-        with Image.open(io.BytesIO(image.data)) as opened:
-            made = processor(images=[ImageOps.exif_transpose(opened)], return_tensors="pt")
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        made = processor(images=[open_image(image.data)], return_tensors="pt")
+    except (OSError, ValueError, SyntaxError, InputError) as error:
         raise TokenContractError(f"image {run.sha256[:12]} cannot be read: {one_line(error)}") from error
     if "image_grid_thw" in made:
         grid = tuple(made["image_grid_thw"][0].tolist())

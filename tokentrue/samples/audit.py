@@ -20,6 +20,7 @@ from tokentrue.errors import FileFormatError
 from tokentrue.ids import TokenIds
 from tokentrue.records import record
 from tokentrue.samples.formats import ExportedSample
+from tokentrue.samples.images import ImageFolder
 from tokentrue.samples.seal import BLOCK, NodeRow, SealedRecord, block_checksums, read_sealed_record, seal
 from tokentrue.sessions.tree import format_digest, next_link, start_link
 from tokentrue.types import Coverage, Sample, VersionSpan
@@ -48,6 +49,8 @@ class Audit:
     tokens: int = 0
     sampled: int = 0
     trained: int = 0
+    images: set[str] = field(default_factory=set[str])  # their hashes
+    are_files_checked: bool = False
     sessions: dict[str, _SessionAudit] = field(default_factory=dict[str, "_SessionAudit"])
     findings: list[AuditFinding] = field(default_factory=list[AuditFinding])
 
@@ -84,9 +87,9 @@ def audit(samples: Iterable[Sample]) -> Audit:
     return audit_exported(ExportedSample(sample=sample, where=sample.sample_id) for sample in samples)
 
 
-def audit_exported(rows: Iterable[ExportedSample]) -> Audit:
-    """Also checks the rows themselves."""
-    result = Audit()
+def audit_exported(rows: Iterable[ExportedSample], images: ImageFolder | None = None) -> Audit:
+    """Also checks the rows themselves, and the files of images if their folder exists."""
+    result = Audit(are_files_checked=images is not None and images.path.is_dir())
     for row in rows:
         sample = row.sample
         result.samples += 1
@@ -103,6 +106,12 @@ def audit_exported(rows: Iterable[ExportedSample]) -> Audit:
             )
         except FileFormatError as error:
             faults.append((str(error), None, None))
+        for run in sample.images:
+            if run.sha256 in result.images:
+                continue
+            result.images.add(run.sha256)
+            if images is not None and result.are_files_checked and (what := images.find_fault(run.sha256)):
+                faults.append((what, run.start, run.start + run.count))
         for what, start, end in faults:
             result.findings.append(AuditFinding(sample=sample.sample_id, what=what, start=start, end=end))
     for name, session in result.sessions.items():

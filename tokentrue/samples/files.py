@@ -15,6 +15,7 @@ from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.protocols import find_plugins, load_plugin
 from tokentrue.samples.audit import audit_exported
 from tokentrue.samples.formats import FORMATS, ExportedSample, SampleFormat, read_lines, table_columns
+from tokentrue.samples.images import ImageFolder
 from tokentrue.types import Sample
 
 MEDIA_TYPES = {
@@ -132,7 +133,7 @@ def read_sound_samples(path: str | Path, *, trust: bool = False) -> list[Sample]
         samples = list(read_samples(path))
     else:
         rows = list(read_exported(path))
-        if findings := audit_exported(rows).findings:
+        if findings := audit_exported(rows, ImageFolder(path)).findings:
             others = len(findings) - 1
             more = f", and {others} more (`tokentrue audit {path}` lists them)" if others else ""
             raise AuditError(f"{path}: {findings[0]}{more}; --trust skips these checks")

@@ -1,0 +1,66 @@
+"""The files of images beside a samples file: `FILE.images/SHA256.png`. A trainer reads them without the gateway."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from tokentrue.errors import AuditError, FileFormatError, InputError
+from tokentrue.images import EXTENSIONS, find_media_type, hash_image
+from tokentrue.types import PromptImage, Sample
+
+
+def name_folder(samples: str | Path) -> Path:
+    path = Path(samples).resolve()
+    return path.with_name(f"{path.name}.images")
+
+
+class ImageFolder:
+    """Files by hash. They are written before the samples file has its name, so it never refers to a missing one."""
+
+    def __init__(self, samples: str | Path) -> None:
+        self.path = name_folder(samples)
+        self._written: set[str] = set()
+
+    def write(self, sample: Sample, read: Callable[[str, str], bytes]) -> None:
+        """`read` returns a file by session and hash."""
+        for run in sample.images:
+            if run.sha256 in self._written:
+                continue
+            data = read(sample.session_id, run.sha256)
+            target = self.path / f"{run.sha256}{EXTENSIONS[find_media_type(data)]}"
+            scratch = target.with_name(f".{target.name}.{os.getpid()}.part")
+            try:
+                self.path.mkdir(exist_ok=True)
+                scratch.write_bytes(data)
+                os.replace(scratch, target)
+            except OSError as error:
+                raise FileFormatError(f"cannot write {target}: {error.strerror or error}") from error
+            self._written.add(run.sha256)
+
+    def read(self, sha256: str) -> tuple[bytes, str]:
+        """The bytes, checked against their hash, and the media type."""
+        for media_type, extension in EXTENSIONS.items():
+            path = self.path / f"{sha256}{extension}"
+            if path.is_file():
+                data = path.read_bytes()
+                if hash_image(data) != sha256:
+                    raise AuditError(f"{path.name} does not fit its hash: the file was changed")
+                return data, media_type
+        raise AuditError(f"image {sha256} is not in {self.path.name}")
+
+    def load(self, sample: Sample) -> list[PromptImage]:
+        """All images of a sample, in the order of its tokens."""
+        found: list[PromptImage] = []
+        for run in sample.images:
+            data, media_type = self.read(run.sha256)
+            found.append(PromptImage(run=run, data=data, media_type=media_type))
+        return found
+
+    def find_fault(self, sha256: str) -> str | None:
+        try:
+            self.read(sha256)
+        except (AuditError, InputError, OSError) as error:
+            return str(error)
+        return None
