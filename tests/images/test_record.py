@@ -20,7 +20,7 @@ import pytest
 import tokentrue as tt
 from tests.gateway.inside import Parrot, ask, gateway, new_session
 from tests.images.double import PAD, PROCESSOR, Eyes, Seer, ask_about, count_tokens, image_part, picture, seeing_gateway
-from tokentrue.cli.main import run
+from tokentrue.cli.main import run as run_command
 from tokentrue.client import Client
 from tokentrue.errors import FileFormatError, JournalError, MessageError, SessionNotFound, TokenContractError
 from tokentrue.images import ImageSettings, hash_image
@@ -371,18 +371,18 @@ async def test_exports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     journal.close()
     for format in ("jsonl", "parquet", "safetensors"):
         out = tmp_path / f"out.{format}"
-        assert run("samples", [f"sqlite:{store}", "-o", str(out), "--format", format]) == 0
+        assert run_command("samples", [f"sqlite:{store}", "-o", str(out), "--format", format]) == 0
         assert list(read_samples(out)) == samples
         folder = ImageFolder(out)
         assert {path.name for path in folder.path.iterdir()} == {f"{hash_image(data)}.png" for data in (ONE, TWO)}
         assert [image.data for image in folder.load(samples[0])] == [ONE, TWO, ONE]
-        assert run("audit", [str(out)]) == 0
+        assert run_command("audit", [str(out)]) == 0
         assert "2 images, with their files" in capsys.readouterr().out
         (folder.path / f"{hash_image(ONE)}.png").write_bytes(SAME_SIZE)
-        assert run("audit", [str(out)]) == 1
+        assert run_command("audit", [str(out)]) == 1
         assert "does not fit its hash" in capsys.readouterr().out
         (folder.path / f"{hash_image(ONE)}.png").unlink()
-        assert run("audit", [str(out)]) == 1
+        assert run_command("audit", [str(out)]) == 1
         assert f"image {hash_image(ONE)} is not in" in capsys.readouterr().out
     for format in ("verl", "trl", "slime", "prime-rl", "tinker"):
         with pytest.raises(FileFormatError, match=r"has 3 images, which rows for .* do not carry"):
