@@ -30,14 +30,14 @@ PRODUCTS = {
 
 
 class WideSums(TorchFunctionMode):
-    """Products of a bfloat16 model add up in float32 and are rounded once, as on a GPU; all else is torch's own."""
+    """Products of a bfloat16 or float16 model add up in float32 and are rounded once, as on a GPU; all else is torch's own."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in PRODUCTS:
             return func(*args, **(kwargs or {}))
 
         def wide(value: Any) -> Any:
-            return value.float() if isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16 else value
+            return value.float() if isinstance(value, torch.Tensor) and value.dtype.itemsize == 2 else value
 
         kind = args[0].dtype
         return func(*map(wide, args), **{name: wide(value) for name, value in (kwargs or {}).items()}).to(kind)
@@ -48,9 +48,9 @@ class Engine(HFProvider):
 
     def __init__(self, model: Any, dtype: str = "float32") -> None:
         super().__init__(model)
-        self.rounded = dtype == "bfloat16"
+        self.rounded = dtype != "float32"
         if self.rounded:
-            model.bfloat16()
+            model.to(getattr(torch, dtype))
         self.prefix: tuple[int, ...] = ()
         self.cut = 0  # ids dropped from the front
         self.shift = 0  # of decoding positions

@@ -60,7 +60,7 @@ def scaled_embeddings(model: Any, rng: random.Random) -> None:
     model.model.embed_tokens.register_forward_hook(lambda *given: given[2] * by)
 
 
-@simple("unknown")
+@simple("layer_order")
 def two_layers_exchanged(model: Any, rng: random.Random) -> None:
     layers = model.model.layers
     first, second = rng.sample(range(len(layers)), 2)
@@ -175,7 +175,7 @@ def eight_tokens_dropped(engine: Engine, rng: random.Random) -> None:
     engine.cut = 8
 
 
-@engined("unknown")
+@engined("int4_kv_cache")
 def cache_int4(engine: Engine, rng: random.Random) -> None:
     def rounded(s: torch.Tensor) -> torch.Tensor:
         step = (s.abs().amax(-1, keepdim=True) / 7).clamp(min=1e-12)

@@ -136,7 +136,8 @@ dtype_tf32 | compared | the engine multiplies matrices in TF32 | turn TF32 off (
 head_dtype | compared | the engine's output layer computes in a coarser dtype | compute logits in float32, as the trainer does
 dtype_kv_cache | compared | the engine's KV cache has a coarser dtype | set the engine's KV-cache dtype to the model's
 int4_weights | compared | the engine's weights are quantised to 4 bits | serve unquantised weights, or correct for the mismatch
-int8_kv_cache | compared | the engine's KV cache is quantised to integers | set the engine's KV-cache dtype to the model's
+int8_kv_cache | compared | the engine's KV cache is quantised to int8 | set the engine's KV-cache dtype to the model's
+int4_kv_cache | compared | the engine's KV cache is quantised to 4 bits | set the engine's KV-cache dtype to the model's
 attention_scale | compared | the engine scales attention scores differently | compare head_dim and query_pre_attn_scalar; update the engine
 sliding_window | compared | the engine's attention window differs | compare sliding_window and layer_types of both configurations
 decode_positions | compared | sampled tokens have other positions than the model's | check position ids of decoding; update the engine
@@ -175,13 +176,15 @@ FOLLOWS: Mapping[str, tuple[str, ...]] = {
     "tokenizer": ("special_tokens", "template"),
     "special_tokens": ("template",),
     "off_by_one": (*COMPARED, *READ, *REPEATS),
-    "raw_logprobs": ("sampled_temperature",),
-    "temperature_ignored": ("raw_logprobs",),
+    # Reports before the temperature are before filters and penalties, too.
+    "raw_logprobs": ("sampled_temperature", "filters_ignored", "penalties_ignored"),
+    "temperature_ignored": ("raw_logprobs", "filters_ignored", "penalties_ignored"),
     "sampled_temperature": ("greedy_logprobs",),
     "wire_precision": (*COMPARED, *REPEATS),
     "unstable": (*REPEATS, *COMPARED),
     **dict.fromkeys(("batch_variant", "prefix_cache"), ("unknown", "prefill_decode")),
-    **dict.fromkeys(("prefill_decode", "routing"), ("unknown",)),
+    "unknown": ("prefill_decode",),  # a symptom of whatever it is
+    "routing": ("unknown",),
     "pause": ("preemption",),
 }
 """What each fault explains: findings of these names beside it are its consequences."""

@@ -15,7 +15,8 @@ import torch
 
 from tokentrue.doctor.exam import Examination, probe
 from tokentrue.doctor.findings import Finding, cannot_tell, fault, ok
-from tokentrue.doctor.reference import Observation
+from tokentrue.doctor.hypotheses import penalise
+from tokentrue.doctor.reference import Observation, compute_logits, read_entries
 from tokentrue.errors import (
     EngineContractError,
     EngineError,
@@ -63,10 +64,6 @@ async def _observe(exam: Examination) -> Finding:
     size, sampled = exam.reference.vocab_size, [token for one in completions for token in one.token_ids]
     if max(sampled, default=0) >= size:
         return fault("other_model", f"sampled id {max(sampled)} of {size}")
-    shifted, told = _shifted_tops(completions)
-    if shifted > told / 2:
-        detail = "log-probabilities are those of the neighbour's top list"
-        return fault("off_by_one", f"{shifted} of {told} tokens", detail=detail)
     return ok(f"{len(sampled)} sampled tokens") if sampled else cannot_tell("the engine sampled nothing")
 
 
@@ -79,22 +76,6 @@ def _uncertain(prompts: Sequence[Sequence[int]], completions: Sequence[Completio
             if len(values) > 1 and values[0] - values[1] > CLEAR_GAP:
                 found.append((values[0], (*prompt, *completion.token_ids[:index])))
     return [prefix for _, prefix in sorted(found)[:4]]
-
-
-def _shifted_tops(completions: Sequence[Completion]) -> tuple[int, int]:
-    """How many log-probabilities are in the neighbour's top list instead of their token's; and how many could be
-    told."""
-    shifted = told = 0
-    for completion in completions:
-        tops = completion.top_logprobs or ()
-        own = [top.get(token) for token, top in zip(completion.token_ids, tops, strict=False)]
-        for index, (value, mine) in enumerate(zip(completion.logprobs, own, strict=False)):
-            neighbours = (*own[max(0, index - 1) : index], *own[index + 1 : index + 2])
-            around = [other for other in neighbours if other is not None]
-            if mine is not None and around and all(abs(mine - other) > 1e-3 for other in around):
-                told += 1
-                shifted += abs(value - mine) > 1e-3 and any(abs(value - other) < 1e-6 for other in around)
-    return shifted, told
 
 
 async def probe_meaning(exam: Examination) -> list[Finding]:
@@ -201,23 +182,17 @@ async def _penalties(exam: Examination) -> Finding:
         return cannot_tell(
             "this engine does not claim to report penalised log-probabilities; training sessions refuse penalties"
         )
-    prompt, penalty = exam.prompts()[1], 1.0
-    found = await exam.provider.generate(prompt, Sampling(max_tokens=24, seed=exam.seed, presence_penalty=penalty))
-    with torch.no_grad():
-        ids = torch.tensor([[*prompt, *found.token_ids]])
-        logits = exam.reference.model(ids).logits[0, len(prompt) - 1 : -1].double()
-    counted = torch.zeros_like(logits)
-    for index, token in enumerate(found.token_ids[:-1]):
-        counted[index + 1 :, token] = penalty
-    targets = ids[0, len(prompt) :, None]
-    theirs = torch.tensor(found.logprobs, dtype=torch.float64)
-    plain, penalised = (x.log_softmax(-1).gather(-1, targets)[:, 0] for x in (logits, logits - counted))
-    limit = exam.visible
-    clear = (plain - penalised).abs() > 3 * limit
+    prompt = exam.prompts()[1]
+    found = await exam.provider.generate(prompt, Sampling(max_tokens=24, seed=exam.seed, presence_penalty=1.0))
+    seen = Observation.from_completion(prompt, found)
+    logits = compute_logits(exam.reference.model, seen)
+    plain, penalised = (read_entries(seen, z) for z in (logits, penalise(logits, seen, 1.0, name="presence")))
+    clear = (plain - penalised).abs() > 3 * exam.visible
     if not bool(clear.any()):
         return cannot_tell("the penalty changes no sampled token's log-probability visibly")
+    theirs = torch.tensor(found.logprobs, dtype=torch.float64)
     inside, outside = (float((theirs - side)[clear].abs().median()) for side in (penalised, plain))
-    return _either("penalties_ignored", "penalised", inside, "unpenalised", outside, limit)
+    return _either("penalties_ignored", "penalised", inside, "unpenalised", outside, exam.visible)
 
 
 @probe("meaning: greedy")

@@ -8,13 +8,17 @@ if no hypothesis of another name does as well. Everything else is `unknown`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Iterable, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tokentrue.doctor.findings import Finding, fault, ok
-from tokentrue.doctor.hypotheses import Hypothesis, filter_logits
+from tokentrue.doctor.hypotheses import FILTERS, Hypothesis, count_kept, run_all
 from tokentrue.doctor.reference import Observation, Reference, WideSums, compute_logits, read_entries
 from tokentrue.records import record
 
@@ -23,14 +27,16 @@ DEPARTS = 3.0  # mean |e| in units of the spread, float32: beyond this it is no 
 BAND = 1.8  # the same in a coarser dtype, in units of the mean of the reference's own rounding orders
 WORST = 10.0  # nats: a token that a hypothesis makes impossible counts as this far off
 ALLOWED = 3.0  # times the spread, for single comparisons of an engine with itself
-CERTAIN = 0.97  # of |e| explained: what is left is the simulation's own inexactness
-CERTAIN_COARSE = 0.9  # in a coarser dtype: a large fault changes the rounding too
 EVIDENCE = 12.0  # nats of log-likelihood on the held-out half
+TOKENS = 4  # held-out tokens at least that a cause makes likelier
 TIE = 8.0  # nats
 SIZE = (0.7, 1.4)  # fitted multiple of a prediction that has the right size
 PROMISING = 0.97  # residual ÷ difference on the first tokens, below which a hypothesis is fitted further
+ALIKE = 0.1  # correlation of prediction and difference, above which other forms and parts of a cause are tried
+MANY = 40  # parts of a model that are tried one by one
 FINALISTS = 8
-CHANCE = 1e-6  # of draws that stay inside one of about thirty filters by themselves
+CHANCE = 1e-6  # of draws that look like another distribution by themselves
+TEMPERATURES = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0)
 
 
 @record
@@ -64,100 +70,116 @@ class Evidence:
         self.owner = torch.cat([torch.full_like(rows, n) for n, (rows, _, _) in enumerate(targets)])
         self.engine = torch.cat([values for _, _, values in targets])
         self.truth = self.read(self.logits)
+        self.e = self.engine - self.truth
         self.is_chosen = torch.cat(
             [torch.arange(len(rows)) < n for (rows, _, _), n in zip(targets, counts, strict=True)]
         )
         self.is_prompt = torch.tensor([seen.is_prompt for seen in self.observations])[self.owner]
         self.weight = self.row.bincount()[self.row].double().rsqrt()
-        self.position = torch.cat(
-            [torch.tensor(seen.positions)[rows] for seen, (rows, _, _) in zip(self.observations, targets, strict=True)]
-        )
+        self.position = torch.tensor([at for seen in self.observations for at in seen.positions])[self.row]
         self.held = self.row % 2 == 1
+        self.everything = torch.ones_like(self.held)
         self.rounding = Spread()
         self.spread, self.limit = self._measure_spread(dtype)
 
     @property
-    def e(self) -> Tensor:
-        return self.engine - self.truth
-
-    @property
     def departs(self) -> bool:
         """Whether the difference is larger than rounding."""
-        return self.size(self.e, torch.ones_like(self.held)) > self.limit
+        return self.size(self.e, self.everything) > self.limit
 
-    def read(self, logits: Sequence[Tensor], outputs: Callable[[Tensor, Observation], Tensor] | None = None) -> Tensor:
-        return torch.cat(
-            [read_entries(seen, rows, outputs) for seen, rows in zip(self.observations, logits, strict=True)]
-        )
+    def read(self, logits: Sequence[Tensor]) -> Tensor:
+        return torch.cat([read_entries(seen, rows) for seen, rows in zip(self.observations, logits, strict=True)])
 
     def orders(self, dtype: str) -> list[Tensor]:
-        """What the reference itself differs by when it rounds in other orders: plain and fused, eager and not."""
+        """What the reference differs by when it rounds in other orders: by module and by operation, eager, cached."""
         model, seen = self.reference.model, self.observations
-        own = getattr(model.config, "_attn_implementation", "sdpa")
         if dtype == "float32":
-            try:
-                model.set_attn_implementation("eager")
-                return [self.read([compute_logits(model, one, chunked=True) for one in seen]) - self.truth]
-            finally:
-                model.set_attn_implementation(own)
+            with _eager(model):
+                return [self.read([compute_logits(model, one, cache=_new_cache()) for one in seen]) - self.truth]
         with self.reference.trial() as trial:
             trial.round_modules(getattr(torch, dtype))
-            fused = [compute_logits(model, one) for one in seen]
+            found = [[compute_logits(model, one) for one in seen]]
         narrow = self.reference.in_dtype(dtype)
         with WideSums():
-            plain = [compute_logits(narrow, one) for one in seen]
-        return [self.read(rows) - self.truth for rows in (plain, fused)]
+            found.append([compute_logits(narrow, one) for one in seen])
+            with _eager(narrow):
+                found.append([compute_logits(narrow, one, cache=_new_cache()) for one in seen])
+        return [self.read(rows) - self.truth for rows in found]
 
     def _measure_spread(self, dtype: str) -> tuple[Tensor, float]:
         """Per entry, the size of honest differences; and the mean |e| in these units that is still honest."""
-        found = self.orders(dtype)
+        found = torch.stack(self.orders(dtype))
+        if dtype == "float32":
+            largest = float(found.square().mean(dim=1).sqrt().max())
+            return torch.full_like(self.truth, max(FLOAT32_SPREAD, 3 * largest)), DEPARTS
+        own = found[:, self.is_chosen].abs()
+        self.rounding = Spread(mean=float(own.mean()), largest=float(own.max()))
         # A logit that is off by s moves log p by s (1 - p): certain tokens hardly move.
         doubt = -torch.expm1(self.truth.clamp(max=-1e-6))
-        if dtype == "float32" or not found:
-            largest = max((float(one.square().mean().sqrt()) for one in found), default=0.0)
-            return torch.full_like(self.truth, max(FLOAT32_SPREAD, 3 * largest)), DEPARTS
-        own = torch.stack(found)[:, self.is_chosen].abs()
-        self.rounding = Spread(mean=float(own.mean()), largest=float(own.max()))
-        squares = torch.stack(found).square().mean(dim=0)
+        squares = found.square().mean(dim=0)
         pooled = squares.sum() / doubt.square().sum().clamp(min=1e-9)
-        spread = (0.5 * squares + 0.5 * pooled * doubt.square() + (0.02 * pooled.sqrt()) ** 2).sqrt().clamp(min=1e-6)
-        return spread, BAND * max(float((one.abs() / spread * self.weight).sum() / self.weight.sum()) for one in found)
+        self.spread = (
+            (0.5 * squares + 0.5 * pooled * doubt.square() + (0.02 * pooled.sqrt()) ** 2).sqrt().clamp(min=1e-6)
+        )
+        return self.spread, BAND * max(self.size(one, self.everything) for one in found)
 
     def size(self, residual: Tensor, where: Tensor) -> float:
         """Mean |residual| in units of the spread."""
         weight = self.weight * where
         return float((weight * residual.abs().clamp(max=WORST) / self.spread).sum() / weight.sum().clamp(min=1e-9))
 
-    def log_likelihood(self, residual: Tensor, where: Tensor) -> float:
-        """Of Student's t with 4 degrees of freedom: rounding has heavy tails."""
+    def log_likelihood(self, residual: Tensor) -> Tensor:
+        """Per entry, of Student's t with 4 degrees of freedom: rounding has heavy tails."""
         z = residual.clamp(-WORST, WORST) / self.spread
-        return -2.5 * float((self.weight * where * torch.log1p(z * z / 4)).sum())
+        return -2.5 * self.weight * torch.log1p(z * z / 4)
 
-    def predict(self, hypothesis: Hypothesis, x: float, only: Sequence[int]) -> Tensor:
-        """Log-probabilities that an engine with this cause reports; entries of other observations stay as they are."""
-        found = self.truth.clone()
-        with self.reference.trial() as trial:
+    def gain(self, residual: Tensor) -> float:
+        """Nats by which the held-out half is likelier than without the hypothesis."""
+        return float((self.log_likelihood(residual) - self.log_likelihood(self.e))[self.held].sum())
+
+    def predict(self, hypothesis: Hypothesis, x: float, only: Sequence[int], *, again: bool = False) -> Tensor:
+        """Log-probabilities that an engine with this cause reports; entries of other observations stay as they are.
+        `again`: in another order of rounding."""
+        found, model = self.truth.clone(), self.reference.model
+        with self.reference.trial() as trial, _eager(model, again and self.dtype == "float32"):
             hypothesis.apply(trial, x)
+            if again and self.dtype != "float32":
+                trial.round_modules(getattr(torch, self.dtype))
             for n in only:
-                seen = self.observations[n]
-                if hypothesis.is_sampling and seen.is_prompt:
-                    continue
-                mine = self.owner == n
+                seen, mine = self.observations[n], self.owner == n
                 if trial.align:
                     found[mine] = self._align(mine & self.is_chosen, mine, trial.align)
-                    continue
-                logits = compute_logits(self.reference.model, seen, trial) if trial.is_forward else self.logits[n]
-                found[mine] = read_entries(seen, logits, trial.outputs)
+                elif not (hypothesis.is_sampling and seen.is_prompt):
+                    is_known = hypothesis.is_output and not again
+                    logits = self.logits[n] if is_known else compute_logits(model, seen, trial)
+                    found[mine] = read_entries(seen, logits, trial.outputs)
         return found.nan_to_num(nan=-1e3, neginf=-1e3)
 
     def _align(self, chosen: Tensor, mine: Tensor, by: int) -> Tensor:
         """Each chosen token has its neighbour's value; at the ends anything may be."""
-        own, engine = self.truth[chosen], self.engine[chosen]
-        moved = own.roll(-by)
-        moved[: max(0, -by)], moved[len(own) - max(0, by) :] = engine[: max(0, -by)], engine[len(own) - max(0, by) :]
         found = self.truth.clone()
+        moved = found[chosen].roll(-by)
+        end = slice(0, 1) if by < 0 else slice(-1, None)
+        moved[end] = self.engine[chosen][end]
         found[chosen] = moved
         return found[mine]
+
+
+@contextmanager
+def _eager(model: Any, wanted: bool = True) -> Any:
+    own = getattr(model.config, "_attn_implementation", "sdpa")
+    try:
+        if wanted:
+            model.set_attn_implementation("eager")
+        yield
+    finally:
+        model.set_attn_implementation(own)
+
+
+def _new_cache() -> Any:
+    from transformers import DynamicCache
+
+    return DynamicCache()
 
 
 @record(eq=False)
@@ -170,45 +192,54 @@ class Fit:
     residual: Tensor
 
     @property
+    def fault(self) -> str:
+        return self.hypothesis.fault
+
+    @property
     def label(self) -> str:
         return self.hypothesis.label.format(x=self.x)
 
 
 def judge(evidence: Evidence, hypotheses: Iterable[Hypothesis], *, advice: str = "") -> Finding:
     """A named cause, `unknown`, or no fault."""
-    everything = torch.ones_like(evidence.held)
-    size, e = evidence.size(evidence.e, everything), evidence.e
-    chosen = e[evidence.is_chosen].abs()
+    size, chosen, departs = (
+        evidence.size(evidence.e, evidence.everything),
+        evidence.e[evidence.is_chosen].abs(),
+        evidence.departs,
+    )
     figure = (
         f"mean |δ| {float(chosen.mean()):.2g}, max {float(chosen.max()):.2g} over {chosen.numel()} tokens, "
         f"{size / evidence.limit:.2g} of what {evidence.dtype} allows"
     )
-    departs = size > evidence.limit
     if not departs and evidence.dtype == "float32":
         return ok(figure)
     fits = fit_all(evidence, hypotheses)
-    named = [one for one in fits if is_confirmed(evidence, one, departs=departs)]
-    if not named:
+    best = next((one for one in fits if is_confirmed(evidence, one, departs=departs)), None)
+    if best is None:
         rounding = name_dtype(evidence) if departs and evidence.dtype == "float32" else None
         if rounding is not None:
             return fault(rounding[0], figure, confidence="medium", detail=rounding[1])
         return describe_unknown(evidence, fits, figure, advice) if departs else ok(figure)
-    best = named[0]
-    others = [one for one in named[1:] if one.hypothesis.fault != best.hypothesis.fault]
-    least = evidence.log_likelihood(best.residual, everything) - TIE
-    rivals = [one for one in others if evidence.log_likelihood(one.residual, everything) > least]
-    share = 1 - evidence.size(best.residual, evidence.held) / max(evidence.size(e, evidence.held), 1e-12)
-    detail = f"{best.label}: explains {100 * share:.0f}% of the difference on tokens that the fit has not seen"
+    least = evidence.gain(best.residual) - TIE
+    rivals = [one for one in fits if one.fault != best.fault and evidence.gain(one.residual) > least]
     if rivals:
-        return describe_unknown(evidence, [best, *rivals], figure, advice, is_tie=True)
-    return fault(best.hypothesis.fault, figure, detail=detail, confidence="high" if departs else "medium")
+        return describe_unknown(evidence, [best, *rivals], figure, advice, is_tie=True) if departs else ok(figure)
+    detail = f"{best.label}: explains {100 * share(evidence, best):.0f}% of the difference on tokens that the fit has not seen"
+    return fault(best.fault, figure, detail=detail, confidence="high" if departs else "medium")
+
+
+def share(evidence: Evidence, fit: Fit) -> float:
+    """Of |e| on the held-out half, how much the fit explains."""
+    return 1 - evidence.size(fit.residual, evidence.held) / max(evidence.size(evidence.e, evidence.held), 1e-12)
 
 
 def fit_all(evidence: Evidence, hypotheses: Iterable[Hypothesis]) -> list[Fit]:
     """The best hypotheses over all tokens, best first; each is tried on few tokens first."""
-    first = choose_first(evidence)
+    is_exact = evidence.dtype == "float32"
+    first = choose_first(evidence, 64 if is_exact else 200)
     inside = torch.isin(evidence.owner, torch.tensor(first)) & ~evidence.held
     whole = evidence.size(evidence.e, inside)
+    visible = int((evidence.e.abs() > 6 * evidence.spread)[evidence.held & evidence.is_chosen].sum())
     queue, found = list(hypotheses), list[Fit]()
     while queue:
         hypothesis = queue.pop(0)
@@ -217,32 +248,35 @@ def fit_all(evidence: Evidence, hypotheses: Iterable[Hypothesis]) -> list[Fit]:
         )
         if hypothesis.fit and best.left < PROMISING * whole:
             best = refine(evidence, best, first, inside)
-        if best.left < 0.95 * whole and hypothesis.details is not None:
-            queue += hypothesis.details()
         found.append(best)
-        if evidence.dtype == "float32" and best.left < evidence.limit / 2:
-            break  # nothing but rounding is left: what else leaves nothing is the same computation
+        if is_exact and best.left < evidence.limit / 2 and visible >= 2 * TOKENS:
+            break  # nothing but rounding is left on many tokens: what else leaves nothing is the same computation
+        predicted = evidence.e - best.residual
+        is_alike = best.left < 0.95 * whole or correlate(evidence, predicted, inside) > ALIKE
+        is_as_large = 0.3 < evidence.size(predicted, inside) / max(whole, 1e-12) < 3
+        if hypothesis.details is not None and (is_alike or (hypothesis.is_rounding and is_as_large)):
+            queue += hypothesis.details()
+        if len(hypothesis.units) > 1 and (is_alike or not hypothesis.is_rounding):
+            queue.insert(0, choose_units(evidence, best, first, inside))
     found.sort(key=lambda one: one.left)
-    rest = [n for n in range(len(evidence.observations)) if n not in first]
     every = list(range(len(evidence.observations)))
     finalists = [
-        try_value(evidence, one.hypothesis, one.x, every, ~evidence.held) if rest else one
-        for one in found[: FINALISTS if evidence.dtype == "float32" else 3 * FINALISTS] if one.left < whole
+        try_value(evidence, one.hypothesis, one.x, every, ~evidence.held)
+        for one in found[: FINALISTS if is_exact else 3 * FINALISTS] if one.left < whole
     ]  # fmt: skip
     return sorted(finalists, key=lambda one: one.left)
 
 
-def choose_first(evidence: Evidence) -> list[int]:
+def choose_first(evidence: Evidence, least: int) -> list[int]:
     """Observations that show most of the difference per token that has to be computed."""
     worth: list[tuple[float, int]] = []
     for n, seen in enumerate(evidence.observations):
-        rows = evidence.owner == n
-        worth.append((evidence.size(evidence.e, rows) * len(seen.positions) / len(seen.token_ids), n))
+        worth.append((evidence.size(evidence.e, evidence.owner == n) * len(seen.positions) / len(seen.token_ids), n))
     chosen, rows = list[int](), 0
     for _, n in sorted(worth, reverse=True):
         chosen.append(n)
         rows += len(evidence.observations[n].positions)
-        if rows >= 64:
+        if rows >= least:
             break
     return chosen
 
@@ -252,17 +286,67 @@ def try_value(evidence: Evidence, hypothesis: Hypothesis, x: float, only: Sequen
     return Fit(hypothesis=hypothesis, x=x, left=evidence.size(residual, inside), residual=residual)
 
 
-def refine(evidence: Evidence, best: Fit, first: Sequence[int], inside: Tensor, steps: int = 14) -> Fit:
+def correlate(evidence: Evidence, predicted: Tensor, inside: Tensor) -> float:
+    """Of prediction and difference, each token's scale taken out: one large token decides nothing."""
+    scale = (evidence.spread.square() + evidence.e.square() + predicted.square()).sqrt()
+    a, b = (evidence.e / scale)[inside], (predicted / scale)[inside]
+    return float((a * b).sum() / (a.square().sum() * b.square().sum()).sqrt().clamp(min=1e-12))
+
+
+def choose_units(evidence: Evidence, whole: Fit, first: Sequence[int], inside: Tensor) -> Hypothesis:
+    """The hypothesis in those parts of the model whose effects add up to the difference, by least squares."""
+    hypothesis, units = whole.hypothesis, whole.hypothesis.units
+    is_fitted = hypothesis.fit and hypothesis.grid[0]  # else all or nothing: an update was taken or not
+    x = whole.x if is_fitted else hypothesis.grid[0]
+    # An effect's curvature is a part of its size, so large differences count no more than small ones.
+    scale = 1 / (evidence.spread.square() + (0.3 * evidence.e).square()).sqrt()[inside]
+    target = evidence.e[inside].clamp(-WORST, WORST) * scale
+
+    def effect(names: Iterable[str]) -> Tensor:
+        predicted = evidence.predict(restrict(hypothesis, names), x, first) - evidence.truth
+        return predicted[inside].clamp(-WORST, WORST) * scale
+
+    groups: dict[str, list[str]] = {}
+    for name in units:
+        layer = re.match(r".*?\.\d+(?=\.)", name) if len(units) > MANY else None
+        groups.setdefault(layer[0] if layer else name, []).append(name)
+    while True:
+        effects = torch.stack([effect(names) for names in groups.values()])
+        square = effects @ effects.T
+        square += (1e-4 * square.diagonal().mean() + 1e-9) * torch.eye(len(square), dtype=square.dtype)
+        parts = dict(zip(groups, torch.linalg.solve(square, effects @ target).tolist(), strict=True))
+        if is_fitted:
+            most = max(max(map(abs, parts.values())), 1e-12)
+            parts = {name: abs(part) / most for name, part in parts.items()}
+        if all(len(names) == 1 for names in groups.values()):
+            break
+        largest = max(parts, key=lambda name: parts[name])
+        groups = {n: [n] for group, names in groups.items() if parts[group] > 0.2 or group == largest for n in names}
+    chosen = {name for name, part in parts.items() if part > 0.5} or {max(parts, key=lambda name: parts[name])}
+    cost = float((target - effect(chosen)).abs().sum())
+    for name in sorted(parts, key=lambda name: abs(parts[name] - 0.5))[:8]:  # those that least squares left in doubt
+        other = chosen ^ {name}
+        if not is_fitted and other and (new := float((target - effect(other)).abs().sum())) < cost:
+            chosen, cost = other, new
+    return restrict(hypothesis, chosen)
+
+
+def restrict(whole: Hypothesis, chosen: Iterable[str]) -> Hypothesis:
+    names = [name for name in whole.units if name in chosen]
+    shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    apply = run_all({name: whole.units[name] for name in names})
+    return replace(whole, label=f"{whole.label}; in {shown} alone", apply=apply, units={}, details=None)
+
+
+def refine(evidence: Evidence, best: Fit, first: Sequence[int], inside: Tensor) -> Fit:
     """Golden-section search between the neighbours of the best value of the grid."""
     hypothesis = best.hypothesis
-    nothing = () if math.isnan(hypothesis.none) else (hypothesis.none,)
-    grid: list[float] = sorted({*hypothesis.grid, *nothing})
+    grid = sorted({*hypothesis.grid, *(() if math.isnan(hypothesis.none) else (hypothesis.none,))})
     at = grid.index(best.x)
-    is_log = grid[0] > 0
-    there, back = (math.log, math.exp) if is_log else (float, float)
-    gap = (there(grid[1]) - there(grid[0]), there(grid[-1]) - there(grid[-2])) if len(grid) > 1 else (1.0, 1.0)
-    low = there(grid[at - 1]) if at else there(best.x) - gap[0]
-    high = there(grid[at + 1]) if at + 1 < len(grid) else there(best.x) + gap[1]
+    there, back = (math.log, math.exp) if grid[0] > 0 else (float, float)
+    places = [there(x) for x in grid]
+    low = places[at - 1] if at else 2 * places[0] - places[1]
+    high = places[at + 1] if at + 1 < len(grid) else 2 * places[-1] - places[-2]
     tried = {best.x: best}
 
     def cost(place: float) -> float:
@@ -273,7 +357,9 @@ def refine(evidence: Evidence, best: Fit, first: Sequence[int], inside: Tensor, 
 
     golden = (math.sqrt(5) - 1) / 2
     left, right = high - golden * (high - low), low + golden * (high - low)
-    for _ in range(steps):
+    for step in range(30):
+        if step > 11 and min(cost(left), cost(right)) > 0.3 * evidence.size(evidence.e, inside):
+            break  # more digits of a number that explains little
         if cost(left) <= cost(right):
             high, right = right, left
             left = high - golden * (high - low)
@@ -286,92 +372,62 @@ def refine(evidence: Evidence, best: Fit, first: Sequence[int], inside: Tensor, 
 def is_confirmed(evidence: Evidence, fit: Fit, *, departs: bool) -> bool:
     """On the held-out half: only rounding is left, the size is right, and chance is no explanation."""
     held, e = evidence.held, evidence.e
-    left, before = evidence.size(fit.residual, held), evidence.size(e, held)
-    gain = evidence.log_likelihood(fit.residual, held) - evidence.log_likelihood(e, held)
+    better = (evidence.log_likelihood(fit.residual) - evidence.log_likelihood(e))[held & evidence.is_chosen] > 0.5
+    if evidence.gain(fit.residual) < (EVIDENCE if departs else 1.5 * EVIDENCE) or int(better.sum()) < TOKENS:
+        return False
     predicted = e - fit.residual
-    per = (evidence.weight * held) / evidence.spread.square()
-    inside = predicted.abs() < WORST
-    multiple = float(
-        (per * inside * predicted * e).sum() / (per * inside * predicted * predicted).sum().clamp(min=1e-30)
-    )
-    explained = left <= evidence.limit or 1 - left / max(before, 1e-12) >= (
-        CERTAIN if evidence.dtype == "float32" else CERTAIN_COARSE
-    )
-    needed = EVIDENCE if departs else 1.5 * EVIDENCE
-    return explained and gain >= needed and SIZE[0] <= multiple <= SIZE[1]
+    per = evidence.weight * held * (predicted.abs() < WORST) / evidence.spread.square()
+    multiple = float((per * predicted * e).sum() / (per * predicted.square()).sum().clamp(min=1e-30))
+    if not SIZE[0] <= multiple <= SIZE[1]:
+        return False
+    left = evidence.size(fit.residual, held)
+    if left <= evidence.limit:
+        return True
+    # A large change rounds differently, and quantisation makes steps of roundings: what the cause itself leaves.
+    again = evidence.predict(fit.hypothesis, fit.x, range(len(evidence.observations)), again=True)
+    own = evidence.size(again - (evidence.engine - fit.residual), held)
+    return left <= (DEPARTS if evidence.dtype == "float32" else BAND) * own and share(evidence, fit) > 0.5
 
 
 def name_dtype(evidence: Evidence) -> tuple[str, str] | None:
-    """A coarser dtype, by the grid of its logits or by the pattern of its rounding; its size alone names nothing."""
-    for dtype, step in (("bfloat16", 2.0**-6), ("float16", 2.0**-9)):
-        share, gaps = grid_share(evidence, step)
-        if gaps >= 20 and share > 0.9:
-            return f"dtype_{dtype}", f"{100 * share:.0f}% of {gaps} gaps between logits are multiples of {step:g}"
-        orders = evidence.orders(dtype)
-        held, e = evidence.held & evidence.is_chosen, evidence.e
-        for order in orders:
-            pair = torch.stack((e[held], order[held]))
-            together = float(torch.corrcoef(pair)[0, 1])
-            ratio = float(pair[0].abs().mean() / pair[1].abs().mean().clamp(min=1e-12))
-            if together > 0.5 and together * math.sqrt(int(held.sum())) > 5 and 0.5 < ratio < 2:
-                return f"dtype_{dtype}", f"the difference follows the rounding of {dtype}: correlation {together:.2f}"
+    """A coarser dtype, by the signs of its rounding; the size of a difference names nothing."""
+    for dtype in ("bfloat16", "float16"):
+        for order in evidence.orders(dtype):
+            where = evidence.held & evidence.is_chosen & (order.abs() >= order[evidence.is_chosen].abs().median())
+            same = float((order[where].sign() == evidence.e[where].sign()).double().mean())
+            ratio = float(evidence.e[where].abs().median() / order[where].abs().median().clamp(min=1e-12))
+            if same > 0.66 and (same - 0.5) * 2 * math.sqrt(int(where.sum())) > 4 and 0.5 < ratio < 2:
+                return f"dtype_{dtype}", f"{100 * same:.0f}% of the differences have the sign of rounding to {dtype}"
     return None
-
-
-def grid_share(evidence: Evidence, step: float) -> tuple[float, int]:
-    """Gaps between two log-probabilities of one position are gaps of logits: how many lie on a grid."""
-    first = torch.zeros(int(evidence.row.max()) + 1, dtype=torch.float64)
-    first[evidence.row[evidence.is_chosen]] = evidence.engine[evidence.is_chosen]
-    gaps = (evidence.engine - first[evidence.row])[~evidence.is_chosen]
-    gaps = gaps[gaps.abs() > 1e-4]
-    if not gaps.numel():
-        return 0.0, 0
-    off = (gaps / step - (gaps / step).round()).abs() * step
-    return float((off < 0.02 * step).double().mean()), gaps.numel()
 
 
 def describe_unknown(
     evidence: Evidence, fits: Sequence[Fit], figure: str, advice: str, *, is_tie: bool = False
 ) -> Finding:
     """What it is not, what it looks like, and what to measure next."""
-    e, held = evidence.e, evidence.held
-    before = evidence.size(e, held)
-    shares = {
-        one.hypothesis.fault: (one, 1 - evidence.size(one.residual, held) / max(before, 1e-12))
-        for one in reversed(fits)
-    }
-    ranked = sorted(shares.values(), key=lambda pair: -pair[1])[:3]
-    nearest = ", ".join(f"{one.hypothesis.fault} ({one.label}; {100 * max(0.0, share):.0f}%)" for one, share in ranked)
-    words = (
-        f"cannot be told apart: {nearest}" if is_tie else f"nothing simulated explains it; nearest: {nearest or 'none'}"
-    )
-    return fault(
-        "unknown", figure, confidence="low", detail=f"{words}. Looks like: {describe_pattern(evidence)}. Next: {advice}"
-    )
+    shares = {one.fault: (share(evidence, one), one) for one in reversed(fits)}
+    ranked = sorted(shares.values(), key=lambda pair: -pair[0])[:3]
+    nearest = ", ".join(f"{one.fault} ({one.label}; {100 * max(0.0, part):.0f}%)" for part, one in ranked) or "none"
+    words = f"cannot be told apart: {nearest}" if is_tie else f"nothing simulated explains it; nearest: {nearest}"
+    detail = f"{words}. Looks like: {describe_pattern(evidence)}. Next: {advice}"
+    return fault("unknown", figure, confidence="low", detail=detail)
 
 
 def describe_pattern(evidence: Evidence) -> str:
     e, chosen = evidence.e, evidence.is_chosen
-    own = e[chosen]
-    found: list[str] = []
+    own, found = e[chosen], list[str]()
     above = float((own > 0).double().mean())
     if above > 0.95 or above < 0.05:
         found.append("every log-probability is " + ("raised" if above > 0.95 else "lowered"))
     prompt, sampled = chosen & evidence.is_prompt, chosen & ~evidence.is_prompt
     if bool(prompt.any()) and bool(sampled.any()):
         ratio = evidence.size(e, sampled) / max(evidence.size(e, prompt), 1e-12)
-        if ratio > 5 or ratio < 0.2:
-            found.append(
-                "only " + ("sampled tokens differ: decoding or sampling" if ratio > 5 else "prompt tokens differ")
-            )
+        found += ["only sampled tokens differ: decoding or sampling"] if ratio > 5 else []
+        found += ["only prompt tokens differ"] if ratio < 0.2 else []
     growth = grows_with_position(own, evidence.position[chosen])
-    if growth > 4:
-        found.append(f"it grows {growth:.0f}-fold with the position")
+    found += [f"it grows {growth:.0f}-fold with the position"] if growth > 4 else []
     together = float(torch.corrcoef(torch.stack((evidence.engine[chosen], evidence.truth[chosen])))[0, 1])
-    found.append(
-        f"correlation with the reference {together:.3f}"
-        + (" (other weights or other tokens)" if together < 0.9 else "")
-    )
+    found.append(f"correlation with the reference {together:.3f}")
     return "; ".join(found)
 
 
@@ -386,34 +442,41 @@ def grows_with_position(e: Tensor, positions: Tensor) -> float:
 def judge_draws(evidence: Evidence) -> Finding:
     """Do the sampled tokens follow the distribution that was reported for them? By the reference's probabilities.
 
-    A filter that kept every draw is an accusation where plain sampling would hardly have stayed inside it.
+    Filters and temperatures, and both together, compete: each is fitted on half of the draws and tried on the others.
     """
     places = [n for n, seen in enumerate(evidence.observations) if not seen.is_prompt]
-    logits = torch.cat([evidence.logits[n] for n in places])
-    chosen = [seen.token_ids[at] for n in places for seen in (evidence.observations[n],) for at in seen.positions]
-    tokens, plain = torch.tensor(chosen)[:, None], logits.log_softmax(-1)
-    nothing = Observation(token_ids=(), positions=(), logprobs=())
-    found = [(0.0, "")]
-    for name, grid in DRAWN.items():
-        for x in grid:
-            kept = filter_logits(logits, nothing, x, name=name) > -torch.inf
-            if bool(kept.gather(1, tokens).all()):
-                found.append((float(plain.masked_fill(~kept, -torch.inf).logsumexp(-1).sum()), f"{name} {x:g}"))
+    chosen = [evidence.observations[n].token_ids[at] for n in places for at in evidence.observations[n].positions]
+    ordered, order = torch.cat([evidence.logits[n] for n in places]).double().sort(dim=-1, descending=True)
+    rank = (order == torch.tensor(chosen)[:, None]).int().argmax(dim=-1, keepdim=True)
     held = torch.arange(len(chosen)) % 2 == 1
-    hot = {t: (logits / t).log_softmax(-1).gather(1, tokens)[:, 0].double() for t in TEMPERATURES}
-    warmest = max(hot, key=lambda t: float(hot[t][~held].sum()))
-    found.append((float((hot[1.0] - hot[warmest])[held].sum()), f"temperature {warmest:g}"))
-    chance, like = min(found)
-    if chance > math.log(CHANCE):
-        return ok(f"{len(chosen)} draws follow the reported distribution")
-    name = "temperature_ignored" if like.startswith("temperature") else "sampled_filters"
-    detail = f"the draws are those of {like}, which the log-probabilities do not contain"
-    return fault(name, f"{len(chosen)} draws; chance e^{chance:.0f}", detail=detail)
-
-
-TEMPERATURES = (0.3, 0.5, 0.6, 0.7, 0.8, 1.0, 1.25, 1.5, 2.0)
-DRAWN = {
-    "top_k": (1, 2, 3, 5, 8, 10, 20, 40, 50, 64, 100),
-    "top_p": (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.97, 0.98, 0.99),
-    "min_p": (0.3, 0.2, 0.1, 0.05, 0.02, 0.01),
-}
+    plain = ordered.log_softmax(-1).gather(1, rank)[:, 0]
+    found: dict[tuple[str, ...], list[tuple[float, float, str]]] = {}
+    for t in TEMPERATURES:
+        logp = (ordered / t).log_softmax(-1)
+        own, mass = logp.gather(1, rank)[:, 0], logp.exp().cumsum(-1)
+        for name, x in (("", 0.0), *((name, x) for name, grid in FILTERS.items() for x in grid)):
+            kept = count_kept(logp, name, x)
+            gains = torch.where(rank < kept, own[:, None] - mass.gather(1, kept - 1).log(), -torch.inf)[:, 0] - plain
+            causes = (*(["temperature_ignored"] if t != 1 else []), *(["sampled_filters"] if name else []))
+            words = " and ".join([*([f"temperature {t:g}"] if t != 1 else []), *([f"{name} {x:g}"] if name else [])])
+            halves = float(gains[~held].sum()), float(gains[held].sum())
+            found.setdefault(causes, []).append((*halves, words))
+    # Each half is tried under what fits the other one best.
+    best = {causes: (max(tried), max(tried, key=lambda one: one[1])) for causes, tried in found.items()}
+    tested = {causes: (first[1] + second[0], first[2]) for causes, (first, second) in best.items()}
+    singles = {one: tested[one] for one in tested if len(one) == 1}
+    causes = max(singles, key=lambda one: singles[one][0])
+    both = next(one for one in tested if len(one) == 2)
+    figure = f"{len(chosen)} draws"
+    if tested[both][0] > singles[causes][0] + TIE:
+        causes = both
+    gain, words = tested[causes]
+    if gain < -math.log(CHANCE):
+        return ok(f"{figure} follow the reported distribution")
+    figure = f"{figure}; e^{gain:.0f} times likelier under {words}"
+    close = [words for one, (other, words) in singles.items() if one != causes and other > gain - TIE / 2]
+    if close and len(causes) == 1:
+        return fault("unknown", figure, confidence="low", detail=f"cannot be told apart from {close[0]}")
+    return fault(
+        causes[0], figure, detail=f"the draws are those of {words}, which the log-probabilities do not contain"
+    )

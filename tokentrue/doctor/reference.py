@@ -79,73 +79,53 @@ class Observation:
     def is_prompt(self) -> bool:
         return not self.positions or self.positions[0] < self.prompt_tokens
 
-    def move_prompt(self, before: tuple[int, ...] = (), *, cut: int = 0) -> Observation:
-        """The same observation with ids put before the prompt, or the prompt's first `cut` ids cut off."""
-        by = len(before) - cut
+    def edit(self, start: int, drop: int, insert: tuple[int, ...] = ()) -> Observation:
+        """The same observation after a change of the prompt; a position that loses its context has the next one."""
+        end, by = start + drop, len(insert) - drop
         return replace(
             self,
-            token_ids=(*before, *self.token_ids[cut:]),
-            positions=tuple(position + by for position in self.positions),
+            token_ids=(*self.token_ids[:start], *insert, *self.token_ids[end:]),
+            positions=tuple(max(1, at + by if at >= end else min(at, start)) for at in self.positions),
             prompt_tokens=self.prompt_tokens + by,
         )
 
 
 class Trial:
-    """One change of the reference; `set`, `write` and `hook` are undone when the trial ends."""
+    """One change of the reference; `set` and `hook` are undone when the trial ends."""
 
     def __init__(self, model: Any, saved: Mapping[str, Tensor], undo: ExitStack) -> None:
         self.model, self.saved, self._undo = model, saved, undo
-        self.changes_forward = False
-        self.window: int | None = None  # tokens that a token attends to, itself included; 0: no window at all
-        self.decode_shift = 0  # added to the positions of sampled tokens
-        self.store: Rounding | None = None  # keys and values on their way into the cache
-        self.store_prefill = True  # False: the prompt's own attention reads them unrounded
-        self.inputs: Callable[[Observation], Observation] | None = None
+        self.given: Callable[[int, int], dict[str, Any]] = lambda length, sent: {}  # further arguments of the model
+        self.cache: Callable[[], Any] | None = None  # the prompt, then the rest, go through this cache
+        self.inputs: Callable[[Observation], Observation] = lambda seen: seen
         self.outputs: Callable[[Tensor, Observation], Tensor] | None = None  # logits before temperature and filters
         self.align = 0  # each log-probability is that of the token so many places on
 
     def set(self, owner: Any, name: str, value: Any) -> None:
-        self.changes_forward = True
-        self._undo.callback(setattr, owner, name, getattr(owner, name))
-        setattr(owner, name, value)
-
-    def write(self, parameter: Tensor, value: Tensor) -> None:
-        """Another value of a parameter, which keeps its place and its ties."""
-        self.changes_forward = True
-        before = parameter.data
-        self._undo.callback(lambda: setattr(parameter, "data", before))
-        parameter.data = value.to(before.dtype)
+        """A parameter's `data` keeps its dtype and its ties."""
+        before = getattr(owner, name)
+        self._undo.callback(setattr, owner, name, before)
+        setattr(owner, name, value.to(before.dtype) if isinstance(before, Tensor) else value)
 
     def hook(self, module: nn.Module, change: Callable[[Any, Any], Any]) -> None:
         """`change(inputs, output)` replaces the module's output."""
-        self.changes_forward = True
         handle = module.register_forward_hook(lambda _, inputs, output: change(inputs, output))
-        self._undo.callback(handle.remove)
-
-    def round_inputs(self, module: nn.Module, rounding: Rounding) -> None:
-        self.changes_forward = True
-        handle = module.register_forward_pre_hook(lambda _, inputs: (rounding(inputs[0]), *inputs[1:]))
         self._undo.callback(handle.remove)
 
     def round_modules(self, dtype: torch.dtype) -> None:
         """Rounds what every module returns; sums between modules and rotary tables stay in float32, as fused kernels
         keep them."""
 
-        def rounded(inputs: Any, output: Any) -> Any:
-            is_real = isinstance(output, Tensor) and output.is_floating_point()
-            return (
-                output.to(dtype).to(output.dtype) if is_real else output
-            )  # routers return more, and choose in float32
+        def rounded(inputs: Any, output: Any) -> Any:  # routers return more, and choose in float32
+            return output.to(dtype).float() if isinstance(output, Tensor) and output.is_floating_point() else output
 
         for module in self.model.modules():
             if not any(module.children()) and not hasattr(module, "inv_freq"):
                 self.hook(module, rounded)
 
-    @property
-    def is_forward(self) -> bool:
-        """Whether the model has to run again."""
-        given = (self.window, self.store, self.inputs)
-        return self.changes_forward or bool(self.decode_shift) or any(one is not None for one in given)
+    def round_inputs(self, module: nn.Module, rounding: Rounding) -> None:
+        handle = module.register_forward_pre_hook(lambda _, inputs: (rounding(inputs[0]), *inputs[1:]))
+        self._undo.callback(handle.remove)
 
 
 class Reference:
@@ -221,38 +201,39 @@ def _widen(value: Any) -> Any:
 
 
 @torch.no_grad()
-def compute_logits(model: Any, seen: Observation, trial: Trial | None = None, *, chunked: bool = False) -> Tensor:
-    """float32 `[positions, V]`; `chunked`: the prompt first, the rest with its cache, another order of rounding."""
-    if trial is not None and trial.inputs is not None:
+def compute_logits(model: Any, seen: Observation, trial: Trial | None = None, *, cache: Any = None) -> Tensor:
+    """float32 `[positions, V]`. With a cache the prompt runs first and then the rest, another order of rounding."""
+    given: dict[str, Any] = {}
+    if trial is not None:
         seen = trial.inputs(seen)
+        given = trial.given(len(seen.token_ids), seen.prompt_tokens)
+        cache = trial.cache and trial.cache()
     ids, at = torch.tensor([seen.token_ids]), torch.tensor(seen.positions) - 1
-    given: dict[str, Any] = {"logits_to_keep": at} if "logits_to_keep" in signature(model.forward).parameters else {}
-    if trial is not None and trial.decode_shift:
-        places = torch.arange(ids.shape[1])
-        given["position_ids"] = (places + trial.decode_shift * (places >= seen.prompt_tokens)).clamp(min=0)[None]
-    if trial is not None and trial.window is not None:
-        given["attention_mask"] = banded_mask(ids.shape[1], trial.window or ids.shape[1])
-    split = seen.prompt_tokens if not seen.is_prompt and seen.prompt_tokens < ids.shape[1] else 0
-    if trial is not None and trial.store is not None:
-        if split and not trial.store_prefill:
-            return _run_chunks(model, ids, at, split, trial.store)
-        given |= {"past_key_values": rounding_cache(trial.store), "use_cache": True}
-    elif chunked and split:
-        return _run_chunks(model, ids, at, split, None)
-    else:
-        given["use_cache"] = False
-    logits = model(ids, **given).logits[0]
-    return (logits if "logits_to_keep" in given else logits.index_select(0, at)).float()
+    if cache is None:
+        given |= {"use_cache": False}
+        if "logits_to_keep" in signature(model.forward).parameters:
+            return model(ids, logits_to_keep=at, **given).logits[0].float()
+        return model(ids, **given).logits[0].index_select(0, at).float()
+    chunks = [part for part in ids.tensor_split([seen.prompt_tokens], dim=1) if part.shape[1]]
+    logits = [model(part, past_key_values=cache, use_cache=True).logits[0] for part in chunks]
+    return torch.cat(logits).index_select(0, at).float()
 
 
-def _run_chunks(model: Any, ids: Tensor, at: Tensor, split: int, store: Rounding | None) -> Tensor:
-    cache = rounding_cache(store or (lambda states: states), after=split if store else 0)
-    first = model(ids[:, :split], past_key_values=cache, use_cache=True).logits[0]
-    if store is not None:
-        for layer in cache.layers:
-            layer.keys, layer.values = store(layer.keys), store(layer.values)
-    rest = model(ids[:, split:], past_key_values=cache, use_cache=True).logits[0]
-    return torch.cat((first, rest)).index_select(0, at).float()
+def rounding_cache(store: Rounding, *, prefill: bool = True) -> Any:
+    """A cache that rounds keys and values; without `prefill`, the prompt's own attention reads them unrounded."""
+    from transformers import DynamicCache
+
+    class RoundingCache(DynamicCache):
+        def update(
+            self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+        ) -> tuple[Tensor, Tensor]:
+            is_first, both = self.get_seq_length(layer_idx) == 0, (key_states, value_states)
+            # Decoding stores one token at a time: a scale over several tokens is one of the prompt's.
+            keys, values = (store(s) if is_first else store(s.transpose(0, 2)).transpose(0, 2) for s in both)
+            stored = super().update(keys, values, layer_idx, *args, **kwargs)
+            return both if is_first and not prefill else stored
+
+    return RoundingCache()
 
 
 def read_entries(
@@ -269,29 +250,6 @@ def read_entries(
         logits = logits / torch.tensor(seen.temperatures, dtype=logits.dtype).unsqueeze(1)
     rows, ids, _ = seen.targets
     return logits[rows, ids].double() - logits.double().logsumexp(dim=-1)[rows]
-
-
-def banded_mask(length: int, window: int) -> Tensor:
-    """Additive `[1, 1, length, length]`: each token sees itself and the `window - 1` before it."""
-    distance = torch.arange(length)[:, None] - torch.arange(length)[None]
-    hidden = (distance < 0) | (distance >= window)
-    return torch.zeros(1, 1, length, length).masked_fill(hidden, torch.finfo(torch.float32).min)
-
-
-def rounding_cache(store: Rounding, *, after: int = 0) -> Any:
-    from transformers import DynamicCache
-
-    class RoundingCache(DynamicCache):
-        """Keys and values lose precision on their way into the cache, from position `after` on."""
-
-        def update(
-            self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-        ) -> tuple[Tensor, Tensor]:
-            if self.get_seq_length(layer_idx) >= after:
-                key_states, value_states = store(key_states), store(value_states)
-            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-
-    return RoundingCache()
 
 
 def adapter_deltas(model: Any, directory: Path) -> dict[str, Tensor]:
