@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.doctor import engines as e
-from tests.doctor import reported
+from tests.doctor import reported, third_set
 from tokentrue.doctor import CAUSES, Finding, Reference, Verdict
 from tokentrue.doctor.exam import STORY
 from tokentrue.doctor.hypotheses import list_hypotheses
@@ -37,11 +37,12 @@ async def gather(engine: reported.Engine, dtype: str = "float32", tokens: int = 
     return Evidence(reference, seen, dtype)
 
 
-def judged(evidence: Evidence, previous: Any = None) -> Finding:
+def judged(evidence: Evidence, previous: Any = None, only: str = "") -> Finding:
+    """`only`: by the hypotheses whose name contains it."""
     hypotheses = list_hypotheses(
         evidence.reference, previous=previous, specials=(0, 1, 2), stops=(2,), dtype=evidence.dtype
     )
-    return judge(evidence, hypotheses, advice="look")
+    return judge(evidence, [one for one in hypotheses if only in one.fault], advice="look")
 
 
 def seeded(name: str, dtype: str = "float32", seed: int = 3) -> reported.Seeded:
@@ -72,21 +73,75 @@ async def test_a_dtype_is_not_named_by_the_size_of_a_difference() -> None:
     rounded = (await gather(reported.Engine(e.calculator(), "bfloat16"))).e.abs().mean()
     evidence = await gather(reported.Engine(model))
     assert 0.2 < float(evidence.e.abs().mean() / rounded) < 5
-    assert judged(evidence).fault == "unknown"
+    assert judged(evidence, only="dtype").fault == "unknown"
 
 
 @pytest.mark.slow
-async def test_bfloat16_is_named_by_the_grid_of_its_logits() -> None:
+async def test_bfloat16_is_named_by_the_signs_of_its_rounding() -> None:
     assert judged(await gather(reported.Engine(e.calculator(), "bfloat16"))).fault == "dtype_bfloat16"
 
 
-async def test_draws_under_a_filter_that_is_not_reported() -> None:
-    plain = await gather(reported.Engine(e.calculator()), tokens=80)
-    assert judge_draws(plain).verdict is Verdict.OK
-    silent = seeded("silent top-k", seed=1)
-    drawn = await gather(silent.engine, tokens=80)
-    found = judge_draws(drawn)
-    assert found.fault == "sampled_filters", found
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        ("cold draws, raw reports", "temperature_ignored"),  # and not the filter that cold draws stay inside
+        ("top-k draws, raw reports", "sampled_filters"),
+    ],
+)
+async def test_draws_that_the_reports_do_not_contain(case: str, expected: str) -> None:
+    seeded = third_set.FAULTS[case](e.calculator(), "float32", random.Random(1))
+    found = judge_draws(await gather(seeded.engine, tokens=80))
+    assert found.fault == expected, found
+
+
+async def test_plain_draws_follow_their_reports() -> None:
+    assert judge_draws(await gather(reported.Engine(e.calculator()), tokens=80)).verdict is Verdict.OK
+
+
+@pytest.mark.parametrize(
+    ("case", "tensors"),
+    [
+        ("stale query projection, previous given", {"model.layers.2.self_attn.q_proj.weight"}),
+        ("stale norm, previous given", set()),
+        ("stale key and value, previous given", {f"model.layers.0.self_attn.{n}_proj.weight" for n in "kv"}),
+        ("stale embedding, fresh head, previous given", {"embedding, which the output layer shares"}),
+    ],
+)
+async def test_stale_tensors_are_named_one_by_one(case: str, tensors: set[str], tmp_path: Path) -> None:
+    seeded = third_set.FAULTS[case](e.calculator(), "float32", random.Random(1))
+    seeded.previous.save_pretrained(tmp_path)
+    found = judged(await gather(seeded.engine), previous=tmp_path, only="stale")
+    assert found.fault == "stale_weights", found
+    named = found.detail.split("; in ")[1].split(" alone")[0]
+    assert named.endswith("input_layernorm.weight") if not tensors else all(one in named for one in tensors)
+    assert named.count("model.layers") == len(tensors) if len(tensors) > 1 else named.count(".weight") <= 1
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        ("int4 KV, groups of 16 with zero points", "int4_kv_cache"),
+        ("int8 KV per channel", "int8_kv_cache"),
+        ("int3 KV", "unknown"),
+    ],
+)
+async def test_bits_of_a_cache_are_told_apart(case: str, expected: str) -> None:
+    seeded = third_set.FAULTS[case](e.calculator(), "float32", random.Random(1))
+    found = judged(await gather(seeded.engine, tokens=24), only="_kv_cache")
+    assert found.fault == expected, found
+
+
+async def test_most_of_a_difference_is_not_enough_for_a_name() -> None:
+    """Without its weights the last norm is nearly, and not quite, another temperature."""
+    seeded = third_set.FAULTS["last norm without weights"](e.calculator(), "float32", random.Random(1))
+    found = judged(await gather(seeded.engine), only="sampled_")
+    assert found.fault == "unknown" and "sampled_temperature" in found.detail, found
+
+
+async def test_a_scale_of_one_layer_is_found_in_that_layer() -> None:
+    seeded = third_set.FAULTS["attention scale of one layer"](e.calculator(), "float32", random.Random(1))
+    found = judged(await gather(seeded.engine), only="attention")
+    assert found.fault == "attention_scale" and "times 1.4; in model.layers." in found.detail, found
 
 
 @pytest.mark.slow

@@ -181,8 +181,10 @@ FOLLOWS: Mapping[str, tuple[str, ...]] = {
     "temperature_ignored": ("raw_logprobs", "filters_ignored", "penalties_ignored"),
     "sampled_temperature": ("greedy_logprobs",),
     "wire_precision": (*COMPARED, *REPEATS),
-    "unstable": (*REPEATS, *COMPARED),
-    **dict.fromkeys(("batch_variant", "prefix_cache"), ("unknown", "prefill_decode")),
+    "unstable": (*REPEATS, *COMPARED, *READ, "raw_logprobs", "temperature_ignored"),
+    **dict.fromkeys(
+        ("batch_variant", "prefix_cache"), ("unknown", "prefill_decode", *READ, "raw_logprobs", "temperature_ignored")
+    ),
     "unknown": ("prefill_decode",),  # a symptom of whatever it is
     "routing": ("unknown",),
     "pause": ("preemption",),

@@ -16,13 +16,13 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
-from torch.overrides import TorchFunctionMode
 
 from tokentrue.doctor.reference import (
     Observation,
     Reference,
     Rounding,
     Trial,
+    WideSums,
     adapter_deltas,
     load_model,
     rounding_cache,
@@ -161,14 +161,12 @@ def _inputs(reference: Reference, specials: Sequence[int]) -> Iterator[Hypothesi
         return lambda trial, x: setattr(trial, "given", lambda length, sent: change(length, sent, int(x)))
 
     def drop(start: int) -> Hypothesis:
-        label = f"the prompt without {{x:.0f}} tokens from its {'end' if start < 0 else f'token {start}'} on"
-
-        def apply(seen: Observation, x: int) -> Observation:
+        def change(seen: Observation, x: int) -> Observation:
             x = max(0, min(x, seen.prompt_tokens - 1 - max(0, start)))
             return seen.edit(start if start >= 0 else seen.prompt_tokens - x, x)
 
-        counts = range(1, 33 if start == 0 else 13)
-        return Hypothesis("prompt_changed", label.replace("from its end on", "at its end"), edit(apply), counts)
+        label = f"the prompt without {{x:.0f}} tokens {f'after its first {start}' if start >= 0 else 'at its end'}"
+        return Hypothesis("prompt_changed", label, edit(change), range(1, 13 if start else 33))
 
     by = lambda trial, x: setattr(trial, "align", int(x))  # noqa: E731
     yield Hypothesis("off_by_one", "the log-probability {x:+.0f} places on", by, (-1, 1), is_output=True)
@@ -202,16 +200,14 @@ def banded_mask(length: int, window: int) -> Tensor:
 def _arithmetic(reference: Reference) -> Iterator[Hypothesis]:
     model, config = reference.model, reference.config
 
-    def on(fault: str, label: str, name: str, kind: type, change: Callable[[Any, float], Any], *how: Any) -> Any:
+    def on(fault: str, label: str, name: str, kind: type, change: Callable[[Any, float], Any], **how: Any) -> Any:
         """Another value of an attribute, of all modules that have one."""
         owners = {at: module for at, module in model.named_modules() if isinstance(getattr(module, name, None), kind)}
         units = {at: partial(_set, module, name, change) for at, module in owners.items()}
-        return [Hypothesis(fault, label, run_all(units), *how, units=units)] if units else []
+        return [Hypothesis(fault, label, run_all(units), units=units, **how)] if units else []
 
-    scaled = (*FAR, 8.0), "real", 1.0
-    yield from on(
-        "attention_scale", "attention scores times {x:.4g}", "scaling", float, lambda own, x: own * x, *scaled
-    )
+    scaled = partial(on, "attention_scale", "attention scores times {x:.4g}", "scaling", float, lambda own, x: own * x)
+    yield from scaled(grid=(*FAR, 8.0), fit="real", none=1.0)
     rope = dict(getattr(config, "rope_parameters", None) or {})
     base = rope.get("rope_theta")
     if base is not None and hasattr(getattr(model, "model", None), "rotary_emb"):
@@ -221,9 +217,9 @@ def _arithmetic(reference: Reference) -> Iterator[Hypothesis]:
             return own * (x / base) ** -(torch.arange(own.shape[0]) / own.shape[0])
 
         bases = [base * by for by in (0.01, 0.1, *FAR, 10.0, 100.0)]
-        yield from on("rope", "rope base {x:.4g}", "inv_freq", Tensor, based, bases, "real", base)
-        yield from on("rope", "rope frequencies ÷ {x:.4g}", "inv_freq", Tensor, lambda own, x: own / x, *scaled)
-        yield from turn("rope frequencies in bfloat16", change=lambda own, x: own.bfloat16().float())
+        yield from turn("rope base {x:.4g}", change=based, grid=bases, fit="real", none=base)
+        yield from turn("rope frequencies ÷ {x:.4g}", change=lambda f, x: f / x, grid=(*FAR, 8.0), fit="real", none=1.0)
+        yield from turn("rope frequencies in bfloat16", change=lambda f, x: f.bfloat16().float())
         if rope.get("rope_type", "default") != "default":
             yield Hypothesis("rope", "rope without scaling", partial(_rebuild_rope, rope_type="default"))
         for label, is_whole in (("the whole", True), ("a part of the", False)):
@@ -232,7 +228,7 @@ def _arithmetic(reference: Reference) -> Iterator[Hypothesis]:
         yield Hypothesis("rope", "rope of neighbours instead of halves", _interleave)
     for name in ("variance_epsilon", "eps"):
         grid = [10.0**-n for n in (2, 3, 4, 5, 6, 7, 8, 12)]
-        yield from on("norm_epsilon", "norm epsilon {x:.3g}", name, float, lambda own, x: x, grid, "real")
+        yield from on("norm_epsilon", "norm epsilon {x:.3g}", name, float, lambda own, x: x, grid=grid, fit="real")
     norms: list[Any] = [
         m for m in model.modules() if "Norm" in type(m).__name__ and getattr(m, "weight", None) is not None
     ]
@@ -283,49 +279,29 @@ def _mixtures(reference: Reference) -> Iterator[Hypothesis]:
         return Hypothesis(fault, label, lambda trial, x: [change(trial, one, x) for one in routers], *how, **more)
 
     grid = sorted({1, own - 1, own + 1, 2 * own, routers[0].num_experts} - {0, own})
-    yield on(
-        "experts_per_token", "{x:.0f} experts a token", lambda trial, one, x: trial.set(one, "top_k", int(x)), grid
-    )
+    yield on("experts_per_token", "{x:.0f} experts a token", lambda t, one, x: t.set(one, "top_k", int(x)), grid)
     if hasattr(routers[0], "norm_topk_prob"):
-        label = "expert weights normalised or not, unlike the model"
-        flip = lambda trial, one, x: trial.set(one, "norm_topk_prob", not one.norm_topk_prob)  # noqa: E731
-        yield on("expert_weights", label, flip)
-    weigh = lambda trial, one, x: trial.hook(one, lambda i, out: (out[0], out[1] * x, *out[2:]))  # noqa: E731
+        label, name = "expert weights normalised or not, unlike the model", "norm_topk_prob"
+        yield on("expert_weights", label, lambda t, one, x: t.set(one, name, not getattr(one, name)))
+    weigh = lambda t, one, x: t.hook(one, lambda i, out: (out[0], out[1] * x, *out[2:]))  # noqa: E731
     yield on("expert_weights", "expert weights times {x:.4g}", weigh, FAR, "real", 1.0)
-    for name in ("bfloat16", "float16"):
-        for label, whole in (("the router", True), ("router logits", False)):
-            change = partial(_round_router, dtype=getattr(torch, name), is_whole=whole)
-            yield on("router_dtype", f"{label} in {name}", change, is_rounding=True)
+    for dtype in (torch.bfloat16, torch.float16):
+        change = partial(_narrow_router, dtype=dtype)
+        yield on("router_dtype", f"the router in {str(dtype)[6:]}", change, is_rounding=True)
     if shared := [m for n, m in reference.model.named_modules() if n.endswith(("shared_expert", "shared_experts"))]:
         drop: Apply = lambda trial, x: [trial.hook(one, lambda i, output: output * 0) for one in shared]  # noqa: E731
         yield Hypothesis("shared_expert", "the shared experts left out", drop)
 
 
-def _round_router(trial: Trial, router: Any, x: float, *, dtype: torch.dtype, is_whole: bool) -> None:
-    """Logits in another dtype; `is_whole`: inputs, weights and scores too."""
-    own = router.forward
+def _narrow_router(trial: Trial, router: Any, x: float, *, dtype: torch.dtype) -> None:
+    narrow = copy.deepcopy(router).to(dtype)
 
-    def forward(*args: Any) -> Any:
-        with _RoundedResults(dtype, is_whole):
-            return own(*args)
+    def route(inputs: Any, output: Any) -> Any:
+        with WideSums():
+            found = narrow(inputs[0].to(dtype))
+        return tuple(one.float() if one.is_floating_point() else one for one in found)
 
-    trial.set(router, "forward", forward)
-    if is_whole:
-        trial.set(router.weight, "data", router.weight.data.to(dtype))
-        trial.round_inputs(router, lambda value: value.to(dtype).float())
-
-
-class _RoundedResults(TorchFunctionMode):
-    """The results of linear maps lose precision, or of every operation."""
-
-    def __init__(self, dtype: torch.dtype, is_whole: bool) -> None:
-        super().__init__()
-        self.dtype, self.is_whole = dtype, is_whole
-
-    def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        is_real = isinstance(result, Tensor) and result.dtype == torch.float32
-        return result.to(self.dtype).float() if is_real and (self.is_whole or func is linear) else result
+    trial.hook(router, route)
 
 
 # Layers and heads.

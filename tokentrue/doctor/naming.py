@@ -202,11 +202,8 @@ class Fit:
 
 def judge(evidence: Evidence, hypotheses: Iterable[Hypothesis], *, advice: str = "") -> Finding:
     """A named cause, `unknown`, or no fault."""
-    size, chosen, departs = (
-        evidence.size(evidence.e, evidence.everything),
-        evidence.e[evidence.is_chosen].abs(),
-        evidence.departs,
-    )
+    size, chosen = evidence.size(evidence.e, evidence.everything), evidence.e[evidence.is_chosen].abs()
+    departs = size > evidence.limit
     figure = (
         f"mean |δ| {float(chosen.mean()):.2g}, max {float(chosen.max()):.2g} over {chosen.numel()} tokens, "
         f"{size / evidence.limit:.2g} of what {evidence.dtype} allows"
@@ -236,8 +233,7 @@ def share(evidence: Evidence, fit: Fit) -> float:
 def fit_all(evidence: Evidence, hypotheses: Iterable[Hypothesis]) -> list[Fit]:
     """The best hypotheses over all tokens, best first; each is tried on few tokens first."""
     is_exact = evidence.dtype == "float32"
-    first = choose_first(evidence, 64 if is_exact else 200)
-    inside = torch.isin(evidence.owner, torch.tensor(first)) & ~evidence.held
+    first, inside = choose_first(evidence, 32 if is_exact else 120)
     whole = evidence.size(evidence.e, inside)
     visible = int((evidence.e.abs() > 6 * evidence.spread)[evidence.held & evidence.is_chosen].sum())
     queue, found = list(hypotheses), list[Fit]()
@@ -257,7 +253,7 @@ def fit_all(evidence: Evidence, hypotheses: Iterable[Hypothesis]) -> list[Fit]:
         if hypothesis.details is not None and (is_alike or (hypothesis.is_rounding and is_as_large)):
             queue += hypothesis.details()
         if len(hypothesis.units) > 1 and (is_alike or not hypothesis.is_rounding):
-            queue.insert(0, choose_units(evidence, best, first, inside))
+            queue.insert(0, choose_units(evidence, best, *choose_first(evidence, 100 if is_exact else 200)))
     found.sort(key=lambda one: one.left)
     every = list(range(len(evidence.observations)))
     finalists = [
@@ -267,18 +263,17 @@ def fit_all(evidence: Evidence, hypotheses: Iterable[Hypothesis]) -> list[Fit]:
     return sorted(finalists, key=lambda one: one.left)
 
 
-def choose_first(evidence: Evidence, least: int) -> list[int]:
-    """Observations that show most of the difference per token that has to be computed."""
-    worth: list[tuple[float, int]] = []
-    for n, seen in enumerate(evidence.observations):
-        worth.append((evidence.size(evidence.e, evidence.owner == n) * len(seen.positions) / len(seen.token_ids), n))
-    chosen, rows = list[int](), 0
-    for _, n in sorted(worth, reverse=True):
-        chosen.append(n)
-        rows += len(evidence.observations[n].positions)
-        if rows >= least:
-            break
-    return chosen
+def choose_first(evidence: Evidence, least: int) -> tuple[list[int], Tensor]:
+    """Observations that show most of the difference per token that has to be computed, and their half of the fit."""
+
+    def worth(n: int) -> float:
+        seen = evidence.observations[n]
+        return evidence.size(evidence.e, evidence.owner == n) * len(seen.positions) / len(seen.token_ids)
+
+    ordered = sorted(range(len(evidence.observations)), key=worth, reverse=True)
+    rows = torch.tensor([len(evidence.observations[n].positions) for n in ordered]).cumsum(0)
+    first = ordered[: 1 + int((rows < least).sum())]
+    return first, torch.isin(evidence.owner, torch.tensor(first)) & ~evidence.held
 
 
 def try_value(evidence: Evidence, hypothesis: Hypothesis, x: float, only: Sequence[int], inside: Tensor) -> Fit:
@@ -462,21 +457,20 @@ def judge_draws(evidence: Evidence) -> Finding:
             halves = float(gains[~held].sum()), float(gains[held].sum())
             found.setdefault(causes, []).append((*halves, words))
     # Each half is tried under what fits the other one best.
-    best = {causes: (max(tried), max(tried, key=lambda one: one[1])) for causes, tried in found.items()}
-    tested = {causes: (first[1] + second[0], first[2]) for causes, (first, second) in best.items()}
-    singles = {one: tested[one] for one in tested if len(one) == 1}
-    causes = max(singles, key=lambda one: singles[one][0])
+    tested: dict[tuple[str, ...], tuple[float, str]] = {}
+    for causes, tried in found.items():
+        first, second = max(tried), max(tried, key=lambda one: one[1])
+        tested[causes] = first[1] + second[0], first[2]
+    (gain, causes), (other, rival) = sorted(((tested[one][0], one) for one in tested if len(one) == 1), reverse=True)
     both = next(one for one in tested if len(one) == 2)
-    figure = f"{len(chosen)} draws"
-    if tested[both][0] > singles[causes][0] + TIE:
-        causes = both
-    gain, words = tested[causes]
+    if tested[both][0] > gain + TIE:
+        (gain, _), causes, other = tested[both], both, -torch.inf
+    words = tested[causes][1]
     if gain < -math.log(CHANCE):
-        return ok(f"{figure} follow the reported distribution")
-    figure = f"{figure}; e^{gain:.0f} times likelier under {words}"
-    close = [words for one, (other, words) in singles.items() if one != causes and other > gain - TIE / 2]
-    if close and len(causes) == 1:
-        return fault("unknown", figure, confidence="low", detail=f"cannot be told apart from {close[0]}")
+        return ok(f"{len(chosen)} draws follow the reported distribution")
+    figure = f"{len(chosen)} draws; e^{gain:.0f} times likelier under {words}"
+    if other > gain - TIE / 2:
+        return fault("unknown", figure, confidence="low", detail=f"cannot be told apart from {tested[rival][1]}")
     return fault(
         causes[0], figure, detail=f"the draws are those of {words}, which the log-probabilities do not contain"
     )
