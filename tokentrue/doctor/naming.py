@@ -33,6 +33,7 @@ TIE = 8.0  # nats
 SIZE = (0.7, 1.4)  # fitted multiple of a prediction that has the right size
 PROMISING = 0.97  # residual ÷ difference on the first tokens, below which a hypothesis is fitted further
 ALIKE = 0.1  # correlation of prediction and difference, above which other forms and parts of a cause are tried
+ASKED = ("stale_weights", "adapter_missing")  # what the user gave weights for
 MANY = 40  # parts of a model that are tried one by one
 FINALISTS = 8
 CHANCE = 1e-6  # of draws that look like another distribution by themselves
@@ -233,9 +234,11 @@ def share(evidence: Evidence, fit: Fit) -> float:
 def fit_all(evidence: Evidence, hypotheses: Iterable[Hypothesis]) -> list[Fit]:
     """The best hypotheses over all tokens, best first; each is tried on few tokens first."""
     is_exact = evidence.dtype == "float32"
-    first, inside = choose_first(evidence, 32 if is_exact else 120)
+    first, inside = choose_first(evidence, 32 if is_exact else 80)
     whole = evidence.size(evidence.e, inside)
     visible = int((evidence.e.abs() > 6 * evidence.spread)[evidence.held & evidence.is_chosen].sum())
+    # What noise correlates with by itself; float32 has none.
+    alike = ALIKE if is_exact else 3 / math.sqrt(int((inside & evidence.is_chosen).sum()) + 1)
     queue, found = list(hypotheses), list[Fit]()
     while queue:
         hypothesis = queue.pop(0)
@@ -248,11 +251,11 @@ def fit_all(evidence: Evidence, hypotheses: Iterable[Hypothesis]) -> list[Fit]:
         if is_exact and best.left < evidence.limit / 2 and visible >= 2 * TOKENS:
             break  # nothing but rounding is left on many tokens: what else leaves nothing is the same computation
         predicted = evidence.e - best.residual
-        is_alike = best.left < 0.95 * whole or correlate(evidence, predicted, inside) > ALIKE
+        is_alike = best.left < 0.95 * whole or correlate(evidence, predicted, inside) > alike
         is_as_large = 0.3 < evidence.size(predicted, inside) / max(whole, 1e-12) < 3
         if hypothesis.details is not None and (is_alike or (hypothesis.is_rounding and is_as_large)):
             queue += hypothesis.details()
-        if len(hypothesis.units) > 1 and (is_alike or not hypothesis.is_rounding):
+        if len(hypothesis.units) > 1 and (is_alike or hypothesis.fault in ASKED):
             queue.insert(0, choose_units(evidence, best, *choose_first(evidence, 100 if is_exact else 200)))
     found.sort(key=lambda one: one.left)
     every = list(range(len(evidence.observations)))
