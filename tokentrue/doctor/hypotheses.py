@@ -360,11 +360,13 @@ def _quantise(reference: Reference, rounding: Rounding) -> Iterator[tuple[str, A
             matrices = [(f"{name}.{key}", p) for key, p in module.named_parameters(recurse=False) if p.dim() > 1]
             yield name, partial(_round_weights, matrices, rounding)
 
-    def project(trial: Trial, x: float) -> None:
-        weight = rounding(last.weight.data)
-        trial.hook(last, lambda inputs, output: linear(inputs[0], weight, last.bias))
+    yield "the output layer", lambda trial, x: _use(last, rounding(last.weight.data), trial)
 
-    yield "the output layer", project
+
+def _use(place: Any, weight: Tensor, trial: Trial, narrow: Rounding = lambda value: value) -> None:
+    """Another matrix at one of two places that share theirs."""
+    use = nn.functional.embedding if isinstance(place, nn.Embedding) else partial(linear, bias=place.bias)
+    trial.hook(place, lambda inputs, output: narrow(use(narrow(inputs[0]), weight)))
 
 
 def _round_weights(matrices: Sequence[tuple[str, Any]], rounding: Rounding, trial: Trial, x: float) -> None:
@@ -513,7 +515,9 @@ def _stale(reference: Reference, previous: Any, dtype: torch.dtype) -> Iterator[
                 ("embedding, which the output layer shares", embedding),
                 ("output layer, which shares the embedding", head),
             ):
-                units[label] = partial(_read_mixed, place, before)
+                units[label] = lambda trial, x, place=place, was=before: _use(
+                    place, was + x * (place.weight - was), trial
+                )
         else:
             units[name] = partial(_set, own, "data", lambda now, x, was=before: was + x * (now - was))
     if units:
@@ -522,32 +526,19 @@ def _stale(reference: Reference, previous: Any, dtype: torch.dtype) -> Iterator[
         yield Hypothesis("stale_weights", label, run_all(units), grid, "real", 1.0, units=units)
 
 
-def _read_mixed(place: Any, before: Tensor, trial: Trial, x: float) -> None:
-    weight = before + x * (place.weight.data - before)
-    use = nn.functional.embedding if isinstance(place, nn.Embedding) else linear
-    trial.hook(place, lambda inputs, output: use(inputs[0], weight))
-
-
 # Dtypes, where float32 is expected.
 
 
 def _dtypes(reference: Reference) -> Iterator[Hypothesis]:
     head = reference.model.get_output_embeddings()
     linears = [module for module in reference.model.modules() if isinstance(module, nn.Linear)]
-    for dtype in (torch.bfloat16, torch.float16):
-        name = str(dtype).removeprefix("torch.")
-
-        def narrow(value: Tensor, dtype: torch.dtype = dtype) -> Tensor:
-            return value.to(dtype).float()
-
-        def project(trial: Trial, x: float, narrow: Rounding = narrow) -> None:
-            """Without touching an embedding that shares the weight."""
-            trial.hook(head, lambda i, o: narrow(linear(narrow(i[0]), narrow(head.weight), head.bias)))
+    for name, narrow in NARROW.items():
 
         def load(trial: Trial, x: float, narrow: Rounding = narrow) -> None:
             for parameter in trial.model.parameters():
                 trial.set(parameter, "data", narrow(parameter.data))
 
+        project = partial(lambda trial, x, narrow: _use(head, narrow(head.weight.data), trial, narrow), narrow=narrow)
         yield Hypothesis(f"dtype_{name}", f"weights rounded to {name}", load)
         yield Hypothesis("head_dtype", f"the output layer in {name}", project, is_rounding=True)
 

@@ -96,7 +96,7 @@ class Evidence:
         model, seen = self.reference.model, self.observations
         if dtype == "float32":
             with _eager(model):
-                return [self.read([compute_logits(model, one, cache=_new_cache()) for one in seen]) - self.truth]
+                return [self.read([compute_logits(model, one, is_cached=True) for one in seen]) - self.truth]
         with self.reference.trial() as trial:
             trial.round_modules(getattr(torch, dtype))
             found = [[compute_logits(model, one) for one in seen]]
@@ -104,7 +104,7 @@ class Evidence:
         with WideSums():
             found.append([compute_logits(narrow, one) for one in seen])
             with _eager(narrow):
-                found.append([compute_logits(narrow, one, cache=_new_cache()) for one in seen])
+                found.append([compute_logits(narrow, one, is_cached=True) for one in seen])
         return [self.read(rows) - self.truth for rows in found]
 
     def _measure_spread(self, dtype: str) -> tuple[Tensor, float]:
@@ -175,12 +175,6 @@ def _eager(model: Any, wanted: bool = True) -> Any:
         yield
     finally:
         model.set_attn_implementation(own)
-
-
-def _new_cache() -> Any:
-    from transformers import DynamicCache
-
-    return DynamicCache()
 
 
 @record(eq=False)
@@ -417,11 +411,10 @@ def describe_pattern(evidence: Evidence) -> str:
     above = float((own > 0).double().mean())
     if above > 0.95 or above < 0.05:
         found.append("every log-probability is " + ("raised" if above > 0.95 else "lowered"))
-    prompt, sampled = chosen & evidence.is_prompt, chosen & ~evidence.is_prompt
-    if bool(prompt.any()) and bool(sampled.any()):
-        ratio = evidence.size(e, sampled) / max(evidence.size(e, prompt), 1e-12)
-        found += ["only sampled tokens differ: decoding or sampling"] if ratio > 5 else []
-        found += ["only prompt tokens differ"] if ratio < 0.2 else []
+    prompt, sampled = (evidence.size(e, chosen & side) for side in (evidence.is_prompt, ~evidence.is_prompt))
+    if prompt and sampled:
+        found += ["only sampled tokens differ: decoding or sampling"] if sampled > 5 * prompt else []
+        found += ["only prompt tokens differ"] if prompt > 5 * sampled else []
     growth = grows_with_position(own, evidence.position[chosen])
     found += [f"it grows {growth:.0f}-fold with the position"] if growth > 4 else []
     together = float(torch.corrcoef(torch.stack((evidence.engine[chosen], evidence.truth[chosen])))[0, 1])
@@ -455,8 +448,9 @@ def judge_draws(evidence: Evidence) -> Finding:
         for name, x in (("", 0.0), *((name, x) for name, grid in FILTERS.items() for x in grid)):
             kept = count_kept(logp, name, x)
             gains = torch.where(rank < kept, own[:, None] - mass.gather(1, kept - 1).log(), -torch.inf)[:, 0] - plain
-            causes = (*(["temperature_ignored"] if t != 1 else []), *(["sampled_filters"] if name else []))
-            words = " and ".join([*([f"temperature {t:g}"] if t != 1 else []), *([f"{name} {x:g}"] if name else [])])
+            parts = [("temperature_ignored", f"temperature {t:g}")] * (t != 1)
+            parts += [("sampled_filters", f"{name} {x:g}")] * bool(name)
+            causes, words = tuple(cause for cause, _ in parts), " and ".join(word for _, word in parts)
             halves = float(gains[~held].sum()), float(gains[held].sum())
             found.setdefault(causes, []).append((*halves, words))
     # Each half is tried under what fits the other one best.

@@ -201,9 +201,10 @@ def _widen(value: Any) -> Any:
 
 
 @torch.no_grad()
-def compute_logits(model: Any, seen: Observation, trial: Trial | None = None, *, cache: Any = None) -> Tensor:
+def compute_logits(model: Any, seen: Observation, trial: Trial | None = None, *, is_cached: bool = False) -> Tensor:
     """float32 `[positions, V]`. With a cache the prompt runs first and then the rest, another order of rounding."""
     given: dict[str, Any] = {}
+    cache = rounding_cache(lambda states: states) if is_cached else None
     if trial is not None:
         seen = trial.inputs(seen)
         given = trial.given(len(seen.token_ids), seen.prompt_tokens)

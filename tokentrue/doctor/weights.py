@@ -56,18 +56,14 @@ def hypotheses_for(exam: Examination) -> Any:
 
 
 def advise(exam: Examination) -> str:
-    """The measurement that would tell most."""
-    steps = [
-        "" if exam.previous is not None else "run again with --previous DIR (the weights before the last update)",
-        "" if exam.dtype == "float32" else "serve in float32 for the test, where causes are told apart by their digits",
-        ""
-        if exam.provider.name == "hf"
-        else "load the served directory with --engine hf --served DIR, which names the layer",
-    ]
-    return (
-        "; ".join(step for step in steps if step)
-        or "compare the engine's configuration and model class with the directory"
-    )
+    """The measurements that would tell most."""
+    steps = {
+        "run again with --previous DIR (the weights before the last update)": exam.previous is None,
+        "serve in float32 for the test, where causes are told apart by their digits": exam.dtype != "float32",
+        "load the served directory with --engine hf --served DIR, which names the layer": exam.provider.name != "hf",
+        "compare the engine's configuration and model class with the directory": True,
+    }
+    return "; ".join([step for step, is_open in steps.items() if is_open][:3])
 
 
 async def _score_prompt(exam: Examination) -> Finding:
@@ -78,11 +74,9 @@ async def _score_prompt(exam: Examination) -> Finding:
     exam.prompt_evidence = evidence = Evidence(exam.reference, [seen], exam.dtype)
     gaps = evidence.e.abs()
     figure = f"mean |δ| {float(gaps.mean()):.2g}, max {float(gaps.max()):.2g} over {gaps.numel()} tokens"
-    return (
-        cannot_tell("differs; the cause is in the row of the model directory", figure=figure)
-        if evidence.departs
-        else ok(figure)
-    )
+    if evidence.departs:
+        return cannot_tell("differs; the cause is in the row of the model directory", figure=figure)
+    return ok(figure)
 
 
 async def _draws(exam: Examination, verdict: Finding) -> Finding:
