@@ -73,7 +73,7 @@ async def examine(
         findings += locate_difference(exam, findings, engine_model)
     if samples:
         on_progress("samples")
-        findings += probe_samples(exam, samples)
+        findings += await probe_samples(exam, samples)
     model = str(reference.source or "")
     return DoctorReport(engine=provider.name, model=model, facts=facts, findings=tuple(settle(findings)))
 

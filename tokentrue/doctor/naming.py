@@ -244,13 +244,16 @@ def fit_all(evidence: Evidence, hypotheses: Iterable[Hypothesis]) -> list[Fit]:
         found.append(best)
         if is_exact and best.left < evidence.limit / 2 and visible >= 2 * TOKENS:
             break  # nothing but rounding is left on many tokens: what else leaves nothing is the same computation
+        if best.left > 0.9 * whole and min(one.left for one in found) < 0.3 * whole:
+            continue  # another cause explains most already
         predicted = evidence.e - best.residual
-        is_alike = best.left < 0.95 * whole or correlate(evidence, predicted, inside) > alike
-        is_as_large = 0.3 < evidence.size(predicted, inside) / max(whole, 1e-12) < 3
-        if hypothesis.details is not None and (is_alike or (hypothesis.is_rounding and is_as_large)):
+        is_alike = correlate(evidence, predicted, inside) > alike
+        ratio = evidence.size(predicted, inside) / max(whole, 1e-12)
+        if hypothesis.details is not None and (is_alike or (hypothesis.is_rounding and 0.3 < ratio < 3)):
             queue += hypothesis.details()
-        if len(hypothesis.units) > 1 and (is_alike or hypothesis.fault in ASKED):
-            queue.insert(0, choose_units(evidence, best, *choose_first(evidence, 100 if is_exact else 200)))
+        is_part = is_alike and (not hypothesis.is_rounding or 0.3 < ratio < 10)
+        if len(hypothesis.units) > 1 and (is_part or hypothesis.fault in ASKED):
+            queue.insert(0, choose_units(evidence, best, *choose_first(evidence, 100 if is_exact else 160)))
     found.sort(key=lambda one: one.left)
     every = list(range(len(evidence.observations)))
     finalists = [

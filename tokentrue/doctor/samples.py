@@ -14,9 +14,9 @@ from torch import Tensor
 
 from tokentrue.doctor.exam import Examination
 from tokentrue.doctor.findings import Finding, cannot_tell, fault, ok
-from tokentrue.doctor.naming import Evidence, grows_with_position, judge
+from tokentrue.doctor.naming import Evidence, grows_with_position
 from tokentrue.doctor.reference import Observation
-from tokentrue.doctor.weights import advise, hypotheses_for
+from tokentrue.doctor.weights import judge_causes
 from tokentrue.samples.recorded_turns import read_turns, scoring_temperatures, why_not_scorable
 from tokentrue.types import Sample, Span
 
@@ -24,7 +24,7 @@ MOST_TOKENS = 3000
 STALE_FACTOR = 5.0
 
 
-def probe_samples(exam: Examination, samples: Sequence[Sample]) -> list[Finding]:
+async def probe_samples(exam: Examination, samples: Sequence[Sample]) -> list[Finding]:
     name = "samples: recorded log-probabilities against the model directory"
     judged = [(sample, why_not_comparable(sample)) for sample in samples]
     refused = [why for _, why in judged if why]
@@ -44,7 +44,7 @@ def probe_samples(exam: Examination, samples: Sequence[Sample]) -> list[Finding]
     }
     means = {label: mean_by_key(seen.e, keys) for label, keys in groups.items()}
     limit = max(5e-5, seen.rounding.limit)
-    verdict = _one_version(limit, means["policy version"]) or judge(seen, hypotheses_for(exam), advice=advise(exam))
+    verdict = _one_version(limit, means["policy version"]) or await judge_causes(exam, seen)
     rows = [
         ok(", ".join(f"{key}: {mean:.2g}" for key, mean in found.items()), probe=f"samples: mean |δ| by {label}")
         for label, found in means.items()

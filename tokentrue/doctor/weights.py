@@ -30,29 +30,24 @@ async def probe_weights(exam: Examination) -> list[Finding]:
     """Prompt tokens are judged with the sampled ones where both differ, or neither does."""
     assert exam.evidence is not None
     row = await probe("weights: log-probabilities of a prompt")(_score_prompt)(exam)
-    joined = sampled = exam.evidence
-    prompt = exam.prompt_evidence
-    if prompt is not None and prompt.departs == sampled.departs:
-        joined = Evidence(exam.reference, [*sampled.observations, *prompt.observations], exam.dtype)
+    joined, prompt = exam.evidence, exam.prompt_evidence
+    if prompt is not None and prompt.departs == joined.departs:
+        joined = Evidence(exam.reference, [*joined.observations, *prompt.observations], exam.dtype)
     elif prompt is not None and prompt.departs:
         joined = prompt
-    verdict = await probe("weights: log-probabilities against the model directory")(_judge)(exam, joined)
-    draws = await probe("meaning: draws follow the reported distribution")(_draws)(exam, verdict)
-    return [verdict, row, draws]
+    verdict = await probe("weights: log-probabilities against the model directory")(judge_causes)(exam, joined)
+    return [verdict, row, await probe("meaning: draws follow the reported distribution")(_draws)(exam, verdict)]
 
 
-async def _judge(exam: Examination, evidence: Evidence) -> Finding:
-    return judge(evidence, hypotheses_for(exam), advice=advise(exam))
-
-
-def hypotheses_for(exam: Examination) -> Any:
-    return list_hypotheses(
+async def judge_causes(exam: Examination, evidence: Evidence) -> Finding:
+    hypotheses = list_hypotheses(
         exam.reference,
         previous=exam.previous,
         specials=exam.special_ids(),
         stops=exam.renderer.stop_token_ids,
         dtype=exam.dtype,
     )
+    return judge(evidence, hypotheses, advice=advise(exam))
 
 
 def advise(exam: Examination) -> str:
