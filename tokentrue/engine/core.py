@@ -11,6 +11,7 @@ import torch
 
 from tokentrue.engine.adapters import Adapter
 from tokentrue.engine.graphs import Bursts
+from tokentrue.engine.images import RequestImages, proof_images
 from tokentrue.engine.processes.pipeline import Pipeline
 from tokentrue.engine.proof import PIECES
 from tokentrue.engine.runner import LocalRunner, StepResult, scores_prompt, wants_of
@@ -177,15 +178,25 @@ class Core:
     def prove(self) -> None:
         """Raises ExactnessError unless the steps have the bits of the model's own forward."""
         self.runner.prove(self.proof_steps(seed=5))
+        decoder = self.runner.forward.decoder if isinstance(self.runner, LocalRunner) else None
+        if decoder is not None and decoder.tower is not None and self.capacity >= PROOF_LENGTH:
+            self.runner.prove(self.proof_steps(seed=7, images=proof_images(decoder.tower)))
 
-    def proof_steps(self, *, seed: int, adapter: str | None = None) -> list[StepInputs]:
+    def proof_steps(
+        self, *, seed: int, adapter: str | None = None, images: RequestImages | None = None
+    ) -> list[StepInputs]:
         """Random tokens of one sequence, cut into pieces. The blocks are free again afterwards."""
         length, generator = min(PROOF_LENGTH, self.capacity), torch.Generator().manual_seed(seed)
         ids = torch.randint(0, self.runner.sizes.vocabulary, (length,), generator=generator).tolist()
+        if images is not None:
+            placeholder = self.local.model.config.image_token_id
+            ids = [token - 1 if token == placeholder else token for token in ids]
+            for image in images.images:
+                ids[image.start : image.end] = [placeholder] * (image.end - image.start)
         self.drain()
         while self.scheduler.running and self.pool.num_free * self.pool.block_size < length:
             self.scheduler.preempt(self.scheduler.running[-1])
-        return cut_steps(self.scheduler, ids, PIECES, adapter)
+        return cut_steps(self.scheduler, ids, PIECES, adapter, images)
 
     # ---- steps
     def step(self) -> bool:

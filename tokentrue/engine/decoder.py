@@ -149,6 +149,8 @@ class Decoder:
     vocabulary: int
     max_positions: int
     linears: dict[tuple[int, str], nn.Linear]  # (layer, projection): those that an adapter may change
+    tower: Any = None  # the model's vision tower
+    axes: Tensor | None = None  # int64 [D], with a tower: time, height or width turns each value of a head
 
     def weights(self) -> Iterator[Tensor]:
         """Of every product that the paged forward computes."""
@@ -184,7 +186,10 @@ LAYOUTS: dict[frozenset[str], tuple[str | None, ...]] = {
 def read_decoder(model: Any, ops: Ops, *, max_positions: int) -> Decoder:
     """Reads the layers of `model` and merges them in place; raises ExactnessError naming what has no exact form."""
     check_shape(model, (nn.Linear, nn.Identity))
-    config, body, head = model.config.get_text_config(), model.model, model.get_output_embeddings()
+    config, body, head = model.config.get_text_config(), body_of(model), model.get_output_embeddings()
+    tower = None if body is model.model else model.model.visual
+    if tower is not None and len(body.layers) <= len(tower.deepstack_visual_indexes):
+        raise ExactnessError(f"{type(model).__name__} adds image features after its last layer: no exact form")
     size = next((head_size(layer.self_attn) for layer in body.layers if hasattr(layer, "self_attn")), None)
     if size is None:
         raise ExactnessError(
@@ -203,12 +208,13 @@ def read_decoder(model: Any, ops: Ops, *, max_positions: int) -> Decoder:
         residual_scale=getattr(config, "residual_multiplier", None),
         heads=heads, vocabulary=head.weight.shape[0] if is_last else config.vocab_size, max_positions=max_positions,
         linears={at: module for at, module in linear_modules(model).items() if is_adaptable(layers[at[0]], at[1])},
+        tower=tower, axes=None if tower is None else rope_axes(body.rotary_emb, weight.device),
     )  # fmt: skip
 
 
 def linear_modules(model: Any) -> dict[tuple[int, str], nn.Linear]:
     found: dict[tuple[int, str], nn.Linear] = {}
-    for index, layer in enumerate(model.model.layers):
+    for index, layer in enumerate(body_of(model).layers):
         for projection, parent in TARGETS.items():
             module = getattr(getattr(layer, parent, None), projection, None)
             if isinstance(module, nn.Linear):
@@ -220,8 +226,13 @@ def is_adaptable(layer: Layer, projection: str) -> bool:
     return isinstance(layer.mlp if TARGETS[projection] == "mlp" else layer.mixer, Dense | Attention)
 
 
+def body_of(model: Any) -> Any:
+    """The decoder: a model that sees has it beside its tower."""
+    return getattr(getattr(model, "model", None), "language_model", None) or getattr(model, "model", None)
+
+
 def check_shape(model: Any, heads: tuple[type, ...] = (nn.Linear,)) -> None:
-    body, head = getattr(model, "model", None), model.get_output_embeddings()
+    body, head = body_of(model), model.get_output_embeddings()
     if not hasattr(body, "layers") or not hasattr(body, "norm") or not isinstance(head, heads):
         raise ExactnessError(
             f"{type(model).__name__} is not a decoder of the known shape (embed_tokens, layers, norm, lm_head)"
@@ -322,6 +333,14 @@ def merge(*linears: nn.Linear) -> Product:
                 m.bias.data = bias[start:stop]
             start = stop
     return Product(weight, bias)
+
+
+def rope_axes(rotary: Any, device: torch.device) -> Tensor:
+    """Found by the model's module: which of three positions changes each value. The proof at load checks it."""
+    like = torch.zeros(1, device=device)
+    with torch.no_grad():
+        sines = [rotary(like, torch.eye(3, dtype=torch.int64, device=device)[i].view(3, 1, 1))[1] for i in range(3)]
+    return torch.stack(sines).abs().argmax(0).flatten()
 
 
 def rope_table(body: Any, key: str, positions: int, head_dim: int, weight: Tensor) -> tuple[Tensor, Tensor]:

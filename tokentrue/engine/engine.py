@@ -19,6 +19,7 @@ from tokentrue.engine.adapters import MERGE, AdapterSource, read_adapter
 from tokentrue.engine.core import Core
 from tokentrue.engine.decoder import read_decoder
 from tokentrue.engine.forward import blocks_for
+from tokentrue.engine.images import RequestImages
 from tokentrue.engine.processes.pipeline import Pipeline
 from tokentrue.engine.processes.tensor import TensorRanks
 from tokentrue.engine.runner import LocalRunner
@@ -38,7 +39,9 @@ from tokentrue.numerics import Contract, Ops, exact, on_device
 from tokentrue.numerics.exact import STATE, ops_for
 from tokentrue.numerics.leaves import leaves_for
 from tokentrue.numerics.modules import is_experts
-from tokentrue.types import UNVERSIONED, Chunk, Completion, Ids, Sampling
+from tokentrue.numerics.vision import merge_size
+from tokentrue.pixels import PixelReader, check_runs
+from tokentrue.types import UNVERSIONED, Chunk, Completion, Ids, PromptImage, Sampling
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # A GPU wants long steps: a few hundred tokens do not fill it.
@@ -66,6 +69,7 @@ class ExactEngine:
         self.limits = limits or (GPU_LIMITS if where.type == "cuda" else ScheduleLimits())
         self._host = where if pipeline == tensor == 1 else torch.device("cpu")
         self.model = load_model(model_dir, device=self._host, dtype=DTYPES[dtype])
+        self.reader = PixelReader(self.model.config.name_or_path)
         self.eos_ids = eos_of(self.model)
         positions = max_len or getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         if positions is None:
@@ -76,6 +80,8 @@ class ExactEngine:
         with on_device(self._host):
             if pipeline == tensor == 1:
                 runner: LocalRunner | Pipeline = self._local_runner(ops, positions, kv_tokens)
+            elif self.sees:
+                raise ExactnessError(f"{type(self.model).__name__} has a vision tower, which runs in one process only")
             else:
                 kind = Pipeline if tensor == 1 else TensorRanks
                 runner = kind(
@@ -112,14 +118,14 @@ class ExactEngine:
 
     # ---- asking
     async def generate(
-        self, prompt_ids: Sequence[int], sampling: Sampling, *, adapter: str | None = None
-    ) -> Completion:
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, adapter: str | None = None, images: Sequence[PromptImage] = ()
+    ) -> Completion:  # fmt: skip
         """Samples until a stop, the limit or cancellation of this task (which cancels the generation).
 
         `adapter` (or `sampling.extra["adapter"]`) names a loaded LoRA adapter; requests with different adapters share
-        batches.
+        batches. `images`: those of the prompt, in order.
         """
-        async with aclosing(self.stream(prompt_ids, sampling, adapter=adapter, whole=True)) as chunks:
+        async with aclosing(self.stream(prompt_ids, sampling, adapter=adapter, whole=True, images=images)) as chunks:
             return [chunk.final async for chunk in chunks if chunk.final is not None][-1]
 
     async def generate_n(self, prompt_ids: Ids, sampling: Sampling, n: int) -> list[Completion]:
@@ -129,8 +135,9 @@ class ExactEngine:
         return list(await asyncio.gather(*each))
 
     async def stream(
-        self, prompt_ids: Sequence[int], sampling: Sampling, *, adapter: str | None = None, whole: bool = False
-    ) -> AsyncGenerator[Chunk]:
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, adapter: str | None = None, whole: bool = False,
+        images: Sequence[PromptImage] = (),
+    ) -> AsyncGenerator[Chunk]:  # fmt: skip
         """Yields chunks of the tokens as they are sampled, then one with the whole completion. `whole`: all tokens at
         the end. Closing the iterator cancels."""
         loop, changed = asyncio.get_running_loop(), asyncio.Event()
@@ -140,7 +147,9 @@ class ExactEngine:
                 with contextlib.suppress(RuntimeError):  # the caller's loop may be gone
                     loop.call_soon_threadsafe(changed.set)
 
-        request = self.request(prompt_ids, sampling, notify, adapter=adapter)
+        for image in images:  # not in the caller's loop
+            await asyncio.to_thread(self.reader.read, image)
+        request = self.request(prompt_ids, sampling, notify, adapter=adapter, images=images)
         self._submit(request)
         sent, ended = 0, False
         try:
@@ -178,6 +187,7 @@ class ExactEngine:
         listener: Callable[[Request], None] | None = None,
         *,
         adapter: str | None = None,
+        images: Sequence[PromptImage] = (),
     ) -> Request:
         """Validates here, so that no caller's input can fail the loop."""
         ids = tuple(map(int, prompt_ids))
@@ -191,6 +201,7 @@ class ExactEngine:
             raise PromptTooLong(
                 f"prompt is too long: {len(ids)} tokens; this engine holds {capacity - 1} and one more to sample"
             )
+        check_runs(ids, images, self.model.config)
         extra = sampling.extra
         if unknown := sorted(set(extra) - EXTRAS):
             raise SamplingError(f"extra {unknown} unknown to the exact engine; it knows {sorted(EXTRAS)}")
@@ -209,7 +220,7 @@ class ExactEngine:
             prompt_ids=ids, sampling=sampling, seed=secrets.randbits(63) if sampling.seed is None else sampling.seed,
             stop_ids=frozenset(stops), adapter=adapter, max_tokens=min(sampling.max_tokens or room, room),
             wants_prompt=bool(extra.get("prompt_logprobs")), wants_routes=bool(extra.get("routed_experts")),
-            listener=listener,
+            listener=listener, images=RequestImages.read(images, self.reader, merge_size(self.model)) if images else None,
         )  # fmt: skip
 
     def result(self, request: Request) -> Completion:
@@ -290,6 +301,10 @@ class ExactEngine:
         report = self.core.meter.report(self.core.scheduler, self.core.version)
         report["requests_waiting"] += len(self._inbox)
         return report
+
+    @property
+    def sees(self) -> bool:
+        return hasattr(self.model.config, "vision_config")
 
     @property
     def version(self) -> int:

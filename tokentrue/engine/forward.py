@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tokentrue.engine.adapters import AdapterBank
 from tokentrue.engine.decoder import Attention, Decoder, Dense, LatentAttention, Layer, Norm, Product
+from tokentrue.engine.images import Features, VisualRows
 from tokentrue.engine.schedule import ScheduleLimits, StepInputs
 from tokentrue.numerics import HeadNorm, Ops, Packed, PagedBatch, RowSlots
 from tokentrue.numerics.delta import GatedDelta
@@ -50,6 +51,7 @@ class Forward:
         for at, index in enumerate(self.linear_layers):
             self.caches[index] = self.states[0][at], self.states[1][at]
         self.bank = AdapterBank(decoder, ops)
+        self.features = Features(decoder.tower)
         self.trace: Callable[[str, Tensor], None] | None = None
         self.plain = decoder.residual_scale is None and all(is_plain(layer) for layer in decoder.layers)
         self.refresh()
@@ -78,22 +80,26 @@ class Forward:
     def refresh(self) -> None:
         """Call after a weight change: invalidates what the operators derived from the weights."""
         self.ops.pack(self.decoder.weights())
+        self.features.forget()
 
     @torch.inference_mode()
     def step(self, inputs: StepInputs, rows: Sequence[int]) -> Tensor:
         """Logits [len(rows), V] of those token rows."""
-        return self.logits_of_rows(self.compute(inputs, self.embed(inputs)), rows)
+        x, seen = self.embed(inputs), None
+        if inputs.images and (seen := self.features.rows_of(inputs.starts, inputs.counts, inputs.images)) is not None:
+            x = x.index_copy(0, seen.rows, seen.features)
+        return self.logits_of_rows(self.compute(inputs, x, seen), rows)
 
     @torch.inference_mode()
     def embed(self, inputs: StepInputs) -> Tensor:
         return self.decoder.embed(torch.from_numpy(np.array(inputs.ids)).to(self.device))
 
     @torch.inference_mode()
-    def compute(self, inputs: StepInputs, x: Tensor) -> Tensor:
+    def compute(self, inputs: StepInputs, x: Tensor, seen: VisualRows | None = None) -> Tensor:
         """[T,K] after this decoder's layers, for the input of the first."""
         paged = paged_batch(inputs, self.ops.block_size, self.device)
         slots = self.prepare_states(inputs)
-        h, x = self.layers(x, paged, self.bank.rows_of(inputs.adapters, inputs.counts, self.device), slots)
+        h, x = self.layers(x, paged, self.bank.rows_of(inputs.adapters, inputs.counts, self.device), slots, seen)
         return x + h
 
     @torch.inference_mode()
@@ -144,11 +150,11 @@ class Forward:
                 tensor[:, target].copy_(tensor[:, source])
 
     def layers(
-        self, x: Tensor, batch: PagedBatch, adapted: RowSlots | None = None, state_slots: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+        self, x: Tensor, batch: PagedBatch, adapted: RowSlots | None = None, state_slots: Tensor | None = None,
+        seen: VisualRows | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """(h, x): what the last layer adds, and the residual [T,K]. The norm that reads a sum computes it."""
-        at = batch.positions
-        ropes: Ropes = {None: (None, None), **{k: (cos[at], sin[at]) for k, (cos, sin) in self.decoder.ropes.items()}}
+        ropes: Ropes = {None: (None, None), **self.angles(batch)}
         lone = self.plain and self.trace is None and adapted is None and x.shape[0] < self.ops.least_rows
         copies = self.ops.least_rows if lone else 1
         sequences = Packed(cu_seqlens=batch.cu_q, lengths=batch.q_lens)
@@ -161,8 +167,19 @@ class Forward:
             h, x = self.mix(index, layer, h, x, step)
             h, x = self.mlp(index, layer, self.scale(h), x, step)
             h = self.scale(h)
+            if seen is not None and index < len(seen.added):
+                x = x + h
+                h, x = None, x.index_copy(0, seen.rows, x.index_select(0, seen.rows) + seen.added[index])
         assert h is not None
         return (h[:1], x[:1]) if lone else (h, x)
+
+    def angles(self, batch: PagedBatch) -> dict[str, Pair]:
+        """Cosine and sine of each token's position or, with images, of its place in time, height and width."""
+        at, tables = batch.positions if batch.rope is None else batch.rope, self.decoder.ropes.items()
+        if at.dim() == 1:
+            return {key: (cos[at], sin[at]) for key, (cos, sin) in tables}
+        places = at.t()[:, self.decoder.axes]
+        return {key: (cos.gather(0, places), sin.gather(0, places)) for key, (cos, sin) in tables}
 
     def scale(self, h: Tensor) -> Tensor:
         return h if self.decoder.residual_scale is None else h * self.decoder.residual_scale
@@ -272,6 +289,7 @@ class Forward:
         for pair in (self.states, *self.caches):
             for tensor in pair:
                 tensor.zero_()
+        self.features.forget()
 
 
 def is_plain(layer: Layer) -> bool:
@@ -296,7 +314,13 @@ def paged_batch(inputs: StepInputs, size: int, device: torch.device) -> PagedBat
     positions = np.arange(ends[-1]) + np.repeat(starts - ends[:-1], counts)
     tables = table_of(inputs.blocks, len(counts), TABLE_STEP)
     blocks = tables[np.repeat(np.arange(len(counts)), counts), positions // size].astype(np.int64)
-    contexts = starts + counts
+    contexts, rope = starts + counts, None
+    if inputs.images:
+        plain = torch.arange(int(contexts.max())).expand(3, -1)
+        every = zip(inputs.images, inputs.starts, contexts.tolist(), strict=True)
+        rope = torch.cat([plain[:, a:b] if own is None else own.positions_of(a, b) for own, a, b in every], 1).to(
+            device
+        )
 
     def tensor(values: np.ndarray[Any, Any]) -> Tensor:
         return torch.from_numpy(values).to(device)
@@ -304,7 +328,7 @@ def paged_batch(inputs: StepInputs, size: int, device: torch.device) -> PagedBat
     return PagedBatch(
         positions=tensor(positions), slots=tensor(blocks * size + positions % size), cu_q=tensor(ends.astype(np.int32)),
         context_lens=tensor(contexts.astype(np.int32)), block_tables=tensor(tables), q_lens=tuple(counts.tolist()),
-        contexts=tuple(contexts.tolist()), num_decodes=int((counts == 1).sum()),
+        contexts=tuple(contexts.tolist()), num_decodes=int((counts == 1).sum()), rope=rope,
     )  # fmt: skip
 
 

@@ -150,7 +150,7 @@ class DecodeGraphs(Graphs["tuple[torch.cuda.CUDAGraph, Rows]"]):
     def fill(self, rows: Rows, requests: Sequence[Request]) -> None:
         """Padding rows decode token 0 at position 0 into the null block."""
         size, page = rows.ids.shape[0], self.forward.ops.block_size
-        state = np.zeros((5, size), dtype=np.int64)
+        state = np.zeros((6, size), dtype=np.int64)
         bank = self.forward.bank
         numbers = np.zeros((2, size), dtype=np.float32)
         numbers[0] = 1.0
@@ -161,6 +161,7 @@ class DecodeGraphs(Graphs["tuple[torch.cuda.CUDAGraph, Rows]"]):
         state[3, :count] = [to_signed(mix((r.seed * GOLDEN + 1) & MASK)) for r in requests]
         state[4] = bank.count
         state[4, :count] = bank.slots_of([r.adapter for r in requests])
+        state[5, :count] = [0 if r.images is None else r.images.shift for r in requests]
         numbers[0, :count] = [r.sampling.temperature or 1.0 for r in requests]
         numbers[1, :count] = [r.sampling.temperature > 0 for r in requests]
         state_d, numbers_d = (
@@ -168,7 +169,7 @@ class DecodeGraphs(Graphs["tuple[torch.cuda.CUDAGraph, Rows]"]):
         )
         rows.tables.copy_(self.table_of(requests, size).pin_memory(), non_blocking=True)
         rows.states.copy_(self.states_of(requests, size).pin_memory(), non_blocking=True)
-        for at, target in enumerate((rows.ids, rows.positions, rows.slots, rows.keys, rows.adapters)):
+        for at, target in enumerate((rows.ids, rows.positions, rows.slots, rows.keys, rows.adapters, rows.shifts)):
             target.copy_(state_d[at])
         rows.starts.copy_(state_d[1])
         rows.contexts.copy_(state_d[1] + 1)
@@ -185,7 +186,7 @@ class DecodeGraphs(Graphs["tuple[torch.cuda.CUDAGraph, Rows]"]):
     def new_rows(self, size: int) -> Rows:
         zeros = self.zeros
         return self._rows(
-            order=torch.arange(size + 1, dtype=torch.int32, device=self.forward.device), ids=zeros(size), positions=zeros(size), slots=zeros(size),
+            order=torch.arange(size + 1, dtype=torch.int32, device=self.forward.device), ids=zeros(size), positions=zeros(size), slots=zeros(size), shifts=zeros(size),
             adapters=zeros(size) + self.forward.bank.count, states=zeros(size) + self.forward.num_states,
             contexts=zeros(size, dtype=torch.int32) + 1,
             tables=zeros(size, self.width, dtype=torch.int32), starts=zeros(size), keys=zeros(size), noisy=zeros(size, dtype=torch.int32),
@@ -198,6 +199,7 @@ class DecodeGraphs(Graphs["tuple[torch.cuda.CUDAGraph, Rows]"]):
         batch = PagedBatch(
             positions=rows.positions, slots=rows.slots, cu_q=rows.order, context_lens=rows.contexts,
             block_tables=rows.tables, q_lens=(1,) * size, contexts=(1,) * size, num_decodes=size,
+            rope=None if self.forward.decoder.tower is None else rows.positions + rows.shifts,
         )  # fmt: skip
         by_row = RowSlots(slots=rows.adapters, count=self.forward.bank.count, by_slot={}) if adapted else None
         logits = self.forward.logits_of_all(rows.ids, batch, by_row, rows.states)
@@ -231,7 +233,7 @@ class PrefillGraphs(Graphs[Prefill]):
         few = len(inputs.counts) <= MOST_SEQUENCES and len(rows) <= MOST_SEQUENCES
         bank, adapted = self.forward.bank, any(inputs.adapters)
         plain = all(count > 1 for count in inputs.counts) and (not adapted or bank.is_packed)
-        if not few or not plain or total > SIZES[-1] or self.forward.trace is not None:
+        if not few or not plain or inputs.images or total > SIZES[-1] or self.forward.trace is not None:
             return None
         self.forward.copy_states(inputs.state_copies)
         prefill = self.captured(next(s for s in SIZES if s >= total), adapted=adapted)

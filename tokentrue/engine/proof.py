@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tokentrue.engine.adapters import Adapter, attach_adapter
-from tokentrue.engine.decoder import LAYOUTS, MIXERS, ROLES
+from tokentrue.engine.decoder import LAYOUTS, MIXERS, ROLES, body_of
 from tokentrue.engine.forward import Forward
 from tokentrue.engine.sample import SamplingRow, sample
 from tokentrue.engine.schedule import Sampled, StepInputs
@@ -29,10 +29,9 @@ Pick = Callable[[Any, Any], Tensor]
 
 def prove(forward: Forward, model: Any, steps: Sequence[StepInputs], adapter: Adapter | None = None) -> None:
     """Raises ExactnessError with the first differing position. `steps` are pieces of one sequence."""
-    ids = [token for step in steps for token in step.ids]
     with torch.inference_mode():
         with nullcontext() if adapter is None else attach_adapter(model, forward.ops, adapter):
-            wanted = logits_of(model, torch.tensor([ids], device=forward.device))[0]
+            wanted = model_logits(model, steps, forward.device)
         found = paged_logits(forward, steps)
     if same_bits(found, wanted):
         return
@@ -40,6 +39,12 @@ def prove(forward: Forward, model: Any, steps: Sequence[StepInputs], adapter: Ad
         raise ExactnessError(f"adapter {adapter.name!r}: engine and trainer forwards differ in bits")
     where = difference_of(forward, model, steps)
     raise ExactnessError(f"{type(model).__name__} has a part without an exact form; {where}")
+
+
+def model_logits(model: Any, steps: Sequence[StepInputs], device: torch.device) -> Tensor:
+    ids = [token for step in steps for token in step.ids]
+    images = steps[0].images[0].seen(len(ids)) if steps[0].images and steps[0].images[0] is not None else None
+    return logits_of(model, torch.tensor([ids], device=device), images=images)[0]
 
 
 def paged_logits(forward: Forward, steps: Sequence[StepInputs]) -> Tensor:
@@ -72,7 +77,7 @@ def difference_of(forward: Forward, model: Any, steps: Sequence[StepInputs]) -> 
         paged_logits(forward, steps)
     finally:
         forward.trace = None
-    return first_difference(engine, model_trace(model, [token for step in steps for token in step.ids]))
+    return first_difference(engine, model_trace(model, steps))
 
 
 def first_difference(engine: Mapping[str, Tensor], trainer: Mapping[str, Tensor]) -> Difference | None:
@@ -93,7 +98,7 @@ def first_difference(engine: Mapping[str, Tensor], trainer: Mapping[str, Tensor]
     return None
 
 
-def model_trace(model: Any, ids: list[int]) -> dict[str, Tensor]:
+def model_trace(model: Any, steps: Sequence[StepInputs]) -> dict[str, Tensor]:
     """The same operators in one plain forward of the model (inside `exact` or not)."""
     found: dict[str, Tensor] = {}
 
@@ -103,8 +108,8 @@ def model_trace(model: Any, ids: list[int]) -> dict[str, Tensor]:
     with ExitStack() as undo, torch.inference_mode():
         for name, module, pick in points(model):
             undo.callback(module.register_forward_hook(partial(keep, name, pick)).remove)
-        logits_of(model, torch.tensor([ids], device=next(model.parameters()).device))
-    for index in range(len(model.model.layers)):
+        model_logits(model, steps, next(model.parameters()).device)
+    for index in range(len(body_of(model).layers)):
         if f"layers.{index}.q" in found:
             pieces = [found.pop(f"layers.{index}.{part}") for part in ("q", "k", "v")]
             found[f"layers.{index}.qkv"] = torch.cat(pieces, -1)
@@ -118,7 +123,7 @@ def points(model: Any) -> Iterator[tuple[str, nn.Module, Pick]]:
     def result(args: Any, output: Any) -> Tensor:
         return output[0] if isinstance(output, tuple) else output
 
-    for index, layer in enumerate(model.model.layers):
+    for index, layer in enumerate(body_of(model).layers):
         name, children = f"layers.{index}", dict(layer.named_children())
         norms = zip(ROLES, LAYOUTS[frozenset(children) - MIXERS - {"mlp"}], strict=True)
         yield from ((f"{name}.{role}", children[child], result) for role, child in norms if child)
@@ -133,7 +138,7 @@ def points(model: Any) -> Iterator[tuple[str, nn.Module, Pick]]:
         if hasattr(children["mlp"], "down_proj"):
             yield f"{name}.activation", children["mlp"].down_proj, first_input
         yield f"{name}.mlp", children["mlp"], result
-    yield "norm", model.model.norm, result
+    yield "norm", body_of(model).norm, result
     yield "logits", model.get_output_embeddings(), result
 
 

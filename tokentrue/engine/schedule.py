@@ -1,4 +1,4 @@
-"""Requests, and their continuous batching: who runs next, how many tokens of each, in which cache blocks. No tensors.
+"""Requests, and their continuous batching: who runs next, how many tokens of each, in which cache blocks. No arithmetic.
 
 Prefill and decode are mixed; requests are served in order of arrival. A running request is preempted (its blocks freed,
 its tokens kept and recomputed later) only to make room for an earlier one. A request whose missing prefix is being
@@ -19,6 +19,7 @@ from enum import StrEnum
 
 import msgspec
 
+from tokentrue.engine.images import RequestImages
 from tokentrue.ids import TokenIds
 from tokentrue.records import record
 from tokentrue.routing_replay import join_routing
@@ -36,6 +37,7 @@ class StepInputs:
     adapters: list[str | None]
     state_slots: list[int]  # recurrent-state slots of a hybrid model; else empty
     state_copies: list[tuple[int, int]]  # between state slots, in order, before the step
+    images: list[RequestImages | None]  # of each sequence; empty if none has any
 
     @property
     def rows(self) -> int:
@@ -73,6 +75,7 @@ class Request(msgspec.Struct, kw_only=True, eq=False):
     max_tokens: int
     listener: Callable[[Request], None] | None = None  # called in the engine's thread for new tokens, and at the end
     adapter: str | None = None
+    images: RequestImages | None = None
     prefix: bytes = b""  # seed of its cache block names, different for different weights
     wants_prompt: bool = False
     wants_routes: bool = False
@@ -173,12 +176,12 @@ def mask_of(rows: Sequence[bytes]) -> SamplingMask:
 
 
 # ---- memory
-def block_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
-    return hashlib.blake2b(array("q", tokens).tobytes(), key=parent, digest_size=16).digest()
+def block_hash(parent: bytes, tokens: Sequence[int], images: bytes = b"") -> bytes:
+    return hashlib.blake2b(array("q", tokens).tobytes() + images, key=parent, digest_size=16).digest()
 
 
 class BlockPool:
-    """Cache blocks. A full block is named by the hash of its tokens and of the previous block's name: equal names mean
+    """Cache blocks. A full block is named by the hash of its tokens, its images and the previous block's name: equal names mean
     equal prefixes from position 0 and so equal contents. Freed blocks keep their name until they are reused, oldest
     first. Block 0 is the null block."""
 
@@ -314,12 +317,13 @@ class Work:
 
 
 def cut_steps(
-    scheduler: Scheduler, ids: Sequence[int], pieces: Sequence[int], adapter: str | None = None
-) -> list[StepInputs]:
+    scheduler: Scheduler, ids: Sequence[int], pieces: Sequence[int], adapter: str | None = None,
+    images: RequestImages | None = None,
+) -> list[StepInputs]:  # fmt: skip
     """Steps that compute `ids` piece by piece (cycling through `pieces`); their blocks are free afterwards."""
     request = Request(
-        prompt_ids=tuple(ids), sampling=Sampling(), seed=0, stop_ids=frozenset(), max_tokens=1, adapter=adapter
-    )
+        prompt_ids=tuple(ids), sampling=Sampling(), seed=0, stop_ids=frozenset(), max_tokens=1, adapter=adapter, images=images
+    )  # fmt: skip
     scheduler.grow(request, len(ids))
     steps, start = list[StepInputs](), 0
     for piece in itertools.cycle(pieces):
@@ -407,6 +411,7 @@ class Scheduler:
             starts=[work.start for work in batch], counts=[work.count for work in batch], blocks=[list(r.blocks) for r in requests],
             adapters=[r.adapter for r in requests], state_slots=[r.state_slot for r in requests if r.state_slot is not None],
             state_copies=[] if self.states is None else self.states.take_copies(),
+            images=[r.images for r in requests] if any(r.images for r in requests) else [],
         )  # fmt: skip
 
     # ---- prefixes
@@ -421,7 +426,9 @@ class Scheduler:
         size = self.pool.block_size
         for n in range(len(request.hashes), count):
             parent = request.hashes[-1] if n else request.prefix
-            request.hashes.append(block_hash(parent, request.tokens[n * size : (n + 1) * size]))
+            start, end = n * size, (n + 1) * size
+            images = b"" if request.images is None else request.images.names_in(start, end)
+            request.hashes.append(block_hash(parent, request.tokens[start:end], images))
         return request.hashes[:count]
 
     def names_in_work(self, request: Request) -> list[bytes]:

@@ -77,6 +77,7 @@ class PagedBatch:
     contexts: tuple[int, ...]  # context_lens on the host
     num_decodes: int  # the first ones, with one query each
     plan: Any = None  # derived from q_lens; given for a captured step that is replayed with other lengths
+    rope: Tensor | None = None  # int64 [T] or [3,T]: positions of the rotary embedding where images shift them
 
 
 class NormForm(IntEnum):

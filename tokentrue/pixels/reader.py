@@ -6,7 +6,6 @@ values at equal grids. So a record names its processor, and no other one compute
 
 from __future__ import annotations
 
-import hashlib
 import math
 import threading
 from collections import OrderedDict
@@ -16,7 +15,7 @@ from typing import Any
 
 from tokentrue.errors import ConfigError, InputError, TokenContractError
 from tokentrue.hub import locate_small_files, one_line
-from tokentrue.images import open_image
+from tokentrue.images import hash_image, open_image
 from tokentrue.types import PromptImage
 from tokentrue.vision import identify_processor
 
@@ -49,7 +48,7 @@ class PixelReader:
         """`model`: a directory or hub id."""
         self.model = model
         self._processors: dict[str, tuple[Any, str]] = {}
-        self._kept: OrderedDict[tuple[str, str], Any] = OrderedDict()
+        self._kept: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
         self._lock = threading.Lock()
 
     def processor(self, backend: str = "pil") -> tuple[Any, str]:
@@ -65,7 +64,7 @@ class PixelReader:
     def read(self, image: PromptImage) -> Any:
         """float32 [patches, values] (or [1, channels, height, width]) of one image."""
         run = image.run
-        key = run.sha256, run.processor
+        key = run.sha256, run.processor, run.grid, run.count
         with self._lock:
             if key in self._kept:
                 self._kept.move_to_end(key)
@@ -76,7 +75,7 @@ class PixelReader:
                 f"image {run.sha256[:12]} was recorded with the processor {run.processor!r}, here is {identity!r}: install "
                 "the recorded libraries and use the recorded settings, or record again"
             )
-        if hashlib.sha256(image.data).hexdigest() != run.sha256:
+        if hash_image(image.data) != run.sha256:
             raise TokenContractError(f"image {run.sha256[:12]}: its bytes have another SHA-256; it was replaced")
         found = compute_pixels(processor, image)
         with self._lock:

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from tokentrue.engine import ExactEngine, ScheduleLimits
-from tokentrue.errors import EngineUnreachable
+from tokentrue.errors import EngineRejected, EngineUnreachable
 from tokentrue.json_types import JsonMapping
 from tokentrue.protocols import Streaming
 from tokentrue.providers.building import refuse_constraints
-from tokentrue.types import FILTERS, UNVERSIONED, Chunk, Ids, Sampling
+from tokentrue.types import FILTERS, UNVERSIONED, Chunk, Ids, PromptImage, Sampling
 
 
 class ExactProvider(Streaming):
@@ -51,13 +51,19 @@ class ExactProvider(Streaming):
     def adapters(self) -> Sequence[str]:
         return self.engine.adapters
 
+    async def check_images(self) -> None:
+        if not self.engine.sees:
+            raise EngineRejected(f"{type(self.engine.model).__name__} takes no images: it has no vision tower")
+        await asyncio.to_thread(self.engine.reader.processor)
+
     async def stream(
-        self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None, whole: bool = False
-    ) -> AsyncIterator[Chunk]:
+        self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None, whole: bool = False,
+        images: Sequence[PromptImage] = (),
+    ) -> AsyncIterator[Chunk]:  # fmt: skip
         refuse_constraints(self.name, sampling.extra)
         sampling = replace(sampling, extra={**self._adapter, **sampling.extra})
         # Never `whole`: a turn that is cancelled keeps the tokens that were sampled until then.
-        async with aclosing(self.engine.stream(prompt_ids, sampling)) as chunks:
+        async with aclosing(self.engine.stream(prompt_ids, sampling, images=images)) as chunks:
             async for chunk in chunks:
                 yield chunk
 

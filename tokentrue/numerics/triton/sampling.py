@@ -224,6 +224,7 @@ class Rows:
     order: Tensor  # int32 [R+1]: 0, 1, …: each row is a sequence with one query
     ids: Tensor  # int64 [R]: newest token
     positions: Tensor  # int64 [R]: its position
+    shifts: Tensor  # int64 [R]: what images add to it in the rotary embedding
     slots: Tensor  # int64 [R]: its place in the pages
     adapters: Tensor  # int64 [R]: the slot of its adapter; the number of slots where it has none
     states: Tensor  # int64 [R]: the slot of its recurrent state
