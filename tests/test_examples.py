@@ -26,6 +26,7 @@ ALONE = {
     "verify_model": "nothing rendered again",
     "custom_family": "{'name': 'calculator', 'arguments': '{\"expression\": \"2+2\"}'} {'user': 'history', 'tool': 'history'}",
     "own_trainer": "step 1: reward 0.",
+    "nano_provider": "; coverage 100% of ",
 }
 ELSEWHERE = {"trl_grpo": "tests/integrations", "trl_async_grpo": "tests/integrations"}
 KEY = "a-key-of-this-test"

@@ -327,10 +327,12 @@ def test_n_choices_logprobs_and_token_ids(server: Server) -> None:
     answer = chat(server, session, {**HELLO, "n": 2, "logprobs": True, "return_token_ids": True})[1]
     truth = [*renderer().encode_sampled(TEXT), renderer().stop_token_ids[0]]
     assert [choice["token_ids"] for choice in answer["choices"]] == [truth, truth]
+    assert answer["prompt_token_ids"] == list(renderer().render(HELLO["messages"]).token_ids), "as vLLM's"
+    assert "prompt_token_ids" not in chat(server, session)[1], "only where it was asked for"
     content = answer["choices"][0]["logprobs"]["content"]
     assert "".join(entry["token"] for entry in content) == TEXT + "<|im_end|>"
     assert answer["usage"]["completion_tokens"] == 2 * len(truth)
-    assert server.samples(session.session_id)["coverage"]["sampled"] == 2 * len(truth)
+    assert server.samples(session.session_id)["coverage"]["sampled"] == 3 * len(truth)
 
 
 def test_a_kill_loses_nothing_and_the_session_goes_on(server: Server) -> None:

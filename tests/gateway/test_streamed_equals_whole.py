@@ -117,6 +117,7 @@ def test_chat(server: Server, case: str) -> None:
     wanted, got = (plain(one.model_dump(), node) for one, node in zip((whole, streamed), nodes, strict=True))
     assert got.pop("object") and wanted.pop("object")
     assert wanted["choices"][0].pop("token_ids") == token_ids  # a field of ours, which the SDK does not add up
+    assert wanted.pop("prompt_token_ids"), "of whole answers alone"
     for choice in got["choices"]:
         for made in choice["message"].get("tool_calls", []):
             made.pop("index", None)  # of the delta

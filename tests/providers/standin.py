@@ -78,8 +78,8 @@ class SGLangStandIn:
         if not self.lora:
             message = "LoRA is not enabled. Please set `--enable-lora` to enable LoRA."
             return web.json_response({"success": False, "error_message": message}, status=400)
-        adapted = PeftModel.from_pretrained(copy.deepcopy(self.model), body["lora_path"])
-        self.adapters[body["lora_name"]] = HFProvider(adapted.eval())
+        adapted: Any = PeftModel.from_pretrained(copy.deepcopy(self.model), body["lora_path"])
+        self.adapters[body["lora_name"]] = HFProvider(adapted.merge_and_unload().eval())
         return web.json_response({"success": True, "error_message": ""})
 
     async def unload_adapter(self, request: web.Request) -> web.Response:

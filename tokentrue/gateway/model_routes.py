@@ -244,6 +244,8 @@ class ModelRequest:
         self, session: Session, dialect: Dialect, head: RequestHead, request: TurnRequest
     ) -> Sequence[Reply]:
         replies = await session.turn(request)
+        if getattr(head.options, "return_token_ids", False):
+            head = replace(head, prompt_ids=session.tree.prompt_ids(session.tree.get(replies[0].node)))
         answer = dialect.build_answer(head, replies, session.renderer.decode)
         names = (b"x-tokentrue-session", session.id.encode()), (b"x-tokentrue-node", replies[0].node.encode())
         await send_json(self._send, 200, answer, *names)

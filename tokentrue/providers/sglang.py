@@ -114,7 +114,7 @@ class SGLangProvider(RemoteEngine):
         if info.weight_version is None:
             raise EngineContractError("this SGLang does not report weight_version; 0.5.2 or newer is needed")
         version = version_from(info.weight_version)
-        with suppress(EngineContractError):  # an older server
+        with suppress(EngineContractError, EngineRejected):  # an older server
             await self._list_models()
         return {"engine": self.name, "url": self.url, "model": info.model_path, "version": version}
 

@@ -16,6 +16,7 @@ from uuid import uuid4
 
 import msgspec
 import numpy as np
+import orjson
 
 from tokentrue.errors import EngineContractError, EngineRejected, SamplingError
 from tokentrue.ids import TokenIds
@@ -188,8 +189,12 @@ class VLLMProvider(RemoteEngine):
         )
         if self._salt is not None:
             self._salt = f"{written.version}.{uuid4().hex}"
-        elif b"true" not in await self._post("/reset_prefix_cache?reset_running_requests=true"):
-            raise EngineRejected("vllm did not clear its prefix cache, which holds keys and values of the old weights")
+        else:
+            answer = orjson.loads(await self._post("/reset_prefix_cache?reset_running_requests=true") or b"{}")
+            if not answer.get("success"):
+                raise EngineRejected(
+                    "vllm did not clear its prefix cache, which has keys and values of the old weights"
+                )
         await self._post("/update_weight_version", {"new_version": str(written.version)})
         await self._require_version(written.version)
         self._loaded = written.version

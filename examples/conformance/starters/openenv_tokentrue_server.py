@@ -16,21 +16,10 @@ KEY = "openenv-in-front-of-tokentrue"
 def main(openenv: str, engine: str, port: str, folder: str, model: str, path: str) -> int:
     with socket.create_server(("127.0.0.1", 0)) as free:
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
-    serve = [
-        "-m",
-        "tokentrue",
-        "serve",
-        "--model",
-        model,
-        "--engine",
-        "sglang",
-        "--url",
-        engine,
-        "--store",
-        f"sqlite:{folder}/journal.sqlite",
-    ]
+    serve = ["-m", "tokentrue", "serve", "--model", model, "--set", "model.name=standin", "--engine", "sglang"]
+    serve += ["--url", engine, "--store", f"sqlite:{folder}/journal.sqlite", "--port", url.rpartition(":")[2]]
     environment = {**os.environ, "PYTHONPATH": path, "TOKENTRUE_ADMIN_KEY": KEY}
-    subprocess.Popen([sys.executable, *serve, "--port", url.rpartition(":")[2]], env=environment)
+    gateway = subprocess.Popen([sys.executable, *serve], env=environment)
     headers = {"authorization": f"Bearer {KEY}", "content-type": "application/json"}
     for _ in range(600):
         try:
@@ -40,19 +29,11 @@ def main(openenv: str, engine: str, port: str, folder: str, model: str, path: st
             break
         except (urllib.error.URLError, ConnectionError):
             time.sleep(0.1)
-    capture = [
-        "-m",
-        "openenv.core.harness.capture.server",
-        "--llm-url",
-        f"{url}/v1",
-        "--model",
-        "standin",
-        "--api-key",
-        key,
-        "--port",
-        port,
-    ]
-    return subprocess.call([openenv, *capture])
+    capture = ["-m", "openenv.core.harness.capture.server", "--llm-url", f"{url}/v1", "--model", "standin"]
+    try:
+        return subprocess.call([openenv, *capture, "--api-key", key, "--port", port])
+    finally:
+        gateway.terminate()
 
 
 if __name__ == "__main__":

@@ -301,8 +301,10 @@ class OpenAIChat(Dialect):
                 ]
             logprobs = reply_logprobs(reply, text_of) if head.options.logprobs else None
             choices.append({"index": index, "message": message, "logprobs": logprobs, **choice_end(head, reply)})
-        base = completion_base(head, replies[0].node, "chat.completion")
-        return {**base, "choices": choices, "usage": build_usage(replies)}
+        answer = completion_base(head, replies[0].node, "chat.completion")
+        if head.prompt_ids is not None:
+            answer["prompt_token_ids"] = list(head.prompt_ids)
+        return {**answer, "choices": choices, "usage": build_usage(replies)}
 
     @staticmethod
     def build_error(problem: HttpError) -> JsonObject:
@@ -320,6 +322,3 @@ class OpenAIChatTokens(OpenAIChat):
         head, items = self._decode(given)
         options = msgspec.structs.replace(head.options, return_token_ids=True)
         return DecodedBody(replace(head, options=options, prompt_ids=TokenIds(given.tokens)), items)
-
-    def build_answer(self, head: RequestHead, replies: Sequence[Reply], text_of: TextOf) -> JsonObject:
-        return {**super().build_answer(head, replies, text_of), "prompt_token_ids": list(head.prompt_ids or ())}
