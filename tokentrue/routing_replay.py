@@ -1,12 +1,14 @@
-"""What a trainer replays to compute the rollout's distribution: the routed experts, and the ids that sampling filters
-kept.
+"""What a trainer replays to compute the rollout's distribution: the routed experts, the ids that sampling filters
+kept, and the sampler's most likely ids with their log-probabilities.
 
-Both are raw little-endian bytes, recorded, hashed and exported bit for bit. Standard library only.
+All are raw little-endian bytes, recorded, hashed and exported bit for bit. Standard library only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Mapping, Sequence
+from heapq import nlargest
 from itertools import accumulate, pairwise
 from math import prod
 
@@ -134,6 +136,31 @@ class SamplingMask:
         """The first sampled token that is missing from its non-empty row; None if there is none."""
         rows = enumerate(zip(sampled_ids, self.rows(), strict=False))
         return next((index for index, (token, row) in rows if row and token not in row), None)
+
+
+@record
+class TopLogprobs(SamplingMask):
+    """The sampler's most likely ids of each token and their log-probabilities, little-endian float64. An empty row means
+    that nothing was sampled, or that the engine was not asked."""
+
+    logprobs: bytes = b""
+
+    def __post_init__(self) -> None:
+        SamplingMask.__post_init__(self)
+        if len(self.logprobs) != 8 * len(self.token_ids):
+            raise TokenContractError(
+                f"top log-probabilities: {len(self.logprobs)} bytes do not make float64 for {len(self.token_ids)} ids"
+            )
+
+    @classmethod
+    def from_tops(cls, tops: Sequence[tuple[Mapping[int, float], int]]) -> TopLogprobs:
+        """From each token's log-probabilities and how many were asked for: engines add the sampled id to those, which
+        would bias an expectation over the set."""
+        known = [[(token, value) for token, value in top.items() if -9000.0 < value <= 0.0] for top, _ in tops]
+        chosen = [nlargest(count, row, key=lambda pair: pair[1]) for row, (_, count) in zip(known, tops, strict=True)]
+        mask = SamplingMask.from_rows([[token for token, _ in row] for row in chosen])
+        values = array("d", [value for row in chosen for _, value in row])
+        return cls(token_ids=mask.token_ids, offsets=mask.offsets, logprobs=values.tobytes())
 
 
 def join_masks(parts: Sequence[SamplingMask]) -> SamplingMask:

@@ -27,6 +27,7 @@ from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.records import record
 from tokentrue.routing_replay import RoutedExperts as RoutedExperts
 from tokentrue.routing_replay import SamplingMask as SamplingMask
+from tokentrue.routing_replay import TopLogprobs as TopLogprobs
 
 Ids: TypeAlias = Sequence[int]
 Message: TypeAlias = JsonMapping
@@ -496,16 +497,20 @@ class Sample:
     routed_experts: RoutedExperts | None = None  # of positions 0 to the last input
     sampling_mask: SamplingMask | None = None  # one row per token; empty if nothing was removed or sampled
     images: tuple[ImageRun, ...] = ()
+    top_logprobs: TopLogprobs | None = None  # one row per token
 
     def __post_init__(self) -> None:
         lengths = (len(self.token_ids), len(self.loss_mask), len(self.rollout_logprobs))
         if len(set(lengths)) != 1:
             raise TokenContractError(f"sample {self.sample_id}: ids, mask and logprobs differ in length: {lengths}")
-        if self.sampling_mask is not None and len(self.sampling_mask) != lengths[0]:
-            rows = len(self.sampling_mask)
-            raise TokenContractError(
-                f"sample {self.sample_id}: the sampling mask has {rows} rows for {lengths[0]} tokens"
-            )
+        for name, rows in (
+            ("sampling mask has", self.sampling_mask),
+            ("top log-probabilities have", self.top_logprobs),
+        ):
+            if rows is not None and len(rows) != lengths[0]:
+                raise TokenContractError(
+                    f"sample {self.sample_id}: the {name} {len(rows)} rows for {lengths[0]} tokens"
+                )
 
 
 @record

@@ -15,9 +15,9 @@ from tokentrue.errors import ConfigError
 from tokentrue.mismatch import (
     LOSSES,
     PRESETS,
-    AdaptiveMix,
     Correction,
     LossConfig,
+    Normalise,
     Penalty,
     Reject,
     Weights,
@@ -77,7 +77,7 @@ preset = "decoupled_token_is"
 loss_counts = "kept"
 [loss.correction.weights]
 upper = 3.0
-mix = { divergence = 0.02 }
+normalise = { over = "kept" }
 [[loss.correction.reject]]
 estimator = "k3"
 aggregate = "seq_mean"
@@ -93,7 +93,7 @@ upper = 0.001
     assert made.clip_high == 0.3 and made.penalty == Penalty(coefficient=0.02, ceiling=10.0, clamp=None)
     assert made.correction.loss_counts == "kept"
     assert made.correction.weights == dataclasses.replace(
-        PRESETS["decoupled_token_is"].weights or Weights(upper=1.0), upper=3.0, mix=AdaptiveMix(divergence=0.02)
+        PRESETS["decoupled_token_is"].weights or Weights(upper=1.0), upper=3.0, normalise=Normalise()
     )
     assert made.correction.reject == (Reject(estimator="k3", aggregate="seq_mean", upper=0.001),)
 
@@ -145,7 +145,10 @@ def test_a_table_without_preset_changes_the_losss_own_correction() -> None:
         ({"correction": "tis"}, r"loss\.correction: no preset 'tis'"),
         ({"correction": {"preset": "tis"}}, r"loss\.correction: no preset 'tis'"),
         ({"correction": {"weight": {}}}, r"loss\.correction\.weight: unknown key"),
-        ({"correction": {"weights": {"mix": {"share": 1}}}}, r"loss\.correction\.weights\.mix\.share: unknown key"),
+        (
+            {"correction": {"weights": {"normalise": {"share": 1}}}},
+            r"loss\.correction\.weights\.normalise\.share: unknown key",
+        ),
         (
             {"correction": {"reject": [{"estimator": "k9", "aggregate": "token"}]}},
             r"correction\.reject\[0\]\.estimator: must be",

@@ -8,8 +8,8 @@ import torch
 
 from tests.engine.world import VOCABULARY, build, engine_of
 from tokentrue.errors import SamplingError
-from tokentrue.mismatch.routing import from_routed, record_routing, replay_routing
 from tokentrue.numerics import exact, same_bits, score
+from tokentrue.numerics.routing import from_routed, record_routing, replay_routing
 from tokentrue.routing_replay import FREE
 from tokentrue.types import Completion, Sampling
 

@@ -14,7 +14,6 @@ from tests.mismatch.peer_configs import from_areal, from_skyrl
 from tokentrue.errors import ConfigError, InputError
 from tokentrue.mismatch import (
     PRESETS,
-    AdaptiveMix,
     Correction,
     LossConfig,
     Normalise,
@@ -46,10 +45,10 @@ TOKEN = Weights(upper=2.0)
         (lambda: Weights(mode="raw", upper=2.0), "has no bounds"),
         (lambda: Weights(level="row", upper=2.0), "'token', 'sequence', 'geometric'"),
         (lambda: Weights(upper=-1.0), "must be > 0"),
-        (lambda: Weights(upper=2.0, normalise=Normalise(scope="call", over="raw")), "mode 'mask'"),
+        (lambda: Weights(upper=2.0, normalise=Normalise(over="raw")), "mode 'mask'"),
         (lambda: Weights(upper=0.55), "must hold 1"),
         (lambda: Correction.from_verl({"rollout_is": "token", "rollout_is_threshold": 0.55}), "0.5_5 reads as 0.55"),
-        (lambda: Normalise(scope="world"), "'call', 'step'"),
+        (lambda: Normalise(level="world"), "'token', 'sequence'"),
         (lambda: Reject(estimator="k3", aggregate="seq_mean"), "nothing can be rejected"),
         (lambda: Reject(estimator="k3", aggregate="seq_mean", lower=0.1, upper=1.0), "0 is perfect agreement"),
         (lambda: Reject(estimator="k2", aggregate="token", upper=0.0), "bound > 0"),
@@ -136,9 +135,7 @@ def test_the_paper_s_first_configuration_keeps_signal_and_denominator_apart() ->
 @pytest.mark.parametrize(
     ("rules", "needs", "cost"),
     [
-        ({"veto": Veto(of="trainer")}, {"old"}, "one extra"),
-        ({"veto": Veto(of="rollout")}, set(), "no extra"),
-        ({"veto": Veto(of="current")}, {"current"}, "no extra"),
+        ({"veto": Veto()}, {"old"}, "one extra"),
         ({"outlier": Outlier(signal="ppo_train")}, {"old", "current"}, "one extra"),
         ({"second_moment": SecondMoment()}, {"current", "advantages"}, "no extra"),
         ({"second_moment": SecondMoment(tokens="all")}, {"current"}, "no extra"),
@@ -181,8 +178,6 @@ def test_every_preset_explains_itself(name: str) -> None:
         lambda bad: Penalty(coefficient=bad),
         lambda bad: Penalty(coefficient=1.0, ceiling=bad),
         lambda bad: Weights(upper=bad),
-        lambda bad: Weights(upper=2.0, mix=bad),
-        lambda bad: AdaptiveMix(divergence=bad),
         lambda bad: Reject(estimator="k3", aggregate="token", upper=bad),
         lambda bad: Veto(below=bad),
         lambda bad: Outlier(upper=bad),

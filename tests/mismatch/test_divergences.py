@@ -147,13 +147,11 @@ def test_row_07_normalising_one_sequence_cancels_the_correction(verl: SimpleName
     )
     torch.testing.assert_close(proto.batch["rollout_is_weights"], torch.ones_like(delta))
     torch.testing.assert_close(of_miles, torch.ones_like(delta))
-    with pytest.warns(UserWarning, match="the correction is cancelled; use scope='step'"):
+    with pytest.warns(UserWarning, match="the correction is cancelled; pass the whole minibatch"):
         correct(delta, zeros, mask, Correction.from_verl(options))
-    step = Correction(weights=Weights(level="sequence", upper=2.0, normalise=Normalise(scope="step", level="sequence")))
-    out = correct(delta, zeros, mask, step)
-    assert out.pending and out.normalised(1.32 + 0.68, 2).weights[0, 0] == pytest.approx(
-        1.32
-    )  # over the step's mean, which is 1
+    delta, zeros, mask = ratios([1.2, 1.1], [0.68, 1.0])
+    out = correct(delta, zeros, mask, Correction.from_verl(options))
+    assert float(out.weights[0, 0]) == pytest.approx(1.32), "over the minibatch's mean, which is 1"
 
 
 def test_row_08_miles_counts_empty_sequences_in_the_mean(verl: SimpleNamespace) -> None:
@@ -225,7 +223,7 @@ def test_row_12_normalisation_before_rejection_leaves_a_mean_other_than_one(verl
     assert kept.tolist() == [[1.0, 1.0, 0.0], [1.0, 1.0, 1.0]]
     assert float(proto.batch["rollout_is_weights"][kept.bool()].mean()) == pytest.approx(5.05 / 5 / (7.05 / 6))
     rule = Reject(estimator="k2", aggregate="token", upper=0.02)
-    ours = Correction(weights=Weights(upper=3.0, normalise=Normalise(scope="call", over="kept")), reject=(rule,))
+    ours = Correction(weights=Weights(upper=3.0, normalise=Normalise(over="kept")), reject=(rule,))
     out = correct(delta, zeros, mask, ours)
     assert torch.equal(out.mask, kept.bool()) and float(out.weights[out.mask].mean()) == pytest.approx(1.0, abs=1e-12)
 

@@ -190,10 +190,7 @@ def _probe_newer(m: Any) -> None:
     assert m.correct(delta, zeros, None, m.Correction(second_moment=rule), advantages=a).mask.tolist() == [
         [True, False, False, False]
     ]
-    near(
-        m.correct(delta, zeros, None, m.Correction(weights=m.Weights(mode="raw", mix=0.25))).weights,
-        0.75 + 0.25 * delta.exp(),
-    )
+    _probe_centering(m)
     loss, _ = m.policy_loss(
         delta, zeros, None, a, None, m.loss_named("sapo", sapo=m.SapoTemperatures(negative=1.0), aggregate="token_sum")
     )
@@ -202,7 +199,27 @@ def _probe_newer(m: Any) -> None:
     w, positive = math.exp(0.2), delta[0, :3].sum()
     near(loss, -(w**2 * math.exp(3 * (1 - w)) * positive - w**3 * math.exp(2 * (1 - w)) * delta[0, 3]))
     near(m.check_update(delta, zeros, a).gain, ((delta.exp() - 1) * a).mean())
-    assert m.LengthDecay(window=1).scale([100, 200]) == 0.5
+    near(m.check_update_mipu(delta, zeros, torch.tensor([0.5], dtype=D)).gain, -0.5 * (delta.mean()).exp())
+
+
+def _probe_centering(m: Any) -> None:
+    """One token of a vocabulary of three, of which two were recorded: p = (.5, .3, .2), q = (.2, .5, .3)."""
+    p, q = (torch.tensor(values, dtype=D) for values in ([0.5, 0.3, 0.2], [0.2, 0.5, 0.3]))
+    given = {"head_logprobs": p[1:].log()[None, None], "rollout_head_logprobs": q[1:].log()[None, None]}
+    for preset, own, inner, rest in (
+        ("score_centering", 1.0, q[1:], 0.2 / 0.5),
+        ("score_centering_tis", 0.6, torch.tensor([0.3, 0.2], dtype=D), 0.8),
+    ):
+        loss, _ = m.policy_loss(
+            p[None, 1:2].log(), None, q[None, 1:2].log(), torch.tensor([2.0], dtype=D), None, m.PRESETS[preset], **given
+        )
+        near(loss, -2 * (own * p[1].log() - ((inner - rest * p[1:]) * p[1:].log()).sum()))
+    loss, _ = m.policy_loss(
+        p[None].log(), None, q[None].log(), torch.tensor([1.0], dtype=D), None, m.PRESETS["a3po"],
+        versions=torch.tensor([[1, 3, 4]]), version=4,
+    )  # fmt: skip
+    prox = torch.stack((q[0] * (p[0] / q[0]) ** (2 / 3), q[1], q[2]))
+    near(loss, -(prox / q * torch.minimum(p / prox, (p / prox).clamp(0.8, 1.2))).mean())
 
 
 MUTANTS = [
@@ -226,11 +243,15 @@ MUTANTS = [
     ("rules.py", "masked_fill(outside, 0)", "masked_fill(~outside, 0)"),
     ("rules.py", "good & (values <= high)", "good & (values >= high)"),
     ("rules.py", "values >= low\n", "values > low - 9\n"),
-    ("rules.py", "            batch.dropped |= failing\n", "            pass\n"),
+    ("rules.py", "        batch.dropped |= failing\n", "        pass\n"),
     ("rules.py", "        if self.inverse:\n            values = -values\n", ""),
     ("rules.py", 'values = total if self.aggregate == "seq_sum" else total / count', "values = total"),
     ("rules.py", "squares >= smallest", "squares > smallest"),
-    ("rules.py", "bounded * mix + (1 - mix), unmasked", "bounded * mix, unmasked"),
+    ("rules.py", "- share[:, None] * p", "- p"),
+    ("rules.py", "torch.minimum(p, cap * q)) -", "q) -"),
+    ("loss.py", "per_token + tokens.advantages * term", "per_token - tokens.advantages * term"),
+    ("batch.py", "(1 - 1 / age.clamp(min=1))", "(1 / age.clamp(min=1))"),
+    ("diagnosis.py", "gain = -float((ratio", "gain = float((ratio"),
     ("rules.py", "means = ordered.cumsum(0)", "means = ordered.cumsum(0) * 0"),
     ("rules.py", "(advantages < 0) & (log_ratio < 0)", "(advantages < 0) & (log_ratio > 0)"),
     (
@@ -244,7 +265,6 @@ MUTANTS = [
         "torch.sigmoid(temperature * t.log_ratio) * 4",
     ),
     ("loss.py", "k * log_w - steepness * torch.expm1(log_w)", "k * log_w - steepness * log_w"),
-    ("diagnosis.py", "rate * self.factor", "rate"),
     ("diagnosis.py", "gain, divergence = -float", "gain, divergence = float"),
     ("diagnosis.py", '"chi2/token": Mean.of(torch.expm1(2 * x))', '"chi2/token": Mean.of((2 * x).exp())'),
     ("diagnosis.py", "Mean.of(x * x / 2)", "Mean.of(x * x)"),

@@ -4,7 +4,7 @@ K3."""
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+import pickle
 from fractions import Fraction
 
 import pytest
@@ -19,7 +19,6 @@ from tokentrue.mismatch import (
     PRESETS,
     Correction,
     Diagnosis,
-    Metrics,
     Reject,
     Staleness,
     Veto,
@@ -41,7 +40,16 @@ def test_identity(seed: int, preset: str) -> None:
     """Trainer and rollout agree: weights are exactly 1, nothing is rejected, every divergence is exactly 0."""
     batch = make(seed)
     same = batch.trainer
-    found = diagnose(same, same, batch.mask, logprobs=same, advantages=batch.advantages, correction=PRESETS[preset])
+    found = diagnose(
+        same,
+        same,
+        batch.mask,
+        logprobs=same,
+        advantages=batch.advantages,
+        correction=PRESETS[preset],
+        versions=torch.zeros(len(same)),
+        version=2,
+    )
     assert found.corrected is not None
     assert torch.equal(found.corrected.mask, batch.mask)
     assert torch.equal(found.corrected.weights, batch.mask.double())
@@ -105,8 +113,7 @@ def test_merging_parts_is_the_whole(seed: int, sizes: list[int]) -> None:
     whole = _diagnose(batch, names)
     assert_same(parts[0].merge(*parts[1:]), whole)
     assert_same(parts[-1].merge(*parts[:-1]), whole)  # in any order
-    through_text = [Metrics.from_json(part.metrics.to_json()) for part in parts]
-    assert through_text == [part.metrics for part in parts]
+    assert [pickle.loads(pickle.dumps(part)).metrics for part in parts] == [part.metrics for part in parts]
 
 
 def assert_same(mine: Diagnosis, other: Diagnosis) -> None:
@@ -211,7 +218,6 @@ def test_contribution_by_sign_by_hand() -> None:
     assert found["contribution/rollout/positive/std"] == pytest.approx(abs(by_roll[0] - by_roll[1]) / 2)
     assert found["contribution/rollout/negative/mean"] == pytest.approx(2 * math.expm1(1.2))
     assert found["contribution/rollout/negative/count"] == 1
-    assert found["quadrant/positive_up"] == 0.5 and found["quadrant/negative_up"] == 1.0
 
 
 def test_skew_is_that_of_the_values() -> None:
@@ -259,15 +265,6 @@ def test_bounds_include_themselves() -> None:
     ]
 
 
-def test_drop_takes_from_the_mask_and_mask_from_the_weight() -> None:
-    delta = torch.tensor([[1.0, 0.0]], dtype=torch.float64)
-    rule = Reject(estimator="k2", aggregate="token", upper=0.1)
-    dropped = correct(delta, torch.zeros_like(delta), None, Correction(reject=(rule,)))
-    masked = correct(delta, torch.zeros_like(delta), None, Correction(reject=(replace(rule, action="mask"),)))
-    assert dropped.mask.tolist() == [[False, True]] and dropped.weights.tolist() == [[1.0, 1.0]]
-    assert masked.mask.tolist() == [[True, True]] and masked.weights.tolist() == [[0.0, 1.0]]
-
-
 def test_veto_and_staleness() -> None:
     trainer = torch.tensor([[-1.0, -20.0], [-1.0, -1.0]], dtype=torch.float64)
     vetoed = correct(trainer, trainer, None, Correction(veto=Veto(below=1e-6)))
@@ -275,31 +272,7 @@ def test_veto_and_staleness() -> None:
     versions = torch.tensor([[3, 5], [7, 7]])
     token = correct(trainer, trainer, None, Correction(staleness=Staleness(limit=2)), versions=versions, version=7)
     assert token.mask.tolist() == [[False, True], [True, True]]
-    whole = correct(
-        trainer, trainer, None, Correction(staleness=Staleness(limit=2, level="sequence")), versions=versions, version=7
-    )
-    assert whole.mask.tolist() == [[False, False], [True, True]]
     per_row = correct(
         trainer, trainer, None, Correction(staleness=Staleness(limit=2)), versions=torch.tensor([4, 6]), version=7
     )
     assert per_row.mask.tolist() == [[False, False], [True, True]]
-
-
-def test_normalising_over_a_step_adds_up_micro_batches() -> None:
-    batch = make(14, empty_rows=False)
-    base = PRESETS["decoupled_token_is"]
-    assert base.weights is not None
-    from tokentrue.mismatch import Normalise
-
-    call = replace(base, weights=replace(base.weights, normalise=Normalise(scope="call")))
-    step = replace(base, weights=replace(base.weights, normalise=Normalise(scope="step")))
-    whole = correct(batch.trainer, batch.rollout, batch.mask, call)
-    parts = [
-        correct(batch.trainer[i : i + 1], batch.rollout[i : i + 1], batch.mask[i : i + 1], step)
-        for i in range(len(batch.mask))
-    ]
-    assert all(part.pending for part in parts)
-    total, count = (sum(part.totals[k] for part in parts) for k in (0, 1))  # type: ignore[index]
-    joined = torch.cat([part.normalised(total, int(count)).weights for part in parts])  # type: ignore[arg-type]
-    torch.testing.assert_close(joined, whole.weights, atol=1e-12, rtol=1e-12)
-    assert float(whole.weights[whole.mask].mean()) == pytest.approx(1.0)

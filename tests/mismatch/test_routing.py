@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tokentrue.errors import InputError
-from tokentrue.mismatch.routing import (
+from tokentrue.numerics.routing import (
     from_routed,
     record_routing,
     replay_routing,

@@ -11,7 +11,16 @@ from torch import Tensor
 
 from tests.engine.world import VOCABULARY, build
 from tokentrue.errors import ExactnessError
-from tokentrue.numerics import exact, logits_of, logprob, logprobs_of, ops_for, same_bits, score, score_with_entropy
+from tokentrue.numerics import (
+    exact,
+    logits_of,
+    logprob,
+    logprobs_of,
+    ops_for,
+    same_bits,
+    score,
+    scores_of,
+)
 from tokentrue.numerics.exact import STATE
 
 
@@ -31,6 +40,11 @@ def table_scores(model: Any, ids: Tensor, temperature: float) -> tuple[Tensor, T
     return table.gather(-1, ids[:, 1:, None]).squeeze(-1), -(table.exp() * table).sum(-1)
 
 
+def with_entropy(model: Any, ids: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    both = scores_of(model, ids, temperature, entropy=True)
+    return both[..., 0], both[..., 1]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["qwen3", "gemma3", "llama"])
 @pytest.mark.usefixtures("small_pieces")
@@ -44,7 +58,7 @@ def test_bits_are_those_of_the_table(kind: str, dtype: torch.dtype) -> None:
             model.__dict__[STATE].ops, logits.reshape(-1, VOCABULARY), ids[:, 1:].reshape(-1), 0.7
         ).view(2, -1)
         assert same_bits(score(model, ids, 0.7), wanted)
-        logprobs, entropy = score_with_entropy(model, ids, 0.7)
+        logprobs, entropy = with_entropy(model, ids, 0.7)
         assert same_bits(logprobs, wanted)
         assert torch.allclose(entropy, table_scores(model, ids, 0.7)[1], atol=1e-4)
 
@@ -63,11 +77,51 @@ def test_gradients_are_those_of_the_table(kind: str) -> None:
             (logprobs * torch.linspace(-1, 2, 44) + 0.3 * entropy).sum().backward()
         return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
-    mine, theirs = gradients(score_with_entropy), gradients(table_scores)
+    mine, theirs = gradients(with_entropy), gradients(table_scores)
     assert len(mine) == len(theirs)
     for a, b in zip(mine, theirs, strict=True):
         assert (a - b).norm() <= 1e-5 * b.norm() + 1e-6
-    assert all(same_bits(a, b) for a, b in zip(mine, gradients(score_with_entropy), strict=True))
+    assert all(same_bits(a, b) for a, b in zip(mine, gradients(with_entropy), strict=True))
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3"])
+@pytest.mark.usefixtures("small_pieces")
+def test_other_ids_have_the_bits_and_gradients_of_the_table(kind: str) -> None:
+    """Log-probabilities of several ids a row, beside the sampled one's, which keeps its bits; packed rows too."""
+    model, ids = build(kind), ids_of(2, 45)
+    if kind == "gemma3":
+        model.config.final_logit_softcapping = 20.0
+    more = torch.stack([torch.randperm(VOCABULARY)[:6] for _ in range(2 * 44)]).view(2, 44, 6)
+    weight = torch.randn(2, 44, 6)
+
+    def by_table() -> tuple[Tensor, Tensor]:
+        table = torch.log_softmax(logits_of(model, ids)[:, :-1].float() / torch.tensor(0.7), -1)
+        return table.gather(-1, ids[:, 1:, None]).squeeze(-1), table.gather(-1, more)
+
+    def by_head() -> tuple[Tensor, Tensor]:
+        found = scores_of(model, ids, 0.7, more_ids=more)
+        return found[..., 0], found[..., 2:]
+
+    def gradients(scores: Any) -> list[Tensor]:
+        model.zero_grad()
+        with exact(model):
+            own, others = scores()
+            (own.sum() * 0.5 + (others * weight).sum()).backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    with torch.no_grad(), exact(model):
+        own, others = by_head()
+        assert same_bits(own, score(model, ids, 0.7))
+        assert torch.allclose(others, by_table()[1], atol=1e-6)
+        packed = scores_of(model, ids.flatten(), 0.7, torch.tensor([0, 45, 90]), more_ids=pack_rows(more))
+        assert same_bits(packed[:44, 2:], others[0]) and same_bits(packed[45:, 2:], others[1])
+        assert not packed[44].any()
+    for a, b in zip(gradients(by_head), gradients(by_table), strict=True):
+        assert (a - b).norm() <= 1e-5 * b.norm() + 1e-6
+
+
+def pack_rows(more: Tensor) -> Tensor:
+    return torch.cat((more[0], torch.zeros_like(more[0, :1]), more[1]))
 
 
 @pytest.mark.usefixtures("small_pieces")

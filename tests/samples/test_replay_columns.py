@@ -20,6 +20,7 @@ from tokentrue.routing_replay import (
     FREE,
     RoutedExperts,
     SamplingMask,
+    TopLogprobs,
     empty_rows,
     join_masks,
     join_routing,
@@ -42,7 +43,14 @@ async def sample() -> Sample:
     (found, *_) = (await forest()).samples()
     rows = [[] if value is None or i % 3 == 0 else sorted({token, 1, 5}) for i, (token, value) in
             enumerate(zip(found.token_ids, found.rollout_logprobs, strict=True))]  # fmt: skip
-    return replace(found, routed_experts=table(len(found.token_ids) - 1), sampling_mask=SamplingMask.from_rows(rows))
+    tops = [({token: value, 9: -2.5} if value is not None else {}, 2) for token, value in
+            zip(found.token_ids, found.rollout_logprobs, strict=True)]  # fmt: skip
+    return replace(
+        found,
+        routed_experts=table(len(found.token_ids) - 1),
+        sampling_mask=SamplingMask.from_rows(rows),
+        top_logprobs=TopLogprobs.from_tops(tops),
+    )
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -18,12 +18,12 @@ import tokentrue as tt
 from tests.engine.world import VOCABULARY, build, engine_of
 from tests.train.rows import sample_of, small_model
 from tokentrue.environments import SMALL_MODEL
-from tokentrue.errors import TokenContractError
-from tokentrue.mismatch import diagnose, loss_named, support_log_mass_of
-from tokentrue.mismatch.routing import replay_routing, routing_of
+from tokentrue.errors import ConfigError, TokenContractError
+from tokentrue.mismatch import PRESETS, diagnose, loss_named
 from tokentrue.numerics import exact, score
+from tokentrue.numerics.routing import replay_routing, routing_of
 from tokentrue.providers import load
-from tokentrue.routing_replay import RoutedExperts, SamplingMask
+from tokentrue.routing_replay import RoutedExperts, SamplingMask, TopLogprobs
 from tokentrue.samples import audit, read_samples, write_samples
 from tokentrue.samples.recorded_turns import read_turns
 from tokentrue.train import ExactScorer, OptimConfig, PlainScorer, TrainConfig, Trainer
@@ -143,20 +143,6 @@ async def test_the_mean_ratio_under_top_p_is_one_with_kept_ids_and_less_without(
     assert mean_ratio(model, samples, kept=False) < 0.95
 
 
-async def test_the_mass_of_the_kept_ids_aligns_another_trainer(model: torch.nn.Module) -> None:
-    """log p over the vocabulary minus the log mass of the kept ids is the rollout's log-probability."""
-    (sample, *_) = await rollouts(model, count=2, top_p=0.8)
-    ids = torch.tensor([list(sample.token_ids)])
-    with torch.no_grad():
-        logits = torch.nn.functional.pad(model(ids).logits[0, :-1].double() / 1.3, (0, 0, 1, 0))
-    mass = support_log_mass_of(sample, logits)
-    ours = logits.log_softmax(-1).gather(-1, ids[0, :, None])[:, 0] - mass
-    sampled = torch.tensor(sample.loss_mask, dtype=torch.bool)
-    theirs = torch.tensor([value or 0.0 for value in sample.rollout_logprobs], dtype=torch.float64)
-    assert torch.allclose(ours[sampled], theirs[sampled], atol=1e-4)
-    assert bool((mass[sampled] < 0).any()) and bool((mass[~sampled] == 0).all())
-
-
 async def test_filters_without_kept_ids_are_refused(model: torch.nn.Module) -> None:
     samples = [replace(sample, sampling_mask=None) for sample in await rollouts(model, count=2, top_p=0.8)]
     with pytest.raises(TokenContractError, match=r"top_p.*sampling mask"):
@@ -208,6 +194,102 @@ def test_gradient_and_entropy_are_those_of_the_kept_ids(model: torch.nn.Module, 
     assert torch.allclose(scores.entropy[0][1:].double(), entropy, atol=1e-4)
     for mine, theirs in zip(ours.parameters(), dense.parameters(), strict=True):
         assert torch.allclose(mine.grad, theirs.grad, atol=2e-3, rtol=1e-2)
+
+
+def centring_trainer(model: torch.nn.Module, preset: str, *, is_exact: bool, baseline: str = "dr_grpo") -> Trainer:
+    trainer = Trainer(
+        copy.deepcopy(model).requires_grad_(True),
+        config=TrainConfig(exact=is_exact, micro_tokens=160, offline=True, baseline=baseline),  # type: ignore[arg-type]
+        optim=OptimConfig(lr=1e-4),
+        loss=loss_named("reinforce", correction=PRESETS[preset]),
+    )
+    trainer.version = 1  # the weights have moved since they sampled
+    return trainer
+
+
+def move(model: torch.nn.Module) -> torch.nn.Module:
+    moved, generator = copy.deepcopy(model), torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in moved.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * parameter.std(), alpha=0.05)
+    return moved
+
+
+def centred_gradient(model: Any, sampler: Any, samples: Sequence[Sample], k: int, cap: float | None) -> torch.Tensor:
+    """The gradient of the paper's estimator over both models' whole tables, in float64 and one sample at a time."""
+    rewards = torch.tensor([float(sample.reward or 0.0) for sample in samples], dtype=torch.float64)
+    tokens = sum(sum(sample.loss_mask) for sample in samples)
+    model.zero_grad()
+    for sample, advantage in zip(samples, rewards - rewards.mean(), strict=True):
+        ids, at = torch.tensor(list(sample.token_ids)), torch.tensor(sample.loss_mask, dtype=torch.bool)[1:]
+
+        def table(of: Any, ids: torch.Tensor = ids, at: torch.Tensor = at, sample: Sample = sample) -> torch.Tensor:
+            logits = of(ids[None]).logits[0, :-1].double() / 1.3
+            for row in range(len(logits)):
+                kept = [] if sample.sampling_mask is None else sample.sampling_mask.row(row + 1).tolist()
+                if kept:
+                    removed = torch.ones(logits.shape[-1], dtype=torch.bool)
+                    removed[kept] = False
+                    logits = torch.where((torch.arange(len(logits)) == row)[:, None] & removed, -torch.inf, logits)
+            return logits.log_softmax(-1)[at]
+
+        log_p = table(model)
+        with torch.no_grad():
+            p, q = log_p.exp(), table(sampler).exp()
+            beyond = torch.ones_like(q, dtype=torch.bool).scatter_(1, q.topk(k).indices, False)
+            mass, rest = (q * beyond).sum(-1, keepdim=True), (p * beyond).sum(-1, keepdim=True)
+            q = torch.where(beyond, p * mass / rest.clamp(min=1e-300), q)
+            weight = torch.ones_like(q) if cap is None else (p / q.clamp(min=1e-300)).clamp(max=cap)
+            scores = -q * weight
+            own = ids[1:][at][:, None]
+            true_q = table(sampler).exp().gather(-1, own)
+            own_weight = 1.0 if cap is None else (p.gather(-1, own) / true_q).clamp(max=cap)
+            scores = scores.scatter_add(1, own, torch.ones_like(own, dtype=torch.float64) * own_weight)
+        (-advantage * (scores * log_p.masked_fill(log_p == -torch.inf, 0.0)).sum() / tokens).backward()
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
+
+
+@pytest.mark.parametrize(
+    ("preset", "cap", "filters", "is_exact"),
+    [
+        ("score_centering", None, {}, True),
+        ("score_centering_tis", 2.0, {}, False),
+        ("score_centering", None, {"top_k": 6}, False),
+        ("score_centering_tis", 2.0, {"top_k": 6}, True),
+    ],
+)
+async def test_score_centering_trains_by_the_papers_gradient(
+    model: torch.nn.Module, preset: str, cap: float | None, filters: dict[str, Any], is_exact: bool
+) -> None:
+    """From the engine's own record to the gradient of the weights; under top-k the recorded ids are the whole support."""
+    samples = await rollouts(model, count=4, top_logprobs=6, **filters)
+    assert audit(samples).findings == []
+    moved = move(model)
+    flat, metrics = centring_trainer(moved, preset, is_exact=is_exact).gradient([samples])
+    wanted = centred_gradient(copy.deepcopy(moved), model, samples, 6, cap)
+    assert float((flat.double() - wanted).norm() / wanted.norm()) < 1e-3
+    assert metrics["centering/head_mass"] == pytest.approx(1.0, abs=1e-5 if filters else 0.2)
+    plain, _ = centring_trainer(moved, "bypass_pg_is", is_exact=is_exact).gradient([samples])
+    assert float((flat - plain).norm() / plain.norm()) > 0.01, "the test would not notice a missing term"
+
+
+async def test_samples_without_the_samplers_ids_are_refused(model: torch.nn.Module, tmp_path: Path) -> None:
+    samples = await rollouts(model, count=2)
+    trainer = centring_trainer(model, "score_centering", is_exact=False)
+    with pytest.raises(TokenContractError, match=r"trained tokens have no top log-probabilities.*top_logprobs = 128"):
+        trainer.step([samples])
+    with pytest.raises(ConfigError, match="dr_grpo or rloo"):
+        centring_trainer(model, "score_centering", is_exact=False, baseline="grpo")
+    (whole, other) = await rollouts(model, count=2, top_logprobs=3)
+    tops = whole.top_logprobs
+    assert tops is not None and other.top_logprobs is not None
+    counts = {end - start for start, end in zip(tops.offsets, tops.offsets[1:], strict=False)}
+    assert counts == {0, 3}, "the sampled id is not added to those that were asked for"
+    changed = bytes([tops.logprobs[0] ^ 1]) + tops.logprobs[1:]
+    broken = replace(whole, top_logprobs=TopLogprobs(token_ids=tops.token_ids, offsets=tops.offsets, logprobs=changed))
+    assert [finding.what for finding in audit([broken]).findings if "seal" in finding.what]
+    write_samples([whole], tmp_path / "s.parquet")
+    assert list(read_samples(tmp_path / "s.parquet")) == [whole]
 
 
 def mixture_samples(engine: Any, count: int = 4) -> list[Sample]:

@@ -16,7 +16,6 @@ BAD = [
     *(f"optim.clip_norm={value}" for value in ("nan", "0.0", "-1.0")),
     *(f"optim.eps={value}" for value in ("nan", "inf", "0.0", "-1.0")),
     *(f"optim.weight_decay={value}" for value in ("nan", "inf", "-5.0")),
-    *(f"optim.length_surge={value}" for value in ("nan", "inf", "1.0", "-2.0")),
     *(f"optim.lr={value}" for value in ("nan", "inf", "0.0")),
     *(f"evaluation.temperature={value}" for value in ("nan", "inf", "-1.0")),
     *(f"evaluation.solved={value}" for value in ("nan", "inf")),
@@ -49,10 +48,10 @@ def test_a_run_from_a_file_refuses_settings_of_live_runs(text: str) -> None:
 
 
 def test_numbers_at_the_edge_and_settings_that_a_file_uses() -> None:
-    read(TrainRun, sets=["optim.clip_norm=inf", "optim.weight_decay=0.0", "optim.length_surge=0.0"])
+    read(TrainRun, sets=["optim.clip_norm=inf", "optim.weight_decay=0.0"])
     read(
         TrainRun,
-        sets=["optim.length_surge=1.1", "evaluation.every=1", "evaluation.patience=2", "evaluation.solved=0.0"],
+        sets=["evaluation.every=1", "evaluation.patience=2", "evaluation.solved=0.0"],
     )
     read(TrainRun, sets=["train.overlong.max_tokens=9", "train.overlong.buffer=3", "train.overlong.penalty=0.5"])
     read(

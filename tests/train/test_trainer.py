@@ -4,8 +4,10 @@ corrections."""
 from __future__ import annotations
 
 import copy
+import dataclasses
+import math
+import random
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from tokentrue.errors import ConfigError, ExactnessError
 from tokentrue.mismatch import Correction, LossConfig, Normalise, Penalty, Weights, loss_named
 from tokentrue.train import OptimConfig, TrainConfig, Trainer
 from tokentrue.train.exactness import ulps
+from tokentrue.train.reporting import find_falling
 from tokentrue.types import Sample
 
 
@@ -135,7 +138,7 @@ def test_step_normalised_weights_do_not_depend_on_micro_batches(base: torch.nn.M
         for parameter in other.parameters():
             parameter.mul_(1.02)
     groups = groups_for(other)  # sampled by another policy: real ratios
-    weights = Weights(upper=2.0, normalise=Normalise(scope="step"))
+    weights = Weights(upper=2.0, normalise=Normalise())
     loss = loss_named("reinforce", correction=Correction(surrogate="reinforce", weights=weights))
     a = trainer(base, loss=loss, exact=False, micro_tokens=10_000).step(groups)
     b = trainer(base, loss=loss, exact=False, micro_tokens=70).step(groups)
@@ -165,23 +168,46 @@ def test_ulps() -> None:
     assert ulps(-1e-45, 1e-45) == 2
 
 
-def test_longer_responses_halve_the_rate_and_a_checkpoint_remembers_them(base: torch.nn.Module, tmp_path: Path) -> None:
-    from tokentrue.train import checkpoint
+def test_mismatch_is_reported_by_turn_and_as_a_rate(base: torch.nn.Module) -> None:
+    """The second turn of every sample was reported 0.5 too low; the share of its tokens is the rate."""
+    groups, moved, trained = [], 0, 0
+    for group in groups_for(base):
+        groups.append([])
+        for sample in group:
+            logprobs = list(sample.rollout_logprobs)
+            for span in sample.spans:
+                if span.kind == "sampled":
+                    trained += span.end - span.start
+                    for i in range(span.start, span.end) if span.turn == 1 else ():
+                        logprobs[i] = (logprobs[i] or 0.0) - 0.5
+                        moved += 1
+            groups[-1].append(dataclasses.replace(sample, rollout_logprobs=logprobs))
+    found = trainer(base, exact=False).step(groups).metrics
+    assert found["mismatch_rate"] == pytest.approx(moved / trained) and 0 < moved < trained
+    assert found["mismatch/turn/0"] == pytest.approx(0, abs=1e-4)
+    assert found["mismatch/turn/1"] == pytest.approx(0.5, abs=1e-4)
+    assert "mismatch/turn/2" not in found
 
-    def made(surge: float) -> Trainer:
-        t = trainer(base)
-        t.optim = OptimConfig(lr=1e-3, length_surge=surge)
-        t.response_lengths = [4.0] * 12  # far shorter than what comes
-        return t
 
-    groups = groups_for(base)
-    assert made(0.0).step(groups).metrics["update/lr"] == 1e-3
-    t = made(1.25)
-    assert t.step(groups).metrics["update/lr"] == 0.5e-3
-    path = checkpoint.save(t, tmp_path, rounds={}, run_hash="h", model=None, keep=1)
-    assert path is not None
-    again = made(1.25)
-    checkpoint.load(again, path, run_hash="h")
-    assert again.response_lengths == t.response_lengths and len(again.response_lengths) == 13
-    with pytest.raises(ConfigError, match="length_surge"):
-        OptimConfig(length_surge=0.5)
+def test_a_steady_fall_is_one_line_and_noise_is_none() -> None:
+    rng = random.Random(3)
+
+    def lines(norms: list[float], shares: list[float]) -> list[str]:
+        rows = [{"update/grad_norm": a, "mismatch/ess": b} for a, b in zip(norms, shares, strict=True)]
+        return [line for count in range(len(rows) + 1) for line in find_falling(rows[:count])]
+
+    def noise(level: float, spread: float, count: int) -> list[float]:
+        return [level * math.exp(rng.gauss(0, spread)) for _ in range(count)]
+
+    for _ in range(40):  # 400 steps each, norms within a factor of three of each other, a slow natural decline
+        norms = [value * 0.998**step for step, value in enumerate(noise(0.5, 0.35, 400))]
+        assert lines(norms, [min(1.0, value) for value in noise(0.9, 0.1, 400)]) == []
+    falling = [0.07 * 0.93**step for step in range(20)]
+    norms = [a * b for a, b in zip([0.07] * 40 + falling, noise(1.0, 0.1, 60), strict=True)]
+    (line,) = lines(norms, noise(0.9, 0.05, 60))
+    assert line.startswith("gradient norm fell from 0.0") and "in 20 steps" in line
+    shares = [
+        a * b for a, b in zip([0.9] * 35 + [0.9 * 0.9**step for step in range(25)], noise(1, 0.05, 60), strict=True)
+    ]
+    assert any(line.startswith("effective sample share fell") for line in lines(noise(0.5, 0.3, 60), shares))
+    assert lines(norms[:15], shares[:15]) == [] and lines([math.nan] * 60, shares[:1] * 60) == []

@@ -38,7 +38,8 @@ from tokentrue.types import Sample
 KEPT = Correction(reject=(Reject(estimator="k3", aggregate="seq_mean", upper=0.0565),), loss_counts="kept")
 CONFIGS: dict[str, LossConfig] = {
     **{f"loss {name}": loss_named(name) for name in LOSSES},
-    **{f"preset {name}": LossConfig(correction=preset) for name, preset in PRESETS.items()},
+    # Score centering has its samples and its test in test_replay.py.
+    **{f"preset {name}": LossConfig(correction=preset) for name, preset in PRESETS.items() if preset.centering is None},
     "kept, token mean": LossConfig(correction=KEPT),
     "kept, sequence mean": LossConfig(correction=KEPT, aggregate="seq_mean_token_mean"),
     "kept, sequence sum": LossConfig(correction=KEPT, aggregate="seq_mean_token_sum"),
@@ -49,7 +50,7 @@ CONFIGS: dict[str, LossConfig] = {
             loss_counts="kept",
         )
     ),
-    "normalised": LossConfig(correction=Correction(weights=Weights(upper=2.0, normalise=Normalise(scope="call")))),
+    "normalised": LossConfig(correction=Correction(weights=Weights(upper=2.0, normalise=Normalise()))),
     "penalty": loss_named("grpo", penalty=Penalty(coefficient=0.5)),
     "penalty on kept rows": LossConfig(correction=KEPT, penalty=Penalty(coefficient=0.5, tokens="valid")),
     "entropy": loss_named("dapo", entropy_coefficient=0.05),
@@ -108,6 +109,8 @@ def whole_batch(
         loss,
         reference_logprobs=others,
         entropy=scores.entropy if loss.entropy_coefficient else None,
+        versions=[row.versions for row in rows],
+        version=0,
     )
     value.backward()
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]

@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 BATCH_TOKENS = 8192
 PADDED_TOKENS = 2048  # of a forward pass with --plain, which holds all logits at once
 ALARM_K3 = 0.015
+ORDINARY = "K3 of ordinary engines"
+YARDSTICKS = "1e-5 to 1e-3 for dense models, 1e-3 to 1e-1 for mixtures"
 SHOWN = (
     "tokens", "rows", "delta/mean", "delta/abs_mean", "delta/min", "delta/max", "delta/quantile/abs_p99", "corr/k1",
     "corr/k3", "ppl/trainer", "ppl/rollout", "chi2/token", "ratio/raw/ess", "tail/raw/above_2", "tail/applied/above_2",
@@ -145,6 +147,8 @@ def command(
         facts["left out"] = f"{pluralise(left_out, 'sample')} {missing}"
     if refused:
         facts["not scored"] = f"{pluralise(len(refused), 'sample')}; the first: {refused[0]}"
+    if whole["corr/k3"]:
+        facts[ORDINARY] = YARDSTICKS
     spread = set[int]().union(*(versions[row.sample.sample_id] for row in rows))
     verdict, alarm = judge(whole, counts, max_k3, spread if trainer is not None else set())
     if output is not None:
@@ -160,7 +164,11 @@ def command(
         print_json({**head, "metrics": metrics, "worst": [asdict(row) for row in whole.worst]})
     else:
         print_metrics(metrics, whole.worst[:3])
-        lines = {"not scored": facts.get("not scored"), "report": output, "log-probabilities": write_logprobs}
+        lines = {
+            **{name: facts.get(name) for name in (ORDINARY, "not scored")},
+            "report": output,
+            "log-probabilities": write_logprobs,
+        }
         print("\n".join([verdict, *(f"{name}: {text}" for name, text in lines.items() if text)]))
     return 1 if alarm else 0
 
@@ -185,6 +193,9 @@ def check_options(
 def print_metrics(metrics: Mapping[str, float | None], worst: Sequence[WorstRow]) -> None:
     shown = {key: metrics[key] for key in SHOWN if key in metrics}
     cells = [(key, "-" if value is None else f"{value:.6g}") for key, value in shown.items()]
+    for key, value in metrics.items():
+        if key.startswith("by_kind/turn") and value is not None:
+            cells.append((f"mean |δ| in {key.removeprefix('by_kind/')}", f"{value:.6g}"))
     for row in worst:
         most = f"mean K3 {row.score:.3g}, max |δ| {row.max_abs_delta:.3g} at token {row.position}"
         cells.append((f"worst: {row.row}", most))
@@ -306,10 +317,11 @@ def diagnose_steps(
 
     correction: Correction | None = PRESETS[preset]
     advantages: dict[str, float] | None = compute_advantages(found)
+    unknown = {"versions": "the trainer's policy version"}
     if not all(row.sample.sample_id in advantages for row in rows):
-        advantages = None
-        if "advantages" in correction.needs:
-            correction, preset = None, f"none: {preset} needs a reward for every sample"
+        advantages, unknown["advantages"] = None, "a reward for every sample"
+    if missing := sorted(correction.needs & unknown.keys()):
+        correction, preset = None, f"none: {preset} needs {unknown[missing[0]]}"
     kinds = sorted({kind for row in rows for kind in row.kinds})
     by_step: dict[str, list[Row]] = {}
     for row in rows:
@@ -359,7 +371,6 @@ def diagnose_rows(
     names = [row.sample.sample_id for row in rows]
     trainer = tensors([row.trainer for row in rows])
     known = [row.flips for row in rows if row.flips is not None]
-    flips = tensors(known, torch.long) if len(known) == len(rows) else None
     return diagnose(
         trainer,
         tensors([row.rollout for row in rows]),
@@ -368,8 +379,7 @@ def diagnose_rows(
         correction=correction,
         kinds=tensors([[kinds.index(kind) for kind in row.kinds] for row in rows], torch.long),
         kind_names=kinds,
-        trainer_top_ids=flips,
-        rollout_top_ids=None if flips is None else [torch.zeros_like(row) for row in flips],
+        flips=tensors(known, torch.bool) if len(known) == len(rows) else None,
         row_names=names,
     )
 

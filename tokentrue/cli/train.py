@@ -111,7 +111,7 @@ async def run(settings: TrainRun, ranks: Ranks, *, ray: str | None, as_json: boo
     from tokentrue.cli.reports import write_training_report
     from tokentrue.cluster.training import source_on_ray
     from tokentrue.train import MetricsWriter, train
-    from tokentrue.train.reporting import replace_text
+    from tokentrue.train.reporting import find_falling, replace_text
 
     quiet = as_json or not ranks.first
     file = file_for(settings, trust=trust)
@@ -126,7 +126,7 @@ async def run(settings: TrainRun, ranks: Ranks, *, ray: str | None, as_json: boo
             print(f"  learning rate {trainer.optim.lr:g}, by the size of the model (optim.lr sets it)")
     if first and not quiet:
         print(f"  resuming at step {first}")
-    costs: list[Mapping[str, float]] = []
+    costs, history = list[Mapping[str, float]](), list[Mapping[str, float]]()
     with ExitStack() as stack:
         writer = None
         if ranks.first:
@@ -156,6 +156,9 @@ async def run(settings: TrainRun, ranks: Ranks, *, ray: str | None, as_json: boo
                     why = f"gain {shown['acceptance/gain']:.3g}, divergence {shown['acceptance/divergence']:.3g}"
                     refused = f"the engines refuse the update ({why}); the weights before it are back"
                     print(f"  step {report.step}: {refused}", file=sys.stderr)
+                history.append(shown)
+                for line in find_falling(history):
+                    print(f"  step {report.step}: {line}", file=sys.stderr)
             delta, speed = shown.get("mismatch/delta_abs_mean", 0.0), report.speeds["speed/tokens_per_s"]
             losses = f"loss {shown['update/loss']:+.4f}  |g| {shown['update/grad_norm']:.2f}"
             advance(f"reward {shown['reward']:.3f}  {losses}  |δ| {delta:.2g}  {speed:,.0f} tokens/s")

@@ -17,7 +17,7 @@ from tokentrue.doctor.hypotheses import list_hypotheses
 from tokentrue.doctor.naming import Evidence, judge, judge_draws
 from tokentrue.doctor.reference import Observation
 from tokentrue.errors import InputError
-from tokentrue.mismatch.routing import from_routed, record_routing, replay_routing, routers
+from tokentrue.numerics.routing import from_routed, record_routing, replay_routing, routers
 from tokentrue.protocols import Scoring
 from tokentrue.routing_replay import FREE
 from tokentrue.types import RoutedExperts, Sampling

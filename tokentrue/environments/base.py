@@ -125,6 +125,7 @@ class RolloutConfig:
     max_failed: float = 0.5  # share of a training round's rollouts that may fail; beyond it the run stops
     resample: int = 0  # per training round: how often groups with equal rewards are replaced by other tasks
     seed: int = 0
+    top_logprobs: int = 0  # the sampler's most likely ids, recorded with each token (score centering)
 
     def __post_init__(self) -> None:
         counts = ("tasks", "group_size", "max_tokens", "concurrency")
@@ -150,4 +151,5 @@ class RolloutConfig:
     @property
     def sampling(self) -> JsonMapping:
         """Filters are pinned off: agents request them, and log-probabilities would then be of another distribution."""
-        return {"temperature": self.temperature, "max_tokens": self.max_tokens, "top_p": 1.0, "top_k": 0}
+        pinned = {"temperature": self.temperature, "max_tokens": self.max_tokens, "top_p": 1.0, "top_k": 0}
+        return {**pinned, "top_logprobs": self.top_logprobs} if self.top_logprobs else pinned

@@ -1,29 +1,18 @@
 """Diagnostics, corrections and policy losses for training-inference mismatch: pure functions over tensors."""
 
 from tokentrue.mismatch.advantages import grpo_advantages, rloo_advantages, whitened_advantages
-from tokentrue.mismatch.batch import support_log_mass, support_log_mass_of
 from tokentrue.mismatch.correction import Corrected, Correction, correct
-from tokentrue.mismatch.diagnosis import Diagnosis, LengthDecay, UpdateCheck, WorstRow, check_update, diagnose
+from tokentrue.mismatch.diagnosis import Diagnosis, UpdateCheck, WorstRow, check_update, check_update_mipu, diagnose
 from tokentrue.mismatch.loss import policy_loss
-from tokentrue.mismatch.loss_config import (
-    LOSSES,
-    LossConfig,
-    Penalty,
-    SapoTemperatures,
-    VespoKernel,
-    loss_from_trl,
-    loss_from_verl,
-    loss_named,
-)
+from tokentrue.mismatch.loss_config import LOSSES, LossConfig, Penalty, SapoTemperatures, VespoKernel, loss_named
 from tokentrue.mismatch.metrics import Metrics
 from tokentrue.mismatch.presets import PRESETS
-from tokentrue.mismatch.routing import record_routing, replay_routing, routing_of
 from tokentrue.mismatch.rules import (
-    AdaptiveMix,
     Normalise,
     OffPolicyMask,
     Outlier,
     Reject,
+    ScoreCentering,
     SecondMoment,
     Staleness,
     Veto,
@@ -33,11 +22,9 @@ from tokentrue.mismatch.rules import (
 __all__ = [
     "LOSSES",
     "PRESETS",
-    "AdaptiveMix",
     "Corrected",
     "Correction",
     "Diagnosis",
-    "LengthDecay",
     "LossConfig",
     "Metrics",
     "Normalise",
@@ -46,6 +33,7 @@ __all__ = [
     "Penalty",
     "Reject",
     "SapoTemperatures",
+    "ScoreCentering",
     "SecondMoment",
     "Staleness",
     "UpdateCheck",
@@ -54,18 +42,12 @@ __all__ = [
     "Weights",
     "WorstRow",
     "check_update",
+    "check_update_mipu",
     "correct",
     "diagnose",
     "grpo_advantages",
-    "loss_from_trl",
-    "loss_from_verl",
     "loss_named",
     "policy_loss",
-    "record_routing",
-    "replay_routing",
     "rloo_advantages",
-    "routing_of",
-    "support_log_mass",
-    "support_log_mass_of",
     "whitened_advantages",
 ]

@@ -1,9 +1,8 @@
 """A batch as the rules of a correction see it: the policies' log-probabilities, and what was decided so far.
 
 r is always trainer ÷ rollout probability. `corr` is r_corr = e^(old - rollout), the mismatch itself; `ppo_train` is
-e^(current - old) and `ppo_rollout` is e^(current - rollout), which contain the policy's own drift. Where the sampler
-renormalised over the tokens that top-p, top-k or min-p kept, `Correction(align_support=True)` subtracts the log of the
-trainer's mass on them (`support_log_mass`).
+e^(current - old) and `ppo_rollout` is e^(current - rollout), which contain the policy's own drift. Where top-p,
+top-k or min-p removed ids, every log-probability is one over the kept ids.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from torch import Tensor
 from tokentrue.errors import InputError
 from tokentrue.mismatch.layout import Bounds, Rows, Values
 from tokentrue.mismatch.metrics import LOG_CLAMP
-from tokentrue.types import Sample
 
 Signal: TypeAlias = Literal["corr", "ppo_train", "ppo_rollout"]
-Need: TypeAlias = Literal["old", "current", "advantages", "versions"]
-"""Policies (the trainer's recomputed one, the one being trained) and values per token that a rule may need."""
-NonFinite: TypeAlias = Literal["raise", "unit", "token", "sequence"]
+Need: TypeAlias = Literal["old", "current", "advantages", "versions", "head"]
+"""Policies and values per token that a rule may need; "head", both policies at the sampler's most likely ids, concerns
+the loss alone."""
+NonFinite: TypeAlias = Literal["raise", "unit"]
 
 
 class BatchOptions(TypedDict, total=False):
@@ -33,7 +32,6 @@ class BatchOptions(TypedDict, total=False):
     advantages: Values | None  # per token, or one per row
     versions: Values | None  # the policy version that sampled each token, or each row
     version: int | None  # the current policy version
-    support_log_mass: Values | None  # log of the trainer's mass on the tokens that the sampler could choose
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -46,19 +44,17 @@ class Batch:
     trainer: Tensor
     rollout: Tensor
     current: Tensor | None
-    bad: Tensor | None  # not finite, and set to agreement
     hits: dict[str, int]  # how many tokens or rows each decision concerns, by its name
     log_clamp: float = LOG_CLAMP
     clamp_tokens: bool = False  # each log-ratio before it is summed, instead of the sum
     weights: Tensor = field(init=False)
     unmasked: Tensor = field(init=False)  # weights before mode "mask" zeroed any
     dropped: Tensor = field(init=False)
-    zeroed: Tensor = field(init=False)  # weight 0, still counted
     active: Tensor = field(init=False)  # tokens that statistics of whole rows are taken over
 
     def __post_init__(self) -> None:
         self.weights = self.unmasked = torch.ones_like(self.rollout)
-        self.dropped, self.zeroed, self.active = (self.rows.flags(value) for value in (False, False, True))
+        self.dropped, self.active = self.rows.flags(False), self.rows.flags(True)
 
     @property
     def corr(self) -> Tensor:
@@ -80,10 +76,17 @@ class Batch:
         assert values is not None, "`correct_batch` refuses a batch without it"
         return self.rows.read_per_token(name, values)
 
+    @property
+    def age(self) -> Tensor:
+        """How many versions ago each token was sampled."""
+        version = self.options.get("version")
+        assert version is not None, "`correct_batch` refuses a batch without it"
+        return version - self.per_token("versions")
+
     def has(self, need: Need) -> bool:
         if need == "versions":
             return self.options.get("versions") is not None and self.options.get("version") is not None
-        return need == "old" or self.options.get("logprobs" if need == "current" else need) is not None
+        return need in ("old", "head") or self.options.get("logprobs" if need == "current" else need) is not None
 
     def row_totals(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """Row sums over the active tokens, and their number (at least 1)."""
@@ -107,80 +110,30 @@ def read_batch(
     options: BatchOptions,
     *,
     non_finite: NonFinite = "raise",
-    align_support: bool = False,
 ) -> Batch:
     """The batch, checked to have one layout and to be finite."""
     if unknown := sorted(set(options) - BatchOptions.__annotations__.keys()):
         raise TypeError(f"unexpected keyword argument {unknown[0]!r}")
     rows = Rows.of(trainer_logprobs, mask, options.get("cu_seqlens"))
-    logprobs, support = options.get("logprobs"), options.get("support_log_mass")
+    logprobs = options.get("logprobs")
     trainer = rows.read("trainer_logprobs", trainer_logprobs)
     rollout = rows.read("rollout_logprobs", rollout_logprobs)
     current = None if logprobs is None else rows.read("logprobs", logprobs)
-    mass = None if support is None else rows.read("support_log_mass", support)
-    if align_support:
-        if mass is None:
-            raise InputError(
-                "support_log_mass: align_support needs each token's log of the trainer's mass on the sampler's support"
-            )
-        trainer = trainer - mass
-        current = None if current is None else current - mass
-    bad: Tensor | None = ~torch.isfinite(trainer - rollout if current is None else trainer - rollout + current)
+    bad = ~torch.isfinite(trainer - rollout if current is None else trainer - rollout + current)
     num_bad = int(bad.sum())
     if num_bad and non_finite == "raise":
         raise InputError(
             f"log-probabilities: {num_bad} valid tokens are not finite, the first in row {int(rows.row[bad][0])}; the "
-            "engine or the trainer could not score them. Correct the mask, or choose "
-            "Correction(non_finite='unit' | 'token' | 'sequence')"
+            "engine or the trainer could not score them. Correct the mask, or choose Correction(non_finite='unit')"
         )
-    if num_bad and non_finite == "token":
-        rows, trainer, rollout = rows.without(bad), trainer[~bad], rollout[~bad]
-        current = None if current is None else current[~bad]
-    elif num_bad:
+    if num_bad:
         rollout = torch.where(bad, 0.0, rollout)
         trainer = torch.where(bad, rollout, trainer)
         current = None if current is None else torch.where(bad, rollout, current)
-    return Batch(
-        rows=rows, options=options, trainer=trainer, rollout=rollout, current=current,
-        bad=bad if num_bad and non_finite != "token" else None, hits={"bad": num_bad},
-    )  # fmt: skip
+    return Batch(rows=rows, options=options, trainer=trainer, rollout=rollout, current=current, hits={"bad": num_bad})
 
 
-def support_log_mass(logits: Tensor, kept: Tensor) -> Tensor:
-    """log Σ over the kept tokens of the trainer's probabilities, differentiable.
-
-    `logits` `[..., V]` after temperature; `kept` is a boolean `[..., V]`, or token ids `[..., K]` padded with -1.
-    """
-    whole = logits.double()
-    if kept.dtype == torch.bool:
-        if kept.shape != logits.shape:
-            raise InputError(f"kept: shape {list(kept.shape)} does not match the logits' {list(logits.shape)}")
-        inside, is_kept = whole, kept
-    else:
-        if kept.shape[:-1] != logits.shape[:-1] or int(kept.max()) >= logits.shape[-1]:
-            raise InputError(f"kept: ids of shape {list(kept.shape)} do not index logits of shape {list(logits.shape)}")
-        inside, is_kept = whole.gather(-1, kept.clamp(min=0)), kept >= 0
-    if not bool(is_kept.any(dim=-1).all()):
-        raise InputError("kept: a position keeps no token; the sampled one at least must be among them")
-    return inside.masked_fill(~is_kept, -torch.inf).logsumexp(dim=-1) - whole.logsumexp(dim=-1)
-
-
-def support_log_mass_of(sample: Sample, logits: Tensor) -> Tensor:
-    """`support_log_mass` of a sample's recorded sampling mask, `[T]`: 0 where no filter removed an id.
-
-    Row i of `logits` `[T, V]` is the distribution that token i was drawn from.
-    """
-    mask = sample.sampling_mask
-    if mask is None:
-        raise InputError(f"sample {sample.sample_id} has no sampling mask; have the engine return it when rolling out")
-    if logits.shape[0] != len(sample.token_ids):
-        raise InputError(
-            f"sample {sample.sample_id}: {logits.shape[0]} rows of logits for {len(sample.token_ids)} tokens"
-        )
-    rows = {index: torch.tensor(row) for index in range(len(mask)) if (row := mask.row(index).tolist())}
-    found = torch.zeros(len(mask), dtype=torch.float64, device=logits.device)
-    if not rows:
-        return found
-    kept = torch.nn.utils.rnn.pad_sequence(list(rows.values()), batch_first=True, padding_value=-1).to(logits.device)
-    at = torch.tensor(list(rows), device=logits.device)
-    return found.index_put((at,), support_log_mass(logits[at], kept))
+def interpolate_policy(current: Tensor, rollout: Tensor, age: Tensor) -> Tensor:
+    """A-3PO's proximal log-probabilities (arXiv 2512.06547): the policy one version before the current one, between the
+    rollout's, `age` versions old, and the current one."""
+    return rollout + (1 - 1 / age.clamp(min=1)) * (current - rollout)

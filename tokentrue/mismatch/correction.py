@@ -10,12 +10,11 @@ from typing import Annotated, Literal, Unpack
 
 import torch
 from msgspec import Meta
-from torch import Tensor
 
 from tokentrue.errors import ConfigError, InputError
 from tokentrue.json_types import JsonMapping
 from tokentrue.mismatch import importers
-from tokentrue.mismatch.batch import Batch, BatchOptions, Need, NonFinite, read_batch
+from tokentrue.mismatch.batch import Batch, BatchOptions, Need, NonFinite, interpolate_policy, read_batch
 from tokentrue.mismatch.layout import Values, dtype_of
 from tokentrue.mismatch.metrics import LOG_CLAMP, Count, Mean, Metrics, Statistic
 from tokentrue.mismatch.rules import (
@@ -24,11 +23,13 @@ from tokentrue.mismatch.rules import (
     Outlier,
     Reject,
     Rule,
+    ScoreCentering,
     SecondMoment,
     Staleness,
     Surrogate,
     Veto,
     Weights,
+    refuse,
 )
 from tokentrue.records import record
 from tokentrue.types import check_fields
@@ -38,18 +39,21 @@ MISSING: Mapping[Need, str] = {
     "current": "logprobs: the current policy's log-probabilities are missing",
     "advantages": "advantages: missing",
     "versions": "versions, version: the policy version of each token (or row) and the current one are missing",
+    "head": "head_logprobs, rollout_head_logprobs: both policies' log-probabilities of the sampler's top ids are missing",
 }
+
+_GRADIENT_CAP = Weights(upper=1.0, signal="ppo_rollout")
 
 
 @record
 class Correction:
     """Denominator of the PPO ratio, weights, and rules that must all agree to keep a token; `Correction()` changes
-    nothing.
+    nothing. The denominator "interpolated" is A-3PO's proximal policy, which needs no forward pass.
 
-    `non_finite` valid log-probabilities: "raise", count as agreement ("unit"), or drop the "token" or its "sequence".
+    `non_finite` valid log-probabilities: "raise", or count as agreement ("unit").
     """
 
-    denominator: Literal["trainer", "rollout"] = "trainer"
+    denominator: Literal["trainer", "rollout", "interpolated"] = "trainer"
     weights: Weights | None = None
     reject: tuple[Reject, ...] = ()
     veto: Veto | None = None
@@ -57,7 +61,7 @@ class Correction:
     off_policy_mask: OffPolicyMask | None = None
     staleness: Staleness | None = None
     second_moment: SecondMoment | None = None
-    align_support: bool = False
+    centering: ScoreCentering | None = None
     loss_counts: Literal["original", "kept"] = "original"  # what the loss divides by after rejection
     surrogate: Surrogate = "ppo"  # the objective that `policy_loss` uses when it is given no other
     staged: bool = False  # each rule sees only what earlier ones kept: outlier, token rules, weights, row rules (SkyRL)
@@ -72,6 +76,16 @@ class Correction:
             object.__setattr__(self, "reject", (self.reject,))
         if not isinstance(self.reject, tuple) or not all(isinstance(rule, Reject) for rule in self.reject):
             raise ConfigError("Correction.reject: must be a tuple of Reject rules")
+        weights, centred = self.weights, self.centering is not None
+        is_cap = weights is None or weights == replace(_GRADIENT_CAP, upper=weights.upper or 1.0)
+        refuse(
+            "Correction.centering",
+            {
+                "belongs to surrogate='reinforce': a clip has another expectation": centred
+                and self.surrogate != "reinforce",
+                "goes with no weights, or with a cap on token weights of signal 'ppo_rollout'": centred and not is_cap,
+            },
+        )
         if self.weights is None or self.surrogate == "reinforce":
             return
         if self.denominator == "rollout":
@@ -95,11 +109,13 @@ class Correction:
 
     @property
     def is_active(self) -> bool:
-        return bool(self.rules)
+        return bool(self.rules) or self.denominator == "interpolated"
 
     @property
     def needs(self) -> frozenset[Need]:
-        return frozenset(need for rule in self.rules for need in rule.needs)
+        own: set[Need] = {"current", "versions"} if self.denominator == "interpolated" else set()
+        found = own.union(*(rule.needs for rule in self.rules))
+        return frozenset(found - {"old"} if own else found)  # the interpolated policy is the old one
 
     @property
     def needs_current(self) -> bool:
@@ -107,7 +123,11 @@ class Correction:
 
     def explain(self) -> str:
         """The formula in words, and what it costs."""
-        base = "π_rollout (bypass)" if self.denominator == "rollout" else "π_old, recomputed by the trainer"
+        base = {
+            "trainer": "π_old, recomputed by the trainer",
+            "rollout": "π_rollout (bypass)",
+            "interpolated": "π_old = π_rollout^(1/d)·π_current^(1 - 1/d), d versions old",
+        }[self.denominator]
         lines = [f"surrogate: {self.surrogate}, ratio over {base}"]
         lines += ["weights: none"] if self.weights is None else []
         lines += [rule.explain() for rule in self.rules]
@@ -125,29 +145,17 @@ class Correction:
         return cls(**importers.from_miles(config, faithful=faithful))
 
     @classmethod
-    def from_trl(cls, config: JsonMapping, *, faithful: bool = False) -> Correction:
-        return cls(**importers.from_trl(config, faithful=faithful))
+    def from_trl(cls, config: JsonMapping) -> Correction:
+        return cls(**importers.from_trl(config))
 
 
 @record(eq=False)
 class Corrected:
-    """`weights` (0 at masked positions) and `mask` have the layout of the inputs.
-
-    With a normalisation over a step, add up `totals` over micro-batches and ranks, then call `normalised`.
-    """
+    """`weights` (0 at masked positions) and `mask` have the layout of the inputs."""
 
     weights: Values
     mask: Values
     metrics: Metrics
-    correction: Correction
-    totals: tuple[float, int] | None = None
-    pending: bool = False
-
-    def normalised(self, total: float, count: int) -> Corrected:
-        """These weights over the step's mean."""
-        by = weight_divisor(total, count)
-        weights = self.weights / by if isinstance(self.weights, Tensor) else [row / by for row in self.weights]
-        return replace(self, weights=weights, pending=False)
 
 
 @torch.no_grad()
@@ -159,23 +167,23 @@ def correct(
     **options: Unpack[BatchOptions],
 ) -> Corrected:
     """Weights and mask of `correction` for this batch. `weights` never encode rejection, and `mask` carries it, except
-    where a mode or an action is "mask"."""
+    in mode "mask"."""
     config = correction or Correction()
-    batch = read_batch(
-        trainer_logprobs, rollout_logprobs, mask, options,
-        non_finite=config.non_finite, align_support=config.align_support,
-    )  # fmt: skip
+    batch = read_batch(trainer_logprobs, rollout_logprobs, mask, options, non_finite=config.non_finite)
     return correct_batch(batch, config, dtype_of(trainer_logprobs))
 
 
 def correct_batch(batch: Batch, config: Correction, dtype: torch.dtype) -> Corrected:
-    for rule in config.rules:
-        for need in sorted(rule.needs):
+    is_interpolated = config.denominator == "interpolated"
+    asked = [(type(rule).__name__, rule.needs) for rule in config.rules]
+    for name, needs in [*asked, ("denominator='interpolated'", config.needs if is_interpolated else frozenset[Need]())]:
+        for need in sorted(needs):
             if not batch.has(need):
-                raise InputError(f"{MISSING[need]}; {type(rule).__name__} needs them")
+                raise InputError(f"{MISSING[need]}; {name} needs them")
+    if is_interpolated:
+        assert batch.current is not None
+        batch.trainer = interpolate_policy(batch.current, batch.rollout, batch.age)
     batch.log_clamp, batch.clamp_tokens = config.log_clamp, config.clamp_tokens
-    if batch.bad is not None and config.non_finite == "sequence":
-        batch.drop("bad", batch.bad, whole_rows=True)
     rules = sorted(config.rules, key=lambda rule: rule.order)
     for rule in rules:
         if rule.order == 0:
@@ -185,25 +193,19 @@ def correct_batch(batch: Batch, config: Correction, dtype: torch.dtype) -> Corre
     for rule in rules:
         if rule.order > 0:
             rule.apply(batch)
-    batch.weights = batch.weights.masked_fill(batch.zeroed, 0)
-    metrics, rows, totals, weights = _measure(batch), batch.rows, None, batch.weights
+    metrics, rows, weights = _measure(batch), batch.rows, batch.weights
     how = None if config.weights is None else config.weights.normalise
     if config.weights is not None and how is not None:
-        totals = _weight_totals(batch, how)
-        if how.scope == "call":
-            weights = weights / weight_divisor(*totals)
-            if rows.num_full_rows == 1 and config.weights.level != "token":
-                warnings.warn(
-                    "weights normalised over a single row become 1: the correction is cancelled; use scope='step'",
-                    stacklevel=4,
-                )
+        weights = weights / _mean_weight(batch, how)
+        if rows.num_full_rows == 1 and config.weights.level != "token":
+            warnings.warn(
+                "weights normalised over a single row become 1: the correction is cancelled; pass the whole minibatch",
+                stacklevel=4,
+            )
     return Corrected(
         weights=rows.scatter(weights, dtype),
         mask=rows.scatter(~batch.dropped, torch.bool),
         metrics=metrics,
-        correction=config,
-        totals=totals,
-        pending=how is not None and how.scope == "step",
     )
 
 
@@ -219,18 +221,16 @@ def _measure(batch: Batch) -> Metrics:
     return Metrics(statistics)
 
 
-def weight_divisor(total: float, count: int) -> float:
-    """The mean weight; 1 where there is none."""
-    mean = total / count if count else 0.0
-    return mean if mean > 1e-8 else 1.0
-
-
-def _weight_totals(batch: Batch, how: Normalise) -> tuple[float, int]:
+def _mean_weight(batch: Batch, how: Normalise) -> float:
+    """1 where there is none."""
     rows = batch.rows
     counted = rows.flags(True) if how.over != "kept" else ~batch.dropped & (batch.weights > 0)
     source = batch.unmasked if how.over == "raw" else batch.weights
     sums, counts = rows.sum(torch.where(counted, source, 0.0)), rows.count(counted)
     if how.level == "token":
-        return float(sums.sum()), int(counts.sum())
-    number = rows.num_rows if how.empty_rows else int((counts > 0).sum())
-    return float((sums / counts.clamp(min=1)).sum()), number
+        total, number = sums.sum(), int(counts.sum())
+    else:
+        total, number = (sums / counts.clamp(min=1)).sum(), int((counts > 0).sum())
+        number = rows.num_rows if how.empty_rows else number
+    mean = float(total) / number if number else 0.0
+    return mean if mean > 1e-8 else 1.0

@@ -1,5 +1,5 @@
-"""`diagnose`: what differs between trainer and rollout, where, and what it does to the objective; `check_update` and
-`LengthDecay`: whether to keep a whole update, and how large the next one may be.
+"""`diagnose`: what differs between trainer and rollout, where, and what it does to the objective; `check_update`:
+whether to keep a whole update.
 
 Metric names (r = trainer ÷ rollout, δ = log r, A the advantage): the table in docs/mismatch.md.
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import field
-from itertools import accumulate
 from typing import Unpack, cast
 
 import torch
@@ -33,27 +32,6 @@ from tokentrue.mismatch.metrics import (
     k3,
 )
 from tokentrue.records import record
-
-VERL_NAMES = {
-    "kl": "corr/k1",
-    "k3_kl": "corr/k3",
-    "chi2_token": "chi2/token",
-    "chi2_seq": "chi2/sequence",
-    "training_ppl": "ppl/trainer",
-    "training_log_ppl": "log_ppl/trainer",
-    "rollout_ppl": "ppl/rollout",
-    "rollout_log_ppl": "log_ppl/rollout",
-    "ppl_ratio": "ppl/ratio",
-    "log_ppl_diff": "log_ppl/gap_mean",
-    "log_ppl_abs_diff": "log_ppl/abs_gap_mean",
-    "log_ppl_diff_max": "log_ppl/gap/max",
-    "log_ppl_diff_min": "log_ppl/gap/min",
-    "rollout_is_mean": "ratio/applied/mean",
-    "rollout_is_std": "ratio/applied/std",
-    "rollout_is_max": "ratio/applied_range/max",
-    "rollout_is_min": "ratio/applied_range/min",
-    "rollout_is_eff_sample_size": "ratio/applied/ess",
-}
 
 
 @record
@@ -82,10 +60,6 @@ class Diagnosis:
     def __getitem__(self, key: str) -> float:
         return self.metrics[key]
 
-    def as_verl(self) -> dict[str, float]:
-        """The metrics that verl logs too, under its names."""
-        return {f"rollout_corr/{theirs}": self.metrics[mine] for theirs, mine in VERL_NAMES.items()}
-
     def merge(self, *others: Diagnosis) -> Diagnosis:
         rows = [row for part in (self, *others) for row in part.worst]
         metrics = self.metrics.merge(*(other.metrics for other in others))
@@ -94,13 +68,9 @@ class Diagnosis:
 
 class DiagnoseOptions(BatchOptions, total=False):
     correction: Correction | None  # made in the same pass; comes back as `.corrected`
-    corrected: Corrected | None  # what `correct` returned before
     kinds: Values | None  # each token's kind, an index into `kind_names`
     kind_names: Sequence[str]
-    trainer_top_ids: Values | None  # the most likely token of each side
-    rollout_top_ids: Values | None
-    trainer_top_logprobs: Values | None  # its log-probability, where its id is not known
-    rollout_top_logprobs: Values | None
+    flips: Values | None  # whether the most likely tokens of both sides differ
     row_names: Sequence[str] | None
     worst: int  # how many rows `Diagnosis.worst` lists (10)
     non_finite: NonFinite
@@ -110,69 +80,47 @@ class DiagnoseOptions(BatchOptions, total=False):
 def diagnose(
     trainer_logprobs: Values, rollout_logprobs: Values, mask: Values | None = None, **options: Unpack[DiagnoseOptions]
 ) -> Diagnosis:
-    """Every metric of docs/mismatch.md; those whose inputs are not given have nothing counted.
-
-    `logprobs` is the current policy. With `*_top_logprobs` alone, a flip is a token that is the most likely one of one
-    side alone, out of those that are of at least one.
-    """
-    correction, corrected = options.get("correction"), options.get("corrected")
-    if correction is not None and corrected is not None:
-        raise InputError("correction, corrected: pass the one to be made, or the one already made, not both")
+    """Every metric of docs/mismatch.md; those whose inputs are not given have nothing counted. `logprobs` is the current
+    policy."""
+    correction, corrected = options.get("correction"), None
     config = correction or Correction(non_finite=options.get("non_finite", "raise"))
     own = DiagnoseOptions.__annotations__.keys() - BatchOptions.__annotations__.keys()
     shared = cast("BatchOptions", {name: value for name, value in options.items() if name not in own})
     row_names, worst = options.get("row_names"), options.get("worst", 10)
-    batch = read_batch(
-        trainer_logprobs, rollout_logprobs, mask, shared,
-        non_finite=config.non_finite, align_support=config.align_support,
-    )  # fmt: skip
+    batch = read_batch(trainer_logprobs, rollout_logprobs, mask, shared, non_finite=config.non_finite)
     rows = batch.rows
     if row_names is not None and len(row_names) != rows.num_rows:
         raise InputError(f"row_names: {len(row_names)} names for {rows.num_rows} rows")
-    applied = torch.zeros(0)
-    if corrected is not None:
-        weights = rows.read("corrected.weights", corrected.weights)
-        applied = weights.masked_fill(~rows.read("corrected.mask", corrected.mask, torch.bool), 0)
-    elif correction is not None:
-        corrected = correct_batch(batch, correction, dtype_of(trainer_logprobs))
-        applied = batch.applied
     metrics = {
         **measure_mismatch(batch),
         **measure_ppo(batch),
         **measure_contribution(batch),
+        **measure_labels(batch, options),
+    }
+    found = worst_rows(batch, worst, row_names)
+    applied = torch.zeros(0)
+    if correction is not None:
+        corrected = correct_batch(batch, correction, dtype_of(trainer_logprobs))
+        applied = batch.applied
+    metrics |= {
         "ratio/applied": Moments.of(applied),
         "ratio/applied_range": Extremes.of(applied),
         **tails("applied", applied),
-        **measure_labels(batch, options),
     }
     if corrected is not None:
         did = corrected.metrics.statistics.items()
         metrics |= {name: stat for name, stat in did if name.startswith(("fraction/", "weight/"))}
-    found = worst_rows(batch, worst, row_names)
     return Diagnosis(metrics=Metrics(metrics), worst=found, keep_worst=worst, corrected=corrected)
 
 
 def measure_labels(batch: Batch, options: DiagnoseOptions) -> dict[str, Statistic]:
-    """By kinds of tokens, and whether both sides have the same most likely token."""
-    rows, names = batch.rows, options.get("kind_names", ())
-
-    def read(name: str, dtype: torch.dtype) -> Tensor | None:
-        values = cast("Values | None", options.get(name))
-        return None if values is None else rows.read(name, values, dtype)
-
-    kinds = read("kinds", torch.long)
-    codes = rows.row[:0] if kinds is None else kinds
+    """By kinds of tokens, and the share of flips."""
+    rows, names, kinds, flips = batch.rows, options.get("kind_names", ()), options.get("kinds"), options.get("flips")
+    codes = rows.row[:0] if kinds is None else rows.read("kinds", kinds, torch.long)
     if codes.numel() and (int(codes.min()) < 0 or int(codes.max()) >= len(names)):
         raise InputError(f"kinds: {int(codes.min())} to {int(codes.max())} do not index the {len(names)} kind_names")
-    flips = Mean()
-    trainer, rollout = (read(f"{side}_top_ids", torch.long) for side in ("trainer", "rollout"))
-    best_trainer, best_rollout = (read(f"{side}_top_logprobs", torch.float64) for side in ("trainer", "rollout"))
-    if trainer is not None and rollout is not None:
-        flips = Mean.of(trainer != rollout)
-    elif best_trainer is not None and best_rollout is not None:
-        best_there, best_here = batch.trainer >= best_trainer, batch.rollout >= best_rollout
-        flips = Mean.of((best_there != best_here)[best_there | best_here])
-    return {"flips": flips, **by_bucket("kind", codes, names, batch.corr.abs()[: len(codes)])}
+    share = Mean() if flips is None else Mean.of(rows.read("flips", flips, torch.bool))
+    return {"flips": share, **by_bucket("kind", codes, names, batch.corr.abs()[: len(codes)])}
 
 
 def worst_rows(batch: Batch, keep: int, names: Sequence[str] | None) -> tuple[WorstRow, ...]:
@@ -272,8 +220,6 @@ def measure_contribution(batch: Batch) -> dict[str, Statistic]:
         for name, log_ratio in (("trainer", own), ("rollout", theirs)):
             value = contribution(log_ratio[chosen].clamp(-LOG_CLAMP, LOG_CLAMP), advantages[chosen])
             found[f"contribution/{name}/{sign}"] = Moments.of(value, third=True)
-        found[f"quadrant/{sign}_up"] = Mean.of(batch.corr[chosen] > 0)
-        found[f"quadrant/{sign}_down"] = Mean.of(batch.corr[chosen] < 0)
     return found
 
 
@@ -296,7 +242,7 @@ def by_bucket(name: str, buckets: Tensor, labels: Sequence[str], values: Tensor)
 
 @record
 class UpdateCheck:
-    """`gain` of the inference policy on the old samples, and K3 of its change."""
+    """`gain` by the estimator that was used, and the K3 of the two policies."""
 
     accepted: bool
     gain: float
@@ -318,43 +264,44 @@ def check_update(
     """Whether an update improves the policy that samples: the mean of (r - 1)·A is at least `min_gain`, r = updated ÷
     rollout.
 
-    Both log-probabilities are the engine's. The principle is MIPU's (arXiv 2606.29526); estimator and bounds are ours.
-    Where no token has an advantage, `min_gain` does not count.
+    Both log-probabilities are the engine's, of the samples that the update was made from. The principle is MIPU's (arXiv
+    2606.29526), the estimator our own; `check_update_mipu` is the paper's. Where no token has an advantage, `min_gain`
+    does not count.
     """
-    batch = read_batch(updated_logprobs, rollout_logprobs, mask, {"cu_seqlens": cu_seqlens, "advantages": advantages})
-    if not batch.rows.tokens:
-        raise InputError("check_update: no valid token; an update cannot be judged on an empty batch")
-    x, per_token = batch.corr.clamp(-LOG_CLAMP, LOG_CLAMP), batch.per_token("advantages")
+    batch, x, per_token = _read_update(updated_logprobs, rollout_logprobs, advantages, mask, cu_seqlens)
     has_advantage = bool((per_token != 0).any())
     gain, divergence = -float(contribution(x, per_token).mean()), float(k3(x).mean())
     accepted = (gain >= min_gain or not has_advantage) and (max_divergence is None or divergence <= max_divergence)
     return UpdateCheck(accepted=accepted, gain=gain, divergence=divergence, tokens=batch.rows.tokens)
 
 
-@record
-class LengthDecay:
-    """Learning rate by response length (arXiv 2602.01826: a surge in length announces mismatch).
-
-    Each time the average length over `window` steps exceeds `surge` times its reference (at first the smallest so far),
-    the rate is multiplied by `factor`, down to `floor`, and the average becomes the reference.
+@torch.no_grad()
+def check_update_mipu(
+    trainer_logprobs: Values,
+    engine_logprobs: Values,
+    advantages: Values,
+    mask: Values | None = None,
+    *,
+    cu_seqlens: Bounds = None,
+    step: int = 100,
+    slack: tuple[float, float] = (1e-3, 0.0),
+) -> UpdateCheck:
+    """MIPU's second step (arXiv 2606.29526) on samples of the *new* engine policy on held-out prompts: the gain, minus
+    the mean over rows of ρ·Â, is at least -c. ρ is the length-normalised ratio of a row, updated trainer ÷ engine; c goes
+    from `slack[0]` to `slack[1]` in the first 100 steps.
     """
+    batch, x, per_token = _read_update(trainer_logprobs, engine_logprobs, advantages, mask, cu_seqlens)
+    rows = batch.rows
+    ratio = rows.mean(batch.corr).clamp(-LOG_CLAMP, LOG_CLAMP).exp()
+    gain = -float((ratio * rows.mean(per_token))[rows.lengths > 0].mean())
+    most = slack[0] + (slack[1] - slack[0]) * min(max(step, 0) / 100, 1.0)
+    return UpdateCheck(accepted=gain >= -most, gain=gain, divergence=float(k3(x).mean()), tokens=rows.tokens)
 
-    window: int = 10
-    surge: float = 1.25
-    factor: float = 0.5
-    floor: float = 0.1
 
-    def __post_init__(self) -> None:
-        if self.window < 1 or self.surge <= 1 or not 0 < self.factor < 1 or not 0 < self.floor <= 1:
-            raise InputError("LengthDecay: needs window >= 1, surge > 1, factor in (0, 1) and floor in (0, 1]")
-
-    def scale(self, mean_lengths: Sequence[float]) -> float:
-        """The multiple of the initial rate, from the mean length of every step so far."""
-        step = 1.0 / self.window
-        averages = accumulate(mean_lengths, lambda average, length: average + step * (length - average))
-        rate, reference, decayed = 1.0, float("inf"), False
-        for average in averages:
-            reference = reference if decayed else min(reference, average)
-            if average > self.surge * reference:
-                rate, reference, decayed = max(self.floor, rate * self.factor), average, True
-        return rate
+def _read_update(
+    new: Values, old: Values, advantages: Values, mask: Values | None, cu_seqlens: Bounds
+) -> tuple[Batch, Tensor, Tensor]:
+    batch = read_batch(new, old, mask, {"cu_seqlens": cu_seqlens, "advantages": advantages})
+    if not batch.rows.tokens:
+        raise InputError("no valid token; an update cannot be judged on an empty batch")
+    return batch, batch.corr.clamp(-LOG_CLAMP, LOG_CLAMP), batch.per_token("advantages")

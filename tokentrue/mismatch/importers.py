@@ -56,7 +56,7 @@ def from_verl(config: JsonMapping, *, faithful: bool = False) -> JsonObject:
     if level is not None and threshold is not None:
         require_one_of("verl.rollout_is", level, ("token", "sequence"))
         lower, upper = _range("verl.rollout_is_threshold", threshold)
-        mean = Normalise(scope="call", level=level, over="valid") if given["rollout_is_batch_normalize"] else None
+        mean = Normalise(level=level, over="valid") if given["rollout_is_batch_normalize"] else None
         mode: Mode = "truncate" if lower is None else "mask"
         weights = Weights(level=level, mode=mode, lower=lower, upper=upper, signal=signal, normalise=mean)
     if weights is not None and bypass and not reinforce:
@@ -150,9 +150,7 @@ def _miles_helper(given: JsonMapping, faithful: bool) -> JsonObject:
                 )
             over = "valid" if mode != "mask" else "raw" if faithful else "kept"
             rows = level != "token"
-            mean = Normalise(
-                scope="call", level="sequence" if rows else "token", over=over, empty_rows=faithful and rows
-            )
+            mean = Normalise(level="sequence" if rows else "token", over=over, empty_rows=faithful and rows)
         low = None if mode == "truncate" else lower
         weights = Weights(level=level, mode=mode, lower=low, upper=upper, normalise=mean)
         if mode == "mask":
@@ -171,7 +169,7 @@ def _miles_helper(given: JsonMapping, faithful: bool) -> JsonObject:
     return dict(weights=weights, reject=tuple(rules), veto=veto, outlier=outlier, notes=tuple(notes))
 
 
-def from_trl(config: JsonMapping, *, faithful: bool = False) -> JsonObject:
+def from_trl(config: JsonMapping) -> JsonObject:
     """The `vllm_importance_sampling_*` keys and `off_policy_mask_threshold` of TRL's GRPOConfig, which may hold
     others."""
     mine = {key: value for key, value in config.items() if key in TRL_KEYS or key.startswith(TRL)}

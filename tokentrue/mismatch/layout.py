@@ -7,7 +7,6 @@ depends on the row alone, so that its bits do not depend on the other rows, on p
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import TypeAlias
 
@@ -87,6 +86,13 @@ class Rows:
         require_alike(name, values, self.shape, self.row.device)
         return flatten(values).index_select(0, self.source).to(dtype)
 
+    def read_wide(self, name: str, values: Values) -> Tensor:
+        """`[n, K]` from a batch whose positions have K values each, in a last dimension; differentiable."""
+        flat = values.flatten(0, -2) if isinstance(values, Tensor) else torch.cat(list(values))
+        if flat.dim() != 2 or flat.shape[0] != self.offsets[-1]:
+            raise InputError(f"{name}: needs K values in a last dimension at each of {self.offsets[-1]} positions")
+        return flat.index_select(0, self.source).double()
+
     def read_per_token(self, name: str, values: Values) -> Tensor:
         """Values per token, or one per row at each of its tokens."""
         is_alike = shape_of(values) == self.shape
@@ -101,10 +107,6 @@ class Rows:
         if isinstance(self.shape, torch.Size):
             return flat.view(self.shape)
         return list(flat.split([end - start for start, end in pairwise(self.offsets)]))
-
-    def without(self, tokens: Tensor) -> Rows:
-        left = ~tokens
-        return replace(self, lengths=self.count(left).long(), source=self.source[left], row=self.row[left])
 
     def flags(self, value: bool) -> Tensor:
         return torch.full((self.tokens,), value, device=self.row.device)

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from tokentrue.errors import InputError
-from tokentrue.mismatch.correction import Corrected, Correction, correct
+from tokentrue.mismatch.batch import interpolate_policy
+from tokentrue.mismatch.correction import MISSING, Corrected, Correction, correct
 from tokentrue.mismatch.layout import Bounds, Rows, Values, detach, dtype_of
 from tokentrue.mismatch.loss_config import LossConfig
 from tokentrue.mismatch.metrics import ESTIMATORS, LOG_CLAMP, Extremes, Mean, Metrics, Statistic, k1, k3
@@ -131,7 +132,8 @@ class LossOptions(TypedDict, total=False):
     row_tokens: Sequence[float] | None  # of each row's whole sequence, where several rows are one; with num_rows
     versions: Values | None  # the policy version that sampled each token, or each row
     version: int | None  # the current policy version
-    support_log_mass: Values | None  # log of the current policy's mass on the tokens that the sampler could choose
+    head_logprobs: Values | None  # of the current policy, with gradient, at the sampler's K most likely ids: [..., K]
+    rollout_head_logprobs: Values | None  # the sampler's own; -inf where a token has fewer
 
 
 def policy_loss(
@@ -156,21 +158,26 @@ def policy_loss(
             detached if old_logprobs is None else old_logprobs, rollout_logprobs, mask, correction,
             cu_seqlens=options.get("cu_seqlens"), logprobs=detached, advantages=advantages,
             versions=options.get("versions"), version=options.get("version"),
-            support_log_mass=options.get("support_log_mass"),
         )  # fmt: skip
-    if corrected is not None and corrected.pending:
-        raise InputError(
-            "corrected: its weights still need the step's mean; add up .totals of `correct`, and pass "
-            "corrected=out.normalised(total, count)"
-        )
     rows = Rows.of(logprobs, mask, options.get("cu_seqlens"))
     policies = {"trainer": old_logprobs, "rollout": rollout_logprobs, "reference": options.get("reference_logprobs")}
-    tokens = _read_tokens(rows, logprobs, policies, advantages, config, options.get("support_log_mass"))
+    tokens = _read_tokens(rows, logprobs, policies, advantages, config, options)
     per_token, metrics = SURROGATES[correction.surrogate](tokens, config)
     keep = everything = rows.flags(True)
     if corrected is not None:
         keep = rows.read("corrected.mask", corrected.mask, torch.bool)
         per_token = per_token * rows.read("corrected.weights", corrected.weights)
+    if correction.centering is not None:
+        head, sampler = options.get("head_logprobs"), options.get("rollout_head_logprobs")
+        if head is None or sampler is None:
+            raise InputError(f"{MISSING['head']}; ScoreCentering needs them")
+        term, mass = correction.centering.term(
+            rows.read_wide("head_logprobs", head),
+            rows.read_wide("rollout_head_logprobs", sampler),
+            None if correction.weights is None else correction.weights.upper,
+        )
+        per_token = per_token + tokens.advantages * term
+        metrics["centering/head_mass"] = Mean.of(mass)
     counted = everything if correction.loss_counts == "original" else keep
     reduce = partial(_reduce, rows=rows, counted=counted, config=config, options=options)
     loss = reduce(per_token, keep)
@@ -207,22 +214,22 @@ def _read_tokens(
     policies: Mapping[str, Values | None],
     advantages: Values,
     config: LossConfig,
-    support: Values | None,
+    options: LossOptions,
 ) -> Tokens:
     correction = config.correction
     current = rows.read("logprobs", logprobs)
-    mass = torch.zeros_like(current)
-    if correction.align_support and support is not None:
-        mass = rows.read("support_log_mass", support)
-    current = current - mass
     value = current.detach()
     old, rollout = policies["trainer"], policies["rollout"]
-    if correction.denominator == "rollout":
+    if correction.denominator != "trainer":
         if rollout is None:
             raise InputError("rollout_logprobs: needed, the rollout policy is the denominator")
         base = rows.read("rollout_logprobs", rollout).detach()
+        if correction.denominator == "interpolated":
+            versions, version = options.get("versions"), options.get("version")
+            assert versions is not None and version is not None, "`correct` refuses a batch without them"
+            base = interpolate_policy(value, base, version - rows.read_per_token("versions", versions))
     else:
-        base = value if old is None else rows.read("old_logprobs", old).detach() - mass.detach()
+        base = value if old is None else rows.read("old_logprobs", old).detach()
     bad = ~torch.isfinite(value + base)
     if bool(bad.any()):
         if correction.non_finite == "raise":

@@ -1,4 +1,4 @@
-"""`LossConfig`: one policy loss as a frozen record, by the names of papers or from other frameworks' configuration."""
+"""`LossConfig`: one policy loss as a frozen record, by the names of papers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from msgspec import Meta
 from tokentrue.errors import ConfigError
 from tokentrue.json_types import JsonMapping
 from tokentrue.mismatch.correction import Correction
-from tokentrue.mismatch.importers import check_keys
 from tokentrue.mismatch.metrics import LOG_CLAMP
 from tokentrue.mismatch.rules import SecondMoment, Surrogate, refuse
 from tokentrue.records import record
@@ -97,6 +96,9 @@ class LossConfig:
                 "vespo weighs rows by their whole ratio; use denominator='rollout' instead of weights": (
                     kind == "vespo" and self.correction.weights is not None
                 ),
+                "aggregate: score centering weighs every token alike; use token_mean, token_sum or fixed_length": (
+                    self.correction.centering is not None and self.aggregate.startswith("seq_mean")
+                ),
                 "fixed_length: a number of tokens, goes with aggregate='fixed_length' and no other": (
                     (self.aggregate == "fixed_length") != (self.fixed_length is not None)
                 ),
@@ -128,44 +130,3 @@ def loss_named(name: str, **changes: Any) -> LossConfig:
     if name not in LOSSES:
         raise ConfigError(f"no loss {name!r}; choose one of {', '.join(LOSSES)}")
     return LossConfig(**{**LOSSES[name], **changes})
-
-
-TRL_KEYS = {
-    "loss_type": "dapo", "epsilon": 0.2, "epsilon_high": None,
-    "sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05,
-    "vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0,
-}  # fmt: skip
-VERL_KEYS = {
-    "loss_mode": "vanilla", "clip_ratio": 0.2, "clip_ratio_low": None, "clip_ratio_high": None,
-    "tau_pos": 1.0, "tau_neg": 1.05,
-}  # fmt: skip
-
-
-def loss_from_trl(config: JsonMapping) -> LossConfig:
-    """TRL's `GRPOConfig`: loss_type grpo, dapo, sapo or vespo."""
-    given = check_keys("trl", config, TRL_KEYS)
-    kind, low, high = given["loss_type"], given["epsilon"], given["epsilon_high"]
-    if kind in ("grpo", "dapo"):
-        return loss_named(kind, clip_low=low, clip_high=low if high is None else high)
-    if kind == "sapo":
-        temperatures = SapoTemperatures(positive=given["sapo_temperature_pos"], negative=given["sapo_temperature_neg"])
-        return loss_named(kind, sapo=temperatures)
-    if kind == "vespo":
-        kernel = VespoKernel(
-            k_positive=given["vespo_k_pos"], lambda_positive=given["vespo_lambda_pos"],
-            k_negative=given["vespo_k_neg"], lambda_negative=given["vespo_lambda_neg"],
-        )  # fmt: skip
-        return loss_named(kind, vespo=kernel)
-    raise ConfigError(f"trl.loss_type: {kind!r} is not one of grpo, dapo, sapo, vespo; write its LossConfig by hand")
-
-
-def loss_from_verl(config: JsonMapping) -> LossConfig:
-    """verl's `policy_loss` and clip ratios: loss_mode vanilla or sapo."""
-    given = check_keys("verl", config, VERL_KEYS)
-    kind, both, low, high = (given[name] for name in ("loss_mode", "clip_ratio", "clip_ratio_low", "clip_ratio_high"))
-    if kind == "sapo":
-        return loss_named("sapo", sapo=SapoTemperatures(positive=given["tau_pos"], negative=given["tau_neg"]))
-    if kind == "vanilla":
-        low, high = (both if bound is None else bound for bound in (low, high))
-        return loss_named("ppo", clip_low=low, clip_high=high, dual_clip=3.0)
-    raise ConfigError(f"verl.loss_mode: {kind!r} is not one of vanilla, sapo; write its LossConfig by hand")

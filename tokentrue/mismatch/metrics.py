@@ -9,22 +9,19 @@ counted, means and extremes read 0.
 
 from __future__ import annotations
 
-import json
 import math
 import struct
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from tokentrue.errors import InputError
-from tokentrue.json_types import JsonObject
 from tokentrue.records import record
 
 LOG_CLAMP = 20.0
@@ -200,7 +197,6 @@ class Histogram:
 
 
 Statistic: TypeAlias = Count | Mean | Extremes | Moments | Histogram
-_KINDS: dict[str, type[Any]] = {kind.__name__.lower(): kind for kind in (Count, Mean, Extremes, Moments, Histogram)}
 
 
 class Metrics(Mapping[str, float]):
@@ -238,21 +234,3 @@ class Metrics(Mapping[str, float]):
                 mine = merged.get(name)
                 merged[name] = stat if mine is None else mine.merge(stat)  # type: ignore[arg-type]
         return Metrics(merged)
-
-    def to_json(self) -> str:
-        """Everything that merging needs."""
-        shaped: dict[str, JsonObject] = {}
-        for name, stat in self.statistics.items():
-            fields = {"counts": sorted(stat.counts.items())} if isinstance(stat, Histogram) else asdict(stat)
-            shaped[name] = {"kind": type(stat).__name__.lower(), **fields}
-        return json.dumps(shaped)
-
-    @staticmethod
-    def from_json(text: str) -> Metrics:
-        statistics: dict[str, Statistic] = {}
-        for name, fields in json.loads(text).items():
-            kind = fields.pop("kind")
-            if kind == "histogram":
-                fields = {"counts": dict(fields["counts"])}
-            statistics[name] = _KINDS[kind](**fields)
-        return Metrics(statistics)

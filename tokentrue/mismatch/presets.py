@@ -8,7 +8,14 @@ from types import MappingProxyType
 from typing import Any
 
 from tokentrue.mismatch.correction import Correction
-from tokentrue.mismatch.rules import AdaptiveMix, Normalise, OffPolicyMask, Reject, SecondMoment, Weights
+from tokentrue.mismatch.rules import (
+    Normalise,
+    OffPolicyMask,
+    Reject,
+    ScoreCentering,
+    SecondMoment,
+    Weights,
+)
 
 _TOKEN = Weights(level="token", mode="truncate", upper=2.0)
 _SEQUENCE = Weights(level="sequence", mode="truncate", upper=2.0)
@@ -55,7 +62,7 @@ _VERL = {
 
 
 def _miles(upper: float, *, reject: bool, normalise: bool) -> Correction:
-    mean = Normalise(scope="call", level="token", over="valid") if normalise else None
+    mean = Normalise(level="token", over="valid") if normalise else None
     weights = Weights(level="token", mode="clip", lower=0.5, upper=upper, normalise=mean)
     rule = Reject(estimator="ratio", aggregate="geometric", lower=0.99, upper=1.001)
     return Correction(weights=weights, reject=(rule,) if reject else ())
@@ -97,7 +104,9 @@ _OTHERS = {
     "m2po": Correction(denominator="rollout", surrogate="ratio", second_moment=SecondMoment(threshold=0.04)),
     "areal_m2po": Correction(second_moment=SecondMoment(threshold=0.04, signal="corr", tokens="all"), **_AREAL),
     "vespo": Correction(denominator="rollout", surrogate="vespo"),
-    "adaptive_mix": Correction(weights=Weights(level="token", mode="raw", mix=AdaptiveMix())),
+    "score_centering": replace(_gradient(None), centering=ScoreCentering()),
+    "score_centering_tis": replace(_gradient(_TOKEN), centering=ScoreCentering()),
+    "a3po": Correction(denominator="interpolated", weights=Weights(mode="raw")),
     "deepseek_v3_2": Correction(off_policy_mask=OffPolicyMask(threshold=1e-4, signal="ppo_rollout")),
 }
 

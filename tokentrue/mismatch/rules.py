@@ -17,9 +17,9 @@ from torch import Tensor
 
 from tokentrue.errors import ConfigError
 from tokentrue.mismatch.batch import Batch, Need, Signal
-from tokentrue.mismatch.metrics import ESTIMATORS, k3
+from tokentrue.mismatch.metrics import ESTIMATORS
 from tokentrue.records import record
-from tokentrue.types import Checked, Count, NotNegative, Positive, Share, check_fields, is_finite
+from tokentrue.types import Checked, Count, NotNegative, check_fields, is_finite
 
 Level: TypeAlias = Literal["token", "sequence", "geometric"]
 Mode: TypeAlias = Literal["truncate", "clip", "mask", "raw"]
@@ -122,38 +122,15 @@ class BoundedRule(Rule):
 
 @record
 class Normalise(Checked):
-    """Divides the weights by their mean.
+    """Divides the weights by their mean over this call of `correct`: give it the whole minibatch, as the trainer does.
 
-    Scope "call": of this call of `correct`. Scope "step": `correct` returns the totals, the caller adds them up over
-    ranks and micro-batches and calls `Corrected.normalised`. The mean is of "kept" tokens, of all "valid" ones with
-    masked weights as 0, or of all with "raw" masked weights. `empty_rows` counts rows without tokens as weight 0
-    (Miles does).
+    The mean is of "kept" tokens, of all "valid" ones with masked weights as 0, or of all with "raw" masked weights.
+    `empty_rows` counts rows without tokens as weight 0 (Miles does).
     """
 
-    scope: Literal["call", "step"]
     level: Literal["token", "sequence"] = "token"
     over: Literal["kept", "valid", "raw"] = "kept"
     empty_rows: bool = False
-
-
-@record
-class AdaptiveMix(Checked):
-    """A mixing coefficient measured on the batch: `ess · (1 - e^(-K3 / divergence)) / max(1, E[w²])`.
-
-    The three diagnostics are those of AIS (arXiv 2605.13907); the way they are combined is this package's own.
-    """
-
-    divergence: Positive = 0.01
-
-    def measure(self, log_ratios: Tensor) -> float:
-        """0 for an empty batch."""
-        if not log_ratios.numel():
-            return 0.0
-        weights = log_ratios.exp()
-        second = float((weights * weights).mean())
-        share = float(weights.mean()) ** 2 / second
-        severity = -math.expm1(-float(k3(log_ratios).mean()) / self.divergence)
-        return share * severity / max(1.0, second)
 
 
 @record
@@ -161,13 +138,12 @@ class Weights(BoundedRule):
     """Importance weights, always detached: per token, the row's product ("sequence") or its geometric mean.
 
     "truncate" caps at `upper`; "clip" clamps; "mask" (IcePop) sets a weight outside the bounds to 0 and leaves the mask
-    alone. `mix` interpolates: 1 - α + α·w.
+    alone.
     """
 
     level: Level = "token"
     mode: Mode = "truncate"
     normalise: Normalise | None = None
-    mix: Share | AdaptiveMix | None = None
 
     def __post_init__(self) -> None:
         mode, mean = self.mode, self.normalise
@@ -189,18 +165,10 @@ class Weights(BoundedRule):
         return 1
 
     def explain(self) -> str:
-        r = RATIO[self.signal]
-        what = {"token": r, "sequence": f"Π_t {r}", "geometric": f"(Π_t {r})^(1/T)"}[self.level]
-        how = {
-            "truncate": f"min({what}, {self.upper})",
-            "clip": f"clip({what}, {self.lower}, {self.upper})",
-            "mask": f"{what} where {self.describe_bounds('it')}, else 0",
-            "raw": what,
-        }[self.mode]
-        if self.mix is not None:
-            how = f"1 - α + α·{how}, α = {'measured on the batch' if isinstance(self.mix, AdaptiveMix) else self.mix}"
+        bounds = "" if self.mode == "raw" else f" ({self.mode}: {self.describe_bounds('w')})"
+        how = f"w = {RATIO[self.signal]} per {self.level}{bounds}"
         if (mean := self.normalise) is not None:
-            how += f", over the mean of {mean.over} {mean.level}s of the {mean.scope}"
+            how += f", over the mean of {mean.over} {mean.level}s"
         return f"weights: {how}"
 
     def apply(self, batch: Batch) -> None:
@@ -218,10 +186,6 @@ class Weights(BoundedRule):
             bounded = unmasked.masked_fill(outside, 0)
         elif self.mode != "raw":
             bounded = unmasked = unmasked.clamp(min=self.lower, max=self.upper)
-        if self.mix is not None:
-            is_measured = isinstance(self.mix, AdaptiveMix)
-            mix = self.mix.measure(log_ratio.clamp(-limit, limit)) if is_measured else self.mix
-            bounded, unmasked = bounded * mix + (1 - mix), unmasked * mix + (1 - mix)
         batch.weights, batch.unmasked = bounded, unmasked
 
 
@@ -230,12 +194,11 @@ class Reject(BoundedRule):
     """A token or a row stays only if lower <= statistic <= upper.
 
     The statistic is `estimator` of `signal`'s ratio, aggregated over the row's valid tokens; ratios are compared in log
-    space. `action` "mask" leaves the mask alone and sets weights to 0.
+    space.
     """
 
     estimator: Estimator
     aggregate: Aggregate
-    action: Literal["drop", "mask"] = "drop"
     inverse: bool = False
 
     def __post_init__(self) -> None:
@@ -264,16 +227,8 @@ class Reject(BoundedRule):
 
     def explain(self) -> str:
         ratio = RATIO[self.signal] if not self.inverse else f"1/({RATIO[self.signal]})"
-        name = ratio if self.estimator == "ratio" else f"{self.estimator}({ratio})"
-        shown = {
-            "token": name,
-            "seq_sum": f"Π_t {name}" if self.estimator == "ratio" else f"Σ_t {name}",
-            "seq_mean": f"mean_t {name}",
-            "seq_max": f"max_t {name}",
-            "geometric": f"(Π_t {name})^(1/T)",
-        }[self.aggregate]
-        text = f"keep {'tokens' if self.aggregate == 'token' else 'rows'} with {self.describe_bounds(shown)}"
-        return text + (" (else weight 0, still counted)" if self.action == "mask" else "")
+        shown = f"{self.aggregate} of {self.estimator}({ratio})"
+        return f"keep {'tokens' if self.aggregate == 'token' else 'rows'} with {self.describe_bounds(shown)}"
 
     def apply(self, batch: Batch) -> None:
         rows, values = batch.rows, batch.log_ratio(self.signal)
@@ -292,29 +247,24 @@ class Reject(BoundedRule):
         failing = ~self.holds(values, is_log=is_ratio)
         failing = failing if self.aggregate == "token" else rows.spread(failing)
         batch.count(f"{self.signal}_{self.aggregate}_{self.estimator}{'_inverse' * self.inverse}", failing)
-        if self.action == "mask":
-            batch.zeroed |= failing
-        else:
-            batch.dropped |= failing
+        batch.dropped |= failing
 
 
 @record
 class Veto(Rule):
-    """Drops a whole row if any of its valid tokens is less likely than `below` under the `of` policy."""
+    """Drops a whole row if any of its valid tokens is less likely than `below` under the trainer's policy."""
 
     below: Annotated[float, Meta(gt=0, lt=1)] = 1e-6
-    of: Literal["trainer", "rollout", "current"] = "trainer"
 
     @property
     def needs(self) -> frozenset[Need]:
-        needed: dict[str, frozenset[Need]] = {"trainer": frozenset({"old"}), "current": frozenset({"current"})}
-        return needed.get(self.of, frozenset())
+        return frozenset({"old"})
 
     def explain(self) -> str:
-        return f"drop rows with a token below probability {self.below:g} under the {self.of} policy"
+        return f"drop rows with a token below probability {self.below:g} under the trainer's policy"
 
     def apply(self, batch: Batch) -> None:
-        batch.drop("vetoed", getattr(batch, self.of) < math.log(self.below), whole_rows=True)
+        batch.drop("vetoed", batch.trainer < math.log(self.below), whole_rows=True)
 
 
 @record
@@ -336,14 +286,10 @@ class Outlier(BoundedRule):
 
 @record
 class OffPolicyMask(Rule):
-    """DeepSeek-V3.2's off-policy mask: drops negative advantages in rows whose mean -log r exceeds `threshold`.
-
-    `whole_row`: one negative advantage in such a row drops all of it.
-    """
+    """DeepSeek-V3.2's off-policy mask: drops negative advantages in rows whose mean -log r exceeds `threshold`."""
 
     threshold: NotNegative
     signal: Signal = "ppo_rollout"
-    whole_row: bool = False
 
     @property
     def needs(self) -> frozenset[Need]:
@@ -355,7 +301,7 @@ class OffPolicyMask(Rule):
     def apply(self, batch: Batch) -> None:
         drift = batch.rows.mean(-batch.log_ratio(self.signal))
         negative = batch.per_token("advantages") < 0
-        batch.drop("off_policy", negative & batch.rows.spread(drift > self.threshold), whole_rows=self.whole_row)
+        batch.drop("off_policy", negative & batch.rows.spread(drift > self.threshold))
 
 
 @record
@@ -393,20 +339,42 @@ class SecondMoment(Rule):
 
 
 @record
+class ScoreCentering(Rule):
+    """Subtracts the sampler's expected score (arXiv 2609.20807): a term of the loss, with the weights' cap."""
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        return frozenset({"head"})
+
+    def explain(self) -> str:
+        return "centre the score: add A·Σ_v (q·w(p/q) - α·p)·log p over the sampler's top ids v, α = ρ·w(1/ρ)"
+
+    def apply(self, batch: Batch) -> None:
+        pass  # `policy_loss` adds the term
+
+    def term(self, logprobs: Tensor, rollout: Tensor, cap: float | None) -> tuple[Tensor, Tensor]:
+        """Σ_v c_v·log π(v) of each token, c constant, from `[n, K]` log-probabilities (-inf in `rollout` where a token
+        has fewer ids); and the rollout's mass on those ids."""
+        known = torch.isfinite(rollout) & torch.isfinite(logprobs)
+        p, q = (torch.where(known, values.detach(), -torch.inf).exp() for values in (logprobs, rollout))
+        tail = (1 - q.sum(-1)).clamp(min=1e-6) / (1 - p.sum(-1)).clamp(min=1e-6)
+        share = tail if cap is None else (cap * tail).clamp(max=1)
+        c = (q if cap is None else torch.minimum(p, cap * q)) - share[:, None] * p
+        return (c * torch.where(known, logprobs, 0.0)).sum(-1), q.sum(-1)
+
+
+@record
 class Staleness(Rule):
-    """Drops tokens (or rows holding one) that were sampled more than `limit` policy versions ago."""
+    """Drops tokens that were sampled more than `limit` policy versions ago."""
 
     limit: Count
-    level: Literal["token", "sequence"] = "token"
 
     @property
     def needs(self) -> frozenset[Need]:
         return frozenset({"versions"})
 
     def explain(self) -> str:
-        return f"drop {self.level}s sampled more than {self.limit} versions ago"
+        return f"drop tokens sampled more than {self.limit} versions ago"
 
     def apply(self, batch: Batch) -> None:
-        version = batch.options.get("version")
-        assert version is not None
-        batch.drop("stale", version - batch.per_token("versions") > self.limit, whole_rows=self.level == "sequence")
+        batch.drop("stale", batch.age > self.limit)

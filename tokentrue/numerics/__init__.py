@@ -10,7 +10,7 @@ from tokentrue.numerics.logprob import (
     remove_filtered,
     scale_logits,
     score,
-    score_with_entropy,
+    scores_of,
 )
 from tokentrue.numerics.ops import (
     AttentionSpec,
@@ -57,6 +57,6 @@ __all__ = [
     "same_bits",
     "scale_logits",
     "score",
-    "score_with_entropy",
+    "scores_of",
     "see_rows",
 ]

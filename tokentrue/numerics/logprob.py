@@ -109,6 +109,7 @@ class HeadSettings:
     entropy: bool
     kept: KeptRows | None = None  # what the sampler's filters kept for each row
     divisor: float | None = None  # of the logits (Granite)
+    more_ids: Tensor | None = None  # int64 [R, K]: ids of each row to score beside the sampled one
 
     @property
     def is_plain(self) -> bool:
@@ -117,11 +118,18 @@ class HeadSettings:
 
     def of(self, rows: slice) -> HeadSettings:
         temperature = self.temperature[rows] if isinstance(self.temperature, Tensor) else self.temperature
-        return replace(self, temperature=temperature, kept=None if self.kept is None else self.kept.of(rows))
+        kept, more = self.kept, self.more_ids
+        return replace(
+            self,
+            temperature=temperature,
+            kept=None if kept is None else kept.of(rows),
+            more_ids=None if more is None else more[rows],
+        )
 
 
 class HeadScores(torch.autograd.Function):
-    """float32 [R, 2]: log-probability of ids[r], and entropy of row r (0 unless requested)."""
+    """float32 [R, 2 + K]: log-probability of ids[r], entropy of row r (0 unless requested), and log-probabilities of
+    more_ids[r]."""
 
     @staticmethod
     def forward(
@@ -129,15 +137,20 @@ class HeadScores(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(hidden, weight, bias, ids)
         ctx.settings = settings
-        out = torch.zeros(hidden.shape[0], 2, dtype=torch.float32, device=hidden.device)
+        more = settings.more_ids
+        width = 2 if more is None else 2 + more.shape[-1]
+        out = torch.zeros(hidden.shape[0], width, dtype=torch.float32, device=hidden.device)
         for rows in pieces(hidden.shape[0], weight):
             scaled = scaled_logits_of(hidden[rows], weight, bias, settings.of(rows))[0]
-            if settings.entropy:
-                table = settings.ops.log_softmax(scaled.float())
-                out[rows, 0] = table.gather(-1, ids[rows, None]).squeeze(-1)
-                out[rows, 1] = -(table.exp() * table.masked_fill(table == -torch.inf, 0.0)).sum(-1)
-            else:
+            if not settings.entropy and more is None:
                 out[rows, 0] = settings.ops.token_logprobs(scaled, ids[rows])
+                continue
+            table = settings.ops.log_softmax(scaled.float())
+            out[rows, 0] = table.gather(-1, ids[rows, None]).squeeze(-1)
+            if settings.entropy:
+                out[rows, 1] = -(table.exp() * table.masked_fill(table == -torch.inf, 0.0)).sum(-1)
+            if more is not None:
+                out[rows, 2:] = table.gather(-1, more[rows])
         return out
 
     @staticmethod
@@ -182,11 +195,15 @@ def scaled_logits_of(
 
 
 def logits_gradient(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, grads_R2: Tensor, settings: HeadSettings
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, grads: Tensor, settings: HeadSettings
 ) -> Tensor:
-    """[R, V]: gradient with respect to the logits of both scores' sum, each weighted by its gradient."""
+    """[R, V]: gradient with respect to the logits of the scores' sum, each weighted by its gradient."""
     scaled, bent = scaled_logits_of(hidden, weight, bias, settings)
-    gradient = settings.ops.logits_gradient(scaled, ids, grads_R2, entropy=settings.entropy)
+    gradient = settings.ops.logits_gradient(scaled, ids, grads[:, :2].contiguous(), entropy=settings.entropy)
+    if settings.more_ids is not None:  # of log p_v: 1 at v, less p everywhere
+        wide = grads[:, 2:].float()
+        spread = settings.ops.log_softmax(scaled.float()).exp_().mul_(-wide.sum(-1, keepdim=True))
+        gradient = gradient.float() + spread.scatter_add_(-1, settings.more_ids, wide)
     if not settings.is_plain:
         divisor = settings.temperature
         gradient = (gradient / (divisor.unsqueeze(-1) if isinstance(divisor, Tensor) else divisor)).to(gradient.dtype)
@@ -206,22 +223,15 @@ def score(
     `temperature`: one number, or one per entry of the result. `kept`: for each entry of the result (row by row), the
     ids that the sampler's filters kept. `images`: those in ids [1,T] (or [T]), from `see_rows`. Outside `with exact(model)`, the block is entered for this call.
     """
-    return scores_of(model, ids, temperature, cu_seqlens, entropy=False, kept=kept, images=images)[..., 0]
-
-
-def score_with_entropy(
-    model: nn.Module, ids: Tensor, temperature: float | Tensor = 1.0, cu_seqlens: Tensor | None = None, *,
-    kept: KeptRows | None = None, images: SeenImages | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The log-probabilities of `score`, and the entropy of the distribution of each. Both differentiable."""
-    both = scores_of(model, ids, temperature, cu_seqlens, entropy=True, kept=kept, images=images)
-    return both[..., 0], both[..., 1]
+    return scores_of(model, ids, temperature, cu_seqlens, kept=kept, images=images)[..., 0]
 
 
 def scores_of(
-    model: nn.Module, ids: Tensor, temperature: float | Tensor, cu_seqlens: Tensor | None, *, entropy: bool, kept: KeptRows | None,
-    images: SeenImages | None,
+    model: nn.Module, ids: Tensor, temperature: float | Tensor, cu_seqlens: Tensor | None = None, *, entropy: bool = False,
+    kept: KeptRows | None = None, images: SeenImages | None = None, more_ids: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
+    """`score`, the entropy (0 unless requested) and the log-probabilities of `more_ids`, [..., K] for each entry of the
+    result, in the last dimension: [..., 2 + K]."""
     if not bool((torch.as_tensor(temperature) > 0).all()):
         raise InputError(
             f"score: temperature must be > 0, got {temperature}; greedy decoding has no log-probabilities of its own"
@@ -235,7 +245,9 @@ def scores_of(
     if isinstance(temperature, Tensor) and temperature.numel() != 1:
         temperature = F.pad(temperature.float().view(batch.shape[0], -1), (0, 1), value=1.0).reshape(-1)
     per_position = None if kept is None else with_last_positions(kept, batch.shape)
-    with exact(model), scoring_head(model, targets, temperature, entropy, per_position) as made:
+    if more_ids is not None:
+        more_ids = F.pad(more_ids.reshape(*batch[:, 1:].shape, -1), (0, 0, 0, 1)).flatten(0, 1)
+    with exact(model), scoring_head(model, targets, temperature, entropy, per_position, more_ids) as made:
         found = logits_of(model, batch, packed, images)
         if len(made) != 1 or not same_bits(found.detach().float(), made[0].detach()):
             raise ExactnessError(f"{type(model).__name__} changes its logits after the output head: no exact form")
@@ -258,9 +270,14 @@ def with_last_positions(kept: KeptRows, shape: torch.Size) -> KeptRows:
 
 @contextmanager
 def scoring_head(
-    model: Any, targets_BT: Tensor, temperature: float | Tensor, entropy: bool, kept: KeptRows | None = None
+    model: Any,
+    targets_BT: Tensor,
+    temperature: float | Tensor,
+    entropy: bool,
+    kept: KeptRows | None = None,
+    more_ids: Tensor | None = None,
 ) -> Iterator[list[Tensor]]:
-    """While the block runs, the output head returns scores [B,T,2] instead of logits (inside forward, for FSDP2)."""
+    """While the block runs, the output head returns scores [B,T,2+K] instead of logits (inside forward, for FSDP2)."""
     state: State = model.__dict__[STATE]
     head, config = model.get_output_embeddings(), model.config.get_text_config()
     if not isinstance(head, nn.Linear):
@@ -269,14 +286,15 @@ def scoring_head(
         )
     softcap, divisor = (getattr(config, name, None) for name in ("final_logit_softcapping", "logits_scaling"))
     settings = HeadSettings(
-        ops=state.ops, temperature=temperature, softcap=softcap, divisor=divisor, entropy=entropy, kept=kept
-    )
+        ops=state.ops, temperature=temperature, softcap=softcap, divisor=divisor, entropy=entropy, kept=kept,
+        more_ids=more_ids,
+    )  # fmt: skip
     made: list[Tensor] = []
 
     def forward(hidden: Tensor) -> Tensor:
         flat, ids = hidden.reshape(-1, hidden.shape[-1]), targets_BT.reshape(-1)
         scores: Any = HeadScores.apply(flat, head.weight, head.bias, ids, settings)
-        made.append(scores.view(*hidden.shape[:-1], 2))
+        made.append(scores.view(*hidden.shape[:-1], -1))
         return made[-1]
 
     with ExitStack() as undo:

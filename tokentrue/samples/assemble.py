@@ -27,6 +27,7 @@ from tokentrue.types import (
     Sample,
     SamplingMask,
     Span,
+    TopLogprobs,
     Untrained,
     VersionSpan,
 )
@@ -149,6 +150,7 @@ def _build_sample(
         routed_experts=_join_routing(path),
         sampling_mask=_join_masks(path),
         images=tuple(run for node in path for run in shift_images(node)),
+        top_logprobs=_join_tops(path),
     )
 
 
@@ -256,6 +258,18 @@ def _join_masks(path: Sequence[Node]) -> SamplingMask | None:
     for node in path:
         parts += [empty_rows(len(node.given_ids)), node.sampling_mask or empty_rows(len(node.sampled_ids))]
     return join_masks(parts)
+
+
+def _join_tops(path: Sequence[Node]) -> TopLogprobs | None:
+    """None if no turn has them; rows of turns without them are empty."""
+    if all(node.top_logprobs is None for node in path):
+        return None
+    tops: list[tuple[Mapping[int, float], int]] = []
+    for node in path:
+        own, count = node.top_logprobs or (), len(node.sampled_ids)
+        tops += [({}, 0)] * len(node.given_ids)
+        tops += [(own[i] if len(own) == count else {}, node.sampling.top_logprobs) for i in range(count)]
+    return TopLogprobs.from_tops(tops)
 
 
 def find_left_out(tree: Tree, rewarded: Collection[str] = ()) -> dict[str, str]:

@@ -144,14 +144,17 @@ def _check_replay(sample: Sample) -> Iterator[Fault]:
     routed, mask, inputs = sample.routed_experts, sample.sampling_mask, max(0, len(sample.token_ids) - 1)
     if routed is not None and (routed.start, routed.end) != (0, inputs):
         yield f"routed experts cover positions [{routed.start}, {routed.end}) of {inputs} inputs", 0, inputs
-    if mask is None:
-        return
+    tops = sample.top_logprobs
+    if tops is not None and not all(-math.inf < value <= 0.0 for value in array("d", tops.logprobs)):
+        yield "top_logprobs holds a value that is not a log-probability", None, None
     for index, (token, value) in enumerate(zip(sample.token_ids, sample.rollout_logprobs, strict=True)):
-        row = mask.row(index)
+        row = () if mask is None else mask.row(index)
         if row and value is None:
             yield "the sampling mask keeps ids at a token that was not sampled", index, index + 1
         elif row and token not in row:
             yield "the token is not among the ids that its sampling mask kept", index, index + 1
+        if value is None and tops is not None and tops.row(index):
+            yield "top log-probabilities at a token that was not sampled", index, index + 1
 
 
 def _check_images(sample: Sample) -> Iterator[Fault]:

@@ -147,8 +147,9 @@ def require_model(samples: Sequence[Sample], *, model: str, tokenizer: str | Non
     """Compares the hash of the model's tokenizer (None if it has none) and the number of its embeddings."""
     for sample in samples:
         recorded, why = sample.certificate.tokenizer, ""
-        kept = () if sample.sampling_mask is None else sample.sampling_mask.token_ids
-        largest = max(max(sample.token_ids, default=0), max(kept, default=0))
+        columns = (sample.sampling_mask, sample.top_logprobs)
+        held = (sample.token_ids, *(column.token_ids for column in columns if column is not None))
+        largest = max(max(ids, default=0) for ids in held)
         if tokenizer is not None and recorded != tokenizer:
             theirs, ours = (digest.removeprefix("sha256:")[:12] or "none" for digest in (recorded, tokenizer))
             why = f"was recorded with another tokenizer ({theirs}) than {model} has ({ours})"

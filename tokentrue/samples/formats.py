@@ -32,7 +32,7 @@ _GROUP = 256  # rows of a parquet table that are written or read at once
 _NATIVE_TYPES = {
     "sample_id": "string", "session_id": "string", "group": "string", "finish_reason": "string",
     "spans": "json", "metadata": "json", "certificate": "json", "routed_experts": "json", "sampling_mask": "json",
-    "images": "json",
+    "images": "json", "top_logprobs": "json",
     "token_ids": "int32s", "loss_mask": "int8s", "rollout_logprobs": "doubles", "reward": "double",
 }  # fmt: skip
 _VERL_TYPES = {

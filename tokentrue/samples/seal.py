@@ -1,8 +1,9 @@
 """What lets a third party verify a sample: one row per node on its path, and a seal over the rest.
 
 The certificate's chain binds ids, log-probabilities and versions. The seal binds mask, spans, reward, names,
-coverage, node rows, routing, sampling mask and images. A node row says where its link ends, so that a broken one can be
-located, which prompt the engine was sent (`prompt_sha256`) and its sampling settings that differ from the defaults.
+coverage, node rows, routing, sampling mask, top log-probabilities and images. A node row says where its link ends, so
+that a broken one can be located, which prompt the engine was sent (`prompt_sha256`) and its sampling settings that differ
+from the defaults.
 """
 
 from __future__ import annotations
@@ -112,7 +113,10 @@ def seal(sample: Sample) -> str:
         state.update(repr((sample.routed_experts.start, *sample.routed_experts.shape)).encode())
         state.update(sample.routed_experts.data)
         state.update(sample.routed_experts.weights or b"")
-    if sample.sampling_mask is not None:
-        state.update(sample.sampling_mask.offsets.tobytes())
-        state.update(sample.sampling_mask.token_ids.tobytes())
+    for rows in (sample.sampling_mask, sample.top_logprobs):
+        if rows is not None:
+            state.update(rows.offsets.tobytes())
+            state.update(rows.token_ids.tobytes())
+    if sample.top_logprobs is not None:
+        state.update(sample.top_logprobs.logprobs)
     return f"sha256:{state.hexdigest()}"

@@ -13,7 +13,7 @@ import msgspec
 from tokentrue.errors import FileFormatError, TokenContractError
 from tokentrue.ids import TokenIds
 from tokentrue.json_types import JsonMapping, JsonObject, JsonValue
-from tokentrue.types import Certificate, Count, ImageRun, RoutedExperts, Sample, SamplingMask, Span
+from tokentrue.types import Certificate, Count, ImageRun, RoutedExperts, Sample, SamplingMask, Span, TopLogprobs
 
 T = TypeVar("T")
 Width = Annotated[int, msgspec.Meta(ge=1, le=4096)]
@@ -22,7 +22,7 @@ Width = Annotated[int, msgspec.Meta(ge=1, le=4096)]
 
 def head_to_json(sample: Sample) -> JsonObject:
     """Everything but the three per-token columns."""
-    routed, mask = sample.routed_experts, sample.sampling_mask
+    routed = sample.routed_experts
     head: JsonObject = {
         "sample_id": sample.sample_id,
         "session_id": sample.session_id,
@@ -42,11 +42,14 @@ def head_to_json(sample: Sample) -> JsonObject:
             "data": encode_bytes(routed.data),
             "weights": None if routed.weights is None else encode_bytes(routed.weights),
         }
-    if mask is not None:
-        head["sampling_mask"] = {
-            "token_ids": encode_bytes(mask.token_ids.tobytes()),
-            "offsets": encode_bytes(mask.offsets.tobytes()),
-        }
+    for name, rows in (("sampling_mask", sample.sampling_mask), ("top_logprobs", sample.top_logprobs)):
+        if rows is not None:
+            head[name] = {
+                "token_ids": encode_bytes(rows.token_ids.tobytes()),
+                "offsets": encode_bytes(rows.offsets.tobytes()),
+            }
+    if sample.top_logprobs is not None:
+        head["top_logprobs"]["logprobs"] = encode_bytes(sample.top_logprobs.logprobs)
     return head
 
 
@@ -75,6 +78,10 @@ class SamplingMaskRow(msgspec.Struct):
     offsets: bytes
 
 
+class TopLogprobsRow(SamplingMaskRow):
+    logprobs: bytes
+
+
 class SampleRow(msgspec.Struct, kw_only=True):
     sample_id: str
     session_id: str
@@ -90,6 +97,7 @@ class SampleRow(msgspec.Struct, kw_only=True):
     routed_experts: RoutedExpertsRow | None = None
     sampling_mask: SamplingMaskRow | None = None
     images: tuple[ImageRun, ...] | None = None
+    top_logprobs: TopLogprobsRow | None = None
 
 
 def decode(value: JsonValue, kind: type[T], where: str) -> T:
@@ -102,15 +110,20 @@ def decode(value: JsonValue, kind: type[T], where: str) -> T:
 
 def sample_from_json(data: JsonMapping, where: str = "sample") -> Sample:
     row = decode(data, SampleRow, where)
-    routed, mask, fields = row.routed_experts, row.sampling_mask, msgspec.structs.asdict(row)
+    routed, fields = row.routed_experts, msgspec.structs.asdict(row)
     try:
         fields["token_ids"] = TokenIds(row.token_ids)
         fields["images"] = row.images or ()
         if routed is not None:
             fields["routed_experts"] = RoutedExperts(**msgspec.structs.asdict(routed))
-        if mask is not None:
-            columns = {name: TokenIds.from_bytes(data) for name, data in msgspec.structs.asdict(mask).items()}
-            fields["sampling_mask"] = SamplingMask(**columns)
+        if (mask := row.sampling_mask) is not None:
+            fields["sampling_mask"] = SamplingMask(**_ids_in(mask))
+        if (tops := row.top_logprobs) is not None:
+            fields["top_logprobs"] = TopLogprobs(**_ids_in(tops), logprobs=tops.logprobs)
         return Sample(**fields)
     except TokenContractError as error:
         raise FileFormatError(f"{where}: {error}") from error
+
+
+def _ids_in(row: SamplingMaskRow) -> dict[str, TokenIds]:
+    return {"token_ids": TokenIds.from_bytes(row.token_ids), "offsets": TokenIds.from_bytes(row.offsets)}

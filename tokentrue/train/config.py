@@ -38,8 +38,6 @@ class OptimConfig:
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup: Count = 0
     final: Share = 0.1  # share of lr at the end of a decay
-    # > 1: halves lr each time the smoothed response length exceeds so many times its reference; 0: never
-    length_surge: NotNegative = 0.0
 
     def __post_init__(self) -> None:
         check_fields(self, "optim")
@@ -47,8 +45,6 @@ class OptimConfig:
             raise ConfigError(f"optim.clip_norm: {self.clip_norm!r} must be > 0; use a large number for no clipping")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(f"optim.betas: {self.betas!r} must be two numbers in [0, 1)")
-        if 0 < self.length_surge <= 1:
-            raise ConfigError(f"optim.length_surge: {self.length_surge!r} must be > 1, or 0 for off")
 
 
 @record

@@ -10,8 +10,10 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 import os
 import platform
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -25,6 +27,7 @@ from torch import nn
 
 from tokentrue.errors import ConfigError, TrainingError
 from tokentrue.json_types import JsonMapping
+from tokentrue.mismatch.metrics import Mean, Metrics
 from tokentrue.plain_json import dumps
 from tokentrue.records import record
 from tokentrue.train.config import LoggerName
@@ -53,6 +56,44 @@ MEASURED: Mapping[str, str] = {  # what a step reports of `diagnose`
     "pull_positive": "contribution/rollout/positive/mean",
     "pull_negative": "contribution/rollout/negative/mean",
 }
+
+
+TURNS = (*map(str, range(8)), "8+")
+FALL_STEPS = 20
+WATCHED = {"update/grad_norm": "gradient norm", "mismatch/ess": "effective sample share"}
+
+
+def turn_numbers(row: Row) -> torch.Tensor:
+    """Each token's turn, an index into `TURNS`."""
+    found = torch.zeros_like(row.ids)
+    for span in row.sample.spans:
+        found[span.start : span.end] = min(span.turn, len(TURNS) - 1)
+    return found
+
+
+def step_mismatch(found: Metrics) -> dict[str, float]:
+    """The step's mismatch, by turn too; `mismatch_rate` is the share of trained tokens whose ratio is beyond 1.1."""
+    tails = found["tail/raw/above_1.1"] + found["tail/raw/below_1/1.1"]
+    turns = ((turn, found.statistics[f"by_kind/{turn}"]) for turn in TURNS)
+    by_turn = {f"mismatch/turn/{turn}": stat.value for turn, stat in turns if isinstance(stat, Mean) and stat.count}
+    return {**{f"mismatch/{name}": found[key] for name, key in MEASURED.items()}, "mismatch_rate": tails, **by_turn}
+
+
+def find_falling(rows: Sequence[Mapping[str, float]]) -> list[str]:
+    """A line for each watched metric of which four fifths of the pairs of the last steps fall, and the last five are below
+    half of the first five: the usual sign of a collapse to come."""
+    if len(rows) < FALL_STEPS or len(rows) % (FALL_STEPS // 2):  # no line for every step of a fall
+        return []
+    lines: list[str] = []
+    for key, name in WATCHED.items():
+        values = [row.get(key, math.nan) for row in rows[-FALL_STEPS:]]
+        pairs = list(itertools.combinations(values, 2))
+        first, last = statistics.median(values[:5]), statistics.median(values[-5:])
+        if sum(a > b for a, b in pairs) > 0.8 * len(pairs) and last < first / 2:
+            lines.append(
+                f"{name} fell from {first:.3g} to {last:.3g} in {FALL_STEPS} steps; compare mismatch/k3 and the reward"
+            )
+    return lines
 
 
 @record

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -17,8 +18,8 @@ from torch import Tensor
 
 from tokentrue.errors import TokenContractError
 from tokentrue.mismatch import grpo_advantages, rloo_advantages, whitened_advantages
-from tokentrue.mismatch.routing import routing_of, routing_weights_of
 from tokentrue.numerics import KeptRows
+from tokentrue.numerics.routing import routing_of, routing_weights_of
 from tokentrue.pixels import ReadImage, find_images
 from tokentrue.records import record
 from tokentrue.samples.groups import group_sessions
@@ -37,6 +38,7 @@ class ScoredRow:
     temperatures: Tensor  # float32 [T]
     kept: KeptRows | None = None  # ids that the sampler's filters kept, a row for each token
     images: tuple[PromptImage, ...] = ()
+    head_ids: Tensor | None = None  # int64 [T, K]: to score beside each token
 
     @property
     def length(self) -> int:
@@ -109,6 +111,32 @@ def kept_rows(sample: Sample) -> KeptRows | None:
     if mask is None or not mask.token_ids:
         return None
     return KeptRows(token_ids=torch.tensor(mask.token_ids.tolist()), offsets=torch.tensor(mask.offsets.tolist()))
+
+
+def with_head_ids(rows: Sequence[Row]) -> tuple[list[Row], list[Tensor]]:
+    """The rows with the sampler's most likely ids, and those ids' log-probabilities, `[T, K]` each; 0 and -inf where a
+    token has fewer than the widest. Raises TokenContractError where a trained token has none."""
+    columns = [row.sample.top_logprobs for row in rows]
+    counts = [
+        torch.zeros_like(row.ids) if column is None else torch.tensor(column.offsets.tolist()).diff()
+        for row, column in zip(rows, columns, strict=True)
+    ]
+    width = max(1, *(int(each.max()) for each in counts))
+    made, logprobs = list[Row](), list[Tensor]()
+    for row, column, count in zip(rows, columns, counts, strict=True):
+        if missing := int((row.mask & (count == 0)).sum()):
+            raise TokenContractError(
+                f"sample {row.sample.sample_id}: {missing} of {int(row.mask.sum())} trained tokens have no top "
+                "log-probabilities, which score centering needs; sample with rollout.top_logprobs = 128 (or another K)"
+            )
+        is_known = torch.arange(width) < count[:, None]
+        ids, values = torch.zeros(is_known.shape, dtype=torch.int64), torch.full(is_known.shape, -torch.inf)
+        if column is not None:
+            ids[is_known] = torch.tensor(column.token_ids.tolist())
+            values[is_known] = torch.tensor(array("d", column.logprobs), dtype=torch.float32)
+        made.append(replace(row, head_ids=ids))
+        logprobs.append(values)
+    return made, logprobs
 
 
 def rows_from_groups(

@@ -13,8 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from tokentrue.mismatch.routing import replay_routing
-from tokentrue.numerics import KeptRows, exact, score, score_with_entropy, see_rows
+from tokentrue.numerics import KeptRows, exact, scores_of, see_rows
+from tokentrue.numerics.routing import replay_routing
 from tokentrue.pixels import PixelReader, check_runs, plain_inputs
 from tokentrue.records import record
 from tokentrue.routing_replay import FREE
@@ -26,6 +26,7 @@ from tokentrue.train.rows import Row, ScoredRow
 class Scores:
     logprobs: list[Tensor]
     entropy: list[Tensor] | None = None
+    head: list[Tensor] | None = None  # of each row's `head_ids`
 
 
 class Scorer(Protocol):
@@ -62,12 +63,16 @@ class ExactScorer:
         images = see_rows(model, [(row.ids, row.images) for row in rows], self.reader)
 
         def split(flat: Tensor) -> list[Tensor]:
-            return list(nn.functional.pad(flat, (1, 0)).split(lengths))
+            return list(torch.cat((flat.new_zeros(1, *flat.shape[1:]), flat)).split(lengths))
 
-        if not entropy:
-            return Scores(logprobs=split(score(model, packed, temperature, bounds, kept=kept, images=images)))
-        flat, spread = score_with_entropy(model, packed, temperature, bounds, kept=kept, images=images)
-        return Scores(logprobs=split(flat), entropy=split(spread))
+        ids = [row.head_ids for row in rows if row.head_ids is not None]
+        more = torch.cat(ids)[1:].to(device) if ids else None
+        found = scores_of(model, packed, temperature, bounds, entropy=entropy, kept=kept, images=images, more_ids=more)
+        return Scores(
+            logprobs=split(found[:, 0]),
+            entropy=split(found[:, 1]) if entropy else None,
+            head=None if more is None else split(found[:, 2:]),
+        )
 
     def active(self, model: nn.Module) -> AbstractContextManager[object]:
         return exact(model, leaves=self.leaves)
@@ -99,13 +104,17 @@ class PlainScorer:
         logp_BTV = torch.log_softmax(logits, dim=-1)
 
         def unpad(values_BT: Tensor) -> list[Tensor]:
-            return [nn.functional.pad(values_BT[i, : row.length - 1], (1, 0)) for i, row in enumerate(rows)]
+            first = values_BT.new_zeros(1, *values_BT.shape[2:])
+            return [torch.cat((first, values_BT[i, : row.length - 1])) for i, row in enumerate(rows)]
 
-        logprobs = unpad(logp_BTV.gather(-1, ids_BT[:, 1:, None]).squeeze(-1))
-        if not entropy:
-            return Scores(logprobs=logprobs)
-        terms_BTV = logp_BTV.exp() * logp_BTV.masked_fill(logp_BTV == -torch.inf, 0.0)
-        return Scores(logprobs=logprobs, entropy=unpad(-terms_BTV.sum(-1)))
+        logprobs, head, spread = unpad(logp_BTV.gather(-1, ids_BT[:, 1:, None]).squeeze(-1)), None, None
+        if ids := [row.head_ids for row in rows if row.head_ids is not None]:
+            more_BTK = nn.utils.rnn.pad_sequence(ids, batch_first=True).to(device)[:, 1:]
+            head = unpad(logp_BTV.gather(-1, more_BTK))
+        if entropy:
+            terms_BTV = logp_BTV.exp() * logp_BTV.masked_fill(logp_BTV == -torch.inf, 0.0)
+            spread = unpad(-terms_BTV.sum(-1))
+        return Scores(logprobs=logprobs, entropy=spread, head=head)
 
     def active(self, model: nn.Module) -> AbstractContextManager[object]:
         return nullcontext()

@@ -18,14 +18,14 @@ from torch import Tensor, nn
 
 from tokentrue.errors import ConfigError, TrainingError
 from tokentrue.json_types import JsonMapping, JsonObject
-from tokentrue.mismatch import LengthDecay, LossConfig, Metrics, diagnose, policy_loss
+from tokentrue.mismatch import LossConfig, Metrics, diagnose, policy_loss
 from tokentrue.numerics import on_device
 from tokentrue.pixels import PixelReader, ReadImage
 from tokentrue.records import record
 from tokentrue.train.config import OptimConfig, TrainConfig, default_learning_rate, learning_rate
 from tokentrue.train.exactness import Agreement, agreement, require_exact, require_near, require_own_versions
 from tokentrue.train.ranks import Ranks, named_weights, whole
-from tokentrue.train.reporting import MEASURED, StepReport, batch_metrics, clock, count_flops
+from tokentrue.train.reporting import TURNS, StepReport, batch_metrics, clock, count_flops, step_mismatch, turn_numbers
 from tokentrue.train.rows import (
     Minibatch,
     Packing,
@@ -37,8 +37,9 @@ from tokentrue.train.rows import (
     plan_minibatches,
     rows_from_groups,
     session_advantages,
+    with_head_ids,
 )
-from tokentrue.train.scoring import ExactScorer, PlainScorer, Scorer, Scores, evaluation_mode, replay_experts
+from tokentrue.train.scoring import ExactScorer, PlainScorer, Scorer, evaluation_mode, replay_experts
 from tokentrue.train.update import (
     Batch,
     KlCoefficient,
@@ -48,7 +49,6 @@ from tokentrue.train.update import (
     Snapshot,
     correct_minibatch,
     divergence_sums,
-    in_one_call,
 )
 from tokentrue.types import Sample
 
@@ -85,12 +85,17 @@ class Trainer:
             raise ConfigError("loss.penalty: against='reference' needs a reference model")
         if config.kl.reward_coefficient and reference is None:
             raise ConfigError("train.kl.reward_coefficient: needs a reference model")
+        if loss.correction.centering is not None and config.baseline == "grpo":
+            raise ConfigError(
+                "train.baseline: score centering needs advantages that are not divided by a group's deviation; choose "
+                "dr_grpo or rloo"
+            )
         if optim.lr is None:
             optim = replace(optim, lr=default_learning_rate(sum(each.numel() for each in model.parameters())))
         self.model = model
         self.config = config
         self.optim = optim
-        self.loss = in_one_call(loss)
+        self.loss = loss
         self.kl = KlCoefficient.of(config.kl, loss)
         self.ranks = ranks or Ranks()
         self.reference = None if reference is None else reference.eval()
@@ -101,7 +106,6 @@ class Trainer:
         self.updates = 0
         self.skipped = 0  # updates in a row
         self.delta_limit: float | None = None  # of a row's mean |δ|, where engines are probed
-        self.response_lengths: list[float] = []  # mean sampled tokens per row, step by step
         self.flops = count_flops(model) if config.peak_tflops else None
         self.masters = MasterWeights(model)
         self.scale = LossScale.of(next(model.parameters()).dtype)
@@ -125,7 +129,6 @@ class Trainer:
             with clock(seconds, "recompute"):
                 batch = self.recompute(rows)
             found = self.compare(batch)
-            self.response_lengths.append(sum(int(row.sampled.sum()) for row in rows) / len(rows))
             with clock(seconds, "measure"):
                 measured = self.measure(batch)
             with clock(seconds, "update"):
@@ -146,6 +149,9 @@ class Trainer:
 
     def rows(self, groups: Sequence[Sequence[Sample]]) -> list[Row]:
         rows = rows_from_groups(groups, self.config.temperature, self.images)
+        if self.loss.correction.centering is not None:
+            for row in rows:  # refuses samples without them before any weight moves
+                with_head_ids([row])
         return mask_truncated(rows) if self.config.overlong.mask else rows
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -169,14 +175,12 @@ class Trainer:
             "updates": self.updates,
             "loss_scale": [self.scale.value, self.scale.good],
             "kl_coefficient": self.kl.value,
-            "response_lengths": list(self.response_lengths),
         }
 
     def set_counters(self, counters: JsonMapping) -> None:
         self.version, self.updates = int(counters["version"]), int(counters["updates"])
         self.scale.value, self.scale.good = counters.get("loss_scale", [1.0, 0])
         self.set_kl_coefficient(counters.get("kl_coefficient", self.kl.value))
-        self.response_lengths = list(counters.get("response_lengths", ()))
 
     @torch.no_grad()
     def score(self, ids: Sequence[int]) -> Tensor:
@@ -250,11 +254,6 @@ class Trainer:
             reward_kl=kl,
         )
 
-    def score_rows(
-        self, model: nn.Module, rows: Sequence[Row], numbers: Sequence[int], *, entropy: bool = False
-    ) -> Scores:
-        return self.scorer(model, [rows[i] for i in numbers] or [NO_ROW], entropy=entropy)
-
     @torch.no_grad()
     def score_parts(self, model: nn.Module, rows: Sequence[Row], parts: Sequence[Minibatch]) -> dict[int, Tensor]:
         """This rank's rows; only the policy itself replays the rollout's experts."""
@@ -262,7 +261,7 @@ class Trainer:
         with evaluation_mode(model):
             for bin_ in (bin_ for part in parts for bin_ in part.bins):
                 with self.replaying(rows, bin_) if model is self.model else nullcontext():
-                    found |= zip(bin_, self.score_rows(model, rows, bin_).logprobs, strict=False)
+                    found |= zip(bin_, self.scorer(model, [rows[i] for i in bin_] or [NO_ROW]).logprobs, strict=False)
         return found
 
     def require_scores(self, rows: Sequence[Row], advantages: Sequence[float], scores: Sequence[Tensor]) -> None:
@@ -301,16 +300,16 @@ class Trainer:
         if numbers := sorted(batch.recomputed):
             recomputed = [batch.recomputed[i] for i in numbers]
             rollout, advantages, masks = batch.columns(numbers, recomputed[0].device)
-            mine = diagnose(recomputed, rollout, masks, advantages=advantages, worst=0).metrics
+            turns = [turn_numbers(batch.rows[i]).to(recomputed[0].device) for i in numbers]
+            mine = diagnose(
+                recomputed, rollout, masks, advantages=advantages, worst=0, kinds=turns, kind_names=TURNS
+            ).metrics
         everyone = [found for found in self.ranks.all_gather_object(mine) if found is not None]
-        merged = everyone[0].merge(*everyone[1:])
-        return {f"mismatch/{name}": merged[key] for name, key in MEASURED.items()}
+        return step_mismatch(everyone[0].merge(*everyone[1:]))
 
     def update(self, batch: Batch, part: Minibatch, *, is_first: bool) -> UpdateResult:
         """One optimiser update. A gradient that is not finite changes no weight."""
         rate = learning_rate(self.optim, self.updates, self.config.steps * self.config.updates_per_step)
-        if self.optim.length_surge:
-            rate *= LengthDecay(surge=self.optim.length_surge).scale(self.response_lengths)
         self.updates += 1
         merged, loss = self.accumulate(batch, part, is_first=is_first)
         norm = float(whole(torch.nn.utils.clip_grad_norm_(self.masters.parameters, self.optim.clip_norm)))
@@ -355,7 +354,10 @@ class Trainer:
         self, batch: Batch, numbers: Sequence[int], correction: MinibatchCorrection
     ) -> tuple[Tensor, Metrics]:
         """The share of one forward pass in the minibatch's loss."""
-        scores = self.score_rows(self.model, batch.rows, numbers, entropy=self.loss.entropy_coefficient != 0)
+        chosen, sampler = [batch.rows[i] for i in numbers], list[Tensor]()
+        if self.loss.correction.centering is not None and chosen:
+            chosen, sampler = with_head_ids(chosen)
+        scores = self.scorer(self.model, chosen or [NO_ROW], entropy=self.loss.entropy_coefficient != 0)
         if not numbers:
             return scores.logprobs[0].sum() * 0.0, Metrics({})
         device = scores.logprobs[0].device
@@ -373,6 +375,10 @@ class Trainer:
             num_tokens=correction.num_tokens,
             num_rows=correction.num_sessions,
             row_tokens=[correction.session_tokens[i] for i in numbers],
+            versions=[row.versions.to(device) for row in chosen],
+            version=self.version,
+            head_logprobs=scores.head,
+            rollout_head_logprobs=[values.to(device) for values in sampler] or None,
         )
 
     def report(

@@ -14,7 +14,7 @@ bit for bit what the engine has.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -74,15 +74,7 @@ class MinibatchCorrection:
             [values[self.places[i]].to(device) for i in numbers]
             for values in (self.corrected.weights, self.corrected.mask)
         )
-        return Corrected(weights=weights, mask=kept, metrics=Metrics({}), correction=self.corrected.correction)
-
-
-def in_one_call(loss: LossConfig) -> LossConfig:
-    weights = loss.correction.weights
-    if weights is None or weights.normalise is None:
-        return loss
-    weights = replace(weights, normalise=replace(weights.normalise, scope="call"))
-    return replace(loss, correction=replace(loss.correction, weights=weights))
+        return Corrected(weights=weights, mask=kept, metrics=Metrics({}))
 
 
 def correct_minibatch(
