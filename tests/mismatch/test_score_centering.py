@@ -224,7 +224,7 @@ def test_what_the_paper_excludes_is_refused(make: Any, says: str) -> None:
 
 def test_without_the_samplers_ids_the_loss_is_refused() -> None:
     values = torch.full((1, 3), -1.0)
-    with pytest.raises(InputError, match="head_logprobs, rollout_head_logprobs: .* ScoreCentering needs them"):
+    with pytest.raises(InputError, match=r"head_logprobs, rollout_head_logprobs: .* ScoreCentering needs them"):
         policy_loss(values, None, values, torch.ones(1), None, PRESETS["score_centering"])
     with pytest.raises(InputError, match="head_logprobs: needs K values"):
         policy_loss(
@@ -258,5 +258,5 @@ def test_the_interpolated_policy_is_that_of_the_paper() -> None:
     assert given.grad is not None and float(loss.detach()) == pytest.approx(total / 18, rel=1e-12)
     np.testing.assert_allclose(given.grad.numpy(), slopes / 18, atol=1e-12)
     assert "no extra forward pass" in PRESETS["a3po"].explain()
-    with pytest.raises(InputError, match="versions, version: .* missing"):
+    with pytest.raises(InputError, match=r"versions, version: .* missing"):
         policy_loss(given, None, torch.tensor(rollout), torch.tensor(advantages), None, PRESETS["a3po"])

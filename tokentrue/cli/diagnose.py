@@ -140,6 +140,7 @@ def command(
         "samples": f"{len(rows):,} of {len(found):,} in {samples.name}",
         "trained tokens": f"{counts['trained_tokens']:,} of {counts['trained_tokens_in_file']:,}",
         "correction shown": shown,
+        ORDINARY: YARDSTICKS,
         **side,
     }
     if left_out := len(found) - len(rows) - len(refused):
@@ -147,8 +148,6 @@ def command(
         facts["left out"] = f"{pluralise(left_out, 'sample')} {missing}"
     if refused:
         facts["not scored"] = f"{pluralise(len(refused), 'sample')}; the first: {refused[0]}"
-    if whole["corr/k3"]:
-        facts[ORDINARY] = YARDSTICKS
     spread = set[int]().union(*(versions[row.sample.sample_id] for row in rows))
     verdict, alarm = judge(whole, counts, max_k3, spread if trainer is not None else set())
     if output is not None:
