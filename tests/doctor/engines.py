@@ -95,8 +95,8 @@ def tie_head(model: Any) -> Any:
 class QuantisedCacheProvider(TamperedProvider):
     """Keys and values in float8, from the first token on."""
 
-    def _forward(self, ids: list[int], cache: Any) -> tuple[torch.Tensor, Any]:
-        return super()._forward(ids, quantising_cache(torch.float8_e4m3fn) if cache is None else cache)
+    def _forward(self, inputs: Any, cache: Any) -> tuple[torch.Tensor, Any]:
+        return super()._forward(inputs, quantising_cache(torch.float8_e4m3fn) if cache is None else cache)
 
 
 def with_logprobs(found: Completion, logprobs: Sequence[float]) -> Completion:

@@ -69,7 +69,8 @@ class Engine(HFProvider):
         return found if self.report is None else self.report(found, sent)
 
     @torch.no_grad()
-    def _forward(self, ids: list[int], cache: Any) -> tuple[torch.Tensor, Any]:
+    def _forward(self, inputs: Any, cache: Any) -> tuple[torch.Tensor, Any]:
+        ids = inputs["input_ids"][0].tolist()
         history = ids if cache is None else [*cache["ids"], *ids]
         sent = len(ids) if cache is None else cache["sent"]
         given: dict[str, Any] = {}

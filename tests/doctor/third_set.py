@@ -174,7 +174,8 @@ class Boundary(Engine):
     """After the first 64 tokens of a prompt, the last one before the boundary cannot be seen."""
 
     @torch.no_grad()
-    def _forward(self, ids: list[int], cache: Any) -> tuple[torch.Tensor, Any]:
+    def _forward(self, inputs: Any, cache: Any) -> tuple[torch.Tensor, Any]:
+        ids = inputs["input_ids"][0].tolist()
         history = ids if cache is None else [*cache["ids"], *ids]
         blank = torch.full((len(history), len(history)), -1e30).triu(1)
         blank[64:, 63] = -1e30
@@ -370,7 +371,7 @@ def least_length(rows: torch.Tensor, ids: list[int], sent: int) -> torch.Tensor:
 E5M2, E4M3 = torch.float8_e5m2, torch.float8_e4m3fn
 FAULTS: dict[str, Make] = {
     "int4 KV, groups of 16 with zero points": cache(grouped(16, with_zero_point(15)), "int4_kv_cache"),
-    "int4 KV per tensor": cache(lambda s: torch.round(s / (s.abs().max() / 7)) * (s.abs().max() / 7), "unknown"),
+    "int4 KV per tensor": cache(lambda s: torch.round(s / (s.abs().max() / 7)) * (s.abs().max() / 7), "int4_kv_cache"),
     "int3 KV": cache(integers(3), "unknown"),
     "int8 KV in groups of 8": cache(grouped(8, integers(127)), "int8_kv_cache", "unknown"),
     "int8 KV per channel": cache(integers(127, -2), "int8_kv_cache", "unknown"),
@@ -391,7 +392,7 @@ FAULTS: dict[str, Make] = {
     "temperature and top-p, drawn alone": drawn(cold_and_filtered(0.7, top_p=0.9), "temperature_ignored", "sampled_filters"),
     "cold draws, raw reports": drawn(lambda rows, ids, sent: rows / 0.5, "temperature_ignored"),
     "top-k draws, raw reports": drawn(filtered(top_k=4), "sampled_filters"),
-    "min-p draws, raw reports": drawn(filtered(min_p=0.15), "sampled_filters"),
+    "min-p draws, raw reports": drawn(filtered(min_p=0.15), "sampled_filters", "unknown"),
     "typical sampling": logits(typical, "unknown", "sampled_filters"),
     "a bias on seven tokens": logits(biased, "unknown"),
     "frequency penalty": logits(frequency, "sampled_penalty"),
@@ -444,7 +445,8 @@ class Padded(Engine):
     is_left = True
 
     @torch.no_grad()
-    def _forward(self, ids: list[int], cache: Any) -> tuple[torch.Tensor, Any]:
+    def _forward(self, inputs: Any, cache: Any) -> tuple[torch.Tensor, Any]:
+        ids = inputs["input_ids"][0].tolist()
         history = ids if cache is None else [*cache["ids"], *ids]
         pad = [0] * 9
         rows = [pad + history if self.is_left else history + pad, [*range(3, 12), *history]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import random
 import re
 from bisect import bisect_right
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -85,6 +86,13 @@ class Examination:
         words = STORY.split() * (1 + tokens // len(STORY.split()))
         too_many = bisect_right(range(len(words)), tokens, key=lambda count: len(self.render(" ".join(words[:count]))))
         return self.render(" ".join(words[: max(1, too_many - 1)]))
+
+    def fresh_prompt(self, tokens: int, seed: int) -> list[int]:
+        """Ids that no probe has sent, so that no cache knows them; without the end of the message, after which a model
+        may have little to say."""
+        start, *middle = self.long_prompt(tokens)[:-8]
+        random.Random(self.seed + seed).shuffle(middle)
+        return [start, *middle]
 
     async def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Completion]:
         """All at once; where one fails the others end before its error is raised."""

@@ -225,7 +225,6 @@ def _arithmetic(reference: Reference) -> Iterator[Hypothesis]:
         for label, is_whole in (("the whole", True), ("a part of the", False)):
             yarn = partial(_rebuild_rope, rope_type="yarn", is_whole=is_whole)
             yield Hypothesis("rope", f"YaRN by {{x:.0f}} from {label} context", yarn, (2, 4, 8, 16, 32))
-        yield Hypothesis("rope", "rope of neighbours instead of halves", _interleave)
     for name in ("variance_epsilon", "eps"):
         grid = [10.0**-n for n in (2, 3, 4, 5, 6, 7, 8, 12)]
         yield from on("norm_epsilon", "norm epsilon {x:.3g}", name, float, lambda own, x: x, grid=grid, fit="real")
@@ -252,19 +251,6 @@ def _rebuild_rope(trial: Trial, x: float, *, rope_type: str, is_whole: bool = Tr
     more = {"factor": x, "original_max_position_embeddings": longest if is_whole else int(longest / x)} if x else {}
     config.rope_parameters = {"rope_theta": config.rope_parameters["rope_theta"], "rope_type": rope_type, **more}
     trial.set(owner, "rotary_emb", type(owner.rotary_emb)(config))
-
-
-def _interleave(trial: Trial, x: float) -> None:
-    """Rotating neighbours is rotating halves of heads whose dimensions are reordered."""
-    for module in trial.model.modules():
-        size = getattr(module, "head_dim", None)
-        if not isinstance(size, int) or not hasattr(module, "q_proj"):
-            continue
-        order = torch.cat((torch.arange(0, size, 2), torch.arange(1, size, 2)))
-        parts = [getattr(module, name, None) for name in ("q_proj", "k_proj", "q_norm", "k_norm")]
-        for parameter in (one for part in parts if part is not None for one in part.parameters(recurse=False)):
-            heads = parameter.data.view(-1, size, *parameter.data.shape[1:])
-            trial.set(parameter, "data", heads[:, order].reshape(parameter.data.shape))
 
 
 # Mixtures.

@@ -195,110 +195,110 @@ class Fit:
         return self.hypothesis.label.format(x=self.x)
 
 
-def judge(evidence: Evidence, hypotheses: Iterable[Hypothesis], *, advice: str = "") -> Finding:
+def judge(data: Evidence, hypotheses: Iterable[Hypothesis], *, advice: str = "") -> Finding:
     """A named cause, `unknown`, or no fault."""
-    size, chosen = evidence.size(evidence.e, evidence.everything), evidence.e[evidence.is_chosen].abs()
-    departs = size > evidence.limit
+    size, chosen = data.size(data.e, data.everything), data.e[data.is_chosen].abs()
+    departs = size > data.limit
     figure = (
         f"mean |δ| {float(chosen.mean()):.2g}, max {float(chosen.max()):.2g} over {chosen.numel()} tokens, "
-        f"{size / evidence.limit:.2g} of what {evidence.dtype} allows"
+        f"{size / data.limit:.2g} of what {data.dtype} allows"
     )
-    if not departs and evidence.dtype == "float32":
+    if not departs and data.dtype == "float32":
         return ok(figure)
-    fits = fit_all(evidence, hypotheses)
-    best = next((one for one in fits if is_confirmed(evidence, one, departs=departs)), None)
+    fits = fit_all(data, hypotheses)
+    best = next((one for one in fits if is_confirmed(data, one, departs=departs)), None)
     if best is None:
-        rounding = name_dtype(evidence) if departs and evidence.dtype == "float32" else None
+        rounding = name_dtype(data) if departs and data.dtype == "float32" else None
         if rounding is not None:
             return fault(rounding[0], figure, confidence="medium", detail=rounding[1])
-        return describe_unknown(evidence, fits, figure, advice) if departs else ok(figure)
-    least = evidence.gain(best.residual) - TIE
-    rivals = [one for one in fits if one.fault != best.fault and evidence.gain(one.residual) > least]
+        return describe_unknown(data, fits, figure, advice) if departs else ok(figure)
+    least = data.gain(best.residual) - TIE
+    rivals = [one for one in fits if one.fault != best.fault and data.gain(one.residual) > least]
     if rivals:
-        return describe_unknown(evidence, [best, *rivals], figure, advice, is_tie=True) if departs else ok(figure)
-    detail = f"{best.label}: explains {100 * share(evidence, best):.0f}% of the difference on tokens that the fit has not seen"
+        return describe_unknown(data, [best, *rivals], figure, advice, is_tie=True) if departs else ok(figure)
+    detail = (
+        f"{best.label}: explains {100 * share(data, best):.0f}% of the difference on tokens that the fit has not seen"
+    )
     return fault(best.fault, figure, detail=detail, confidence="high" if departs else "medium")
 
 
-def share(evidence: Evidence, fit: Fit) -> float:
+def share(data: Evidence, fit: Fit) -> float:
     """Of |e| on the held-out half, how much the fit explains."""
-    return 1 - evidence.size(fit.residual, evidence.held) / max(evidence.size(evidence.e, evidence.held), 1e-12)
+    return 1 - data.size(fit.residual, data.held) / max(data.size(data.e, data.held), 1e-12)
 
 
-def fit_all(evidence: Evidence, hypotheses: Iterable[Hypothesis]) -> list[Fit]:
+def fit_all(data: Evidence, hypotheses: Iterable[Hypothesis]) -> list[Fit]:
     """The best hypotheses over all tokens, best first; each is tried on few tokens first."""
-    is_exact = evidence.dtype == "float32"
-    first, inside = choose_first(evidence, 32 if is_exact else 80)
-    whole = evidence.size(evidence.e, inside)
-    visible = int((evidence.e.abs() > 6 * evidence.spread)[evidence.held & evidence.is_chosen].sum())
+    is_exact = data.dtype == "float32"
+    first, inside = choose_first(data, 32 if is_exact else 80)
+    whole = data.size(data.e, inside)
+    visible = int((data.e.abs() > 6 * data.spread)[data.held & data.is_chosen].sum())
     # What noise correlates with by itself; float32 has none.
-    alike = ALIKE if is_exact else 3 / math.sqrt(int((inside & evidence.is_chosen).sum()) + 1)
+    alike = ALIKE if is_exact else 3 / math.sqrt(int((inside & data.is_chosen).sum()) + 1)
     queue, found = list(hypotheses), list[Fit]()
     while queue:
         hypothesis = queue.pop(0)
-        best = min(
-            (try_value(evidence, hypothesis, x, first, inside) for x in hypothesis.grid), key=lambda one: one.left
-        )
+        best = min((try_value(data, hypothesis, x, first, inside) for x in hypothesis.grid), key=lambda one: one.left)
         if hypothesis.fit and best.left < PROMISING * whole:
-            best = refine(evidence, best, first, inside)
+            best = refine(data, best, first, inside)
         found.append(best)
-        if is_exact and best.left < evidence.limit / 2 and visible >= 2 * TOKENS:
+        if is_exact and best.left < data.limit / 2 and visible >= 2 * TOKENS:
             break  # nothing but rounding is left on many tokens: what else leaves nothing is the same computation
         if best.left > 0.9 * whole and min(one.left for one in found) < 0.3 * whole:
             continue  # another cause explains most already
-        predicted = evidence.e - best.residual
-        is_alike = correlate(evidence, predicted, inside) > alike
-        ratio = evidence.size(predicted, inside) / max(whole, 1e-12)
+        predicted = data.e - best.residual
+        is_alike = correlate(data, predicted, inside) > alike
+        ratio = data.size(predicted, inside) / max(whole, 1e-12)
         if hypothesis.details is not None and (is_alike or (hypothesis.is_rounding and 0.3 < ratio < 3)):
             queue += hypothesis.details()
         is_part = is_alike and (not hypothesis.is_rounding or 0.3 < ratio < 10)
         if len(hypothesis.units) > 1 and (is_part or hypothesis.fault in ASKED):
-            queue.insert(0, choose_units(evidence, best, *choose_first(evidence, 100 if is_exact else 160)))
+            queue.insert(0, choose_units(data, best, *choose_first(data, 100 if is_exact else 160)))
     found.sort(key=lambda one: one.left)
-    every = list(range(len(evidence.observations)))
+    every = list(range(len(data.observations)))
     finalists = [
-        try_value(evidence, one.hypothesis, one.x, every, ~evidence.held)
+        try_value(data, one.hypothesis, one.x, every, ~data.held)
         for one in found[: FINALISTS if is_exact else 3 * FINALISTS] if one.left < whole
     ]  # fmt: skip
     return sorted(finalists, key=lambda one: one.left)
 
 
-def choose_first(evidence: Evidence, least: int) -> tuple[list[int], Tensor]:
+def choose_first(data: Evidence, least: int) -> tuple[list[int], Tensor]:
     """Observations that show most of the difference per token that has to be computed, and their half of the fit."""
 
     def worth(n: int) -> float:
-        seen = evidence.observations[n]
-        return evidence.size(evidence.e, evidence.owner == n) * len(seen.positions) / len(seen.token_ids)
+        seen = data.observations[n]
+        return data.size(data.e, data.owner == n) * len(seen.positions) / len(seen.token_ids)
 
-    ordered = sorted(range(len(evidence.observations)), key=worth, reverse=True)
-    rows = torch.tensor([len(evidence.observations[n].positions) for n in ordered]).cumsum(0)
+    ordered = sorted(range(len(data.observations)), key=worth, reverse=True)
+    rows = torch.tensor([len(data.observations[n].positions) for n in ordered]).cumsum(0)
     first = ordered[: 1 + int((rows < least).sum())]
-    return first, torch.isin(evidence.owner, torch.tensor(first)) & ~evidence.held
+    return first, torch.isin(data.owner, torch.tensor(first)) & ~data.held
 
 
-def try_value(evidence: Evidence, hypothesis: Hypothesis, x: float, only: Sequence[int], inside: Tensor) -> Fit:
-    residual = evidence.engine - evidence.predict(hypothesis, x, only)
-    return Fit(hypothesis=hypothesis, x=x, left=evidence.size(residual, inside), residual=residual)
+def try_value(data: Evidence, hypothesis: Hypothesis, x: float, only: Sequence[int], inside: Tensor) -> Fit:
+    residual = data.engine - data.predict(hypothesis, x, only)
+    return Fit(hypothesis=hypothesis, x=x, left=data.size(residual, inside), residual=residual)
 
 
-def correlate(evidence: Evidence, predicted: Tensor, inside: Tensor) -> float:
+def correlate(data: Evidence, predicted: Tensor, inside: Tensor) -> float:
     """Of prediction and difference, each token's scale taken out: one large token decides nothing."""
-    scale = (evidence.spread.square() + evidence.e.square() + predicted.square()).sqrt()
-    a, b = (evidence.e / scale)[inside], (predicted / scale)[inside]
+    scale = (data.spread.square() + data.e.square() + predicted.square()).sqrt()
+    a, b = (data.e / scale)[inside], (predicted / scale)[inside]
     return float((a * b).sum() / (a.square().sum() * b.square().sum()).sqrt().clamp(min=1e-12))
 
 
-def choose_units(evidence: Evidence, whole: Fit, first: Sequence[int], inside: Tensor) -> Hypothesis:
+def choose_units(data: Evidence, whole: Fit, first: Sequence[int], inside: Tensor) -> Hypothesis:
     """The hypothesis in those parts of the model whose effects add up to the difference, by least squares."""
     hypothesis, units = whole.hypothesis, whole.hypothesis.units
     is_fitted = hypothesis.fit and hypothesis.grid[0]  # else all or nothing: an update was taken or not
     x = whole.x if is_fitted else hypothesis.grid[0]
     # An effect's curvature is a part of its size, so large differences count no more than small ones.
-    scale = 1 / (evidence.spread.square() + (0.3 * evidence.e).square()).sqrt()[inside]
-    target = evidence.e[inside].clamp(-WORST, WORST) * scale
+    scale = 1 / (data.spread.square() + (0.3 * data.e).square()).sqrt()[inside]
+    target = data.e[inside].clamp(-WORST, WORST) * scale
 
     def effect(names: Iterable[str]) -> Tensor:
-        predicted = evidence.predict(restrict(hypothesis, names), x, first) - evidence.truth
+        predicted = data.predict(restrict(hypothesis, names), x, first) - data.truth
         return predicted[inside].clamp(-WORST, WORST) * scale
 
     groups: dict[str, list[str]] = {}
@@ -333,7 +333,7 @@ def restrict(whole: Hypothesis, chosen: Iterable[str]) -> Hypothesis:
     return replace(whole, label=f"{whole.label}; in {shown} alone", apply=apply, units={}, details=None)
 
 
-def refine(evidence: Evidence, best: Fit, first: Sequence[int], inside: Tensor) -> Fit:
+def refine(data: Evidence, best: Fit, first: Sequence[int], inside: Tensor) -> Fit:
     """Golden-section search between the neighbours of the best value of the grid."""
     hypothesis = best.hypothesis
     grid = sorted({*hypothesis.grid, *(() if math.isnan(hypothesis.none) else (hypothesis.none,))})
@@ -347,13 +347,13 @@ def refine(evidence: Evidence, best: Fit, first: Sequence[int], inside: Tensor) 
     def cost(place: float) -> float:
         x = float(round(back(place))) if hypothesis.fit == "whole" else back(place)
         if x not in tried:
-            tried[x] = try_value(evidence, hypothesis, x, first, inside)
+            tried[x] = try_value(data, hypothesis, x, first, inside)
         return tried[x].left
 
     golden = (math.sqrt(5) - 1) / 2
     left, right = high - golden * (high - low), low + golden * (high - low)
     for step in range(30):
-        if step > 11 and min(cost(left), cost(right)) > 0.3 * evidence.size(evidence.e, inside):
+        if step > 11 and min(cost(left), cost(right)) > 0.3 * data.size(data.e, inside):
             break  # more digits of a number that explains little
         if cost(left) <= cost(right):
             high, right = right, left
@@ -364,63 +364,61 @@ def refine(evidence: Evidence, best: Fit, first: Sequence[int], inside: Tensor) 
     return min(tried.values(), key=lambda one: one.left)
 
 
-def is_confirmed(evidence: Evidence, fit: Fit, *, departs: bool) -> bool:
+def is_confirmed(data: Evidence, fit: Fit, *, departs: bool) -> bool:
     """On the held-out half: only rounding is left, the size is right, and chance is no explanation."""
-    held, e = evidence.held, evidence.e
-    better = (evidence.log_likelihood(fit.residual) - evidence.log_likelihood(e))[held & evidence.is_chosen] > 0.5
-    if evidence.gain(fit.residual) < (EVIDENCE if departs else 1.5 * EVIDENCE) or int(better.sum()) < TOKENS:
+    held, e = data.held, data.e
+    better = (data.log_likelihood(fit.residual) - data.log_likelihood(e))[held & data.is_chosen] > 0.5
+    if data.gain(fit.residual) < (EVIDENCE if departs else 1.5 * EVIDENCE) or int(better.sum()) < TOKENS:
         return False
     predicted = e - fit.residual
-    per = evidence.weight * held * (predicted.abs() < WORST) / evidence.spread.square()
+    per = data.weight * held * (predicted.abs() < WORST) / data.spread.square()
     multiple = float((per * predicted * e).sum() / (per * predicted.square()).sum().clamp(min=1e-30))
     if not SIZE[0] <= multiple <= SIZE[1]:
         return False
-    left = evidence.size(fit.residual, held)
-    if left <= evidence.limit:
+    left = data.size(fit.residual, held)
+    if left <= data.limit:
         return True
     # A large change rounds differently, and quantisation makes steps of roundings: what the cause itself leaves.
-    again = evidence.predict(fit.hypothesis, fit.x, range(len(evidence.observations)), again=True)
-    own = evidence.size(again - (evidence.engine - fit.residual), held)
-    return left <= (DEPARTS if evidence.dtype == "float32" else BAND) * own and share(evidence, fit) > 0.5
+    again = data.predict(fit.hypothesis, fit.x, range(len(data.observations)), again=True)
+    own = data.size(again - (data.engine - fit.residual), held)
+    return left <= (DEPARTS if data.dtype == "float32" else BAND) * own and share(data, fit) > 0.5
 
 
-def name_dtype(evidence: Evidence) -> tuple[str, str] | None:
+def name_dtype(data: Evidence) -> tuple[str, str] | None:
     """A coarser dtype, by the signs of its rounding; the size of a difference names nothing."""
     for dtype in ("bfloat16", "float16"):
-        for order in evidence.orders(dtype):
-            where = evidence.held & evidence.is_chosen & (order.abs() >= order[evidence.is_chosen].abs().median())
-            same = float((order[where].sign() == evidence.e[where].sign()).double().mean())
-            ratio = float(evidence.e[where].abs().median() / order[where].abs().median().clamp(min=1e-12))
+        for order in data.orders(dtype):
+            where = data.held & data.is_chosen & (order.abs() >= order[data.is_chosen].abs().median())
+            same = float((order[where].sign() == data.e[where].sign()).double().mean())
+            ratio = float(data.e[where].abs().median() / order[where].abs().median().clamp(min=1e-12))
             if same > 0.66 and (same - 0.5) * 2 * math.sqrt(int(where.sum())) > 4 and 0.5 < ratio < 2:
                 return f"dtype_{dtype}", f"{100 * same:.0f}% of the differences have the sign of rounding to {dtype}"
     return None
 
 
-def describe_unknown(
-    evidence: Evidence, fits: Sequence[Fit], figure: str, advice: str, *, is_tie: bool = False
-) -> Finding:
+def describe_unknown(data: Evidence, fits: Sequence[Fit], figure: str, advice: str, *, is_tie: bool = False) -> Finding:
     """What it is not, what it looks like, and what to measure next."""
-    shares = {one.fault: (share(evidence, one), one) for one in reversed(fits)}
+    shares = {one.fault: (share(data, one), one) for one in reversed(fits)}
     ranked = sorted(shares.values(), key=lambda pair: -pair[0])[:3]
     nearest = ", ".join(f"{one.fault} ({one.label}; {100 * max(0.0, part):.0f}%)" for part, one in ranked) or "none"
     words = f"cannot be told apart: {nearest}" if is_tie else f"nothing simulated explains it; nearest: {nearest}"
-    detail = f"{words}. Looks like: {describe_pattern(evidence)}. Next: {advice}"
+    detail = f"{words}. Looks like: {describe_pattern(data)}. Next: {advice}"
     return fault("unknown", figure, confidence="low", detail=detail)
 
 
-def describe_pattern(evidence: Evidence) -> str:
-    e, chosen = evidence.e, evidence.is_chosen
+def describe_pattern(data: Evidence) -> str:
+    e, chosen = data.e, data.is_chosen
     own, found = e[chosen], list[str]()
     above = float((own > 0).double().mean())
     if above > 0.95 or above < 0.05:
         found.append("every log-probability is " + ("raised" if above > 0.95 else "lowered"))
-    prompt, sampled = (evidence.size(e, chosen & side) for side in (evidence.is_prompt, ~evidence.is_prompt))
+    prompt, sampled = (data.size(e, chosen & side) for side in (data.is_prompt, ~data.is_prompt))
     if prompt and sampled:
         found += ["only sampled tokens differ: decoding or sampling"] if sampled > 5 * prompt else []
         found += ["only prompt tokens differ"] if prompt > 5 * sampled else []
-    growth = grows_with_position(own, evidence.position[chosen])
+    growth = grows_with_position(own, data.position[chosen])
     found += [f"it grows {growth:.0f}-fold with the position"] if growth > 4 else []
-    together = float(torch.corrcoef(torch.stack((evidence.engine[chosen], evidence.truth[chosen])))[0, 1])
+    together = float(torch.corrcoef(torch.stack((data.engine[chosen], data.truth[chosen])))[0, 1])
     found.append(f"correlation with the reference {together:.3f}")
     return "; ".join(found)
 
@@ -433,14 +431,14 @@ def grows_with_position(e: Tensor, positions: Tensor) -> float:
     return float(last / first.clamp(min=1e-12))
 
 
-def judge_draws(evidence: Evidence) -> Finding:
+def judge_draws(data: Evidence) -> Finding:
     """Do the sampled tokens follow the distribution that was reported for them? By the reference's probabilities.
 
     Filters and temperatures, and both together, compete: each is fitted on half of the draws and tried on the others.
     """
-    places = [n for n, seen in enumerate(evidence.observations) if not seen.is_prompt]
-    chosen = [evidence.observations[n].token_ids[at] for n in places for at in evidence.observations[n].positions]
-    ordered, order = torch.cat([evidence.logits[n] for n in places]).double().sort(dim=-1, descending=True)
+    places = [n for n, seen in enumerate(data.observations) if not seen.is_prompt]
+    chosen = [data.observations[n].token_ids[at] for n in places for at in data.observations[n].positions]
+    ordered, order = torch.cat([data.logits[n] for n in places]).double().sort(dim=-1, descending=True)
     rank = (order == torch.tensor(chosen)[:, None]).int().argmax(dim=-1, keepdim=True)
     held = torch.arange(len(chosen)) % 2 == 1
     plain = ordered.log_softmax(-1).gather(1, rank)[:, 0]

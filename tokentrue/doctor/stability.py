@@ -4,7 +4,6 @@ preempted in the middle, on request only, because that holds up the engine's oth
 from __future__ import annotations
 
 import asyncio
-import random
 from contextlib import aclosing
 
 from tokentrue.doctor.exam import Examination, probe
@@ -47,10 +46,7 @@ async def _batch(exam: Examination) -> Finding:
 @probe("stability: prefix cache cold and warm")
 async def _prefix_cache(exam: Examination) -> Finding:
     """A prompt that was never sent, then again: the second time its prefix may come from the cache."""
-    mixed = list(exam.long_prompt(160))
-    middle = mixed[8:-8]
-    random.Random(exam.seed).shuffle(middle)
-    prompt, sampling = [*mixed[:8], *middle, *mixed[-8:]], Sampling(temperature=0.0, max_tokens=8)
+    prompt, sampling = exam.fresh_prompt(160, 0), Sampling(temperature=0.0, max_tokens=12)
     cold, warm = [await exam.provider.generate(prompt, sampling) for _ in range(2)]
     return compare_runs(exam, "prefix_cache", cold, warm)
 
@@ -58,7 +54,7 @@ async def _prefix_cache(exam: Examination) -> Finding:
 @probe("stability: prefill and decode")
 async def _prefill(exam: Examination) -> Finding:
     """The k-th token by decoding, and as the first one after a longer prompt."""
-    prompt, sampling = exam.prompts()[2], Sampling(temperature=0.0, max_tokens=12)
+    prompt, sampling = exam.fresh_prompt(60, 1), Sampling(temperature=0.0, max_tokens=12)
     decoded = await exam.provider.generate(prompt, sampling)
     cut = len(decoded.token_ids) // 2
     if not cut:
