@@ -34,7 +34,7 @@ from msgspec import structs
 from tokentrue.conversation import Conversation, Conversations
 from tokentrue.conversation.images import has_images
 from tokentrue.errors import ConfigError, KeyConflict, MessageError, SessionConflict
-from tokentrue.images import ImageSettings
+from tokentrue.images import ImageFile, ImageSettings
 from tokentrue.json_types import JsonMapping
 from tokentrue.plain_json import freeze
 from tokentrue.protocols import Provider, Renderer
@@ -352,6 +352,8 @@ class Session:
 
     async def _load_images(self, turn: InFlightTurn, prompt: Prompt) -> Sequence[PromptImage]:
         """Of the whole prompt. Raises if the session may not have more, or the engine takes none."""
+        if not prompt.images and not self.images.reader.recorded:
+            return ()
         files, resolution = turn.conversation.files, prompt.resolution
         self.images.check_limits(self.images.find_new(self.tree.expand(resolution.given), files))
         runs = (*self.tree.images(resolution.parent), *prompt.shifted_images)
@@ -385,8 +387,9 @@ class Session:
         # If the journal fails, the tree is unchanged and the callers get the error. The write may still have happened,
         # so `SessionRegistry.keep_loaded` drops the session, and the next request reads it from the journal.
         nodes, parent = reserve_nodes(choices, turn, prompt, self.tree), prompt.resolution.parent
-        messages = self.tree.expand(prompt.resolution.given) if nodes else ()
-        images = self.images.find_new(messages, turn.conversation.files)
+        images: Sequence[ImageFile] = ()
+        if nodes and prompt.images:
+            images = self.images.find_new(self.tree.expand(prompt.resolution.given), turn.conversation.files)
         try:
             if self.journal is not None and nodes:
                 rows = [row_from_node(node, parent) for node in nodes]

@@ -179,5 +179,7 @@ async def test_both_images_reach_the_engine_and_the_record(send: Any, stream: bo
         other = await new_session(app)
         assert (await ask(app, "GET", path, key=other["api_key"]))[0] == 403
         assert (await ask(app, "GET", path, key=None))[0] == 401
+        forged = f"tt-{session['session_id']}-{'0' * 40}"
+        assert (await ask(app, "GET", path, key=forged))[0] == 401
         assert (await ask(app, "GET", f"/sessions/{other['session_id']}/images/{name}"))[0] == 404
     await app.close()

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import socket
+import ssl
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -113,6 +116,39 @@ def test_what_is_not_followed(port: int, loopback_is_public: None, path: str, sa
 def test_size_limits(port: int, loopback_is_public: None, path: str) -> None:
     with pytest.raises(LimitExceeded, match="max_bytes=100000"):
         urls.read_url(f"http://127.0.0.1:{port}{path}", ALLOWED)
+
+
+@pytest.mark.parametrize("path", ["/cat.png", "/slow"])
+def test_https_checks_the_name_and_keeps_the_time(
+    path: str, loopback_is_public: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    command = (
+        "openssl req -x509 -newkey rsa:2048 -nodes -days 1 -subj /CN=x -addext subjectAltName=DNS:pictures.example"
+    )
+    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
+    subprocess.run([*command.split(), "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Pictures)
+    inside = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    inside.load_cert_chain(certificate, key)
+    server.socket = inside.wrap_socket(server.socket, server_side=True)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    port = server.server_port
+    monkeypatch.setattr(
+        socket, "getaddrinfo", lambda *_, **__: [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port))]
+    )
+    settings = ImageSettings(fetch=("pictures.example", "other.example"), fetch_s=1.0)
+    with pytest.raises(InputError, match="certificate verify failed"):
+        urls.read_url(f"https://pictures.example:{port}{path}", settings)
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+    with pytest.raises(InputError, match="certificate verify failed"):
+        urls.read_url(f"https://other.example:{port}{path}", settings)
+    if path == "/slow":
+        with pytest.raises(InputError, match=r"images\.fetch_s=1"):
+            urls.read_url(f"https://pictures.example:{port}{path}", settings)
+    else:
+        assert urls.read_url(f"https://pictures.example:{port}{path}", settings) == (DATA, "image/png")
+    server.shutdown()
+    server.server_close()
 
 
 def test_hosts_are_compared_whole(loopback_is_public: None) -> None:

@@ -107,6 +107,18 @@ def test_a_bomb_is_not_decoded(size: tuple[int, int]) -> None:
         tracemalloc.stop()
 
 
+@pytest.mark.parametrize("options", [{}, {"lossless": True}, {"exif": b"Exif"}])
+def test_the_size_of_a_webp_is_read_before_it_is_decoded(options: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of each kind of chunk: VP8, VP8L, VP8X."""
+    from tokentrue.images import files
+
+    data = picture(70, 31, "WEBP", **options)
+    assert files._count_webp_pixels(data) == 70 * 31
+    monkeypatch.setattr(Image, "open", lambda *_, **__: pytest.fail("decoded"))
+    with pytest.raises(LimitExceeded, match="2170 pixels"):
+        check_image(data, None, ImageSettings(max_pixels=2169))
+
+
 def test_pixels_that_sides_would_read_differently() -> None:
     with pytest.raises(InputError, match="transparent"):
         check_image(picture(9, 9, "PNG", (1, 2, 3, 254), "RGBA"), None, SETTINGS)

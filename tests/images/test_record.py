@@ -22,7 +22,14 @@ from tests.gateway.inside import Parrot, ask, gateway, new_session
 from tests.images.double import PAD, PROCESSOR, Eyes, Seer, ask_about, count_tokens, image_part, picture, seeing_gateway
 from tokentrue.cli.main import run as run_command
 from tokentrue.client import Client
-from tokentrue.errors import FileFormatError, JournalError, MessageError, SessionNotFound, TokenContractError
+from tokentrue.errors import (
+    AuditError,
+    FileFormatError,
+    JournalError,
+    MessageError,
+    SessionNotFound,
+    TokenContractError,
+)
 from tokentrue.images import ImageSettings, hash_image
 from tokentrue.samples import audit, read_samples, sample_from_json, sample_to_json, write_samples
 from tokentrue.samples.images import ImageFolder
@@ -186,16 +193,17 @@ async def test_one_image_in_many_sessions_is_stored_once_and_purged_with_the_las
 ) -> None:
     store = f"sqlite:{tmp_path / 'j.sqlite'}" if kind == "sqlite" else request.getfixturevalue("database")
     journal = open_journal(store, name="a", address="")
-    names = [f"s{number}" for number in range(500)]
+    many = 500 if kind == "sqlite" else 40
+    names = [f"s{number}" for number in range(many)]
     sessions = [new(journal, session_id=name) for name in names]
-    for at in range(0, 500, 50):
+    for at in range(0, many, 50):
         await asyncio.gather(*(one.chat([ask_about(image_part(ONE))]) for one in sessions[at : at + 50]))
 
     def counts() -> tuple[int, ...]:
         sql = "SELECT (SELECT count(*) FROM images), (SELECT count(*) FROM session_images)"
         return tuple(journal.read(lambda db: db.execute(sql).fetchone()))
 
-    assert counts() == (1, 500)
+    assert counts() == (1, many)
     for name in names[:-1]:
         await journal.delete(name)
     assert counts() == (1, 1) and journal.read_image(names[-1], hash_image(ONE)) == (ONE, "image/png")
@@ -384,6 +392,14 @@ async def test_exports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
         (folder.path / f"{hash_image(ONE)}.png").unlink()
         assert run_command("audit", [str(out)]) == 1
         assert f"image {hash_image(ONE)} is not in" in capsys.readouterr().out
+    for name in ("../../etc/passwd", "/" + hash_image(ONE)[1:], hash_image(ONE).upper()):
+        named = replace(samples[0], images=(replace(samples[0].images[0], sha256=name),))
+        with pytest.raises(AuditError, match="is no SHA-256"):
+            ImageFolder(tmp_path / "y").write(named, lambda _, __: ONE)
+        with pytest.raises(AuditError, match="is no SHA-256"):
+            ImageFolder(tmp_path / "y").load(named)
+    with pytest.raises(AuditError, match="do not fit its hash"):
+        ImageFolder(tmp_path / "y").write(samples[0], lambda _, __: SAME_SIZE)
     for format in ("verl", "trl", "slime", "prime-rl", "tinker"):
         with pytest.raises(FileFormatError, match=r"has 3 images, which rows for .* do not carry"):
             write_samples(samples, tmp_path / "x", format=format)

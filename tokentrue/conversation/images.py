@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tokentrue.conversation.match_keys import read_role
-from tokentrue.errors import InputError, LimitExceeded, MessageError
+from tokentrue.errors import ConfigError, InputError, LimitExceeded, MessageError
 from tokentrue.images import ImageFile, ImageSettings, check_image, hash_image, read_url
 from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.records import record
@@ -93,7 +93,7 @@ class ImageReader:
             return self._read_url(url)
         except LimitExceeded as error:
             raise LimitExceeded(f"{where}: {error}") from None
-        except MessageError:
+        except (MessageError, ConfigError):
             raise
         except InputError as error:
             raise MessageError(f"the image {error}", field=where) from None

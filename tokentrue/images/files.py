@@ -76,6 +76,8 @@ def check_image(data: bytes, declared: str | None, settings: ImageSettings) -> I
     if end < len(data):
         raise InputError(f"has {len(data) - end} bytes after the end of its picture; save it again without them")
     try:
+        if found == "image/webp":  # its decoder allocates the canvas before Pillow knows the size
+            _check_pixels(_count_webp_pixels(data), settings)
         image = pillow.open(BytesIO(data), formats=[_FORMATS[found][0]])
         width, height = image.size
         _check_pixels(width * height, settings)
@@ -197,6 +199,17 @@ def _end_of_gif(data: bytes) -> int:
 
 def _end_of_webp(data: bytes) -> int:
     return 8 + (int.from_bytes(data[4:8], "little") + 1) // 2 * 2
+
+
+def _count_webp_pixels(data: bytes) -> int:
+    def read(start: int, size: int) -> int:
+        return int.from_bytes(data[start : start + size], "little")
+
+    if data[12:16] == b"VP8X":
+        return (read(24, 3) + 1) * (read(27, 3) + 1)
+    if data[12:16] == b"VP8L":
+        return ((read(21, 4) & 0x3FFF) + 1) * ((read(21, 4) >> 14 & 0x3FFF) + 1)
+    return (read(26, 2) & 0x3FFF) * (read(28, 2) & 0x3FFF)
 
 
 # Media type -> Pillow's name, first bytes, end of the picture.

@@ -8,6 +8,7 @@ import socket
 import ssl
 import threading
 import time
+from contextlib import suppress
 from ipaddress import IPv6Network, ip_address
 from urllib.parse import unquote_to_bytes, urlsplit
 
@@ -74,12 +75,22 @@ def _get(
             raise InputError(f"cannot be fetched: {host} has an address that is not public")
     plain = socket.create_connection(found[0][4][:2], timeout=max(0.1, end - time.monotonic()))
     # A timeout of the socket is one of each read: a server that sends a byte at a time would never reach it.
-    watch = threading.Timer(max(0.1, end - time.monotonic()), plain.shutdown, (socket.SHUT_RDWR,))
+    connection = http.client.HTTPConnection(host, port)
+    connection.sock = opened = plain
+    if secure:
+        context = ssl.create_default_context()
+        connection.sock = opened = context.wrap_socket(plain, server_hostname=host, do_handshake_on_connect=False)
+
+    def stop() -> None:
+        with suppress(OSError):
+            opened.shutdown(socket.SHUT_RDWR)
+
+    watch = threading.Timer(max(0.1, end - time.monotonic()), stop)
     watch.daemon = True
     watch.start()
-    connection = http.client.HTTPConnection(host, port)
     try:
-        connection.sock = ssl.create_default_context().wrap_socket(plain, server_hostname=host) if secure else plain
+        if isinstance(opened, ssl.SSLSocket):
+            opened.do_handshake()
         connection.request("GET", path, headers={"accept": ", ".join(EXTENSIONS), "user-agent": "tokentrue"})
         response = connection.getresponse()
         if response.status != 200:
@@ -97,7 +108,7 @@ def _get(
     finally:
         watch.cancel()
         connection.close()
-        plain.close()
+        opened.close()
 
 
 def is_public(address: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,10 +11,18 @@ from tokentrue.errors import AuditError, FileFormatError, InputError
 from tokentrue.images import EXTENSIONS, find_media_type, hash_image
 from tokentrue.types import PromptImage, Sample
 
+_NAME = re.compile("[0-9a-f]{64}")
+
 
 def name_folder(samples: str | Path) -> Path:
     path = Path(samples).resolve()
     return path.with_name(f"{path.name}.images")
+
+
+def check_name(sha256: str) -> None:
+    """A sample comes from a file or a server: its names must not lead out of the folder."""
+    if not _NAME.fullmatch(sha256):
+        raise AuditError(f"{sha256[:80]!r} is no SHA-256 of an image")
 
 
 class ImageFolder:
@@ -28,7 +37,10 @@ class ImageFolder:
         for run in sample.images:
             if run.sha256 in self._written:
                 continue
+            check_name(run.sha256)
             data = read(sample.session_id, run.sha256)
+            if hash_image(data) != run.sha256:
+                raise AuditError(f"sample {sample.sample_id}: the bytes of image {run.sha256} do not fit its hash")
             target = self.path / f"{run.sha256}{EXTENSIONS[find_media_type(data)]}"
             scratch = target.with_name(f".{target.name}.{os.getpid()}.part")
             try:
@@ -41,6 +53,7 @@ class ImageFolder:
 
     def read(self, sha256: str) -> tuple[bytes, str]:
         """The bytes, checked against their hash, and the media type."""
+        check_name(sha256)
         for media_type, extension in EXTENSIONS.items():
             path = self.path / f"{sha256}{extension}"
             if path.is_file():

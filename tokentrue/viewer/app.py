@@ -41,6 +41,7 @@ def create_app(data: ViewerData) -> ASGIApp:
         "session": lambda request: data.session(_text(request, "session")),
         "branch": lambda request: data.branch(_text(request, "session"), _text(request, "sample")),
         "breaks": lambda request: data.breaks(_text(request, "session"), _text(request, "sample")),
+        "image": lambda request: data.image(_text(request, "session"), _text(request, "sha256")),
         "group": lambda request: data.group(_text(request, "group")),
         "mismatch": lambda request: data.mismatch(),
     }

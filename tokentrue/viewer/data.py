@@ -5,6 +5,7 @@ search(text, offset)        messages that hold a text, a part of the sessions at
 session(id)                 one session: row, nodes, branch heads
 branch(session, sample)     one branch: ids, log-probabilities, blocks with their messages, token texts
 breaks(session, sample)     the recorded ids against a render of the same conversation
+image(session, sha256)      the file of an image, as a data URL
 group(name)                 the rollouts of one task, with rewards and advantages
 mismatch()                  plots of δ, ratio and contribution over all samples that have both sides
 """
@@ -18,8 +19,10 @@ from itertools import pairwise
 from typing import Any
 
 from tokentrue.errors import ConfigError, SessionNotFound
+from tokentrue.images import find_media_type
 from tokentrue.json_types import JsonObject
 from tokentrue.samples.recorded_turns import read_record
+from tokentrue.samples.shape import encode_bytes
 from tokentrue.samples.trainer_logprobs import TrainerLogprobs
 from tokentrue.types import Ids
 from tokentrue.viewer.blocks import cut_blocks, messages_from_tokens
@@ -110,6 +113,7 @@ class ViewerData:
                 [s.start, s.end, s.kind, s.role, s.turn, s.policy_version, int(s.trainable), s.why]
                 for s in sample.spans
             ],
+            "images": [[run.start, run.count, run.sha256, list(run.grid), run.processor] for run in sample.images],
             "inserted": self._inserted(branch),
             "blocks": self._blocks(branch),
             "malformed_calls": [
@@ -131,6 +135,10 @@ class ViewerData:
             "rollout_logprobs": list(sample.rollout_logprobs),
             "pieces": self._pieces([*sample.token_ids, *found["other_ids"]]),
         }
+
+    def image(self, session_id: str, sha256: str) -> JsonObject:
+        data = self.source.load_image(session_id, sha256)
+        return {"url": f"data:{find_media_type(data)};base64,{encode_bytes(data)}"}
 
     def group(self, name: str) -> JsonObject:
         views = self.source.load_group(name)

@@ -9,13 +9,14 @@ import base64
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Literal
 
 import orjson
 
-from tokentrue.errors import FileFormatError
+from tokentrue.errors import FileFormatError, TokenTrueError
 from tokentrue.json_types import JsonObject, JsonValue
 from tokentrue.records import record
 from tokentrue.samples.trainer_logprobs import TrainerLogprobs
@@ -25,6 +26,7 @@ from tokentrue.viewer.sources import SessionList
 
 STATIC = Path(__file__).parent / "static"
 MOST_TOKENS = 1_000_000
+MOST_IMAGE_BYTES = 50_000_000
 IMPORT = re.compile(r"""(["'])\./(?:vendor/)?([\w-]+\.js)\1""")
 LINK = re.compile(r'<link rel="stylesheet" href="static/([\w./-]+)">')
 SCRIPT = '<script type="module" src="static/app.js"></script>'
@@ -64,7 +66,7 @@ def collect_answers(data: ViewerData, *, most_tokens: int) -> tuple[JsonObject, 
     index = data.index(limit=PAGE)
     answers: JsonObject = {}
     kept: list[JsonValue] = []
-    tokens = 0
+    tokens = image_bytes = 0
     for row in index["sessions"]:
         tokens += row["tokens"]
         if kept and tokens > most_tokens:
@@ -73,7 +75,13 @@ def collect_answers(data: ViewerData, *, most_tokens: int) -> tuple[JsonObject, 
         answers[answer_key("session", name)] = session = data.session(name)
         kept.append(session["session"])
         for sample in (head["sample_id"] for head in session["branches"]):
-            answers[answer_key("branch", name, sample)] = data.branch(name, sample)
+            answers[answer_key("branch", name, sample)] = branch = data.branch(name, sample)
+            for sha256 in {image[2] for image in branch["images"]}:
+                with suppress(TokenTrueError):  # the page says that it is not here
+                    shown = data.image(name, sha256)
+                    image_bytes += len(shown["url"])
+                    if image_bytes <= MOST_IMAGE_BYTES:
+                        answers[answer_key("image", name, sha256)] = shown
             if index["has_text"]:
                 answers[answer_key("breaks", name, sample)] = data.breaks(name, sample)
     for group in {row["group"] for row in kept if row["group"] is not None}:

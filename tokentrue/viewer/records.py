@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
-from tokentrue.errors import FileFormatError
+from tokentrue.errors import FileFormatError, SessionNotFound
 from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.plain_json import is_utf8
 from tokentrue.protocols import Renderer
@@ -93,6 +93,10 @@ class RecordSource:
 
     def load_group(self, group: str) -> list[SessionView]:
         raise NotImplementedError
+
+    def load_image(self, session_id: str, sha256: str) -> bytes:
+        """The file of an image. Raises `SessionNotFound` if the source does not have it."""
+        raise SessionNotFound(f"no file of image {sha256!r} in {self.name}")
 
     def close(self) -> None:
         pass

@@ -19,6 +19,7 @@ from tokentrue.errors import ConfigError, GatewayError, SessionNotFound
 from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.samples import assemble, read_samples
 from tokentrue.samples.assemble import reward_of_path
+from tokentrue.samples.images import ImageFolder
 from tokentrue.samples.recorded_turns import read_record
 from tokentrue.samples.shape import decode
 from tokentrue.sessions import Journal, SessionRecord, Tree
@@ -102,6 +103,13 @@ class FileSource(SampleList):
 
     def is_active(self) -> bool:
         return is_recent(self._path)
+
+    def load_image(self, session_id: str, sha256: str) -> bytes:
+        if not any(
+            run.sha256 == sha256 for branch in self.load_session(session_id).branches for run in branch.sample.images
+        ):
+            return super().load_image(session_id, sha256)
+        return ImageFolder(self._path).read(sha256)[0]
 
     def _stat(self) -> tuple[int, int] | None:
         if not self._path.is_file():
@@ -233,6 +241,9 @@ class StoreSource(RecordSource):
                 found.append(self.load_session(record.id))
         return found
 
+    def load_image(self, session_id: str, sha256: str) -> bytes:
+        return self._journal.read_image(session_id, sha256)[0]
+
     def close(self) -> None:
         if self.kind == "store":
             self._journal.close()
@@ -347,6 +358,9 @@ class GatewaySource(RecordSource):
         while page := self._client.sessions(limit=GATEWAY_PAGE, group=group, after=page[-1] if page else None):
             found += [self.load_session(item["session_id"]) for item in page if item["group"] == group]
         return found
+
+    def load_image(self, session_id: str, sha256: str) -> bytes:
+        return self._client.session_image(session_id, sha256)
 
     def close(self) -> None:
         self._client.close()

@@ -3,7 +3,7 @@ import { useEffect, useRef, useState } from "./vendor/hooks.js";
 
 const POLL_MS = 2000;
 const PARAMETERS = {
-  index: ["offset"], search: ["text", "offset"], session: ["session"], branch: ["session", "sample"], breaks: ["session", "sample"], group: ["group"], mismatch: [], report: [],
+  index: ["offset"], search: ["text", "offset"], session: ["session"], branch: ["session", "sample"], breaks: ["session", "sample"], group: ["group"], image: ["session", "sha256"], mismatch: [], report: [],
 };
 const held = document.getElementById("answers");
 const answers = held ? JSON.parse(held.textContent) : null;

@@ -1,6 +1,7 @@
 // Lines for the token view: every row has the same height, so that any row of a hundred thousand tokens is found by a division.
 import { shown } from "./colours.js";
 
+export const PICTURE_ROWS = 7; // a line that names the image, and its picture below
 const WIDE = /[\u1100-\u115f\u2e80-\ua4cf\uac00-\ud7a3\uf900-\ufaff\ufe30-\ufe4f\uff00-\uff60\u{1f300}-\u{1faff}\u{20000}-\u{3fffd}]/u;
 
 export function cells(text) {
@@ -45,6 +46,8 @@ export function layOut(branch, tokenColumns, messageColumns) {
   const from = [];
   const to = [];
   const message = [];
+  const picture = []; // image * PICTURE_ROWS + line within it; -1 elsewhere
+  const images = new Map(branch.images.map((image, number) => [image[0], number]));
   const texts = [];
   const heads = [];
   const broken = new Map(); // id -> does its text end a line
@@ -57,11 +60,13 @@ export function layOut(branch, tokenColumns, messageColumns) {
     from.push(-1);
     to.push(b.start);
     message.push(-1);
+    picture.push(-1);
     const first = block.length;
     let start = b.start;
     let used = 0;
-    const push = (end) => {
+    const push = (end, shows = -1) => {
       block.push(at);
+      picture.push(shows);
       from.push(start);
       to.push(end);
       message.push(block.length - 1 - first < lines.length ? block.length - 1 - first : -1);
@@ -69,6 +74,14 @@ export function layOut(branch, tokenColumns, messageColumns) {
       used = 0;
     };
     for (let i = b.start; i < b.end; i++) {
+      const number = images.get(i);
+      if (number !== undefined) {
+        const end = i + branch.images[number][1];
+        if (used > 0) push(i);
+        for (let row = 0; row < PICTURE_ROWS; row++) push(end, number * PICTURE_ROWS + row);
+        i = end - 1;
+        continue;
+      }
       const id = ids[i];
       let width = widths.get(id);
       if (width === undefined) {
@@ -83,7 +96,7 @@ export function layOut(branch, tokenColumns, messageColumns) {
     if (start < b.end) push(b.end);
     while (block.length - first < lines.length) push(b.end);
   });
-  return { block, from, to, message, texts, heads, length: block.length };
+  return { block, from, to, message, picture, texts, heads, length: block.length };
 }
 
 // The row of token `i`: the first whose end lies after it.

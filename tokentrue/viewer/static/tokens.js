@@ -2,7 +2,8 @@
 import { h } from "./vendor/preact.js";
 import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "./vendor/hooks.js";
 import { CLASSES, KINDS, codes, shown } from "./colours.js";
-import { layOut, rowOf } from "./layout.js";
+import { ask } from "./api.js";
+import { PICTURE_ROWS, layOut, rowOf } from "./layout.js";
 import { Minimap } from "./minimap.js";
 import { count, html, plural, reason } from "./ui.js";
 
@@ -26,6 +27,7 @@ export function Tokens({ branch, colouring, hovered, active, reveal }) {
   }, [branch, size.width, size.cell]);
   const colours = useMemo(() => codes(colouring, branch), [branch, colouring]);
   const current = useActive(active, scroller, rows, reveal);
+  const pictures = usePictures(branch);
 
   const onScroll = () => setFirst(Math.floor(scroller.current.scrollTop / ROW / STEP) * STEP);
   const visible = Math.ceil((size.height || 600) / ROW);
@@ -35,7 +37,7 @@ export function Tokens({ branch, colouring, hovered, active, reveal }) {
   const lines = [];
   for (let row = start; row < end; row++) {
     const slot = row % held;
-    lines.push(rows.from[row] < 0 ? head(branch, rows, row, slot) : line(branch, rows, row, slot, colours, current));
+    lines.push(rows.from[row] < 0 ? head(branch, rows, row, slot) : line(branch, rows, row, slot, colours, current, pictures));
   }
 
   const token = (event) => event.target.closest?.("[data-i]")?.dataset.i;
@@ -74,10 +76,11 @@ function head(branch, rows, row, slot) {
   </div>`;
 }
 
-function line(branch, rows, row, slot, colours, current) {
+function line(branch, rows, row, slot, colours, current, pictures) {
   const { token_ids: ids, kind, pieces } = branch;
-  const spans = [];
-  for (let i = rows.from[row]; i < rows.to[row]; i++) {
+  const isPicture = rows.picture[row] >= 0;
+  const spans = isPicture ? [picture(branch, rows.picture[row], current, pictures)] : [];
+  for (let i = rows.from[row]; i < rows.to[row] && !isPicture; i++) {
     const style = `t ${KINDS[kind[i]]} ${CLASSES[colours[i]]}${i === current ? " active" : ""}`;
     spans.push(h("span", { role: "gridcell", id: i === current ? `t${i}` : undefined, "data-i": i, class: style }, shown(pieces, ids[i])));
   }
@@ -85,6 +88,39 @@ function line(branch, rows, row, slot, colours, current) {
   return html`<div key=${slot} class=${`row ${branch.blocks[rows.block[row]].kind === "sampled" ? "is-sampled" : ""}`} role="row" aria-rowindex=${row + 1}>
     <span class=${`message ${text ? text[1] : ""}`} role="gridcell">${text ? text[0] : ""}</span><span class="line" role="presentation">${spans}</span>
   </div>`;
+}
+
+// One line of an image's block: its name and count, or a slice of the picture.
+function picture(branch, place, current, pictures) {
+  const [start, length, sha256, grid] = branch.images[Math.floor(place / PICTURE_ROWS)];
+  const row = place % PICTURE_ROWS;
+  const url = pictures[sha256];
+  if (row) {
+    const style = url && { backgroundImage: `url("${url}")`, backgroundPosition: `0 ${(1 - row) * ROW}px`, backgroundSize: `auto ${(PICTURE_ROWS - 1) * ROW}px` };
+    return html`<span class="picture" role="gridcell" aria-label=${row === 1 ? `picture ${sha256.slice(0, 12)}` : undefined} style=${style}></span>`;
+  }
+  const isActive = current != null && current >= start && current < start + length;
+  const missing = url === null ? " · its file is not here" : "";
+  return html`<span class=${`t given image${isActive ? " active" : ""}`} role="gridcell" id=${isActive ? `t${current}` : undefined} data-i=${start} title=${sha256}
+    >image ${sha256.slice(0, 12)} · ${plural(length, "token")} · grid ${grid.join("×")}${missing}</span>`;
+}
+
+// Data URLs by hash; null for a file that the source does not have.
+function usePictures(branch) {
+  const [found, set] = useState({});
+  useEffect(() => {
+    let stopped = false;
+    const load = async () => {
+      for (const name of new Set(branch.images.map((image) => image[2]))) {
+        const url = await ask("image", branch.session_id, name).then((answer) => answer.url, () => null);
+        if (stopped) return;
+        set((before) => ({ ...before, [name]: url }));
+      }
+    };
+    load();
+    return () => { stopped = true; };
+  }, [branch]);
+  return found;
 }
 
 function useSize(element) {
