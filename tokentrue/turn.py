@@ -73,6 +73,7 @@ from tokentrue.types import (
     Tools,
     TurnEvent,
     TurnRequest,
+    shift_images,
 )
 
 History = Literal["keep", "template"]
@@ -356,7 +357,10 @@ class Session:
             return ()
         files, resolution = turn.conversation.files, prompt.resolution
         self.images.check_limits(self.images.find_new(self.tree.expand(resolution.given), files))
-        runs = (*self.tree.images(resolution.parent), *prompt.shifted_images)
+        runs = (
+            *self.tree.images(resolution.parent),
+            *shift_images(prompt.images, len(prompt.ids) - len(prompt.given_ids)),
+        )
         if not runs:
             return ()
         await check_engine(self.provider)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import field
+from dataclasses import field, replace
 from enum import StrEnum
 from functools import cache
 from math import isnan
@@ -285,6 +285,10 @@ class ImageRun:
     count: Count
     grid: tuple[int, ...]
     processor: str
+
+
+def shift_images(images: Iterable[ImageRun], by: int) -> list[ImageRun]:
+    return [replace(run, start=run.start + by) for run in images]
 
 
 @record

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,9 @@ from playwright.sync_api import Browser, expect
 
 from tests.images.double import Eyes, Seer, ask_about, image_part, picture
 from tests.viewer.browser import open_browser, serve, violations, watched
+from tests.viewer.world import run_apart
 from tokentrue.cli.main import run as run_command
-from tokentrue.errors import SessionNotFound
+from tokentrue.errors import AuditError, SessionNotFound
 from tokentrue.images import hash_image
 from tokentrue.sessions.journal import Journal
 from tokentrue.turn import Session
@@ -35,7 +35,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
         await session.chat([*messages, ask_about(image_part(RED), text="again?")])
         journal.close()
 
-    asyncio.run(play())
+    run_apart(play())
     return path
 
 
@@ -91,5 +91,5 @@ def test_from_an_export(browser: Browser, store: Path, tmp_path: Path) -> None:
         file.unlink()
     with serve(data) as url, watched(browser, f"{url}#/session/s") as seen:
         expect(seen.page.locator(".t.image").nth(0)).to_contain_text("its file is not here")
-    with pytest.raises(SessionNotFound):
+    with pytest.raises(AuditError):
         FileSource(out).load_image("s", "../../etc/passwd")

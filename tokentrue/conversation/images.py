@@ -6,7 +6,6 @@ Keys, matching, journal and renderers work on that part; the files travel beside
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,13 +18,12 @@ from tokentrue.types import Message, Messages
 
 SENT, REFERENCE = "image_url", "image"
 _TAKING_ROLES = ("user", "tool")
-_MOST_CHECKED = 1024
 
 
-def list_parts(message: Message, kind: str = REFERENCE) -> list[JsonMapping]:
+def list_parts(message: Message, *kinds: str) -> list[JsonMapping]:
     content: Any = message.get("content") if isinstance(message, Mapping) else None
     parts: Sequence[Any] = content if isinstance(content, (list, tuple)) else ()
-    return [part for part in parts if isinstance(part, Mapping) and part.get("type") == kind]
+    return [part for part in parts if isinstance(part, Mapping) and part.get("type") in kinds]
 
 
 def has_images(messages: Any) -> bool:
@@ -46,14 +44,12 @@ class ImageReader:
     def __init__(self, settings: ImageSettings | None = None) -> None:
         self.settings = settings or ImageSettings()
         self.recorded: dict[str, JsonObject] = {}
-        self._checked: OrderedDict[str, JsonObject] = OrderedDict()  # files that need not be decoded again
 
     def read(self, messages: Messages, *, first: int = 0, before: int = 0) -> ReadImages:
         """`first` is the index of `messages[0]`, `before` the number of images in earlier messages of the request.
         Blocks: decodes, and fetches URLs of allowed hosts."""
-        count, most = before, self.settings.max_per_request
-        for message in messages:
-            count += len(list_parts(message)) + len(list_parts(message, SENT))
+        most = self.settings.max_per_request
+        count = before + sum(len(list_parts(message, SENT, REFERENCE)) for message in messages)
         if count > most:
             raise LimitExceeded(f"the request has {count} images, at most images.max_per_request={most} are taken")
         files: dict[str, ImageFile] = {}
@@ -61,7 +57,7 @@ class ImageReader:
         return ReadImages(messages=read, files=files)
 
     def _read_message(self, message: Message, where: str, files: dict[str, ImageFile]) -> Message:
-        if not list_parts(message, SENT) and not list_parts(message):
+        if not list_parts(message, SENT, REFERENCE):
             return message
         if (role := read_role(message, where)) not in _TAKING_ROLES:
             raise MessageError(
@@ -100,17 +96,12 @@ class ImageReader:
 
     def _read_url(self, url: str) -> ImageFile:
         data, declared = read_url(url, self.settings)
-        name = hash_image(data)
-        known = self.recorded.get(name) or self._checked.get(name)
+        known = self.recorded.get(hash_image(data))  # it need not be decoded again
         if known is not None and declared in (None, known["media_type"]):
             return ImageFile(data=data, **{key: known[key] for key in ("sha256", "media_type", "width", "height")})
-        file = check_image(data, declared, self.settings)
-        self._checked[name] = file.part
-        while len(self._checked) > _MOST_CHECKED:
-            self._checked.popitem(last=False)
-        return file
+        return check_image(data, declared, self.settings)
 
 
 def find_references(messages: Iterable[Message]) -> Iterator[JsonMapping]:
     for message in messages:
-        yield from list_parts(message)
+        yield from list_parts(message, REFERENCE)

@@ -16,7 +16,7 @@ from typing import overload
 
 from msgspec import Raw
 
-from tokentrue.conversation.images import ImageReader, ReadImages, list_parts
+from tokentrue.conversation.images import REFERENCE, ImageReader, ReadImages, list_parts
 from tokentrue.conversation.match_keys import (
     START_KEY,
     CallRef,
@@ -51,7 +51,7 @@ class ConversationMessage:
         self.key, self.digest = candidate_key(message, field), digest(text)
         self.call_ids = call_ids_of(message)
         self.call_id = call_id if isinstance(call_id, str) and self.role != "assistant" else None
-        parts = list_parts(message)
+        parts = list_parts(message, REFERENCE)
         self.num_images = len(parts)
         self.images = tuple(files[part["sha256"]] for part in parts if files and part["sha256"] in files)
         self.size = _MESSAGE_BYTES + 2 * len(text) + sum(len(image.data) for image in self.images)

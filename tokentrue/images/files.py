@@ -62,8 +62,8 @@ def hash_image(data: bytes) -> str:
 def open_image(data: bytes) -> Any:
     """The upright first frame as an RGB `PIL.Image`. Everything that makes pixels must use this: engines and libraries
     that open files by themselves may ignore EXIF orientation."""
-    module = _import_pillow()
-    return import_module("PIL.ImageOps").exif_transpose(_decode(module, data, find_media_type(data))).convert("RGB")
+    image = _import_pillow().open(BytesIO(data), formats=[_FORMATS[find_media_type(data)][0]])
+    return import_module("PIL.ImageOps").exif_transpose(image).convert("RGB")
 
 
 def check_image(data: bytes, declared: str | None, settings: ImageSettings) -> ImageFile:
@@ -77,18 +77,19 @@ def check_image(data: bytes, declared: str | None, settings: ImageSettings) -> I
         raise InputError(f"has {len(data) - end} bytes after the end of its picture; save it again without them")
     try:
         if found == "image/webp":  # its decoder allocates the canvas before Pillow knows the size
-            _check_pixels(_count_webp_pixels(data), settings)
+            check_limit("max_pixels", _count_webp_pixels(data), settings)
         image = pillow.open(BytesIO(data), formats=[_FORMATS[found][0]])
         width, height = image.size
-        _check_pixels(width * height, settings)
+        check_limit("max_pixels", width * height, settings)
         image.load()
         turned = image.getexif().get(_ORIENTATION) in _TURNED
         is_odd = image.mode not in _MODES
-        is_clear = not is_odd and image.has_transparency_data and _find_lowest_alpha(image) < 255
+        is_clear = not is_odd and image.has_transparency_data
+        is_clear = is_clear and image.convert("RGBA").getchannel("A").getextrema()[0] < 255
     except LimitExceeded:
         raise
     except (pillow.DecompressionBombError, pillow.DecompressionBombWarning):
-        raise _too_many_pixels("more", settings) from None
+        raise LimitExceeded(f"the image has too many pixels (images.max_pixels={settings.max_pixels})") from None
     except Exception as error:  # Pillow's parsers may raise anything for a hostile file
         raise InputError(f"cannot be read as {found}: {str(error)[:100]}") from None
     if is_odd:
@@ -107,28 +108,10 @@ def _import_pillow() -> Any:
         raise ConfigError("images need Pillow, which is not installed here: pip install 'tokentrue[images]'") from error
 
 
-def _decode(pillow: Any, data: bytes, media_type: str) -> Any:
-    image = pillow.open(BytesIO(data), formats=[_FORMATS[media_type][0]])
-    image.load()
-    return image
-
-
-def _find_lowest_alpha(image: Any) -> int:
-    return image.convert("RGBA").getchannel("A").getextrema()[0]
-
-
-def check_size(size: int, settings: ImageSettings) -> None:
-    if size > settings.max_bytes:
-        raise LimitExceeded(f"an image has {size} bytes, at most images.max_bytes={settings.max_bytes} are taken")
-
-
-def _check_pixels(pixels: int, settings: ImageSettings) -> None:
-    if pixels > settings.max_pixels:
-        raise _too_many_pixels(str(pixels), settings)
-
-
-def _too_many_pixels(pixels: str, settings: ImageSettings) -> LimitExceeded:
-    return LimitExceeded(f"the image has {pixels} pixels, at most images.max_pixels={settings.max_pixels} are taken")
+def check_limit(name: str, count: int, settings: ImageSettings) -> None:
+    """`name` is a setting, `max_bytes` or `max_pixels`."""
+    if count > (most := getattr(settings, name)):
+        raise LimitExceeded(f"the image has {count} {name[4:]}, at most images.{name}={most} are taken")
 
 
 # Formats: by their first bytes, and where their picture ends.

@@ -13,7 +13,7 @@ from ipaddress import IPv6Network, ip_address
 from urllib.parse import unquote_to_bytes, urlsplit
 
 from tokentrue.errors import InputError
-from tokentrue.images.files import EXTENSIONS, ImageSettings, check_size
+from tokentrue.images.files import EXTENSIONS, ImageSettings, check_limit
 
 _NAT64 = IPv6Network("64:ff9b::/96")
 _CHUNK = 1 << 16
@@ -29,14 +29,14 @@ def _decode_data_url(url: str, settings: ImageSettings) -> tuple[bytes, str | No
     media_type, *parameters = [word.strip().lower() for word in head.split(";")]
     if not comma or "base64" not in parameters[-1:]:
         raise InputError("must be a data URL with base64: data:image/png;base64,…")
-    check_size(len(text) // 4 * 3 - 2, settings)
+    check_limit("max_bytes", len(text) // 4 * 3 - 2, settings)
     try:
         raw = unquote_to_bytes(text) if "%" in text else text.encode("ascii")
         # google-genai writes the URL-safe alphabet.
         data = base64.b64decode(raw.translate(bytes.maketrans(b"-_", b"+/")), validate=True)
     except ValueError:
         raise InputError("is not base64") from None
-    check_size(len(data), settings)
+    check_limit("max_bytes", len(data), settings)
     return data, media_type or None
 
 
@@ -74,14 +74,13 @@ def _get(
         if not is_public(str(address[0])):
             raise InputError(f"cannot be fetched: {host} has an address that is not public")
     plain = socket.create_connection(found[0][4][:2], timeout=max(0.1, end - time.monotonic()))
-    # A timeout of the socket is one of each read: a server that sends a byte at a time would never reach it.
     connection = http.client.HTTPConnection(host, port)
     connection.sock = opened = plain
     if secure:
         context = ssl.create_default_context()
         connection.sock = opened = context.wrap_socket(plain, server_hostname=host, do_handshake_on_connect=False)
 
-    def stop() -> None:
+    def stop() -> None:  # the socket's timeout is one of each read: a byte at a time would never reach it
         with suppress(OSError):
             opened.shutdown(socket.SHUT_RDWR)
 
@@ -96,15 +95,15 @@ def _get(
         if response.status != 200:
             moved = "; redirects are not followed" if 300 <= response.status < 400 else ""
             raise InputError(f"cannot be fetched: {host} answered {response.status}{moved}")
-        check_size(response.length or 0, settings)
-        data = b""
+        check_limit("max_bytes", response.length or 0, settings)
+        data = bytearray()
         while chunk := response.read(_CHUNK):
             data += chunk
-            check_size(len(data), settings)
+            check_limit("max_bytes", len(data), settings)
         if time.monotonic() >= end:
             raise TimeoutError
         media_type = (response.getheader("content-type") or "").partition(";")[0].strip().lower()
-        return data, media_type if media_type.startswith("image/") else None
+        return bytes(data), media_type if media_type.startswith("image/") else None
     finally:
         watch.cancel()
         connection.close()

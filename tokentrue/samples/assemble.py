@@ -17,7 +17,7 @@ from tokentrue.routing_replay import empty_rows, join_masks, join_routing
 from tokentrue.samples.seal import node_rows, seal
 from tokentrue.sessions.journal import SessionRecord
 from tokentrue.sessions.side_requests import SIDE_REQUEST, find_side_requests
-from tokentrue.sessions.tree import Node, ServedRef, Tree, format_digest, shift_images
+from tokentrue.sessions.tree import Node, ServedRef, Tree, format_digest
 from tokentrue.types import (
     UNVERSIONED,
     Certificate,
@@ -149,7 +149,7 @@ def _build_sample(
         certificate=Certificate(chain=format_digest(end.chain), template=tree.template, tokenizer=tree.tokenizer),
         routed_experts=_join_routing(path),
         sampling_mask=_join_masks(path),
-        images=tuple(run for node in path for run in shift_images(node)),
+        images=tuple(run for node in path for run in node.shifted_images),
         top_logprobs=_join_tops(path),
     )
 

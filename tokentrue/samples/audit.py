@@ -11,19 +11,19 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from hashlib import sha256
 from itertools import chain
 from typing import TypeAlias
 
-from tokentrue.errors import FileFormatError
+from tokentrue.errors import AuditError, FileFormatError
 from tokentrue.ids import TokenIds
 from tokentrue.records import record
 from tokentrue.samples.formats import ExportedSample
 from tokentrue.samples.images import ImageFolder
 from tokentrue.samples.seal import BLOCK, NodeRow, SealedRecord, block_checksums, read_sealed_record, seal
 from tokentrue.sessions.tree import format_digest, next_link, start_link
-from tokentrue.types import Coverage, Sample, VersionSpan
+from tokentrue.types import Coverage, Sample, VersionSpan, shift_images
 
 Fault: TypeAlias = tuple[str, int | None, int | None]
 """What is wrong, at tokens `[start, end)` if known."""
@@ -110,8 +110,11 @@ def audit_exported(rows: Iterable[ExportedSample], images: ImageFolder | None = 
             if run.sha256 in result.images:
                 continue
             result.images.add(run.sha256)
-            if images is not None and result.are_files_checked and (what := images.find_fault(run.sha256)):
-                faults.append((what, run.start, run.start + run.count))
+            if images is not None and result.are_files_checked:
+                try:
+                    images.read(run.sha256)
+                except (AuditError, OSError) as error:
+                    faults.append((str(error), run.start, run.start + run.count))
         for what, start, end in faults:
             result.findings.append(AuditFinding(sample=sample.sample_id, what=what, start=start, end=end))
     for name, session in result.sessions.items():
@@ -158,14 +161,12 @@ def _check_replay(sample: Sample) -> Iterator[Fault]:
 
 
 def _check_images(sample: Sample) -> Iterator[Fault]:
-    """An image is within given tokens: nothing else is hidden by it."""
     at = 0
     for run in sample.images:
-        end = run.start + run.count
-        if run.start < at or not run.count:
-            yield f"image {run.sha256[:12]} overlaps the one before it, or is empty", run.start, end
-        if end > len(sample.token_ids) or any(value is not None for value in sample.rollout_logprobs[run.start : end]):
-            yield f"image {run.sha256[:12]} is not within given tokens", run.start, end
+        start, end = run.start, run.start + run.count
+        is_given = end <= len(sample.token_ids) and set(sample.rollout_logprobs[start:end]) == {None}
+        if start < at or not is_given:
+            yield f"image {run.sha256[:12]} overlaps another, or is not within given tokens", start, end
         at = end
 
 
@@ -197,7 +198,7 @@ def _check_links(sample: Sample, nodes: list[NodeRow]) -> Iterator[Fault]:
             for span in (sample.spans if node.versions else ())
             if span.kind == "sampled" and given_end <= span.start < end and span.policy_version is not None
         ]
-        images = [replace(run, start=run.start - at) for run in sample.images if at <= run.start < end]
+        images = shift_images((run for run in sample.images if at <= run.start < end), -at)
         link = next_link(
             previous, given_ids=given, sampled_ids=sampled, logprobs=logprobs, versions=versions, images=images
         )

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from tokentrue.errors import AuditError, FileFormatError, InputError
+from tokentrue.errors import AuditError, FileFormatError
 from tokentrue.images import EXTENSIONS, find_media_type, hash_image
 from tokentrue.types import PromptImage, Sample
 
@@ -70,10 +70,3 @@ class ImageFolder:
             data, media_type = self.read(run.sha256)
             found.append(PromptImage(run=run, data=data, media_type=media_type))
         return found
-
-    def find_fault(self, sha256: str) -> str | None:
-        try:
-            self.read(sha256)
-        except (AuditError, InputError, OSError) as error:
-            return str(error)
-        return None

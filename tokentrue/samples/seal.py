@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Sequence
+from dataclasses import astuple
 from hashlib import sha256
 from typing import Annotated
 
@@ -106,7 +107,7 @@ def seal(sample: Sample) -> str:
         "tokentrue": own,
     }
     if sample.images:
-        held["images"] = [[run.sha256, run.start, run.count, run.grid, run.processor] for run in sample.images]
+        held["images"] = list(map(astuple, sample.images))
     state = sha256(json.dumps(held, sort_keys=True, separators=(",", ":")).encode())
     state.update(bytes(sample.loss_mask))
     if sample.routed_experts is not None:

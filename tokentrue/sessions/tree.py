@@ -11,7 +11,7 @@ from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field
 from hashlib import sha256
 from typing import Any, Literal, TypeAlias
 
@@ -33,6 +33,7 @@ from tokentrue.types import (
     TemplateKwargs,
     Tools,
     VersionSpan,
+    shift_images,
 )
 
 Outcome: TypeAlias = Literal["served", "disconnected", "engine_failed", "deleted"]
@@ -103,6 +104,11 @@ class Node:
     def length(self) -> int:
         """Tokens from the start of the conversation to the end of the sampled ids."""
         return self.prompt_length + len(self.sampled_ids)
+
+    @property
+    def shifted_images(self) -> list[ImageRun]:
+        """Counted from the start of the conversation."""
+        return shift_images(self.images, self.prompt_length - len(self.given_ids))
 
     @property
     def copies(self) -> list[tuple[int, int, str]]:
@@ -205,8 +211,8 @@ class Tree:
         return self.full_ids(node)[: node.prompt_length]
 
     def images(self, node: Node | None) -> tuple[ImageRun, ...]:
-        """All images up to the end of `node`, counted from the start of the conversation."""
-        return tuple(run for step in self.path(node) for run in shift_images(step))
+        """All up to the end of `node`, counted from the start of the conversation."""
+        return tuple(run for step in self.path(node) for run in step.shifted_images)
 
     def expand(self, given: Iterable[Given]) -> list[Message]:
         """Replaces references by their messages."""
@@ -380,14 +386,8 @@ def next_link(
     parts = [previous, lengths, given_ids.tobytes(), sampled_ids.tobytes(), logprobs.tobytes()]
     parts += [b"%d,%d,%d;" % (span.start, span.end, span.version) for span in versions]
     if images:
-        parts.append(b"images" + dumps([[run.sha256, run.start, run.count, run.grid, run.processor] for run in images]))
+        parts.append(b"images" + dumps(list(map(astuple, images))))
     return sha256(b"".join(parts)).digest()
-
-
-def shift_images(node: Node) -> list[ImageRun]:
-    """The images of a node, counted from the start of the conversation."""
-    start = node.prompt_length - len(node.given_ids)
-    return [replace(run, start=run.start + start) for run in node.images]
 
 
 def check_images(node: Node) -> None:

@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 
 from tokentrue.errors import TokenTrueError
-from tokentrue.json_types import JsonMapping, JsonObject, JsonValue, is_object
+from tokentrue.json_types import JsonObject, JsonValue, is_object
 from tokentrue.types import Message
 from tokentrue.viewer.records import Branch, TurnMessages, ViewRenderer
 
@@ -52,7 +52,8 @@ def readable_message(message: Message) -> JsonObject:
     if not isinstance(content, str):
         parts: list[JsonValue] = list(content)
         content = "\n".join(
-            str(part.get("text", _name_part(part))) if hasattr(part, "get") else str(part) for part in parts
+            str(part.get("text", f"[{part.get('type', 'part')}]")) if hasattr(part, "get") else str(part)
+            for part in parts
         )
     shown: JsonObject = {"role": message.get("role", ""), "content": content}
     if reasoning := message.get("reasoning_content"):
@@ -66,14 +67,6 @@ def readable_message(message: Message) -> JsonObject:
             text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
             shown.setdefault("calls", []).append({"name": str(function.get("name", "")), "arguments": text})
     return shown
-
-
-def _name_part(part: JsonMapping) -> str:
-    return (
-        f"[image {part.get('width')}×{part.get('height')}]"
-        if part.get("type") == "image"
-        else f"[{part.get('type', 'part')}]"
-    )
 
 
 def messages_from_tokens(branch: Branch, renderer: ViewRenderer) -> tuple[TurnMessages, ...]:

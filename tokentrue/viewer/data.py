@@ -113,7 +113,7 @@ class ViewerData:
                 [s.start, s.end, s.kind, s.role, s.turn, s.policy_version, int(s.trainable), s.why]
                 for s in sample.spans
             ],
-            "images": [[run.start, run.count, run.sha256, list(run.grid), run.processor] for run in sample.images],
+            "images": [[run.start, run.count, run.sha256, list(run.grid)] for run in sample.images],
             "inserted": self._inserted(branch),
             "blocks": self._blocks(branch),
             "malformed_calls": [

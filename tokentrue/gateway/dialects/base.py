@@ -16,8 +16,9 @@ import msgspec
 import orjson
 from msgspec import Raw
 
-from tokentrue.conversation import Conversation, Conversations, ParsedConversation, own_source, shorten_source
+from tokentrue.conversation import Conversation, Conversations, own_source
 from tokentrue.conversation.images import SENT
+from tokentrue.conversation.reading import ParsedConversation, shorten_source
 from tokentrue.errors import MessageError, SamplingError, TokenTrueError
 from tokentrue.gateway.dialects.signing import ReasoningSigner
 from tokentrue.ids import TokenIds
@@ -374,45 +375,36 @@ ReadImage: TypeAlias = Callable[[JsonObject, str], JsonObject]
 """Converts a dialect's image part; the second argument is its path."""
 
 
+def join_text(parts: Any, kinds: tuple[str, ...], path: str, *, glue: str) -> str | None:
+    """Joins text parts to one string; refuses anything that is not text by name."""
+    return cast("str | None", join_parts(parts, kinds, path, glue=glue, images={}))
+
+
 def join_parts(
     parts: Any, kinds: tuple[str, ...], path: str, *, glue: str, images: Mapping[str, ReadImage]
 ) -> str | list[JsonObject] | None:
-    """Like `join_text`, with parts of the types in `images`, too."""
-    if not isinstance(parts, list):
-        return join_text(parts, kinds, path, glue=glue)
-    out: list[str | JsonObject] = []
-    for index, part in enumerate(cast("list[Any]", parts)):
-        kind = cast("JsonObject", part).get("type") if isinstance(part, dict) else None
-        if isinstance(kind, str) and kind in images:
-            out.append(images[kind](part, f"{path}[{index}]"))
-        else:
-            out.append(text_from_part(part, (*kinds, *images), kinds, f"{path}[{index}]"))
-    return join_content(out, glue=glue)
-
-
-def join_text(parts: Any, kinds: tuple[str, ...], path: str, *, glue: str) -> str | None:
-    """Joins text parts to one string; refuses anything that is not text by name."""
+    """`kinds` are the types of text parts, `images` those of images."""
     if parts is None or isinstance(parts, str):
         return parts
     if not isinstance(parts, list):
         raise MessageError(f"must be a string or a list of parts, not {type(parts).__name__}", field=path)
-    found = cast("list[Any]", parts)
-    return glue.join(text_from_part(part, kinds, kinds, f"{path}[{index}]") for index, part in enumerate(found))
-
-
-def text_from_part(part: Any, taken: tuple[str, ...], kinds: tuple[str, ...], path: str) -> str:
-    """`kinds` are the types of text parts, `taken` all types that the message may have."""
-    text = part
-    if not isinstance(part, str):
-        fields = cast("JsonObject", part) if isinstance(part, dict) else {}
-        if fields.get("type") not in kinds:
-            known = ", ".join(sorted(taken))
-            said = f"part of type {echo(fields.get('type'))} is not supported; this gateway takes {known}"
-            raise MessageError(said, field=path)
-        text = fields.get("text", fields.get("refusal"))
-    if not isinstance(text, str):
-        raise MessageError("must be a string", field=f"{path}.text")
-    return text
+    out: list[str | JsonObject] = []
+    for index, part in enumerate(cast("list[Any]", parts)):
+        text, at = part, f"{path}[{index}]"
+        if not isinstance(part, str):
+            fields = cast("JsonObject", part) if isinstance(part, dict) else {}
+            kind = fields.get("type")
+            if isinstance(kind, str) and kind in images:
+                out.append(images[kind](fields, at))
+                continue
+            if kind not in kinds:
+                known = ", ".join(sorted((*kinds, *images)))
+                raise MessageError(f"part of type {echo(kind)} is not supported; this gateway takes {known}", field=at)
+            text = fields.get("text", fields.get("refusal"))
+        if not isinstance(text, str):
+            raise MessageError("must be a string", field=f"{at}.text")
+        out.append(text)
+    return join_content(out, glue=glue)
 
 
 def echo(value: Any) -> str:

@@ -18,7 +18,7 @@ from tokentrue.sessions.limits import SessionLimits, count_chars, run_by_size
 from tokentrue.sessions.matching import Matcher, Resolution
 from tokentrue.sessions.tree import Node, ServedRef, Tree
 from tokentrue.tracing import traced
-from tokentrue.types import ImageRun, Message, PromptSpan, Refusal, Rendered, TemplateKwargs, Tools
+from tokentrue.types import ImageRun, Message, PromptSpan, Refusal, Rendered, TemplateKwargs, Tools, shift_images
 
 
 @record
@@ -30,12 +30,6 @@ class Prompt:
     spans: tuple[PromptSpan, ...]  # which of the given ids come from which message
     resolution: Resolution
     images: tuple[ImageRun, ...] = ()  # of the given ids, counted from their start
-
-    @property
-    def shifted_images(self) -> list[ImageRun]:
-        """Counted from the start of the prompt."""
-        start = len(self.ids) - len(self.given_ids)
-        return [replace(run, start=run.start + start) for run in self.images]
 
 
 @traced("prompt")
@@ -126,7 +120,7 @@ def _extend_by_parts(
         for span in extension.spans:
             message = None if span.message is None else span.message + first
             spans.append(replace(span, start=span.start + by, end=span.end + by, message=message))
-        images += [replace(run, start=run.start + by) for run in extension.images]
+        images += shift_images(extension.images, by)
         ids += extension.added_ids
         if copied is not None:
             # The opening decides what a turn means: text after an open think tag is reasoning.
