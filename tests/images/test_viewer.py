@@ -56,8 +56,9 @@ def colour_in(page: Any, locator: Any) -> tuple[int, int, int]:
 
 
 def look(browser: Browser, url: str) -> None:
-    with watched(browser, f"{url}#/session/s") as seen:
+    with watched(browser, url) as seen:
         page = seen.page
+        page.goto(f"{url}#/session/s")
         labels = page.locator(".t.image")
         expect(labels).to_have_count(3)
         expect(labels.nth(0)).to_contain_text(f"image {hash_image(RED)[:12]} · 10 tokens · grid 1×56×140")
@@ -68,12 +69,13 @@ def look(browser: Browser, url: str) -> None:
         labels.nth(1).click()
         expect(page.locator(".t.image.active")).to_have_count(1)
         assert not violations(page)
+        seen.check()
 
 
 def test_from_a_store(browser: Browser, store: Path) -> None:
     journal = Journal(store, read_only=True)
     with serve(ViewerData(StoreSource(journal, name="store"))) as url:
-        look(browser, url)
+        look(browser, f"{url}/")
     with pytest.raises(SessionNotFound):
         StoreSource(journal, name="store").load_image("s", "0" * 64)
     journal.close()
@@ -84,12 +86,13 @@ def test_from_an_export(browser: Browser, store: Path, tmp_path: Path) -> None:
     assert run_command("samples", [f"sqlite:{store}", "-o", str(out)]) == 0
     data = ViewerData(FileSource(out))
     with serve(data) as url:
-        look(browser, url)
+        look(browser, f"{url}/")
     write_export(data, tmp_path / "page.html")
     look(browser, f"file://{tmp_path}/page.html")
     for file in (tmp_path / "out.jsonl.images").iterdir():
         file.unlink()
-    with serve(data) as url, watched(browser, f"{url}#/session/s") as seen:
+    with serve(data) as url, watched(browser, url) as seen:
+        seen.page.goto(f"{url}/#/session/s")
         expect(seen.page.locator(".t.image").nth(0)).to_contain_text("its file is not here")
     with pytest.raises(AuditError):
         FileSource(out).load_image("s", "../../etc/passwd")
