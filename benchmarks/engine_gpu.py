@@ -8,6 +8,7 @@ two processes.
 
     python -m benchmarks.engine_gpu [--quick | --shapes 0.6B 8B 30B-A3B [--peers vllm vllm-invariant vexact]]
     python -m benchmarks.engine_gpu --loads agents lora gpt-oss hybrid
+    python -m benchmarks.engine_gpu --leaves 8B
 """
 
 from __future__ import annotations
@@ -82,14 +83,14 @@ def generate(
     return Run(prompts, completions, time.perf_counter() - start, [s.temperature or 1.0 for s in samplings], adapters)
 
 
-def count_differing(model: Any, run: Run) -> tuple[int, int]:
+def count_differing(model: Any, run: Run, leaves: int = 1) -> tuple[int, int]:
     """(tokens whose log-probability differs in any bit from a plain trainer forward, tokens)."""
     order = sorted(
         range(len(run.prompts)),
         key=lambda i: (run.temperatures[i], len(run.prompts[i]) + len(run.completions[i].token_ids)),
     )
     wrong = total = 0
-    with exact(model), torch.no_grad():
+    with exact(model, leaves=leaves), torch.no_grad():
         for temperature, group in itertools.groupby(order, key=lambda i: run.temperatures[i]):
             for part in batches(list(group)):
                 rows = [[*run.prompts[i], *run.completions[i].token_ids] for i in part]
@@ -226,6 +227,37 @@ def measure_pipeline(quick: bool) -> list[Report]:
         f"random Qwen3-0.6B, bf16, prompt {PROMPT}, output {output}; two processes share the GPU and replay no graphs"
     ]
     return [Report(title="Pipeline on one GPU", columns=columns, rows=rows, notes=notes)]
+
+
+def measure_leaves(shapes: Sequence[str]) -> Report:
+    """What the leaves of tensor parallelism cost in one process: rounds of both in turn, so that both see one machine."""
+    rows = []
+    for shape in shapes:
+        model = model_of(shape).bfloat16()
+        found: dict[tuple[int, int], list[Run]] = {}
+        for leaves in (1, 8, 1, 8):
+            gc.collect()
+            torch.cuda.empty_cache()
+            with engine_of(model, leaves=leaves, kv_tokens=64_000) as engine:
+                for count in (1, 32, 128):
+                    found.setdefault((count, leaves), []).append(measure_median(engine, count, 1, 128))
+        for count in (1, 32, 128):
+            rates = [statistics.mean(run.rate for run in found[count, leaves]) for leaves in (1, 8)]
+            bits = [count_differing(model, found[count, leaves][0].first(16), leaves) for leaves in (1, 8)]
+            rows.append(
+                (
+                    shape,
+                    count,
+                    *(f"{rate:.0f}" for rate in rates),
+                    f"{rates[1] / rates[0]:.3f}",
+                    f"{bits[0][0]}, {bits[1][0]} of {bits[1][1]}",
+                )
+            )
+        del model
+    columns = ("shape", "sequences", "tok/s", "with 8 leaves", "ratio", "bits differ")
+    return Report(
+        title="Leaves in one process", columns=columns, rows=rows, notes=[f"bf16, prompt {PROMPT}, output 128"]
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -378,8 +410,14 @@ def main() -> None:
         default=list(PEERS),
         help="the other engines, where their place is given",
     )
+    parser.add_argument(
+        "--leaves", nargs="+", choices=list(SHAPES), default=(), help="the price of leaves, these shapes"
+    )
     parser.add_argument("--loads", nargs="+", choices=list(LOADS), default=(), help="one table of these loads")
     options = parser.parse_args()
+    if options.leaves:
+        print(measure_leaves(options.leaves).as_text(), flush=True)
+        return
     if options.loads:
         print(measure_loads(options.loads).as_text(), flush=True)
         return

@@ -25,9 +25,9 @@ from transformers.modeling_utils import AttentionInterface
 
 from tokentrue.errors import ExactnessError
 from tokentrue.numerics.cpu import CpuOps
-from tokentrue.numerics.leaves import check_leaves, check_slices, cut_heads, cut_shapes
+from tokentrue.numerics.leaves import check_leaves, check_parts, cut_heads, cut_shapes, is_row_parallel
 from tokentrue.numerics.modules import Replacement, is_experts, is_router, plan_of, replace_attribute
-from tokentrue.numerics.ops import AttentionSpec, Heads, Linears, Ops, Packed
+from tokentrue.numerics.ops import AttentionSpec, Linears, ModelShapes, Ops, Packed
 from tokentrue.records import record
 
 
@@ -69,24 +69,17 @@ def machine_of(device: torch.device) -> dict[str, str]:
     return {"torch": torch.__version__, **found}
 
 
-@record
-class ModelShapes:
-    """(K, N, bias) of every linear by dtype, routers and experts included, and (H, J, D) of every attention."""
-
-    linears: Mapping[torch.dtype, Linears]
-    heads: frozenset[tuple[int, int, int]]
-    dtype: torch.dtype
-
-
 def shapes_of(model: nn.Module, leaves: int = 1) -> ModelShapes:
     """With leaves, also of the parts that any number of ranks computes."""
     linears: dict[torch.dtype, Linears] = defaultdict(set)
-    heads: Heads = set()
+    heads, rows = set[tuple[int, int, int]](), set[tuple[int, int]]()
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
             linears[module.weight.dtype].add((module.in_features, module.out_features, module.bias is not None))
-            for dtype, shape in cut_shapes(name, module, leaves) if leaves > 1 else ():
-                linears[dtype].add(shape)
+            if leaves > 1:
+                rows |= {(module.in_features, module.out_features)} if is_row_parallel(name) else set()
+                for dtype, shape in cut_shapes(name, module, leaves):
+                    linears[dtype].add(shape)
         if isinstance(module, nn.Conv3d):  # of patches
             n, k = module.weight.flatten(1).shape
             linears[module.weight.dtype].add((k, n, module.bias is not None))
@@ -104,7 +97,7 @@ def shapes_of(model: nn.Module, leaves: int = 1) -> ModelShapes:
         if isinstance(head_dim, int) and hasattr(module, "o_proj") and config is not None:
             heads.update(cut_heads((config.num_attention_heads, config.num_key_value_heads, head_dim), leaves))
     dtype = next(p for p in model.parameters() if p.dim() > 1).dtype
-    return ModelShapes(linears=dict(linears), heads=frozenset(heads), dtype=dtype)
+    return ModelShapes(linears=dict(linears), heads=frozenset(heads), dtype=dtype, rows=frozenset(rows))
 
 
 def head_size(module: nn.Module) -> int | None:
@@ -115,12 +108,13 @@ def contract_for(shapes: ModelShapes, ops: Ops, device: torch.device) -> Contrac
     fallbacks: list[str] = []
     for dtype, linears in shapes.linears.items():
         heads = set(shapes.heads) if dtype == shapes.dtype else set()
+        if device.type == "cuda" and dtype != shapes.dtype:  # its leaves have a kernel
+            linears = linears - {(k // ops.leaves, n, False) for k, n in shapes.rows}
         fallbacks += ops.self_test(linears=linears, heads=heads, dtype=dtype)
-        if ops.leaves > 1:
-            fallbacks += check_slices(ops, linears, heads, dtype, device)
     name = str(shapes.dtype).removeprefix("torch.")
     operators = dict(ops.contract())
     if ops.leaves > 1:
+        check_parts(ops, shapes, device)
         operators["row_linear"] = f"{ops.leaves} leaves of K, joined by a binary tree in float32, one rounding"
     return Contract(operators=operators, machine=machine_of(device), dtype=name, fallbacks=tuple(fallbacks))
 

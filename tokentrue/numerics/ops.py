@@ -31,6 +31,17 @@ Linears = set[tuple[int, int, bool]]  # (K, N, bias)
 Heads = set[tuple[int, int, int]]  # (H, J, D)
 
 
+@record
+class ModelShapes:
+    """(K, N, bias) of every linear by dtype, routers and experts included, and (H, J, D) of every attention; `rows`:
+    (K, N) of those that are cut into leaves."""
+
+    linears: Mapping[torch.dtype, Linears]
+    heads: frozenset[tuple[int, int, int]]
+    dtype: torch.dtype
+    rows: frozenset[tuple[int, int]] = frozenset()
+
+
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Equal dtype, shape and bits: no tolerance, and -0 is not 0."""
     kind = INTEGERS[a.element_size()]
@@ -204,7 +215,7 @@ class ExpertWeights:
 
 @record(eq=False)
 class Ranks:
-    """This process's place among those that share every layer; `gather` returns the tensor of each, in order."""
+    """Processes that share every layer; `gather` returns the tensor of each, in order."""
 
     index: int
     size: int
@@ -290,28 +301,26 @@ class Ops(ABC):
     def leaf_product(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, leaves: int, *, rounded: bool = True
     ) -> Tensor:
-        """x [M,K] @ weight [N,K]^T: `join` of the float32 products of `leaves` equal parts of K; float32 without bias
-        unless `rounded`."""
-        pairs = zip(x.chunk(leaves, -1), weight.chunk(leaves, -1), strict=True)
-        total = join([self.linear(part.float(), columns.float().contiguous()) for part, columns in pairs])
+        """`join` of the float32 products of `leaves` parts of K; float32 without bias unless `rounded`."""
+        pairs = zip(x.float().chunk(leaves, -1), self.leaf_weights(weight, leaves), strict=True)
+        total = join([self.linear(part.contiguous(), own) for part, own in pairs])
         return round_sum(total, bias, x.dtype) if rounded else total
 
-    def fall_back(self, inputs: int) -> bool:
-        """Computes float32 products over this K in a safer form from now on; False if there is none."""
-        return False
+    def leaf_weights(self, weight: Tensor, leaves: int) -> list[Tensor]:
+        return [part.float().contiguous() for part in weight.chunk(leaves, -1)]
 
-    @abstractmethod
     def experts(self, x: Tensor, index: Tensor, weight: Tensor, experts: ExpertWeights) -> Tensor:
-        """(grad) x [T,K], index/weight [T,k] -> [T,K]: `expert_rows`, times weight, rounded; `add_slots`."""
+        """(grad) x [T,K], index/weight [T,k] -> [T,K]."""
+        return self.add_slots(self.expert_rows(x, index, experts), weight)
 
     @abstractmethod
     def expert_rows(self, x: Tensor, index: Tensor, experts: ExpertWeights) -> Tensor:
-        """[T*k,K]: per slot linear, bias, gate_values, linear, bias, each rounded to x's dtype; anything where `index`
-        is the number of experts."""
+        """[T*k,K]: per slot linear, bias, gate_values, linear, bias, each rounded to x's dtype; any values for an index
+        past the last expert."""
 
     @abstractmethod
     def add_slots(self, rows: Tensor, weight: Tensor) -> Tensor:
-        """rows [T*k,K], weight [T,k] -> [T,K]: rows times weight, rounded; slots added in order, in the rows' dtype."""
+        """[T,K]: rows times weight, rounded; slots added in order, in the rows' dtype."""
 
     @abstractmethod
     def delta_rule(self, inputs: DeltaInputs, sequences: Packed, states: DeltaStates | None) -> Tensor:

@@ -39,8 +39,9 @@ from tokentrue.engine.schedule import ScheduleLimits, StepInputs
 from tokentrue.engine.weights import Weights, checked_weights, plain_name, targets_of
 from tokentrue.errors import ConfigError, EngineError, ExactnessError, TokenTrueError
 from tokentrue.numerics import Contract, Ops, exact, logits_of, ops_for, same_bits
-from tokentrue.numerics.exact import ModelShapes, shapes_of
+from tokentrue.numerics.exact import shapes_of
 from tokentrue.numerics.leaves import check_leaves
+from tokentrue.numerics.ops import ModelShapes
 from tokentrue.records import record
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")

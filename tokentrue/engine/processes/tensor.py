@@ -1,14 +1,13 @@
-"""One model over several processes that share every layer: tensor and expert parallelism, with the bits of one process.
+"""Tensor and expert parallelism: processes that share every layer, with the bits of one process.
 
-Each rank has a part of the heads, of the MLP's values, of the experts and of the vocabulary, and the pages of its own
-key heads; embeddings, norms and routers are whole everywhere. Ranks run the same steps. Where `numerics.leaves` joins
-their parts, they gather them; rank 0 gathers the logits, samples and answers. The driver sends every rank the sampled
-tokens with the next step, so no rank can see others.
+Each rank has a part of the heads (and their pages), of the MLP's values, of the experts and of the vocabulary; the rest
+is whole everywhere. All ranks run the same steps and gather where `numerics.leaves` joins their parts; rank 0 samples.
 """
 
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -20,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tokentrue.engine.processes.pipeline import Pipeline, Stage, StageSpec, WeightRoutes, skeleton_of
-from tokentrue.engine.proof import difference_of, paged_logits
+from tokentrue.engine.proof import paged_logits
 from tokentrue.engine.runner import StepResult, StepWants, answer, routes_from
 from tokentrue.engine.schedule import StepInputs
 from tokentrue.errors import ExactnessError
@@ -29,10 +28,9 @@ from tokentrue.numerics.leaves import COLUMNS, check_ranks, cut_evenly, cut_key_
 from tokentrue.numerics.modules import is_experts
 from tokentrue.numerics.ops import Ranks
 
-BY_OUTPUT = ("q_proj.weight", "q_proj.bias", "gate_proj.weight", "gate_proj.bias", "up_proj.weight", "up_proj.bias")
-BY_KEY_HEAD = ("k_proj.weight", "k_proj.bias", "v_proj.weight", "v_proj.bias")
-BY_INPUT = ("o_proj.weight", "mlp.down_proj.weight")
-BY_EXPERT = ("experts.gate_up_proj", "experts.down_proj")
+KEYS = re.compile(r".*\.[kv]_proj\.(weight|bias)")
+FIRST = re.compile(r".*\.((q|gate|up)_proj\.(weight|bias)|experts\.(gate_up|down)_proj)")  # cut along dimension 0
+SECOND = re.compile(r".*\.(o|down)_proj\.weight")
 
 
 class RankRoutes(WeightRoutes):
@@ -49,22 +47,20 @@ class RankRoutes(WeightRoutes):
 
     def part(self, stage: int, name: str, value: Tensor) -> Tensor:
         size = len(self.layers)
-        if name.endswith(BY_OUTPUT + BY_EXPERT):
+        if FIRST.fullmatch(name):
             return value.chunk(size)[stage]
-        if name.endswith(BY_INPUT):
+        if SECOND.fullmatch(name):
             return value.chunk(size, 1)[stage]
-        if name.endswith(BY_KEY_HEAD):
-            own, rows = cut_key_heads(self.key_heads, size)[stage], value.shape[0] // self.key_heads
-            return value[own.start * rows : own.stop * rows]
+        if KEYS.fullmatch(name):
+            own = cut_key_heads(self.key_heads, size)[stage]
+            return value.unflatten(0, (self.key_heads, -1))[own.start : own.stop].flatten(0, 1)
         if name.startswith("lm_head."):
-            own = cut_evenly(value.shape[0], size, COLUMNS)[stage]
+            own = cut_evenly(len(value), size, COLUMNS)[stage]
             return value[own.start : own.stop]
         return value
 
 
 class TensorRanks(Pipeline):
-    """A `Runner` over several processes with a part of every layer of `model` each."""
-
     name, part = "tensor parallelism", "rank"
 
     def _cut(self, model: Any, stages: int, leaves: int) -> tuple[WeightRoutes, type[Stage], int]:
@@ -93,15 +89,12 @@ def rank_model(spec: StageSpec) -> Any:
         model.lm_head = nn.Linear(config.hidden_size, len(columns), bias=model.lm_head.bias is not None)
     for module in model.modules():
         if is_experts(dict(module.named_parameters(recurse=False))):
-            for name in ("gate_up_proj", "down_proj"):
-                own = nn.Parameter(getattr(module, name).chunk(size)[index], requires_grad=False)
-                setattr(module, name, own)
+            for name, value in list(module.named_parameters(recurse=False)):
+                setattr(module, name, nn.Parameter(value.chunk(size)[index], requires_grad=False))
     return model
 
 
 class Rank(Stage):
-    """The driver calls the methods without an underscore."""
-
     def _make_model(self) -> Any:
         spec = self._spec
         self._columns = cut_evenly(spec.config.vocab_size, spec.stages, COLUMNS)
@@ -118,32 +111,30 @@ class Rank(Stage):
         return [part.view(value.dtype).to(self._device) for part in parts]
 
     def step(self, inputs: StepInputs, wants: StepWants) -> None:
-        forward, is_first = self._forward, self._spec.index == 0
+        forward, routes = self._forward, []
         with torch.inference_mode():
             with forward.routes() if wants.routing else nullcontext() as chosen:
                 hidden = forward.compute(inputs, forward.embed(inputs))
-                parts = wants.routing if is_first and chosen is not None else []
-                routes = [routes_from(*chosen(*part)) for part in parts] if chosen is not None else []
+                if chosen is not None:
+                    routes = [routes_from(*chosen(*part)) for part in wants.routing]
             logits = self._whole_logits(forward.logits_of_rows(hidden, wants.rows))
-            if is_first:
+            if self._spec.index == 0:
                 self._pipe.send(replace(answer(forward, logits, wants), routes=routes))
 
     def _whole_logits(self, own: Tensor) -> Tensor:
-        """All columns; ranks may have a few columns more or less than others."""
+        """Some ranks have a few columns more than others."""
         widest = max(map(len, self._columns))
         parts = self._gather(F.pad(own, (0, widest - own.shape[1]))) if len(own) else [own] * len(self._columns)
         return torch.cat([part[:, : len(columns)] for part, columns in zip(parts, self._columns, strict=True)], -1)
 
     def prove(self, steps: Sequence[StepInputs], adapter_name: str | None = None) -> None:
-        """All ranks find a difference if one does: the search for it runs on all."""
-        forward, model = self._forward, self._model
+        """Every rank raises if one finds a difference."""
         ids = [token for step in steps for token in step.ids]
         with torch.inference_mode():
-            wanted = logits_of(model, torch.tensor([ids], device=self._device))[0]
-            same = same_bits(paged_logits(forward, steps), wanted)
-            if all(bool(flag) for flag in self._gather(torch.tensor([same], device=self._device))):
+            wanted = logits_of(self._model, torch.tensor([ids], device=self._device))[0]
+            same = same_bits(paged_logits(self._forward, steps), wanted)
+            if all(self._gather(torch.tensor([same], device=self._device))):
                 return
-            where = difference_of(forward, model, steps)
         raise ExactnessError(
-            f"{self._spec.model_class.__name__} has a part without an exact form; {where or 'seen on another rank'}"
+            f"{self._spec.model_class.__name__} has a part without an exact form; tensor=1, leaves={self._spec.leaves} names it"
         )

@@ -4,7 +4,7 @@ this machine for every shape of the model.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache, partial
 from itertools import product
 
@@ -40,8 +40,6 @@ from tokentrue.numerics.ops import (
     Ops,
     Packed,
     PagedBatch,
-    join,
-    round_sum,
     same_bits,
 )
 from tokentrue.numerics.selftest import differing_cuts, differing_runs, fill_pages
@@ -60,7 +58,7 @@ class CpuOps(Ops):
         self.paged = PagedAttention(self.block_size)
         self._packed: dict[tuple[int, int], tuple[Product, Tensor]] = {}
         self._head_weights: dict[int, Tensor] = {}
-        self._leaf_weights: dict[int, list[tuple[Product, Tensor]]] | None = None
+        self._leaves: dict[int, list[Tensor]] | None = None  # by address, once weights are packed
 
     # ---- rows x features
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -90,35 +88,26 @@ class CpuOps(Ops):
     def pack(self, weights: Iterable[Tensor]) -> None:
         self._packed.clear()
         self._head_weights.clear()
-        self._leaf_weights = {}
+        self._leaves = {}
+        self._packed.update(self.packed_forms(weights))
+
+    def packed_forms(self, weights: Iterable[Tensor]) -> Iterator[tuple[tuple[int, int], tuple[Product, Tensor]]]:
         for weight in filter(self.fits_onednn, weights):
-            self._packed[weight.data_ptr(), weight.shape[0]] = self.packed_form(weight)
+            if weight.shape[1] in self.plain:
+                form: tuple[Product, Tensor] = (transposed_product, weight.t().contiguous())
+            else:
+                form = (onednn_product, torch.ops.mkldnn._reorder_linear_weight(weight, None))
+            yield (weight.data_ptr(), weight.shape[0]), form
 
-    def packed_form(self, weight: Tensor) -> tuple[Product, Tensor]:
-        if not self.fits_onednn(weight):
-            return tiled_product, weight
-        if weight.shape[1] in self.plain:
-            return transposed_product, weight.t().contiguous()
-        return onednn_product, torch.ops.mkldnn._reorder_linear_weight(weight, None)
-
-    def leaf_product(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, leaves: int, *, rounded: bool = True
-    ) -> Tensor:
-        """An engine's weights are constant, so their leaves are cut once."""
-        if self._leaf_weights is None or torch.is_grad_enabled() or x.shape[0] == 0:
-            return super().leaf_product(x, weight, bias, leaves, rounded=rounded)
-        forms = self._leaf_weights.get(weight.data_ptr())
-        if forms is None:
-            forms = [self.packed_form(part.float().contiguous()) for part in weight.chunk(leaves, -1)]
-            self._leaf_weights[weight.data_ptr()] = forms
-        parts = zip(x.float().chunk(leaves, -1), forms, strict=True)
-        total = join([form(part.contiguous(), columns, None) for part, (form, columns) in parts])
-        return round_sum(total, bias, x.dtype) if rounded else total
-
-    def fall_back(self, inputs: int) -> bool:
-        self.structural.add(inputs)
-        self.plain.discard(inputs)
-        return rows_independent(tiled_product, inputs, 64, False, torch.float32, torch.get_num_threads())
+    def leaf_weights(self, weight: Tensor, leaves: int) -> list[Tensor]:
+        """An engine's weights are constant, so they are cut once."""
+        if self._leaves is None:
+            return super().leaf_weights(weight, leaves)
+        key = weight.data_ptr()
+        if key not in self._leaves:
+            self._leaves[key] = super().leaf_weights(weight, leaves)
+            self._packed.update(self.packed_forms(self._leaves[key]))
+        return self._leaves[key]
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, form: NormForm = NormForm.PLAIN) -> Tensor:
         if x.dtype == torch.float32 and weight.dtype == torch.float32 and form is not NormForm.UNIT_OFFSET:
@@ -146,9 +135,6 @@ class CpuOps(Ops):
 
     def log_softmax(self, logits: Tensor) -> Tensor:
         return F.log_softmax(logits, -1)
-
-    def experts(self, x: Tensor, index: Tensor, weight: Tensor, experts: ExpertWeights) -> Tensor:
-        return self.add_slots(self.expert_rows(x, index, experts), weight)
 
     def expert_rows(self, x: Tensor, index: Tensor, experts: ExpertWeights) -> Tensor:
         """Copies transposed weights: the start-up checks cover only contiguous rows."""

@@ -340,10 +340,13 @@ def multiply_groups(
 
 
 def _forward(x: Tensor, index: Tensor, weight: Tensor, experts: ExpertWeights) -> Tensor:
-    tokens, slots = index.shape
-    y = torch.empty_like(x)
+    return add_slots(expert_rows(x, index, experts), weight)
+
+
+def expert_rows(x: Tensor, index: Tensor, experts: ExpertWeights) -> Tensor:
+    x, (tokens, slots) = align_rows(x.contiguous()), index.shape
     if tokens == 0:
-        return y
+        return x
     pairs, number, described = tokens * slots, experts.gate_up.shape[0], fits_descriptors(x, experts)
     height = 16
     if pairs // number >= 32 and x.dtype != torch.float32:
@@ -370,9 +373,15 @@ def _forward(x: Tensor, index: Tensor, weight: Tensor, experts: ExpertWeights) -
         return out
 
     hidden = multiply(x, experts.gate_up, experts.gate_up_bias, experts.act)
-    out = multiply(hidden, experts.down, experts.down_bias, None)
-    grid = (tokens, cdiv(x.shape[1], 1024))
-    launch(_add_slots_kernel, grid, out, weight.contiguous(), y, x.shape[1], SLOTS=slots, BLOCK=1024, num_warps=4)
+    return multiply(hidden, experts.down, experts.down_bias, None)
+
+
+def add_slots(rows: Tensor, weight: Tensor) -> Tensor:
+    (tokens, slots), width = weight.shape, rows.shape[1]
+    y = torch.empty((tokens, width), dtype=rows.dtype, device=rows.device)
+    if tokens:
+        grid = (tokens, cdiv(width, 1024))
+        launch(_add_slots_kernel, grid, rows, weight.contiguous(), y, width, SLOTS=slots, BLOCK=1024, num_warps=4)
     return y
 
 
@@ -448,7 +457,6 @@ def gate_gradients(gate: Tensor, up: Tensor, act: str | ClampedSwiglu) -> tuple[
 
 
 def experts(x: Tensor, index: Tensor, weight: Tensor, experts: ExpertWeights) -> Tensor:
-    x = align_rows(x.contiguous())
     tensors = [getattr(experts, name) for name in TENSORS]
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, *tensors)):
         return _Experts.apply(x, index, weight, experts, *tensors)

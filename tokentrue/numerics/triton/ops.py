@@ -21,6 +21,7 @@ import tokentrue.numerics.triton.attention as attention
 import tokentrue.numerics.triton.delta as delta
 import tokentrue.numerics.triton.elementwise as elementwise
 import tokentrue.numerics.triton.experts as expert_kernels
+import tokentrue.numerics.triton.leaves as leaf_kernels
 import tokentrue.numerics.triton.low_rank as low_rank
 import tokentrue.numerics.triton.matmul as matmul
 import tokentrue.numerics.triton.sampling as sampling
@@ -78,11 +79,20 @@ class TritonOps(Ops):
     log_softmax = staticmethod(sampling.log_softmax)
     token_logprobs = staticmethod(sampling.token_logprobs)
     experts = staticmethod(expert_kernels.experts)
+    expert_rows = staticmethod(expert_kernels.expert_rows)
+    add_slots = staticmethod(expert_kernels.add_slots)
     pack_low_ranks = staticmethod(low_rank.pack)
 
     # ---- rows x features
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return matmul.linear(x, weight, bias, tile=self.pinned.get((weight.shape[1], weight.shape[0])))
+
+    def leaf_product(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, leaves: int, *, rounded: bool = True
+    ) -> Tensor:
+        if not leaf_kernels.fits(x, leaves):
+            return super().leaf_product(x, weight, bias, leaves, rounded=rounded)
+        return leaf_kernels.leaf_product(x, weight, bias, leaves, x.dtype if rounded else torch.float32)
 
     def activation(self, x: Tensor, kind: str) -> Tensor:
         if kind == "softplus":  # torch's own kernel computes every element alone, in float32
