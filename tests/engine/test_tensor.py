@@ -14,6 +14,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -222,7 +223,7 @@ def another_tree(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "join", in_order)
     with pytest.raises(ExactnessError, match="bits depend on rows or ranks"), exact(model_of("qwen3"), leaves=8):
         pass
-    monkeypatch.setattr("tokentrue.numerics.exact.check_parts", lambda *_: None)
+    monkeypatch.setattr(import_module("tokentrue.numerics.exact"), "check_parts", lambda *_: None)
 
 
 def rounded_before_joining(monkeypatch: pytest.MonkeyPatch) -> None:
