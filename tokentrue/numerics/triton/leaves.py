@@ -1,6 +1,6 @@
 """x @ w.T over leaves of K, each one float32 sum in ascending order, joined by a binary tree in float32.
 
-A program sums a whole subtree; if several share a tile, a second kernel goes on with the same tree. Legend: M rows, N
+A program sums a whole subtree; if several share a tile, a second kernel continues the same tree. Legend: M rows, N
 outputs, K inputs, WIDTH inputs of a leaf.
 """
 
