@@ -73,6 +73,10 @@ class MeteredProvider(Streaming):
         return self.inner.truthful_filters
 
     @property
+    def bans_tokens(self) -> bool:
+        return getattr(self.inner, "bans_tokens", False)
+
+    @property
     def adapters(self) -> Sequence[str]:
         return () if self._adapting is None else self._adapting.adapters
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import cast
 
-from tokentrue.errors import EngineContractError, SamplingError, TokenContractError
+from tokentrue.errors import EngineContractError, EngineRejected, SamplingError, TokenContractError
 from tokentrue.ids import TokenIds
 from tokentrue.json_types import JsonMapping
 from tokentrue.routing_replay import join_masks_if_whole
@@ -15,6 +16,7 @@ from tokentrue.types import (
     Chunk,
     Completion,
     Finish,
+    PromptImage,
     RoutedExperts,
     Sampling,
     SamplingMask,
@@ -28,15 +30,20 @@ from tokentrue.types import (
 CONSTRAINTS = frozenset({"response_format", "tool_choice"})
 """Names in `Sampling.extra` with the same meaning for every engine: `response_format` as in Chat Completions, and
 `tool_choice`, a structural tag (`Renderer.call_tag`)."""
+COLLAPSIBLE = "Qwen2VLImageProcessor "
+"""Processors that write an image as nothing but repetitions of one placeholder."""
 KeptRows = Sequence[Sequence[int]]  # the ids that filters kept, one row per token
 
 
 class CompletionBuilder:
     """Collects one generation for the sent `prompt_ids`."""
 
-    def __init__(self, engine: str, prompt_ids: TokenIds, *, version: int | None = None) -> None:
-        """`version`: of the adapter that samples, whatever the engine reports of its base weights."""
-        self.engine, self.prompt_ids, self._version = engine, prompt_ids, version
+    def __init__(
+        self, engine: str, prompt_ids: TokenIds, *, version: int | None = None, must_count: bool = False
+    ) -> None:
+        """`version`: of the adapter that samples, whatever the engine reports of its base weights. `must_count`: the
+        engine expands images itself, so it must report how many tokens the prompt had."""
+        self.engine, self.prompt_ids, self._version, self._must_count = engine, prompt_ids, version, must_count
         self.ids: list[int] = []
         self.logprobs: list[float] = []
         self.top: list[Mapping[int, float]] = []
@@ -100,6 +107,15 @@ class CompletionBuilder:
         finally:
             yield from self.take()
 
+    def check_prompt(self, seen: Sequence[int]) -> None:
+        """`seen` are the ids of the prompt as the engine expanded it."""
+        if seen != (ours := self.prompt_ids.tolist()):
+            place = next((at for at, pair in enumerate(zip(seen, ours, strict=False)) if pair[0] != pair[1]), None)
+            where = "" if place is None else f" and differ first at {place}"
+            raise EngineContractError(
+                f"{self.engine} made {len(seen)} tokens of a prompt with images, which are {len(ours)} here{where}"
+            )
+
     def complete(
         self,
         finish: str | None,
@@ -114,6 +130,8 @@ class CompletionBuilder:
             raise EngineContractError(f"{self.engine} ended its answer without a finish reason")
         if finish not in set(Finish):
             raise EngineContractError(f"{self.engine} ended with an unknown finish reason {finish!r}")
+        if prompt_tokens is None and self._must_count:
+            raise EngineContractError(f"{self.engine} did not count the tokens of a prompt with images")
         if prompt_tokens is not None and prompt_tokens != len(self.prompt_ids):
             raise EngineContractError(
                 f"{self.engine} counted {prompt_tokens} prompt tokens where {len(self.prompt_ids)} were sent"
@@ -135,6 +153,29 @@ class CompletionBuilder:
             )
         except TokenContractError as error:  # the engine's version spans do not fit its tokens
             raise EngineContractError(f"{self.engine}: {error}") from error
+
+
+def collapse_images(engine: str, ids: TokenIds, images: Sequence[PromptImage]) -> TokenIds:
+    """The ids with one placeholder for each image, for engines that expand them; by the recorded places."""
+    pieces: list[TokenIds] = []
+    done = 0
+    for run in (image.run for image in images):
+        if not run.processor.startswith(COLLAPSIBLE):
+            name = run.processor.partition(" ")[0]
+            raise EngineRejected(f"{engine}: how it expands images of a {name} is not proven; serve the model with hf")
+        pad, end = ids[run.start : run.start + 1], run.start + run.count
+        if run.start < done or ids[run.start : end] != pad.tolist() * run.count:
+            raise EngineContractError(f"the prompt has no image at token {run.start}")
+        pieces += (ids[done : run.start], pad)
+        done = end
+    out = TokenIds.concat([*pieces, ids[done:]])
+    if images and out.count(pad := ids[images[0].run.start]) != len(images):
+        raise EngineContractError(f"the prompt has placeholders ({pad}) without an image; one was sampled or injected")
+    return out
+
+
+def to_data_url(image: PromptImage) -> str:
+    return f"data:{image.media_type};base64,{base64.b64encode(image.data).decode()}"
 
 
 def refuse_unknown_extra(engine: str, sampling: Sampling, known: frozenset[str]) -> None:

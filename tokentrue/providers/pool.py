@@ -16,7 +16,14 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, cast
 
-from tokentrue.errors import ConfigError, EngineContractError, EngineError, EngineTimeout, EngineUnreachable
+from tokentrue.errors import (
+    ConfigError,
+    EngineContractError,
+    EngineError,
+    EngineRejected,
+    EngineTimeout,
+    EngineUnreachable,
+)
 from tokentrue.ids import TokenIds
 from tokentrue.json_types import JsonMapping
 from tokentrue.protocols import (
@@ -26,6 +33,7 @@ from tokentrue.protocols import (
     Measured,
     Provider,
     Rejoining,
+    Seeing,
     Streaming,
     WeightSink,
 )
@@ -65,6 +73,10 @@ class Pool(Streaming):
         return known[0].intersection(*known) if known else None
 
     @property
+    def bans_tokens(self) -> bool:
+        return all(getattr(replica, "bans_tokens", False) for replica in self._replicas)
+
+    @property
     def adapters(self) -> Sequence[str]:
         if len(self._adapting) < len(self._replicas):
             return ()
@@ -96,7 +108,7 @@ class Pool(Streaming):
         )
 
     async def stream(
-        self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None, whole: bool = False
+        self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None, whole: bool = False, **images: Any
     ) -> AsyncIterator[Chunk]:
         generation = _Generation(TokenIds(prompt_ids), sampling)
         failures, give_up = 0, time.monotonic() + GIVE_UP_S
@@ -108,7 +120,7 @@ class Pool(Streaming):
                 if index in self._down:
                     await self._restore(index)
                 source: Any = self._replicas[index].stream(
-                    generation.ids, generation.rest, session=session, whole=whole
+                    generation.ids, generation.rest, session=session, whole=whole, **images
                 )
                 async with aclosing(source) as chunks:
                     async for chunk in chunks:
@@ -133,6 +145,13 @@ class Pool(Streaming):
             is_last = self._not_paused.is_set() and len(generation.done) >= RESUMPTIONS
             generation.add(final, is_over=final.finish is not Finish.ABORT or is_last)
         yield Chunk(final=generation.join())
+
+    async def check_images(self) -> None:
+        for index, replica in enumerate(self._replicas):
+            if not isinstance(replica, Seeing):
+                raise EngineRejected(f"the engine {replica.name!r} takes no images")
+            if index not in self._down | self._stale:
+                await replica.check_images()
 
     async def health(self) -> JsonMapping:
         """Queries every replica; raises if none responds."""

@@ -42,7 +42,7 @@ from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.protocols import Streaming
 from tokentrue.providers.building import CONSTRAINTS, CompletionBuilder
 from tokentrue.providers.publishing import WrittenWeights, write_adapter, write_weights
-from tokentrue.types import MAX_INT64, UNVERSIONED, Chunk, Completion, Ids, Sampling
+from tokentrue.types import MAX_INT64, UNVERSIONED, Chunk, Completion, Ids, PromptImage, Sampling
 
 T = TypeVar("T")
 RETRIED_STATUS = frozenset({502, 503})
@@ -237,6 +237,7 @@ class WeightInfo(msgspec.Struct):
 
     model_path: str | None = None
     weight_version: str | int | None = None
+    has_image_understanding: bool | None = None
 
 
 def decode_answer(data: bytes, kind: type[T], *, where: str) -> T:
@@ -298,6 +299,7 @@ class RemoteEngine(Streaming):
     """
 
     name: str
+    bans_tokens = True  # takes extra["logit_bias"]
     adapter_routes = ""  # before /load_lora_adapter
 
     def __init__(
@@ -335,9 +337,19 @@ class RemoteEngine(Streaming):
 
     @abstractmethod
     def _body(
-        self, ids: TokenIds, sampling: Sampling, *, session: str | None, request_id: str, stream: bool
+        self,
+        ids: TokenIds,
+        sampling: Sampling,
+        *,
+        session: str | None,
+        request_id: str,
+        stream: bool,
+        images: Sequence[PromptImage] = (),
     ) -> tuple[str, bytes]:
         """The route and body of a request; `adapter` is the server's name of it."""
+
+    @abstractmethod
+    async def check_images(self) -> None: ...
 
     @abstractmethod
     async def _abort(self, request_ids: Sequence[str]) -> None: ...
@@ -358,22 +370,33 @@ class RemoteEngine(Streaming):
 
     # ---- generations
     async def stream(
-        self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None, whole: bool = False
+        self,
+        prompt_ids: Ids,
+        sampling: Sampling,
+        *,
+        session: str | None = None,
+        whole: bool = False,
+        images: Sequence[PromptImage] = (),
     ) -> AsyncIterator[Chunk]:
         await self._prepare(sampling)
+        if images:
+            await self.check_images()
         ids, adapter, version = TokenIds(prompt_ids), self._find_adapter(sampling), None
         if adapter is not None:
             sampling, version = (
                 replace(sampling, extra={**sampling.extra, "adapter": adapter}),
                 adapter_version(adapter),
             )
-        answer = self._new_answer(CompletionBuilder(self.name, ids, version=version), sampling)
+        builder = CompletionBuilder(self.name, ids, version=version, must_count=bool(images))
+        answer = self._new_answer(builder, sampling)
         tokens = min(sampling.max_tokens or UNBOUNDED_TOKENS, MOST_TOKENS)
         limit = ANSWER_BYTES + POSITION_BYTES * (len(ids) + tokens)
         request_id = uuid4().hex
         self._running[request_id] = adapter
         try:
-            path, body = self._body(ids, sampling, session=session, request_id=request_id, stream=not whole)
+            path, body = self._body(
+                ids, sampling, session=session, request_id=request_id, stream=not whole, images=images
+            )
             async with aclosing(self._http.answers(path, body, whole=whole, limit=limit)) as reads:
                 async for events in reads:
                     for chunk in answer.builder.take_read(events, answer.add):

@@ -84,7 +84,7 @@ class ScriptedProvider(Streaming):
         self.seen: list[Ids] = []
 
     async def stream(
-        self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None, whole: bool = False
+        self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None, whole: bool = False, images: Any = ()
     ) -> AsyncIterator[Chunk]:
         if not self._left and self._loop:
             self._left.extend(self._turns)
@@ -107,6 +107,9 @@ class ScriptedProvider(Streaming):
             await asyncio.sleep(0)
         stopped_by = builder.ids[-1] if finish is Finish.STOP and builder.ids else None
         yield Chunk(final=builder.complete(finish, prompt_tokens=len(prompt_ids), stopped_by=stopped_by))
+
+    async def check_images(self) -> None:
+        """A script looks at no prompt."""
 
     async def health(self) -> JsonMapping:
         return {"engine": self.name, "model": "scripted", "version": self.version, "left": len(self._left)}

@@ -20,7 +20,13 @@ import numpy as np
 from tokentrue.errors import EngineContractError, EngineError, EngineRejected
 from tokentrue.ids import TokenIds
 from tokentrue.json_types import JsonMapping, JsonObject
-from tokentrue.providers.building import CONSTRAINTS, CompletionBuilder, refuse_unknown_extra
+from tokentrue.providers.building import (
+    CONSTRAINTS,
+    CompletionBuilder,
+    collapse_images,
+    refuse_unknown_extra,
+    to_data_url,
+)
 from tokentrue.providers.publishing import WrittenWeights
 from tokentrue.providers.remote import (
     EngineFault,
@@ -34,7 +40,7 @@ from tokentrue.providers.remote import (
     rejected,
     version_from,
 )
-from tokentrue.types import TRUNCATIONS, Completion, RoutedExperts, Sampling
+from tokentrue.types import TRUNCATIONS, Completion, PromptImage, RoutedExperts, Sampling
 
 EXTRA = CONSTRAINTS | frozenset(
     {"json_schema", "regex", "ebnf", "structural_tag", "min_new_tokens", "logit_bias", "ignore_eos", "adapter"}
@@ -149,12 +155,26 @@ class SGLangProvider(RemoteEngine):
 
         await asyncio.gather(*map(abort, request_ids))
 
+    async def check_images(self) -> None:
+        """Servers that do not say whether their model takes images are asked by the request itself."""
+        if (await self._info()).has_image_understanding is False:
+            raise EngineRejected(f"sglang at {self.url} serves a model that takes no images")
+
     async def _prepare(self, sampling: Sampling) -> None:
         refuse_unknown_extra(self.name, sampling, EXTRA)
 
     def _body(
-        self, ids: TokenIds, sampling: Sampling, *, session: str | None, request_id: str, stream: bool
+        self,
+        ids: TokenIds,
+        sampling: Sampling,
+        *,
+        session: str | None,
+        request_id: str,
+        stream: bool,
+        images: Sequence[PromptImage] = (),
     ) -> tuple[str, bytes]:
+        if images:  # SGLang expands them; where it falls back to encoding text again, its count differs
+            ids = collapse_images(self.name, ids, images)
         fields: JsonObject = {
             "input_ids": np.frombuffer(ids.view, np.int32),
             "sampling_params": sampling_params(sampling),
@@ -163,6 +183,8 @@ class SGLangProvider(RemoteEngine):
             "rid": request_id,
             "stream": stream,
         }
+        if images:
+            fields["image_data"] = [to_data_url(image) for image in images]
         if sampling.top_logprobs:
             fields["top_logprobs_num"] = sampling.top_logprobs
         if self._sampling_mask and sampling.filters:

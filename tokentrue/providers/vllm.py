@@ -12,6 +12,7 @@ import base64
 import io
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import msgspec
@@ -21,7 +22,13 @@ import orjson
 from tokentrue.errors import EngineContractError, EngineRejected, SamplingError
 from tokentrue.ids import TokenIds
 from tokentrue.json_types import JsonMapping, JsonObject
-from tokentrue.providers.building import CONSTRAINTS, CompletionBuilder, refuse_unknown_extra
+from tokentrue.providers.building import (
+    CONSTRAINTS,
+    CompletionBuilder,
+    collapse_images,
+    refuse_unknown_extra,
+    to_data_url,
+)
 from tokentrue.providers.publishing import WrittenWeights
 from tokentrue.providers.remote import (
     EngineFault,
@@ -35,7 +42,17 @@ from tokentrue.providers.remote import (
     read_tokens,
     version_from,
 )
-from tokentrue.types import FILTERS, UNVERSIONED, Completion, Finish, Ids, RoutedExperts, Sampling, VersionSpan
+from tokentrue.types import (
+    FILTERS,
+    UNVERSIONED,
+    Completion,
+    Finish,
+    Ids,
+    PromptImage,
+    RoutedExperts,
+    Sampling,
+    VersionSpan,
+)
 
 EXTRA = CONSTRAINTS | frozenset(
     {"structured_outputs", "min_tokens", "logit_bias", "ignore_eos", "allowed_token_ids", "bad_words", "adapter"}
@@ -93,7 +110,14 @@ class VLLMEvent(msgspec.Struct):
 
     choices: list[VLLMChoice] = []
     usage: VLLMUsage | None = None
+    prompt_token_ids: list[int] | None = None  # where they were requested, in the first event
     error: EngineFault | str | None = None
+
+
+class VLLMSchemas(msgspec.Struct):
+    """What of /openapi.json says which fields a route takes."""
+
+    components: dict[str, dict[str, Any]] = {}
 
 
 class VLLMProvider(RemoteEngine):
@@ -138,6 +162,7 @@ class VLLMProvider(RemoteEngine):
         self._model_id = ""
         self._has_token_route = False
         self._is_processed: bool | None = None  # None until the server was probed
+        self._takes_images: bool | None = None
         self.version = version
 
     @property
@@ -195,9 +220,20 @@ class VLLMProvider(RemoteEngine):
                 raise EngineRejected(
                     "vllm did not clear its prefix cache, which has keys and values of the old weights"
                 )
+        await self._reset_encoder_cache()
         await self._post("/update_weight_version", {"new_version": str(written.version)})
         await self._require_version(written.version)
         self._loaded = written.version
+
+    async def _reset_encoder_cache(self) -> None:
+        """It is keyed by the hash of an image alone, and would outlive the weights that computed it."""
+        try:
+            await self._post("/reset_encoder_cache")
+        except EngineContractError as error:  # the server has no such route: it matters only if images were sent
+            if self._takes_images:
+                raise EngineRejected(
+                    f"vllm cannot clear its cache of images, which old weights computed: {error}"
+                ) from error
 
     async def _info(self) -> WeightInfo:
         return await self._http.read_as(WeightInfo, "GET", "/weight_info")
@@ -225,6 +261,19 @@ class VLLMProvider(RemoteEngine):
             raise SamplingError(
                 f"this vLLM reports log-probabilities of temperature 1, not of {sampling.temperature:g}: "
                 "start it with --logprobs-mode processed_logprobs, or sample at temperature 1"
+            )
+
+    async def check_images(self) -> None:
+        """Images go over the token route only, as raw parts beside ids with one placeholder each."""
+        await self._learn()
+        if self._takes_images is None:
+            found = await self._http.read_as(VLLMSchemas, "GET", "/openapi.json")
+            request = found.components.get("schemas", {}).get("GenerateRequest", {})
+            self._takes_images = self._has_token_route and "content_parts" in request.get("properties", {})
+        if not self._takes_images:
+            cure = "vLLM 0.28 or newer, started with --enable-scale-out"
+            raise EngineRejected(
+                f"vllm at {self.url} takes images only as content_parts of /inference/v1/generate: {cure}"
             )
 
     def _new_answer(self, builder: CompletionBuilder, sampling: Sampling) -> VLLMAnswer:
@@ -272,8 +321,17 @@ class VLLMProvider(RemoteEngine):
         return best[0] != best[1]
 
     def _body(
-        self, ids: TokenIds, sampling: Sampling, *, session: str | None, request_id: str, stream: bool
+        self,
+        ids: TokenIds,
+        sampling: Sampling,
+        *,
+        session: str | None,
+        request_id: str,
+        stream: bool,
+        images: Sequence[PromptImage] = (),
     ) -> tuple[str, bytes]:
+        if images:
+            ids = collapse_images(self.name, ids, images)
         prompt, params = np.frombuffer(ids.view, np.int32), sampling_params(sampling)
         model = sampling.extra.get("adapter", self._model_id)
         fields: JsonObject = {"model": model, "request_id": request_id, "stream": stream}
@@ -284,6 +342,9 @@ class VLLMProvider(RemoteEngine):
         if self._has_token_route:
             params |= {"logprobs": sampling.top_logprobs, "detokenize": bool(sampling.stop)}
             fields |= {"token_ids": prompt, "sampling_params": params}
+            if images:  # the answer has the ids that vLLM expanded them to
+                parts = [{"type": "image_url", "url": to_data_url(image)} for image in images]
+                fields |= {"content_parts": parts, "return_token_ids": True}
             return "/inference/v1/generate", dump_settings(fields)
         fields |= {
             **params,
@@ -306,6 +367,8 @@ class VLLMAnswer:
     def add(self, event: bytes) -> None:
         answer = decode_answer(event, VLLMEvent, where=self._engine.url)
         raise_fault("vllm", answer.error)
+        if answer.prompt_token_ids is not None:
+            self.builder.check_prompt(answer.prompt_token_ids)
         if answer.usage is not None:
             self._prompt_tokens = answer.usage.prompt_tokens
         if self._last is None and answer.choices:  # what follows the end is not part of this generation

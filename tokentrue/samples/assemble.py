@@ -32,6 +32,8 @@ from tokentrue.types import (
     VersionSpan,
 )
 
+PLACEHOLDER = "placeholder"
+
 
 @record
 class Assembly:
@@ -84,7 +86,7 @@ def _drafts(
         rewarded = record.rewards.leaves
         side = (node for node in find_side_requests(tree) if node not in rewarded)
         abandoned = {**dict.fromkeys(side, SIDE_REQUEST), **abandoned}
-    kept = set(tree.nodes) - (set() if include_abandoned else set(abandoned))
+    kept = set(tree.nodes) - {node for node, why in abandoned.items() if not include_abandoned or why == PLACEHOLDER}
     owner: dict[str, str] = {}  # node -> the sample that trains it
     drafts: list[tuple[Node, list[Node]]] = []
     for leaf in tree.in_order():
@@ -280,6 +282,8 @@ def find_left_out(tree: Tree, rewarded: Collection[str] = ()) -> dict[str, str]:
     * `not_chosen`: another answer to the same turn was continued (n > 1, concurrent requests, or an earlier answer).
     * `disconnected`, `engine_failed`, `deleted`, `aborted`: the client never got the whole answer, and nothing follows.
 
+    * `placeholder`: the model sampled a token that only the place of an image may have. Never trained.
+
     Descendants of an abandoned node are abandoned for the same reason, unless a reward on their leaf keeps the path.
     """
     rewarded_paths = {node.id for leaf in rewarded if leaf in tree.nodes for node in tree.path(tree.nodes[leaf])}
@@ -298,6 +302,9 @@ def find_left_out(tree: Tree, rewarded: Collection[str] = ()) -> dict[str, str]:
         alive = any(child.id not in reasons for child in tree.followers.get(node.id, ()))
         if not alive and node.id not in reasons and node.id not in rewarded_paths and (why := _unserved_reason(node)):
             reasons[node.id] = why
+    for node in tree.in_order():  # no reward helps: a model cannot compute the place of an image that is none
+        if node.outcome == PLACEHOLDER or any(reasons.get(each) == PLACEHOLDER for each in tree.predecessors(node)):
+            reasons[node.id] = PLACEHOLDER
     return reasons
 
 

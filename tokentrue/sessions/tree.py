@@ -36,9 +36,10 @@ from tokentrue.types import (
     shift_images,
 )
 
-Outcome: TypeAlias = Literal["served", "disconnected", "engine_failed", "deleted"]
+Outcome: TypeAlias = Literal["served", "disconnected", "engine_failed", "deleted", "placeholder"]
 """served: the generation completed. disconnected: all callers left, or the turn's deadline passed. engine_failed:
-this choice, or another one of its turn, failed. deleted: the session was ended meanwhile."""
+this choice, or another one of its turn, failed. deleted: the session was ended meanwhile. placeholder: the model
+sampled a token that only the place of an image may have."""
 
 TurnKey: TypeAlias = tuple[str | None, bytes]
 """(parent, digest of the given messages): nodes with the same key answer exactly the same turn."""

@@ -39,6 +39,7 @@ from tokentrue.types import (
     Parsed,
     PromptImage,
     Reply,
+    Sampling,
     SamplingMask,
     TurnEvent,
     are_logprobs,
@@ -75,6 +76,7 @@ class Choice:
         self._images: JsonMapping = (
             {"images": images} if images else {}
         )  # an engine without images has no such argument
+        self._placeholders: frozenset[int] = frozenset(getattr(renderer, "placeholder_ids", ()))
         self._emit = turn.emit if turn.streamed else None
         self._limit = MOST_SAMPLED if sampling.max_tokens is None else sampling.max_tokens
         self._received = _Received(self._limit)
@@ -112,15 +114,20 @@ class Choice:
     async def _read(self, provider: Provider, session_id: str, feed: Callable[[Chunk], None] | None) -> None:
         # Keep chunks as they arrive, in case the stream breaks off.
         final: Completion | None = None
-        stream = provider.stream(
-            self._prompt_ids, self.sampling, session=session_id, whole=feed is None, **self._images
-        )
+        sampling = self.sampling
+        if self._placeholders and getattr(provider, "bans_tokens", False):
+            sampling = ban_tokens(sampling, self._placeholders)
+        stream = provider.stream(self._prompt_ids, sampling, session=session_id, whole=feed is None, **self._images)
         try:
             async with aclosing(cast("AsyncGenerator[Chunk, None]", stream)) as chunks:
                 async for chunk in chunks:
                     final = chunk.final or final
                     if chunk.token_ids:
                         fitting = self._received.add(chunk)
+                        if found := self._placeholders.intersection(fitting.token_ids):
+                            raise EngineContractError(
+                                f"the model sampled the placeholder {min(found)}, which has no image; ask again"
+                            )
                         if feed is not None and fitting.token_ids:
                             feed(fitting)
                         if fitting is not chunk:
@@ -163,7 +170,7 @@ class Choice:
             if received is None:
                 return False
             self.completion = received
-        self.outcome = outcome
+        self.outcome = outcome if self._placeholders.isdisjoint(self.completion.token_ids) else "placeholder"
         try:
             await self.parse()
         except EngineContractError:  # record it even if it cannot be parsed: the ids are what matters
@@ -285,6 +292,12 @@ def find_stop(text: str, stops: Sequence[str]) -> int | None:
     """The start of the stop string that completes first (the longer of two): the one at which an engine stops."""
     found = [(at + len(stop), at) for stop in stops if stop and (at := text.find(stop)) >= 0]
     return min(found)[1] if found else None
+
+
+def ban_tokens(sampling: Sampling, ids: Iterable[int]) -> Sampling:
+    """For engines that take a logit bias. The record keeps the settings of the request."""
+    bias = {**(sampling.extra.get("logit_bias") or {}), **{str(token): -100.0 for token in sorted(ids)}}
+    return replace(sampling, extra={**sampling.extra, "logit_bias": bias})
 
 
 class StreamedMessage:
