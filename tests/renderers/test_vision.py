@@ -21,7 +21,7 @@ from tests.vision_families import BY_NAME, GEMMA3, OWN, QWEN2_5_VL, QWEN3_VL, RE
 from tokentrue.errors import MessageError
 from tokentrue.renderers.seeing import images as seeing
 from tokentrue.types import Extension
-from tokentrue.vision import QwenVision, identify_processor, load_vision, resolve_settings
+from tokentrue.vision.families import QwenVision, identify_processor, load_vision, resolve_settings
 
 TOOLS = [
     {

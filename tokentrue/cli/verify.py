@@ -74,6 +74,8 @@ def print_proof(found: Verification) -> None:
         cases.append((case.role, case.shape, (case.outcome, COLOURS[case.outcome]), why))
     print_table("shapes", ("role appended", "conversation ends with", "result", "why"), cases)
     print_table("parse inverts render", ("turn", "result"), found.parse.items())
+    if found.images:
+        print_table("images", ("role", "result"), found.images.items())
     stops = "  ".join(f"{kind}: {' '.join(texts) or '-'}" for kind, texts in found.stops.items())
     hashes = (f"template {found.template_hash}", f"tokenizer {found.tokenizer_hash}")
     print(f"stop tokens  {stops}", *hashes, *found.warnings, sep="\n")

@@ -17,7 +17,7 @@ from tokentrue.errors import ConfigError, InputError, TokenContractError
 from tokentrue.hub import locate_small_files, one_line
 from tokentrue.images import hash_image, open_image
 from tokentrue.types import PromptImage
-from tokentrue.vision import identify_processor
+from tokentrue.vision.families import identify_processor
 
 KEPT_BYTES = 512 << 20
 

@@ -24,7 +24,7 @@ from tokentrue.renderers.prove import prove
 from tokentrue.renderers.renderer import UNPROVEN, Injection, Proof, Renderer
 from tokentrue.renderers.seeing.proof import prove_images
 from tokentrue.renderers.template import Template, find_input_format
-from tokentrue.vision import Vision, list_placeholder_ids, load_vision, read_config
+from tokentrue.vision.families import Vision, list_placeholder_ids, load_vision, read_config
 
 _TOKENIZER_FILES = (
     "tokenizer.json",

@@ -31,7 +31,7 @@ from tokentrue.renderers.seeing.images import PROVEN, SEEN_ROLES, ImageInputs
 from tokentrue.renderers.structure import Structure, find_structure
 from tokentrue.renderers.template import InputFormat, Template
 from tokentrue.types import Extension, Ids, Message, Messages, Parsed, Refusal, Rendered, TemplateKwargs, Tools
-from tokentrue.vision import Vision
+from tokentrue.vision.families import Vision
 
 Injection: TypeAlias = Literal["safe", "engine"]
 

@@ -16,7 +16,7 @@ from tokentrue.json_types import JsonMapping, is_array, is_object
 from tokentrue.records import record
 from tokentrue.renderers.codec import Codec, strings_in
 from tokentrue.types import ImageRun, Messages, PromptSpan
-from tokentrue.vision import Vision
+from tokentrue.vision.families import Vision
 
 IMAGE = "image"
 SEEN_ROLES = ("user", "tool")

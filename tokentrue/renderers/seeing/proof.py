@@ -18,7 +18,7 @@ from tokentrue.renderers.prove import TOOLS, find_stop, find_truth, make_calls
 from tokentrue.renderers.renderer import Renderer
 from tokentrue.renderers.seeing.images import HISTORY, PROVEN, SEEN_ROLES
 from tokentrue.types import Extension, Message
-from tokentrue.vision import Vision
+from tokentrue.vision.families import Vision
 
 SIZES = ((56, 56), (640, 427), (300, 900), (1366, 768), (31, 33))
 DIFFERS = "the ids differ from those of the whole conversation"

@@ -296,7 +296,7 @@ def find_stop(text: str, stops: Sequence[str]) -> int | None:
 
 def ban_tokens(sampling: Sampling, ids: Iterable[int]) -> Sampling:
     """For engines that take a logit bias. The record keeps the settings of the request."""
-    bias = {**(sampling.extra.get("logit_bias") or {}), **{str(token): -100.0 for token in sorted(ids)}}
+    bias: JsonObject = {**(sampling.extra.get("logit_bias") or {}), **{str(token): -100.0 for token in sorted(ids)}}
     return replace(sampling, extra={**sampling.extra, "logit_bias": bias})
 
 
