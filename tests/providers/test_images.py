@@ -28,7 +28,7 @@ from tokentrue.providers.pool import Pool
 from tokentrue.providers.scripted import ScriptedProvider
 from tokentrue.providers.sglang import SGLangProvider
 from tokentrue.providers.vllm import VLLMProvider
-from tokentrue.types import ImageRun, PromptImage, Sampling
+from tokentrue.types import ImageRun, PromptImage, Sampling, TurnRequest
 
 SETTINGS = {"patch_size": 16, "merge_size": 2, "size": {"shortest_edge": 65536, "longest_edge": 16777216}}
 
@@ -289,7 +289,7 @@ async def test_a_sampled_placeholder_is_kept_and_never_trained(renderer: Any, st
     talk = [{"role": "user", "content": "x"}]
     if streamed:
         with pytest.raises(TokenTrueError, match=f"sampled the placeholder {pad}"):
-            async for _ in session.stream(tt.TurnRequest(messages=talk)):
+            async for _ in session.stream(TurnRequest(messages=talk)):
                 pass
     else:
         with pytest.raises(TokenTrueError, match=f"sampled the placeholder {pad}"):
