@@ -90,6 +90,9 @@ class Trainer:
                 "train.baseline: score centering needs advantages that are not divided by a group's deviation; choose "
                 "dr_grpo or rloo"
             )
+        if images is not None and ranks is not None and ranks.world > 1:
+            # A rank whose rows show no image would have no gradients of the tower to sum.
+            raise ConfigError("images: trained by one process only")
         if optim.lr is None:
             optim = replace(optim, lr=default_learning_rate(sum(each.numel() for each in model.parameters())))
         self.model = model
