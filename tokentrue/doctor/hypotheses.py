@@ -165,7 +165,7 @@ def _inputs(reference: Reference, specials: Sequence[int]) -> Iterator[Hypothesi
             x = max(0, min(x, seen.prompt_tokens - 1 - max(0, start)))
             return seen.edit(start if start >= 0 else seen.prompt_tokens - x, x)
 
-        label = f"the prompt without {{x:.0f}} tokens {f'after its first {start}' if start >= 0 else 'at its end'}"
+        label = f"the prompt without {{x:.0f}} tokens {f'from its token {start} on' if start >= 0 else 'at its end'}"
         return Hypothesis("prompt_changed", label, edit(change), range(1, 13 if start else 33))
 
     by = lambda trial, x: setattr(trial, "align", int(x))  # noqa: E731
@@ -182,7 +182,7 @@ def _inputs(reference: Reference, specials: Sequence[int]) -> Iterator[Hypothesi
     label, shifts = "positions of sampled tokens moved by {x:.0f}", (-2, -1, 1, 2, 8, 32)
     yield Hypothesis("decode_positions", label, moved, shifts, "whole", is_sampling=True)
     own = getattr(reference.config, "sliding_window", None) or 0
-    windows = [x for x in (*([0] if own else []), 8, 16, 32, 64, 128, 256, 512) if x != own]
+    windows = [x for x in (*([0] if own else []), 8, 16, 24, 32, 40, 48, 64, 96, 128, 256, 512) if x != own]
     seen = give(lambda n, sent, x: {"attention_mask": banded_mask(n, x or n)})
     yield Hypothesis("sliding_window", "attention to {x:.0f} tokens (0: all)", seen, windows, "whole")
 

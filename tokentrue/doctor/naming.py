@@ -230,7 +230,7 @@ def share(data: Evidence, fit: Fit) -> float:
 def fit_all(data: Evidence, hypotheses: Iterable[Hypothesis]) -> list[Fit]:
     """The best hypotheses over all tokens, best first; each is tried on few tokens first."""
     is_exact = data.dtype == "float32"
-    first, inside = choose_first(data, 32 if is_exact else 80)
+    first, inside = choose_first(data, 64 if is_exact else 80)
     whole = data.size(data.e, inside)
     visible = int((data.e.abs() > 6 * data.spread)[data.held & data.is_chosen].sum())
     # What noise correlates with by itself; float32 has none.
