@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import ROOT, Report
 
-NAMES = ("agents", "engine", "gateway", "mismatch", "render", "request_path", "samples")
+NAMES = ("agents", "engine", "gateway", "mismatch", "render", "request_path", "samples", "tree")
 
 
 def test_a_report_is_a_plain_table() -> None:

@@ -143,7 +143,8 @@ def test_flops_by_hand() -> None:
     layer = 128 * 128 + 2 * 128 * 64 + 128 * 128 + 3 * 128 * 384
     weights = 3 * layer + 659 * 128
     assert found.weights == weights
-    assert found.forward([10, 20]) == 2 * weights * 30 + 2 * 3 * 128 * (100 + 400)
+    positions = torch.cat((torch.arange(10), torch.arange(20)))
+    assert found.forward(positions) == 2 * weights * 30 + 2 * 3 * 128 * (100 + 400)
 
 
 def test_flops_of_a_mixture_count_the_experts_that_a_token_takes() -> None:

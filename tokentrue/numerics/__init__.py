@@ -27,10 +27,12 @@ from tokentrue.numerics.ops import (
     RowSlots,
     same_bits,
 )
+from tokentrue.numerics.tree import Array, TokenTree, score_tree, shares_prefixes, sort_by_prefix
 from tokentrue.numerics.vision import SeenImages, see_rows
 
 __all__ = [
     "SWITCHES",
+    "Array",
     "AttentionSpec",
     "ClampedSwiglu",
     "Contract",
@@ -46,6 +48,7 @@ __all__ = [
     "PagedBatch",
     "RowSlots",
     "SeenImages",
+    "TokenTree",
     "deterministic_grad",
     "exact",
     "filter_logits",
@@ -57,6 +60,9 @@ __all__ = [
     "same_bits",
     "scale_logits",
     "score",
+    "score_tree",
     "scores_of",
     "see_rows",
+    "shares_prefixes",
+    "sort_by_prefix",
 ]

@@ -201,6 +201,8 @@ def delta_forward(name: str, module: nn.Module, ops: Ops) -> Any:
             raise ExactnessError(
                 "exact(model) scores whole sequences; for generation with a cache use ExactEngine (here: use_cache=False)"
             )
+        if packed is not None and packed.branches is not None:
+            raise ExactnessError(f"{name}: the gated delta rule has no exact form over a tree")
         b, t, size = hidden_states.shape
         flat = hidden_states.reshape(b * t, size)
         if attention_mask is not None and not bool(attention_mask.bool().all()):

@@ -43,6 +43,13 @@ class KeptRows:
         offsets = self.offsets[rows.start : rows.stop + 1]
         return KeptRows(token_ids=self.token_ids[int(offsets[0]) : int(offsets[-1])], offsets=offsets - offsets[0])
 
+    def take(self, rows: Tensor) -> KeptRows:
+        """Any rows, in the order of `rows`."""
+        counts = self.offsets.diff()
+        ids = self.token_ids.split(counts.tolist())
+        taken = [ids[row] for row in rows.tolist()] or [self.token_ids[:0]]
+        return KeptRows(token_ids=torch.cat(taken), offsets=F.pad(counts[rows].cumsum(0), (1, 0)))
+
     def removed(self, vocabulary: int) -> Tensor:
         """bool [R, V]."""
         counts = self.offsets.diff()
@@ -232,26 +239,21 @@ def scores_of(
 ) -> Tensor:  # fmt: skip
     """`score`, the entropy (0 unless requested) and the log-probabilities of `more_ids`, [..., K] for each entry of the
     result, in the last dimension: [..., 2 + K]."""
-    if not bool((torch.as_tensor(temperature) > 0).all()):
-        raise InputError(
-            f"score: temperature must be > 0, got {temperature}; greedy decoding has no log-probabilities of its own"
-        )
     flat = ids.dim() == 1
     batch = ids[None] if flat else ids
     if batch.dim() != 2 or batch.shape[1] == 0:
         raise InputError(f"score: ids must be [batch, tokens], got {tuple(ids.shape)}")
     packed = None if cu_seqlens is None else packed_of(batch, cu_seqlens)
-    targets = torch.cat((batch[:, 1:], batch[:, :1]), 1)  # the last position predicts nothing; its score is dropped
-    if isinstance(temperature, Tensor) and temperature.numel() != 1:
-        temperature = F.pad(temperature.float().view(batch.shape[0], -1), (0, 1), value=1.0).reshape(-1)
-    per_position = None if kept is None else with_last_positions(kept, batch.shape)
+    targets = batch[:, 1:]
+    if isinstance(temperature, Tensor):
+        temperature = temperature.float().reshape(-1)
+    if kept is not None and len(kept.offsets) != targets.numel() + 1:
+        raise InputError(f"score: kept has {len(kept.offsets) - 1} rows for {targets.numel()} scores")
     if more_ids is not None:
-        more_ids = F.pad(more_ids.reshape(*batch[:, 1:].shape, -1), (0, 0, 0, 1)).flatten(0, 1)
-    with exact(model), scoring_head(model, targets, temperature, entropy, per_position, more_ids) as made:
-        found = logits_of(model, batch, packed, images)
-        if len(made) != 1 or not same_bits(found.detach().float(), made[0].detach()):
-            raise ExactnessError(f"{type(model).__name__} changes its logits after the output head: no exact form")
-    found = found[:, :-1]
+        more_ids = more_ids.reshape(targets.numel(), -1)
+    found = head_scores(
+        model, batch, packed, targets, temperature, entropy=entropy, kept=kept, images=images, more_ids=more_ids
+    )
     if packed is not None and len(packed.lengths) > 1:
         inside = torch.ones(found.shape[1], 1, dtype=torch.bool, device=found.device)
         inside[packed.cu_seqlens[1:-1].long() - 1] = False
@@ -259,25 +261,45 @@ def scores_of(
     return found[0] if flat else found
 
 
-def with_last_positions(kept: KeptRows, shape: torch.Size) -> KeptRows:
-    """From B × (T - 1) rows: adds the last positions, which predict nothing."""
-    counts = kept.offsets.diff()
-    if counts.numel() != shape[0] * (shape[1] - 1):
-        raise InputError(f"score: kept has {counts.numel()} rows for {shape[0]} x {shape[1] - 1} scores")
-    counts = F.pad(counts.view(shape[0], -1), (0, 1)).reshape(-1)
-    return KeptRows(token_ids=kept.token_ids, offsets=F.pad(counts.cumsum(0), (1, 0)))
+def head_scores(
+    model: nn.Module, ids_BT: Tensor, packed: Packed | None, targets: Tensor, temperature: float | Tensor, *, entropy: bool,
+    kept: KeptRows | None, images: SeenImages | None, more_ids: Tensor | None, chosen: Sequence[Tensor] | None = None,
+) -> Tensor:  # fmt: skip
+    """[B,R,2+K]: scores of the `targets` [B,R], which the `chosen` positions predict; None: all but the last."""
+    if not bool((torch.as_tensor(temperature) > 0).all()):
+        raise InputError(
+            f"score: temperature must be > 0, got {temperature}; greedy decoding has no log-probabilities of its own"
+        )
+    with exact(model), scoring_head(model, targets, temperature, entropy, kept, more_ids, chosen) as made:
+        found = logits_of(model, ids_BT, packed, images)
+        if len(made) != 1 or not same_bits(found.detach().float(), made[0].detach()):
+            raise ExactnessError(f"{type(model).__name__} changes its logits after the output head: no exact form")
+    return found
+
+
+class TakeRows(torch.autograd.Function):
+    """x [T,K] -> [R,K]: the rows that `pieces` name, no piece a row twice. Gradients are added piece by piece, in float32,
+    without atomics: equal from run to run."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, pieces: Sequence[Tensor]) -> Tensor:
+        ctx.pieces, ctx.shape, ctx.dtype = pieces, x.shape, x.dtype
+        return x.index_select(0, torch.cat(list(pieces)))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        total = torch.zeros(ctx.shape, dtype=torch.float32, device=grads[0].device)
+        for piece, gradient in zip(ctx.pieces, grads[0].split([len(piece) for piece in ctx.pieces]), strict=True):
+            total.index_add_(0, piece, gradient.float())
+        return total.to(ctx.dtype), None
 
 
 @contextmanager
 def scoring_head(
-    model: Any,
-    targets_BT: Tensor,
-    temperature: float | Tensor,
-    entropy: bool,
-    kept: KeptRows | None = None,
-    more_ids: Tensor | None = None,
-) -> Iterator[list[Tensor]]:
-    """While the block runs, the output head returns scores [B,T,2+K] instead of logits (inside forward, for FSDP2)."""
+    model: Any, targets_BR: Tensor, temperature: float | Tensor, entropy: bool, kept: KeptRows | None = None,
+    more_ids: Tensor | None = None, chosen: Sequence[Tensor] | None = None,
+) -> Iterator[list[Tensor]]:  # fmt: skip
+    """While the block runs, the output head returns scores [B,R,2+K] instead of logits (inside forward, for FSDP2)."""
     state: State = model.__dict__[STATE]
     head, config = model.get_output_embeddings(), model.config.get_text_config()
     if not isinstance(head, nn.Linear):
@@ -292,9 +314,11 @@ def scoring_head(
     made: list[Tensor] = []
 
     def forward(hidden: Tensor) -> Tensor:
-        flat, ids = hidden.reshape(-1, hidden.shape[-1]), targets_BT.reshape(-1)
-        scores: Any = HeadScores.apply(flat, head.weight, head.bias, ids, settings)
-        made.append(scores.view(*hidden.shape[:-1], -1))
+        used = hidden[:, :-1] if chosen is None else hidden
+        flat: Any = used.reshape(-1, hidden.shape[-1])
+        flat = flat if chosen is None else TakeRows.apply(flat, chosen)
+        scores: Any = HeadScores.apply(flat, head.weight, head.bias, targets_BR.reshape(-1), settings)
+        made.append(scores.view(*targets_BR.shape, scores.shape[-1]))
         return made[-1]
 
     with ExitStack() as undo:
@@ -315,6 +339,8 @@ def logits_of(
     if packed is None:
         positions = torch.arange(t, device=ids_BT.device).expand(b, t)
         packed = Packed.of((t,) * b, ids_BT.device)
+    elif packed.branches is not None:
+        positions = packed.branches.positions.long()[None]
     else:
         positions = torch.cat([torch.arange(n, device=ids_BT.device) for n in packed.lengths])[None]
     source = {"inputs_embeds": ids_BT} if ids_BT.is_floating_point() else {"input_ids": ids_BT}

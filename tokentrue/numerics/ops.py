@@ -58,12 +58,24 @@ class AttentionSpec:
     causal: bool = True  # False (vision, `Ops.attention` alone): every query sees all keys of its sequence
 
 
+@record(eq=False)
+class Branches:
+    """Where the keys of a packed tree's segments are; all int32."""
+
+    path: Tensor  # [L]: the token of the pack at each place of the rows, which lie end to end
+    table: Tensor  # [S, 3]: where a row through the segment starts in `path`, how much of it ends with the segment, and
+    # the end of the segment's descendants in the pack
+    positions: Tensor  # [T]: of each token in its row
+
+
 @record
 class Packed:
-    """Whole sequences back to back (training), from position 0."""
+    """Whole sequences back to back (training), from position 0; with `branches` segments of a tree, a token's
+    descendants after it."""
 
     cu_seqlens: Tensor  # int32 [S+1], on the device: where each starts
     lengths: tuple[int, ...]  # the same on the host
+    branches: Branches | None = None
 
     @classmethod
     def of(cls, lengths: tuple[int, ...], device: torch.device | str = "cpu") -> Packed:
@@ -340,7 +352,8 @@ class Ops(ABC):
     # ---- attention
     @abstractmethod
     def attention(self, q: Tensor, k: Tensor, v: Tensor, packed: Packed, spec: AttentionSpec) -> Tensor:
-        """(grad) q [T,H,D], k/v [T,J,D] -> [T,H,D]; in each sequence, with the bits of `paged_attention`."""
+        """(grad) q [T,H,D], k/v [T,J,D] -> [T,H,D]; in each sequence or along a tree's rows, with the bits of
+        `paged_attention`."""
 
     @abstractmethod
     def store_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:

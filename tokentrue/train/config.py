@@ -131,6 +131,7 @@ class TrainConfig:
     minibatches: AtLeastOne = 1  # updates per batch; with several the ratio of PPO has something to clip
     epochs: AtLeastOne = 1
     micro_tokens: AtLeastOne = 4096
+    tree: bool = True  # with `exact`: rows that share a prefix compute it once
     lag: Count = 0
     exact: bool = True
     drop_idle_rows: bool = True  # train on rows without advantage only where a penalty or entropy gives a gradient

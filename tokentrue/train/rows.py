@@ -13,21 +13,25 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tokentrue.errors import TokenContractError
 from tokentrue.mismatch import grpo_advantages, rloo_advantages, whitened_advantages
-from tokentrue.numerics import KeptRows
+from tokentrue.numerics import Array, KeptRows, sort_by_prefix
 from tokentrue.numerics.routing import routing_of, routing_weights_of
 from tokentrue.pixels import ReadImage, find_images
 from tokentrue.records import record
+from tokentrue.routing_replay import FREE
 from tokentrue.samples.groups import group_sessions
 from tokentrue.samples.recorded_turns import read_turns, scoring_temperatures
 from tokentrue.train.config import AdvantageConfig, Baseline, OverlongConfig
 from tokentrue.types import Finish, PromptImage, Sample
 
 Groups = list[list[Sample]]
+# Rows that share less of themselves may be packed with others.
+WORTH_SHARING = 1 / 16
 
 
 @record(eq=False)
@@ -39,6 +43,8 @@ class ScoredRow:
     kept: KeptRows | None = None  # ids that the sampler's filters kept, a row for each token
     images: tuple[PromptImage, ...] = ()
     head_ids: Tensor | None = None  # int64 [T, K]: to score beside each token
+    experts: Tensor | None = None  # int16 [T, layers, top_k] of the rollout, and their weights
+    expert_weights: Tensor | None = None
 
     @property
     def length(self) -> int:
@@ -57,8 +63,6 @@ class Row(ScoredRow):
     rollout: Tensor  # float32 [T]
     versions: Tensor  # int64 [T]
     reward: float
-    experts: Tensor | None = None  # int16 [T, layers, top_k] of the rollout, and their weights
-    expert_weights: Tensor | None = None
 
     @property
     def session(self) -> tuple[str, str]:
@@ -147,6 +151,27 @@ def rows_from_groups(
         row_from_sample(sample, sample.group or f"group-{number}", temperature, images)
         for number, group in enumerate(groups)
         for sample in group
+    ]
+
+
+def join_tables(rows: Sequence[ScoredRow], tables: Sequence[Tensor | None], fill: int) -> list[Tensor]:
+    """One table [T, …] for each row; `fill` where a row has none."""
+    like = next(table for table in tables if table is not None)
+    return [
+        like.new_full((row.length, *like.shape[1:]), fill) if table is None else table
+        for row, table in zip(rows, tables, strict=True)
+    ]
+
+
+def token_names(rows: Sequence[ScoredRow]) -> list[Array]:
+    """What decides a forward pass at each token: its id and the experts that a mixture replays."""
+    columns = [[row.ids for row in rows]]
+    for tables, fill in (([row.experts for row in rows], FREE), ([row.expert_weights for row in rows], 0)):
+        if any(table is not None for table in tables):
+            columns.append(join_tables(rows, tables, fill))
+    return [
+        np.concatenate([part.reshape(len(part), -1).contiguous().numpy().view(np.uint8) for part in parts], 1)
+        for parts in zip(*columns, strict=True)
     ]
 
 
@@ -297,16 +322,38 @@ class Packing:
     padded: bool
     rank: int = 0
     world: int = 1
+    tree: bool = False
 
     def bins(self, rows: Sequence[Row], numbers: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         """This rank's forward passes over `numbers`; every rank has as many, some perhaps empty."""
         if not numbers:
             return ()
-        shares = share([rows[i].length for i in numbers], self.world)
-        packed = [pack([rows[numbers[k]].length for k in found], self.budget, padded=self.padded) for found in shares]
+        if self.tree and not any(rows[i].images for i in numbers):
+            runs, costs = join_runs([rows[i] for i in numbers], self.budget, self.world)
+        else:
+            runs, costs = [[k] for k in range(len(numbers))], [rows[i].length for i in numbers]
+        shares = share(costs, self.world)
+        packed = [pack([costs[k] for k in found], self.budget, padded=self.padded) for found in shares]
         most = max(len(bins) for bins in packed)
-        mine = [tuple(numbers[shares[self.rank][k]] for k in found) for found in packed[self.rank]]
+        own = shares[self.rank]
+        mine = [tuple(sorted(numbers[i] for k in found for i in runs[own[k]])) for found in packed[self.rank]]
         return (*mine, *(() for _ in range(most - len(mine))))
+
+
+def join_runs(rows: Sequence[ScoredRow], budget: int, ranks: int) -> tuple[list[list[int]], list[int]]:
+    """Rows that share enough, in runs that fit a pass and leave work for every rank; and the tokens of each run."""
+    order, shared = sort_by_prefix(token_names(rows))
+    fresh = [rows[row].length - common for row, common in zip(order, shared, strict=True)]
+    most = min(budget, -(-sum(fresh) // ranks))
+    runs, costs = list[list[int]](), list[int]()
+    for row, common, cost in zip(order, shared, fresh, strict=True):
+        if runs and common >= rows[row].length * WORTH_SHARING and costs[-1] + cost <= most:
+            runs[-1].append(row)
+            costs[-1] += cost
+        else:
+            runs.append([row])
+            costs.append(rows[row].length)
+    return runs, costs
 
 
 def plan_minibatches(

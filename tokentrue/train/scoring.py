@@ -13,13 +13,13 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from tokentrue.numerics import KeptRows, exact, scores_of, see_rows
+from tokentrue.numerics import KeptRows, TokenTree, exact, score_tree, see_rows
 from tokentrue.numerics.routing import replay_routing
 from tokentrue.pixels import PixelReader, check_runs, plain_inputs
 from tokentrue.records import record
 from tokentrue.routing_replay import FREE
 from tokentrue.train.config import RoutingReplay
-from tokentrue.train.rows import Row, ScoredRow
+from tokentrue.train.rows import ScoredRow, join_tables, token_names
 
 
 @record(eq=False)
@@ -30,9 +30,11 @@ class Scores:
 
 
 class Scorer(Protocol):
-    """Scores rows in their order. `active()` wraps a training step. `is_padded`: a pass costs rows × longest row."""
+    """Scores rows in their order. `active()` wraps a training step. `is_padded`: a pass costs rows × longest row; `tree`:
+    shared prefixes cost once."""
 
     is_padded: bool
+    tree: bool
 
     def __call__(self, model: nn.Module, rows: Sequence[ScoredRow], *, entropy: bool = False) -> Scores: ...
 
@@ -44,34 +46,28 @@ class ExactScorer:
 
     is_padded = False
 
-    def __init__(self, reader: PixelReader | None = None, *, leaves: int = 1) -> None:
+    def __init__(self, reader: PixelReader | None = None, *, leaves: int = 1, tree: bool = False) -> None:
         self.reader = reader
         self.leaves = leaves
+        self.tree = tree
 
     def __call__(self, model: nn.Module, rows: Sequence[ScoredRow], *, entropy: bool = False) -> Scores:
         with self.active(model):
-            return self._score(model, rows, entropy=entropy)
-
-    def _score(self, model: nn.Module, rows: Sequence[ScoredRow], *, entropy: bool) -> Scores:
-        lengths = [row.length for row in rows]
-        device = next(model.parameters()).device
-        packed = torch.cat([row.ids for row in rows]).to(device)
-        bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
-        temperature = one_temperature(rows) or torch.cat([row.temperatures for row in rows])[1:].to(device)
-        joined = join_kept(rows)
-        kept = None if joined is None else joined.of(slice(1, len(packed))).to(device)
-        images = see_rows(model, [(row.ids, row.images) for row in rows], self.reader)
-
-        def split(flat: Tensor) -> list[Tensor]:
-            return list(torch.cat((flat.new_zeros(1, *flat.shape[1:]), flat)).split(lengths))
-
-        ids = [row.head_ids for row in rows if row.head_ids is not None]
-        more = torch.cat(ids)[1:].to(device) if ids else None
-        found = scores_of(model, packed, temperature, bounds, entropy=entropy, kept=kept, images=images, more_ids=more)
+            more = [row.head_ids for row in rows if row.head_ids is not None]
+            found = score_tree(
+                model,
+                lay_out(rows, tree=self.tree, device=next(model.parameters()).device),
+                torch.cat([row.ids for row in rows]),
+                torch.cat([row.temperatures for row in rows]),
+                join_kept(rows),
+                entropy=entropy,
+                images=see_rows(model, [(row.ids, row.images) for row in rows], self.reader),
+                more_ids=torch.cat(more) if more else None,
+            )
         return Scores(
-            logprobs=split(found[:, 0]),
-            entropy=split(found[:, 1]) if entropy else None,
-            head=None if more is None else split(found[:, 2:]),
+            logprobs=[values[:, 0] for values in found],
+            entropy=[values[:, 1] for values in found] if entropy else None,
+            head=[values[:, 2:] for values in found] if more else None,
         )
 
     def active(self, model: nn.Module) -> AbstractContextManager[object]:
@@ -82,6 +78,7 @@ class PlainScorer:
     """The model's own forward pass on right-padded rows: what an ordinary trainer computes."""
 
     is_padded = True
+    tree = False
 
     def __init__(self, reader: PixelReader | None = None) -> None:
         self.reader = reader
@@ -93,10 +90,9 @@ class PlainScorer:
             check_runs(row.ids, row.images, model.config, "a row")
         seen = plain_inputs(model, ids_BT, [row.images for row in rows], self.reader)
         logits = model(input_ids=ids_BT, use_cache=False, **seen).logits[:, :-1].float()
-        if one_temperature(rows) != 1.0:
-            heats = [row.temperatures for row in rows]
-            padded = nn.utils.rnn.pad_sequence(heats, batch_first=True, padding_value=1.0)
-            logits = logits / padded.to(device)[:, 1:, None]
+        heats = nn.utils.rnn.pad_sequence([row.temperatures for row in rows], batch_first=True, padding_value=1.0)
+        if bool((heats != 1).any()):
+            logits = logits / heats.to(device)[:, 1:, None]
         joined = join_kept(rows, pad_to=ids_BT.shape[1])
         if joined is not None:
             removed = joined.to(device).removed(logits.shape[-1]).view(*ids_BT.shape, -1)
@@ -120,10 +116,9 @@ class PlainScorer:
         return nullcontext()
 
 
-def one_temperature(rows: Sequence[ScoredRow]) -> float | None:
-    """The temperature that all tokens share, if they do."""
-    first = float(rows[0].temperatures[0])
-    return first if all(bool((row.temperatures == first).all()) for row in rows) else None
+def lay_out(rows: Sequence[ScoredRow], *, tree: bool, device: torch.device | str = "cpu") -> TokenTree:
+    """A forward pass: each shared prefix once, or (with images, too) the rows back to back."""
+    return TokenTree.of(token_names(rows), shared=tree and not any(row.images for row in rows), device=device)
 
 
 def join_kept(rows: Sequence[ScoredRow], *, pad_to: int | None = None) -> KeptRows | None:
@@ -153,7 +148,9 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def replay_experts(model: nn.Module, rows: Sequence[Row], *, padded: bool, mode: RoutingReplay) -> Iterator[None]:
+def replay_experts(
+    model: nn.Module, rows: Sequence[ScoredRow], *, scorer: Scorer, mode: RoutingReplay
+) -> Iterator[None]:
     """Forward and backward passes over these rows take the recorded experts."""
     known = [row for row in rows if row.experts is not None]
     if mode == "off" or not known:
@@ -161,14 +158,10 @@ def replay_experts(model: nn.Module, rows: Sequence[Row], *, padded: bool, mode:
         return
 
     def join(tables: Sequence[Tensor | None], fill: int) -> Tensor:
-        like = next(table for table in tables if table is not None)
-        whole = [
-            like.new_full((row.length, *like.shape[1:]), fill) if table is None else table
-            for row, table in zip(rows, tables, strict=True)
-        ]
-        if padded:
+        whole = join_tables(rows, tables, fill)
+        if scorer.is_padded:
             return nn.utils.rnn.pad_sequence(whole, batch_first=True, padding_value=fill).flatten(0, 1)
-        return torch.cat(whole)
+        return torch.cat(whole)[lay_out(rows, tree=scorer.tree).source]
 
     experts, weights = join([row.experts for row in rows], FREE), None
     if mode == "weights" and all(row.expert_weights is not None for row in known):

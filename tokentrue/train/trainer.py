@@ -7,6 +7,7 @@ only by rounding: what a loss needs to know of the whole minibatch is known on e
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from tokentrue.errors import ConfigError, TrainingError
 from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.mismatch import LossConfig, Metrics, diagnose, policy_loss
-from tokentrue.numerics import on_device
+from tokentrue.numerics import on_device, shares_prefixes
 from tokentrue.pixels import PixelReader, ReadImage
 from tokentrue.records import record
 from tokentrue.train.config import OptimConfig, TrainConfig, default_learning_rate, learning_rate
@@ -39,7 +40,14 @@ from tokentrue.train.rows import (
     session_advantages,
     with_head_ids,
 )
-from tokentrue.train.scoring import ExactScorer, PlainScorer, Scorer, evaluation_mode, replay_experts
+from tokentrue.train.scoring import (
+    ExactScorer,
+    PlainScorer,
+    Scorer,
+    evaluation_mode,
+    lay_out,
+    replay_experts,
+)
 from tokentrue.train.update import (
     Batch,
     KlCoefficient,
@@ -52,6 +60,7 @@ from tokentrue.train.update import (
 )
 from tokentrue.types import Sample
 
+LOG = logging.getLogger("tokentrue.train")
 # of a rank without a row, in a forward pass that all ranks must join
 NO_ROW = ScoredRow(ids=torch.zeros(2, dtype=torch.int64), temperatures=torch.ones(2))
 
@@ -104,7 +113,8 @@ class Trainer:
         self.reference = None if reference is None else reference.eval()
         self.images = images
         reader = PixelReader(getattr(model.config, "name_or_path", ""))
-        self.scorer: Scorer = scorer or (ExactScorer(reader) if config.exact else PlainScorer(reader))
+        self.scorer: Scorer = scorer or (ExactScorer(reader, tree=config.tree) if config.exact else PlainScorer(reader))
+        self.is_tree_proven = False
         self.version = 0
         self.updates = 0
         self.skipped = 0  # updates in a row
@@ -219,6 +229,7 @@ class Trainer:
 
     def plan(self, rows: Sequence[Row], advantages: Sequence[float]) -> list[Minibatch]:
         """The minibatches of every epoch: all split alike, so that a row stays on its rank."""
+        self.prove_tree()
         return plan_minibatches(
             rows,
             self.find_trained(rows, advantages),
@@ -227,10 +238,22 @@ class Trainer:
                 padded=self.scorer.is_padded,
                 rank=self.ranks.rank,
                 world=self.ranks.world,
+                tree=self.scorer.tree,
             ),
             parts=self.config.minibatches,
             shuffle_seed=(self.config.seed, self.version) if self.config.shuffle else None,
         )
+
+    @torch.no_grad()
+    def prove_tree(self) -> None:
+        """Once: rows are apart where a tree has other bits."""
+        for model in (self.model, self.reference):
+            if model is not None and self.scorer.tree and not self.is_tree_proven:
+                with evaluation_mode(model):
+                    if not shares_prefixes(model):
+                        LOG.warning("%s: a tree of prefixes has no exact form, rows are apart", type(model).__name__)
+                        self.scorer.tree = False
+        self.is_tree_proven = True
 
     def recompute(self, rows: Sequence[Row]) -> Batch:
         config = self.config
@@ -279,7 +302,7 @@ class Trainer:
 
     def replaying(self, rows: Sequence[Row], numbers: Sequence[int]) -> AbstractContextManager[None]:
         chosen = [rows[i] for i in numbers]
-        return replay_experts(self.model, chosen, padded=self.scorer.is_padded, mode=self.config.routing_replay)
+        return replay_experts(self.model, chosen, scorer=self.scorer, mode=self.config.routing_replay)
 
     def compare(self, batch: Batch) -> Agreement:
         numbers = sorted(batch.recomputed)
@@ -395,8 +418,11 @@ class Trainer:
         merged = done[0].statistics.merge(*(update.statistics for update in done[1:]))
         rows, advantages = batch.rows, batch.advantages
         trained = self.find_trained(rows, advantages)
+        bins = ([rows[i] for i in bin_] for part in batch.parts for bin_ in part.bins if bin_)
+        computed = sum(len(lay_out(bin_, tree=self.scorer.tree).source) for bin_ in bins)
         metrics: dict[str, float] = {
             **batch_metrics(rows, advantages, version=self.version - 1),
+            "tokens_computed": sum(self.ranks.all_gather_object(computed)),
             "rows_trained": sum(trained),
             "entropy_estimate": measured["mismatch/log_ppl_trainer"],  # -log p of what was sampled, in the mean
             "exact_compared": found.compared,
@@ -419,10 +445,9 @@ class Trainer:
             metrics["kl/mean"] = batch.reward_kl if self.config.kl.reward_coefficient else merged["loss/kl"]
         speeds: dict[str, float] = {}
         if self.flops is not None:  # the share of the devices' peak that scoring and updates used
-            scored = self.flops.forward([row.length for row in rows]) * (1 if self.reference is None else 2)
-            passed = self.flops.forward(
-                [row.length for row, is_trained in zip(rows, trained, strict=True) if is_trained]
-            )
+            chosen = (rows, [row for row, is_trained in zip(rows, trained, strict=True) if is_trained])
+            scored, passed = (self.flops.forward(lay_out(each, tree=self.scorer.tree).depths) for each in chosen)
+            scored *= 1 if self.reference is None else 2
             peak = self.config.peak_tflops * 1e12 * self.ranks.world
             busy = seconds["recompute"] + seconds["update"]
             speeds["speed/mfu"] = (scored + 3 * self.config.epochs * passed) / (busy * peak)

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tokentrue.numerics.ops import AttentionSpec, PagedBatch
+from tokentrue.numerics.ops import AttentionSpec, Packed, PagedBatch
 
 # Keys per block of the fold: both sides must share it.
 KEYS = 128
@@ -107,8 +107,8 @@ def chunks(start: int, stop: int, window: int | None, groups: int, seen: int | N
 
 
 class PackedAttention(torch.autograd.Function):
-    """q [C,T,H,D], k/v [C,T,J,D]: C sequences padded to T (a multiple of 128). Padded rows are undefined. `seen`: the
-    keys that every query sees, without causality."""
+    """q [C,Q,H,D], k/v [C,T,J,D]: the last Q of T positions (multiples of 128) of C padded sequences. Padded rows are
+    undefined. `seen`: the keys that every query sees, without causality."""
 
     @staticmethod
     def forward(
@@ -116,12 +116,13 @@ class PackedAttention(torch.autograd.Function):
     ) -> Tensor:
         scale, window, softcap = spec.scale, spec.window, spec.softcap
         q_XTGD, k_XND, v_XND = head_major(q, k, v, scale)
-        x, t, g, d = q_XTGD.shape
+        (x, count, g, d), t = q_XTGD.shape, k.shape[1]
         out = torch.empty_like(q_XTGD)
         totals, kept = [], []
-        keep = softcap is None and x * t * g * t <= 2 * KEPT
-        for chunk in chunks(0, t, window, g, seen):
-            rows, m, n = slice(chunk.first, chunk.first + chunk.tile), chunk.tile * g, chunk.keys
+        keep = softcap is None and x * count * g * t <= 2 * KEPT
+        for chunk in chunks(t - count, t, window, g, seen):
+            at, m, n = chunk.first - (t - count), chunk.tile * g, chunk.keys
+            rows = slice(at, at + chunk.tile)
             sink = sink_rows(sinks, k.shape[2], k.shape[0], chunk.tile, m)
             o, top, total, p = fold(
                 q_XTGD[:, rows].reshape(x, m, d), k_XND[:, :n], v_XND[:, :n], chunk.hidden, softcap, sink
@@ -138,14 +139,15 @@ class PackedAttention(torch.autograd.Function):
         q, k, v, sinks, out, *rest = ctx.saved_tensors
         scale, window, softcap, keep, seen = ctx.spec
         q_XTGD, k_XND, v_XND = head_major(q, k, v, scale)
-        x, t, g, d = q_XTGD.shape
+        (x, count, g, d), t = q_XTGD.shape, k.shape[1]
         do = head_major_one(grads[0], k.shape[2])
         dq, dk, dv = torch.empty_like(q_XTGD), torch.zeros_like(k_XND), torch.zeros_like(v_XND)
         d_sinks = None if sinks is None else torch.zeros(k.shape[2], g, dtype=torch.float32)
-        pieces = list(chunks(0, t, window, g, seen))
+        pieces = list(chunks(t - count, t, window, g, seen))
         kept = rest[2 * len(pieces) :]
         for index, chunk in enumerate(pieces):
-            rows, m, n = slice(chunk.first, chunk.first + chunk.tile), chunk.tile * g, chunk.keys
+            at, m, n = chunk.first - (t - count), chunk.tile * g, chunk.keys
+            rows = slice(at, at + chunk.tile)
             top, total = rest[2 * index], rest[2 * index + 1]
             q_XMD = q_XTGD[:, rows].reshape(x, m, d)
             do_XMD = do[:, rows].reshape(x, m, d) / total
@@ -201,24 +203,37 @@ def token_major(x_XTGD: Tensor, shape: torch.Size) -> Tensor:
     return x_XTGD.view(h // g, c, t, g, d).permute(1, 2, 0, 3, 4).reshape(c, t, h, d)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], spec: AttentionSpec) -> Tensor:
-    """q [T,H,D], k/v [T,J,D], sequences back to back; those of equal padded length share a product if causal."""
+def attention(q: Tensor, k: Tensor, v: Tensor, packed: Packed, spec: AttentionSpec) -> Tensor:
+    """q [T,H,D], k/v [T,J,D], sequences back to back; those of equal padded length share a product if causal.
+
+    The keys of a tree's segment are gathered along its row, and its queries begin with the block that holds its first
+    token: the products are those of the row by itself.
+    """
+    lengths, tree = packed.lengths, packed.branches
     if not spec.causal:
         return torch.cat([attend_all(*part, spec) for part in zip(*(x.split(lengths) for x in (q, k, v)), strict=True)])
-    if lengths[0] % KEYS == 0 and len(set(lengths)) == 1:
+    if tree is None and lengths[0] % KEYS == 0 and len(set(lengths)) == 1:
         even = (x.view(len(lengths), lengths[0], *x.shape[1:]) for x in (q, k, v))
         return PackedAttention.apply(*even, spec.sinks, spec).view(q.shape)  # pyright: ignore
     starts = list(accumulate(lengths, initial=0))
-    buckets: dict[int, list[int]] = {}
-    for index, length in enumerate(lengths):
-        buckets.setdefault(up_to(length, KEYS), []).append(index)
+    bases, contexts, path = starts, lengths, torch.arange(starts[-1])
+    if tree is not None:
+        bases, contexts = tree.table[:, :2].t().tolist()
+        path, k, v = tree.path, k.float(), v.float()  # gradients of a shared key are added before they are rounded
+    buckets: dict[tuple[int, int], list[int]] = {}
+    for index, (length, context) in enumerate(zip(lengths, contexts, strict=True)):
+        buckets.setdefault(((context - length) // KEYS * KEYS, up_to(context, KEYS)), []).append(index)
     rows, results = [], []
-    for padded, members in buckets.items():
+    for (begin, padded), members in buckets.items():
         # The last row repeated as padding: finite, and hidden from every real query.
-        index = torch.cat([torch.arange(starts[i], starts[i] + padded).clamp_(max=starts[i + 1] - 1) for i in members])
-        tensors = (x.index_select(0, index).view(len(members), padded, *x.shape[1:]) for x in (q, k, v))
+        index = torch.stack([path[torch.arange(padded).clamp_(max=contexts[i] - 1) + bases[i]] for i in members])
+        tensors = (
+            x.index_select(0, which.reshape(-1)).view(*which.shape, *x.shape[1:])
+            for x, which in ((q, index[:, begin:]), (k, index), (v, index))
+        )
         out = PackedAttention.apply(*tensors, spec.sinks, spec)
-        keep = torch.cat([torch.arange(lengths[i]) + row * padded for row, i in enumerate(members)])
+        firsts = [contexts[i] - lengths[i] - begin + row * (padded - begin) for row, i in enumerate(members)]
+        keep = torch.cat([torch.arange(first, first + lengths[i]) for first, i in zip(firsts, members, strict=True)])
         rows.append(torch.cat([torch.arange(starts[i], starts[i + 1]) for i in members]))
         results.append(out.view(-1, *out.shape[2:]).index_select(0, keep))  # pyright: ignore
     if len(buckets) == 1:  # in order

@@ -164,7 +164,7 @@ class CpuOps(Ops):
 
     # ---- attention
     def attention(self, q: Tensor, k: Tensor, v: Tensor, packed: Packed, spec: AttentionSpec) -> Tensor:
-        return attention(q, k, v, packed.lengths, spec)
+        return attention(q, k, v, packed, spec)
 
     def paged_attention(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, spec: AttentionSpec

@@ -5,7 +5,8 @@ sequence. Each block is summed under its own maximum and then folded in, so bloc
 few long sequences) and folded later with the same bits. A tile packs the query heads of one key head; with at least 16
 rows a warp, the sums of a row stay inside one warp, so the tile's height does not affect bits. Whole blocks in a row's
 future are exact no-ops. A sink is folded in last, as a block of one key without a value. The backward pass has no
-atomics: dQ and dK/dV are two kernels, each a fixed fold.
+atomics: dQ and dK/dV are two kernels, each a fixed fold. In a tree the keys of a row are looked up one by one; all queries
+that see a segment's keys follow it.
 
 Legend: T tokens, H query heads, J key heads, G = H/J, D head size, S sequences, BM query rows, BN keys of a block.
 """
@@ -146,14 +147,33 @@ def _fold_parts(part_ptr, part_m_ptr, part_l_ptr, sink_ptr, o_ptr, s, j, lowest,
     )
 
 
+@triton.jit
+def _row(path_ptr, branch_ptr, s, count, TREE: tl.constexpr):
+    """The keys that the last query of sequence `s` sees, and where a tree's row lies in the path."""
+    length = count
+    if TREE:
+        length = tl.load(branch_ptr + s * 3 + 1)
+        path_ptr += tl.load(branch_ptr + s * 3)
+    return length, path_ptr
+
+
+@triton.jit
+def _token(start, path_ptr, key, length, TREE: tl.constexpr):
+    token = (start + key).to(tl.int64)
+    if TREE:
+        token = tl.load(path_ptr + key, mask=key < length, other=0).to(tl.int64)
+    return token
+
+
 @triton.jit(do_not_specialize=[
-    "starts_ptr", "context_ptr", "tile_seq_ptr", "tile_query_ptr", "table_ptr", "stride_table", "max_blocks",
+    "starts_ptr", "context_ptr", "tile_seq_ptr", "tile_query_ptr", "table_ptr", "branch_ptr", "stride_table", "max_blocks",
 ])  # fmt: skip
-def _forward_kernel(q_ptr, k_ptr, v_ptr, sink_ptr, o_ptr, lse_ptr, starts_ptr, context_ptr, tile_seq_ptr, tile_query_ptr, table_ptr, scale,
-                    stride_qt, stride_head, stride_key, stride_table, part_ptr, part_m_ptr, part_l_ptr, arrived_ptr, max_blocks,
+def _forward_kernel(q_ptr, k_ptr, v_ptr, sink_ptr, o_ptr, lse_ptr, starts_ptr, context_ptr, tile_seq_ptr, tile_query_ptr, table_ptr,
+                    branch_ptr, scale, stride_qt, stride_head, stride_key, stride_table, part_ptr, part_m_ptr, part_l_ptr, arrived_ptr, max_blocks,
                     H: tl.constexpr, J: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, GP: tl.constexpr, BM: tl.constexpr,
                     BN: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, LSE: tl.constexpr,
-                    SPLIT: tl.constexpr, DECODE: tl.constexpr, SINK: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+                    SPLIT: tl.constexpr, DECODE: tl.constexpr, SINK: tl.constexpr, CAUSAL: tl.constexpr, TREE: tl.constexpr,
+                    PRECISION: tl.constexpr):  # fmt: skip
     """Grid (tiles, J, splits). With SPLIT (one query a sequence) the last program to arrive folds the blocks of all, in
     the order of a program that has them alone."""
     wait_for_inputs()
@@ -171,10 +191,10 @@ def _forward_kernel(q_ptr, k_ptr, v_ptr, sink_ptr, o_ptr, lse_ptr, starts_ptr, c
         query0 = tl.load(tile_query_ptr + tile)
         start = tl.load(starts_ptr + s).to(tl.int64)
         count = tl.load(starts_ptr + s + 1) - start.to(tl.int32)
-    if PAGE > 0:  # noqa: SIM108
+    if PAGE > 0:
         length = tl.load(context_ptr + s)
     else:
-        length = count
+        length, path_ptr = _row(table_ptr, branch_ptr, s, count, TREE)
     first = length - count
     r = tl.arange(0, BM)
     query = query0 + r // GP
@@ -214,7 +234,7 @@ def _forward_kernel(q_ptr, k_ptr, v_ptr, sink_ptr, o_ptr, lse_ptr, starts_ptr, c
             # Asked for a turn early, so that the next block's keys can be on their way before this one's are used.
             page = tl.load(row_of_table + tl.minimum(block + step, num_blocks - 1) * BN // PAGE)
         else:
-            at = (start + key) * stride_key + j * stride_head
+            at = _token(start, path_ptr, key, length, TREE) * stride_key + j * stride_head
         ok = (key < length)[:, None] & (d < D)[None, :]
         k = tl.load(k_ptr + at[:, None] + d[None, :], mask=ok, other=0.0)
         v = tl.load(v_ptr + at[:, None] + d[None, :], mask=ok, other=0.0)
@@ -292,8 +312,10 @@ def attend(
         return
     split, block = splits > 1, key_block(q.dtype)
     tile = tile or tile_of(q.dtype, streams=tiles is None and not split)
+    tree = source.branches if isinstance(source, Packed) else None
     if isinstance(source, Packed):
-        starts = table = context = source.cu_seqlens
+        starts = context = source.cu_seqlens
+        table = starts if tree is None else tree.path
         page, strides = 0, (k.stride(1), k.stride(0), 0)
     else:
         starts, table, context = source.cu_q, source.block_tables, source.context_lens
@@ -307,11 +329,12 @@ def attend(
     launch(
         _forward_kernel, (programs, key_heads, splits),
         q, k, v, spec.sinks if spec.sinks is not None else q, out, lse if lse is not None else out, starts, context,
-        tiles.sequence if tiles else table, tiles.query if tiles else table, table,
+        tiles.sequence if tiles else table, tiles.query if tiles else table, table, starts if tree is None else tree.table,
         spec.scale if spec.softcap else spec.scale * LOG2E, q.stride(0), *strides, *parts, arrived if split else starts, blocks,
         H=heads, J=key_heads, D=size, BD=width, GP=group, BM=tile.rows, BN=block,
         PAGE=page, WINDOW=spec.window or 0, SOFTCAP=float(spec.softcap or 0.0), LSE=lse is not None,
-        SPLIT=split, DECODE=tiles is None, SINK=spec.sinks is not None, CAUSAL=spec.causal, PRECISION=precision_of(q.dtype),
+        SPLIT=split, DECODE=tiles is None, SINK=spec.sinks is not None, CAUSAL=spec.causal, TREE=tree is not None,
+        PRECISION=precision_of(q.dtype),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
@@ -328,9 +351,10 @@ def _score_grad(s, lse, dp, delta, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def _dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, starts_ptr, tile_seq_ptr, tile_query_ptr, scale, grad_scale,
-               stride_qt, stride_kt, stride_kj, H: tl.constexpr, J: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr,
-               BN: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+def _dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, starts_ptr, path_ptr, branch_ptr, position_ptr, tile_seq_ptr,
+               tile_query_ptr, scale, grad_scale, stride_qt, stride_kt, stride_kj, H: tl.constexpr, J: tl.constexpr, D: tl.constexpr,
+               BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, CAUSAL: tl.constexpr,
+               TREE: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Grid (tiles of BM queries, H)."""
     wait_for_inputs()
     let_next_start()
@@ -348,15 +372,17 @@ def _dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, starts_p
     lse = tl.load(lse_ptr + token * H + h, mask=row < count, other=0.0)
     delta = tl.load(delta_ptr + token * H + h, mask=row < count, other=0.0)
     dq = tl.zeros((BM, BD), tl.float32)
+    length, path_ptr = _row(path_ptr, branch_ptr, s_id, count, TREE)
+    before = length - count  # keys ahead of the segment
     lowest = 0
     if WINDOW > 0:
-        lowest = tl.maximum(first - WINDOW + 1, 0) // BN
-    last = last_key(tl.minimum(first + BM, count) - 1, count, CAUSAL)
-    position = last_key(row, count, CAUSAL)
+        lowest = tl.maximum(before + first - WINDOW + 1, 0) // BN
+    last = last_key(before + tl.minimum(first + BM, count) - 1, length, CAUSAL)
+    position = last_key(before + row, length, CAUSAL)
     for block in range(lowest, tl.cdiv(last + 1, BN)):
         key = block * BN + tl.arange(0, BN)
-        key_ok = (key < count)[:, None] & (d < D)[None, :]
-        at = (start + key).to(tl.int64)[:, None] * stride_kt + (h // (H // J)) * stride_kj + d[None, :]
+        key_ok = (key < length)[:, None] & (d < D)[None, :]
+        at = _token(start, path_ptr, key, length, TREE)[:, None] * stride_kt + (h // (H // J)) * stride_kj + d[None, :]
         k = tl.load(k_ptr + at, mask=key_ok, other=0.0)
         v = tl.load(v_ptr + at, mask=key_ok, other=0.0)
         s = scores(q, k, position, key, scale, WINDOW, SOFTCAP, PRECISION)
@@ -367,9 +393,10 @@ def _dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, starts_p
 
 
 @triton.jit
-def _dkv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, starts_ptr, tile_seq_ptr, tile_key_ptr, scale, grad_scale,
-                stride_qt, stride_kt, stride_kj, H: tl.constexpr, J: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr,
-                BN: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+def _dkv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, starts_ptr, path_ptr, branch_ptr, position_ptr, tile_seq_ptr,
+                tile_key_ptr, scale, grad_scale, stride_qt, stride_kt, stride_kj, H: tl.constexpr, J: tl.constexpr, D: tl.constexpr,
+                BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, CAUSAL: tl.constexpr,
+                TREE: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Grid (tiles of BN keys, J); folds over the heads of the group, then over query tiles, if causal from the diagonal on."""
     wait_for_inputs()
     let_next_start()
@@ -387,23 +414,31 @@ def _dkv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
     v = tl.load(v_ptr + at, mask=key_ok, other=0.0)
     dk = tl.zeros((BN, BD), tl.float32)
     dv = tl.zeros((BN, BD), tl.float32)
-    end = count
+    length, path_ptr = _row(path_ptr, branch_ptr, s_id, count, TREE)
+    before = length - count  # keys ahead of the segment
+    last = count  # of the queries behind the segment's start, all that see it
+    if TREE:
+        last = tl.load(branch_ptr + s_id * 3 + 2) - start
+    end = last
     lowest = 0
     if CAUSAL:
         lowest = first // BM
-    if WINDOW > 0:
+    if WINDOW > 0 and not TREE:
         end = tl.minimum(count, first + BN + WINDOW)
     for g in range(G):
         h = j * G + g
         for block in range(lowest, tl.cdiv(end, BM)):
             row = block * BM + tl.arange(0, BM)
-            ok = (row < count)[:, None] & (d < D)[None, :]
+            ok = (row < last)[:, None] & (d < D)[None, :]
             token = (start + row).to(tl.int64)
+            position = last_key(row, count, CAUSAL)
+            if TREE:
+                position = tl.load(position_ptr + token, mask=row < last, other=0)
             q = tl.load(q_ptr + token[:, None] * stride_qt + h * D + d[None, :], mask=ok, other=0.0)
             do = tl.load(do_ptr + (token * H + h)[:, None] * D + d[None, :], mask=ok, other=0.0)
-            lse = tl.load(lse_ptr + token * H + h, mask=row < count, other=float("inf"))
-            delta = tl.load(delta_ptr + token * H + h, mask=row < count, other=0.0)
-            s = scores(q, k, last_key(row, count, CAUSAL), key, scale, WINDOW, SOFTCAP, PRECISION)
+            lse = tl.load(lse_ptr + token * H + h, mask=row < last, other=float("inf"))
+            delta = tl.load(delta_ptr + token * H + h, mask=row < last, other=0.0)
+            s = scores(q, k, position, before + key, scale, WINDOW, SOFTCAP, PRECISION)
             dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
             p, ds = _score_grad(s, lse[:, None], dp, delta[:, None], SOFTCAP)
             dv = tl.dot(tl.trans(p.to(do.dtype)), do, dv, input_precision=PRECISION)
@@ -454,9 +489,12 @@ class _Attention(torch.autograd.Function):
         scale = spec.scale if spec.softcap else spec.scale * LOG2E
         width = {"D": size, "BD": power_of_two(size)}
         shape = {"H": heads, "J": key_heads, **width, "BM": side, "BN": side, "WINDOW": spec.window or 0,
-                 "SOFTCAP": float(spec.softcap or 0.0), "CAUSAL": spec.causal, "PRECISION": precision_of(q.dtype), "num_warps": 4, "num_stages": 2}  # fmt: skip
+                 "SOFTCAP": float(spec.softcap or 0.0), "CAUSAL": spec.causal, "TREE": packed.branches is not None,
+                 "PRECISION": precision_of(q.dtype), "num_warps": 4, "num_stages": 2}  # fmt: skip
         strides = q.stride(0), k.stride(0), k.stride(1)
-        args = (packed.cu_seqlens, tiles.sequence, tiles.query, scale, spec.scale, *strides)
+        starts, tree = packed.cu_seqlens, packed.branches
+        branches = (starts,) * 3 if tree is None else (tree.path, tree.table, tree.positions)
+        args = (starts, *branches, tiles.sequence, tiles.query, scale, spec.scale, *strides)
         if count := len(tiles.query):
             launch(_delta_kernel, (delta.numel(),), do, out, delta, **width, num_warps=1)
             launch(_dq_kernel, (count, heads), q, k, v, do, lse, delta, dq, *args, **shape)
