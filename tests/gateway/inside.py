@@ -9,7 +9,9 @@ from typing import Any
 
 from tests.gateway.world import renderer
 from tests.parts import whole_chunks
+from tokentrue.conversation import Conversation, Conversations
 from tokentrue.gateway import Gateway, GatewayConfig, GatewayLimits
+from tokentrue.gateway.dialects import DecodedBody, Dialect
 from tokentrue.gateway.serving.forwarding import Peers
 from tokentrue.gateway.serving.processes import AdminState
 from tokentrue.providers.scripted import invent_logprob
@@ -135,6 +137,11 @@ async def ask(
     assert [message["type"] for message in sent].count("http.response.start") == 1
     assert [message.get("more_body", False) for message in sent[1:]] == [True] * (len(sent) - 2) + [False]
     return sent[0]["status"], b"".join(message.get("body", b"") for message in sent[1:])
+
+
+def read_conversation(dialect: Dialect, decoded: DecodedBody, earlier: Conversations | None = None) -> Conversation:
+    kept = earlier or Conversations(0)
+    return kept.add(dialect.parse_conversation(decoded, kept))
 
 
 async def new_session(app: Gateway, **settings: Any) -> dict[str, str]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tokentrue.conversation import Conversations
+from tests.gateway.inside import read_conversation
 from tokentrue.errors import InputError
 from tokentrue.gateway.dialects import Anthropic, Dialect, OpenAIChat, OpenAIResponses, ReasoningSigner
 from tokentrue.gateway.dialects.base import encode
@@ -26,7 +26,7 @@ def asked(dialect: Dialect, head: dict[str, Any], items: list[Any]) -> tuple[Any
     """The head and the messages of a request, as the gateway parses them."""
     body = {**(HEAD if dialect is ANTHROPIC else {"model": "m"}), **head, dialect.items_key: items}
     decoded = dialect.decode(json.dumps(body).encode())
-    return decoded.head, list(dialect.read_conversation(decoded, Conversations(0)))
+    return decoded.head, list(read_conversation(dialect, decoded))
 
 
 REFUSED: list[tuple[Dialect, dict[str, Any], list[Any], str]] = [

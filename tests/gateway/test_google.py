@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.gateway.inside import Parrot, ask, gateway, new_session
+from tests.gateway.inside import Parrot, ask, gateway, new_session, read_conversation
 from tests.gateway.test_wire import CASES, parsed, strict, text_of
 from tests.gateway.world import TOOLS, call
-from tokentrue.conversation import Conversations
 from tokentrue.errors import InputError, MessageError
 from tokentrue.gateway.dialects import Google, HttpError, ReasoningSigner, RequestHead
 from tokentrue.types import Reply, TurnEvent
@@ -30,7 +29,7 @@ THOUGHTS = {"thinkingConfig": {"includeThoughts": True}}
 
 def asked(head: dict[str, Any], contents: list[Any]) -> tuple[RequestHead, list[Any]]:
     decoded = GOOGLE.decode(json.dumps({**head, "contents": contents}).encode())
-    return decoded.head, list(GOOGLE.read_conversation(decoded, Conversations(0)))
+    return decoded.head, list(read_conversation(GOOGLE, decoded))
 
 
 def part(**fields: Any) -> dict[str, Any]:

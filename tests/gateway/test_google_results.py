@@ -16,7 +16,7 @@ from google import genai
 from google.genai import types
 
 import tokentrue as tt
-from tests.gateway.inside import Parrot, new_session
+from tests.gateway.inside import Parrot, new_session, read_conversation
 from tests.parts import own_dir, tokenizer_dir
 from tokentrue.conversation import Conversations
 from tokentrue.gateway import Gateway, GatewayConfig
@@ -185,7 +185,7 @@ async def test_a_result_without_an_id_answers_the_served_call(name: str, how: st
 def parse(*contents: types.Content, earlier: Conversations | None = None) -> list[Any]:
     body = {"contents": [content.model_dump(mode="json", exclude_none=True) for content in contents]}
     dialect = Google(ReasoningSigner(b"x"))
-    return list(dialect.read_conversation(dialect.decode(json.dumps(body).encode()), earlier or Conversations(0)))
+    return list(read_conversation(dialect, dialect.decode(json.dumps(body).encode()), earlier))
 
 
 def calls_of(*calls: tuple[str, str | None]) -> types.Content:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import Raw
 
-from tests.gateway.inside import ask, gateway, new_session
+from tests.gateway.inside import ask, gateway, new_session, read_conversation
 from tests.gateway.world import call, renderer
 from tests.marks import examples
 from tokentrue.conversation import ByteBudget, Conversations
@@ -104,7 +104,7 @@ ITEMS: dict[str, tuple[Dialect, st.SearchStrategy[Any]]] = {
 def parse(earlier: Conversations, dialect: Dialect, items: list[bytes]) -> Any:
     try:
         decoded = DecodedBody(head=RequestHead(model="m"), items=list(map(Raw, items)))
-        return list(dialect.read_conversation(decoded, earlier))
+        return list(read_conversation(dialect, decoded, earlier))
     except InputError as error:
         return str(error)
 

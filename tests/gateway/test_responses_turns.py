@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.gateway.inside import ask, gateway, new_session
+from tests.gateway.inside import ask, gateway, new_session, read_conversation
 from tests.gateway.world import call, renderer
 from tokentrue.conversation import Conversations
 from tokentrue.gateway import Gateway
@@ -121,7 +121,7 @@ def test_only_ids_of_this_session_part_turns(items: list[Any], texts: list[str])
         earlier = Conversations(kept)
         for _ in range(2):
             decoded = dialect.decode(json.dumps({"input": [USER, *items, USER]}).encode())
-            messages = list(dialect.read_conversation(decoded, earlier))
+            messages = list(read_conversation(dialect, decoded, earlier))
             assert [message["content"] or "" for message in messages[1:-1]] == texts
             assert all(set(message) <= {"role", "content", "reasoning_content", "tool_calls"} for message in messages)
 
@@ -136,7 +136,7 @@ def test_an_item_of_a_turn_in_flight_is_parsed_again_once_it_is_committed(kept: 
     items = [USER, text(f"msg_{A}", "1"), text(f"msg_{B}", "2"), USER, call, USER]
 
     def parse() -> list[Any]:
-        return list(dialect.read_conversation(dialect.decode(json.dumps({"input": items}).encode()), earlier))
+        return list(read_conversation(dialect, dialect.decode(json.dumps({"input": items}).encode()), earlier))
 
     assert [message["content"] for message in parse()] == [
         USER["content"],

@@ -86,20 +86,17 @@ class ImageReader:
         if unknown:
             raise MessageError("unknown field", field=f"{where}.{unknown[0]}")
         try:
-            return self._read_url(url)
+            data, declared = read_url(url, self.settings)
+            known = self.recorded.get(hash_image(data))  # it need not be decoded again
+            if known is not None and declared in (None, known["media_type"]):
+                return ImageFile(data=data, **{name: value for name, value in known.items() if name != "type"})
+            return check_image(data, declared, self.settings)
         except LimitExceeded as error:
             raise LimitExceeded(f"{where}: {error}") from None
         except (MessageError, ConfigError):
             raise
         except InputError as error:
             raise MessageError(f"the image {error}", field=where) from None
-
-    def _read_url(self, url: str) -> ImageFile:
-        data, declared = read_url(url, self.settings)
-        known = self.recorded.get(hash_image(data))  # it need not be decoded again
-        if known is not None and declared in (None, known["media_type"]):
-            return ImageFile(data=data, **{key: known[key] for key in ("sha256", "media_type", "width", "height")})
-        return check_image(data, declared, self.settings)
 
 
 def find_references(messages: Iterable[Message]) -> Iterator[JsonMapping]:

@@ -7,16 +7,11 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from tokentrue.errors import AuditError, FileFormatError
+from tokentrue.errors import AuditError
 from tokentrue.images import EXTENSIONS, find_media_type, hash_image
 from tokentrue.types import PromptImage, Sample
 
 _NAME = re.compile("[0-9a-f]{64}")
-
-
-def name_folder(samples: str | Path) -> Path:
-    path = Path(samples).resolve()
-    return path.with_name(f"{path.name}.images")
 
 
 def check_name(sha256: str) -> None:
@@ -29,7 +24,7 @@ class ImageFolder:
     """Files by hash. They are written before the samples file has its name, so it never refers to a missing one."""
 
     def __init__(self, samples: str | Path) -> None:
-        self.path = name_folder(samples)
+        self.path = Path(f"{Path(samples).resolve()}.images")
         self._written: set[str] = set()
 
     def write(self, sample: Sample, read: Callable[[str, str], bytes]) -> None:
@@ -43,12 +38,9 @@ class ImageFolder:
                 raise AuditError(f"sample {sample.sample_id}: the bytes of image {run.sha256} do not fit its hash")
             target = self.path / f"{run.sha256}{EXTENSIONS[find_media_type(data)]}"
             scratch = target.with_name(f".{target.name}.{os.getpid()}.part")
-            try:
-                self.path.mkdir(exist_ok=True)
-                scratch.write_bytes(data)
-                os.replace(scratch, target)
-            except OSError as error:
-                raise FileFormatError(f"cannot write {target}: {error.strerror or error}") from error
+            self.path.mkdir(exist_ok=True)
+            scratch.write_bytes(data)
+            os.replace(scratch, target)
             self._written.add(run.sha256)
 
     def read(self, sha256: str) -> tuple[bytes, str]:

@@ -16,7 +16,7 @@ import msgspec
 import orjson
 from msgspec import Raw
 
-from tokentrue.conversation import Conversation, Conversations, own_source
+from tokentrue.conversation import Conversations, own_source
 from tokentrue.conversation.images import SENT
 from tokentrue.conversation.reading import ParsedConversation, shorten_source
 from tokentrue.errors import MessageError, SamplingError, TokenTrueError
@@ -174,12 +174,6 @@ class Dialect:
     @staticmethod
     def build_error(problem: HttpError) -> JsonObject:
         raise NotImplementedError
-
-    def read_conversation(
-        self, decoded: DecodedBody, earlier: Conversations, *, history: Messages = ()
-    ) -> Conversation:
-        """Blocks while images are decoded."""
-        return earlier.add(self.parse_conversation(decoded, earlier, history=history))
 
     def parse_conversation(
         self, decoded: DecodedBody, earlier: Conversations, *, history: Messages = ()
