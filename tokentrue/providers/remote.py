@@ -40,7 +40,7 @@ from tokentrue.errors import (
 from tokentrue.ids import TokenIds
 from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.protocols import Streaming
-from tokentrue.providers.building import CONSTRAINTS, CompletionBuilder
+from tokentrue.providers.building import CONSTRAINTS, CompletionBuilder, collapse_images, to_data_url
 from tokentrue.providers.publishing import WrittenWeights, write_adapter, write_weights
 from tokentrue.types import MAX_INT64, UNVERSIONED, Chunk, Completion, Ids, PromptImage, Sampling
 
@@ -337,16 +337,10 @@ class RemoteEngine(Streaming):
 
     @abstractmethod
     def _body(
-        self,
-        ids: TokenIds,
-        sampling: Sampling,
-        *,
-        session: str | None,
-        request_id: str,
-        stream: bool,
-        images: Sequence[PromptImage] = (),
+        self, ids: TokenIds, sampling: Sampling, *, session: str | None, request_id: str, stream: bool, urls: list[str]
     ) -> tuple[str, bytes]:
-        """The route and body of a request; `adapter` is the server's name of it."""
+        """The route and body of a request; `adapter` is the server's name of it. `urls`: the images, each one
+        placeholder in `ids`."""
 
     @abstractmethod
     async def check_images(self) -> None: ...
@@ -394,9 +388,8 @@ class RemoteEngine(Streaming):
         request_id = uuid4().hex
         self._running[request_id] = adapter
         try:
-            path, body = self._body(
-                ids, sampling, session=session, request_id=request_id, stream=not whole, images=images
-            )
+            sent, urls = collapse_images(self.name, ids, images) if images else ids, [*map(to_data_url, images)]
+            path, body = self._body(sent, sampling, session=session, request_id=request_id, stream=not whole, urls=urls)
             async with aclosing(self._http.answers(path, body, whole=whole, limit=limit)) as reads:
                 async for events in reads:
                     for chunk in answer.builder.take_read(events, answer.add):

@@ -23,9 +23,7 @@ from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.providers.building import (
     CONSTRAINTS,
     CompletionBuilder,
-    collapse_images,
     refuse_unknown_extra,
-    to_data_url,
 )
 from tokentrue.providers.publishing import WrittenWeights
 from tokentrue.providers.remote import (
@@ -40,7 +38,7 @@ from tokentrue.providers.remote import (
     rejected,
     version_from,
 )
-from tokentrue.types import TRUNCATIONS, Completion, PromptImage, RoutedExperts, Sampling
+from tokentrue.types import TRUNCATIONS, Completion, RoutedExperts, Sampling
 
 EXTRA = CONSTRAINTS | frozenset(
     {"json_schema", "regex", "ebnf", "structural_tag", "min_new_tokens", "logit_bias", "ignore_eos", "adapter"}
@@ -164,17 +162,8 @@ class SGLangProvider(RemoteEngine):
         refuse_unknown_extra(self.name, sampling, EXTRA)
 
     def _body(
-        self,
-        ids: TokenIds,
-        sampling: Sampling,
-        *,
-        session: str | None,
-        request_id: str,
-        stream: bool,
-        images: Sequence[PromptImage] = (),
+        self, ids: TokenIds, sampling: Sampling, *, session: str | None, request_id: str, stream: bool, urls: list[str]
     ) -> tuple[str, bytes]:
-        if images:  # SGLang expands them; where it falls back to encoding text again, its count differs
-            ids = collapse_images(self.name, ids, images)
         fields: JsonObject = {
             "input_ids": np.frombuffer(ids.view, np.int32),
             "sampling_params": sampling_params(sampling),
@@ -183,8 +172,8 @@ class SGLangProvider(RemoteEngine):
             "rid": request_id,
             "stream": stream,
         }
-        if images:
-            fields["image_data"] = [to_data_url(image) for image in images]
+        if urls:  # SGLang expands them; where it falls back to encoding text again, its count differs
+            fields["image_data"] = urls
         if sampling.top_logprobs:
             fields["top_logprobs_num"] = sampling.top_logprobs
         if self._sampling_mask and sampling.filters:

@@ -12,7 +12,6 @@ import base64
 import io
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 from uuid import uuid4
 
 import msgspec
@@ -25,9 +24,7 @@ from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.providers.building import (
     CONSTRAINTS,
     CompletionBuilder,
-    collapse_images,
     refuse_unknown_extra,
-    to_data_url,
 )
 from tokentrue.providers.publishing import WrittenWeights
 from tokentrue.providers.remote import (
@@ -48,7 +45,6 @@ from tokentrue.types import (
     Completion,
     Finish,
     Ids,
-    PromptImage,
     RoutedExperts,
     Sampling,
     VersionSpan,
@@ -112,12 +108,6 @@ class VLLMEvent(msgspec.Struct):
     usage: VLLMUsage | None = None
     prompt_token_ids: list[int] | None = None  # where they were requested, in the first event
     error: EngineFault | str | None = None
-
-
-class VLLMSchemas(msgspec.Struct):
-    """What of /openapi.json says which fields a route takes."""
-
-    components: dict[str, dict[str, Any]] = {}
 
 
 class VLLMProvider(RemoteEngine):
@@ -267,9 +257,8 @@ class VLLMProvider(RemoteEngine):
         """Images go over the token route only, as raw parts beside ids with one placeholder each."""
         await self._learn()
         if self._takes_images is None:
-            found = await self._http.read_as(VLLMSchemas, "GET", "/openapi.json")
-            request = found.components.get("schemas", {}).get("GenerateRequest", {})
-            self._takes_images = self._has_token_route and "content_parts" in request.get("properties", {})
+            known = await self._http.read("GET", "/openapi.json")
+            self._takes_images = self._has_token_route and b'"content_parts"' in known
         if not self._takes_images:
             cure = "vLLM 0.28 or newer, started with --enable-scale-out"
             raise EngineRejected(
@@ -313,7 +302,7 @@ class VLLMProvider(RemoteEngine):
         for temperature in (1.0, 0.5):
             sampling = Sampling(temperature=temperature, max_tokens=1, top_logprobs=2, seed=1)
             answer = self._new_answer(CompletionBuilder(self.name, ids), sampling)
-            path, body = self._body(ids, sampling, session=None, request_id=uuid4().hex, stream=False)
+            path, body = self._body(ids, sampling, session=None, request_id=uuid4().hex, stream=False, urls=[])
             answer.add(await self._http.read("POST", path, body))
             if not answer.builder.top or not answer.builder.top[0]:
                 raise EngineContractError("vllm returned no top log-probabilities; is --max-logprobs 0?")
@@ -321,17 +310,8 @@ class VLLMProvider(RemoteEngine):
         return best[0] != best[1]
 
     def _body(
-        self,
-        ids: TokenIds,
-        sampling: Sampling,
-        *,
-        session: str | None,
-        request_id: str,
-        stream: bool,
-        images: Sequence[PromptImage] = (),
+        self, ids: TokenIds, sampling: Sampling, *, session: str | None, request_id: str, stream: bool, urls: list[str]
     ) -> tuple[str, bytes]:
-        if images:
-            ids = collapse_images(self.name, ids, images)
         prompt, params = np.frombuffer(ids.view, np.int32), sampling_params(sampling)
         model = sampling.extra.get("adapter", self._model_id)
         fields: JsonObject = {"model": model, "request_id": request_id, "stream": stream}
@@ -342,8 +322,8 @@ class VLLMProvider(RemoteEngine):
         if self._has_token_route:
             params |= {"logprobs": sampling.top_logprobs, "detokenize": bool(sampling.stop)}
             fields |= {"token_ids": prompt, "sampling_params": params}
-            if images:  # the answer has the ids that vLLM expanded them to
-                parts = [{"type": "image_url", "url": to_data_url(image)} for image in images]
+            if urls:  # the answer has the ids that vLLM expanded them to
+                parts = [{"type": "image_url", "url": url} for url in urls]
                 fields |= {"content_parts": parts, "return_token_ids": True}
             return "/inference/v1/generate", dump_settings(fields)
         fields |= {

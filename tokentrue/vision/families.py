@@ -51,7 +51,7 @@ DEFAULTS: Mapping[str, JsonMapping] = {
         "do_pan_and_scan": False,
     },
 }
-"""Settings that decide about pixels and counts, with the values of transformers' classes where a file omits them."""
+"""All settings that decide about pixels and counts, with transformers' values where a file omits them."""
 
 
 @record
@@ -63,9 +63,9 @@ class Vision:
     family: str
     processor: str  # identity: class, backend, versions, settings
     settings: JsonMapping
-    placeholder: str
-    written: str
-    repeated: str
+    placeholder: str = "<|image_pad|>"
+    written: str = "<|image_pad|>"
+    repeated: str = "<|image_pad|>"
 
     def measure(self, width: int, height: int) -> tuple[int, Grid]:
         """Placeholder tokens of an image, and its grid in patches (time, height, width)."""
@@ -81,9 +81,7 @@ class QwenVision(Vision):
         patch, merge = settings["patch_size"], settings["merge_size"]
         most, least, factor = size["longest_edge"], size["shortest_edge"], patch * merge
         if max(width, height) > 200 * min(width, height):
-            raise MessageError(
-                f"an image of {width}x{height} is longer than 200 times its width; {self.family} takes none"
-            )
+            raise MessageError(f"an image of {width}x{height}: {self.family} takes at most 200 times as long as wide")
         tall, wide = round(height / factor) * factor, round(width / factor) * factor
         if tall * wide > most:
             beta = math.sqrt(height * width / most)
@@ -111,15 +109,7 @@ def make_qwen(family: str, settings: JsonMapping, processor: JsonMapping) -> Vis
     size = resolved["size"]
     if not resolved["do_resize"] or not all(size.get(edge) for edge in ("shortest_edge", "longest_edge")):
         raise ConfigError("its image processor does not resize between two numbers of pixels")
-    pad = "<|image_pad|>"
-    return QwenVision(
-        family=family,
-        processor=identify_processor(settings),
-        settings=resolved,
-        placeholder=pad,
-        written=pad,
-        repeated=pad,
-    )
+    return QwenVision(family=family, processor=identify_processor(settings), settings=resolved)
 
 
 def make_gemma(family: str, settings: JsonMapping, processor: JsonMapping) -> Vision:

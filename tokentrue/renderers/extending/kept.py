@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import orjson
 
 from tokentrue.errors import TokenTrueError
-from tokentrue.json_types import JsonMapping, JsonObject
+from tokentrue.json_types import JsonMapping, JsonObject, is_array
 from tokentrue.plain_json import digest
 from tokentrue.renderers.codec import Codec, ContentShield, needs_shield
 from tokentrue.renderers.extending.contexts import ContextBuilder
@@ -30,8 +30,8 @@ NO_EFFECT: Effect = ("", frozenset())
 def describe_shape(message: JsonObject) -> Hashable:
     """What can affect structure: role, presence of text, names of calls; never the text."""
     names = tuple(call["function"]["name"] for call in message.get("tool_calls") or ())
-    content = message["content"]
-    sees = isinstance(content, list) and any(part["type"] == "image" for part in content)
+    content: Any = message["content"]
+    sees = is_array(content) and {"type": "image"} in content
     return message["role"], bool(content), sees, names, message.get("name", ""), "reasoning_content" in message
 
 

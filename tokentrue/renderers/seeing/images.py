@@ -9,6 +9,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
+from typing import cast
 
 from tokentrue.errors import MessageError
 from tokentrue.ids import TokenIds
@@ -60,10 +61,8 @@ class ImageInputs:
 
     def _check_text(self, messages: Messages, field: str) -> None:
         """Without a shield, text must not spell a placeholder."""
-        vision = self.vision
-        if isinstance(vision, Vision) and any(
-            vision.placeholder in text or vision.repeated in text for text in strings_in(list(messages))
-        ):
+        vision = cast("Vision", self.vision)
+        if any(vision.placeholder in text or vision.repeated in text for text in strings_in(list(messages))):
             raise MessageError(
                 f"spells a placeholder of {vision.family} beside images; injection='engine' cannot tell them apart",
                 field=field,
@@ -71,7 +70,7 @@ class ImageInputs:
 
     def write(self, codec: Codec, text: str, mark: str) -> str:
         """The template's text with what the processor writes for each placeholder, the repeated token once."""
-        vision = self._vision
+        vision = cast("Vision", self.vision)
         if vision.written == vision.placeholder:
             return text
         out: list[str] = []
@@ -86,7 +85,7 @@ class ImageInputs:
         self, codec: Codec, ids: TokenIds, spans: Sequence[PromptSpan], images: Sequence[JsonMapping]
     ) -> tuple[TokenIds, tuple[PromptSpan, ...], tuple[ImageRun, ...]]:
         """`ids` hold each image's repeated token once; returns them with all runs, the spans moved to fit, the runs."""
-        vision = self._vision
+        vision = cast("Vision", self.vision)
         token = codec.literals.get(vision.repeated)
         places = [place for place, id_ in enumerate(ids) if id_ == token]
         if token is None or len(places) != len(images):
@@ -109,9 +108,3 @@ class ImageInputs:
 
         moved = (replace(span, start=move(span.start), end=move(span.end)) for span in spans)
         return TokenIds.concat([*pieces, ids[done:]]), tuple(moved), tuple(runs)
-
-    @property
-    def _vision(self) -> Vision:
-        if isinstance(self.vision, str):
-            raise MessageError(f"images are refused: {self.vision}", field="messages")
-        return self.vision

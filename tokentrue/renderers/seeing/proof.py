@@ -85,8 +85,8 @@ def prove_images(renderer: Renderer, vision: Vision) -> dict[str, str]:
 
 def _prove_role(renderer: Renderer, vision: Vision, role: str, *, use_plans: bool) -> str:
     try:
-        for trial in _list_trials(role, vision.placeholder):
-            _try(renderer, vision, role, *trial, use_plans=use_plans)
+        for trial, bare in zip(_list_trials(role, vision.placeholder), _list_trials(role, ""), strict=True):
+            _try(renderer, vision, trial, bare, use_plans=use_plans)
         return PROVEN
     except Refuted as error:
         return str(error)
@@ -94,45 +94,36 @@ def _prove_role(renderer: Renderer, vision: Vision, role: str, *, use_plans: boo
         return f"the template refuses them ({str(error)[:160]})"
 
 
-def _try(
-    renderer: Renderer,
-    vision: Vision,
-    role: str,
-    what: str,
-    past: Sequence[Message],
-    new: Sequence[Message],
-    *,
-    use_plans: bool,
-) -> None:
-    messages, tools = [*past, *new], TOOLS if role == "tool" else None
-    bare = [_without(vision.placeholder, message) for message in messages]
+def _try(renderer: Renderer, vision: Vision, trial: Trial, bare: Trial, *, use_plans: bool) -> None:
+    """`bare`: the same without text like a placeholder."""
+    what, past, new = trial
+    messages, tools = [*past, *new], TOOLS if past[-1].get("tool_calls") else None
+    plain = [*bare[1], *bare[2]]
     text = renderer.template.render(
-        fill_in_tool_names(normalise_messages(bare, renderer.inputs)),
+        fill_in_tool_names(normalise_messages(plain, renderer.inputs)),
         normalise_tools(tools, renderer.inputs),
         renderer.template_kwargs,
         inputs=renderer.inputs,
     )
-    _check_places(text, bare, vision)
+    _check_places(text, plain, vision)
     rendered, token = renderer.render(messages, tools), renderer.codec.literals[vision.repeated]
     counts = [vision.measure(part["width"], part["height"])[0] for part in _list_images(messages)]
     runs = [rendered.token_ids[run.start : run.start + run.count].tolist() for run in rendered.images]
     if runs != [[token] * count for count in counts] or rendered.token_ids.count(token) != sum(counts):
         raise Refuted(f"{what}: the runs in the prompt are not those of its images")
-    stop = find_stop(renderer, past) or ""
+    if (stop := find_stop(renderer, past)) is None:
+        raise Refuted("no token is known to end the turn before them")
     found = renderer.extend([renderer.codec.literals[stop]], past, new, tools, use_plans=use_plans)
-    if not isinstance(found, Extension):
-        raise Refuted(f"{what}: {found.detail}")
-    if len(found.images) != len(_list_images(new)):
-        raise Refuted(f"{what}: not every image follows the recorded turn")
-    if bare == messages:
+    if not isinstance(found, Extension) or len(found.images) != len(_list_images(new)):
+        raise Refuted(f"{what}: {getattr(found, 'detail', 'not every image follows the recorded turn')}")
+    if plain == messages:
         processed = partial(write_all, vision=vision, counts=counts)
         whole = renderer.codec.encode(processed(text))
         tail = find_truth(renderer, past, new, tools, stop, found.join, write=processed)
-    else:  # text like a placeholder: no processor tells it apart, so the prompt is held to what it must say
+    else:  # no processor tells such text apart, so the prompt is compared with what it must say
         if f"zn0z {vision.placeholder} zn1z" not in renderer.decode(rendered.token_ids):
             raise Refuted(f"{what}: the text is lost")
-        whole = rendered.token_ids
-        tail = whole[-len(found.added_ids) :]
+        whole, tail = rendered.token_ids, rendered.token_ids[-len(found.added_ids) :]
     if (whole, tail) != (rendered.token_ids, found.added_ids):
         raise Refuted(DIFFERS)
 
@@ -160,11 +151,3 @@ def _check_places(text: str, messages: Sequence[Message], vision: Vision) -> Non
 def _list_images(messages: Sequence[Message]) -> list[JsonObject]:
     contents = (message["content"] for message in messages if not isinstance(message["content"], str))
     return [part for content in contents for part in content if part["type"] == "image"]
-
-
-def _without(word: str, message: Message) -> Message:
-    content = message["content"]
-    if isinstance(content, str):
-        return message
-    parts = [{**part, "text": part["text"].replace(word, "")} if "text" in part else part for part in content]
-    return {**message, "content": parts}
