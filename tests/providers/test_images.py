@@ -11,10 +11,12 @@ import base64
 import io
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
+import torch
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
@@ -41,6 +43,7 @@ class Eye:
         self.settings: Mapping[str, Any] = SETTINGS
         self.has_parts = self.has_route = self.tells = True
         self.broken = 0
+        self.has_cache_route, self.version = True, "0"
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=1 << 28)
@@ -63,8 +66,12 @@ class Eye:
                 return web.json_response({"error": "scale-out is off"}, status=403)
             if "token_ids" not in given:
                 return web.json_response({"error": "empty"}, status=400)
+        if path == "/reset_encoder_cache" and not self.has_cache_route:
+            return web.json_response({"detail": "Not Found"}, status=404)
+        if path == "/update_weight_version":
+            self.version = given["new_version"]
         if not given.keys() & {"token_ids", "prompt", "input_ids"}:
-            return web.json_response({})
+            return web.json_response({"success": True, "weight_version": self.version})
         self.requests.append(given)
         if path == "/generate":
             return self._sglang(given)
@@ -261,6 +268,25 @@ def test_runs_are_collapsed_by_place_and_never_by_search(renderer: Any) -> None:
     )
     with pytest.raises(EngineRejected, match="Gemma3ImageProcessor is not proven"):
         collapse_images("x", ids, [foreign])
+
+
+async def test_publishing_clears_the_cache_of_encoded_images(
+    eye: tuple[Eye, str], renderer: Any, tmp_path: Path
+) -> None:
+    """vLLM keys it by the image's hash alone. A server without the route is refused once it has seen an image."""
+    engine, url = eye
+    provider = VLLMProvider(url, weights_dir=tmp_path, retries=0)
+    weights = {"w": torch.zeros(2)}
+    await provider.publish(weights.items(), version=1)
+    steps = [call for call in engine.calls if call != "/weight_info"]
+    assert steps.index("/collective_rpc") < steps.index("/reset_encoder_cache") < steps.index("/resume")
+    engine.has_cache_route = False
+    await provider.publish(weights.items(), version=2)
+    ids, images = seen(renderer, (300, 200))
+    await provider.generate(ids, ONE, images=images)
+    with pytest.raises(EngineRejected, match="cannot clear its cache of images"):
+        await provider.publish(weights.items(), version=3)
+    await provider.close()
 
 
 # ---- tokens that only an image's place may have
