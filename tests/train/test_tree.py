@@ -21,12 +21,14 @@ from torch import Tensor
 from tests.engine.world import VOCABULARY, build
 from tests.marks import examples, slow_except
 from tests.train.rows import sample_of, small_model
+from tokentrue.app.configuration import read
+from tokentrue.app.training import TrainRun, trainer_for
 from tokentrue.mismatch import loss_named
 from tokentrue.numerics import KeptRows, exact, logits_of, same_bits, score, scores_of, tree
 from tokentrue.numerics.ops import Packed
 from tokentrue.numerics.tree import TokenTree
 from tokentrue.samples.shape import sample_from_json
-from tokentrue.train import ExactScorer, OptimConfig, TrainConfig, Trainer, scoring
+from tokentrue.train import ExactScorer, OptimConfig, Ranks, TrainConfig, Trainer, scoring
 from tokentrue.train.rows import Packing, Row, ScoredRow, rows_from_groups
 from tokentrue.train.scoring import lay_out, replay_experts
 from tokentrue.types import Sample
@@ -184,8 +186,8 @@ def random_weights(rows: Sequence[ScoredRow], seed: int) -> list[Tensor]:
 
 @pytest.mark.parametrize("kind", slow_except({"qwen3", "gpt_oss"}, ["qwen3", "gemma3", "gpt_oss", "deepseek_v3"]))
 def test_gradients_are_as_near_to_float64_as_those_of_separate_rows(kind: str) -> None:
-    """Both round the same sums. Separate rows do so R times, independently: their error is that of a sum of R numbers with
-    random signs. A tree rounds the sum once, so its error is at most √R of theirs."""
+    """Both round the same sums. Separate rows do so R times, independently: their error is that of a sum of R numbers
+    with random signs. A tree rounds the sum once, so its error is at most √R of theirs."""
     rows = [*random_tree(4, rows=5), row_of([9, 8, 7] * 20), row_of([9, 8, 7] * 20)]  # two equal ones
     joined, apart, size = gradient_errors(kind, rows, random_weights(rows, 1))
     assert joined <= len(rows) ** 0.5 * apart and apart < 1e-4 * size
@@ -221,6 +223,12 @@ def test_temperatures_kept_ids_and_entropy_are_each_rows_own() -> None:
             own = None if row.kept is None else row.kept.of(slice(1, row.length))
             wanted = scores_of(model, row.ids[None], row.temperatures[1:], entropy=True, kept=own)[0, :, 1].contiguous()
             assert same_bits(values[1:].contiguous(), wanted)
+
+
+def test_a_row_of_one_token_leaves_the_other_rows_their_temperature() -> None:
+    """Nothing predicts it, so its temperature, the last of the pass, is nobody's."""
+    model, one = build("qwen3"), row_of([9])
+    assert differing(model, [row_of([5, 6, 7, 8], 0.7), one]) == 0 and differing(model, [one, one]) == 0
 
 
 def test_tokens_with_other_recorded_experts_are_other_tokens() -> None:
@@ -321,6 +329,17 @@ def test_a_step_has_the_loss_of_separate_rows_and_computes_fewer_tokens(base: to
     tokens = [report.metrics["tokens_computed"] for report in reports]
     assert tokens == [2 * (140 + 4 * 30 + 9), 2 * (5 * 140 + 4 * 30 + 21)] and tokens[1] == reports[1].metrics["tokens"]
     assert all(report.agreement.differing == 0 < report.agreement.compared for report in reports)
+
+
+@pytest.mark.parametrize("is_tree", [True, False])
+def test_a_run_with_leaves_shares_prefixes_too(base: torch.nn.Module, is_tree: bool) -> None:
+    """`train.tree` holds for an engine whose sums are cut for tensor parallelism; bits are those of its rows."""
+    settings_ = read(TrainRun, sets=["engine.options.leaves=2", f"train.tree={str(is_tree).lower()}"])
+    trainer, _ = trainer_for(settings_, Ranks())
+    with exact(base, leaves=2):
+        report = trainer.step(forked_groups(base))
+    assert report.agreement.differing == 0 < report.agreement.compared
+    assert (report.metrics["tokens_computed"] < report.metrics["tokens"]) is is_tree
 
 
 def test_a_family_without_an_exact_tree_trains_rows_apart_and_says_so(caplog: pytest.LogCaptureFixture) -> None:

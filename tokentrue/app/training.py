@@ -146,7 +146,7 @@ def trainer_for(settings: TrainRun, ranks: Ranks) -> tuple[Trainer, str]:
     leaves = leaves_for(options.get("tensor"), options.get("leaves"))
     trainer = Trainer(
         shard(model, ranks), config=config, optim=optim, loss=loss, ranks=ranks, reference=reference,
-        scorer=ExactScorer(leaves=leaves) if config.exact and leaves > 1 else None,
+        scorer=ExactScorer(leaves=leaves, tree=config.tree) if config.exact and leaves > 1 else None,
     )  # fmt: skip
     file = settings.samples
     facts = {

@@ -112,7 +112,7 @@ def score_tree(
         ids[torch.from_numpy(tree.source)][None].to(device),
         tree.packed,
         ids[at][None].to(device),
-        heats.to(device) if len(heats.unique()) > 1 else float(temperatures[-1]),
+        float(heats[0]) if len(heats.unique()) == 1 else heats.to(device),
         entropy=entropy,
         kept=None if kept is None else kept.take(at).to(device),
         images=images,
