@@ -110,7 +110,7 @@ def _decode_answer(method: str, path: str, response: httpx.Response) -> JsonValu
         message = response.text[:300]
     problem = f"{method} {path}: the gateway answered {response.status_code}: {message}"
     if response.status_code in (401, 403):
-        raise ConfigError(f"{problem}; `tokentrue serve` prints the key: give it as admin_key=, or set {ADMIN_KEY}")
+        raise ConfigError(f"{problem}; set {ADMIN_KEY} to the key that the gateway has (in Python: admin_key=)")
     if response.status_code >= 500:
         raise GatewayUnreachable(problem)
     raise BY_STATUS.get(response.status_code, GatewayError)(problem)

@@ -163,7 +163,8 @@ def test_hosts_are_compared_whole(loopback_is_public: None) -> None:
     "address",
     ["127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1", "0.0.0.0", "224.0.0.1",
      "255.255.255.255", "::1", "::", "fe80::1%eth0", "fc00::1", "::ffff:127.0.0.1", "::ffff:10.0.0.1", "ff02::1",
-     "64:ff9b::7f00:1", "2002:7f00:1::", "2001:0:7f00:1::"],
+     "64:ff9b::7f00:1", "2002:7f00:1::", "2001:0:7f00:1::", "fec0::1", "::127.0.0.1", "::ffff:0:127.0.0.1",
+     "64:ff9b:1::7f00:1", "192.88.99.1"],
 )  # fmt: skip
 def test_addresses_that_are_not_public(address: str) -> None:
     assert not urls.is_public(address)

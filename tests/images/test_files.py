@@ -32,6 +32,23 @@ def bomb(width: int, height: int) -> bytes:
     )
 
 
+def test_files_of_thousands_of_tiny_parts_are_not_decoded() -> None:
+    """Scans of a JPEG and comments of a GIF cost time by their number, not by their size."""
+    file = io.BytesIO()
+    Image.new("RGB", (16, 16)).save(file, "JPEG", progressive=True)
+    data = file.getvalue()
+    last = data.rindex(b"\xff\xda")
+    scan = data[last : last + 2 + int.from_bytes(data[last + 2 : last + 4], "big")]
+    with pytest.raises(InputError, match="too long to decode"):
+        check_image(data[:last] + scan * 200 + data[last:], None, SETTINGS)
+    file = io.BytesIO()
+    Image.new("P", (16, 16)).save(file, "GIF")
+    data = file.getvalue()
+    comment = b"\x21\xfe" + b"\x01x" * 2000 + b"\x00"
+    with pytest.raises(InputError, match="too long to decode"):
+        check_image(data[:-1] + comment + data[-1:], None, SETTINGS)
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_four_formats(name: str) -> None:
     data = picture(40, 30, name)

@@ -196,6 +196,26 @@ def sent_urls(sent: Mapping[str, Any]) -> list[str]:
     return sent.get("image_data") or [part["url"] for part in sent["content_parts"]]
 
 
+@pytest.mark.parametrize("orientation", range(2, 9))
+async def test_a_picture_that_exif_turns_never_reaches_sglang(
+    orientation: int, eye: tuple[Eye, str], renderer: Any
+) -> None:
+    """It would be shown as it lies, with the same number of tokens."""
+    from PIL import Image
+
+    engine, url = eye
+    ids, (image,) = seen(renderer, (64, 64))
+    exif, file = Image.Exif(), io.BytesIO()
+    exif[0x0112] = orientation
+    Image.new("RGB", (64, 64)).save(file, "JPEG", exif=exif)
+    turned = PromptImage(run=image.run, data=file.getvalue(), media_type="image/jpeg")
+    provider = SGLangProvider(url)
+    with pytest.raises(EngineRejected, match="save the image upright"):
+        await provider.generate(ids, ONE, images=[turned])
+    assert not engine.requests
+    await provider.close()
+
+
 @pytest.mark.parametrize("name", ENGINES)
 async def test_an_engine_that_counts_otherwise_is_refused(name: str, eye: tuple[Eye, str], renderer: Any) -> None:
     """It resizes by other settings: the ids that it computes with are not the recorded ones."""

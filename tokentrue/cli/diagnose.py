@@ -392,12 +392,11 @@ def judge(whole: Diagnosis, counts: Mapping[str, int], max_k3: float, versions: 
         sizes = f"mean |δ| {whole['delta/abs_mean']:.3g}, largest |δ| {most:.3g}"
         bound = f"{'FAIL' if alarm else 'OK'}: K3 {k3:.3g} {'>' if alarm else '<='} {max_k3:g} (--max-k3)"
         text = f"{bound}, {sizes} over {tokens:,} tokens"
-    if alarm:
-        why = "are these the weights, template and tokenizer that sampled? `tokentrue doctor` names the cause"
-        if len(versions) > 1:
-            span = f"policy versions {min(versions)} to {max(versions)}"
-            why = f"{span} sampled, the trainer has the weights of one; --policy-version N compares those of one alone"
-        text += f": {why}"
+    if len(versions) > 1 and most != 0.0:
+        span = f"policy versions {min(versions)} to {max(versions)}"
+        text += f": {span} sampled, the trainer has the weights of one; --policy-version N compares those of one alone"
+    elif alarm:
+        text += ": are these the weights, template and tokenizer that sampled? `tokentrue doctor` names the cause"
     compared, trained, samples, all_samples = (
         counts[name] for name in ("trained_tokens", "trained_tokens_in_file", "samples", "samples_in_file")
     )

@@ -7,6 +7,7 @@ from tokentrue.images.files import (
     check_image,
     find_media_type,
     hash_image,
+    is_turned,
     open_image,
 )
 from tokentrue.images.urls import read_url
@@ -18,6 +19,7 @@ __all__ = [
     "check_image",
     "find_media_type",
     "hash_image",
+    "is_turned",
     "open_image",
     "read_url",
 ]

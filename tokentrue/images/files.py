@@ -21,6 +21,7 @@ from tokentrue.types import AtLeastOne, Checked, Positive
 EXTENSIONS = {"image/png": ".png", "image/jpeg": ".jpg", "image/webp": ".webp", "image/gif": ".gif"}
 _MODES = ("1", "L", "P", "RGB", "RGBA", "LA", "PA", "CMYK", "YCbCr")  # 16-bit gray becomes white in RGB
 _ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)  # EXIF: width and height are exchanged
+_MOST_PARTS = 1000  # scans of a JPEG, blocks of a GIF's extensions: each costs time, and almost no bytes
 _AFTER_SCAN = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")  # the first marker after a JPEG's entropy-coded data
 
 
@@ -64,6 +65,12 @@ def open_image(data: bytes) -> Any:
     that open files by themselves may ignore EXIF orientation."""
     image = _import_pillow().open(BytesIO(data), formats=[_FORMATS[find_media_type(data)][0]])
     return import_module("PIL.ImageOps").exif_transpose(image).convert("RGB")
+
+
+def is_turned(data: bytes) -> bool:
+    """True if EXIF turns or mirrors the picture."""
+    image = _import_pillow().open(BytesIO(data), formats=[_FORMATS[find_media_type(data)][0]])
+    return image.getexif().get(_ORIENTATION) in range(2, 9)
 
 
 def check_image(data: bytes, declared: str | None, settings: ImageSettings) -> ImageFile:
@@ -132,6 +139,12 @@ def _find_end(data: bytes, media_type: str) -> int:
     return end
 
 
+def _count_part(number: int, most: int) -> int:
+    if number >= most:
+        raise InputError(f"has more than {most} parts, which take too long to decode; save it again")
+    return number + 1
+
+
 def _end_of_png(data: bytes) -> int:
     at, kind = 8, b""
     while kind != b"IEND":
@@ -143,7 +156,7 @@ def _end_of_png(data: bytes) -> int:
 
 
 def _end_of_jpeg(data: bytes) -> int:
-    at = 2
+    at, scans = 2, 0
     while True:
         while data[at] == 0xFF and data[at + 1] == 0xFF:
             at += 1  # fill bytes
@@ -157,6 +170,7 @@ def _end_of_jpeg(data: bytes) -> int:
             continue
         at += data[at] << 8 | data[at + 1]
         if marker == 0xDA:
+            scans = _count_part(scans, _MOST_PARTS // 10)
             if (found := _AFTER_SCAN.search(data, at)) is None:
                 raise IndexError
             at = found.start()
@@ -166,7 +180,7 @@ def _end_of_gif(data: bytes) -> int:
     def skip_table(at: int, flags: int) -> int:
         return at + (3 << (flags & 7) + 1 if flags & 0x80 else 0)
 
-    at = skip_table(13, data[10])
+    at, blocks = skip_table(13, data[10]), 0
     while (kind := data[at]) != 0x3B:
         if kind == 0x2C:
             at = skip_table(at + 10, data[at + 9]) + 1
@@ -175,6 +189,7 @@ def _end_of_gif(data: bytes) -> int:
         else:
             raise IndexError
         while data[at]:
+            blocks = _count_part(blocks, _MOST_PARTS) if kind == 0x21 else blocks
             at += data[at] + 1
         at += 1
     return at + 1

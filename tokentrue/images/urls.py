@@ -9,13 +9,16 @@ import ssl
 import threading
 import time
 from contextlib import suppress
-from ipaddress import IPv6Network, ip_address
+from ipaddress import ip_address, ip_network
 from urllib.parse import unquote_to_bytes, urlsplit
 
 from tokentrue.errors import InputError
 from tokentrue.images.files import EXTENSIONS, ImageSettings, check_limit
 
-_NAT64 = IPv6Network("64:ff9b::/96")
+# Addresses that lead into another network, or to an IPv4 address that would have to be checked in its place.
+_TUNNELS = tuple(
+    map(ip_network, ("64:ff9b::/96", "64:ff9b:1::/48", "::/96", "::ffff:0:0:0/96", "fec0::/10", "192.88.99.0/24"))
+)
 _CHUNK = 1 << 16
 
 
@@ -114,7 +117,7 @@ def is_public(address: str) -> bool:
     """False for loopback, private, link-local, shared, multicast and tunnelled addresses."""
     ip = ip_address(address.partition("%")[0])
     if ip.version == 6:
-        if ip.sixtofour or ip.teredo or ip in _NAT64:
+        if ip.sixtofour or ip.teredo:
             return False
         ip = ip.ipv4_mapped or ip
-    return ip.is_global and not ip.is_multicast
+    return ip.is_global and not ip.is_multicast and not any(ip in network for network in _TUNNELS)

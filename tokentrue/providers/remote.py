@@ -335,6 +335,9 @@ class RemoteEngine(Streaming):
     @abstractmethod
     def _new_answer(self, builder: CompletionBuilder, sampling: Sampling) -> Answer: ...
 
+    def _to_url(self, image: PromptImage) -> str:
+        return to_data_url(image)
+
     @abstractmethod
     def _body(
         self, ids: TokenIds, sampling: Sampling, *, session: str | None, request_id: str, stream: bool, urls: list[str]
@@ -388,7 +391,7 @@ class RemoteEngine(Streaming):
         request_id = uuid4().hex
         self._running[request_id] = adapter
         try:
-            sent, urls = collapse_images(self.name, ids, images) if images else ids, [*map(to_data_url, images)]
+            sent, urls = collapse_images(self.name, ids, images) if images else ids, [*map(self._to_url, images)]
             path, body = self._body(sent, sampling, session=session, request_id=request_id, stream=not whole, urls=urls)
             async with aclosing(self._http.answers(path, body, whole=whole, limit=limit)) as reads:
                 async for events in reads:

@@ -19,6 +19,7 @@ import numpy as np
 
 from tokentrue.errors import EngineContractError, EngineError, EngineRejected
 from tokentrue.ids import TokenIds
+from tokentrue.images import is_turned
 from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.providers.building import (
     CONSTRAINTS,
@@ -38,7 +39,7 @@ from tokentrue.providers.remote import (
     rejected,
     version_from,
 )
-from tokentrue.types import TRUNCATIONS, Completion, RoutedExperts, Sampling
+from tokentrue.types import TRUNCATIONS, Completion, PromptImage, RoutedExperts, Sampling
 
 EXTRA = CONSTRAINTS | frozenset(
     {"json_schema", "regex", "ebnf", "structural_tag", "min_new_tokens", "logit_bias", "ignore_eos", "adapter"}
@@ -157,6 +158,12 @@ class SGLangProvider(RemoteEngine):
         """Servers that do not say whether their model takes images are asked by the request itself."""
         if (await self._info()).has_image_understanding is False:
             raise EngineRejected(f"sglang at {self.url} serves a model that takes no images")
+
+    def _to_url(self, image: PromptImage) -> str:
+        # SGLang ignores EXIF, and the count of a turned picture is the same: nothing would fail.
+        if is_turned(image.data):
+            raise EngineRejected("sglang shows the model pictures that EXIF turns as they lie: save the image upright")
+        return super()._to_url(image)
 
     async def _prepare(self, sampling: Sampling) -> None:
         refuse_unknown_extra(self.name, sampling, EXTRA)
