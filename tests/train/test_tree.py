@@ -331,7 +331,7 @@ def test_a_step_has_the_loss_of_separate_rows_and_computes_fewer_tokens(base: to
     assert all(report.agreement.differing == 0 < report.agreement.compared for report in reports)
 
 
-@pytest.mark.parametrize("is_tree", [True, False])
+@pytest.mark.parametrize("is_tree", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_run_with_leaves_shares_prefixes_too(base: torch.nn.Module, is_tree: bool) -> None:
     """`train.tree` holds for an engine whose sums are cut for tensor parallelism; bits are those of its rows."""
     settings_ = read(TrainRun, sets=["engine.options.leaves=2", f"train.tree={str(is_tree).lower()}"])
