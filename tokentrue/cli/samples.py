@@ -99,6 +99,8 @@ def command(
     print(f"{written}; coverage {show_share(ratio)} of {pluralise(counts['sampled'], 'sampled token')}")
     if reasons:
         print("not trained: " + ", ".join(f"{tokens} {why}" for why, tokens in sorted(reasons.items())))
+    if "retried" in reasons:
+        print("retried: a session got the same request again; use a session for each rollout, or n for several answers")
     return 0
 
 

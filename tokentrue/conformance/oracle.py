@@ -85,8 +85,9 @@ class Oracle:
         """The trained positions of a row, each with the generation and the position in it."""
         before: Place | None = None
         for at, (mask, value) in enumerate(zip(row.mask, row.logprobs, strict=False)):
-            before = self._place(row.ids, at, value, before) if mask else None
-            if before is not None:
+            # A token with another log-probability breaks rule 1.2. It is trained all the same.
+            found = self._place(row.ids, at, value, before) or self._place(row.ids, at, None, before) if mask else None
+            if (before := found) is not None:
                 yield at, before
 
     def _place(self, ids: Sequence[int], at: int, value: float | None, before: Place | None) -> Place | None:

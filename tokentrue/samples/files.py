@@ -87,7 +87,7 @@ def read_exported(path: str | Path, *, format: str | None = None) -> Iterator[Ex
     """Like `read_samples`, but reports contradictions in the result, for an audit."""
     source = Path(path)
     if not source.is_file():
-        raise FileFormatError(f"{source}: no such file")
+        raise FileFormatError(f"{source}: {'is a directory; name a file in it' if source.is_dir() else 'no such file'}")
     yield from find_format(format or recognise_format(source)).read(source)
 
 

@@ -11,6 +11,7 @@ import contextlib
 import json
 import random
 from collections import defaultdict, deque
+from struct import pack, unpack
 from typing import Any, ClassVar
 
 from aiohttp import web
@@ -43,6 +44,7 @@ class Engine:
     def __init__(self, vocabulary: Vocabulary, seed: int) -> None:
         self._vocabulary = vocabulary
         self._random = random.Random(f"logprobs-{seed}")
+        self._drawn: set[float] = set()
         self.plans: defaultdict[str, deque[Plan]] = defaultdict(deque)
         self.log: defaultdict[str, list[Generation]] = defaultdict(list)
         self.unplanned: list[str] = []
@@ -150,11 +152,18 @@ class Engine:
                     break
         ids, finish = self._limit(generation, ids, asked.limit, finish)
         generation.sampled = ids
-        generation.logprobs = [-self._random.random() * 5 - 1e-9 for _ in ids]
+        generation.logprobs = [self._draw_logprob() for _ in ids]
         if asked.is_filtered:
             generation.kept = [sorted({token, (token + 7) % self._vocabulary.size}) for token in ids]
             generation.raw = [value - 1.0 for value in generation.logprobs]
         return finish
+
+    def _draw_logprob(self) -> float:
+        """A float32, as engines report them, that no other token has: it identifies the token."""
+        while (value := unpack("f", pack("f", -self._random.random() * 5 - 1e-9))[0]) in self._drawn:
+            pass
+        self._drawn.add(value)
+        return value
 
     def _limit(
         self, generation: Generation, ids: list[int], limit: int | None, finish: Finished
