@@ -98,9 +98,8 @@ def command(
         return 0
     print(f"{written}; coverage {show_share(ratio)} of {pluralise(counts['sampled'], 'sampled token')}")
     if reasons:
-        print("not trained: " + ", ".join(f"{tokens} {why}" for why, tokens in sorted(reasons.items())))
-    if "retried" in reasons:
-        print("retried: a session got the same request again; use a session for each rollout, or n for several answers")
+        hint = " (the same request again: use a session for each rollout, or n)" if "retried" in reasons else ""
+        print("not trained: " + ", ".join(f"{tokens} {why}" for why, tokens in sorted(reasons.items())) + hint)
     return 0
 
 
