@@ -9,7 +9,7 @@ from tokentrue.ids import TokenIds
 from tokentrue.routing_replay import RoutedExperts, SamplingMask
 from tokentrue.sessions.journal.rows import node_from_row, row_from_node
 from tokentrue.sessions.tree import Node, ServedRef
-from tokentrue.types import Attempt, Finish, PromptSpan, Sampling, Status, VersionSpan
+from tokentrue.types import Attempt, Finish, ImageRun, PromptSpan, Sampling, Status, VersionSpan
 
 NODE = Node(
     id="b",
@@ -49,6 +49,7 @@ NODE = Node(
     sampling_mask=SamplingMask.from_rows([[7, 9], [8]]),
     top_logprobs=({7: -0.25, 9: -2.0}, {8: -1e-300}),
     fingerprint="fp",
+    images=(ImageRun(sha256="ab" * 32, start=1, count=2, grid=(1, 2, 4), processor="P pil"),),
 )
 
 

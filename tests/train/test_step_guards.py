@@ -37,6 +37,7 @@ class Watching(PlainScorer):
     """Notes what each forward pass costs, padding included."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.costs: list[int] = []
 
     def __call__(self, model: Any, rows: Any, **settings: Any) -> Any:
