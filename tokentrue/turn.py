@@ -149,9 +149,8 @@ class Session:
         )
         self.recorded_tokens = sum(map(count_tokens, self.tree.nodes.values()))
         self.images = SessionImages(self.record.id, images, journal, self.tree)
-        self.conversations = Conversations(
-            self.limits.conversation_bytes, images=self.images.reader
-        )  # of last requests
+        # Of the last requests.
+        self.conversations = Conversations(self.limits.conversation_bytes, images=self.images.reader)
         self._matcher = Matcher(self.tree, renderer)
         self._pinned_prompts = PinnedPrompts(self.record.pin, self.tree)
         self._single_flight = SingleFlight()

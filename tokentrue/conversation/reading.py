@@ -189,9 +189,9 @@ def own_source(message: Message) -> Raw:
 
 
 def shorten_source(source: Raw) -> Raw:
-    """A source that does not hold the memory of the request's body."""
-    data = bytes(source)
-    return Raw(_HASHED + sha256(data).digest() if len(data) > _LONG_SOURCE else data)
+    """A long source becomes its hash."""
+    data = memoryview(source)
+    return Raw(_HASHED + sha256(data).digest()) if len(data) > _LONG_SOURCE else source
 
 
 @record(eq=False)

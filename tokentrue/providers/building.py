@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import cast
@@ -172,10 +171,6 @@ def collapse_images(engine: str, ids: TokenIds, images: Sequence[PromptImage]) -
     if images and out.count(pad := ids[images[0].run.start]) != len(images):
         raise EngineContractError(f"the prompt has placeholders ({pad}) without an image; one was sampled or injected")
     return out
-
-
-def to_data_url(image: PromptImage) -> str:
-    return f"data:{image.media_type};base64,{base64.b64encode(image.data).decode()}"
 
 
 def refuse_unknown_extra(engine: str, sampling: Sampling, known: frozenset[str]) -> None:

@@ -61,7 +61,8 @@ class ExactProvider(Streaming):
         images: Sequence[PromptImage] = (),
     ) -> AsyncIterator[Chunk]:  # fmt: skip
         refuse_constraints(self.name, sampling.extra)
-        sampling = replace(sampling, extra={**self._adapter, **sampling.extra})
+        if self._adapter:
+            sampling = replace(sampling, extra={**self._adapter, **sampling.extra})
         # Never `whole`: a turn that is cancelled keeps the tokens that were sampled until then.
         async with aclosing(self.engine.stream(prompt_ids, sampling, images=images)) as chunks:
             async for chunk in chunks:

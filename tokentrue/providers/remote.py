@@ -14,6 +14,7 @@ import re
 import shutil
 import time
 from abc import abstractmethod
+from base64 import b64encode
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
@@ -40,7 +41,7 @@ from tokentrue.errors import (
 from tokentrue.ids import TokenIds
 from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.protocols import Streaming
-from tokentrue.providers.building import CONSTRAINTS, CompletionBuilder, collapse_images, to_data_url
+from tokentrue.providers.building import CONSTRAINTS, CompletionBuilder, collapse_images
 from tokentrue.providers.publishing import WrittenWeights, write_adapter, write_weights
 from tokentrue.types import MAX_INT64, UNVERSIONED, Chunk, Completion, Ids, PromptImage, Sampling
 
@@ -336,7 +337,7 @@ class RemoteEngine(Streaming):
     def _new_answer(self, builder: CompletionBuilder, sampling: Sampling) -> Answer: ...
 
     def _to_url(self, image: PromptImage) -> str:
-        return to_data_url(image)
+        return f"data:{image.media_type};base64,{b64encode(image.data).decode()}"
 
     @abstractmethod
     def _body(
@@ -380,10 +381,8 @@ class RemoteEngine(Streaming):
             await self.check_images()
         ids, adapter, version = TokenIds(prompt_ids), self._find_adapter(sampling), None
         if adapter is not None:
-            sampling, version = (
-                replace(sampling, extra={**sampling.extra, "adapter": adapter}),
-                adapter_version(adapter),
-            )
+            sampling = replace(sampling, extra={**sampling.extra, "adapter": adapter})
+            version = adapter_version(adapter)
         builder = CompletionBuilder(self.name, ids, version=version, must_count=bool(images))
         answer = self._new_answer(builder, sampling)
         tokens = min(sampling.max_tokens or UNBOUNDED_TOKENS, MOST_TOKENS)

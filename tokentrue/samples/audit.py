@@ -150,6 +150,8 @@ def _check_replay(sample: Sample) -> Iterator[Fault]:
     tops = sample.top_logprobs
     if tops is not None and not all(-math.inf < value <= 0.0 for value in array("d", tops.logprobs)):
         yield "top_logprobs holds a value that is not a log-probability", None, None
+    if mask is None and tops is None:
+        return
     for index, (token, value) in enumerate(zip(sample.token_ids, sample.rollout_logprobs, strict=True)):
         row = () if mask is None else mask.row(index)
         if row and value is None:

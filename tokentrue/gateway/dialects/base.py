@@ -208,7 +208,7 @@ class Dialect:
         if self.refuses_prefill and len(messages) > len(history) and messages[-1]["role"] == "assistant":
             said = "the last one is the model's: prefilled answers are not supported; end with the user's"
             raise MessageError(said, field=self.items_key)
-        added, sources = messages[len(base) :], all_sources[known:]
+        added, sources = messages[len(base) :], [Raw(bytes(source)) for source in all_sources[known:]]  # not the body
         return ParsedConversation(base=base, messages=added, sources=sources, ends=ends, tools=decoded.head.tools)
 
 

@@ -73,9 +73,8 @@ class Choice:
         if sampling.seed is not None and index:
             self.sampling = replace(sampling, seed=choice_seed(sampling.seed, index))
         self._prompt_ids, self._tools, self._renderer = prompt_ids, turn.conversation.tools, renderer
-        self._images: JsonMapping = (
-            {"images": images} if images else {}
-        )  # an engine without images has no such argument
+        # An engine that takes no images has no such argument.
+        self._images: JsonMapping = {"images": images} if images else {}
         self._placeholders: frozenset[int] = frozenset(getattr(renderer, "placeholder_ids", ()))
         self._emit = turn.emit if turn.streamed else None
         self._limit = MOST_SAMPLED if sampling.max_tokens is None else sampling.max_tokens
