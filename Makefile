@@ -87,13 +87,17 @@ VLLM_PYTHON ?= $(error set VLLM_PYTHON to the Python of an environment with vllm
 test-vllm: $(VENV)/.dev
 	TOKENTRUE_VLLM_PYTHON=$(VLLM_PYTHON) $(BIN)/python -m pytest -m vllm
 
-# Other trainers' own code, in environments that the first run makes beside .venv and shares torch with it. Frameworks that cannot be
+# Other trainers' and harnesses' own code, in environments that the first run makes beside .venv. Frameworks that cannot be
 # installed are named at the end; slime, Miles and prime-rl are not on PyPI: TOKENTRUE_FRAMEWORKS_SOURCES names their source trees.
 FRAMEWORKS_PYTHON ?= .venv-frameworks/bin/python
 VERIFIERS_PYTHON  ?= .venv-verifiers/bin/python
+HARBOR_PYTHON     ?= .venv-harbor/bin/python
+OPENENV_PYTHON    ?= .venv-openenv/bin/python
 test-frameworks: $(VENV)/.dev
-	$(BIN)/python -m tests.integrations.environments $(FRAMEWORKS_PYTHON) $(VERIFIERS_PYTHON)
+	$(BIN)/python -m tests.integrations.environments $(FRAMEWORKS_PYTHON) $(VERIFIERS_PYTHON) $(HARBOR_PYTHON) $(OPENENV_PYTHON)
 	TOKENTRUE_FRAMEWORKS_PYTHON=$(FRAMEWORKS_PYTHON) TOKENTRUE_VERIFIERS_PYTHON=$(VERIFIERS_PYTHON) $(BIN)/python -m pytest -m frameworks tests/integrations
+	TOKENTRUE_HARBOR_PYTHON=$(HARBOR_PYTHON) TOKENTRUE_OPENENV_PYTHON=$(OPENENV_PYTHON) \
+		$(BIN)/python -m pytest tests/integrations/test_harbor.py tests/integrations/test_openenv.py
 
 test-gpu: $(VENV)/.dev
 	$(BIN)/python -m pytest -m gpu tests/gpu
@@ -143,4 +147,4 @@ experiments: $(VENV)/.dev
 	$(BIN)/python -m experiments.run_all --device $(DEVICE) --out out/lab --jobs $(JOBS)
 
 clean:
-	rm -rf $(VENV) $(LOWEST) .venv-frameworks .venv-verifiers .cache build dist
+	rm -rf $(VENV) $(LOWEST) .venv-frameworks .venv-verifiers .venv-harbor .venv-openenv .cache build dist

@@ -1,12 +1,13 @@
 """Makes the environments of `make test-frameworks`, where they are missing: `python -m tests.integrations.environments
-FRAMEWORKS_PYTHON VERIFIERS_PYTHON`.
+FRAMEWORKS_PYTHON VERIFIERS_PYTHON HARBOR_PYTHON OPENENV_PYTHON`.
 
-The frameworks' requirements exclude each other, so each is installed without them, with what its rows need. Both
-environments see this one's packages, torch among them, behind their own.
+The trainers' requirements exclude each other, so each is installed without them, with what its rows need, into an
+environment that sees this one's packages, torch among them, behind its own. The others have theirs to themselves.
 """
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -34,19 +35,41 @@ FRAMEWORKS = {
     "tinker": ["tinker==0.36.0"],
 }
 VERIFIERS = {"verifiers": ["verifiers==0.4.0", "uv", "orjson", "msgspec"]}
+HARBOR = {"harbor": ["harbor==0.24.0"]}
+OPENENV = {"openenv": ["openenv==0.10.0"]}
 
 
-def main(frameworks: Path, verifiers: Path) -> None:
+def main(frameworks: Path, verifiers: Path, harbor: Path, openenv: Path) -> None:
     make(frameworks, FRAMEWORKS, "--no-deps", shares=True)
-    make(verifiers, VERIFIERS, shares=False)
+    make(verifiers, VERIFIERS)
+    make(harbor, HARBOR, base=newer_python())
+    make(openenv, OPENENV)
 
 
-def make(python: Path, groups: dict[str, list[str]], *flags: str, shares: bool) -> None:
+def newer_python() -> str:
+    """A Python that Harbor accepts, 3.12 or newer."""
+    if sys.version_info >= (3, 12):
+        return sys.executable
+    for name in ("python3.12", "python3.13"):
+        found = shutil.which(name)
+        if found and subprocess.run([found, "-c", ""], capture_output=True).returncode == 0:  # pyenv's shims may fail
+            return found
+    return ""
+
+
+def make(
+    python: Path, groups: dict[str, list[str]], *flags: str, shares: bool = False, base: str = sys.executable
+) -> None:
     if python.exists():
         print(f"{python}: is there")
         return
+    if not base:
+        print(f"{python}: NOT made: {', '.join(groups)} needs Python 3.12 or newer, and none is on PATH", flush=True)
+        return
     folder = python.parent.parent
-    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    if subprocess.run([base, "-m", "venv", folder]).returncode:
+        print(f"{python}: NOT made: {base} -m venv failed", flush=True)
+        return
     if shares:
         own = Path(
             subprocess.check_output(

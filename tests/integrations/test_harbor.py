@@ -10,6 +10,7 @@ import copy
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -26,7 +27,7 @@ from tests.gateway.test_mini_swe_agent import TEN_TURNS
 from tests.gateway.world import call, sampled_by, scripted_server
 
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "harbor"
-PYTHON = os.environ.get("TOKENTRUE_HARBOR_PYTHON", "")
+PYTHON = shutil.which(os.environ.get("TOKENTRUE_HARBOR_PYTHON", ""))
 TEXTS = [
     "<think>\nfirst look\n</think>\n\n" + call("bash", '{"command": "ls"}'),
     "Two files." + call("bash", '{"command": "cat a é"}'),
@@ -229,7 +230,7 @@ open(sys.argv[2], "w").write(json.dumps(made.to_json_dict()))
 @pytest.mark.skipif(find_spec("minisweagent") is None, reason="mini-swe-agent is not installed")
 def test_a_run_of_mini_swe_agent_as_harbor_converts_it(tmp_path: Path) -> None:
     if not PYTHON:
-        pytest.skip("NOT RUN: TOKENTRUE_HARBOR_PYTHON names no Python with harbor (pip install harbor, Python 3.12)")
+        pytest.skip("NOT RUN: TOKENTRUE_HARBOR_PYTHON names no Python with harbor (make test-frameworks)")
     server = scripted_server(tmp_path, TEN_TURNS)
     try:
         session = server.session()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +21,7 @@ from tokentrue.samples import write_samples
 
 ROOT = Path(__file__).parent.parent.parent
 PROGRAM = ROOT / "examples" / "trainers" / "openenv_trace.py"
-PYTHON = os.environ.get("TOKENTRUE_OPENENV_PYTHON", "")
+PYTHON = shutil.which(os.environ.get("TOKENTRUE_OPENENV_PYTHON", ""))
 READ = """
 import json, sys
 from openenv.core.harness.training import TrainingTrace
@@ -87,7 +88,7 @@ async def test_samples_in_openenvs_training_contract(tmp_path: Path) -> None:
 def test_tokentrue_behind_openenv(capsys: pytest.CaptureFixture[str]) -> None:
     """Rows and tokens to forward of the habits, with and without us."""
     if not PYTHON:
-        pytest.skip("NOT RUN: TOKENTRUE_OPENENV_PYTHON names no Python with openenv")
+        pytest.skip("NOT RUN: TOKENTRUE_OPENENV_PYTHON names no Python with openenv (make test-frameworks)")
     found: dict[str, dict[str, tuple[float, int, int]]] = {}
     for name in ("openenv", "openenv_tokentrue"):
         target = ROOT / "examples" / "conformance" / f"{name}.py"
