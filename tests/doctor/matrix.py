@@ -1,7 +1,9 @@
-"""The confusion matrices of docs/doctor.md: `python -m tests.doctor.matrix [MODEL|mixture] [float32|bfloat16]`.
+"""The confusion matrices of docs/doctor.md.
 
-Prints one row for each fault and each healthy engine, and the counts: named, unknown, wrong, missed, false alarms.
-`--set second` and `--set third` play the sets of tests/doctor/second_set.py and third_set.py. `--only A,B` runs the cases whose name holds A or B, `--seed N` draws other numbers, `--part I/N` runs every N-th case.
+`python -m tests.doctor.matrix play [MODEL|mixture] [float32|bfloat16] --set third --results FILE` plays the cases that
+FILE does not hold yet and appends one JSON line for each; `python -m tests.doctor.matrix show FILE...` prints the
+counts and what was not named right. `--only A,B` plays the cases whose name holds A or B, `--seed N` draws other
+numbers, `--part I/N` plays every N-th case.
 """
 
 from __future__ import annotations
@@ -9,10 +11,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import copy
+import json
 import random
 import tempfile
 import time
 import warnings
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +28,14 @@ from tokentrue.app.libraries import quiet_libraries
 from tokentrue.doctor import Reference, examine
 from tokentrue.doctor.reference import load_model, merge_adapter
 from tokentrue.renderers import load_renderer
+
+SETS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "reported": (reported.DENSE, reported.HEALTHY),
+    "mixture": (reported.MIXTURE, {"plain": reported.HEALTHY["plain"]}),
+    "second": (second_set.FAULTS, second_set.HEALTHY),
+    "third": (third_set.FAULTS, third_set.HEALTHY),
+}
+VERDICTS = ("named", "unknown (right)", "unknown", "wrong", "missed", "ok", "false alarm")
 
 
 def run_case(name: str, kind: str, model: Path, plain: Any, dtype: str, seed: int, make: Any) -> tuple[str, str]:
@@ -56,43 +68,78 @@ def run_case(name: str, kind: str, model: Path, plain: Any, dtype: str, seed: in
     return ("named" if set(found) <= names else "wrong"), said
 
 
-def sound(healthy: Any, name: str) -> Any:
-    return lambda model, dtype, rng: reported.Seeded(engine=healthy(name, model, dtype), names=frozenset())
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("model", nargs="?", default=str(CALCULATOR))
-    parser.add_argument("dtype", nargs="?", default="float32")
-    parser.add_argument("--only", default="")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--part", default="0/1")
-    parser.add_argument("--set", default="reported", choices=["reported", "second", "third"])
-    given = parser.parse_args()
+def play(given: argparse.Namespace) -> None:
     quiet_libraries()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    counts: dict[str, int] = {}
+    label, results = Path(given.model).name, Path(given.results)
     with tempfile.TemporaryDirectory() as folder:
         is_mixture = given.model == "mixture"
         model = reported.mixture(Path(folder), CALCULATOR) if is_mixture else Path(given.model)
         plain = load_model(model)
-        chosen: Any = {"reported": reported, "second": second_set, "third": third_set}[given.set]
-        faults = reported.CASES if is_mixture else getattr(chosen, "DENSE", None) or chosen.FAULTS
-        cases = [(name, "fault", make) for name, make in faults.items()]
-        cases += [
-            (name, "healthy", chosen.HEALTHY[name] if given.set == "third" else sound(chosen.healthy, name))
-            for name in chosen.HEALTHY
+        faults, healthy = SETS["mixture" if is_mixture else given.set]
+        cases = [
+            (name, kind, make)
+            for kind, made in (("fault", faults), ("healthy", healthy))
+            for name, make in made.items()
         ]
         part, parts = map(int, given.part.split("/"))
-        print("| case | verdict | said |\n|---|---|---|")
         for name, kind, make in cases[part::parts]:
-            if any(one in name for one in given.only.split(",")):
-                start = time.monotonic()
-                verdict, said = run_case(name, kind, model, plain, given.dtype, given.seed, make)
-                counts[verdict] = counts.get(verdict, 0) + 1
-                print(f"| {name} | {verdict} | {said} | {time.monotonic() - start:.0f} s", flush=True)
-    print("\n" + ", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items())))
+            row = {
+                "set": given.set,
+                "model": label,
+                "dtype": given.dtype,
+                "seed": given.seed,
+                "kind": kind,
+                "case": name,
+            }
+            is_done = any(row.items() <= one.items() for one in read_rows([results]))
+            if is_done or not any(one in name for one in given.only.split(",")):
+                continue
+            start = time.monotonic()
+            verdict, said = run_case(name, kind, model, plain, given.dtype, given.seed, make)
+            row |= {"verdict": verdict, "said": said, "seconds": round(time.monotonic() - start)}
+            print(f"{name} | {verdict} | {said} | {row['seconds']} s", flush=True)
+            with results.open("a") as file:
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
+def read_rows(files: list[Path]) -> list[dict[str, Any]]:
+    return [json.loads(line) for file in files if file.exists() for line in file.read_text().splitlines()]
+
+
+def show(given: argparse.Namespace) -> None:
+    rows = read_rows([Path(file) for file in given.files])
+    print("| set | model | dtype | faults | " + " | ".join(VERDICTS) + " |\n" + "|---" * (4 + len(VERDICTS)) + "|")
+    for key in dict.fromkeys((row["set"], row["model"], row["dtype"]) for row in rows):
+        mine = [row for row in rows if (row["set"], row["model"], row["dtype"]) == key]
+        counts = Counter(row["verdict"] for row in mine)
+        cells = (*key, sum(row["kind"] == "fault" for row in mine), *(counts[verdict] for verdict in VERDICTS))
+        print("| " + " | ".join(map(str, cells)) + " |")
+    print()
+    for row in rows:
+        if row["verdict"] in ("unknown", "wrong", "missed", "false alarm") or given.all:
+            print(f"{row['verdict']}: {row['set']}, {row['model']}, {row['dtype']}: {row['case']}: {row['said']}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    commands = parser.add_subparsers(required=True)
+    player = commands.add_parser("play")
+    player.set_defaults(run=play)
+    player.add_argument("model", nargs="?", default=str(CALCULATOR))
+    player.add_argument("dtype", nargs="?", default="float32")
+    player.add_argument("--set", default="reported", choices=[*SETS])
+    player.add_argument("--results", required=True)
+    player.add_argument("--only", default="")
+    player.add_argument("--seed", type=int, default=1)
+    player.add_argument("--part", default="0/1")
+    shower = commands.add_parser("show")
+    shower.set_defaults(run=show)
+    shower.add_argument("files", nargs="+")
+    shower.add_argument("--all", action="store_true", help="every row, not only those to look at")
+    given = parser.parse_args()
+    given.run(given)
 
 
 if __name__ == "__main__":

@@ -232,7 +232,7 @@ def a_layer_not_loaded(model: Any, rng: random.Random) -> None:
         linear.weight.data.zero_()
 
 
-@simple("unknown")
+@simple("norm_missing", "unknown")
 def query_key_norms_off(model: Any, rng: random.Random) -> None:
     for module in attentions(model):
         if hasattr(module, "q_norm"):
@@ -241,7 +241,7 @@ def query_key_norms_off(model: Any, rng: random.Random) -> None:
             module.q_proj.weight.data *= 1.3
 
 
-@simple("unknown")
+@simple("projection_order", "unknown")
 def grouped_heads_tiled(model: Any, rng: random.Random) -> None:
     """Key heads repeated as 0 1 0 1 instead of 0 0 1 1: the same as query heads in another order."""
     for module in attentions(model):
@@ -253,7 +253,7 @@ def grouped_heads_tiled(model: Any, rng: random.Random) -> None:
         module.q_proj.weight.data = module.q_proj.weight.data.view(heads, size, -1)[order].reshape(heads * size, -1)
 
 
-@simple("unknown")
+@simple("partial_sum", "unknown")
 def a_rank_left_out_of_the_sum(model: Any, rng: random.Random) -> None:
     """Tensor parallelism without its all-reduce in one layer: half of the inner size is missing."""
     layer = model.model.layers[rng.randrange(len(model.model.layers))]
@@ -521,7 +521,12 @@ def healthy(kind: str, model: Any, dtype: str) -> Engine:
     return engine
 
 
-HEALTHY = ("plain", "eager attention", "no cache", "chunked prefill", "more precise")
+def sound(healthy: Callable[[str, Any, str], Engine], kind: str) -> Callable[[Any, str, random.Random], Seeded]:
+    return lambda model, dtype, rng: Seeded(engine=healthy(kind, model, dtype), names=frozenset())
+
+
+KINDS = ("plain", "eager attention", "no cache", "chunked prefill", "more precise")
+HEALTHY = {kind: sound(healthy, kind) for kind in KINDS}
 
 
 def mixture(folder: Path, tokenizer: Path) -> Path:

@@ -25,6 +25,7 @@ from tests.doctor.reported import (
     quantised,
     set_all,
     simple,
+    sound,
     trained,
 )
 from tokentrue.providers.hf import filter_logprobs
@@ -250,4 +251,5 @@ def healthy(kind: str, model: Any, dtype: str) -> Engine:
     return engine
 
 
-HEALTHY = ("positions begin at 7", "short chunks", "eager without cache", "head in float64", "wide cache")
+KINDS = ("positions begin at 7", "short chunks", "eager without cache", "head in float64", "wide cache")
+HEALTHY = {kind: sound(healthy, kind) for kind in KINDS}

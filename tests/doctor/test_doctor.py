@@ -16,11 +16,10 @@ from tests.doctor.faults import tiny_model
 from tokentrue.cli.main import run
 from tokentrue.cli.reports import write_doctor_report
 from tokentrue.doctor import CAUSES, DoctorReport, Finding, Reference, Verdict, examine
-from tokentrue.doctor.exam import Examination
+from tokentrue.doctor.exam import EngineRoutes, Examination
 from tokentrue.doctor.findings import FOLLOWS, cannot_tell, fault, ok, settle
+from tokentrue.doctor.interface import probe_stability
 from tokentrue.doctor.naming import grows_with_position
-from tokentrue.doctor.routes import EngineRoutes
-from tokentrue.doctor.stability import probe_stability
 from tokentrue.doctor.weights import first_difference
 from tokentrue.errors import EngineUnreachable
 from tokentrue.ids import TokenIds

@@ -12,8 +12,8 @@ import torch
 
 from tests.doctor import engines as e
 from tokentrue.doctor import DoctorReport, Reference, examine
+from tokentrue.doctor.exam import EngineRoutes
 from tokentrue.doctor.findings import Verdict
-from tokentrue.doctor.routes import EngineRoutes
 from tokentrue.providers.exact import ExactProvider
 from tokentrue.providers.hf import HFProvider
 from tokentrue.renderers import load_renderer

@@ -60,7 +60,8 @@ async def test_a_rope_base_is_fitted_to_its_value() -> None:
 
 @pytest.mark.slow
 async def test_what_no_hypothesis_computes_is_unknown_with_the_next_step() -> None:
-    found = judged(await gather(seeded("a rank left out of the sum").engine))
+    case = third_set.FAULTS["a layer twice"](e.calculator(), "float32", random.Random(1))
+    found = judged(await gather(case.engine))
     assert found.fault == "unknown" and "nearest" in found.detail and found.detail.endswith("Next: look"), found
 
 
@@ -142,6 +143,20 @@ async def test_a_scale_of_one_layer_is_found_in_that_layer() -> None:
     seeded = third_set.FAULTS["attention scale of one layer"](e.calculator(), "float32", random.Random(1))
     found = judged(await gather(seeded.engine), only="attention")
     assert found.fault == "attention_scale" and "times 1.4; in model.layers." in found.detail, found
+
+
+@pytest.mark.parametrize(
+    ("case", "only", "expected"),
+    [
+        ("a rank left out of the sum", "partial", "self_attn.o_proj"),
+        ("grouped heads tiled", "projection", "query heads in another order"),
+        ("query and key norms off", "norm_missing", "norms of queries and keys left out"),
+        ("layer not loaded", "layer", "left out; in model.layers."),
+    ],
+)
+async def test_parts_that_are_missing_or_exchanged_are_named(case: str, only: str, expected: str) -> None:
+    found = judged(await gather(seeded(case).engine), only=only)
+    assert only in found.fault and expected in found.detail, found
 
 
 @pytest.mark.slow

@@ -13,11 +13,20 @@ from pathlib import Path
 from typing import ParamSpec
 
 from tokentrue.doctor.findings import Finding, cannot_tell
-from tokentrue.doctor.naming import Evidence, Spread
+from tokentrue.doctor.naming import Evidence
 from tokentrue.doctor.reference import Observation, Reference
-from tokentrue.doctor.routes import EngineRoutes
-from tokentrue.errors import ConfigError, EngineError, InputError, TokenContractError
+from tokentrue.errors import (
+    ConfigError,
+    EngineContractError,
+    EngineError,
+    EngineRejected,
+    InputError,
+    TokenContractError,
+)
+from tokentrue.ids import TokenIds
+from tokentrue.json_types import JsonMapping
 from tokentrue.protocols import Provider
+from tokentrue.providers.remote import EngineHttp, read_tokens
 from tokentrue.renderers import Renderer
 from tokentrue.types import Completion, Sampling
 
@@ -36,6 +45,50 @@ STORY = (
 )
 
 
+class EngineRoutes:
+    """Those of vLLM and of SGLang. An engine in this process, without a URL, has none: None and False say so."""
+
+    _http: EngineHttp | None = None
+    _provider: Provider | None = None
+
+    def __init__(self, provider: Provider | None = None, url: str | None = None, *, api_key: str | None = None) -> None:
+        if url is not None:
+            self._http = EngineHttp(url, timeout_s=120.0, connect_s=5.0, retries=1, api_key=api_key)
+            self._provider = provider
+
+    async def tokenize_chat(self, messages: Sequence[JsonMapping]) -> TokenIds | None:
+        if self._http is None or self._provider is None:
+            return None
+        model = (await self._provider.health())["model"]
+        body = {"model": model, "messages": list(messages), "add_generation_prompt": True}
+        return await read_tokens(self._http, "/tokenize", body)
+
+    async def pause(self) -> bool:
+        """Holds every running generation where it is."""
+        return await self._post("/pause?mode=keep") or await self._post("/pause_generation", {"mode": "in_place"})
+
+    async def preempt(self) -> bool:
+        """Of a paused engine: drops the keys and values of running generations, which are computed again."""
+        reset = "/reset_prefix_cache?reset_running_requests=true"
+        return await self._post(reset) or await self._post("/pause_generation", {"mode": "retract"})
+
+    async def resume(self) -> bool:
+        return await self._post("/resume") or await self._post("/continue_generation")
+
+    async def close(self) -> None:
+        if self._http is not None:
+            await self._http.close()
+
+    async def _post(self, path: str, body: dict[str, str] | None = None) -> bool:
+        if self._http is None:
+            return False
+        try:
+            await self._http.read("POST", path, body or {}, retry=False)
+        except (EngineContractError, EngineRejected):
+            return False
+        return True
+
+
 @dataclass(slots=True, kw_only=True)
 class Examination:
     """Mutable: the first probes add what they observe, which later ones use."""
@@ -45,7 +98,8 @@ class Examination:
     renderer: Renderer
     reference: Reference
     dtype: str  # what the engine is expected to compute in
-    spread: Spread = field(default_factory=Spread)  # of that dtype against float32
+    mean_limit: float = 5e-5  # of |δ|, beyond which it is not that dtype's rounding
+    largest_limit: float = 1e-3  # of a single |δ|
     previous: str | Path | None = None
     max_tokens: int = 40
     seed: int = 7
@@ -58,7 +112,7 @@ class Examination:
     @property
     def visible(self) -> float:
         """A difference above this is seen through the wire and the dtype."""
-        return max(self.spread.limit, 1e-3)
+        return max(self.mean_limit, 1e-3)
 
     def special_ids(self) -> list[int]:
         """Ids that an engine may put before a prompt: those of the configuration, and tokens that look like markers."""

@@ -6,15 +6,18 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokentrue.doctor.exam import Examination
+from tokentrue.doctor.exam import EngineRoutes, Examination
 from tokentrue.doctor.findings import DoctorReport, Finding, Verdict, settle
-from tokentrue.doctor.identity import probe_identity
-from tokentrue.doctor.meaning import gather_observations, probe_meaning
+from tokentrue.doctor.interface import (
+    gather_observations,
+    probe_identity,
+    probe_interruption,
+    probe_meaning,
+    probe_stability,
+)
 from tokentrue.doctor.naming import Evidence
 from tokentrue.doctor.reference import Reference
-from tokentrue.doctor.routes import EngineRoutes
 from tokentrue.doctor.samples import probe_samples
-from tokentrue.doctor.stability import probe_interruption, probe_stability
 from tokentrue.doctor.weights import locate_difference, probe_experts, probe_weights
 from tokentrue.errors import EngineError
 from tokentrue.protocols import Provider
@@ -58,7 +61,7 @@ async def examine(
     findings.append(await gather_observations(exam))
     if exam.observations and findings[-1].verdict is not Verdict.FAULT:
         exam.evidence = Evidence(reference, exam.observations, exam.dtype)
-        exam.spread = exam.evidence.rounding
+        exam.mean_limit, exam.largest_limit = exam.evidence.mean_limit, exam.evidence.largest_limit
         probes: dict[str, Callable[[Examination], Awaitable[list[Finding]]]] = {
             "meaning": probe_meaning,
             "stability": probe_stability,

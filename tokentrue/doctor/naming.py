@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tokentrue.doctor.findings import Finding, fault, ok
-from tokentrue.doctor.hypotheses import FILTERS, Hypothesis, count_kept, run_all
+from tokentrue.doctor.hypotheses import FILTERS, TEMPERATURES, Hypothesis, count_kept, run_all
 from tokentrue.doctor.reference import Observation, Reference, WideSums, compute_logits, read_entries
 from tokentrue.records import record
 
@@ -32,38 +32,21 @@ TOKENS = 4  # held-out tokens at least that a cause makes likelier
 TIE = 8.0  # nats
 SIZE = (0.7, 1.4)  # fitted multiple of a prediction that has the right size
 PROMISING = 0.97  # residual ÷ difference on the first tokens, below which a hypothesis is fitted further
-ALIKE = 0.1  # correlation of prediction and difference, above which other forms and parts of a cause are tried
+ALIKE = 0.15  # correlation of prediction and difference, above which other forms and parts of a cause are tried
 ASKED = ("stale_weights", "adapter_missing")  # what the user gave weights for
 MANY = 40  # parts of a model that are tried one by one
 FINALISTS = 8
 CHANCE = 1e-6  # of draws that look like another distribution by themselves
-TEMPERATURES = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0)
-
-
-@record
-class Spread:
-    """Mean and largest |e| that rounding in the expected dtype gives by itself, e = engine - reference."""
-
-    mean: float = 0.0
-    largest: float = 0.0
-
-    @property
-    def limit(self) -> float:
-        """A mean |e| above this is no rounding."""
-        return max(ALLOWED * self.mean, 5e-5)
-
-    @property
-    def largest_limit(self) -> float:
-        """A single |e| above this is no rounding."""
-        return max(ALLOWED * self.largest, 1e-3)
+LIKELIEST = 1024  # tokens that a filter may keep
 
 
 class Evidence:
-    """What the engine reported beside the reference, and how far apart correct engines are."""
+    """What the engine reported beside the reference, and how far apart correct engines are; e = engine - reference."""
 
     def __init__(self, reference: Reference, observations: Sequence[Observation], dtype: str) -> None:
         self.reference, self.observations, self.dtype = reference, list(observations), dtype
-        self.logits = [compute_logits(reference.model, seen) for seen in self.observations]
+        self.is_exact = dtype == "float32"
+        self.logits = [reference.plain_logits(seen) for seen in self.observations]
         targets = [seen.targets for seen in self.observations]
         counts = [len(seen.positions) for seen in self.observations]
         starts = torch.tensor([0, *counts]).cumsum(0).tolist()
@@ -80,8 +63,9 @@ class Evidence:
         self.position = torch.tensor([at for seen in self.observations for at in seen.positions])[self.row]
         self.held = self.row % 2 == 1
         self.everything = torch.ones_like(self.held)
-        self.rounding = Spread()
-        self.spread, self.limit = self._measure_spread(dtype)
+        self.mean_limit, self.largest_limit = 5e-5, 1e-3  # of |e| of chosen tokens: beyond this it is no rounding
+        self.coarseness = 1.0  # the coarsest order of rounding ÷ the one that trials can use
+        self.spread, self.limit = self._measure_spread()
 
     @property
     def departs(self) -> bool:
@@ -91,30 +75,30 @@ class Evidence:
     def read(self, logits: Sequence[Tensor]) -> Tensor:
         return torch.cat([read_entries(seen, rows) for seen, rows in zip(self.observations, logits, strict=True)])
 
-    def orders(self, dtype: str) -> list[Tensor]:
+    def orders(self, dtype: str) -> Iterator[Tensor]:
         """What the reference differs by when it rounds in other orders: by module and by operation, eager, cached."""
         model, seen = self.reference.model, self.observations
-        if dtype == "float32":
-            with _eager(model):
-                return [self.read([compute_logits(model, one, is_cached=True) for one in seen]) - self.truth]
-        with self.reference.trial() as trial:
-            trial.round_modules(getattr(torch, dtype))
-            found = [[compute_logits(model, one) for one in seen]]
-        narrow = self.reference.in_dtype(dtype)
-        with WideSums():
-            found.append([compute_logits(narrow, one) for one in seen])
-            with _eager(narrow):
-                found.append([compute_logits(narrow, one, is_cached=True) for one in seen])
-        return [self.read(rows) - self.truth for rows in found]
+        if dtype != "float32":
+            with self.reference.trial() as trial:
+                trial.round_modules(getattr(torch, dtype))
+                found = [compute_logits(model, one) for one in seen]
+            yield self.read(found) - self.truth
+            model = self.reference.in_dtype(dtype)
+            with WideSums():
+                found = [compute_logits(model, one) for one in seen]
+            yield self.read(found) - self.truth
+        with WideSums() if dtype != "float32" else nullcontext(), _eager(model):
+            found = [compute_logits(model, one, is_cached=True) for one in seen]
+        yield self.read(found) - self.truth
 
-    def _measure_spread(self, dtype: str) -> tuple[Tensor, float]:
+    def _measure_spread(self) -> tuple[Tensor, float]:
         """Per entry, the size of honest differences; and the mean |e| in these units that is still honest."""
-        found = torch.stack(self.orders(dtype))
-        if dtype == "float32":
+        found = torch.stack([*self.orders(self.dtype)])
+        if self.is_exact:
             largest = float(found.square().mean(dim=1).sqrt().max())
             return torch.full_like(self.truth, max(FLOAT32_SPREAD, 3 * largest)), DEPARTS
-        own = found[:, self.is_chosen].abs()
-        self.rounding = Spread(mean=float(own.mean()), largest=float(own.max()))
+        own = ALLOWED * found[:, self.is_chosen].abs()
+        self.mean_limit, self.largest_limit = max(5e-5, float(own.mean())), max(1e-3, float(own.max()))
         # A logit that is off by s moves log p by s (1 - p): certain tokens hardly move.
         doubt = -torch.expm1(self.truth.clamp(max=-1e-6))
         squares = found.square().mean(dim=0)
@@ -122,59 +106,57 @@ class Evidence:
         self.spread = (
             (0.5 * squares + 0.5 * pooled * doubt.square() + (0.02 * pooled.sqrt()) ** 2).sqrt().clamp(min=1e-6)
         )
-        return self.spread, BAND * max(self.size(one, self.everything) for one in found)
+        sizes = [self.size(one, self.everything) for one in found]
+        self.coarseness = max(sizes) / max(sizes[0], 1e-12)
+        return self.spread, BAND * max(sizes)
 
     def size(self, residual: Tensor, where: Tensor) -> float:
         """Mean |residual| in units of the spread."""
         weight = self.weight * where
         return float((weight * residual.abs().clamp(max=WORST) / self.spread).sum() / weight.sum().clamp(min=1e-9))
 
-    def log_likelihood(self, residual: Tensor) -> Tensor:
-        """Per entry, of Student's t with 4 degrees of freedom: rounding has heavy tails."""
-        z = residual.clamp(-WORST, WORST) / self.spread
-        return -2.5 * self.weight * torch.log1p(z * z / 4)
+    def gains(self, residual: Tensor) -> Tensor:
+        """Nats by which each entry is likelier than without the hypothesis, by Student's t with 4 degrees of freedom:
+        rounding has heavy tails."""
+        now, before = (one.clamp(-WORST, WORST) / self.spread for one in (residual, self.e))
+        return 2.5 * self.weight * (torch.log1p(before * before / 4) - torch.log1p(now * now / 4))
 
     def gain(self, residual: Tensor) -> float:
-        """Nats by which the held-out half is likelier than without the hypothesis."""
-        return float((self.log_likelihood(residual) - self.log_likelihood(self.e))[self.held].sum())
+        return float(self.gains(residual)[self.held].sum())
 
+    @torch.no_grad()
     def predict(self, hypothesis: Hypothesis, x: float, only: Sequence[int], *, again: bool = False) -> Tensor:
         """Log-probabilities that an engine with this cause reports; entries of other observations stay as they are.
         `again`: in another order of rounding."""
         found, model = self.truth.clone(), self.reference.model
-        with self.reference.trial() as trial, _eager(model, again and self.dtype == "float32"):
+        with self.reference.trial() as trial, _eager(model, again and self.is_exact):
             hypothesis.apply(trial, x)
-            if again and self.dtype != "float32":
+            if again and not self.is_exact:
                 trial.round_modules(getattr(torch, self.dtype))
             for n in only:
                 seen, mine = self.observations[n], self.owner == n
                 if trial.align:
-                    found[mine] = self._align(mine & self.is_chosen, mine, trial.align)
+                    chosen = mine & self.is_chosen
+                    moved, end = self.truth[chosen].roll(-trial.align), 0 if trial.align < 0 else -1
+                    moved[end] = self.engine[chosen][end]  # at the ends anything may be
+                    found[chosen] = moved
                 elif not (hypothesis.is_sampling and seen.is_prompt):
                     is_known = hypothesis.is_output and not again
                     logits = self.logits[n] if is_known else compute_logits(model, seen, trial)
                     found[mine] = read_entries(seen, logits, trial.outputs)
         return found.nan_to_num(nan=-1e3, neginf=-1e3)
 
-    def _align(self, chosen: Tensor, mine: Tensor, by: int) -> Tensor:
-        """Each chosen token has its neighbour's value; at the ends anything may be."""
-        found = self.truth.clone()
-        moved = found[chosen].roll(-by)
-        end = slice(0, 1) if by < 0 else slice(-1, None)
-        moved[end] = self.engine[chosen][end]
-        found[chosen] = moved
-        return found[mine]
-
 
 @contextmanager
-def _eager(model: Any, wanted: bool = True) -> Any:
+def _eager(model: Any, wanted: bool = True) -> Iterator[None]:
     own = getattr(model.config, "_attn_implementation", "sdpa")
     try:
         if wanted:
             model.set_attn_implementation("eager")
         yield
     finally:
-        model.set_attn_implementation(own)
+        if wanted:
+            model.set_attn_implementation(own)
 
 
 @record(eq=False)
@@ -197,29 +179,26 @@ class Fit:
 
 def judge(data: Evidence, hypotheses: Iterable[Hypothesis], *, advice: str = "") -> Finding:
     """A named cause, `unknown`, or no fault."""
-    size, chosen = data.size(data.e, data.everything), data.e[data.is_chosen].abs()
-    departs = size > data.limit
+    size, chosen, departs = data.size(data.e, data.everything), data.e[data.is_chosen].abs(), data.departs
     figure = (
         f"mean |δ| {float(chosen.mean()):.2g}, max {float(chosen.max()):.2g} over {chosen.numel()} tokens, "
         f"{size / data.limit:.2g} of what {data.dtype} allows"
     )
-    if not departs and data.dtype == "float32":
+    if not departs and data.is_exact:
         return ok(figure)
     fits = fit_all(data, hypotheses)
     best = next((one for one in fits if is_confirmed(data, one, departs=departs)), None)
-    if best is None:
-        rounding = name_dtype(data) if departs and data.dtype == "float32" else None
-        if rounding is not None:
-            return fault(rounding[0], figure, confidence="medium", detail=rounding[1])
-        return describe_unknown(data, fits, figure, advice) if departs else ok(figure)
-    least = data.gain(best.residual) - TIE
-    rivals = [one for one in fits if one.fault != best.fault and data.gain(one.residual) > least]
-    if rivals:
-        return describe_unknown(data, [best, *rivals], figure, advice, is_tie=True) if departs else ok(figure)
-    detail = (
-        f"{best.label}: explains {100 * share(data, best):.0f}% of the difference on tokens that the fit has not seen"
-    )
-    return fault(best.fault, figure, detail=detail, confidence="high" if departs else "medium")
+    least = math.inf if best is None else data.gain(best.residual) - TIE
+    rivals = [one for one in fits if best and one.fault != best.fault and data.gain(one.residual) > least]
+    if best is not None and not rivals:
+        part = f"{100 * share(data, best):.0f}% of the difference on tokens that the fit has not seen"
+        confidence = "high" if departs else "medium"
+        return fault(best.fault, figure, detail=f"{best.label}: explains {part}", confidence=confidence)
+    if not departs:
+        return ok(figure)
+    if best is None and data.is_exact and (rounding := name_dtype(data)):
+        return fault(rounding[0], figure, confidence="medium", detail=rounding[1])
+    return describe_unknown(data, [best, *rivals] if best else fits, figure, advice, is_tie=best is not None)
 
 
 def share(data: Evidence, fit: Fit) -> float:
@@ -229,20 +208,27 @@ def share(data: Evidence, fit: Fit) -> float:
 
 def fit_all(data: Evidence, hypotheses: Iterable[Hypothesis]) -> list[Fit]:
     """The best hypotheses over all tokens, best first; each is tried on few tokens first."""
-    is_exact = data.dtype == "float32"
-    first, inside = choose_first(data, 64 if is_exact else 80)
+    first, inside = choose_first(data, 32 if data.is_exact else 80)
+    more = choose_first(data, 100 if data.is_exact else 160)
     whole = data.size(data.e, inside)
     visible = int((data.e.abs() > 6 * data.spread)[data.held & data.is_chosen].sum())
     # What noise correlates with by itself; float32 has none.
-    alike = ALIKE if is_exact else 3 / math.sqrt(int((inside & data.is_chosen).sum()) + 1)
+    alike = ALIKE if data.is_exact else 3 / math.sqrt(int((inside & data.is_chosen).sum()) + 1)
     queue, found = list(hypotheses), list[Fit]()
     while queue:
         hypothesis = queue.pop(0)
-        best = min((try_value(data, hypothesis, x, first, inside) for x in hypothesis.grid), key=lambda one: one.left)
+        if hypothesis.is_partial:
+            hypothesis = choose_units(data, hypothesis, hypothesis.grid[0], first, inside)
+        tried = [try_value(data, hypothesis, x, first, inside) for x in hypothesis.grid[::3]]
+        likeness = max(correlate(data, data.e - one.residual, inside) for one in tried)
+        if likeness > (0.2 if data.is_exact else alike / 2) or min(one.left for one in tried) < PROMISING * whole:
+            rest = [x for n, x in enumerate(hypothesis.grid) if n % 3]
+            tried += [try_value(data, hypothesis, x, first, inside) for x in rest]
+        best = min(tried, key=lambda one: one.left)
         if hypothesis.fit and best.left < PROMISING * whole:
             best = refine(data, best, first, inside)
         found.append(best)
-        if is_exact and best.left < data.limit / 2 and visible >= 2 * TOKENS:
+        if data.is_exact and best.left < data.limit / 2 and visible >= 2 * TOKENS:
             break  # nothing but rounding is left on many tokens: what else leaves nothing is the same computation
         if best.left > 0.9 * whole and min(one.left for one in found) < 0.3 * whole:
             continue  # another cause explains most already
@@ -253,14 +239,21 @@ def fit_all(data: Evidence, hypotheses: Iterable[Hypothesis]) -> list[Fit]:
             queue += hypothesis.details()
         is_part = is_alike and (not hypothesis.is_rounding or 0.3 < ratio < 10)
         if len(hypothesis.units) > 1 and (is_part or hypothesis.fault in ASKED):
-            queue.insert(0, choose_units(data, best, *choose_first(data, 100 if is_exact else 160)))
-    found.sort(key=lambda one: one.left)
-    every = list(range(len(data.observations)))
-    finalists = [
-        try_value(data, one.hypothesis, one.x, every, ~data.held)
-        for one in found[: FINALISTS if is_exact else 3 * FINALISTS] if one.left < whole
-    ]  # fmt: skip
-    return sorted(finalists, key=lambda one: one.left)
+            # A number is that of the whole; without one a part is changed or not: an update was taken or not.
+            x = best.x if hypothesis.fit and hypothesis.grid[0] else hypothesis.grid[0]
+            queue.insert(0, choose_units(data, hypothesis, x, *more))
+    found = sorted((one for one in found if one.left < whole), key=lambda one: one.left)
+    if data.is_exact and found and found[0].left < data.limit:
+        found = [one for one in found if one.left < 10 * data.limit]  # others are no rivals
+    if not data.is_exact:
+        found = sort_again(data, found[: 3 * FINALISTS], *more)
+    return sort_again(data, found[:FINALISTS], range(len(data.observations)), ~data.held)
+
+
+def sort_again(data: Evidence, fits: Sequence[Fit], only: Sequence[int], inside: Tensor) -> list[Fit]:
+    """On more tokens, best first."""
+    tried = [try_value(data, one.hypothesis, one.x, only, inside) for one in fits]
+    return sorted(tried, key=lambda one: one.left)
 
 
 def choose_first(data: Evidence, least: int) -> tuple[list[int], Tensor]:
@@ -288,11 +281,9 @@ def correlate(data: Evidence, predicted: Tensor, inside: Tensor) -> float:
     return float((a * b).sum() / (a.square().sum() * b.square().sum()).sqrt().clamp(min=1e-12))
 
 
-def choose_units(data: Evidence, whole: Fit, first: Sequence[int], inside: Tensor) -> Hypothesis:
+def choose_units(data: Evidence, hypothesis: Hypothesis, x: float, first: Sequence[int], inside: Tensor) -> Hypothesis:
     """The hypothesis in those parts of the model whose effects add up to the difference, by least squares."""
-    hypothesis, units = whole.hypothesis, whole.hypothesis.units
-    is_fitted = hypothesis.fit and hypothesis.grid[0]  # else all or nothing: an update was taken or not
-    x = whole.x if is_fitted else hypothesis.grid[0]
+    units, is_fitted = hypothesis.units, bool(hypothesis.fit and hypothesis.grid[0])
     # An effect's curvature is a part of its size, so large differences count no more than small ones.
     scale = 1 / (data.spread.square() + (0.3 * data.e).square()).sqrt()[inside]
     target = data.e[inside].clamp(-WORST, WORST) * scale
@@ -308,7 +299,7 @@ def choose_units(data: Evidence, whole: Fit, first: Sequence[int], inside: Tenso
     while True:
         effects = torch.stack([effect(names) for names in groups.values()])
         square = effects @ effects.T
-        square += (1e-4 * square.diagonal().mean() + 1e-9) * torch.eye(len(square), dtype=square.dtype)
+        square += torch.diag(1e-4 * square.diagonal() + 1e-9)
         parts = dict(zip(groups, torch.linalg.solve(square, effects @ target).tolist(), strict=True))
         if is_fitted:
             most = max(max(map(abs, parts.values())), 1e-12)
@@ -319,9 +310,10 @@ def choose_units(data: Evidence, whole: Fit, first: Sequence[int], inside: Tenso
         groups = {n: [n] for group, names in groups.items() if parts[group] > 0.2 or group == largest for n in names}
     chosen = {name for name, part in parts.items() if part > 0.5} or {max(parts, key=lambda name: parts[name])}
     cost = float((target - effect(chosen)).abs().sum())
-    for name in sorted(parts, key=lambda name: abs(parts[name] - 0.5))[:8]:  # those that least squares left in doubt
+    doubts = [] if is_fitted else sorted(parts, key=lambda name: abs(parts[name] - 0.5))
+    for name in [name for name in doubts if 0.15 < parts[name] < 0.85][:8]:  # least squares leaves these in doubt
         other = chosen ^ {name}
-        if not is_fitted and other and (new := float((target - effect(other)).abs().sum())) < cost:
+        if other and (new := float((target - effect(other)).abs().sum())) < cost:
             chosen, cost = other, new
     return restrict(hypothesis, chosen)
 
@@ -330,7 +322,9 @@ def restrict(whole: Hypothesis, chosen: Iterable[str]) -> Hypothesis:
     names = [name for name in whole.units if name in chosen]
     shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
     apply = run_all({name: whole.units[name] for name in names})
-    return replace(whole, label=f"{whole.label}; in {shown} alone", apply=apply, units={}, details=None)
+    return replace(
+        whole, label=f"{whole.label}; in {shown} alone", apply=apply, units={}, details=None, is_partial=False
+    )
 
 
 def refine(data: Evidence, best: Fit, first: Sequence[int], inside: Tensor) -> Fit:
@@ -353,7 +347,8 @@ def refine(data: Evidence, best: Fit, first: Sequence[int], inside: Tensor) -> F
     golden = (math.sqrt(5) - 1) / 2
     left, right = high - golden * (high - low), low + golden * (high - low)
     for step in range(30):
-        if step > 11 and min(cost(left), cost(right)) > 0.3 * data.size(data.e, inside):
+        explained = 1 - min(cost(left), cost(right)) / data.size(data.e, inside)
+        if (step > 5 and data.is_exact and explained < 0.3) or (step > 11 and explained < 0.7):
             break  # more digits of a number that explains little
         if cost(left) <= cost(right):
             high, right = right, left
@@ -367,7 +362,7 @@ def refine(data: Evidence, best: Fit, first: Sequence[int], inside: Tensor) -> F
 def is_confirmed(data: Evidence, fit: Fit, *, departs: bool) -> bool:
     """On the held-out half: only rounding is left, the size is right, and chance is no explanation."""
     held, e = data.held, data.e
-    better = (data.log_likelihood(fit.residual) - data.log_likelihood(e))[held & data.is_chosen] > 0.5
+    better = data.gains(fit.residual)[held & data.is_chosen] > 0.5
     if data.gain(fit.residual) < (EVIDENCE if departs else 1.5 * EVIDENCE) or int(better.sum()) < TOKENS:
         return False
     predicted = e - fit.residual
@@ -380,8 +375,9 @@ def is_confirmed(data: Evidence, fit: Fit, *, departs: bool) -> bool:
         return True
     # A large change rounds differently, and quantisation makes steps of roundings: what the cause itself leaves.
     again = data.predict(fit.hypothesis, fit.x, range(len(data.observations)), again=True)
-    own = data.size(again - (data.engine - fit.residual), held)
-    return left <= (DEPARTS if data.dtype == "float32" else BAND) * own and share(data, fit) > 0.5
+    own, part = data.size(again - (data.engine - fit.residual), held), share(data, fit)
+    # Where nearly all is explained, what is left may be that of the coarsest order.
+    return part > 0.5 and left <= (DEPARTS if data.is_exact else BAND) * own * (data.coarseness if part > 0.85 else 1)
 
 
 def name_dtype(data: Evidence) -> tuple[str, str] | None:
@@ -391,6 +387,8 @@ def name_dtype(data: Evidence) -> tuple[str, str] | None:
             where = data.held & data.is_chosen & (order.abs() >= order[data.is_chosen].abs().median())
             same = float((order[where].sign() == data.e[where].sign()).double().mean())
             ratio = float(data.e[where].abs().median() / order[where].abs().median().clamp(min=1e-12))
+            if not 0.2 < ratio < 5:
+                break  # other orders differ by about as much
             if same > 0.66 and (same - 0.5) * 2 * math.sqrt(int(where.sum())) > 4 and 0.5 < ratio < 2:
                 return f"dtype_{dtype}", f"{100 * same:.0f}% of the differences have the sign of rounding to {dtype}"
     return None
@@ -438,17 +436,22 @@ def judge_draws(data: Evidence) -> Finding:
     """
     places = [n for n, seen in enumerate(data.observations) if not seen.is_prompt]
     chosen = [data.observations[n].token_ids[at] for n in places for at in data.observations[n].positions]
-    ordered, order = torch.cat([data.logits[n] for n in places]).double().sort(dim=-1, descending=True)
-    rank = (order == torch.tensor(chosen)[:, None]).int().argmax(dim=-1, keepdim=True)
+    logits = torch.cat([data.logits[n] for n in places])
+    drawn = logits.gather(1, torch.tensor(chosen)[:, None])
+    rank = (logits > drawn).sum(dim=-1, keepdim=True)
+    likeliest = logits.topk(min(LIKELIEST, logits.shape[-1])).values.double()
     held = torch.arange(len(chosen)) % 2 == 1
-    plain = ordered.log_softmax(-1).gather(1, rank)[:, 0]
+    plain = drawn.double() - logits.logsumexp(dim=-1, keepdim=True)
     found: dict[tuple[str, ...], list[tuple[float, float, str]]] = {}
     for t in TEMPERATURES:
-        logp = (ordered / t).log_softmax(-1)
-        own, mass = logp.gather(1, rank)[:, 0], logp.exp().cumsum(-1)
+        total = (logits / t).logsumexp(dim=-1, keepdim=True)
+        own, probs = drawn.double() / t - total, (likeliest / t - total).exp()
+        mass = probs.cumsum(dim=-1).log()
         for name, x in (("", 0.0), *((name, x) for name, grid in FILTERS.items() for x in grid)):
-            kept = count_kept(logp, name, x)
-            gains = torch.where(rank < kept, own[:, None] - mass.gather(1, kept - 1).log(), -torch.inf)[:, 0] - plain
+            gains = own - plain
+            if name:
+                kept = count_kept(probs, name, x)
+                gains = torch.where(rank < kept, gains - mass.gather(1, kept - 1), -torch.inf)
             parts = [("temperature_ignored", f"temperature {t:g}")] * (t != 1)
             parts += [("sampled_filters", f"{name} {x:g}")] * bool(name)
             causes, words = tuple(cause for cause, _ in parts), " and ".join(word for _, word in parts)

@@ -102,8 +102,10 @@ class Trial:
         self.align = 0  # each log-probability is that of the token so many places on
 
     def set(self, owner: Any, name: str, value: Any) -> None:
-        """A parameter's `data` keeps its dtype and its ties."""
+        """A parameter keeps its dtype and its ties: its data change."""
         before = getattr(owner, name)
+        if isinstance(before, nn.Parameter):
+            owner, name, before = before, "data", before.data
         self._undo.callback(setattr, owner, name, before)
         setattr(owner, name, value.to(before.dtype) if isinstance(before, Tensor) else value)
 
@@ -135,6 +137,7 @@ class Reference:
         self.model: Any = model.eval()
         self.config: Any = model.config
         self.source, self.adapter = source, adapter
+        self._logits: dict[tuple[tuple[int, ...], tuple[int, ...]], Tensor] = {}
         self.saved: dict[str, Tensor] = {}  # weights before `expect` rounded them: engines quantise these
         # What engines serve by default; a loaded model's configuration has the dtype of loading instead.
         saved = getattr(self.config if source is None else load_config(source), "dtype", None)
@@ -161,6 +164,7 @@ class Reference:
             if not torch.equal(rounded, parameter.data):
                 self.saved[name] = parameter.data
             parameter.data = rounded
+        self._logits.clear()
 
     def in_dtype(self, dtype: str) -> Any:
         return copy.deepcopy(self.model).to(getattr(torch, dtype))
@@ -169,6 +173,13 @@ class Reference:
     def trial(self) -> Iterator[Trial]:
         with ExitStack() as undo:
             yield Trial(self.model, self.saved, undo)
+
+    def plain_logits(self, seen: Observation) -> Tensor:
+        """Computed once for each observation: several probes ask for the same."""
+        key = (seen.token_ids, seen.positions)
+        if key not in self._logits:
+            self._logits[key] = compute_logits(self.model, seen)
+        return self._logits[key]
 
     def logprobs(self, observations: Sequence[Observation]) -> Tensor:
         """Of the chosen tokens, at the temperature that each was sampled at, over the ids that were kept."""
@@ -204,7 +215,7 @@ def _widen(value: Any) -> Any:
 def compute_logits(model: Any, seen: Observation, trial: Trial | None = None, *, is_cached: bool = False) -> Tensor:
     """float32 `[positions, V]`. With a cache the prompt runs first and then the rest, another order of rounding."""
     given: dict[str, Any] = {}
-    cache = rounding_cache(lambda states: states) if is_cached else None
+    cache = rounding_cache() if is_cached else None
     if trial is not None:
         seen = trial.inputs(seen)
         given = trial.given(len(seen.token_ids), seen.prompt_tokens)
@@ -220,7 +231,7 @@ def compute_logits(model: Any, seen: Observation, trial: Trial | None = None, *,
     return torch.cat(logits).index_select(0, at).float()
 
 
-def rounding_cache(store: Rounding, *, prefill: bool = True) -> Any:
+def rounding_cache(keys: Rounding | None = None, values: Rounding | None = None, *, prefill: bool = True) -> Any:
     """A cache that rounds keys and values; without `prefill`, the prompt's own attention reads them unrounded."""
     from transformers import DynamicCache
 
@@ -229,9 +240,14 @@ def rounding_cache(store: Rounding, *, prefill: bool = True) -> Any:
             self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
         ) -> tuple[Tensor, Tensor]:
             is_first, both = self.get_seq_length(layer_idx) == 0, (key_states, value_states)
-            # Decoding stores one token at a time: a scale over several tokens is one of the prompt's.
-            keys, values = (store(s) if is_first else store(s.transpose(0, 2)).transpose(0, 2) for s in both)
-            stored = super().update(keys, values, layer_idx, *args, **kwargs)
+
+            def store(states: Tensor, rounding: Rounding | None) -> Tensor:
+                # Decoding stores one token at a time: a scale over several tokens is one of the prompt's.
+                by_token = states if is_first else states.transpose(0, 2)
+                rounded = by_token if rounding is None else rounding(by_token)
+                return rounded if is_first else rounded.transpose(0, 2)
+
+            stored = super().update(*map(store, both, (keys, values)), layer_idx, *args, **kwargs)
             return both if is_first and not prefill else stored
 
     return RoundingCache()

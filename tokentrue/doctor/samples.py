@@ -43,8 +43,7 @@ async def probe_samples(exam: Examination, samples: Sequence[Sample]) -> list[Fi
         "policy version": _keys(chosen, lambda span: str(span.policy_version)),
     }
     means = {label: mean_by_key(seen.e, keys) for label, keys in groups.items()}
-    limit = max(5e-5, seen.rounding.limit)
-    verdict = _one_version(limit, means["policy version"]) or await judge_causes(exam, seen)
+    verdict = _one_version(seen.mean_limit, means["policy version"]) or await judge_causes(exam, seen)
     rows = [
         ok(", ".join(f"{key}: {mean:.2g}" for key, mean in found.items()), probe=f"samples: mean |δ| by {label}")
         for label, found in means.items()

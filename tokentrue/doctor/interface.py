@@ -1,35 +1,118 @@
-"""What the engine's log-probabilities mean: temperature and filters in or out, greedy, precision on the wire.
+"""Probes of the interface: does the engine tokenise and render as the model directory does, what do its
+log-probabilities mean, and are they the same again, in a batch, from a cache, by prefill, after a pause?
 
-These probes compare the engine with itself, so that they hold whatever weights it has.
+The probes of meaning and stability compare the engine with itself, so that they hold whatever weights it has.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import replace
 from statistics import median
 
 import torch
 
-from tokentrue.doctor.exam import Examination, probe
+from tokentrue.doctor.exam import QUESTIONS, Examination, probe
 from tokentrue.doctor.findings import Finding, cannot_tell, fault, ok
 from tokentrue.doctor.hypotheses import penalise
-from tokentrue.doctor.reference import Observation, compute_logits, read_entries
+from tokentrue.doctor.reference import Observation, read_entries
 from tokentrue.errors import (
     EngineContractError,
     EngineError,
     EngineUnreachable,
     InputError,
+    RenderError,
     SamplingError,
     TokenContractError,
 )
+from tokentrue.protocols import Tokenizing
+from tokentrue.providers.closeness import compare_completions
 from tokentrue.types import Completion, Sampling
 
+TEXTS = (
+    "The quick brown fox jumps over 1234567 lazy dogs.",
+    "  two spaces, a tab\tand a line\n\nbreak; naïve café, 你好, Привет 🙂",
+    "def f(x):\n    return {'a': x ** 2, \"b\": [1, 2.5e-3]}",
+)
+NO_TOKENIZER = "the engine has no route that tokenises text"
+CHATS: Mapping[str, Sequence[str]] = {
+    "user": (QUESTIONS[0],),
+    "system, user": ("Answer briefly.", QUESTIONS[1]),
+    "user, assistant, user": ("Hi.", "Hello!", QUESTIONS[2]),
+}
 CLEAR_GAP = 0.3  # nats between the two likeliest tokens: at temperature 0.02 the second is e^-15 times as likely
 DECIMALS = 5
 ENOUGH = 20
+BATCH = 6
+PAUSE_S = 0.3
+AFTER_TOKENS = 4  # of a generation, before it is interrupted
+
+
+# Identity.
+
+
+async def probe_identity(exam: Examination) -> list[Finding]:
+    return [await _tokenizer(exam), await _special_tokens(exam), await _template(exam)]
+
+
+@probe("identity: ids of a text")
+async def _tokenizer(exam: Examination) -> Finding:
+    if not isinstance(exam.provider, Tokenizing):
+        return cannot_tell(NO_TOKENIZER)
+    for text in TEXTS:
+        theirs, ours = await exam.provider.tokenize(text), exam.renderer.encode_sampled(text)
+        if theirs != list(ours):
+            return _other_ids("tokenizer", ours, theirs, exam)
+    return ok(f"{len(TEXTS)} texts equal")
+
+
+@probe("identity: stop tokens")
+async def _special_tokens(exam: Examination) -> Finding:
+    """The stop tokens, by their text: an engine encodes them as special tokens."""
+    if not isinstance(exam.provider, Tokenizing):
+        return cannot_tell(NO_TOKENIZER)
+    for stop in exam.renderer.stop_token_ids:
+        text = exam.renderer.decode([stop])
+        theirs = await exam.provider.tokenize(text)
+        if theirs != [stop]:
+            return fault("special_tokens", f"{text!r} is {theirs.tolist()}, expected [{stop}]")
+    return ok(f"{len(exam.renderer.stop_token_ids)} stop tokens equal")
+
+
+@probe("identity: chat template")
+async def _template(exam: Examination) -> Finding:
+    compared = 0
+    for roles, texts in CHATS.items():
+        messages = [{"role": role, "content": text} for role, text in zip(roles.split(", "), texts, strict=True)]
+        try:
+            ours = list(exam.renderer.render(messages).token_ids)
+        except RenderError:
+            continue  # a role that this template refuses
+        theirs = await exam.routes.tokenize_chat(messages)
+        if theirs is None:
+            return cannot_tell("the engine has no route that renders a conversation")
+        if theirs != ours:
+            return _other_ids("template", ours, theirs, exam, where=f"conversation {roles}: ")
+        compared += 1
+    return ok(f"{compared} conversations equal")
+
+
+def _other_ids(name: str, ours: Sequence[int], theirs: Sequence[int], exam: Examination, where: str = "") -> Finding:
+    at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
+
+    def text(ids: Sequence[int]) -> str:
+        known = [i for i in ids if 0 <= i < exam.reference.vocab_size]
+        return f"{list(ids)} ({exam.renderer.decode(known)!r})" if known else f"{list(ids)} (nothing)"
+
+    detail = f"{where}from token {at} on: {text(theirs[at : at + 6])}, expected {text(ours[at : at + 6])}"
+    return fault(name, f"{len(theirs)} ids, expected {len(ours)}", detail=detail)
+
+
+# Meaning.
 
 
 async def gather_observations(exam: Examination) -> Finding:
@@ -39,11 +122,9 @@ async def gather_observations(exam: Examination) -> Finding:
     except EngineUnreachable:
         raise  # nothing can be probed
     except (EngineContractError, TokenContractError) as error:
-        counted = re.search(r"counted (\d+) prompt tokens where (\d+) were sent", str(error))
-        if counted is None:
-            found = fault("bad_logprobs", "refused", detail=str(error))
-        else:
-            theirs, sent = int(counted[1]), int(counted[2])
+        found = fault("bad_logprobs", "refused", detail=str(error))
+        if counted := re.search(r"counted (\d+) prompt tokens where (\d+) were sent", str(error)):
+            theirs, sent = map(int, counted.groups())
             known = "bos_added" if theirs == sent + 1 else "context_truncated" if theirs < sent else "prompt_changed"
             found = fault(known, f"{theirs} prompt tokens of {sent}", detail=str(error))
     except (EngineError, InputError) as error:
@@ -82,8 +163,7 @@ async def probe_meaning(exam: Examination) -> list[Finding]:
     tops = await _read_tops(exam)
     if tops.verdict != "ok":
         return [tops, await _wire(exam)]
-    asked = (_temperature, _low_temperature, _filters, _greedy, _penalties, _wire)
-    return [await ask(exam) for ask in asked]
+    return [await ask(exam) for ask in (_temperature, _low_temperature, _filters, _greedy, _penalties, _wire)]
 
 
 @probe("meaning")
@@ -143,14 +223,10 @@ def _likeliest(top: Mapping[int, float]) -> int:
 @probe("meaning: filters")
 async def _filters(exam: Examination) -> Finding:
     if "top_k" not in (exam.provider.truthful_filters or ()):
-        return cannot_tell(
-            "this engine reports no renormalised log-probabilities; the gateway refuses filters in training sessions"
-        )
-    sampling = Sampling(temperature=1.0, top_k=2, max_tokens=1, seed=exam.seed)
-    limit = exam.visible
-    inside: list[float] = []
-    outside: list[float] = []
-    for top, completion in zip(exam.tops, await exam.generate(exam.open_prompts(), sampling), strict=True):
+        return cannot_tell("the engine reports no renormalised log-probabilities; training sessions refuse filters")
+    found = await exam.generate(exam.open_prompts(), Sampling(top_k=2, max_tokens=1, seed=exam.seed))
+    inside, outside, limit = list[float](), list[float](), exam.visible
+    for top, completion in zip(exam.tops, found, strict=True):
         kept, values = sorted(top, key=lambda token: -top[token])[:2], sorted(top.values(), reverse=True)
         if len(values) > 2 and values[1] - values[2] < CLEAR_GAP:
             continue  # which tokens are the two likeliest may depend on rounding
@@ -180,13 +256,11 @@ def _either(name: str, right: str, inside: float, wrong: str, outside: float, li
 async def _penalties(exam: Examination) -> Finding:
     """Sampled under a presence penalty: the reference's logits with the penalty, or without it?"""
     if "presence_penalty" not in (exam.provider.truthful_filters or ()):
-        return cannot_tell(
-            "this engine does not claim to report penalised log-probabilities; training sessions refuse penalties"
-        )
+        return cannot_tell("the engine reports no penalised log-probabilities; training sessions refuse penalties")
     prompt = exam.prompts()[1]
     found = await exam.provider.generate(prompt, Sampling(max_tokens=24, seed=exam.seed, presence_penalty=1.0))
     seen = Observation.from_completion(prompt, found)
-    logits = compute_logits(exam.reference.model, seen)
+    logits = exam.reference.plain_logits(seen)
     plain, penalised = (read_entries(seen, z) for z in (logits, penalise(logits, seen, 1.0, name="presence")))
     clear = (plain - penalised).abs() > 3 * exam.visible
     if not bool(clear.any()):
@@ -199,9 +273,9 @@ async def _penalties(exam: Examination) -> Finding:
 @probe("meaning: greedy")
 async def _greedy(exam: Examination) -> Finding:
     found = await exam.generate(exam.open_prompts(), Sampling(temperature=0.0, max_tokens=1))
+    both = [(max(top.values()), completion.logprobs[0]) for top, completion in zip(exam.tops, found, strict=True)]
     limit = exam.visible
-    pairs = [(max(top.values()), completion.logprobs[0]) for top, completion in zip(exam.tops, found, strict=True)]
-    pairs = [(ours, theirs) for ours, theirs in pairs if ours < -3 * limit]
+    pairs = [(ours, theirs) for ours, theirs in both if ours < -3 * limit]
     if not pairs:
         return cannot_tell("the likeliest token is certain at every prompt")
     off = median(abs(ours - theirs) for ours, theirs in pairs)
@@ -226,3 +300,95 @@ async def _wire(exam: Examination) -> Finding:
         if bool((exact.to(dtype).double() == exact).all()):
             return fault("wire_precision", str(dtype).removeprefix("torch."))
     return ok(f"{len(values)} values in full precision")
+
+
+# Stability.
+
+
+async def probe_stability(exam: Examination) -> list[Finding]:
+    return [await ask(exam) for ask in (_repeat, _batch, _prefix_cache, _prefill)]
+
+
+async def probe_interruption(exam: Examination) -> list[Finding]:
+    probes = {"pause": "stability: paused and resumed", "preemption": "stability: preempted"}
+    return [await probe(name)(_interrupt)(exam, known) for known, name in probes.items()]
+
+
+@probe("stability: same request twice")
+async def _repeat(exam: Examination) -> Finding:
+    prompt, sampling = exam.prompts()[0], Sampling(temperature=1.0, max_tokens=16, seed=exam.seed)
+    first, second = [await exam.provider.generate(prompt, sampling) for _ in range(2)]
+    return compare_runs(exam, "unstable", first, second)
+
+
+@probe("stability: alone and in a batch")
+async def _batch(exam: Examination) -> Finding:
+    """The same greedy request alone, and beside others of other lengths."""
+    sampling = Sampling(temperature=0.0, max_tokens=12)
+    prompts = exam.prompts()
+    alone = await exam.provider.generate(prompts[1], sampling)
+    others = [prompt[: len(prompt) - shorter] for shorter, prompt in enumerate(prompts * 2)][: BATCH - 1]
+    together = await exam.generate([prompts[1], *others], sampling)
+    return compare_runs(exam, "batch_variant", alone, together[0])
+
+
+@probe("stability: prefix cache cold and warm")
+async def _prefix_cache(exam: Examination) -> Finding:
+    """A prompt that was never sent, then again: the second time its prefix may come from the cache."""
+    prompt, sampling = exam.fresh_prompt(160, 0), Sampling(temperature=0.0, max_tokens=12)
+    cold, warm = [await exam.provider.generate(prompt, sampling) for _ in range(2)]
+    return compare_runs(exam, "prefix_cache", cold, warm)
+
+
+@probe("stability: prefill and decode")
+async def _prefill(exam: Examination) -> Finding:
+    """The k-th token by decoding, and as the first one after a longer prompt."""
+    prompt, sampling = exam.fresh_prompt(60, 1), Sampling(temperature=0.0, max_tokens=12)
+    decoded = await exam.provider.generate(prompt, sampling)
+    ids, cut = decoded.token_ids, len(decoded.token_ids) // 2
+    if not cut:
+        return cannot_tell("the model ended its turn at once")
+    rest = Completion(token_ids=ids[cut:], logprobs=decoded.logprobs[cut:], finish=decoded.finish)
+    filled = await exam.provider.generate((*prompt, *ids[:cut]), replace(sampling, max_tokens=len(ids) - cut))
+    return compare_runs(exam, "prefill_decode", rest, filled)
+
+
+async def _interrupt(exam: Examination, known: str) -> Finding:
+    prompt, sampling = exam.prompts()[1], Sampling(temperature=1.0, max_tokens=48, seed=exam.seed)
+    whole = await exam.provider.generate(prompt, sampling)
+    seen, done = 0, False
+    final: Completion | None = None
+    async with aclosing(exam.provider.stream(prompt, sampling)) as chunks:  # type: ignore[type-var]
+        async for chunk in chunks:
+            final = chunk.final or final
+            seen += len(chunk.token_ids)
+            if done or final is not None or seen < AFTER_TOKENS:
+                continue
+            done = True
+            if not await exam.routes.pause():
+                return cannot_tell("the engine has no route that pauses it (vLLM: VLLM_SERVER_DEV_MODE=1)")
+            try:
+                if known == "preemption" and not await exam.routes.preempt():
+                    return cannot_tell("the engine has no route that drops the keys and values of running requests")
+                await asyncio.sleep(PAUSE_S)
+            finally:
+                await exam.routes.resume()
+    if not done or final is None:
+        return cannot_tell("the generation ended before it could be interrupted")
+    return compare_runs(exam, known, whole, final)
+
+
+def compare_runs(exam: Examination, known: str, first: Completion, second: Completion) -> Finding:
+    """Up to where tokens part at a near tie, log-probabilities must agree: within rounding or, for the exact engine,
+    in bits."""
+    limit = 0.0 if exam.provider.name == "exact" else exam.largest_limit
+    found = compare_completions(first, second, tolerance=limit)
+    if found.compared == 0:
+        if abs(first.logprobs[0] - second.logprobs[0]) <= limit:
+            return cannot_tell("the first tokens differ at a near tie")
+        return fault(known, "other tokens from the first on", confidence="medium")
+    worst = found.max_difference
+    if not found.close:
+        return fault(known, f"max |δ| {worst:.3g} over {found.compared} tokens, expected at most {limit:.2g}")
+    grade = "equal in bits" if worst == 0 else f"max |δ| {worst:.2g}, expected at most {limit:.2g}"
+    return ok(f"{grade} over {found.compared} tokens")
