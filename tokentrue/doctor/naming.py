@@ -186,7 +186,8 @@ def judge(data: Evidence, hypotheses: Iterable[Hypothesis], *, advice: str = "")
     )
     if not departs and data.is_exact:
         return ok(figure)
-    fits = fit_all(data, hypotheses)
+    # What leaves a part of the model out is larger than rounding.
+    fits = fit_all(data, hypotheses if departs else [one for one in hypotheses if not one.is_partial])
     best = next((one for one in fits if is_confirmed(data, one, departs=departs)), None)
     least = math.inf if best is None else data.gain(best.residual) - TIE
     rivals = [one for one in fits if best and one.fault != best.fault and data.gain(one.residual) > least]
