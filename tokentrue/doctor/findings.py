@@ -166,7 +166,7 @@ prefix_cache | a cached prefix gives other numbers than a computed one | flush t
 prefill_decode | prefill and decode disagree beyond rounding | check chunked prefill, attention backend and KV-cache dtype
 pause | a paused generation resumes with other numbers | update the engine; abort generations before pausing it
 preemption | a preempted generation resumes with other numbers | give the KV cache more memory; update the engine
-"""  # noqa: E501
+"""
 _SECTIONS = {
     kind: [line.split(" | ") for line in lines]
     for kind, *lines in (section.strip().splitlines() for section in TABLE.split("# ")[1:])
