@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from tests.gpu import host_collectives
 from tokentrue.engine import ExactEngine
 from tokentrue.mismatch import loss_named
 from tokentrue.train import OptimConfig, Publisher, Ranks, TrainConfig, Trainer, join, leave, shard, train
@@ -124,6 +125,9 @@ def sample_of(prompt: list[int], completion: Completion, *, group: str, session:
 def work(options: argparse.Namespace) -> None:
     """One rank of one run; rank 0 writes what all ranks saw."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("WORLD_SIZE", "1"))))
+    if options.device == "cuda" and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > torch.cuda.device_count():
+        host_collectives.register()
+        torch.distributed.init_process_group(host_collectives.BACKEND)
     ranks = join(options.device)
     device = ranks.device or options.device
     name = "bfloat16" if device.startswith("cuda") else "float32"

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import torch
 
+from tests.gpu.host_collectives import HostStagedGroup
 from tests.train.rows import groups_for, small_model
 from tokentrue.mismatch import loss_named
 from tokentrue.train import OptimConfig, Ranks, TrainConfig, Trainer, join, leave, shard
 from tokentrue.train.checkpoint import load, save
-from tokentrue.train.host_collectives import HostStagedGroup
 
 
 def main(out: str, *, is_staged: bool = False) -> None:

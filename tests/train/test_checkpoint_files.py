@@ -24,7 +24,6 @@ from tokentrue.train import OptimConfig, Publisher, TrainConfig, Trainer, train
 from tokentrue.train.checkpoint import find_checkpoints, load, save
 from tokentrue.train.config import EvaluationConfig, KlConfig
 from tokentrue.train.loop import Evaluator
-from tokentrue.train.reporting import count_flops
 
 MIB = 1 / 1024  # of a GiB
 
@@ -136,43 +135,6 @@ def test_the_directory_of_a_run_stands_for_its_newest_checkpoint(tmp_path: Path)
 
 
 # ---- speed -------------------------------------------------------------------------------------------------------------------------------
-def test_flops_by_hand() -> None:
-    """The shipped model: 3 layers, hidden 128, 4 heads and 2 of keys of 32, MLP 384, vocabulary 659, tied."""
-    found = count_flops(small_model())
-    assert found is not None
-    layer = 128 * 128 + 2 * 128 * 64 + 128 * 128 + 3 * 128 * 384
-    weights = 3 * layer + 659 * 128
-    assert found.weights == weights
-    positions = torch.cat((torch.arange(10), torch.arange(20)))
-    assert found.forward(positions) == 2 * weights * 30 + 2 * 3 * 128 * (100 + 400)
-
-
-def test_flops_of_a_mixture_count_the_experts_that_a_token_takes() -> None:
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    settings = {
-        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16, "num_hidden_layers": 2,
-        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2,
-        "tie_word_embeddings": False,
-    }  # fmt: skip
-    found = count_flops(Qwen3MoeForCausalLM(Qwen3MoeConfig(**settings)))
-    attention = 32 * 32 + 2 * 32 * 16 + 32 * 32
-    assert found is not None
-    assert (
-        found.weights == 2 * (attention + 8 * 32 + 2 * 3 * 32 * 16) + 64 * 32
-    )  # router, 2 of 8 experts, head without embedding
-
-
-def test_what_is_not_known_is_absent() -> None:
-    model = small_model()
-    model.config.layer_types = ["full_attention", "sliding_attention", "full_attention"]  # type: ignore[union-attr]
-    assert count_flops(model) is None
-    assert count_flops(torch.nn.Linear(3, 3)) is None
-    groups = groups_for(small_model(), groups=1, size=2)
-    assert trainer_of().step(groups).speeds == {}
-    assert 0 < trainer_of(peak_tflops=1.0).step(groups).speeds["speed/mfu"] < 1
-
-
 def test_speeds_and_shares_of_a_step() -> None:
     trainer = trainer_of(steps=1)
     engine = Engine(trainer)

@@ -173,7 +173,7 @@ def identity(config: TrainConfig, optim: OptimConfig) -> TrainConfig:
     steps = 1 if optim.schedule == "constant" else config.steps
     alike: JsonObject = {
         "checkpoint_every": 0, "checkpoint_minutes": 0.0, "keep_checkpoints": 1, "shard_checkpoint_gib": 0.0,
-        "peak_tflops": 0.0, "max_idle_steps": 0, "max_skipped_updates": 0,
+        "max_idle_steps": 0, "max_skipped_updates": 0,
         "acceptance": replace(config.acceptance, max_refused=0),
     }  # fmt: skip
     return replace(config, steps=steps, **alike)

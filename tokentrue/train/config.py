@@ -144,7 +144,6 @@ class TrainConfig:
     shard_checkpoint_gib: NotNegative = 8.0  # of weights; above it ranks write the optimiser's state in shards
     offline: bool = False  # samples of a file: their versions count the steps of another run
     max_idle_steps: Count = 3  # steps in a row without a row to train on; one more stops the run
-    peak_tflops: NotNegative = 0.0  # of one device, in the model's dtype; > 0: report model FLOPs utilisation
     routing_replay: RoutingReplay = "experts"  # of samples that carry their routing: experts, and their weights too
     seed: int = 0
 

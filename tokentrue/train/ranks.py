@@ -88,26 +88,20 @@ class Ranks:
 
 
 def join(device: str = "cpu") -> Ranks:
-    """Joins the group that torchrun describes: gloo on CPU, nccl on GPUs, gloo on host copies where ranks share a
-    GPU."""
+    """Joins the group that torchrun describes, or one that exists: gloo on CPU, nccl on GPUs."""
     if "RANK" not in os.environ:
         return Ranks(device=device)
     if not torch.distributed.is_available():
         raise ConfigError("this torch has no distributed support; run without torchrun")
-    backend = "gloo"
+    distributed: Any = torch.distributed
     if device.startswith("cuda"):
-        gpus = torch.cuda.device_count()
+        gpus, ranks = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        if ranks > gpus and not distributed.is_initialized():
+            raise ConfigError(f"{ranks} ranks and {gpus} GPUs on this machine: nccl needs one for each; start {gpus}")
         device = f"cuda:{int(os.environ.get('LOCAL_RANK', '0')) % gpus}"
         torch.cuda.set_device(device)
-        backend = "cpu:gloo,cuda:nccl"
-        if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > gpus:
-            from tokentrue.train import host_collectives
-
-            host_collectives.register()
-            backend = host_collectives.BACKEND
-    distributed: Any = torch.distributed
     if not distributed.is_initialized():
-        distributed.init_process_group(backend)
+        distributed.init_process_group("cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo")
     rank, world = distributed.get_rank(), distributed.get_world_size()
     if world == 1:
         return Ranks(device=device)
@@ -142,7 +136,7 @@ def shard(model: nn.Module, ranks: Ranks) -> nn.Module:
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     for unit in (*max(lists, key=len), model):  # the longest list is that of the layers
         fully_shard(unit, mesh=mesh, mp_policy=policy)
-        if isinstance(unit, FSDPModule) and torch.distributed.get_backend() in ("gloo", "staged"):
+        if isinstance(unit, FSDPModule) and "nccl" not in torch.distributed.get_backend():
             unit.set_force_sum_reduction_for_comms(True)  # gloo has no mean
     return model
 

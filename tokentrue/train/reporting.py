@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from tokentrue.errors import ConfigError, TrainingError
 from tokentrue.json_types import JsonMapping
@@ -40,7 +39,6 @@ LOGGERS: Mapping[LoggerName, tuple[str, str]] = {  # module, and the extra that 
     "wandb": ("wandb", "wandb"),
     "trackio": ("trackio", "trackio"),
 }
-COUNTS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 MEASURED: Mapping[str, str] = {  # what a step reports of `diagnose`
     "delta_abs_mean": "delta/abs_mean",
     "delta_min": "delta/min",
@@ -149,47 +147,6 @@ def batch_metrics(rows: Sequence[Row], advantages: Sequence[float], *, version: 
         "staleness_mean": float(ages.mean()) if ages.numel() else 0.0,
         "staleness_max": float(ages.max()) if ages.numel() else 0.0,
     }
-
-
-@record
-class ModelFlops:
-    """Weights that each token is multiplied with; `attention` is layers · heads · head_dim.
-
-    A product with n weights is 2n operations; causal attention of T tokens is 2·T²·heads·head_dim a layer.
-    """
-
-    weights: float
-    attention: float
-
-    def forward(self, positions: Any) -> float:
-        """Of an array of the tokens' positions: those of a row of T add up to (T² - T) / 2."""
-        return 2.0 * (self.weights + self.attention) * len(positions) + 4.0 * self.attention * float(positions.sum())
-
-
-def count_flops(model: nn.Module) -> ModelFlops | None:
-    """None where the configuration does not say enough."""
-    config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    layers, heads = getattr(text, "num_hidden_layers", None), getattr(text, "num_attention_heads", None)
-    kinds = getattr(text, "layer_types", None) or ()
-    if not layers or not heads or any(kind != "full_attention" for kind in kinds):
-        return None
-    taken = getattr(text, "num_experts_per_tok", None)
-    experts = next((getattr(text, name) for name in COUNTS_OF_EXPERTS if getattr(text, name, None)), None)
-    weights = 0.0
-    for name, parameter in model.named_parameters():
-        is_embedding = isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Embedding)
-        # An embedding is read, not multiplied; where it is also the head, it counts as the head.
-        if parameter.dim() < 2 or (is_embedding and not config.tie_word_embeddings):
-            continue
-        if ".experts." not in name:
-            weights += parameter.numel()
-        elif taken and experts:
-            weights += parameter.numel() * taken / experts
-        else:
-            return None
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
-    return ModelFlops(weights=weights, attention=float(layers * heads * head_dim))
 
 
 def open_logger(

@@ -26,7 +26,7 @@ from tokentrue.records import record
 from tokentrue.train.config import OptimConfig, TrainConfig, default_learning_rate, learning_rate
 from tokentrue.train.exactness import Agreement, agreement, require_exact, require_near, require_own_versions
 from tokentrue.train.ranks import Ranks, named_weights, whole
-from tokentrue.train.reporting import TURNS, StepReport, batch_metrics, clock, count_flops, step_mismatch, turn_numbers
+from tokentrue.train.reporting import TURNS, StepReport, batch_metrics, clock, step_mismatch, turn_numbers
 from tokentrue.train.rows import (
     Minibatch,
     Packing,
@@ -119,7 +119,6 @@ class Trainer:
         self.updates = 0
         self.skipped = 0  # updates in a row
         self.delta_limit: float | None = None  # of a row's mean |δ|, where engines are probed
-        self.flops = count_flops(model) if config.peak_tflops else None
         self.masters = MasterWeights(model)
         self.scale = LossScale.of(next(model.parameters()).dtype)
         self.optimizer = torch.optim.AdamW(
@@ -443,17 +442,9 @@ class Trainer:
         if self.kl.value:
             metrics["kl/coefficient"] = self.kl.value
             metrics["kl/mean"] = batch.reward_kl if self.config.kl.reward_coefficient else merged["loss/kl"]
-        speeds: dict[str, float] = {}
-        if self.flops is not None:  # the share of the devices' peak that scoring and updates used
-            chosen = (rows, [row for row, is_trained in zip(rows, trained, strict=True) if is_trained])
-            scored, passed = (self.flops.forward(lay_out(each, tree=self.scorer.tree).depths) for each in chosen)
-            scored *= 1 if self.reference is None else 2
-            peak = self.config.peak_tflops * 1e12 * self.ranks.world
-            busy = seconds["recompute"] + seconds["update"]
-            speeds["speed/mfu"] = (scored + 3 * self.config.epochs * passed) / (busy * peak)
         return StepReport(
             step=self.version - 1, version=self.version, metrics=metrics, agreement=found, advantages=advantages,
-            seconds=seconds, speeds=speeds,
+            seconds=seconds,
         )  # fmt: skip
 
     def set_kl_coefficient(self, value: float) -> None:
