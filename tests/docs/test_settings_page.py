@@ -25,7 +25,7 @@ from tokentrue.providers import registry
 
 PAGE = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
 NOT_SET = "*not set*"
-ENGINES = registry.SERVED
+ENGINES = registry.ENGINES
 WIRED = {"self", "url", "script", "encode", "stop_id", "decode", "limits"}  # parameters of providers that no file sets
 
 

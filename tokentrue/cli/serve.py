@@ -17,13 +17,13 @@ from tokentrue.app.libraries import without_torch
 from tokentrue.app.wiring import ADMIN_KEY, ServeConfig, gateway_for, identify_model
 from tokentrue.cli.common import ConfigFile, Device, Dtype, ModelName, Settings, show_status
 from tokentrue.errors import ConfigError
-from tokentrue.providers.registry import IN_PROCESS, REMOTE, SERVED, list_names
+from tokentrue.providers.registry import ENGINES, IN_PROCESS, REMOTE, list_names
 
 
 def command(
     config: ConfigFile = None,
     model: ModelName = None,
-    engine: Annotated[str | None, Option(help=f"{list_names(SERVED)} (default: exact)")] = None,
+    engine: Annotated[str | None, Option(help=f"{list_names(tuple(ENGINES))} (default: exact)")] = None,
     url: Annotated[list[str] | None, Option(help="an engine's address; repeat it for replicas")] = None,
     device: Device = None,
     dtype: Dtype = None,

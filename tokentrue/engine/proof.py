@@ -1,6 +1,6 @@
 """Proof at load: the paged forward equals the model's own, bit for bit, on prefill, chunk and decode.
 
-If not, reports the first operator that differs and the first token that shows it. `redraw` verifies speculative tokens.
+If not, reports the first operator that differs and the first token that shows it.
 """
 
 from __future__ import annotations
@@ -16,12 +16,10 @@ from torch import Tensor, nn
 from tokentrue.engine.adapters import Adapter, attach_adapter
 from tokentrue.engine.decoder import LAYOUTS, MIXERS, ROLES, body_of
 from tokentrue.engine.forward import Forward
-from tokentrue.engine.sample import SamplingRow, sample
-from tokentrue.engine.schedule import Sampled, StepInputs
+from tokentrue.engine.schedule import StepInputs
 from tokentrue.errors import ExactnessError
 from tokentrue.numerics import logits_of, same_bits
 from tokentrue.records import record
-from tokentrue.types import Sampling
 
 PIECES = (77, 61, 1, 1, 1)
 Pick = Callable[[Any, Any], Tensor]
@@ -140,29 +138,3 @@ def points(model: Any) -> Iterator[tuple[str, nn.Module, Pick]]:
         yield f"{name}.mlp", children["mlp"], result
     yield "norm", body_of(model).norm, result
     yield "logits", model.get_output_embeddings(), result
-
-
-@torch.no_grad()
-def redraw(
-    forward: Forward, model: Any, ids: Sequence[int], proposed: Sequence[int], sampling: Sampling, seed: int, *, capacity: int
-) -> list[Sampled]:  # fmt: skip
-    """What the trainer draws after `ids`, without penalties: proposed tokens while it agrees, then one of its own."""
-    room = capacity - len(ids)
-    proposed = list(proposed)[: room - 1] if room > 0 else []
-    whole = torch.tensor([[*ids, *proposed]], device=forward.device)
-    logits = logits_of(model, whole)[0, len(ids) - 1 :]
-    positions = range(len(ids), len(ids) + len(proposed) + 1)
-    rows = [
-        SamplingRow(
-            sampling=sampling, seed=seed, position=at, prompt_length=at, tokens=None, shaped=bool(sampling.filters)
-        )
-        for at in positions
-    ]
-    draws: list[Sampled] = []
-    for result, token in zip(sample(forward.ops, logits, rows), [*proposed, None], strict=True):
-        if not isinstance(result, Sampled):
-            raise result
-        draws.append(result)
-        if result.token_id != token:
-            break
-    return draws

@@ -16,12 +16,11 @@ from tokentrue.records import record
 @record
 class EngineKind:
     """`remote`: a server, reached by `--url`, which may have replicas. `needs_torch`: the model is loaded into this
-    process. `is_served`: `--engine` accepts it; the others are built in Python from other providers."""
+    process."""
 
     address: str
     remote: bool = False
     needs_torch: bool = False
-    is_served: bool = True
 
 
 ENGINES: Mapping[str, EngineKind] = {
@@ -30,11 +29,9 @@ ENGINES: Mapping[str, EngineKind] = {
     "sglang": EngineKind(address="tokentrue.providers.sglang:SGLangProvider", remote=True),
     "vllm": EngineKind(address="tokentrue.providers.vllm:VLLMProvider", remote=True),
     "scripted": EngineKind(address="tokentrue.providers.scripted:ScriptedProvider"),
-    "verified": EngineKind(address="tokentrue.providers.verified:VerifiedProvider", needs_torch=True, is_served=False),
 }
-SERVED = tuple(name for name, kind in ENGINES.items() if kind.is_served)
-REMOTE = tuple(name for name in SERVED if ENGINES[name].remote)
-IN_PROCESS = tuple(name for name in SERVED if ENGINES[name].needs_torch)
+REMOTE = tuple(name for name, kind in ENGINES.items() if kind.remote)
+IN_PROCESS = tuple(name for name, kind in ENGINES.items() if kind.needs_torch)
 
 
 def list_names(names: tuple[str, ...], last: str = "or") -> str:
