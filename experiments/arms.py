@@ -42,7 +42,7 @@ class Scale:
     """How big, and on what. `model` is a model directory; `lr` belongs to the size."""
 
     model: str = str(SMALL_MODEL)
-    tasks: str | None = None  # a file for the environment `questions`; otherwise the calculator
+    tasks: str | None = None  # a file for `experiments.questions`; otherwise the calculator
     device: str = "cpu"
     groups: int = 8
     size: int = 8
@@ -159,7 +159,12 @@ async def run_on(provider: ExactProvider, arm: Arm, scale: Scale, seed: int) -> 
     renderer = load_renderer(model_of(arm, scale))
     config = rollout_config(scale, seed, horizon=arm.horizon, tasks=scale.groups)
     if scale.tasks is not None:
-        config = replace(config, environment="questions", options={"path": scale.tasks}, max_tokens=ANSWER_TOKENS)
+        config = replace(
+            config,
+            environment="experiments.questions:Questions",
+            options={"path": scale.tasks},
+            max_tokens=ANSWER_TOKENS,
+        )
     rows: list[dict[str, float]] = []
     sessions = LocalSessions(renderer, provider, sampling={**config.sampling, "top_p": arm.top_p, "extra": arm.extra})
     rounds = KeptRounds(rounds_for(arm, config, sessions, renderer, provider))

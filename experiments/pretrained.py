@@ -1,7 +1,7 @@
 """A pretrained model on tasks with one right answer: the mismatch of the field (16-bit trainer, ordinary kernels) and
 what changes it.
 
-`--model` is an instruct model's directory, `--tasks` a file for the environment `questions`. Rollouts come from the
+`--model` is an instruct model's directory, `--tasks` a file for `experiments.questions`. Rollouts come from the
 exact engine in the arm's dtype; "kernels" means that the trainer scores with the model's own forward pass in that
 dtype.
 """

@@ -1,4 +1,4 @@
-"""Questions and answers of a `reasoning-gym` task as JSON lines, for the environment `questions`.
+"""Questions and answers of a `reasoning-gym` task as JSON lines, for `experiments.questions`.
 
 pip install reasoning-gym
 python scripts/make_reasoning_tasks.py chain_sum --set min_terms=2 --set max_terms=3 --set min_digits=1 --set

@@ -21,6 +21,7 @@ import argparse
 import json
 import math
 import random
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -33,6 +34,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tokentrue.environments import word_problems as P
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone's examples
+from examples.environments.long_tasks import draw_price_list  # noqa: E402
 
 ASSET = Path(__file__).parent.parent / "tokentrue" / "assets" / "calculator"
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -105,7 +109,7 @@ def calculator(rng: random.Random, faults: Faults, longest: int = 2) -> Segments
 
 
 def shop(rng: random.Random, faults: Faults) -> Segments:
-    prices = P.draw_price_list(rng)
+    prices = draw_price_list(rng)
     first, second = prices.operands
     if rng.random() < faults.operator * 2:
         second = rng.choice(prices.prices)[1]

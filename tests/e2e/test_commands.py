@@ -158,10 +158,10 @@ def test_training_from_a_file_of_samples(tmp_path: Path, capsys: pytest.CaptureF
     assert found[1]["exact_compared"] == 0 and found[1]["staleness_max"] == 1
 
 
-@pytest.mark.parametrize("name", ["shop", pytest.param("ledger", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["Shop", pytest.param("Ledger", marks=pytest.mark.slow)])
 def test_the_other_environments_are_covered_too(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
-    assert rollout(tmp_path, "--set", f"rollout.environment={name}") == 0
+    assert rollout(tmp_path, "--set", f"rollout.environment=examples.environments.long_tasks:{name}") == 0
     summary = json.loads(capsys.readouterr().out)
     assert summary["coverage"] == 1.0 and summary["failed"] == 0
     samples = rows(tmp_path / "samples.jsonl")
-    assert len(samples) > 6 if name == "ledger" else max(len(s["token_ids"]) for s in samples) > 150  # type: ignore[arg-type]
+    assert len(samples) > 6 if name == "Ledger" else max(len(s["token_ids"]) for s in samples) > 150  # type: ignore[arg-type]

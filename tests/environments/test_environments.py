@@ -10,17 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from examples.environments.long_tasks import Ledger, Shop
 from tests.environments.fakes import FakeClient
-from tokentrue.environments import ENVIRONMENTS, Task, ask, load_environment
-from tokentrue.environments.word_problems import Calculator, Ledger, Shop, apply, calculate, draw_problem, last_number
+from tokentrue.environments import Task, ask, load_environment
+from tokentrue.environments.word_problems import Calculator, apply, calculate, draw_problem, last_number
 from tokentrue.errors import ConfigError
 
 TASK = Task(task_id="t", prompt="Tom has 3 pens. Tom gets 4 more. How many now?", answer=7)
 
 
 @pytest.mark.parametrize(
-    "name", sorted(set(ENVIRONMENTS) - {"agent", "questions", "verifiers"})
-)  # whose tasks come from elsewhere
+    "name", ["calculator", *(f"examples.environments.long_tasks:{name}" for name in ("Shop", "Ledger"))]
+)
 def test_tasks_repeat_and_splits_never_overlap(name: str) -> None:
     environment = load_environment(name)
     train = environment.tasks(200, seed=1)
@@ -113,9 +114,9 @@ async def test_streamed_and_whole_answers_are_the_same_message() -> None:
 
 def test_an_environment_of_ones_own_and_what_is_refused() -> None:
     assert load_environment("tests.e2e.slow:SlowCalculator").name == "calculator"
-    with pytest.raises(ConfigError, match="one of calculator, shop, ledger"):
+    with pytest.raises(ConfigError, match="one of calculator, agent, verifiers"):
         load_environment("chess")
     with pytest.raises(ConfigError, match="cannot be loaded"):
-        load_environment("shop", {"aisles": 3})
+        load_environment("calculator", {"aisles": 3})
     with pytest.raises(ConfigError, match="has no name, tasks, run"):
         load_environment("collections:Counter")

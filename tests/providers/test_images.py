@@ -25,6 +25,7 @@ from tests.vision_families import BY_NAME, picture, picture_bytes
 from tokentrue.errors import EngineContractError, EngineRejected, TokenTrueError
 from tokentrue.ids import TokenIds
 from tokentrue.protocols import Seeing
+from tokentrue.providers import remote
 from tokentrue.providers.building import collapse_images
 from tokentrue.providers.pool import Pool
 from tokentrue.providers.scripted import ScriptedProvider
@@ -194,6 +195,37 @@ async def test_an_engine_gets_one_placeholder_for_each_image(
 
 def sent_urls(sent: Mapping[str, Any]) -> list[str]:
     return sent.get("image_data") or [part["url"] for part in sent["content_parts"]]
+
+
+@pytest.mark.parametrize("name", ENGINES)
+async def test_an_image_is_encoded_once_for_all_turns_and_the_server_is_asked_once(
+    name: str, eye: tuple[Eye, str], renderer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, url = eye
+    encoded: list[bytes] = []
+
+    def encode(data: bytes) -> bytes:
+        encoded.append(data)
+        return base64.b64encode(data)
+
+    monkeypatch.setattr(remote, "b64encode", encode)
+    provider = Pool([ENGINES[name](url)])
+    ids, images = seen(renderer, (64, 64), (96, 64))
+    for _ in range(3):
+        await provider.check_images()
+        await provider.generate(ids, ONE, images=images)
+    assert encoded == [image.data for image in images]
+    asked = [call for call in engine.calls if call in ("/model_info", "/openapi.json")]
+    assert len(asked) == 1, "check_images of the gateway and of the request"
+    monkeypatch.setattr(remote, "IMAGE_BYTES", 1)  # room for the last one alone
+    for _ in range(2):
+        await provider.generate(ids, ONE, images=images)
+    assert len(encoded) == 2 + 1 + 2, "the first image was pushed out, then each by the other"
+    sent = [request for request in engine.requests if request.get("image_data") or request.get("content_parts")]
+    assert len(sent) == 5
+    for request in sent:
+        assert [base64.b64decode(url.partition(",")[2]) for url in sent_urls(request)] == [each.data for each in images]
+    await provider.close()
 
 
 @pytest.mark.parametrize("orientation", range(2, 9))

@@ -29,9 +29,6 @@ Split: TypeAlias = Literal["train", "heldout"]
 HELDOUT_SHARE = 1 / 16
 ENVIRONMENTS: Mapping[str, str] = {
     "calculator": "tokentrue.environments.word_problems:Calculator",
-    "shop": "tokentrue.environments.word_problems:Shop",
-    "ledger": "tokentrue.environments.word_problems:Ledger",
-    "questions": "tokentrue.environments.questions:Questions",
     "agent": "tokentrue.environments.agents:CommandLineAgent",
     "verifiers": "tokentrue.integrations.verifiers:VerifiersEnvironment",
 }

@@ -1,5 +1,5 @@
-"""Word problems with whole numbers 0..99, and three environments based on them. The shipped model was trained on the
-same generator.
+"""Word problems with whole numbers 0..99, and the environment based on them. The shipped model was trained on the same
+generator.
 
 Invariants: the same `random.Random` state gives the same problem; every intermediate value of a right solution lies
 in 0..99; a problem's split follows from its text (`base.choose_split`), so held-out texts never reach a training
@@ -16,16 +16,12 @@ from itertools import islice
 from typing import Any
 
 from tokentrue.environments.base import Split, Task, choose_split, digest
-from tokentrue.environments.chat import Chat, ask, work
+from tokentrue.environments.chat import Chat, work
 from tokentrue.json_types import JsonObject, JsonValue
 from tokentrue.records import record
 
 NAMES = ("Tom", "Ana", "Ben", "Eva", "Max", "Lea", "Sam", "Ida")
 THINGS = ("apples", "pens", "coins", "books", "cards", "eggs", "keys", "shells")
-GOODS: Sequence[str] = (
-    *THINGS, "bread", "milk", "salt", "tea", "rice", "soap", "rope", "lamp", "nails", "paint", "wood", "wool", "corn",
-    "beans", "pears", "honey",
-)  # fmt: skip
 VERBS = {"+": "add", "-": "take", "*": "times"}
 PHRASES: dict[str, tuple[str, str, str]] = {  # the last phrasing of each operator is the hard one
     "+": ("{name} gets {b} more.", "A friend gives {name} {b}.", "{b} others turn up."),
@@ -40,10 +36,6 @@ CALCULATOR: JsonObject = {
         "description": "one step",
         "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]},
     },
-}
-PRICES: JsonObject = {
-    "type": "function",
-    "function": {"name": "prices", "description": "all prices", "parameters": {"type": "object", "properties": {}}},
 }
 EXPRESSION = re.compile(r"\s*(\d{1,6})\s*([-+*])\s*(\d{1,6})\s*")
 
@@ -106,33 +98,6 @@ def problems(rng: random.Random, *, split: Split, steps: int | None = None) -> I
             yield problem
 
 
-@record
-class PriceList:
-    prices: tuple[tuple[str, int], ...]
-    wanted: tuple[str, str]
-    shop: str
-
-    @property
-    def text(self) -> str:
-        return f"What do {self.wanted[0]} and {self.wanted[1]} cost together at {self.shop}'s?"
-
-    @property
-    def listing(self) -> str:
-        return "\n".join(f"{thing} {price}" for thing, price in self.prices)
-
-    @property
-    def operands(self) -> tuple[int, int]:
-        table = dict(self.prices)
-        return table[self.wanted[0]], table[self.wanted[1]]
-
-
-def draw_price_list(rng: random.Random) -> PriceList:
-    goods = rng.sample(GOODS, len(GOODS))
-    prices = tuple((good, rng.randint(1, 49)) for good in goods)
-    first, second = rng.sample(goods, 2)
-    return PriceList(prices=prices, wanted=(first, second), shop=rng.choice(NAMES))
-
-
 def calculate(arguments: str) -> str:
     """The value of `{"expression": "12 + 5"}`, or an error sentence for the model: a bad call must not raise."""
     try:
@@ -175,66 +140,3 @@ class Calculator:
         chat: Chat = [{"role": "user", "content": task.prompt}]
         tools = {"calculator": (CALCULATOR, calculate)}
         return reward_answer(await work(client, chat, tools=tools, max_turns=self.max_turns, stream=self.stream), task)
-
-
-class Shop:
-    """Long tool outputs: one call returns a whole price list, of which two lines matter. `pages` repeats the list."""
-
-    name = "shop"
-
-    def __init__(self, *, max_turns: int = 6, pages: int = 1) -> None:
-        self.max_turns, self.pages = max_turns, pages
-
-    def tasks(self, count: int, *, seed: int = 0, split: Split = "train") -> Sequence[Task]:
-        rng = random.Random(f"{self.name}/{split}/{seed}")
-        found: list[Task] = []
-        while len(found) < count:
-            drawn = draw_price_list(rng)
-            key = f"{drawn.text}\n{drawn.listing}"
-            if choose_split(key) == split:
-                task = make_task(self.name, drawn.text, sum(drawn.operands), key=key, listing=drawn.listing)
-                found.append(task)
-        return found
-
-    async def run(self, client: Any, task: Task) -> float:
-        listing = "\n".join([task.data["listing"]] * self.pages)
-
-        def list_prices(_arguments: str) -> str:
-            return listing
-
-        tools = {"calculator": (CALCULATOR, calculate), "prices": (PRICES, list_prices)}
-        chat: Chat = [{"role": "user", "content": task.prompt}]
-        return reward_answer(await work(client, chat, tools=tools, max_turns=self.max_turns), task)
-
-
-class Ledger:
-    """Compaction: sequential questions; after every `compact_every` the harness requests a summary and continues
-    from it in a fresh context. The session then has several roots, and each is one sample."""
-
-    name = "ledger"
-
-    def __init__(self, *, questions: int = 4, compact_every: int = 2, max_turns: int = 4) -> None:
-        self.questions, self.compact_every, self.max_turns = questions, compact_every, max_turns
-
-    def tasks(self, count: int, *, seed: int = 0, split: Split = "train") -> Sequence[Task]:
-        drawn = islice(problems(random.Random(f"{self.name}/{split}/{seed}"), split=split, steps=self.questions), count)
-        return [
-            make_task(self.name, one.text, one.answer, opening=one.opening, told=[one.told(step) for step in one.steps])
-            for one in drawn
-        ]
-
-    async def run(self, client: Any, task: Task) -> float:
-        opening: str = task.data["opening"]
-        chat: Chat = []
-        answer: str | None = None
-        for number, told in enumerate(task.data["told"]):
-            if number and number % self.compact_every == 0:
-                chat.append({"role": "user", "content": "Summarize."})
-                summary = await ask(client, chat, tools=[CALCULATOR])
-                opening, chat = summary["content"].strip() or "Nothing is known.", []
-            text = f"{told} How many now?" if chat else f"{opening} {told} How many now?"
-            chat.append({"role": "user", "content": text})
-            answer = await work(client, chat, tools={"calculator": (CALCULATOR, calculate)}, max_turns=self.max_turns)
-            if answer is None:
-                return 0.0
-        return reward_answer(answer, task)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib import import_module
-from inspect import signature
 from typing import Any
 
 from tokentrue.errors import ConfigError
@@ -59,7 +58,6 @@ def load(name: str, **settings: Any) -> Provider:
             raise ConfigError(f"engine {name!r} needs torch: pip install 'tokentrue[engine]'") from error
         raise
     try:
-        signature(kind).bind(**settings)
-    except TypeError as error:
-        raise ConfigError(f"engine {name!r}: {error}") from error
-    return kind(**settings)
+        return kind(**settings)
+    except TypeError as error:  # a setting that it does not have, or of another type
+        raise ConfigError(f"engine {name!r}: {str(error).rpartition('__init__() ')[2]}") from error

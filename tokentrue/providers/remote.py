@@ -20,7 +20,7 @@ from contextlib import aclosing, suppress
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypedDict, TypeVar, cast
 from urllib.parse import urlsplit
 from uuid import uuid4
 
@@ -58,6 +58,7 @@ ANSWER_BYTES = 64 << 20
 POSITION_BYTES = 4096  # per token: log-probabilities, sampling mask and routing, in JSON
 UNBOUNDED_TOKENS = 16_384  # assumed for a request without max_tokens
 MOST_TOKENS = 65_536
+IMAGE_BYTES = 128 << 20  # encoded images that an engine's adapter keeps: each turn sends those of all turns before
 NO_ADAPTERS = "LoRA is not enabled"  # how both engines refuse an adapter if they were started without LoRA
 
 
@@ -292,6 +293,17 @@ def adapter_version(name: str) -> int:
     return version_from(name.partition("@")[2].partition(".")[0])
 
 
+class RemoteOptions(TypedDict, total=False):
+    """Keywords of every remote engine, passed on to `RemoteEngine`, which has their defaults."""
+
+    timeout_s: float
+    connect_s: float
+    retries: int
+    api_key: str | None
+    weights_dir: str | Path | None
+    adapter: str | None
+
+
 class RemoteEngine(Streaming):
     """A server that generates, aborts by request id, and loads weights from a shared directory (`weights_dir`).
 
@@ -320,6 +332,7 @@ class RemoteEngine(Streaming):
         self._own: dict[str, str] = {}  # adapters published here: the server's name by the one in requests
         self._listed: set[str] = set()  # adapters of the server
         self._adapter = adapter
+        self._images: dict[str, bytes] = {}  # as JSON, by SHA-256, the one used last at the end
         self._weights_dir = None if weights_dir is None else Path(weights_dir) / self._http.place
         self._loading = asyncio.Lock()
         self._written: WrittenWeights | None = None
@@ -336,12 +349,19 @@ class RemoteEngine(Streaming):
     @abstractmethod
     def _new_answer(self, builder: CompletionBuilder, sampling: Sampling) -> Answer: ...
 
-    def _to_url(self, image: PromptImage) -> str:
-        return f"data:{image.media_type};base64,{b64encode(image.data).decode()}"
+    def _check_image(self, image: PromptImage) -> None:
+        """Raises if the engine would show the model something else."""
 
     @abstractmethod
     def _body(
-        self, ids: TokenIds, sampling: Sampling, *, session: str | None, request_id: str, stream: bool, urls: list[str]
+        self,
+        ids: TokenIds,
+        sampling: Sampling,
+        *,
+        session: str | None,
+        request_id: str,
+        stream: bool,
+        urls: Sequence[orjson.Fragment],
     ) -> tuple[str, bytes]:
         """The route and body of a request; `adapter` is the server's name of it. `urls`: the images, each one
         placeholder in `ids`."""
@@ -390,7 +410,8 @@ class RemoteEngine(Streaming):
         request_id = uuid4().hex
         self._running[request_id] = adapter
         try:
-            sent, urls = collapse_images(self.name, ids, images) if images else ids, [*map(self._to_url, images)]
+            sent = collapse_images(self.name, ids, images) if images else ids
+            urls = [await self._encode_image(image) for image in images]
             path, body = self._body(sent, sampling, session=session, request_id=request_id, stream=not whole, urls=urls)
             async with aclosing(self._http.answers(path, body, whole=whole, limit=limit)) as reads:
                 async for events in reads:
@@ -405,6 +426,18 @@ class RemoteEngine(Streaming):
         finally:
             self._running.pop(request_id, None)
         yield Chunk(final=completion)
+
+    async def _encode_image(self, image: PromptImage) -> orjson.Fragment:
+        """Its data URL. Encoding takes milliseconds per megabyte, so it is done once, and beside the event loop."""
+        found = self._images.pop(image.run.sha256, None)
+        if found is None:
+            self._check_image(image)
+            encoded = await asyncio.to_thread(b64encode, image.data)
+            found = b'"data:%s;base64,%s"' % (image.media_type.encode(), encoded)
+        self._images[image.run.sha256] = found
+        while sum(map(len, self._images.values())) > IMAGE_BYTES and len(self._images) > 1:
+            del self._images[next(iter(self._images))]
+        return orjson.Fragment(found)
 
     async def interrupt(self) -> int:
         """Aborts all our generations at the engine and waits until each has returned its tokens; returns their

@@ -12,10 +12,11 @@ import base64
 from array import array
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
+from typing import Unpack
 
 import msgspec
 import numpy as np
+import orjson
 
 from tokentrue.errors import EngineContractError, EngineError, EngineRejected
 from tokentrue.ids import TokenIds
@@ -30,6 +31,7 @@ from tokentrue.providers.publishing import WrittenWeights
 from tokentrue.providers.remote import (
     EngineFault,
     RemoteEngine,
+    RemoteOptions,
     WeightInfo,
     common_params,
     decode_answer,
@@ -91,23 +93,11 @@ class SGLangProvider(RemoteEngine):
         *,
         sampling_mask: bool = False,
         routed_experts: tuple[int, int] | None = None,
-        timeout_s: float = 600.0,
-        connect_s: float = 5.0,
-        retries: int = 3,
-        api_key: str | None = None,
-        weights_dir: str | Path | None = None,
-        adapter: str | None = None,
+        **options: Unpack[RemoteOptions],
     ) -> None:
-        super().__init__(
-            url,
-            timeout_s=timeout_s,
-            connect_s=connect_s,
-            retries=retries,
-            api_key=api_key,
-            weights_dir=weights_dir,
-            adapter=adapter,
-        )
+        super().__init__(url, **options)
         self._sampling_mask, self._routed = sampling_mask, routed_experts
+        self._takes_images: bool | None = None  # as the server said last; every health check asks it
 
     @property
     def truthful_filters(self) -> frozenset[str]:
@@ -116,6 +106,7 @@ class SGLangProvider(RemoteEngine):
     async def health(self) -> JsonMapping:
         """Facts of /model_info; a server without a weight version cannot stamp policies."""
         info = await self._info()
+        self._takes_images = info.has_image_understanding is not False
         if info.weight_version is None:
             raise EngineContractError("this SGLang does not report weight_version; 0.5.2 or newer is needed")
         version = version_from(info.weight_version)
@@ -156,20 +147,28 @@ class SGLangProvider(RemoteEngine):
 
     async def check_images(self) -> None:
         """Servers that do not say whether their model takes images are asked by the request itself."""
-        if (await self._info()).has_image_understanding is False:
+        if self._takes_images is None:
+            self._takes_images = (await self._info()).has_image_understanding is not False
+        if not self._takes_images:
             raise EngineRejected(f"sglang at {self.url} serves a model that takes no images")
 
-    def _to_url(self, image: PromptImage) -> str:
+    def _check_image(self, image: PromptImage) -> None:
         # SGLang ignores EXIF, and the count of a turned picture is the same: nothing would fail.
         if is_turned(image.data):
             raise EngineRejected("sglang shows the model pictures that EXIF turns as they lie: save the image upright")
-        return super()._to_url(image)
 
     async def _prepare(self, sampling: Sampling) -> None:
         refuse_unknown_extra(self.name, sampling, EXTRA)
 
     def _body(
-        self, ids: TokenIds, sampling: Sampling, *, session: str | None, request_id: str, stream: bool, urls: list[str]
+        self,
+        ids: TokenIds,
+        sampling: Sampling,
+        *,
+        session: str | None,
+        request_id: str,
+        stream: bool,
+        urls: Sequence[orjson.Fragment],
     ) -> tuple[str, bytes]:
         fields: JsonObject = {
             "input_ids": np.frombuffer(ids.view, np.int32),

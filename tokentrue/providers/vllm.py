@@ -11,7 +11,7 @@ import asyncio
 import base64
 import io
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Unpack
 from uuid import uuid4
 
 import msgspec
@@ -30,6 +30,7 @@ from tokentrue.providers.publishing import WrittenWeights
 from tokentrue.providers.remote import (
     EngineFault,
     RemoteEngine,
+    RemoteOptions,
     ServedModel,
     WeightInfo,
     common_params,
@@ -127,23 +128,10 @@ class VLLMProvider(RemoteEngine):
         *,
         model: str | None = None,
         version: int = UNVERSIONED,
-        timeout_s: float = 600.0,
-        connect_s: float = 5.0,
-        retries: int = 3,
-        api_key: str | None = None,
-        weights_dir: str | Path | None = None,
-        adapter: str | None = None,
         cache_salt: bool = False,
+        **options: Unpack[RemoteOptions],
     ) -> None:
-        super().__init__(
-            url,
-            timeout_s=timeout_s,
-            connect_s=connect_s,
-            retries=retries,
-            api_key=api_key,
-            weights_dir=weights_dir,
-            adapter=adapter,
-        )
+        super().__init__(url, **options)
         # Not the version alone: weights that replace a refused update have its version, and runs count from 0.
         self._salt = uuid4().hex if cache_salt else None
         self._loaded = version  # of the weights that the server loaded last
@@ -310,7 +298,14 @@ class VLLMProvider(RemoteEngine):
         return best[0] != best[1]
 
     def _body(
-        self, ids: TokenIds, sampling: Sampling, *, session: str | None, request_id: str, stream: bool, urls: list[str]
+        self,
+        ids: TokenIds,
+        sampling: Sampling,
+        *,
+        session: str | None,
+        request_id: str,
+        stream: bool,
+        urls: Sequence[orjson.Fragment],
     ) -> tuple[str, bytes]:
         prompt, params = np.frombuffer(ids.view, np.int32), sampling_params(sampling)
         model = sampling.extra.get("adapter", self._model_id)

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from experiments.questions import is_right
 from tokentrue.environments import load_environment
-from tokentrue.environments.questions import is_right
 from tokentrue.errors import ConfigError
 
 
@@ -28,7 +28,7 @@ def client(text: str) -> Any:
 
 
 async def test_tasks_repeat_and_splits_do_not_overlap(tmp_path: Path) -> None:
-    environment = load_environment("questions", {"path": write(tmp_path / "q.jsonl")})
+    environment = load_environment("experiments.questions:Questions", {"path": write(tmp_path / "q.jsonl")})
     train, held = (environment.tasks(300, seed=3, split=split) for split in ("train", "heldout"))
     assert train == environment.tasks(300, seed=3) and train != environment.tasks(300, seed=4)
     assert not {task.prompt for task in train} & {task.prompt for task in held}
@@ -49,7 +49,7 @@ def test_only_a_line_feed_ends_a_line(tmp_path: Path) -> None:
     asked = [f"{i}\u2028+\u2029one\x85=" for i in range(100)]
     lines = [json.dumps({"question": question, "answer": "1"}, ensure_ascii=False) + "\n" for question in asked]
     (tmp_path / "q.jsonl").write_text("".join(lines), encoding="utf-8")
-    tasks = load_environment("questions", {"path": str(tmp_path / "q.jsonl")}).tasks(50)
+    tasks = load_environment("experiments.questions:Questions", {"path": str(tmp_path / "q.jsonl")}).tasks(50)
     assert {task.prompt for task in tasks} <= set(asked)
 
 
@@ -57,6 +57,6 @@ def test_an_odd_file_is_named(tmp_path: Path) -> None:
     for name, content in {"none.jsonl": "", "odd.jsonl": "[1]\n", "text.jsonl": "{no"}.items():
         (tmp_path / name).write_text(content)
         with pytest.raises(ConfigError, match=name):
-            load_environment("questions", {"path": str(tmp_path / name)}).tasks(1)
+            load_environment("experiments.questions:Questions", {"path": str(tmp_path / name)}).tasks(1)
     with pytest.raises(ConfigError, match=r"gone\.jsonl"):
-        load_environment("questions", {"path": str(tmp_path / "gone.jsonl")}).tasks(1)
+        load_environment("experiments.questions:Questions", {"path": str(tmp_path / "gone.jsonl")}).tasks(1)
