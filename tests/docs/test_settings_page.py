@@ -67,7 +67,9 @@ def test_every_key_is_there_with_its_default() -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 def test_every_option_of_an_engine_is_there(engine: str) -> None:
     module, _, name = registry.ENGINES[engine].address.partition(":")
-    kinds = [kind for kind in getattr(import_module(module), name).__mro__[:-1] if not getattr(kind, "_is_protocol", False)]
+    kinds = [
+        kind for kind in getattr(import_module(module), name).__mro__[:-1] if not getattr(kind, "_is_protocol", False)
+    ]
     parameters = {key: each for kind in kinds for key, each in inspect.signature(kind.__init__).parameters.items()}
     known = {
         key: None if each.default is inspect.Parameter.empty else each.default

@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,7 @@ def play_and_kill(settings: RolloutRun, number: int) -> tuple[Fleet, list[Rollou
     """Plays all rollouts on `number` gateways and workers. When some have ended, the first worker and the last gateway
     are killed."""
     plans = plan_rollouts(settings.rollout)
-    fleet = Fleet(settings, gateways=number, workers=number)
+    fleet = Fleet(replace(settings, gateways=number, workers=number))
     ended: list[Rollout] = []
     victims = ray.get([fleet.workers[0].pid.remote(), fleet.gateways[-1].pid.remote()])
     ray.get([gateway.address.remote() for gateway in fleet.gateways])

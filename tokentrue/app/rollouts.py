@@ -14,13 +14,13 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import field, replace
 from pathlib import Path
+from typing import Any
 
 from tokentrue.app.background import embedded_gateway
 from tokentrue.app.configuration import as_mapping
 from tokentrue.app.wiring import ADMIN_KEY, EngineConfig, ModelConfig, ServeConfig, ServerConfig
 from tokentrue.environments import (
     Plan,
-    Player,
     Rollout,
     RolloutConfig,
     Sessions,
@@ -182,15 +182,9 @@ def trim_to_whole_groups(out: Path, plans: Sequence[Plan], *, again: bool = Fals
     return done
 
 
-def sessions_on(url: str, config: RolloutConfig, admin_key: str | None, *, purge: bool = False) -> GatewaySessions:
-    return GatewaySessions(
-        url,
-        sampling=config.sampling,
-        pin=config.pin,
-        side_requests=config.side_requests,
-        admin_key=admin_key,
-        purge=purge,
-    )
+def sessions_on(url: str, config: RolloutConfig, admin_key: str | None, **options: Any) -> GatewaySessions:
+    own = {"sampling": config.sampling, "pin": config.pin, "side_requests": config.side_requests}
+    return GatewaySessions(url, **own, admin_key=admin_key, **options)
 
 
 @asynccontextmanager
@@ -224,20 +218,15 @@ class RolloutRounds:
     def __init__(
         self,
         config: RolloutConfig,
-        sessions: Sessions | None = None,
+        sessions: Sessions,
         *,
-        play: Player | None = None,
         on_groups: Callable[[Sequence[Sequence[Rollout]]], None] = lambda _: None,
         share: Share | None = None,
     ) -> None:
-        """Runs rollouts in `sessions`, or by `play`. `on_groups` gets those of a round, also ones that are replaced."""
+        """`on_groups` gets the rollouts of a round, also ones that are replaced."""
         self.config = config
         self.environment = load_environment(config.environment, config.options)
-        self._concurrency = config.concurrency if play is None else None  # a fleet's workers limit their own
-        if play is None:
-            assert sessions is not None
-            play = player_in(self.environment, sessions, timeout_s=config.timeout_s)
-        self._play = play
+        self._play = player_in(self.environment, sessions, timeout_s=config.timeout_s)
         self._on_groups = on_groups
         self._share = share or Share()
         self._counts: dict[int, dict[str, float]] = {}
@@ -275,7 +264,7 @@ class RolloutRounds:
         drawn = [task for place, task in enumerate(self._share.of(tasks)) if place in places]
         tag = "-".join([f"round-{number:05d}", *map(str, again)])
         plans = plan_groups(drawn, n=self.config.group_size, seed=self.config.seed, tag=tag)
-        groups = await run_groups(self._play, plans, concurrency=self._concurrency)
+        groups = await run_groups(self._play, plans, concurrency=self.config.concurrency)
         self._on_groups(groups)
         return groups
 

@@ -44,13 +44,6 @@ class LossSpec:
 
 
 @record
-class RayConfig:
-    gateways: AtLeastOne = 2
-    workers: AtLeastOne = 2
-    nodes: AtLeastOne = 1  # at least one gateway and one worker on each
-
-
-@record
 class TrainRun:
     """`samples` trains from a file; without it rounds are sampled live by the `rollout` section."""
 
@@ -61,7 +54,6 @@ class TrainRun:
     optim: OptimConfig = field(default_factory=OptimConfig)
     loss: LossSpec = field(default_factory=LossSpec)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
-    ray: RayConfig = field(default_factory=RayConfig)
     samples: Path | None = None
     out: Path = Path("out/train")
     device: str = "cpu"
@@ -77,13 +69,11 @@ class TrainRun:
         require_dtype(self.dtype)
         if self.samples is not None:
             # Settings of engine and rollouts are allowed: one configuration file serves `tokentrue rollout` and this.
-            for section, given in (("ray", self.ray), ("evaluation", self.evaluation)):
-                for key in (each.name for each in fields(given)):
-                    if getattr(given, key) != getattr(type(given)(), key):
-                        raise ConfigError(
-                            f"{section}.{key}: has no effect with samples, which train from a file; leave one of them "
-                            "out"
-                        )
+            for key in (each.name for each in fields(EvaluationConfig)):
+                if getattr(self.evaluation, key) != getattr(EvaluationConfig(), key):
+                    raise ConfigError(
+                        f"evaluation.{key}: has no effect with samples, which train from a file; leave one of them out"
+                    )
         elif self.train.exact and self.engine.name != "exact":
             raise ConfigError(
                 f"train.exact: engine {self.engine.name!r} is not exact; set train.exact=false, or use the exact engine"

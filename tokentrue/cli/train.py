@@ -29,8 +29,6 @@ from tokentrue.cli.common import (
     Dtype,
     ModelName,
     OutFolder,
-    RayAddress,
-    RayNodes,
     Settings,
     pluralise,
     progress_bar,
@@ -39,7 +37,6 @@ from tokentrue.cli.common import (
     show_status,
 )
 from tokentrue.environments import load_environment
-from tokentrue.errors import ConfigError
 from tokentrue.plain_json import dumps
 from tokentrue.providers.registry import IN_PROCESS, REMOTE, list_names
 
@@ -68,8 +65,6 @@ def command(
     engine: Annotated[str | None, Option(help=list_names(IN_PROCESS + REMOTE))] = None,
     device: Device = None,
     dtype: Dtype = None,
-    ray: RayAddress = None,
-    nodes: RayNodes = None,
     trust: Annotated[
         bool, Option("--trust", help="with --samples: do not check certificates, masks and duplicates")
     ] = False,
@@ -78,9 +73,7 @@ def command(
 ) -> int:
     """Train with REINFORCE, GRPO, PPO or any loss of tokentrue.mismatch; exact, resumable, reproducible."""
     flags = {"out": out, "samples": samples, "train.steps": steps, "model.path": model, "engine.name": engine}
-    settings = read(TrainRun, config, sets or (), {**flags, "device": device, "dtype": dtype, "ray.nodes": nodes})
-    if nodes is not None and ray is None:
-        raise ConfigError("--nodes belongs to --ray")
+    settings = read(TrainRun, config, sets or (), {**flags, "device": device, "dtype": dtype})
     require_writable(settings.out)
     if settings.samples is None:  # a wrong name or option is reported now, not after a model has loaded
         load_environment(settings.rollout.environment, settings.rollout.options)
@@ -92,7 +85,7 @@ def command(
     ranks = join(settings.device)
     try:
         with rollout_log(settings.out):
-            asyncio.run(run(replace(settings, device=ranks.device), ranks, ray=ray, as_json=as_json, trust=trust))
+            asyncio.run(run(replace(settings, device=ranks.device), ranks, as_json=as_json, trust=trust))
     finally:
         leave()
     return 0
@@ -107,9 +100,8 @@ def require_writable(folder: Path) -> None:
         raise OSError(kind, os.strerror(kind), str(folder))
 
 
-async def run(settings: TrainRun, ranks: Ranks, *, ray: str | None, as_json: bool, trust: bool) -> None:
+async def run(settings: TrainRun, ranks: Ranks, *, as_json: bool, trust: bool) -> None:
     from tokentrue.cli.reports import write_training_report
-    from tokentrue.cluster.training import source_on_ray
     from tokentrue.train import MetricsWriter, train
     from tokentrue.train.reporting import find_falling, replace_text
 
@@ -163,8 +155,7 @@ async def run(settings: TrainRun, ranks: Ranks, *, ray: str | None, as_json: boo
             losses = f"loss {shown['update/loss']:+.4f}  |g| {shown['update/grad_norm']:.2f}"
             advance(f"reward {shown['reward']:.3f}  {losses}  |δ| {delta:.2g}  {speed:,.0f} tokens/s")
 
-        source = source_for(settings, ranks, file) if ray is None else source_on_ray(settings, ranks, address=ray)
-        async with source as (rounds, publish, evaluator):
+        async with source_for(settings, ranks, file) as (rounds, publish, evaluator):
             reports = await train(trainer, rounds, publish, store=store, evaluator=evaluator, on_step=on_step)
     page = write_training_report(settings) if ranks.first else None
     if not quiet:

@@ -18,15 +18,15 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-from tokentrue.app.rollouts import RolloutRun
+from tokentrue.app.rollouts import RolloutRun, sessions_on
 from tokentrue.app.wiring import ServeConfig, ServerConfig
 from tokentrue.environments import Plan, Rollout, failed_rollout, load_environment, run_one, run_plans
-from tokentrue.environments.http import GatewaySessions, resumed_id
+from tokentrue.environments.http import resumed_id
 from tokentrue.errors import ConfigError, EngineError, EngineUnreachable, GatewayUnreachable, SessionConflict
 
 JOIN_S = 30.0
@@ -36,18 +36,14 @@ ANSWER_S = 10.0  # after which another actor is tried instead of one that is res
 
 # ---- actors
 class GatewayActor:
-    """`settings` is a ServeConfig whose store outlives the process. Listens at its node's address. `newest` names the
-    `NewestWeights` actor of a training run: its weights are loaded before `address` returns.
-    """
+    """`settings` is a ServeConfig whose store outlives the process. Listens at its node's address."""
 
-    def __init__(self, settings: ServeConfig, admin_key: str, threads: int = 1, newest: str = "") -> None:
+    def __init__(self, settings: ServeConfig, admin_key: str) -> None:
         os.environ["TOKENTRUE_ADMIN_KEY"] = admin_key
         from tokentrue.app.background import BackgroundGateway
         from tokentrue.app.libraries import quiet_libraries
 
-        quiet_libraries(threads)
-        self._newest = newest
-        self._version = 0  # of the last published weights
+        quiet_libraries(threads=1)
         here = replace(settings, server=replace(settings.server, host=node_address()))
         self._gateway = BackgroundGateway(settings=here)
         self._starting = ThreadPoolExecutor(1).submit(self._start)
@@ -55,30 +51,12 @@ class GatewayActor:
     def _start(self) -> str:
         """Returns the address. Raises only RuntimeError: other types could look like an absent gateway."""
         try:
-            self._gateway.__enter__()
-            ray = import_ray() if self._newest else None
-            held = ray and ray.get(ray.get_actor(self._newest).get.remote())
-            if ray and held is not None:
-                (reference,), version = held
-                self._load(ray.get(reference), version)
-            return self._gateway.url
+            return self._gateway.__enter__().url
         except Exception as error:
             raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
-    def _load(self, weights: Mapping[str, Any], version: int) -> None:
-        self._gateway.publish(weights, version=version)
-        self._version = version
-
     def address(self) -> str:
         return self._starting.result()
-
-    def publish(self, weights: Mapping[str, Any], version: int) -> None:
-        self.address()
-        self._load(weights, version)
-
-    def version(self) -> int:
-        self.address()
-        return self._version
 
     def pid(self) -> int:
         return os.getpid()
@@ -123,14 +101,8 @@ async def play_through(
     began, end = time.perf_counter(), math.inf
     while True:
         try:
-            async with GatewaySessions(
-                await whereabouts(),
-                sampling=config.sampling,
-                pin=config.pin,
-                side_requests=config.side_requests,
-                admin_key=admin_key,
-                resume=True,
-                is_retried=is_conflict_or_absence,
+            async with sessions_on(
+                await whereabouts(), config, admin_key, resume=True, is_retried=is_conflict_or_absence
             ) as sessions:
                 try:
                     return await run_one(
@@ -168,12 +140,11 @@ def is_absence(trouble: BaseException) -> bool:
 
 # ---- the driver
 class Fleet:
-    """The actors of one run, as Ray handles. `newest` names the actor with a training run's weights."""
+    """The actors of one run, as Ray handles."""
 
-    def __init__(self, settings: RolloutRun, *, gateways: int, workers: int, nodes: int = 0, newest: str = "") -> None:
+    def __init__(self, settings: RolloutRun) -> None:
         self._ray, self._is_shared = import_ray(), settings.is_shared
-        wanted = nodes or settings.nodes
-        places = find_nodes(self._ray, wanted) if wanted > 1 else []
+        places = find_nodes(self._ray, settings.nodes) if settings.nodes > 1 else []
         admin_key = secrets.token_hex(20)
         anywhere = {"max_restarts": -1, "num_cpus": 0, "scheduling_strategy": "SPREAD"}
         gpus = 1 if str(settings.engine.options.get("device", "cpu")).startswith("cuda") else 0
@@ -181,12 +152,12 @@ class Fleet:
         at_once = settings.rollout.concurrency
         worker_class = self._ray.remote(**anywhere, max_task_retries=-1, max_concurrency=at_once)(RolloutActor)
         self.gateways = [
-            place(gateway_class, places, number).remote(serve_config(settings, number), admin_key, newest=newest)
-            for number in range(max(gateways, len(places)))
+            place(gateway_class, places, number).remote(serve_config(settings, number), admin_key)
+            for number in range(max(settings.gateways, len(places)))
         ]
         self.workers = [
             place(worker_class, places, number).remote(settings.rollout, admin_key)
-            for number in range(max(workers, len(places)))
+            for number in range(max(settings.workers, len(places)))
         ]
         self._next_worker = itertools.cycle(self.workers)
 
@@ -196,8 +167,11 @@ class Fleet:
         return [*self.gateways[first:], *self.gateways[:first]] if self._is_shared else [self.gateways[first]]
 
     async def play(self, plan: Plan) -> Rollout:
-        worker = next(self._next_worker)
-        return await await_actor(worker.play.remote(plan, self.gateways_for(plan)), "run the rollouts")
+        try:
+            return await next(self._next_worker).play.remote(plan, self.gateways_for(plan))
+        except self._ray.exceptions.RayError as error:
+            said = str(error).strip().splitlines()[-1]
+            raise EngineError(f"Ray could not run the rollouts: {said}") from error
 
     def stop(self) -> None:
         for actor in (*self.workers, *self.gateways):
@@ -235,7 +209,7 @@ def play_on_ray(
     settings: RolloutRun, plans: Sequence[Plan], *, address: str, on_rollout: Callable[[Rollout], None]
 ) -> None:
     with attach(address):
-        fleet = Fleet(settings, gateways=settings.gateways, workers=settings.workers)
+        fleet = Fleet(settings)
         try:
             asyncio.run(play_all(fleet, plans, on_rollout))
         finally:
@@ -245,14 +219,6 @@ def play_on_ray(
 async def play_all(fleet: Fleet, plans: Sequence[Plan], on_rollout: Callable[[Rollout], None]) -> None:
     async for rollout in run_plans(fleet.play, plans):
         on_rollout(rollout)
-
-
-async def await_actor(reference: Any, task: str) -> Any:
-    """Returns an actor's result; raises EngineError if it cannot start."""
-    try:
-        return await reference
-    except import_ray().exceptions.RayError as error:
-        raise EngineError(f"Ray could not {task}: {str(error).strip().splitlines()[-1]}") from error
 
 
 @contextlib.contextmanager
