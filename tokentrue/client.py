@@ -15,8 +15,7 @@ import asyncio
 import itertools
 import os
 import time
-from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypedDict, Unpack
 from urllib.parse import quote
@@ -239,16 +238,10 @@ class Client:
         """A new session, which stays open until `end`."""
         return ClientSession(self, self.call(*_open_request(settings)))
 
-    @contextmanager
-    def session(self, **settings: Unpack[SessionSettings]) -> Generator[ClientSession, None, None]:
+    def session(self, **settings: Unpack[SessionSettings]) -> SessionBlock:
         """`open` as a context manager that ends the session. After an exception it stays open, to be inspected or
         resumed."""
-        session = self.open(**settings)
-        try:
-            yield session
-        finally:
-            session.close()
-        session.end()
+        return SessionBlock(self, settings)
 
     def sessions(
         self, *, limit: int = 100, offset: int = 0, group: str | None = None, after: JsonMapping | None = None
@@ -359,14 +352,8 @@ class AsyncClient:
     async def open(self, **settings: Unpack[SessionSettings]) -> AsyncClientSession:
         return AsyncClientSession(self, await self.call(*_open_request(settings)))
 
-    @asynccontextmanager
-    async def session(self, **settings: Unpack[SessionSettings]) -> AsyncGenerator[AsyncClientSession, None]:
-        session = await self.open(**settings)
-        try:
-            yield session
-        finally:
-            await session.close()
-        await session.end()
+    def session(self, **settings: Unpack[SessionSettings]) -> AsyncSessionBlock:
+        return AsyncSessionBlock(self, settings)
 
     async def sessions(
         self, *, limit: int = 100, offset: int = 0, group: str | None = None, after: JsonMapping | None = None
@@ -411,3 +398,40 @@ class AsyncClient:
                     _raise_unreachable(self._http.base_url, error)
             await asyncio.sleep(min(4.0, 0.25 * 2**attempt))
         raise AssertionError("unreachable: the last attempt returns or raises")
+
+
+class _Block:
+    """What `session()` returns; the session is opened where the block begins."""
+
+    _keyword = "with"
+
+    def __init__(self, client: Any, settings: SessionSettings) -> None:
+        self._client, self._settings = client, settings
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("_"):  # copy, inspect and notebooks look for these
+            raise AttributeError(name)
+        raise ConfigError(
+            f"client.session(...) opens its session in a block: write `{self._keyword} client.session(...) as s:`; "
+            "client.open(...) returns one that stays open until its end()"
+        )
+
+
+class SessionBlock(_Block):
+    def __enter__(self) -> ClientSession:
+        self._session: ClientSession = self._client.open(**self._settings)
+        return self._session
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        (self._session.end if kind is None else self._session.close)()
+
+
+class AsyncSessionBlock(_Block):
+    _keyword = "async with"
+
+    async def __aenter__(self) -> AsyncClientSession:
+        self._session: AsyncClientSession = await self._client.open(**self._settings)
+        return self._session
+
+    async def __aexit__(self, kind: object, *_: object) -> None:
+        await (self._session.end if kind is None else self._session.close)()

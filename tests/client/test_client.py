@@ -121,6 +121,22 @@ def test_both_clients_have_the_same_methods(plain: type, awaited: type) -> None:
     assert public[0] == public[1]
 
 
+async def test_a_session_without_its_block_says_what_to_write() -> None:
+    def use(session: Any) -> None:
+        for name in ("openai", "id", "reward"):
+            getattr(session, name)
+
+    with (
+        tt.Client("http://127.0.0.1:9") as client,
+        pytest.raises(ConfigError, match=r"`with client.session\(...\) as s:`"),
+    ):
+        use(client.session())
+    async with tt.AsyncClient("http://127.0.0.1:9") as client:
+        with pytest.raises(ConfigError, match=r"`async with client.session\(...\) as s:`"):
+            use(client.session())
+        assert not hasattr(client.session(), "__deepcopy__")
+
+
 def test_what_goes_wrong_is_typed(server: Server) -> None:
     with tt.Client(server.url, "another-key-of-some-length") as client, pytest.raises(ConfigError, match="admin_key"):
         client.open()

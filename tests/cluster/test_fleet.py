@@ -51,7 +51,7 @@ class Moody:
         self.absent = absent
         self.opened = 0
 
-    def sessions(self, base_url: str, **_: Any) -> Moody:
+    def sessions(self, *_: Any, **options: Any) -> Moody:
         return self
 
     async def __aenter__(self) -> Moody:

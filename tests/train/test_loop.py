@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from tokentrue.errors import FileFormatError
 from tokentrue.mismatch import loss_named
 from tokentrue.train import MetricsWriter, OptimConfig, Publisher, SourceRounds, Store, TrainConfig, Trainer, train
 from tokentrue.train.checkpoint import find_checkpoints
+from tokentrue.train.config import plain_settings
 from tokentrue.train.loop import Run
 from tokentrue.train.rows import Groups
 
@@ -120,7 +122,7 @@ def test_a_file_of_samples_with_other_content_is_refused(tmp_path: Path) -> None
 
     def open_store(text: str) -> Store:
         (tmp_path / "samples.jsonl").write_text(text)
-        return store_for(settings, "h")[0]
+        return store_for(settings, {})[0]
 
     store = open_store("reward 0, reward 1")
     Run(trainer=trainer, rounds=Engine(trainer), publish=Publisher(), store=store, evaluator=None, on_step=None).keep()
@@ -132,6 +134,21 @@ def test_a_file_of_samples_with_other_content_is_refused(tmp_path: Path) -> None
     state = tmp_path / "out" / "checkpoints" / "step-000000" / "state.json"
     state.write_text(json.dumps({**json.loads(state.read_text()), "samples_digest": ""}))
     open_store("reward 1, reward 0")  # checkpoints of older versions name no digest
+
+
+def test_a_run_with_other_settings_says_which(tmp_path: Path) -> None:
+    settings = TrainRun(out=tmp_path)
+    trainer = Trainer(small_model(), config=TrainConfig(), optim=OptimConfig(), loss=loss_named("dapo"))
+    store, _ = store_for(settings, plain_settings(train=TrainConfig(), dtype="float32", loss=loss_named("dapo")))
+    Run(trainer=trainer, rounds=Engine(trainer), publish=Publisher(), store=store, evaluator=None, on_step=None).keep()
+    other = plain_settings(train=TrainConfig(lag=1), dtype="bfloat16", loss=loss_named("dapo", clip_high=0.2))
+    said = "train.lag: 0, now 1; dtype: 'float32', now 'bfloat16'; loss.clip_high: 0.28, now 0.2"
+    with pytest.raises(FileFormatError, match=re.escape(f"step-000000: another configuration made it ({said})")):
+        store_for(settings, other)
+    state = tmp_path / "checkpoints" / "step-000000" / "state.json"
+    state.write_text(json.dumps({**json.loads(state.read_text()), "made_from": {}}))
+    with pytest.raises(FileFormatError, match=r"made it \(\w{12}, now \w{12}\)"):  # a checkpoint of an older version
+        store_for(settings, other)
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:

@@ -21,7 +21,14 @@ from tokentrue.providers.registry import REMOTE
 from tokentrue.records import record
 from tokentrue.samples.files import read_sound_samples
 from tokentrue.samples.groups import group_of
-from tokentrue.train.config import EvaluationConfig, LoggerName, OptimConfig, TrainConfig
+from tokentrue.train.config import (
+    EvaluationConfig,
+    LoggerName,
+    OptimConfig,
+    TrainConfig,
+    config_hash,
+    plain_settings,
+)
 from tokentrue.types import AtLeastOne, Sample
 
 if TYPE_CHECKING:
@@ -108,10 +115,10 @@ def loss_for(spec: LossSpec) -> LossConfig:
     return build(type(base), {**spec.options, "correction": correction}, path="loss.options", base=base)
 
 
-def trainer_for(settings: TrainRun, ranks: Ranks) -> tuple[Trainer, str]:
-    """The trainer, and the hash of what its results depend on."""
+def trainer_for(settings: TrainRun, ranks: Ranks) -> tuple[Trainer, JsonMapping]:
+    """The trainer, and the settings that its results depend on."""
     from tokentrue.numerics.leaves import leaves_for
-    from tokentrue.train import ExactScorer, Trainer, config_hash, shard
+    from tokentrue.train import ExactScorer, Trainer, shard
 
     config = replace(settings.train, temperature=settings.rollout.temperature, seed=settings.rollout.seed)
     if settings.samples is not None:  # the same rows repeat: waiting cannot help
@@ -146,7 +153,10 @@ def trainer_for(settings: TrainRun, ranks: Ranks) -> tuple[Trainer, str]:
         "samples": "" if file is None else f"{file.name} {file.stat().st_size if file.is_file() else 0}",
     }
     rollout = replace(settings.rollout, concurrency=1, timeout_s=1.0, max_failed=1.0)
-    return trainer, config_hash(identity(config, optim), trainer.optim, loss, rollout, settings.model, facts)
+    made_from = plain_settings(
+        train=identity(config, optim), optim=trainer.optim, loss=loss, rollout=rollout, model=settings.model
+    )
+    return trainer, {**made_from, **facts}
 
 
 def add_adapter(model: Any, rank: int) -> Any:
@@ -169,18 +179,23 @@ def identity(config: TrainConfig, optim: OptimConfig) -> TrainConfig:
     return replace(config, steps=steps, **alike)
 
 
-def store_for(settings: TrainRun, run_hash: str) -> tuple[Store, int]:
+def store_for(settings: TrainRun, made_from: JsonMapping) -> tuple[Store, int]:
     """The checkpoint store, and the step to resume at. Refuses a run of another configuration or other samples
     before changing it."""
     from tokentrue.train import Store
     from tokentrue.train.checkpoint import file_digest, latest, read_state
 
-    digest = "" if settings.samples is None else file_digest(settings.samples)
+    run_hash, digest = config_hash(made_from), "" if settings.samples is None else file_digest(settings.samples)
     directory = settings.out / "checkpoints"
     newest = latest(directory)
-    first = 0 if newest is None else read_state(newest, run_hash=run_hash, samples_digest=digest)["version"]
-    store = Store(directory=directory, run_hash=run_hash, model=settings.model_path, samples_digest=digest)
-    return store, first
+    first = (
+        0
+        if newest is None
+        else read_state(newest, run_hash=run_hash, samples_digest=digest, made_from=made_from)["version"]
+    )
+    return Store(
+        directory=directory, run_hash=run_hash, model=settings.model_path, samples_digest=digest, made_from=made_from
+    ), first
 
 
 class SampleFile:

@@ -110,8 +110,8 @@ async def run(settings: TrainRun, ranks: Ranks, *, as_json: bool, trust: bool) -
     if file is not None and ranks.first:
         print(*(f"  {note}" for note in file.notes), sep="\n", file=sys.stderr)
     with show_status(f"loading {settings.model.shown}, {settings.dtype} on {settings.device}", quiet=quiet):
-        trainer, run_hash = trainer_for(settings, ranks)
-    store, first = store_for(settings, run_hash)
+        trainer, made_from = trainer_for(settings, ranks)
+    store, first = store_for(settings, made_from)
     if settings.optim.lr is None:
         settings = replace(settings, optim=trainer.optim)
         if not quiet:
@@ -127,7 +127,7 @@ async def run(settings: TrainRun, ranks: Ranks, *, as_json: bool, trust: bool) -
             names = {"model": settings.model.shown, "engine": settings.engine.name, "loss": settings.loss.name}
             writer = MetricsWriter(
                 settings.out,
-                provenance={"run": run_hash, **names},
+                provenance={"run": store.run_hash, **names},
                 device=settings.device,
                 first_step=first,
                 log=settings.log,

@@ -36,6 +36,7 @@ from tokentrue.pixels import load_processor
 from tokentrue.plain_json import read_numbered_lines
 from tokentrue.records import record
 from tokentrue.samples import sample_from_json, sample_to_json
+from tokentrue.train.config import list_changes
 from tokentrue.train.ranks import Ranks, adapter_weights, find_adapter, named_weights, whole
 from tokentrue.train.rows import Groups
 from tokentrue.train.trainer import Trainer
@@ -71,6 +72,7 @@ def save(
     evaluation: JsonMapping | None = None,
     counts: Mapping[int, Mapping[str, float]] | None = None,
     samples_digest: str = "",
+    made_from: JsonMapping | None = None,
 ) -> Path | None:
     """Every rank calls it. The newest `keep` checkpoints stay, and that of step `best`.
 
@@ -103,6 +105,7 @@ def save(
             **trainer.counters(),
             "torch": torch.__version__,
             "run_hash": run_hash,
+            "made_from": made_from or {},
             "samples_digest": samples_digest,
             "evaluation": dict(evaluation or {}),
             "counts": {str(number): dict(found) for number, found in (counts or {}).items()},
@@ -138,7 +141,9 @@ def latest(directory: Path) -> Path | None:
     return next(reversed(find_checkpoints(directory)), None)
 
 
-def read_state(path: Path, *, run_hash: str, samples_digest: str = "") -> JsonObject:
+def read_state(
+    path: Path, *, run_hash: str, samples_digest: str = "", made_from: JsonMapping | None = None
+) -> JsonObject:
     """A checkpoint's counters; refused when another configuration or file of samples made it."""
     try:
         state = json.loads((path / "state.json").read_text())
@@ -146,9 +151,9 @@ def read_state(path: Path, *, run_hash: str, samples_digest: str = "") -> JsonOb
     except (OSError, ValueError, KeyError) as error:
         raise not_whole(path, repr(error)) from error
     if made_by != run_hash:
-        raise FileFormatError(
-            f"{path}: another configuration made it ({made_by}, now {run_hash}); choose another directory"
-        )
+        known = made_from and state.get("made_from")  # checkpoints of older versions have none
+        changes = "; ".join(list_changes(known, made_from)[:8]) if known else f"{made_by}, now {run_hash}"
+        raise FileFormatError(f"{path}: another configuration made it ({changes}); choose another directory")
     trained_on = state.get("samples_digest", "")  # checkpoints of older versions name none
     if samples_digest and trained_on and trained_on != samples_digest:
         raise FileFormatError(

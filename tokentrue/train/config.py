@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, is_dataclass
 from typing import Annotated, Any, Literal, TypeAlias
 
 from msgspec import Meta
 
 from tokentrue.errors import ConfigError
+from tokentrue.json_types import JsonObject, JsonValue
 from tokentrue.records import record
 from tokentrue.types import AtLeastOne, Count, Finite, NotNegative, Positive, Share, check_fields, is_temperature
 
@@ -192,7 +194,23 @@ def learning_rate(optim: OptimConfig, update: int, total: int) -> float:
 
 
 def config_hash(*parts: Any) -> str:
-    """Names a configuration; beside every row of metrics."""
-    plain = [part if isinstance(part, dict) else asdict(part) for part in parts]
-    text = json.dumps(plain, sort_keys=True, default=str)
+    """Names a configuration, records or plain mappings; beside every row of metrics."""
+    text = json.dumps(parts, sort_keys=True, default=_plain)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def plain_settings(**parts: Any) -> JsonObject:
+    """Records as JSON, so that a checkpoint can say what made it."""
+    return json.loads(json.dumps(parts, default=_plain))
+
+
+def _plain(value: Any) -> Any:
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else str(value)
+
+
+def list_changes(before: JsonValue, now: JsonValue, key: str = "") -> list[str]:
+    """`train.lag: 0, now 1` for each value that differs."""
+    if isinstance(before, Mapping) and isinstance(now, Mapping):
+        names = {**before, **now}
+        return [each for name in names for each in list_changes(before.get(name), now.get(name), f"{key}.{name}")]
+    return [] if before == now else [f"{key.lstrip('.')}: {before!r}, now {now!r}"]

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from tokentrue.errors import EngineError, FileFormatError, TrainingError
+from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.protocols import SampleSource
 from tokentrue.records import record
 from tokentrue.train import checkpoint
@@ -142,6 +143,7 @@ class Store:
     run_hash: str
     model: str | None  # whose tokenizer belongs to the weights
     samples_digest: str = ""
+    made_from: JsonMapping = field(default_factory=JsonObject)  # what `run_hash` names
 
 
 async def train(
@@ -324,6 +326,7 @@ class Run:
             evaluation=None if evaluator is None else evaluator.state(),
             counts=self.counts,
             samples_digest=self.store.samples_digest,
+            made_from=self.store.made_from,
         )
         self.kept, self.kept_at = self.trainer.version, time.monotonic()
 
