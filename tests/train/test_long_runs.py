@@ -31,9 +31,9 @@ from tokentrue.errors import (
 from tokentrue.mismatch import loss_named
 from tokentrue.train import MetricsWriter, OptimConfig, Publisher, Store, TrainConfig, Trainer, train
 from tokentrue.train.checkpoint import find_checkpoints, load, save
-from tokentrue.train.config import AcceptanceConfig, EvaluationConfig
+from tokentrue.train.config import EvaluationConfig
 from tokentrue.train.loop import Evaluator, pass_at_k
-from tokentrue.train.publishing import Probe, UpdateGate
+from tokentrue.train.publishing import Probe
 from tokentrue.types import Completion, Finish
 
 
@@ -253,25 +253,10 @@ class RestartedEngine(ScoringEngine):
             groups[1:] = groups_for(self.model, groups=2, size=3, seed=number, version=self.version)[1:]
         return groups
 
-    async def score(self, token_ids: Any) -> Any:
-        from tokentrue.numerics import score
-
-        self.restart("scoring")
-        with torch.no_grad():
-            return score(self.model, torch.tensor([list(token_ids)]))[0].tolist()
-
 
 @pytest.mark.parametrize(
     ("moment", "hides", "error"),
     [
-        (
-            "scoring",
-            False,
-            "http://engine has weight version 0 after it scored the update, and version 2 was published",
-        ),
-        pytest.param(
-            "scoring", True, "an engine scored it as version 2, and its log-probabilities are", marks=pytest.mark.slow
-        ),
         pytest.param(
             "round", False, "weight version 0 after round 2, and version 2 was published", marks=pytest.mark.slow
         ),
@@ -287,13 +272,11 @@ class RestartedEngine(ScoringEngine):
 def test_nothing_is_trained_on_an_engine_that_came_back_with_old_weights(
     tmp_path: Path, moment: str, hides: bool, error: str
 ) -> None:
-    acceptance = AcceptanceConfig(enabled=moment == "scoring", min_gain=-9.0)
-    trainer = trainer_of(steps=4, exact=False, acceptance=acceptance)
+    trainer = trainer_of(steps=4, exact=False)
     engine = RestartedEngine(trainer)
     engine.moment, engine.hides = moment, hides
     engines: Any = lambda: [engine]  # noqa: E731
-    judge = UpdateGate(acceptance, engines) if acceptance.enabled else None
-    publisher = Publisher(engine, probe=Probe(engines, vocabulary=300), gate=judge)
+    publisher = Publisher(engine, probe=Probe(engines, vocabulary=300))
     rows: list[int] = []
     with pytest.raises(EngineContractError, match=error):
         asyncio.run(
@@ -301,14 +284,13 @@ def test_nothing_is_trained_on_an_engine_that_came_back_with_old_weights(
                 trainer, engine, publisher, store=store_of(tmp_path), on_step=lambda report, _: rows.append(report.step)
             )
         )
-    trained = 1 if moment == "scoring" else 2
-    assert engine.is_back and trainer.version == trained and rows == list(range(trained))
-    assert [path.name for path in find_checkpoints(tmp_path)] == [f"step-{trained:06d}"], "finished steps are kept"
-    resumed = trainer_of(steps=4, exact=False, acceptance=acceptance)
+    assert engine.is_back and trainer.version == 2 and rows == [0, 1]
+    assert [path.name for path in find_checkpoints(tmp_path)] == ["step-000002"], "finished steps are kept"
+    resumed = trainer_of(steps=4, exact=False)
     engine = RestartedEngine(resumed)
     publisher = Publisher(engine, probe=Probe(lambda: [engine], vocabulary=300))  # type: ignore[list-item]
     asyncio.run(train(resumed, engine, publisher, store=store_of(tmp_path)))
-    unbroken = trainer_of(steps=4, exact=False, acceptance=acceptance)
+    unbroken = trainer_of(steps=4, exact=False)
     engine = RestartedEngine(unbroken)
     asyncio.run(train(unbroken, engine, Publisher(engine)))
     assert all(torch.equal(a, b) for (_, a), (_, b) in zip(resumed.weights(), unbroken.weights(), strict=True))

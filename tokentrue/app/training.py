@@ -85,10 +85,6 @@ class TrainRun:
             raise ConfigError(
                 f"train.exact: engine {self.engine.name!r} is not exact; set train.exact=false, or use the exact engine"
             )
-        if self.train.acceptance.enabled and (self.samples is not None or self.rollout.temperature != 1.0):
-            raise ConfigError(
-                "train.acceptance: needs live rollouts at rollout.temperature=1: engines score given tokens at that one"
-            )
 
     @property
     def model_path(self) -> str:
@@ -174,7 +170,6 @@ def identity(config: TrainConfig, optim: OptimConfig) -> TrainConfig:
     alike: JsonObject = {
         "checkpoint_every": 0, "checkpoint_minutes": 0.0, "keep_checkpoints": 1, "shard_checkpoint_gib": 0.0,
         "max_idle_steps": 0, "max_skipped_updates": 0,
-        "acceptance": replace(config.acceptance, max_refused=0),
     }  # fmt: skip
     return replace(config, steps=steps, **alike)
 
@@ -270,14 +265,12 @@ def engine_for(settings: TrainRun) -> EngineConfig:
 def publisher_for(settings: TrainRun, pool: Any) -> Publisher:
     """Remote engines are probed after every publication; the exact engine is compared at every token of every step."""
     from tokentrue.train import Publisher
-    from tokentrue.train.publishing import Probe, UpdateGate
+    from tokentrue.train.publishing import Probe
 
-    probe = gate = None
+    probe = None
     if settings.engine.name in REMOTE:
         probe = Probe(lambda: pool.in_use, vocabulary=read_vocabulary_size(settings.model_path))
-    if settings.train.acceptance.enabled:
-        gate = UpdateGate(settings.train.acceptance, lambda: pool.in_use)
-    return Publisher(*([] if pool is None else [pool]), probe=probe, gate=gate)
+    return Publisher(*([] if pool is None else [pool]), probe=probe)
 
 
 def evaluator_for(settings: TrainRun, here: Embedded | None, ranks: Ranks, share: Share) -> Evaluator | None:

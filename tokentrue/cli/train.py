@@ -52,7 +52,6 @@ COUNTED = {  # metric -> what the summary says of it
     "rollouts/groups_resampled": ("group", "resampled"),
     "groups_without_signal": ("group", "without signal"),
     "update/skipped": ("update", "skipped"),
-    "update/refused": ("step", "refused and undone"),
 }
 
 
@@ -144,10 +143,6 @@ async def run(settings: TrainRun, ranks: Ranks, *, as_json: bool, trust: bool) -
                 if as_json:
                     row = {"step": report.step, "policy_version": report.version, **shown, **report.speeds}
                     print(dumps({**row, "seconds": dict(seconds)}).decode(), flush=True)
-                if shown.get("update/refused"):
-                    why = f"gain {shown['acceptance/gain']:.3g}, divergence {shown['acceptance/divergence']:.3g}"
-                    refused = f"the engines refuse the update ({why}); the weights before it are back"
-                    print(f"  step {report.step}: {refused}", file=sys.stderr)
                 history.append(shown)
                 for line in find_falling(history):
                     print(f"  step {report.step}: {line}", file=sys.stderr)

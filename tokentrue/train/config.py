@@ -101,19 +101,6 @@ class KlConfig:
 
 
 @record
-class AcceptanceConfig:
-    """Update acceptance on the inference policy (MIPU); docs/training-reference.md. `max_divergence` 0 is no bound."""
-
-    enabled: bool = False
-    min_gain: Finite = 0.0
-    max_divergence: NotNegative = 0.0
-    max_refused: Count = 3
-
-    def __post_init__(self) -> None:
-        check_fields(self, "train.acceptance")
-
-
-@record
 class TrainConfig:
     """`lag` k: batch j is sampled by the weights of step max(0, j - k).
 
@@ -127,7 +114,6 @@ class TrainConfig:
     advantages: AdvantageConfig = AdvantageConfig()
     overlong: OverlongConfig = OverlongConfig()
     kl: KlConfig = KlConfig()
-    acceptance: AcceptanceConfig = AcceptanceConfig()
     lora_rank: Count = 0  # > 0: trains a LoRA adapter of every linear layer but the head, with alpha twice the rank
     temperature: Temperature = 1.0
     minibatches: AtLeastOne = 1  # updates per batch; with several the ratio of PPO has something to clip

@@ -6,7 +6,7 @@ Engines with their own arithmetic are held to a bound on each row's mean |δ| in
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -74,26 +74,18 @@ def require_exact(found: Agreement, *, version: int) -> None:
 
 
 def require_near(
-    compared: Iterable[tuple[Row, Tensor, Tensor, Tensor]],
-    limit: float | None,
-    *,
-    version: int,
-    doing: str,
-    ranks: Ranks,
+    rows: Sequence[Row], trainer: Sequence[Tensor], limit: float | None, *, version: int, ranks: Ranks
 ) -> None:
-    """Raises EngineContractError, on every rank, at a row that an engine computed with other weights than the trainer's.
-
-    `compared` has rows, the trainer's and the engine's log-probabilities, and where they count.
-    """
+    """Raises EngineContractError, on every rank, at a row that an engine sampled with other weights than the trainer's."""
     if limit is None:
         return
     trouble: EngineContractError | None = None
-    for row, mine, theirs, counts in compared:
-        distances = (mine.detach().double().cpu() - theirs.double())[counts].abs()
+    for row, mine in zip(rows, trainer, strict=True):
+        distances = (mine.detach().double().cpu() - row.rollout.double())[row.sampled & (row.versions == version)].abs()
         mean = float(distances.sum()) / max(PROBED_TOKENS, distances.numel())
         if mean > limit:
             trouble = EngineContractError(
-                f"sample {row.sample.sample_id}: an engine {doing} it as version {version}, and its log-probabilities "
+                f"sample {row.sample.sample_id}: an engine sampled it as version {version}, and its log-probabilities "
                 f"are {mean:.3g} away from those of that version in the mean (limit {limit:.3g}): it has other "
                 "weights, behind a router perhaps. Nothing of it is trained on; restart the engine and run again to "
                 "resume"

@@ -222,7 +222,6 @@ class Run:
             await self.gather_round(number)
         groups = self.finished.pop(number)
         waited = time.perf_counter() - began
-        before = None if self.publish.gate is None else await asyncio.to_thread(trainer.snapshot)
         self.publish.metrics, self.publish.seconds = {}, 0.0  # those of the step before
         stepping = asyncio.ensure_future(asyncio.to_thread(trainer.step, groups))
         try:
@@ -230,12 +229,9 @@ class Run:
             for task in list(self.running.values()):  # rounds that older weights must sample
                 await asyncio.wait([task])
             await trainer.ranks.meet()
-            await self.publish.publish_step(trainer, report, groups, before)
+            await self.publish(trainer)
         except BaseException:
-            if before is not None:  # no checkpoint may have an update that nobody accepted: the round is trained again
-                trainer.restore(before, is_counted=False)
-                self.finished[number] = groups
-            elif stepping.done() and stepping.exception() is None:
+            if stepping.done() and stepping.exception() is None:
                 self.unreported = stepping.result(), began, waited
             raise
         self.unreported = report, began, waited

@@ -102,7 +102,6 @@ class StepReport:
     version: int  # of the weights that the step produced
     metrics: Mapping[str, float]
     agreement: Agreement
-    advantages: Sequence[float] = ()  # by row of the batch
     seconds: Mapping[str, float] = field(default_factory=dict[str, float])
     speeds: Mapping[str, float] = field(default_factory=dict[str, float])
 

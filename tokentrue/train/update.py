@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from tokentrue.errors import ConfigError
-from tokentrue.json_types import JsonMapping
 from tokentrue.mismatch import Corrected, LossConfig, Metrics, correct
 from tokentrue.mismatch.metrics import ESTIMATORS
 from tokentrue.records import record
@@ -211,35 +210,3 @@ class MasterWeights:
     def write_back(self) -> None:
         for own, master in self._pairs:
             own.copy_(master)
-
-
-class Snapshot:
-    """This rank's part of weights and moments, in host memory, and the trainer's counters."""
-
-    def __init__(self, masters: MasterWeights, optimizer: torch.optim.Optimizer, counters: JsonMapping) -> None:
-        self.counters = counters
-        self._weights = [copy_to_host(parameter) for parameter in masters.parameters]
-        self._moments = [
-            {name: copy_to_host(value) for name, value in optimizer.state[p].items()} for p in masters.parameters
-        ]
-
-    @torch.no_grad()
-    def restore(self, masters: MasterWeights, optimizer: torch.optim.Optimizer) -> None:
-        """Bit for bit. Moments that did not exist yet are dropped."""
-        for parameter, weight, moments in zip(masters.parameters, self._weights, self._moments, strict=True):
-            own_part(parameter).copy_(weight)
-            if not moments:
-                optimizer.state.pop(parameter, None)
-            for name, value in moments.items():
-                own_part(optimizer.state[parameter][name]).copy_(value)
-        masters.write_back()
-
-
-def copy_to_host(value: Tensor) -> Tensor:
-    return own_part(value.detach()).to("cpu", copy=True)
-
-
-def own_part(value: Tensor) -> Tensor:
-    """The shard that this rank holds of a sharded tensor."""
-    local = getattr(value, "to_local", None)
-    return value if local is None else local()
