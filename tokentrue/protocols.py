@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, Literal, Protocol, runtime_checkable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 from tokentrue.errors import ConfigError, EngineContractError
 from tokentrue.ids import TokenIds
@@ -25,6 +26,18 @@ from tokentrue.types import (
     TemplateKwargs,
     Tools,
 )
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class PretrainedAdapter(Protocol):
+    """peft's configuration of a LoRA adapter."""
+
+    def save_pretrained(self, save_directory: str | Path, /) -> object: ...
+
+
+NamedWeights: TypeAlias = Iterable[tuple[str, "Tensor"]]
 
 
 class TurnParser(Protocol):
@@ -141,7 +154,7 @@ class Seeing(Protocol):
 
 @runtime_checkable
 class WeightSink(Protocol):
-    async def publish(self, weights: Iterable[tuple[str, Any]], *, version: int) -> None:
+    async def publish(self, weights: NamedWeights, *, version: int) -> None:
         """Returns when every later token is sampled from these weights and stamped with `version`."""
         ...
 
@@ -149,7 +162,7 @@ class WeightSink(Protocol):
 @runtime_checkable
 class AdapterSink(Protocol):
     async def publish_adapter(
-        self, weights: Iterable[tuple[str, Any]], config: Any, *, version: int, name: str
+        self, weights: NamedWeights, config: PretrainedAdapter, *, version: int, name: str
     ) -> bool:
         """Returns True when every later token is sampled with this LoRA adapter and stamped with `version`, unless its
         request names another; False if the engine serves none. `config` is peft's, and so are the weights' names."""

@@ -11,12 +11,18 @@ import asyncio
 import contextlib
 import os
 import threading
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Coroutine, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tokentrue.app.wiring import ADMIN_KEY, EngineConfig, ModelConfig, ServeConfig, ServerConfig, gateway_for
+from tokentrue.protocols import EngineControl
 from tokentrue.records import record
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+T = TypeVar("T")
 
 DRAIN_S = 5.0  # after an error, turns without callers must not keep the process alive
 
@@ -24,7 +30,7 @@ DRAIN_S = 5.0  # after an error, turns without callers must not keep the process
 @record
 class Embedded:
     base_url: str
-    provider: Any  # the engine itself, to publish weights to
+    provider: EngineControl  # the engine itself, to publish weights to
     admin_key: str
 
 
@@ -89,11 +95,11 @@ class BackgroundGateway:
         finally:
             self._stop()
 
-    def publish(self, weights: Mapping[str, Any], *, version: int) -> None:
+    def publish(self, weights: Mapping[str, Tensor], *, version: int) -> None:
         """Returns when every later token is sampled from these weights."""
         self._run(self._provider.publish(list(weights.items()), version=version))
 
-    def _run(self, work: Any) -> Any:
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def _stop(self) -> None:

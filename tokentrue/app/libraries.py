@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 from tokentrue.errors import ConfigError, RenderError
 from tokentrue.hub import load_config
@@ -50,7 +49,7 @@ def require_device(device: str) -> None:
     import torch
 
     try:
-        found: Any = torch.device(device)
+        found = torch.device(device)
     except RuntimeError as error:
         raise ConfigError(f"device: {device!r} is no device of torch; use cpu, cuda or cuda:N") from error
     if found.type not in {"cpu", "cuda"}:

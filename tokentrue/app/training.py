@@ -32,8 +32,11 @@ from tokentrue.train.config import (
 from tokentrue.types import AtLeastOne, Sample
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from tokentrue.mismatch import LossConfig
-    from tokentrue.train import Publisher, Ranks, Store, Trainer
+    from tokentrue.protocols import EngineControl
+    from tokentrue.train import Publisher, Ranks, Rounds, Store, Trainer
     from tokentrue.train.loop import Evaluator
 
 
@@ -121,7 +124,7 @@ def trainer_for(settings: TrainRun, ranks: Ranks) -> tuple[Trainer, JsonMapping]
         config = replace(config, max_idle_steps=0, offline=True)
     optim, loss = settings.optim, loss_for(settings.loss)
 
-    def load() -> Any:
+    def load() -> nn.Module:
         return load_causal_model(settings.model_path, dtype=settings.dtype).to(settings.device)
 
     model = load()
@@ -228,7 +231,7 @@ def file_for(settings: TrainRun, *, trust: bool) -> SampleFile | None:
 @asynccontextmanager
 async def source_for(
     settings: TrainRun, ranks: Ranks, file: SampleFile | None
-) -> AsyncGenerator[tuple[Any, Publisher, Evaluator | None], None]:
+) -> AsyncGenerator[tuple[Rounds, Publisher, Evaluator | None], None]:
     """Rounds, weight sink and evaluation. With embedded engines every rank has a gateway and an engine; otherwise
     only rank 0 reads the file or calls the servers."""
     from tokentrue.train import Publisher, SourceRounds
@@ -262,7 +265,7 @@ def engine_for(settings: TrainRun) -> EngineConfig:
     return replace(settings.engine, options=options)
 
 
-def publisher_for(settings: TrainRun, pool: Any) -> Publisher:
+def publisher_for(settings: TrainRun, pool: EngineControl | None) -> Publisher:
     """Remote engines are probed after every publication; the exact engine is compared at every token of every step."""
     from tokentrue.train import Publisher
     from tokentrue.train.publishing import Probe

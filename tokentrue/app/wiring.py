@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import field, fields, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 
@@ -31,10 +31,13 @@ from tokentrue.tracing import start_tracing
 from tokentrue.types import AtLeastOne
 
 if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
     from tokentrue.gateway.app import Gateway
     from tokentrue.gateway.serving.forwarding import Peers
     from tokentrue.gateway.serving.processes import AdminState
-    from tokentrue.protocols import EngineControl, Provider, Renderer
+    from tokentrue.protocols import EngineControl, Provider
+    from tokentrue.renderers.renderer import Renderer
     from tokentrue.sessions.journal import Journal
 
 ADMIN_KEY = "TOKENTRUE_ADMIN_KEY"
@@ -104,7 +107,7 @@ class ServeConfig:
 
 
 def renderer_for(
-    config: ModelConfig, render_deadline: AbstractContextManager[Any] | None = None
+    config: ModelConfig, render_deadline: AbstractContextManager[object] | None = None
 ) -> Callable[[str], Renderer]:
     """Each is loaded once."""
 
@@ -147,7 +150,7 @@ def provider_for(config: EngineConfig, model: ModelConfig, renderer: Callable[[s
     if config.name == "scripted":
         if config.script is None:
             raise ConfigError("engine 'scripted' needs --script FILE.jsonl")
-        made: Any = renderer(model.history)
+        made = renderer(model.history)
         options |= {"script": config.script, "encode": made.encode_sampled, "stop_id": made.stop_token_ids[0]}
     else:
         options.setdefault("model", model.path or str(SMALL_MODEL))
@@ -179,8 +182,8 @@ def check_journal(journal: Journal, renderer: Renderer, store: str) -> None:
     logging.getLogger("tokentrue").warning("%s; these sessions can be read, not continued", said)
 
 
-def view_for(config: ServeConfig, journal: Journal, renderer: Callable[[str], Any]) -> Callable[[], Any]:
-    def load() -> Any:
+def view_for(config: ServeConfig, journal: Journal, renderer: Callable[[str], Renderer]) -> Callable[[], ASGIApp]:
+    def load() -> ASGIApp:
         from tokentrue.viewer import StoreSource, ViewerData, create_app
 
         source = StoreSource(journal, name=config.model.shown, kind="gateway")
@@ -196,7 +199,7 @@ def gateway_for(
     number: int = 0,
     peers: Peers | None = None,
     admin_state: AdminState | None = None,
-    render_deadline: AbstractContextManager[Any] | None = None,
+    render_deadline: AbstractContextManager[object] | None = None,
     lock: bool = True,
 ) -> Gateway:
     """Every rendering of the chat template runs within `render_deadline`. `number` is the worker's index.
@@ -207,7 +210,7 @@ def gateway_for(
     if config.server.trace_url:
         start_tracing(config.server.trace_url)
     renderer = renderer_for(config.model, render_deadline)
-    loaded: Any = renderer(config.model.history)  # a refused template is a start-up error, not a request's
+    loaded = renderer(config.model.history)  # a refused template is a start-up error, not a request's
     for warning in loaded.proof.warnings:
         logging.getLogger("tokentrue").warning("%s: %s", config.model.shown, warning)
     server = config.server

@@ -25,7 +25,16 @@ from typing import Any
 
 from tokentrue.app.rollouts import RolloutRun, sessions_on
 from tokentrue.app.wiring import ServeConfig, ServerConfig
-from tokentrue.environments import Plan, Rollout, failed_rollout, load_environment, run_one, run_plans
+from tokentrue.environments import (
+    Environment,
+    Plan,
+    Rollout,
+    RolloutConfig,
+    failed_rollout,
+    load_environment,
+    run_one,
+    run_plans,
+)
 from tokentrue.environments.http import resumed_id
 from tokentrue.errors import ConfigError, EngineError, EngineUnreachable, GatewayUnreachable, SessionConflict
 
@@ -67,7 +76,7 @@ def node_address() -> str:
 
 
 class RolloutActor:
-    def __init__(self, rollout: Any, admin_key: str) -> None:
+    def __init__(self, rollout: RolloutConfig, admin_key: str) -> None:
         self._config = rollout
         self._environment = load_environment(rollout.environment, rollout.options)
         self._admin_key = admin_key
@@ -95,7 +104,11 @@ async def find_gateway(gateways: Sequence[Any]) -> str:
 
 
 async def play_through(
-    environment: Any, plan: Plan, whereabouts: Callable[[], Awaitable[str]], config: Any, admin_key: str
+    environment: Environment,
+    plan: Plan,
+    whereabouts: Callable[[], Awaitable[str]],
+    config: RolloutConfig,
+    admin_key: str,
 ) -> Rollout:
     """Runs one rollout; restarts it in its session while the gateway is absent, for up to `PATIENCE_S`."""
     began, end = time.perf_counter(), math.inf

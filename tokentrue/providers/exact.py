@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+
+from torch import nn
 
 from tokentrue.engine import ExactEngine, ScheduleLimits
 from tokentrue.errors import EngineRejected, EngineUnreachable
 from tokentrue.json_types import JsonMapping
-from tokentrue.protocols import Streaming
+from tokentrue.protocols import NamedWeights, PretrainedAdapter, Streaming
 from tokentrue.providers.building import refuse_constraints
 from tokentrue.types import FILTERS, UNVERSIONED, Chunk, Ids, PromptImage, Sampling
 
@@ -25,7 +26,7 @@ class ExactProvider(Streaming):
 
     def __init__(
         self,
-        model: str | Path | Any,
+        model: str | Path | nn.Module,
         *,
         device: str = "cpu",
         dtype: str = "float32",
@@ -74,12 +75,12 @@ class ExactProvider(Streaming):
         assert found is not None
         return found
 
-    async def publish(self, weights: Iterable[tuple[str, Any]], *, version: int) -> None:
+    async def publish(self, weights: NamedWeights, *, version: int) -> None:
         await self.engine.publish(weights, version=version)
         self._adapter = {}
 
     async def publish_adapter(
-        self, weights: Iterable[tuple[str, Any]], config: Any, *, version: int, name: str
+        self, weights: NamedWeights, config: PretrainedAdapter, *, version: int, name: str
     ) -> bool:
         state = {key: weight.detach().clone() for key, weight in weights}
         await asyncio.to_thread(self.engine.load_adapter, name, state, config=config, version=version)

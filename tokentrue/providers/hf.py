@@ -7,7 +7,7 @@ temperature 1.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from inspect import signature
 from typing import Any
 
@@ -18,7 +18,7 @@ from tokentrue.hub import load_causal_model
 from tokentrue.ids import TokenIds
 from tokentrue.json_types import JsonMapping
 from tokentrue.pixels import PixelReader, check_runs, plain_inputs
-from tokentrue.protocols import Streaming
+from tokentrue.protocols import NamedWeights, Streaming
 from tokentrue.providers.building import CompletionBuilder, refuse_constraints, refuse_unknown_extra
 from tokentrue.types import TRUNCATIONS, UNVERSIONED, Chunk, Finish, Ids, PromptImage, Sampling
 
@@ -84,7 +84,7 @@ class HFProvider(Streaming):
                 break
         yield Chunk(final=builder.complete(finish, prompt_tokens=len(prompt_ids), stopped_by=stopped_by))
 
-    async def publish(self, weights: Iterable[tuple[str, Any]], *, version: int) -> None:
+    async def publish(self, weights: NamedWeights, *, version: int) -> None:
         async with self._lock:
             self._model.load_state_dict(dict(weights), strict=False)
             self.version = version
@@ -111,19 +111,19 @@ class HFProvider(Streaming):
     def _most_positions(self) -> int:
         return self._model.config.get_text_config().max_position_embeddings
 
-    def _inputs(self, ids: list[int], images: Sequence[PromptImage]) -> dict[str, Any]:
+    def _inputs(self, ids: list[int], images: Sequence[PromptImage]) -> dict[str, torch.Tensor]:
         ids_BT = torch.tensor([ids], device=next(self._model.parameters()).device)
         return {"input_ids": ids_BT, **plain_inputs(self._model, ids_BT, [images], self._pixels)}
 
-    def _next(self, token: int, before: Mapping[str, Any]) -> dict[str, Any]:
+    def _next(self, token: int, before: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The inputs of the next token; images shift its position."""
-        inputs: dict[str, Any] = {"input_ids": torch.full_like(before["input_ids"][:, :1], token)}
+        inputs = {"input_ids": torch.full_like(before["input_ids"][:, :1], token)}
         if "position_ids" in before:
             inputs["position_ids"] = before["position_ids"].amax((0, 2), keepdim=True).expand(3, 1, 1) + 1
         return inputs
 
     @torch.no_grad()
-    def _forward(self, inputs: Mapping[str, Any], cache: Any) -> tuple[torch.Tensor, Any]:
+    def _forward(self, inputs: Mapping[str, torch.Tensor], cache: Any) -> tuple[torch.Tensor, Any]:
         out = self._model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
         return out.logits[0, -1].float().cpu(), out.past_key_values
 

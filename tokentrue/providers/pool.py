@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import hashlib
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, cast
@@ -31,6 +31,8 @@ from tokentrue.protocols import (
     Adapting,
     Interruptible,
     Measured,
+    NamedWeights,
+    PretrainedAdapter,
     Provider,
     Rejoining,
     Seeing,
@@ -170,7 +172,7 @@ class Pool(Streaming):
             raise EngineUnreachable(f"no engine is reachable (tried {len(answers)}): {answers[0]}")
         return {**alive[0], "replicas": len(answers), "healthy": len(alive)}
 
-    async def publish(self, weights: Iterable[tuple[str, Any]], *, version: int) -> None:
+    async def publish(self, weights: NamedWeights, *, version: int) -> None:
         """Generations wait meanwhile. Replicas that are unreachable are not used until they have the weights."""
         sinks = [replica for replica in self._replicas if isinstance(replica, WeightSink)]
         if len(sinks) != len(self._replicas):
@@ -187,7 +189,7 @@ class Pool(Streaming):
         self._note_published(results)
 
     async def publish_adapter(
-        self, weights: Iterable[tuple[str, Any]], config: Any, *, version: int, name: str
+        self, weights: NamedWeights, config: PretrainedAdapter, *, version: int, name: str
     ) -> bool:
         """Generations in flight keep the adapter that they began with."""
         sinks = [replica for replica in self._replicas if isinstance(replica, AdapterSink)]

@@ -14,10 +14,14 @@ import os
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from tokentrue.errors import TrainingError
+from tokentrue.protocols import NamedWeights, PretrainedAdapter
 from tokentrue.records import record
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 HEAD = "lm_head.weight"
 EMBEDDING = "embed_tokens.weight"
@@ -29,9 +33,7 @@ class WrittenWeights:
     version: int
 
 
-def write_weights(
-    weights: Iterable[tuple[str, Any]], root: Path, *, version: int, keep: Iterable[Path] = ()
-) -> WrittenWeights:
+def write_weights(weights: NamedWeights, root: Path, *, version: int, keep: Iterable[Path] = ()) -> WrittenWeights:
     """Writes a version completely, then removes all others but those in `keep`. Blocks: call it in a thread."""
     kept = copy_finite(weights, version)
     embedding = next((tensor for name, tensor in kept.items() if name.endswith(EMBEDDING)), None)
@@ -50,13 +52,13 @@ def write_weights(
     return WrittenWeights(directory=target, version=version)
 
 
-def write_adapter(weights: Iterable[tuple[str, Any]], config: Any, directory: Path, *, version: int) -> None:
+def write_adapter(weights: NamedWeights, config: PretrainedAdapter, directory: Path, *, version: int) -> None:
     """`config` is peft's. Blocks: call it in a thread."""
     save_tensors(copy_finite(weights, version), directory / "adapter_model.safetensors")
     config.save_pretrained(directory)
 
 
-def copy_finite(weights: Iterable[tuple[str, Any]], version: int) -> dict[str, Any]:
+def copy_finite(weights: NamedWeights, version: int) -> dict[str, Tensor]:
     kept = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in weights}
     for name, tensor in kept.items():
         if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
@@ -64,9 +66,8 @@ def copy_finite(weights: Iterable[tuple[str, Any]], version: int) -> dict[str, A
     return kept
 
 
-def save_tensors(tensors: dict[str, Any], path: Path) -> None:
-    from safetensors import torch as safetensors_torch
+def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+    from safetensors.torch import save_file
 
     path.parent.mkdir(parents=True)
-    save_file: Any = vars(safetensors_torch)["save_file"]
     save_file(tensors, path, metadata={"format": "pt"})

@@ -15,12 +15,12 @@ import shutil
 import time
 from abc import abstractmethod
 from base64 import b64encode
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from typing import Any, Protocol, TypedDict, TypeVar, cast
+from typing import Protocol, TypedDict, TypeVar, cast
 from urllib.parse import urlsplit
 from uuid import uuid4
 
@@ -40,7 +40,7 @@ from tokentrue.errors import (
 )
 from tokentrue.ids import TokenIds
 from tokentrue.json_types import JsonMapping, JsonObject
-from tokentrue.protocols import Streaming
+from tokentrue.protocols import NamedWeights, PretrainedAdapter, Streaming
 from tokentrue.providers.building import CONSTRAINTS, CompletionBuilder, collapse_images
 from tokentrue.providers.publishing import WrittenWeights, write_adapter, write_weights
 from tokentrue.types import MAX_INT64, UNVERSIONED, Chunk, Completion, Ids, PromptImage, Sampling
@@ -453,7 +453,7 @@ class RemoteEngine(Streaming):
         return running
 
     # ---- weights
-    async def publish(self, weights: Iterable[tuple[str, Any]], *, version: int) -> None:
+    async def publish(self, weights: NamedWeights, *, version: int) -> None:
         """Works during generations, too."""
         root, keep = self._publishing_root(), () if self._published is None else (self._published.directory,)
         async with self._loading:
@@ -462,7 +462,7 @@ class RemoteEngine(Streaming):
             await self._load(self._written)
 
     async def publish_adapter(
-        self, weights: Iterable[tuple[str, Any]], config: Any, *, version: int, name: str
+        self, weights: NamedWeights, config: PretrainedAdapter, *, version: int, name: str
     ) -> bool:
         """Each publication has a new name at the server: generations in flight keep the adapter that they began with,
         and share no cached block with later ones. vLLM's `load_inplace` would change it under them."""

@@ -15,7 +15,7 @@ import zlib
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 import orjson
@@ -31,7 +31,7 @@ from tokentrue.errors import (
 from tokentrue.ids import TokenIds
 from tokentrue.json_types import JsonMapping, JsonValue
 from tokentrue.plain_json import read_numbered_lines
-from tokentrue.protocols import Streaming
+from tokentrue.protocols import NamedWeights, Streaming
 from tokentrue.providers.building import CompletionBuilder
 from tokentrue.records import record
 from tokentrue.types import FILTERS, UNVERSIONED, Chunk, Finish, Ids, Sampling, is_logprob
@@ -84,7 +84,13 @@ class ScriptedProvider(Streaming):
         self.seen: list[Ids] = []
 
     async def stream(
-        self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None, whole: bool = False, images: Any = ()
+        self,
+        prompt_ids: Ids,
+        sampling: Sampling,
+        *,
+        session: str | None = None,
+        whole: bool = False,
+        images: object = (),
     ) -> AsyncIterator[Chunk]:
         if not self._left and self._loop:
             self._left.extend(self._turns)
@@ -114,7 +120,7 @@ class ScriptedProvider(Streaming):
     async def health(self) -> JsonMapping:
         return {"engine": self.name, "model": "scripted", "version": self.version, "left": len(self._left)}
 
-    async def publish(self, weights: Iterable[tuple[str, Any]], *, version: int) -> None:
+    async def publish(self, weights: NamedWeights, *, version: int) -> None:
         self.version = version
 
     async def close(self) -> None:

@@ -16,7 +16,6 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from typing import Any
 
 import torch
 
@@ -27,7 +26,7 @@ from tokentrue.errors import (
     EngineUnreachable,
     TrainingError,
 )
-from tokentrue.protocols import AdapterSink, Provider, Versioned, WeightSink
+from tokentrue.protocols import AdapterSink, PretrainedAdapter, Provider, Versioned, WeightSink
 from tokentrue.train.exactness import PROBED_TOKENS
 from tokentrue.train.ranks import adapter_weights, find_adapter
 from tokentrue.train.trainer import Trainer
@@ -167,7 +166,7 @@ class Publisher:
         await asyncio.to_thread(deque, weights, 0)  # gathers the rest
         trainer.ranks.raise_together(trouble, f"publish version {trainer.version}")
 
-    async def hand_over_adapter(self, trainer: Trainer, config: Any) -> bool:
+    async def hand_over_adapter(self, trainer: Trainer, config: PretrainedAdapter) -> bool:
         """False where the engines serve no adapters."""
         version, self.is_adapter = trainer.version, False
         for sink in self.sinks:

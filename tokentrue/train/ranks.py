@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tokentrue.errors import ConfigError, EngineError
+from tokentrue.protocols import PretrainedAdapter
 from tokentrue.records import record
 
 POLL_S = 0.02
@@ -36,11 +37,11 @@ class Ranks:
     def first(self) -> bool:
         return self.rank == 0
 
-    def all_gather_object(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: T) -> list[T]:
         """This value of every rank, in rank order."""
         if self.world == 1:
             return [value]
-        found: list[Any] = [None] * self.world
+        found = [value] * self.world
         torch.distributed.all_gather_object(found, value)
         return found
 
@@ -69,7 +70,7 @@ class Ranks:
         self.raise_together(trouble, doing)
         return found[0]
 
-    def from_first(self, value: Any) -> Any:
+    def from_first(self, value: T) -> T:
         if self.world == 1:
             return value
         box = [value]
@@ -156,7 +157,7 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 # ---- a LoRA adapter over frozen weights
-def find_adapter(model: Any) -> Any:
+def find_adapter(model: nn.Module) -> PretrainedAdapter | None:
     """peft's configuration of it, or None."""
     return getattr(model, "peft_config", {}).get(ADAPTER)
 
