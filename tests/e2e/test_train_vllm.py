@@ -21,7 +21,7 @@ from aiohttp import web
 from tests.providers.test_vllm_real import serve
 from tokentrue.cli.main import run as command
 from tokentrue.environments import SMALL_MODEL
-from tokentrue.providers.publishing import WrittenWeights
+from tokentrue.providers.remote import WrittenWeights
 from tokentrue.providers.vllm import VLLMProvider
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]

@@ -34,7 +34,7 @@ from tokentrue.mismatch import (
     Weights,
     policy_loss,
 )
-from tokentrue.mismatch.loss_config import Aggregation
+from tokentrue.mismatch.loss import Aggregation
 from tokentrue.mismatch.rules import Aggregate, Estimator, Level, Mode, Signal, Surrogate
 
 pytestmark = pytest.mark.filterwarnings("ignore:weights normalised over a single row")

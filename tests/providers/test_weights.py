@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from tests.parts import whole_chunks
 from tokentrue.errors import EngineError, EngineRejected, EngineUnreachable, TrainingError
 from tokentrue.providers.pool import Pool
-from tokentrue.providers.publishing import write_weights
+from tokentrue.providers.remote import write_weights
 from tokentrue.providers.vllm import VLLMProvider
 from tokentrue.types import Completion, Finish, Sampling
 

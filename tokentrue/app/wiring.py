@@ -261,19 +261,19 @@ def identify_model(config: ServeConfig) -> ServeConfig:
 
 async def _identify(config: ServeConfig, engine: EngineConfig) -> ServeConfig:
     names: set[str] = set()
+    tokenised: dict[str, TokenIds] = {}  # by URL; a server may have no such route
     for url in engine.urls:
         async with _connected(engine, url) as provider:
             facts = await provider.health()
             names.add(str(facts.get("path") or facts.get("model")))
+            if isinstance(provider, Tokenizing) and (ids := await provider.tokenize(PROBE)) is not None:
+                tokenised[url] = ids
     model = config.model
     if model.path is None:
         model = replace(model, path=_find_directory(engine, names))
-    renderer = renderer_for(model)(model.history)
-    ours = TokenIds(renderer.encode_sampled(PROBE))
-    for url in engine.urls:
-        async with _connected(engine, url) as provider:
-            theirs = await provider.tokenize(PROBE) if isinstance(provider, Tokenizing) else None
-        if theirs is not None and theirs != ours:  # a server may have no such route
+    ours = TokenIds(renderer_for(model)(model.history).encode_sampled(PROBE))
+    for url, theirs in tokenised.items():
+        if theirs != ours:
             raise ConfigError(
                 f"the engine at {url} has another tokenizer than --model: a probe text gives {len(theirs)} ids there "
                 f"({theirs!r}) and {len(ours)} here ({ours!r}); give --model the directory or id of the model that the "

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import math
 import os
 import sys
 import traceback
@@ -23,7 +22,7 @@ from tokentrue.hub import SMALL_MODEL as SMALL_MODEL
 from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.protocols import find_plugins
 from tokentrue.records import record
-from tokentrue.types import Sampling
+from tokentrue.types import AtLeastOne, Count, NotNegative, Positive, Sampling, Share, check_fields
 
 Split: TypeAlias = Literal["train", "heldout"]
 HELDOUT_SHARE = 1 / 16
@@ -110,36 +109,24 @@ class RolloutConfig:
     environment: str = "calculator"
     options: JsonMapping = field(default_factory=JsonObject)
     split: Split = "train"
-    tasks: int = 8
-    group_size: int = 8
-    temperature: float = 1.0
-    max_tokens: int = 64
+    tasks: AtLeastOne = 8
+    group_size: AtLeastOne = 8
+    temperature: NotNegative = 1.0
+    max_tokens: AtLeastOne = 64
     # ("system",) keeps each conversation's first system prompt; None: the environment decides
-    pin: tuple[str, ...] | None = None
-    side_requests: str | None = None  # "leave_out" or "train"; None: the gateway decides
-    concurrency: int = 64
-    timeout_s: float = 120.0
-    max_failed: float = 0.5  # share of a training round's rollouts that may fail; beyond it the run stops
-    resample: int = 0  # per training round: how often groups with equal rewards are replaced by other tasks
+    pin: tuple[Literal["system"], ...] | None = None
+    side_requests: Literal["leave_out", "train"] | None = None  # None: the gateway decides
+    concurrency: AtLeastOne = 64
+    timeout_s: Positive = 120.0
+    max_failed: Share = 0.5  # of a training round's rollouts that may fail; beyond it the run stops
+    resample: Count = 0  # per training round: how often groups with equal rewards are replaced by other tasks
     seed: int = 0
     top_logprobs: int = 0  # the sampler's most likely ids, recorded with each token (score centering)
 
     def __post_init__(self) -> None:
-        counts = ("tasks", "group_size", "max_tokens", "concurrency")
-        rules = {
-            **{name: (getattr(self, name) >= 1, "at least 1") for name in counts},
-            "resample": (self.resample >= 0, ">= 0"),
-            "max_failed": (0 <= self.max_failed <= 1, "in [0, 1]"),
-            "timeout_s": (self.timeout_s > 0, "> 0"),
-            "temperature": (0 <= self.temperature < math.inf, "finite and >= 0"),
-        }
-        for name, (holds, rule) in rules.items():
-            if not holds:
-                raise ConfigError(f"rollout.{name}: {getattr(self, name)!r} must be {rule}")
+        check_fields(self, "rollout")
         if any(name != "system" for name in self.pin or ()):
             raise ConfigError(f'rollout.pin: {list(self.pin or ())!r} must be ["system"] or []')
-        if self.side_requests not in (None, "leave_out", "train"):
-            raise ConfigError(f"rollout.side_requests: {self.side_requests!r} must be leave_out or train")
         try:
             Sampling(**self.sampling)
         except SamplingError as error:

@@ -10,6 +10,7 @@ release.
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import shutil
 import time
@@ -20,7 +21,7 @@ from contextlib import aclosing, suppress
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from typing import Protocol, TypedDict, TypeVar, cast
+from typing import TYPE_CHECKING, Protocol, TypedDict, TypeVar, cast
 from urllib.parse import urlsplit
 from uuid import uuid4
 
@@ -37,13 +38,17 @@ from tokentrue.errors import (
     EngineUnreachable,
     PromptTooLong,
     SamplingError,
+    TrainingError,
 )
 from tokentrue.ids import TokenIds
 from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.protocols import NamedWeights, PretrainedAdapter, Streaming
 from tokentrue.providers.building import CONSTRAINTS, CompletionBuilder, collapse_images
-from tokentrue.providers.publishing import WrittenWeights, write_adapter, write_weights
+from tokentrue.records import record
 from tokentrue.types import MAX_INT64, UNVERSIONED, Chunk, Completion, Ids, PromptImage, Sampling
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 T = TypeVar("T")
 RETRIED_STATUS = frozenset({502, 503})
@@ -59,6 +64,7 @@ POSITION_BYTES = 4096  # per token: log-probabilities, sampling mask and routing
 UNBOUNDED_TOKENS = 16_384  # assumed for a request without max_tokens
 MOST_TOKENS = 65_536
 IMAGE_BYTES = 128 << 20  # encoded images that an engine's adapter keeps: each turn sends those of all turns before
+HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 NO_ADAPTERS = "LoRA is not enabled"  # how both engines refuse an adapter if they were started without LoRA
 
 
@@ -273,6 +279,57 @@ async def read_tokens(http: EngineHttp, path: str, body: JsonMapping) -> TokenId
         return TokenIds((await http.read_as(Tokenized, "POST", path, body, retry=False)).tokens)
     except (EngineContractError, EngineRejected):
         return None
+
+
+# ---- published weights, in a directory that the server sees ----------------------------------------------------------
+#     ROOT/version-000007/model.safetensors      every name, no index; tied heads written out
+# There is no index because an engine would load the shards of the first checkpoint that it names. A tied head is
+# written as a separate tensor: an engine that holds it apart from the embedding would keep the old one.
+#     ROOT/policy@7.3f9a1c/adapter_model.safetensors, adapter_config.json      a LoRA adapter, as peft saves it
+@record
+class WrittenWeights:
+    directory: Path
+    version: int
+
+
+def write_weights(weights: NamedWeights, root: Path, *, version: int, keep: Sequence[Path] = ()) -> WrittenWeights:
+    """Writes a version completely, then removes all others but those in `keep`. Blocks: call it in a thread."""
+    kept = copy_finite(weights, version)
+    embedding = next((tensor for name, tensor in kept.items() if name.endswith(EMBEDDING)), None)
+    if HEAD not in kept and embedding is not None:
+        kept[HEAD] = embedding.clone()
+    target = (root / f"version-{version:06d}").absolute()
+    partial = root / f".{target.name}.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    save_tensors(kept, partial / "model.safetensors")
+    shutil.rmtree(target, ignore_errors=True)
+    os.replace(partial, target)
+    spared = {target, *keep}
+    for old in root.glob("version-*"):
+        if old.absolute() not in spared:
+            shutil.rmtree(old, ignore_errors=True)
+    return WrittenWeights(directory=target, version=version)
+
+
+def write_adapter(weights: NamedWeights, config: PretrainedAdapter, directory: Path, *, version: int) -> None:
+    """`config` is peft's. Blocks: call it in a thread."""
+    save_tensors(copy_finite(weights, version), directory / "adapter_model.safetensors")
+    config.save_pretrained(directory)
+
+
+def copy_finite(weights: NamedWeights, version: int) -> dict[str, Tensor]:
+    kept = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in weights}
+    for name, tensor in kept.items():
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            raise TrainingError(f"weights of version {version}: {name} is not finite; they are not published")
+    return kept
+
+
+def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+    from safetensors.torch import save_file
+
+    path.parent.mkdir(parents=True)
+    save_file(tensors, path, metadata={"format": "pt"})
 
 
 # ---- common base of the adapters -------------------------------------------------------------------------------------

@@ -27,12 +27,12 @@ from tokentrue.providers.building import (
     CompletionBuilder,
     refuse_unknown_extra,
 )
-from tokentrue.providers.publishing import WrittenWeights
 from tokentrue.providers.remote import (
     EngineFault,
     RemoteEngine,
     RemoteOptions,
     WeightInfo,
+    WrittenWeights,
     common_params,
     decode_answer,
     dump_settings,

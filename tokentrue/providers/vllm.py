@@ -26,13 +26,13 @@ from tokentrue.providers.building import (
     CompletionBuilder,
     refuse_unknown_extra,
 )
-from tokentrue.providers.publishing import WrittenWeights
 from tokentrue.providers.remote import (
     EngineFault,
     RemoteEngine,
     RemoteOptions,
     ServedModel,
     WeightInfo,
+    WrittenWeights,
     common_params,
     decode_answer,
     dump_settings,
