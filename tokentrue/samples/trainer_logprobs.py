@@ -8,12 +8,21 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
+
 from tokentrue.errors import FileFormatError
-from tokentrue.json_types import JsonValue, is_array
+from tokentrue.plain_json import read_numbered_lines
 from tokentrue.records import record
+from tokentrue.samples.shape import decode
 from tokentrue.types import Sample
 
 MOST_LOGPROB = 1e-3  # rounding may put the logarithm of probability 1 this far above 0
+
+
+class LogprobsLine(msgspec.Struct):
+    sample_id: str
+    logprobs: list[float | None]
+    entropy: list[float | None] | None = None
 
 
 @record
@@ -36,42 +45,33 @@ class TrainerLogprobs:
 
 def read_trainer_logprobs(path: str | Path) -> dict[str, TrainerLogprobs]:
     """By sample id."""
-    source = Path(path)
-    if not source.exists():
-        raise FileFormatError(f"{source}: no such file")
-    try:
-        text = source.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise FileFormatError(f"{source}: cannot be read as UTF-8 text ({error})") from error
     found: dict[str, TrainerLogprobs] = {}
     lines: dict[str, int] = {}
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        place = f"{source}:{number}"
+    try:
+        numbered = list(read_numbered_lines(path))
+    except OSError as error:
+        raise FileFormatError(f"{path}: {error.strerror or error}") from error
+    for number, line in numbered:
+        place = f"{path}:{number}"
         try:
-            row: JsonValue = json.loads(line, parse_int=float)
-            name, logprobs, entropy = row["sample_id"], row["logprobs"], row.get("entropy")
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise FileFormatError(f'{place}: not a JSON object with "sample_id" and "logprobs" ({error})') from error
-        if not isinstance(name, str) or not is_array(logprobs) or not (entropy is None or is_array(entropy)):
-            raise FileFormatError(f'{place}: "sample_id" must be text, "logprobs" and "entropy" lists')
-        if name in lines:
+            # Not msgspec's reader: Python writes NaN and infinities, and the error below says what to do with them.
+            row = decode(json.loads(line, parse_int=float), LogprobsLine, place)
+        except (ValueError, RecursionError) as error:
+            raise FileFormatError(f"{place}: not JSON ({error})") from error
+        if (name := row.sample_id) in lines:
             raise FileFormatError(f"{place}: sample_id {name!r} is also in line {lines[name]}; give each sample once")
-        _check_numbers(logprobs, "log-probability", place, most=MOST_LOGPROB)
-        _check_numbers(entropy or (), "entropy", place)
-        lines[name], found[name] = number, TrainerLogprobs(logprobs=logprobs, entropy=entropy)
+        _check_numbers(row.logprobs, "log-probability", place, most=MOST_LOGPROB)
+        _check_numbers(row.entropy or (), "entropy", place)
+        lines[name], found[name] = number, TrainerLogprobs(logprobs=row.logprobs, entropy=row.entropy)
     return found
 
 
-def _check_numbers(values: Sequence[JsonValue], what: str, place: str, most: float = math.inf) -> None:
+def _check_numbers(values: Sequence[float | None], what: str, place: str, most: float = math.inf) -> None:
     for index, value in enumerate(values):
-        why = ""
-        if value is not None and not isinstance(value, float):
-            why = f"{value!r} is not a number; write null where the {what} is unknown"
-        elif value is not None and not math.isfinite(value):
+        if value is not None and not math.isfinite(value):
             why = f"the {what} {value} is not finite; write null where it is unknown"
         elif value is not None and value > most:
             why = f"the {what} {value:g} is above 0; pass natural logarithms of probabilities"
-        if why:
-            raise FileFormatError(f"{place}: token {index}: {why}")
+        else:
+            continue
+        raise FileFormatError(f"{place}: token {index}: {why}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from importlib import import_module
+from itertools import groupby
 from typing import TypeAlias
 
 from tokentrue.errors import FileFormatError, TokenContractError
@@ -58,15 +59,6 @@ def split(sample: Sample) -> Split:
 
 def fill_logprobs(logprobs: Iterable[float | None]) -> list[float]:
     return [0.0 if value is None else value for value in logprobs]
-
-
-def list_versions(sample: Sample) -> list[int]:
-    """Policy versions of the sampled spans, in order, without repeats in a row."""
-    found: list[int] = []
-    for span in sample.spans:
-        if span.kind == "sampled" and span.policy_version is not None and found[-1:] != [span.policy_version]:
-            found.append(span.policy_version)
-    return found
 
 
 def token_versions(sample: Sample, *, start: int = 0) -> list[int]:
@@ -141,6 +133,7 @@ def slime_row(sample: Sample) -> JsonObject:
     refuse_images(sample, "slime")
     parts = split(sample)
     start = len(parts.prompt_ids)
+    versions = token_versions(sample, start=start)
     replay: JsonObject = {}
     if sample.routed_experts is not None:
         replay["rollout_routed_experts"] = expert_table(sample)
@@ -155,12 +148,12 @@ def slime_row(sample: Sample) -> JsonObject:
         "rollout_log_probs": parts.response_logprobs,
         "reward": sample.reward,
         "status": {"length": "truncated", "abort": "aborted"}.get(sample.finish_reason, "completed"),
-        "weight_versions": [str(version) for version in list_versions(sample)],
+        "weight_versions": [str(version) for version, _ in groupby(each for each in versions if each >= 0)],
         "session_id": sample.session_id,
         "metadata": {
             "sample_id": sample.sample_id,
             "group": sample.group,
-            "policy_versions": token_versions(sample, start=start),
+            "policy_versions": versions,
         },
         **replay,
     }

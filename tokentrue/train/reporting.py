@@ -170,21 +170,13 @@ def open_logger(
     place = directory.resolve()
     run_id = hashlib.sha256(str(place).encode()).hexdigest()[:12]
     project = os.environ.get(f"{name.upper()}_PROJECT", PROJECT)
+    # trackio has no ids: the name is what a resumed run is found by
+    own: JsonMapping = {"name": f"{place.name}-{run_id}", "embed": False}
     if name == "wandb":
-        opened = module.init(
-            project=project,
-            dir=str(directory),
-            id=run_id,
-            name=place.name,
-            config=dict(config),
-            # offline, wandb cannot look up what it has of a run
-            resume="allow" if os.environ.get("WANDB_MODE", "online") == "online" else None,
-            settings=module.Settings(silent=True),
-        )
-    else:  # trackio has no ids: the name is what a resumed run is found by
-        opened = module.init(
-            project=project, name=f"{place.name}-{run_id}", config=dict(config), resume="allow", embed=False
-        )
+        own = {"name": place.name, "id": run_id, "dir": str(directory), "settings": module.Settings(silent=True)}
+    # offline, wandb cannot look up what it has of a run
+    is_known = name == "trackio" or os.environ.get("WANDB_MODE", "online") == "online"
+    opened = module.init(project=project, config=dict(config), resume="allow" if is_known else None, **own)
     return lambda step, metrics: opened.log(dict(metrics), step=step), opened.finish
 
 
