@@ -25,7 +25,6 @@ BAD = [
 LIVE = [
     "evaluation.every=1",
     "evaluation.tasks=3",
-    "ray.workers=3",
 ]
 
 
