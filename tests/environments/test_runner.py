@@ -188,16 +188,11 @@ async def test_closing_early_cancels_what_still_runs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "pin", "said"),
-    [
-        ({}, None, None),
-        ({"pin": ("system",)}, None, ["system"]),
-        ({"pin": ("system",)}, (), []),
-        ({}, ("system",), ["system"]),
-    ],
+    ("pin", "said"),
+    [(None, None), ((), []), (("system",), ["system"])],
 )
 async def test_a_pin_that_is_set_reaches_the_gateway_and_an_empty_one_too(
-    asked: Mapping[str, Any], pin: Sequence[str] | None, said: list[str] | None, monkeypatch: pytest.MonkeyPatch
+    pin: Sequence[str] | None, said: list[str] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[Any] = []
 
@@ -206,7 +201,7 @@ async def test_a_pin_that_is_set_reaches_the_gateway_and_an_empty_one_too(
         return {"session_id": "s", "base_url": "http://127.0.0.1:1", "api_key": "k"}
 
     monkeypatch.setattr(AsyncClient, "call", call)
-    plan = plan_groups([Task(task_id="a", prompt="", data=asked)], n=1, seed=0)[0]
+    plan = plan_groups([Task(task_id="a", prompt="")], n=1, seed=0)[0]
     async with (
         GatewaySessions("http://127.0.0.1:1", sampling={"temperature": 0.5}, pin=pin) as sessions,
         sessions.open(plan),

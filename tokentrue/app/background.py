@@ -13,14 +13,15 @@ import os
 import threading
 from collections.abc import AsyncGenerator, Coroutine, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from tokentrue.app.wiring import ADMIN_KEY, EngineConfig, ModelConfig, ServeConfig, ServerConfig, gateway_for
-from tokentrue.protocols import EngineControl
 from tokentrue.records import record
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from tokentrue.providers.pool import Pool
 
 T = TypeVar("T")
 
@@ -30,7 +31,7 @@ DRAIN_S = 5.0  # after an error, turns without callers must not keep the process
 @record
 class Embedded:
     base_url: str
-    provider: EngineControl  # the engine itself, to publish weights to
+    provider: Pool  # the engine itself, to publish weights to
     admin_key: str
 
 
@@ -51,7 +52,7 @@ async def embedded_gateway(settings: ServeConfig) -> AsyncGenerator[Embedded, No
         public.close()
         raise
     async with serve_embedded(gateway, public, drain_s=DRAIN_S):
-        yield Embedded(base_url=base_url, provider=gateway.provider.inner, admin_key=admin_key)
+        yield Embedded(base_url=base_url, provider=cast("Pool", gateway.provider.inner), admin_key=admin_key)
 
 
 class BackgroundGateway:

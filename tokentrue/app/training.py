@@ -32,10 +32,8 @@ from tokentrue.train.config import (
 from tokentrue.types import AtLeastOne, Sample
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from tokentrue.mismatch import LossConfig
-    from tokentrue.protocols import EngineControl
+    from tokentrue.providers.pool import Pool
     from tokentrue.train import Publisher, Ranks, Rounds, Store, Trainer
     from tokentrue.train.loop import Evaluator
 
@@ -124,7 +122,7 @@ def trainer_for(settings: TrainRun, ranks: Ranks) -> tuple[Trainer, JsonMapping]
         config = replace(config, max_idle_steps=0, offline=True)
     optim, loss = settings.optim, loss_for(settings.loss)
 
-    def load() -> nn.Module:
+    def load() -> Any:
         return load_causal_model(settings.model_path, dtype=settings.dtype).to(settings.device)
 
     model = load()
@@ -138,7 +136,7 @@ def trainer_for(settings: TrainRun, ranks: Ranks) -> tuple[Trainer, JsonMapping]
         loss.penalty is not None and loss.penalty.against == "reference"
     )
     reference = shard(load().requires_grad_(False), ranks) if wants_reference else None
-    options = settings.engine.options if settings.engine.name == "exact" else {}
+    options: JsonMapping = settings.engine.options if settings.engine.name == "exact" else {}
     leaves = leaves_for(options.get("tensor"), options.get("leaves"))
     trainer = Trainer(
         shard(model, ranks), config=config, optim=optim, loss=loss, ranks=ranks, reference=reference,
@@ -265,14 +263,14 @@ def engine_for(settings: TrainRun) -> EngineConfig:
     return replace(settings.engine, options=options)
 
 
-def publisher_for(settings: TrainRun, pool: EngineControl | None) -> Publisher:
+def publisher_for(settings: TrainRun, pool: Pool | None) -> Publisher:
     """Remote engines are probed after every publication; the exact engine is compared at every token of every step."""
     from tokentrue.train import Publisher
     from tokentrue.train.publishing import Probe
 
     probe = None
     if settings.engine.name in REMOTE:
-        probe = Probe(lambda: pool.in_use, vocabulary=read_vocabulary_size(settings.model_path))
+        probe = Probe(lambda: [] if pool is None else pool.in_use, vocabulary=read_vocabulary_size(settings.model_path))
     return Publisher(*([] if pool is None else [pool]), probe=probe)
 
 

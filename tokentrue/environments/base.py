@@ -113,7 +113,7 @@ class RolloutConfig:
     group_size: AtLeastOne = 8
     temperature: NotNegative = 1.0
     max_tokens: AtLeastOne = 64
-    # ("system",) keeps each conversation's first system prompt; None: the environment decides
+    # ("system",) keeps each conversation's first system prompt; None: the gateway decides
     pin: tuple[Literal["system"], ...] | None = None
     side_requests: Literal["leave_out", "train"] | None = None  # None: the gateway decides
     concurrency: AtLeastOne = 64

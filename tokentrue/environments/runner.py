@@ -94,13 +94,11 @@ def plan_groups(tasks: Sequence[Task], *, n: int, seed: int, tag: str = "") -> l
 def session_settings(
     plan: Plan, sampling: JsonMapping, pin: Sequence[str] | None = None, side_requests: str | None = None
 ) -> JsonObject:
-    """`pin` None leaves it to the task (`data["pin"]`), and then to the gateway."""
+    """What is None is left to the gateway."""
     metadata = {"task": plan.task.task_id, "index": plan.index, "rollout": plan.key}
     settings: JsonObject = {"group": plan.group, "metadata": metadata, "sampling": {**sampling, "seed": plan.seed}}
-    if side_requests is not None:
-        settings["side_requests"] = side_requests
-    said = plan.task.data.get("pin") if pin is None else pin
-    return settings if said is None else {**settings, "pin": list(said)}
+    own = {"side_requests": side_requests, "pin": None if pin is None else list(pin)}
+    return settings | {name: value for name, value in own.items() if value is not None}
 
 
 async def run_one(

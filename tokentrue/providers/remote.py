@@ -326,7 +326,7 @@ def copy_finite(weights: NamedWeights, version: int) -> dict[str, Tensor]:
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
-    from safetensors.torch import save_file
+    from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
 
     path.parent.mkdir(parents=True)
     save_file(tensors, path, metadata={"format": "pt"})

@@ -150,8 +150,7 @@ class CommandLineAgent:
         chosen = [task for task in self.all_tasks if task.split == split] or self.all_tasks
         if count < len(chosen):
             chosen = random.Random(f"{self.name}/{split}/{seed}").sample(chosen, count)
-        pin = {"pin": self.preset.pin} if self.preset.pin else {}
-        return [Task(task_id=one.task_id, prompt=one.prompt, data={"agent_task": one, **pin}) for one in chosen]
+        return [Task(task_id=one.task_id, prompt=one.prompt, data={"agent_task": one}) for one in chosen]
 
     async def run(self, client: Any, task: Task) -> Outcome:
         found = SESSION_URL.fullmatch(str(getattr(client, "base_url", "")))

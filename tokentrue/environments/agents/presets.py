@@ -39,8 +39,7 @@ class AgentLaunch:
 class AgentPreset:
     """`program` is the executable's name and `install` the command that installs it. `changes` says what the agent
     alters in messages it has sent before: changes that no projection covers start a new sample. `home_files` maps paths
-    in the agent's home to texts or JSON. `pin` is ("system",) for an agent that rewrites its system prompt between
-    turns. `broken_off` ends the last line of an agent that gave up without an exit code: the rollout fails."""
+    in the agent's home to texts or JSON. `broken_off` ends the last line of an agent that gave up without an exit code: the rollout fails."""
 
     name: str
     program: str
@@ -49,7 +48,6 @@ class AgentPreset:
     arguments: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict[str, str])
     home_files: Mapping[str, str | JsonMapping] = field(default_factory=dict[str, str | JsonMapping])
-    pin: tuple[str, ...] = ()
     broken_off: str = ""
 
     def launch(self, url: str, api_key: str, task: str) -> AgentLaunch:
