@@ -102,7 +102,7 @@ def test_the_files_of_the_documentation(tmp_path: Path) -> None:
     docs = Path(__file__).parent.parent.parent / "docs"
     pages = "".join((docs / name).read_text() for name in ("training.md", "training-reference.md"))
     blocks = re.findall(r"```toml[^\n]*\n(.*?)```", pages, flags=re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 2
     for block in blocks:
         (tmp_path / "train.toml").write_text(block)
         run = read(TrainRun, tmp_path / "train.toml")
