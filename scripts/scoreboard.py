@@ -16,7 +16,9 @@ HABITS = ("verbatim", "reasoning_dropped", "ids_renamed", "arguments_reordered",
 RULES = {
     "1.1": "trains tokens that the engine did not sample there", "1.2": "other log-probabilities than the engine reported",
     "1.3": "trains tokens in a context that the engine was not given", "1.4": "another temperature than the agent asked for",
-    "2.1": "trains tokens twice", "2.2": "leaves tokens out without a reason", "2.3": "leaves out turns that the agent continued",
+    "2.1": "trains tokens twice", "2.2": "leaves tokens out without a true reason", "2.3": "leaves out turns that the agent continued",
+    "2.4": "rows of another session", "4.4": "a wrong finish reason", "9.1": "other images than the engine was given",
+    "9.2": "another image than the agent sent", "0.1": "a good request is not answered", "0.2": "rows that cannot be read",
     "4.1": "shows other than it records", "4.3": "streams that break their protocol", "5.1": "hides a failure of the engine",
     "5.2": "a session does not survive a fault", "5.5": "loses turns on a kill", "7.1": "text becomes control tokens",
 }  # fmt: skip
@@ -42,10 +44,10 @@ def main() -> int:
 
 
 def verdicts(reports: list[dict[str, Any]]) -> list[str]:
-    names = [f"{level['level']} {level['name']}" for level in reports[0]["levels"][:9]]
+    names = [f"{level['level']} {level['name']}" for level in reports[0]["levels"]]
     lines = [f"| gateway | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
     for one in reports:
-        cells = [MARK[level["verdict"]] for level in one["levels"][:9]]
+        cells = [MARK[level["verdict"]] for level in one["levels"]]
         lines.append(f"| {one['target']} {one['version']} | {' | '.join(cells)} |")
     return lines
 

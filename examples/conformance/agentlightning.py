@@ -15,7 +15,7 @@ class AgentLightning(Target):
         "6": "triplets have no policy version",
         "7": "the engine renders the prompt",
         "8": "no export with a check",
-        "9": "not tried: the suite has no images yet",
+        "9": "a triplet does not say at which tokens an image is",
     }
 
     def command(self, engine: str, port: int, folder: Path, model: Path) -> Sequence[str]:

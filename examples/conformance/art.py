@@ -18,7 +18,7 @@ class Art(Target):
         "6": "tokens have no policy version",
         "7": "the engine renders the prompt",
         "8": "no export with a check",
-        "9": "not tried: the suite has no images yet",
+        "9": "not tried with images",
     }
 
     def command(self, engine: str, port: int, folder: Path, model: Path) -> Sequence[str]:

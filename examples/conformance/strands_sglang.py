@@ -16,13 +16,14 @@ class StrandsSglang(Target):
     requires = ("strands-sglang==0.4.3", "aiohttp", "jinja2")
     not_promised: ClassVar = {
         **dict.fromkeys((*OTHER, "5.duplicate", "5.out_of_order"), LINEAR),
+        "2.several": "one answer to a request",
         "4": "generates whole; no stream to an agent",
         "5.engine_error": "it does not stream",
         "5.disconnect": "it does not stream",
         "5.kill": "a rollout is in memory",
         "6": "a rollout has no policy version",
         "8": "no export with a check",
-        "9": "not tried: the suite has no images yet",
+        "9": "a rollout has ids, mask and log-probabilities, no images",
     }
 
     def command(self, engine: str, port: int, folder: Path, model: Path) -> Sequence[str]:

@@ -15,7 +15,7 @@ class Verifiers(Target):
         "5.kill": "traces are in memory",
         "6": "no policy version per token",
         "8": "no export with a check",
-        "9": "not tried: the suite has no images yet",
+        "9": "not tried with images",
     }
 
     def command(self, engine: str, port: int, folder: Path, model: Path) -> Sequence[str]:

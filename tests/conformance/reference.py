@@ -3,13 +3,14 @@ keeps one record per call in a file, and merges calls by their prefixes. `DEFECT
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import re
 import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import aiohttp
 from aiohttp import web
@@ -33,12 +34,23 @@ DEFECTS = {  # name -> (a case that shows it, the rule that it breaks)
     "retry_dropped": ("3.verbatim.chat.5", "2.3"),
     "kept_ids_lost": ("1.filters.chat.1", "1.5"),
     "audit_blind": ("8.audit.chat.2", "8.2"),
+    "columns_differ": ("1.sound.chat.1", "0.2"),
+    "temperature_of_its_own": ("1.default_temperature.chat.1", "1.4"),
+    "last_turn_dropped": ("1.sound.chat.2", "2.2"),
+    "reason_made_up": ("3.retry.chat.2", "2.2"),
+    "second_answer_forgotten": ("2.several.chat.1", "2.2"),
+    "rows_of_another_session": ("2.sessions.chat.1", "2.4"),
+    "stream_without_finish": ("4.shown.chat.1", "4.3"),
+    "stream_without_done": ("4.shown.chat.1", "4.3"),
+    "finish_always_stop": ("4.cut.chat.1", "4.4"),
+    "image_swapped": ("9.swapped.chat.2", "9.1"),
+    "image_moved": ("9.two.chat.1", "9.1"),
+    "image_kept": ("9.swapped.chat.2", "9.2"),
 }
 
 
 class ReferenceTarget(Target):
     name, engine, settle_s = "reference", "generate", 0.0
-    not_promised: ClassVar = {"9": "no images"}
 
     def __init__(self, defect: str = "") -> None:
         self.defect = defect
@@ -49,6 +61,10 @@ class ReferenceTarget(Target):
 
     def rows(self, session: Session) -> Sequence[Row]:
         return [Row(**row) for row in self.get(f"/sessions/{session.id}/rows")]
+
+    def reasons(self, session: Session) -> Mapping[str, int]:
+        reasons = {"last_turn_dropped": "retried", "reason_made_up": "low quality"}
+        return {reasons[self.defect]: 1 << 30} if self.defect in reasons else {}
 
     def export(self, session: Session, folder: Path) -> Path:
         path = folder / "rows.jsonl"
@@ -98,6 +114,8 @@ class Reference:
             call = json.loads(line)
             self._calls.setdefault(call["session"], []).append(call)
         self.http = aiohttp.ClientSession()
+        self._first_urls: list[str] = []
+        self._by_size: dict[int, str] = {}
 
     def app(self) -> web.Application:
         app = web.Application()
@@ -118,11 +136,20 @@ class Reference:
     def _render(self, body: Mapping[str, Any]) -> list[int]:
         """Text of users and tools is encoded apart, so that it gives no control token."""
         texts: list[str] = []
+
+        def hide(text: str) -> str:
+            texts.append(text)
+            return f"\ue000{len(texts) - 1}\ue001"
+
         messages = [chat_message(message) for message in body["messages"]]
         for message in messages:
-            if message["role"] != "assistant" and self.defect != "special_token_injected":
-                texts.append(message["content"])
-                message["content"] = f"\ue000{len(texts) - 1}\ue001"
+            content = message["content"]
+            if message["role"] == "assistant" or self.defect == "special_token_injected":
+                continue
+            if isinstance(content, str):
+                message["content"] = hide(content)
+            else:
+                message["content"] = [{**p, "text": hide(p["text"])} if p["type"] == "text" else p for p in content]
         shown = self._tokenizer.apply_chat_template(
             messages, tools=body.get("tools"), tokenize=False, add_generation_prompt=True
         )
@@ -133,6 +160,28 @@ class Reference:
             ids += self._vocabulary.encode(text) if is_plain else self._vocabulary.spell(text)
         return ids
 
+    def _urls(self, body: Mapping[str, Any]) -> list[str]:
+        parts = [part for one in body["messages"] if isinstance(one["content"], list) for part in one["content"]]
+        urls = [part["image_url"]["url"] for part in parts if part["type"] == "image_url"]
+        if self.defect == "image_kept":  # the first picture that was sent at this place
+            self._first_urls += urls[len(self._first_urls) :]
+            return self._first_urls[: len(urls)]
+        return urls
+
+    def _place(self, prompt: Sequence[int], urls: Sequence[str]) -> list[tuple[str, int, int]]:
+        """The engine's placeholders, one run for each image."""
+        pad, places, at = self._vocabulary.added.get("<|image_pad|>"), list[tuple[str, int, int]](), 0
+        while at < len(prompt):
+            count = next((n for n, token in enumerate(prompt[at:]) if token != pad), 0)
+            if count:
+                name = hashlib.sha256(base64.b64decode(urls[len(places)].partition(",")[2])).hexdigest()
+                if self.defect == "image_swapped":  # kept by its size: the last one of that size has its name
+                    self._by_size[count] = name
+                moved = at + (self.defect == "image_moved" and len(places))
+                places.append((name, moved, count))
+            at += count + 1
+        return places
+
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         try:
             return await self._answer(request)
@@ -141,18 +190,32 @@ class Reference:
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
-        prompt = self._render(body)
-        temperature = 1.0 if self.defect == "temperature_ignored" else body.get("temperature", 1.0)
+        if body.get("n", 1) > 1 and self.defect != "second_answer_forgotten":
+            return web.json_response({"error": {"message": "n must be 1"}}, status=400)
+        prompt, urls = self._render(body), self._urls(body)
+        default = 0.6 if self.defect == "temperature_of_its_own" else 1.0
+        temperature = 1.0 if self.defect == "temperature_ignored" else body.get("temperature", default)
         params = {"temperature": temperature, "top_p": body.get("top_p", 1.0), "max_tokens": body.get("max_tokens")}
         call = {"session": request.match_info["id"], "prompt": prompt, "sampled": [], "logprobs": [], "kept": []}
-        call |= {"temperature": temperature, "versions": [], "filtered": params["top_p"] < 1}
+        call |= {
+            "temperature": temperature,
+            "versions": [],
+            "filtered": params["top_p"] < 1,
+            "finish": "",
+            "images": [],
+        }
         streamed = bool(body.get("stream"))
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         sent = ["", ""]
         if streamed:
             await response.prepare(request)
         try:
-            async for choice in self._generate(prompt, params):
+            async for event in self._generate(prompt, params, urls):
+                choice = event["choices"][0]
+                if urls and event.get("prompt_token_ids"):
+                    call["prompt"] = event["prompt_token_ids"]
+                    call["images"] = self._place(call["prompt"], urls)
+                call["finish"] = choice["finish_reason"] or ""
                 call["sampled"] += choice["token_ids"]
                 call["logprobs"] += [row["logprob"] for row in choice["logprobs"]["content"]]
                 call["kept"] += choice.get("sampling_mask") or []
@@ -169,15 +232,30 @@ class Reference:
         self._commit(call)
         if streamed:
             await self._show(response, call, sent, ended=True)
-            await response.write(b"data: [DONE]\n\n")
+            await response.write(b"data: [DONE]\n\n" if self.defect != "stream_without_done" else b"")
             return response
+        made = [self._choice(call, 0)]
+        if body.get("n", 1) > 1:
+            other = {**call, "sampled": []}
+            async for event in self._generate(prompt, params, urls):
+                other["sampled"] += event["choices"][0]["token_ids"]
+            made.append(self._choice(other, 1))
+        return web.json_response({"id": "x", "model": "standin", "choices": made})
+
+    def _choice(self, call: Mapping[str, Any], index: int) -> dict[str, Any]:
         reasoning, text, calls = self._parsed(call, ended=True)
         message = {"role": "assistant", "content": text, "reasoning_content": reasoning, "tool_calls": calls}
-        made = {"index": 0, "message": message, "finish_reason": "tool_calls" if calls else "stop"}
-        return web.json_response({"id": "x", "model": "standin", "choices": [made]})
+        return {"index": index, "message": message, "finish_reason": self._finish(call, calls)}
 
-    async def _generate(self, prompt: list[int], params: Mapping[str, Any]) -> Any:
+    def _finish(self, call: Mapping[str, Any], calls: Sequence[Any]) -> str:
+        if self.defect == "finish_always_stop":
+            return "stop"
+        return "length" if call["finish"] == "length" else "tool_calls" if calls else "stop"
+
+    async def _generate(self, prompt: list[int], params: Mapping[str, Any], urls: Sequence[str]) -> Any:
         asked = {"model": "standin", "token_ids": prompt, "sampling_params": params, "stream": True}
+        parts = [{"type": "image_url", "url": url} for url in urls]
+        asked |= {"content_parts": parts, "return_token_ids": True} if parts else {}
         async with self.http.post(f"{self._engine}/inference/v1/generate", json=asked) as answer:
             answer.raise_for_status()
             async for line in answer.content:
@@ -185,7 +263,7 @@ class Reference:
                     event = json.loads(line[6:])
                     if "choices" not in event:
                         return
-                    yield event["choices"][0]
+                    yield event
 
     async def _fail(self, response: web.StreamResponse, why: str, *, streamed: bool) -> web.StreamResponse:
         if not streamed:
@@ -209,7 +287,7 @@ class Reference:
         sent[:] = [reasoning, text]
         if ended:
             delta["tool_calls"] = [{"index": at, **one} for at, one in enumerate(calls)]
-        finish = ("tool_calls" if calls else "stop") if ended else None
+        finish = self._finish(call, calls) if ended and self.defect != "stream_without_finish" else None
         chunk = {"id": "x", "model": "standin", "choices": [{"index": 0, "delta": delta, "finish_reason": finish}]}
         await response.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
 
@@ -221,8 +299,10 @@ class Reference:
 
     async def _rows(self, request: web.Request) -> web.Response:
         calls = self._calls.get(request.match_info["id"], [])
+        if self.defect == "rows_of_another_session":
+            calls = [call for several in self._calls.values() for call in several]
         rows = self._spliced(calls) if self.defect == "prefix_spliced" else self._merged(calls)
-        names = ("ids", "mask", "logprobs", "versions", "kept")
+        names = ("ids", "mask", "logprobs", "versions", "kept", "images")
         return web.json_response([{name: list_of(getattr(row, name)) for name in names} for row in rows])
 
     def _row(self, call: Mapping[str, Any]) -> Row:
@@ -233,16 +313,27 @@ class Reference:
         kept = [None] * len(given) + call["kept"] if call["filtered"] and self.defect != "kept_ids_lost" else None
         versions = None if self.defect == "version_missing" else [None] * len(given) + call["versions"]
         mask = [0] * len(given) + [1] * len(sampled)
+        logprobs = [None] * len(given) + logprobs
+        images = [(self._by_size.get(count, name), at, count) for name, at, count in call["images"]]
         return Row(
-            ids=given + sampled, mask=mask, logprobs=[None] * len(given) + logprobs, versions=versions, kept=kept
+            ids=given + sampled,
+            mask=mask,
+            logprobs=logprobs[:-1] if self.defect == "columns_differ" else logprobs,
+            versions=versions,
+            kept=kept,
+            images=images,
         )
 
     def _merged(self, calls: Sequence[Mapping[str, Any]]) -> Sequence[Row]:
         rows = [self._row(call) for call in calls]
         if any(call["filtered"] for call in calls):
             return rows
-        if self.defect == "trained_twice":
+        if self.defect == "trained_twice" or (self.defect == "trained_twice_later" and len(self._calls) > 2):
             return [*rows, *rows[:1]]
+        if self.defect in ("last_turn_dropped", "columns_differ"):
+            return rows[:-1] if self.defect == "last_turn_dropped" else rows
+        if self.defect == "reason_made_up":  # of two answers to one request, the first
+            return [row for at, row in enumerate(rows) if not is_retry(calls, at)]
         merged = merge_calls(rows)
         if self.defect == "retry_dropped":  # whatever nobody extends is taken for a retry, except the last
             return merged[-1:]
@@ -260,6 +351,10 @@ class Reference:
             canonical = self._vocabulary.encode(self._vocabulary.text(call["sampled"]))
             before = len(call["prompt"]) + len(canonical)
         return [Row(ids=ids, mask=mask, logprobs=logprobs)]
+
+
+def is_retry(calls: Sequence[Mapping[str, Any]], at: int) -> bool:
+    return any(call["prompt"] == calls[at]["prompt"] for call in calls[at + 1 :])
 
 
 def list_of(value: Sequence[Any] | None) -> list[Any] | None:

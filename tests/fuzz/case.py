@@ -18,14 +18,15 @@ from tests.fuzz.engine import Engine, Generation, Plan
 from tests.fuzz.gateway import Gateway
 from tests.fuzz.harness import random_losses, random_wire
 from tests.fuzz.messages import Fit, fit
+from tests.fuzz.native import Tool, Wire, custom_input, drop_result_ids, make_native, make_plain, read_node
 from tests.fuzz.oracle import Judge, Sampled, Turn, Violation, join_parts, short
 from tests.fuzz.outputs import MARKERS, Writer
 from tokentrue.conformance.agents import dialects, reassemble
-from tokentrue.conformance.agents.dialects import ANTHROPIC, CHAT, GOOGLE, PATHS, RESPONSES, Wire
+from tokentrue.conformance.agents.dialects import ANTHROPIC, CHAT, GOOGLE, PATHS, RESPONSES
 from tokentrue.conformance.agents.exchange import Heard
 from tokentrue.conformance.agents.google import google_body
 from tokentrue.conformance.agents.habits import lose
-from tokentrue.conformance.agents.messages import Message, Tool
+from tokentrue.conformance.agents.messages import Message
 from tokentrue.conformance.standin.vocabulary import Vocabulary
 from tokentrue.conformance.standin.writer import Output
 
@@ -151,12 +152,14 @@ class Case:
             messages = [*system, *messages[-asked.new :]]
         if asked.dialect == GOOGLE:
             wire = asked.wire
-            return google_body(messages, asked.tools, self.signatures, asked.fields, inline=wire.inline, bare=wire.bare)
+            body = google_body(messages, asked.tools, self.signatures, asked.fields, inline=wire.inline)
+            return drop_result_ids(body) if wire.bare else body
         if asked.dialect == CHAT:
             body = dialects.chat_body(messages, asked.tools, asked.wire)
             body |= {"n": asked.n} if asked.n > 1 else {}
         elif asked.dialect == RESPONSES:
             body = dialects.responses_body(messages, asked.tools, asked.wire)
+            body = make_native(body, asked.tools) if asked.wire.native else body
             body |= {"previous_response_id": asked.previous} if asked.previous is not None else {}
         else:
             body = dialects.anthropic_body(messages, asked.tools, asked.wire, self.signatures)
@@ -217,10 +220,10 @@ class Case:
         if heard.status != 200:
             raise Violation("a good request is answered", f"{heard.status} {short(heard.whole)}")
         whole = self.whole(asked, heard)
-        answers = dialects.answers_of(asked.dialect, whole)
+        answers = dialects.read_answers(asked.dialect, make_plain(asked.dialect, whole))
         if len(answers) != asked.n or len(sampled) != asked.n:
             raise Violation("n answers to n", f"asked {asked.n}, {len(answers)} answers, {len(sampled)} generations")
-        self.signatures |= dialects.signatures_of(asked.dialect, whole)
+        self.signatures |= dialects.read_signatures(asked.dialect, whole)
         sampled = sorted(sampled, key=lambda one: one.parts[0].seed or 0)  # choice i is sampled with seed + i
         continued = [self.judge_prompt(asked, one) for one in sampled]
         made = [self._turn(asked, *each, whole) for each in zip(answers, sampled, continued, strict=True)]
@@ -238,7 +241,7 @@ class Case:
         sent = [
             replace(
                 message,
-                calls=tuple(replace(call, custom=dialects.is_sent_as_input(call, by_name)) for call in message.calls),
+                calls=tuple(replace(call, custom=custom_input(call, by_name) is not None) for call in message.calls),
             )
             for message in asked.messages
         ]
@@ -270,7 +273,7 @@ class Case:
             path=(*self._path(asked, continued), self._served(asked, answer.message, one)),
             tools=asked.tools,
             full=one.full,
-            node=answer.node,
+            node=read_node(asked.dialect, whole),
             dialect=asked.dialect,
             response_id=whole["id"] if asked.dialect == RESPONSES else "",
             asked=asked,

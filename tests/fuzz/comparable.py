@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tokentrue.conformance.agents.dialects import CHAT, GOOGLE, RESPONSES, Json
-from tokentrue.conformance.agents.google import message_of
+from tokentrue.conformance.agents.google import google_message
 
 
 def comparable(dialect: str, whole: Json) -> Any:
@@ -48,7 +48,7 @@ def by_kind(parts: Sequence[Json]) -> tuple[str, str, list[Json]]:
 
 def comparable_google(whole: Json) -> Any:
     (candidate,) = whole["candidates"]
-    message = message_of(candidate["content"]["parts"])
+    message = google_message(candidate["content"]["parts"])
     calls = [(call.id, call.name, call.arguments) for call in message.calls]
     return (
         whole["responseId"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,6 @@ from tests.fuzz.oracle import Violation, join_parts, short
 from tokentrue.conformance.agents import reassemble
 from tokentrue.conformance.agents.dialects import CHAT
 from tokentrue.conformance.agents.exchange import Heard
-from tokentrue.conformance.agents.reassemble import partial_texts
 
 MUST_FAIL = ("error_event", "garbage", "no_finish", "rewrite_final", "disagree", "malformed")
 
@@ -196,3 +196,29 @@ async def odd_version(case: Case) -> None:
         case.judged(asked, heard, join_parts(case.log[start:]))
         return
     case.uncertain += case.log[start:]
+
+
+def partial_texts(dialect: str, events: Sequence[Any]) -> list[str]:
+    """The pieces of text that a client has been sent, per field: each must be in what was sampled."""
+    fields: dict[Any, str] = {}
+    for event in events:
+        if not isinstance(event, dict):
+            continue
+        for choice in event.get("choices") or ():
+            delta = choice["delta"]
+            for name in ("content", "reasoning_content"):
+                key = (choice["index"], name)
+                fields[key] = fields.get(key, "") + (delta.get(name) or "")
+        for candidate in event.get("candidates") or ():
+            for part in candidate["content"]["parts"]:
+                key = ("google", bool(part.get("thought")))
+                fields[key] = fields.get(key, "") + part.get("text", "")
+        kind = event.get("type")
+        if kind and kind.startswith(("response.output_text.", "response.reasoning_")) and kind.endswith("text.delta"):
+            key = (event["output_index"], kind)
+            fields[key] = fields.get(key, "") + event["delta"]
+        if kind == "content_block_delta":
+            delta = event["delta"]
+            key = (event["index"], delta["type"])
+            fields[key] = fields.get(key, "") + (delta.get("text") or delta.get("thinking") or "")
+    return [text for text in fields.values() if text]

@@ -7,11 +7,10 @@ import unicodedata
 from collections.abc import Sequence
 from dataclasses import replace
 
-from tokentrue.conformance.agents.dialects import Wire
+from tests.fuzz.native import ARGUMENTS, Tool, Wire, pad
 from tokentrue.conformance.agents.habits import Losses
-from tokentrue.conformance.agents.messages import Message, Tool
+from tokentrue.conformance.agents.messages import Message
 
-ARGUMENTS = ("sorted", "reversed", "compact", "escaped", "spaced", "floats")
 AT = {"type": "object", "properties": {"at": {"type": "string"}}}
 FLAG = {"type": "object", "properties": {"flag": {"type": "boolean", "default": True}}}
 TOOLS = (
@@ -33,8 +32,8 @@ def random_losses(rng: random.Random) -> Losses:
     return Losses(
         reasoning=rng.random() < 0.5,
         ids=rng.random() < 0.3,
-        arguments=rng.choice(ARGUMENTS) if rng.random() < 0.4 else "",
-        whitespace=rng.choice(("trim", "pad")) if rng.random() < 0.3 else "",
+        arguments=rng.choice(ARGUMENTS) if rng.random() < 0.4 else str,
+        whitespace=rng.choice((str.strip, pad)) if rng.random() < 0.3 else str,
     )
 
 

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 from tests.fuzz.case import Case, next_messages
 from tests.fuzz.harness import TOOLS
+from tests.fuzz.native import Wire
 from tests.fuzz.oracle import Turn, Violation
-from tokentrue.conformance.agents.dialects import CHAT, RESPONSES, Wire
+from tokentrue.conformance.agents.dialects import CHAT, RESPONSES
 from tokentrue.conformance.agents.messages import Message
 
 

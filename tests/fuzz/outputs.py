@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from tokentrue.conformance.standin import writer as base
@@ -112,3 +113,10 @@ class Writer(base.Writer):
         if kind == 6:
             return self.sampled(f"<think>\n{self.words()}")
         return self.sampled(f"  \n{self.words()}\n\n ")
+
+    def again(self, output: Output) -> Output:
+        """The same text, sampled in other ids."""
+        ids = self._vocabulary.split(self._vocabulary.encode(output.text), self._rng, 0.5)
+        return replace(
+            output, ids=(*ids, *([self._vocabulary.stop] if output.ids[-1:] == (self._vocabulary.stop,) else []))
+        )

@@ -11,9 +11,10 @@ from tests.fuzz.case import Asked, Case, all_of, next_messages, until
 from tests.fuzz.faults import break_the_engine, fail_one_of_two, hang_up, lose_connections, odd_version
 from tests.fuzz.harness import edit
 from tests.fuzz.histories import alternate_tools, chain_responses, change_system, change_tools, start_anew
+from tests.fuzz.native import Wire, read_node
 from tests.fuzz.oracle import Violation, join_parts, short
 from tests.fuzz.retries import ask_many_at_once, ask_twice_at_once, ask_with_key, expect_recorded, retry_as_sdks_do
-from tokentrue.conformance.agents.dialects import ANTHROPIC, CHAT, Wire, node_of
+from tokentrue.conformance.agents.dialects import ANTHROPIC, CHAT
 from tokentrue.conformance.agents.messages import Message
 
 Step = Callable[[Case], Awaitable[None]]
@@ -150,7 +151,7 @@ async def given_twins(case: Case) -> None:
     for one in heard:
         if one.status != 200:
             raise Violation("a good request is answered", f"{one.status} {short(one.whole)}")
-        case.must_train.add(node_of(one.whole))
+        case.must_train.add(read_node(CHAT, one.whole))
 
 
 async def prefill(case: Case) -> None:

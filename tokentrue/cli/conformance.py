@@ -25,7 +25,9 @@ def command(
     dialects: Annotated[str | None, Option(help="such as chat,anthropic (default: all that the target serves)")] = None,
     seed: Annotated[int, Option(help="the same seed sends the same requests")] = 1,
     turns: Annotated[int, Option(help="turns of a conversation")] = 8,
-    case: Annotated[str | None, Option(help="replay one case: LEVEL.NAME.DIALECT.TURNS")] = None,
+    case: Annotated[
+        str | None, Option(help="replay one case, LEVEL.NAME.DIALECT.TURNS, or several with commas")
+    ] = None,
     python: Annotated[
         str | None, Option(help="a Python that has the target installed (default: one is made and kept)")
     ] = None,
@@ -44,8 +46,8 @@ def command(
     if turns < 1:
         raise ConfigError("--turns: at least 1")
     settings = with_levels(ConformanceSettings(dialects=chosen, turns=turns, seed=seed, case=case), levels)
-    if case is not None:
-        parse_case(case)
+    for one in case.split(",") if case is not None else ():
+        parse_case(one)
     quiet_libraries()
     loaded = load_target(target, python)
     with show_status(f"starting {loaded.name}", quiet=as_json or not sys.stderr.isatty()) as update:
@@ -74,7 +76,13 @@ def print_report(report: ConformanceReport, target: str) -> None:
         (
             f"{level['level']} {level['name']}",
             (level["verdict"], COLOURS[level["verdict"]]),
-            level["why"] or pluralise(level["cases"], "case"),
+            level["why"]
+            or "; ".join(
+                [
+                    pluralise(level["cases"], "case"),
+                    *(f"not {one}: {why}" for one, why in level["not_promised"].items()),
+                ]
+            ),
         )
         for level in shown["levels"]
         if level["verdict"] != "not run"

@@ -17,17 +17,39 @@ import aiohttp
 
 from tokentrue.conformance.agents.dialects import Wire
 from tokentrue.conformance.agents.exchange import Heard
-from tokentrue.conformance.agents.habits import Losses
+from tokentrue.conformance.agents.habits import Losses, sort_keys
 from tokentrue.conformance.agents.messages import Message
-from tokentrue.conformance.agents.reassemble import Broken, assemble, partial_texts
+from tokentrue.conformance.agents.reassemble import Broken, assemble, is_shown
 from tokentrue.conformance.oracle import Row
 from tokentrue.conformance.play import LOOK, MOVE, Play, Stop, brief_json
+from tokentrue.conformance.standin.vision import draw_picture, see_picture
 
 LEVELS = {
     0: "reachable", 1: "rows sound", 2: "once", 3: "histories", 4: "streams", 5: "faults", 6: "policy", 7: "injection",
     8: "audit", 9: "images",
 }  # fmt: skip
 WAIT_S = 3.0  # for a first token, and for a gateway to notice
+
+
+def habit(
+    change: Callable[[Play, list[Message], int], Awaitable[list[Message]]] | None = None,
+    how: Callable[[int], Mapping[str, Any]] = lambda number: {},
+    **judge: bool,
+) -> Case:
+    """A tool loop: before each turn, `change` makes the conversation that is sent; `how` says how it is asked."""
+
+    async def run(play: Play) -> None:
+        messages = play.opening()
+        for number in range(play.turns):
+            messages = messages if change is None else await change(play, messages, number)
+            messages = await play.turn(messages, **{"calls": number < play.turns - 1, **how(number)})
+        await play.judge(**judge)
+
+    return run
+
+
+def lossy(**how: Any) -> Case:
+    return habit(how=lambda number: how)
 
 
 # 0 to 2: one conversation.
@@ -37,27 +59,15 @@ async def answer(play: Play) -> None:
         play.fault("0.2", "an answered session has no rows")
 
 
-async def tool_loop(play: Play, **how: Any) -> list[Message]:
-    messages = play.opening()
-    for number in range(play.turns):
-        messages = await play.turn(messages, calls=number < play.turns - 1, **how)
-    return messages
-
-
-async def sound(play: Play) -> None:
-    await tool_loop(play, fields={"temperature": 0.7})
-    await play.judge()
-
-
 async def filters(play: Play) -> None:
     """Sampling filters: refused, or the ids that they kept are in the rows."""
-    plan = play.plan()
-    heard = await play.post(play.opening(), fields={"top_p": 0.9})
+    plan, messages = play.plan(), play.opening()
+    heard = await play.post(messages, fields={"top_p": 0.9})
     play.bench.engine.plans[""].clear()
     if heard.status == 200 and not any(one.kept for one in play.log):
         play.fault("1.5", "the agent asked for top_p, the engine was not asked for it", "warning")
     elif heard.status == 200:
-        play.served(heard, plan, 0, streamed=False)
+        play.serve(messages, heard, [plan], 0)
         await play.judge(kept=True)
     elif not 400 <= heard.status < 500:
         play.fault("1.5", f"a request with top_p got {heard.status}: {brief_json(heard.whole)}")
@@ -76,33 +86,54 @@ async def once(play: Play) -> None:
     await play.judge()
 
 
+async def several(play: Play) -> None:
+    """`n` = 2: refused, or both answers are accounted for."""
+    plans, messages = [play.plan(), play.plan()], play.opening()
+    heard = await play.post(messages, fields={"n": 2})
+    play.bench.engine.plans[""].clear()
+    if not 400 <= heard.status < 500:
+        first, _ = play.serve(messages, heard, plans, 0)
+        await play.turn(play.after(messages, first), calls=0)
+        await play.judge()
+
+
+async def sessions(play: Play) -> None:
+    """Two sessions with the same opening, turn by turn."""
+    other = Play(play.bench, play.dialect, play.turns, f"{play.seed}/other")
+    await other.open()
+    ours = theirs = play.opening()
+    for _ in range(play.turns):
+        ours, theirs = await play.turn(ours), await other.turn(theirs)
+    play.foreign = {turn.generation.number for turn in other.served}
+    other.foreign = {turn.generation.number for turn in play.served}
+    for one in (play, other):
+        await one.judge()
+    play.faults += other.faults
+
+
 # 3: the habits.
-async def retry(play: Play) -> None:
-    messages = play.opening()
-    for number in range(play.turns):
-        if number == play.turns // 2:
-            await play.turn(messages)
-        messages = await play.turn(messages)
-    await play.judge()
+async def ask_twice(play: Play, messages: list[Message], number: int) -> list[Message]:
+    if number == play.turns // 2:
+        await play.turn(messages)
+    return messages
 
 
-async def fork(play: Play) -> None:
-    messages = play.opening()
-    for number in range(play.turns):
-        if number == play.turns // 2:
-            other = [*messages[:-1], replace(messages[-1], text=play.text())]
-            await play.turn(other, calls=0)
-        messages = await play.turn(messages)
-    await play.judge()
+async def go_back(play: Play, messages: list[Message], number: int) -> list[Message]:
+    if number == play.turns // 2:
+        await play.turn([*messages[:-1], replace(messages[-1], text=play.text())], calls=0)
+    return messages
 
 
-async def compaction(play: Play) -> None:
-    messages = play.opening()
-    for number in range(play.turns):
-        if number == max(1, play.turns // 2):
-            messages = [messages[0], Message(role="user", text=f"Summary: {play.text()}")]
-        messages = await play.turn(messages)
-    await play.judge()
+async def summarise(play: Play, messages: list[Message], number: int) -> list[Message]:
+    if number != max(1, play.turns // 2):
+        return messages
+    return [messages[0], Message(role="user", text=f"Summary: {play.text()}")]
+
+
+async def tell_time(play: Play, messages: list[Message], number: int) -> list[Message]:
+    """A system prompt with the time of day: no turn continues another."""
+    system = replace(messages[0], text=f"{messages[0].text.split(' @')[0]} @12:0{number % 10}")
+    return [system, *messages[1:]]
 
 
 async def sub_agents(play: Play) -> None:
@@ -112,63 +143,34 @@ async def sub_agents(play: Play) -> None:
     await play.judge()
 
 
-async def tools_a_b(play: Play) -> None:
-    messages = play.opening()
-    for number in range(play.turns):
-        messages = await play.turn(messages, tools=(LOOK,) if number % 2 else (LOOK, MOVE))
-    await play.judge()
-
-
-async def temperature_a_b(play: Play) -> None:
-    messages = play.opening()
-    for number in range(play.turns):
-        messages = await play.turn(messages, fields={"temperature": 0.7 if number % 2 else 1.0})
-    await play.judge()
-
-
-async def clock(play: Play) -> None:
-    """A system prompt with the time of day: no turn continues another."""
-    messages = play.opening()
-    for number in range(play.turns):
-        system = replace(messages[0], text=f"{messages[0].text.split(' @')[0]} @12:0{number % 10}")
-        messages = await play.turn([system, *messages[1:]])
-    await play.judge()
-
-
-def lossy(**how: Any) -> Case:
-    async def run(play: Play) -> None:
-        await tool_loop(play, **how)
-        await play.judge()
-
-    return run
-
-
 # 4: streams.
-async def shown(play: Play) -> None:
-    await tool_loop(play, stream=True)
-    await play.judge()
-
-
 async def first_token(play: Play) -> None:
     """The agent is shown the first tokens before the last one is sampled."""
-    hold, output = asyncio.Event(), play.output(calls=0)
+    hold, output, messages = asyncio.Event(), play.output(calls=0), play.opening()
     plan, heard = play.plan(output, hold=hold, after=len(output.ids) - 3), Heard(status=0)
-    task = asyncio.ensure_future(play.post(play.opening(), stream=True, heard=heard))
-    if not await _is_shown(play, heard, WAIT_S):
+    task = asyncio.ensure_future(play.post(messages, stream=True, heard=heard))
+    if not await _wait_for_text(heard, WAIT_S):
         play.fault("4.2", f"nothing was shown while the engine had sampled {plan.after} tokens", "warning")
     hold.set()
-    play.served(await task, plan, 0, streamed=True)
+    play.serve(messages, await task, [plan], 0, streamed=True)
     await play.judge()
 
 
-async def _is_shown(play: Play, heard: Heard, wait_s: float) -> bool:
+async def _wait_for_text(heard: Heard, wait_s: float) -> bool:
     """Whether some of the answer arrives within this time."""
     end = time.monotonic() + wait_s
     while time.monotonic() < end:
-        if partial_texts(play.dialect, heard.events):
+        if is_shown(heard.events):
             return True
         await asyncio.sleep(0.02)
     return False
+
+
+async def cut(play: Play) -> None:
+    """Answers that the agent's limit of tokens ends, whole and streamed."""
+    for stream in (False, True):
+        await play.ask(play.opening(), fields={"max_tokens": 6}, stream=stream)
+    await play.judge()
 
 
 # 5: faults.
@@ -191,7 +193,7 @@ async def engine_refuses(play: Play) -> None:
     if heard is not None and heard.status == 200 and play.log[-1].ended == "refused":
         play.fault("5.1", f"the engine answered 500, the agent got 200: {brief_json(heard.whole)}")
     elif heard is not None and heard.status == 200:  # the gateway asked the engine again
-        messages = play.after(messages, play.served(heard, play.log[-1].plan, 1, streamed=False))
+        messages = play.after(messages, *play.serve(messages, heard, [play.log[-1].plan], 1))
     await _go_on(play, messages)
 
 
@@ -223,7 +225,7 @@ async def disconnect(play: Play) -> None:
     play.plan(output, hold=hold, after=len(output.ids) // 2)
     heard = Heard(status=0)
     task = asyncio.ensure_future(play.post(messages, stream=True, heard=heard))
-    await _is_shown(play, heard, 0.5)
+    await _wait_for_text(heard, 0.5)
     task.cancel()
     await asyncio.wait([task])
     await asyncio.sleep(0.2)
@@ -240,7 +242,7 @@ async def duplicate(play: Play) -> None:
     heard = await play.post(messages, headers={**headers, "x-stainless-retry-count": "1"})
     if play.log[start:]:
         play.fault("5.3", "a request that was sent again under its Idempotency-Key was generated again", "note")
-        first = play.served(heard, plan, start, streamed=False)
+        (first,) = play.serve(messages, heard, [plan], start)
     elif heard.status != 200:
         play.fault("5.3", f"a request that was sent again got {heard.status}: {brief_json(heard.whole)}")
     await play.turn(play.after(messages, first), calls=0)
@@ -251,16 +253,17 @@ async def out_of_order(play: Play) -> None:
     """Two requests at once; the first one's answer is ready last."""
     messages = await play.turn(play.opening())
     hold, start = asyncio.Event(), len(play.log)
+    several = [[*messages, Message(role="user", text=play.text())] for _ in range(2)]
     first = play.plan(play.output(calls=0), hold=hold)
-    one = asyncio.ensure_future(play.post([*messages, Message(role="user", text=play.text())]))
+    one = asyncio.ensure_future(play.post(several[0]))
     while len(play.log) == start and not one.done():
         await asyncio.sleep(0.01)
     second = play.plan(play.output(calls=0))
-    two = asyncio.ensure_future(play.post([*messages, Message(role="user", text=play.text())]))
+    two = asyncio.ensure_future(play.post(several[1]))
     await asyncio.wait([two], timeout=WAIT_S)
     hold.set()
-    play.served(await two, second, start, streamed=False)
-    play.served(await one, first, start, streamed=False)
+    play.serve(several[1], await two, [second], start)
+    play.serve(several[0], await one, [first], start)
     await play.judge()
 
 
@@ -286,20 +289,16 @@ async def kill(play: Play) -> None:
 
 
 # 6 to 8.
-async def versions(play: Play) -> None:
-    messages = play.opening()
-    for number in range(play.turns):
-        play.bench.engine.version = str(number + 1)
-        messages = await play.turn(messages)
-    await play.judge(versions=True)
+async def new_weights(play: Play, messages: list[Message], number: int) -> list[Message]:
+    play.bench.engine.version = str(number + 1)
+    return messages
 
 
 async def mid_turn(play: Play) -> None:
     """The weights change while the engine samples."""
-    output = play.output(calls=0)
+    output, messages = play.output(calls=0), play.opening()
     plan = play.plan(output, version="4", next_version="5", after=len(output.ids) // 2)
-    heard = await play.post(play.opening(), stream=True)
-    play.served(heard, plan, 0, streamed=True)
+    play.serve(messages, await play.post(messages, stream=True), [plan], 0, streamed=True)
     await play.judge(versions=True)
 
 
@@ -324,7 +323,7 @@ async def injection(play: Play) -> None:
 
 async def audit(play: Play) -> None:
     """The export passes its check; with one token or one log-probability changed it does not."""
-    await tool_loop(play)
+    await play.turn(await play.turn(play.opening()), calls=0)
     rows = await play.judge()
     with tempfile.TemporaryDirectory() as folder:
         path = await asyncio.to_thread(play.target.export, play.session, Path(folder))
@@ -357,28 +356,67 @@ def tamper(text: str, row: Row, column: str) -> str:
     return "\n".join(json.dumps(change(json.loads(line))) for line in text.splitlines() if line.strip()) + "\n"
 
 
+# 9: images.
+def show(*pictures: tuple[int, ...], at: int = 0, then: Callable[[bytes], bytes] | None = None) -> Case:
+    """Pictures of these sizes in the user's message, or in the result of the call before turn `at`; from the middle on
+    the harness sends what `then` makes of each."""
+
+    async def change(play: Play, messages: list[Message], number: int) -> list[Message]:
+        if number == min(at, play.turns - 1):
+            return [*messages[:-1], replace(messages[-1], images=tuple(play.picture(*size) for size in pictures))]
+        if then is not None and number == max(1, play.turns // 2):
+            return [replace(message, images=tuple(map(then, message.images))) for message in messages]
+        return messages
+
+    return habit(change)
+
+
+def encode_again(image: bytes) -> bytes:
+    return draw_picture(see_picture(image)[1], level=0)
+
+
+def swap(image: bytes) -> bytes:
+    """Another picture of the same size."""
+    red, green, blue = see_picture(image)[1]
+    return draw_picture((green, blue, 255 - red))
+
+
+async def two_sessions(play: Play) -> None:
+    """The same picture in a session, and in one after it."""
+    await show((2, 2))(play)
+    play.foreign = {turn.generation.number for turn in play.served}
+    play.served.clear()
+    play.pictures = 0
+    await play.open()
+    await show((2, 2))(play)
+
+
 Case = Callable[[Play], Awaitable[None]]
 CASES: Mapping[int, Mapping[str, Case]] = {
     0: {"answer": answer},
-    1: {"sound": sound, "filters": filters},
-    2: {"once": once},
+    1: {
+        "sound": lossy(fields={"temperature": 0.7}),
+        "default_temperature": lossy(fields={"temperature": None}),
+        "filters": filters,
+    },
+    2: {"once": once, "several": several, "sessions": sessions},
     3: {
         "verbatim": lossy(),
         "reasoning_dropped": lossy(losses=Losses(reasoning=True), wire=Wire(empty="empty")),
         "reasoning_inlined": lossy(wire=Wire(inline=True)),
         "ids_renamed": lossy(losses=Losses(ids=True)),
-        "arguments_reordered": lossy(losses=Losses(arguments="sorted")),
-        "whitespace_trimmed": lossy(losses=Losses(whitespace="trim")),
+        "arguments_reordered": lossy(losses=Losses(arguments=sort_keys)),
+        "whitespace_trimmed": lossy(losses=Losses(whitespace=str.strip)),
         "content_parts": lossy(wire=Wire(parts=True)),
-        "temperature_a_b": temperature_a_b,
-        "retry": retry,
-        "fork": fork,
-        "compaction": compaction,
+        "temperature_a_b": habit(how=lambda number: {"fields": {"temperature": 0.7 if number % 2 else 1.0}}),
+        "retry": habit(ask_twice),
+        "fork": habit(go_back),
+        "compaction": habit(summarise),
         "sub_agents": sub_agents,
-        "tools_a_b": tools_a_b,
-        "clock": clock,
+        "tools_a_b": habit(how=lambda number: {"tools": (LOOK,) if number % 2 else (LOOK, MOVE)}),
+        "clock": habit(tell_time),
     },
-    4: {"shown": shown, "first_token": first_token},
+    4: {"shown": lossy(stream=True), "first_token": first_token, "cut": cut},
     5: {
         "engine_error": engine_error,
         "engine_refuses": engine_refuses,
@@ -387,12 +425,19 @@ CASES: Mapping[int, Mapping[str, Case]] = {
         "out_of_order": out_of_order,
         "kill": kill,
     },
-    6: {"versions": versions, "mid_turn": mid_turn},
+    6: {"versions": habit(new_weights, versions=True), "mid_turn": mid_turn},
     7: {"injection": injection},
     8: {"audit": audit},
-    9: {},
+    9: {
+        "user": show((2, 2)),
+        "result": show((2, 2), at=1),
+        "two": show((2, 2), (3, 2)),
+        "encoded_again": show((2, 2), then=encode_again),
+        "swapped": show((2, 2), then=swap),
+        "two_sessions": two_sessions,
+    },
 }
-ANY_DIALECT = {"kill", "audit"}
-"""Cases that do not depend on the dialect: they are run in the first one."""
-FEWEST_ROWS = {"fork": 2, "compaction": 2, "sub_agents": 2, "tools_a_b": 2, "clock": 1 << 30}
+ONE_DIALECT = {"kill", "audit", "several"}
+"""Cases that do not depend on the dialect, or that only chat has: they are run in the first one."""
+FEWEST_ROWS = {"retry": 2, "fork": 2, "compaction": 2, "sub_agents": 2, "tools_a_b": 2, "clock": 1 << 30}
 """Rows that are enough for a habit, where it is not 1."""

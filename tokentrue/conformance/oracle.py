@@ -4,25 +4,32 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import takewhile
-from typing import Literal
+from typing import Any, Literal
 
 from tokentrue.conformance.standin.generation import Generation
+from tokentrue.conformance.standin.vision import ImagePlace
 from tokentrue.records import record
 
 Severity = Literal["fatal", "warning", "note"]
+COLUMNS = ("ids", "mask", "logprobs", "versions", "kept")
+REASONS = ("retried", "not_chosen")
+"""Why an answered turn may be left out: the same was asked again, or it is one of several answers to one request."""
 
 
 @record
 class Row:
     """One training sequence. `logprobs` counts only where `mask` is 1; `versions` and `kept` (the ids that a filter
-    left) are per token, None where the gateway records none."""
+    left) are per token, None where the gateway records none. `images`: the SHA-256 of each file, its first token and
+    how many tokens it has."""
 
     ids: Sequence[int]
     mask: Sequence[int]
     logprobs: Sequence[float | None]
     versions: Sequence[str | int | None] | None = None
     kept: Sequence[Sequence[int] | None] | None = None
+    images: Sequence[ImagePlace] = ()
 
 
 @record
@@ -40,21 +47,34 @@ def merge_calls(calls: Sequence[Row]) -> list[Row]:
     it, exactly. A second branch from the same turn is a row with its own call trained."""
     rows: list[Row] = []
     for call in calls:
-        ids = list(call.ids)
-        start = next((at for at, kept in enumerate(call.mask) if kept), len(ids))
-        before = [row for row in rows if len(row.ids) <= start and ids[: len(row.ids)] == list(row.ids)]
+        start = next((at for at, kept in enumerate(call.mask) if kept), len(call.ids))
+        before = [at for at, row in enumerate(rows) if len(row.ids) <= start and begins_with(call, row)]
         if not before:
             rows.append(call)
             continue
-        earlier = max(before, key=lambda row: len(row.ids))
-        length = len(earlier.ids)
-        rows[next(at for at, row in enumerate(rows) if row is earlier)] = Row(
-            ids=ids,
-            mask=[*earlier.mask, *call.mask[length:]],
-            logprobs=[*earlier.logprobs, *call.logprobs[length:]],
-            versions=None if call.versions is None else [*(earlier.versions or ()), *call.versions[length:]],
-        )
+        at = max(before, key=lambda at: len(rows[at].ids))
+        both = {name: (getattr(rows[at], name), getattr(call, name)) for name in COLUMNS[1:]}
+        joined = {
+            name: None if old is None or new is None else [*old, *new[len(old) :]] for name, (old, new) in both.items()
+        }
+        rows[at] = replace(call, **joined)
     return rows
+
+
+def begins_with(call: Row, row: Row) -> bool:
+    """Equal ids are not enough: two pictures of one size have the same placeholders."""
+    length = len(row.ids)
+    images = [tuple(image) for image in call.images if image[1] < length]
+    return list(call.ids[:length]) == list(row.ids) and images == [tuple(image) for image in row.images]
+
+
+def find_uneven(rows: Sequence[Row]) -> Iterator[Fault]:
+    """Rule 0.2: a row whose columns have different lengths cannot be read."""
+    for number, row in enumerate(rows):
+        sizes = {name: len(value) for name in COLUMNS if (value := getattr(row, name)) is not None}
+        if len(set(sizes.values())) > 1:
+            told = ", ".join(f"{count} {name}" for name, count in sizes.items())
+            yield Fault(rule="0.2", severity="fatal", detail=f"row {number} has columns of different lengths: {told}")
 
 
 Place = tuple[Generation, int]
@@ -71,11 +91,7 @@ class Oracle:
     def judge(self, rows: Sequence[Row], *, strict: bool = False) -> Iterator[Fault]:
         """Levels 1 and 2. `strict`: what is recorded with a log-probability and not trained is judged as well."""
         for number, row in enumerate(rows):
-            if not len(row.ids) == len(row.mask) == len(row.logprobs):
-                sizes = f"{len(row.ids)} ids, {len(row.mask)} mask, {len(row.logprobs)} log-probabilities"
-                yield Fault(rule="1.1", severity="fatal", detail=f"row {number} has columns of other lengths: {sizes}")
-            else:
-                yield from self._judge_row(number, row, strict=strict)
+            yield from self._judge_row(number, row, strict=strict)
         counts = Counter((one.number, at) for row in rows for _, (one, at) in self.places(row))
         if twice := sum(count > 1 for count in counts.values()):
             detail = f"sampled tokens that are trained more than once: {twice}"
@@ -103,12 +119,11 @@ class Oracle:
         found = [one for one in self._log if len(one.prompt) <= at and one.full[: at + 1] == prefix]
         if not found:
             return None
-        best = max(
-            found,
-            key=lambda one: sum(
-                1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one.full, ids, strict=False))
-            ),
-        )
+
+        def agreement(one: Generation) -> int:
+            return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one.full, ids, strict=False)))
+
+        best = max(found, key=agreement)
         return best, at - len(best.prompt)
 
     def _judge_row(self, number: int, row: Row, *, strict: bool) -> Iterator[Fault]:
@@ -142,45 +157,61 @@ class Oracle:
         return {(one.number, at) for row in rows for _, (one, at) in self.places(row)}
 
     def judge_coverage(
-        self, rows: Sequence[Row], reasons: Mapping[str, int], *, continued: Sequence[Generation]
+        self, rows: Sequence[Row], reasons: Mapping[str, int], *, continued: set[int], excusable: set[int]
     ) -> Iterator[Fault]:
-        """Level 2: what is not trained has a reason, and not one that is false. `continued` are generations whose answer
-        the agent sent back in a later request."""
+        """Level 2, by numbers of generations: `continued` are those whose answer the agent sent back in a later request,
+        `excusable` those of which a reason can be true."""
         trained = self.trained(rows)
         missing = {one.number: sum((one.number, at) not in trained for at in range(one.delivered)) for one in self._log}
-        lost = [missing[one.number] for one in continued if missing[one.number]]
+        lost = [missing[number] for number in continued if missing[number]]
+        told = ", ".join(reasons) or "no reason given"
         if lost:
-            told = f"{len(lost)} ({sum(lost)} tokens; {', '.join(reasons) or 'no reason given'})"
-            detail = f"turns that the agent continued and that are not trained: {told}"
+            detail = (
+                f"turns that the agent continued and that are not trained: {len(lost)} ({sum(lost)} tokens; {told})"
+            )
             yield Fault(rule="2.3", severity="fatal", detail=detail, tokens=sum(lost))
-        unexplained = sum(missing.values()) - sum(lost) - sum(reasons.values())
-        if unexplained > 0:
-            detail = f"sampled tokens that are neither trained nor explained: {unexplained}"
+        excused = sum(count for number, count in missing.items() if number in excusable)
+        unexplained = sum(missing.values()) - sum(lost) - excused
+        unexplained += max(0, excused - sum(reasons.get(name, 0) for name in REASONS))
+        if unexplained:
+            detail = (
+                f"sampled tokens that are not trained, without a reason that is true of them: {unexplained} ({told})"
+            )
             yield Fault(rule="2.2", severity="fatal", detail=detail, tokens=unexplained)
 
     def judge_versions(self, rows: Sequence[Row]) -> Iterator[Fault]:
         """Level 6."""
+        told: list[tuple[Any, ...]] = []
         for number, row in enumerate(rows):
-            told = [(at, None if row.versions is None else row.versions[at], where) for at, where in self.places(row)]
-            wrong = [
-                (at, got, one.version_at(n + 1)) for at, got, (one, n) in told if str(got) != one.version_at(n + 1)
-            ]
-            if wrong:
-                first = "position {}: {} for {}".format(*wrong[0])
-                detail = f"row {number}: {len(wrong)} trained tokens without their policy version, first at {first}"
-                yield Fault(rule="6.1", severity="fatal", detail=detail, tokens=len(wrong))
+            versions = row.versions or [None] * len(row.ids)
+            told += [(number, at, versions[at], one.version_at(n + 1)) for at, (one, n) in self.places(row)]
+        if wrong := [one for one in told if str(one[2]) != one[3]]:
+            first = "row {}, position {}: {} for {}".format(*wrong[0])
+            detail = f"{len(wrong)} trained tokens without their policy version, first in {first}"
+            yield Fault(rule="6.1", severity="fatal", detail=detail, tokens=len(wrong))
 
     def judge_kept(self, rows: Sequence[Row]) -> Iterator[Fault]:
         """Rule 1.5, for rows that were sampled under a filter."""
+        told: list[tuple[Any, list[int]]] = []
+        for row in rows:
+            kept = row.kept or [None] * len(row.ids)
+            told += [(kept[at], one.kept[n]) for at, (one, n) in self.places(row) if one.kept]
+        if wrong := sum(got is None or sorted(got) != wanted for got, wanted in told):
+            detail = f"{wrong} tokens were sampled under a filter without the ids that it kept"
+            yield Fault(rule="1.5", severity="warning", detail=detail, tokens=wrong)
+
+    def judge_images(self, rows: Sequence[Row]) -> Iterator[Fault]:
+        """Rule 9.1: before each trained token, a row has the images of the engine's prompt."""
         for number, row in enumerate(rows):
-            told = [
-                (None if row.kept is None else row.kept[at], one.kept[n])
-                for at, (one, n) in self.places(row)
-                if one.kept
-            ]
-            if wrong := sum(got is None or sorted(got) != kept for got, kept in told):
-                detail = f"row {number}: {wrong} tokens were sampled under a filter without the ids that it kept"
-                yield Fault(rule="1.5", severity="warning", detail=detail, tokens=wrong)
+            for one in {one.number: one for _, (one, _) in self.places(row)}.values():
+                got = [tuple(image) for image in row.images if image[1] < len(one.prompt)]
+                if got != list(one.images):
+                    told, given = (
+                        ", ".join(f"{name[:8]} at {at} ({count} tokens)" for name, at, count in images) or "none"
+                        for images in (got, one.images)
+                    )
+                    detail = f"row {number} has the images {told}; the engine was given {given}"
+                    yield Fault(rule="9.1", severity="fatal", detail=detail, tokens=len(one.sampled))
 
 
 WRONG = {

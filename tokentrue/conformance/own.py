@@ -7,10 +7,10 @@ import json
 import os
 import subprocess
 from array import array
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import ClassVar
 
 from tokentrue.conformance.oracle import Row
 from tokentrue.conformance.target import Session, Target
@@ -21,7 +21,6 @@ KEY = {"authorization": "Bearer conformance-admin-key"}
 
 class TokenTrue(Target):
     name, engine, ready = "tokentrue", "sglang", "/ready"
-    not_promised: ClassVar = {"9": "the suite has no case for this level yet"}
 
     def command(self, engine: str, port: int, folder: Path, model: Path) -> Sequence[str]:
         serve = [self.python, "-m", "tokentrue", "serve", "--model", str(model), "--engine", "sglang", "--url", engine]
@@ -43,7 +42,10 @@ class TokenTrue(Target):
 
     def reasons(self, session: Session) -> Mapping[str, int]:
         untrained = self.get(f"/sessions/{session.id}/samples", KEY)["coverage"]["untrained"]
-        return {f"{item['why']} ({item['node']})": item["tokens"] for item in untrained}
+        reasons: Counter[str] = Counter()
+        for item in untrained:
+            reasons[item["why"]] += item["tokens"]
+        return reasons
 
     def export(self, session: Session, folder: Path) -> Path:
         path = folder / f"{session.id}.jsonl"
@@ -65,4 +67,6 @@ def row_from(sample: JsonObject) -> Row:
     if mask is not None:
         every, ends = (array("i", base64.b64decode(mask[name])) for name in ("token_ids", "offsets"))
         kept = [list(every[first:last]) for first, last in pairwise(ends)]
-    return Row(ids=ids, mask=sample["loss_mask"], logprobs=sample["rollout_logprobs"], versions=versions, kept=kept)
+    images = [(image["sha256"], image["start"], image["count"]) for image in sample.get("images", ())]
+    columns = {"mask": sample["loss_mask"], "logprobs": sample["rollout_logprobs"], "versions": versions, "kept": kept}
+    return Row(ids=ids, images=images, **columns)

@@ -12,15 +12,16 @@ from typing import Any
 import aiohttp
 
 from tokentrue.conformance.agents import dialects
-from tokentrue.conformance.agents.dialects import ANTHROPIC, CHAT, GOOGLE, RESPONSES, Wire
+from tokentrue.conformance.agents.dialects import ANTHROPIC, CHAT, FINISHES, GOOGLE, RESPONSES, Wire
 from tokentrue.conformance.agents.exchange import Heard, read_events
 from tokentrue.conformance.agents.google import google_body
 from tokentrue.conformance.agents.habits import Losses, lose
 from tokentrue.conformance.agents.messages import Message, Tool
 from tokentrue.conformance.agents.reassemble import Broken, Unsound, assemble
-from tokentrue.conformance.oracle import Fault, Oracle, Row
+from tokentrue.conformance.oracle import Fault, Oracle, Row, find_uneven
 from tokentrue.conformance.standin.engine import Engine
 from tokentrue.conformance.standin.generation import Generation, Plan
+from tokentrue.conformance.standin.vision import draw_picture, is_same_picture, see_picture
 from tokentrue.conformance.standin.vocabulary import Vocabulary
 from tokentrue.conformance.standin.wires import MODEL
 from tokentrue.conformance.standin.writer import Output, Writer
@@ -58,35 +59,44 @@ class Score:
     tokens: int
 
 
+@record
+class Turn:
+    """An answered request; `choice` counts the answers to it, `order` the requests up to then."""
+
+    asked: Sequence[Message]
+    answer: Message
+    generation: Generation
+    choice: int
+    order: int
+
+
 class Play:
     def __init__(self, bench: Bench, dialect: str, turns: int, seed: str) -> None:
-        self.bench, self.target, self.dialect, self.turns = bench, bench.target, dialect, turns
+        self.bench, self.target, self.dialect, self.turns, self.seed = bench, bench.target, dialect, turns, seed
         self.rng = random.Random(seed)
         self.writer = Writer(bench.vocabulary, self.rng)
         self.faults: list[Fault] = []
         self.transcript: list[str] = []
         self.score: Score | None = None
+        self.foreign: set[int] = set()  # generations of another session that is played at the same time
+        self.served: list[Turn] = []
+        self._requests: list[Sequence[Message]] = []
         self._signatures: dict[str, str] = {}
-        self._served: dict[int, tuple[Message, Generation]] = {}
-        self._continued: dict[int, Generation] = {}
-        self._first = len(self.log_of_all)
-        self._serial = self._outputs = 0
+        self._first = len(bench.engine.log[""])
+        self._serial = self._outputs = self.pictures = 0
         self._last: list[Message] = []
 
     @property
-    def log_of_all(self) -> list[Generation]:
-        return self.bench.engine.log[""]
-
-    @property
     def log(self) -> list[Generation]:
-        return self.log_of_all[self._first :]
+        return [one for one in self.bench.engine.log[""][self._first :] if one.number not in self.foreign]
 
     def fault(self, rule: str, detail: str, severity: Any = "fatal", *, tokens: int = 0) -> None:
         self._add([Fault(rule=rule, severity=severity, detail=detail, tokens=tokens)])
 
     def _add(self, faults: Iterable[Fault]) -> None:
-        """Without rules that the target makes no promise about."""
-        self.faults += [one for one in faults if one.rule not in self.target.not_promised]
+        """Without rules and levels that the target makes no promise about."""
+        skipped = self.target.not_promised
+        self.faults += [one for one in faults if one.rule not in skipped and one.rule.split(".")[0] not in skipped]
 
     async def open(self) -> None:
         try:
@@ -102,6 +112,11 @@ class Play:
 
     def opening(self) -> list[Message]:
         return [Message(role="system", text=self.text()), Message(role="user", text=self.text())]
+
+    def picture(self, *size: int) -> bytes:
+        """Of another colour than those before; `size` is its width and height in tokens."""
+        self.pictures += 1
+        return draw_picture(tuple(self.pictures * factor % 256 for factor in (37, 71, 113)), *size)
 
     def output(self, *, calls: int = 1, reasoning: bool = True) -> Output:
         """Canonical, as a model mostly samples; one output of four is in ids that the tokenizer would not choose."""
@@ -120,11 +135,11 @@ class Play:
     def body(
         self, messages: Sequence[Message], tools: Sequence[Tool], wire: Wire, fields: Mapping[str, Any], *, stream: bool
     ) -> tuple[str, dict[str, Any]]:
-        """The URL and the body in this play's dialect."""
+        """The URL and the body in this play's dialect. A field that is None is left out."""
         url, fields = self.session.urls[self.dialect], {"max_tokens": 4096, "temperature": 1.0, **fields}
+        fields = {name: value for name, value in fields.items() if value is not None}
         if self.dialect == GOOGLE:
-            made = google_body(messages, tools, self._signatures, fields, inline=wire.inline, bare=wire.bare)
-            made["generationConfig"] |= {"topP": fields["top_p"]} if "top_p" in fields else {}
+            made = google_body(messages, tools, self._signatures, fields, inline=wire.inline)
             return f"{url}/models/{MODEL}:{'streamGenerateContent?alt=sse' if stream else 'generateContent'}", made
         if self.dialect == RESPONSES:
             fields = {("max_output_tokens" if name == "max_tokens" else name): v for name, v in fields.items()}
@@ -148,10 +163,9 @@ class Play:
         headers: Mapping[str, str] = {},
         heard: Heard | None = None,
     ) -> Heard:
-        """Sends the request as this agent's habit makes it, and reads to the end of the answer; `heard` fills meanwhile."""
-        for message in messages:
-            if id(message) in self._served:
-                self._continued[id(message)] = self._served[id(message)][1]
+        """Sends the request as this agent's habit makes it, and reads to the end of the answer; `heard` is filled
+        meanwhile."""
+        self._requests.append(messages)
         sent = lose(messages, losses, self.rng)
         if self.dialect == ANTHROPIC and not wire.inline:  # a thinking block needs the signature it was served with
             sent = [m if m.reasoning in self._signatures else replace(m, reasoning="") for m in sent]
@@ -183,49 +197,66 @@ class Play:
             raise Stop from error
         asked = (how.get("fields") or {}).get("temperature", 1.0)
         for one in self.log[start:]:
-            if abs(one.temperature - asked) > 1e-6:
-                self.fault(
-                    "1.4", f"the agent asked for temperature {asked}, the engine was asked for {one.temperature}"
-                )
-        return self.served(heard, plan, start, streamed=bool(how.get("stream")))
+            if abs(one.temperature - (1.0 if asked is None else asked)) > 1e-6:
+                wanted = "no temperature" if asked is None else f"temperature {asked}"
+                self.fault("1.4", f"the agent asked for {wanted}, the engine was asked for {one.temperature}")
+        (answer,) = self.serve(messages, heard, [plan], start, streamed=bool(how.get("stream")))
+        return answer
 
-    def served(self, heard: Heard, plan: Plan, start: int, *, streamed: bool) -> Message:
+    def serve(
+        self, messages: Sequence[Message], heard: Heard, plans: Sequence[Plan], start: int, *, streamed: bool = False
+    ) -> list[Message]:
+        """The answers to a request, one per plan, after the rules about what an agent is shown."""
         if heard.status != 200:
             self.fault("0.1", f"a good request got {heard.status}: {brief_json(heard.whole)}")
             raise Stop
         if streamed and heard.whole is not None:
             self.fault("4.3", f"a streamed request got one body of type {heard.kind}")
-        made = [one for one in self.log[start:] if one.plan is plan] or self.log[start:]
+        made = [one for one in self.log[start:] if any(one.plan is plan for plan in plans)] or self.log[start:]
         if not made:
             self.fault("1.1", "the gateway answered, and the engine was not asked")
             raise Stop
         try:
             whole = heard.whole if heard.whole is not None else assemble(self.dialect, heard.events)
-            (answer,) = dialects.answers_of(self.dialect, whole)
-            self._signatures |= dialects.signatures_of(self.dialect, whole)
+            answers = dialects.read_answers(self.dialect, whole)
+            self._signatures |= dialects.read_signatures(self.dialect, whole)
         except (Broken, Unsound) as error:
             self.fault("4.3", f"the stream is not sound: {error}")
             raise Stop from error
-        except (KeyError, TypeError, ValueError, IndexError) as error:
-            self.fault(
-                "4.3" if streamed else "0.1", f"the answer is not in the dialect: {error!r} {brief_json(heard.whole)}"
-            )
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            rule = "4.3" if streamed else "0.1"
+            self.fault(rule, f"the answer is not in the dialect: {error!r} {brief_json(heard.whole)}")
             raise Stop from error
-        self.note(f"  -> {brief(answer.message)}")
-        self._compare_shown(answer.message, made[-1])
-        self._served[id(answer.message)] = (answer.message, made[-1])
-        return answer.message
+        if len(answers) != len(plans):
+            self.fault("4.1", f"the agent asked for {len(plans)} answers and got {len(answers)}")
+            raise Stop
+        for choice, answer in enumerate(answers):
+            self.note(f"  -> {brief(answer.message)}")
+            left = (
+                made if len(plans) == 1 else [one for one in made if all(one is not t.generation for t in self.served)]
+            )
+            one = next((one for one in reversed(left) if is_shown_as(answer.message, one)), (left or made)[-1])
+            self._compare_shown(answer, one)
+            order = len(self._requests)
+            self.served.append(Turn(asked=messages, answer=answer.message, generation=one, choice=choice, order=order))
+        return [answer.message for answer in answers]
 
-    def _compare_shown(self, message: Message, one: Generation) -> None:
-        """Rule 4.1. Reasoning may be withheld; what is shown of it must be what was sampled."""
-        if one.plan.output.expected is None or tuple(one.sampled) != one.plan.output.ids:
-            return
-        reasoning, text, calls = one.plan.output.expected
-        shown = [(call.name, json.loads(call.arguments or "{}")) for call in message.calls]
-        wanted = [(name, json.loads(arguments)) for name, arguments in calls]
-        if message.text.strip() != text.strip() or shown != wanted or message.reasoning.strip() not in ("", reasoning):
-            detail = f"sampled {brief_json((reasoning, text, wanted))}, shown {brief_json((message.reasoning, message.text, shown))}"
-            self.fault("4.1", detail)
+    def _compare_shown(self, answer: dialects.Answer, one: Generation) -> None:
+        """Rules 4.1 and 4.4, and 9.2 for what the engine was shown."""
+        if not is_shown_as(answer.message, one):
+            message = answer.message
+            shown = (message.reasoning, message.text, [(call.name, call.arguments) for call in message.calls])
+            self.fault("4.1", f"sampled {brief_json(one.plan.output.expected)}, shown {brief_json(shown)}")
+        wanted = FINISHES[self.dialect][2 if one.finish.reason == "length" else bool(answer.message.calls)]
+        if answer.finish != wanted:
+            self.fault(
+                "4.4",
+                f"the sampling ended by {one.finish.reason}: {wanted!r} is due, the answer says {answer.finish!r}",
+            )
+        sent = [see_picture(image)[1] for message in self._last for image in message.images]
+        given = [self.bench.vocabulary.colours[name] for name, _, _ in one.images]
+        if len(sent) != len(given) or not all(map(is_same_picture, sent, given)):
+            self.fault("9.2", f"the agent sent images of the colours {sent}, the engine was given {given}")
 
     async def turn(self, messages: Sequence[Message], *, calls: int = 1, **how: Any) -> list[Message]:
         """One turn of a tool loop: the conversation after it."""
@@ -237,31 +268,49 @@ class Play:
     # The record.
     async def rows(self) -> Sequence[Row]:
         """The rows, once all that was served is in them or the gateway had time to write it."""
-        served = [one for _, one in self._served.values()]
+        served = [turn.generation for turn in self.served]
         oracle, loop = Oracle(self.log), asyncio.get_running_loop()
         end = loop.time() + self.target.settle_s
         while True:
             try:
                 rows = await asyncio.to_thread(self.target.rows, self.session)
+                uneven = list(find_uneven(rows))
             except Exception as error:
                 self.fault("0.2", f"the rows cannot be read: {error!r}")
                 raise Stop from error
+            if uneven:
+                self._add(uneven)
+                raise Stop
             trained = oracle.trained(rows)
             if loop.time() > end or all((one.number, at) in trained for one in served for at in range(one.delivered)):
                 return rows
-            reasons = await asyncio.to_thread(self.target.reasons, self.session)
-            if reasons:  # what is missing is missing on purpose
+            if await asyncio.to_thread(self.target.reasons, self.session):  # what is missing is missing on purpose
                 return rows
             await asyncio.sleep(0.25)
 
     async def judge(self, *, versions: bool = False, kept: bool = False) -> Sequence[Row]:
-        """Levels 1 and 2 hold after every case."""
+        """Levels 1, 2 and 9 hold after every case."""
         rows = await self.rows()
         reasons = await asyncio.to_thread(self.target.reasons, self.session)
-        oracle, served = Oracle(self.log), [one for _, one in self._served.values()]
-        answered = Oracle(served)
-        self._add(oracle.judge(rows))
-        self._add(answered.judge_coverage(rows, reasons, continued=list(self._continued.values())))
+        log, served = self.log, [turn.generation for turn in self.served]
+        oracle, answered = Oracle(log), Oracle(served)
+        faults = list(oracle.judge(rows))
+        if any(fault.rule == "1.1" for fault in faults):
+            own = {one.number for one in log}
+            others = Oracle([one for one in self.bench.engine.log[""] if one.number not in own])
+            if strange := len(others.trained(rows)):
+                faults = [fault for fault in faults if fault.rule != "1.1"]
+                self.fault("2.4", f"trained tokens that were sampled in another session: {strange}", tokens=strange)
+        self._add(faults)
+        continued, excusable = set[int](), set[int]()
+        for turn in self.served:
+            start, later = list(turn.asked), self._requests[turn.order :]
+            if any(turn.answer is message for asked in later for message in asked):
+                continued.add(turn.generation.number)
+            elif turn.choice or any(list(asked[: len(start)]) == start for asked in later):
+                excusable.add(turn.generation.number)
+        self._add(answered.judge_coverage(rows, reasons, continued=continued, excusable=excusable))
+        self._add(oracle.judge_images(rows))
         self._add(oracle.judge_versions(rows) if versions else ())
         self._add(oracle.judge_kept(rows) if kept else ())
         self.score = Score(
@@ -273,9 +322,21 @@ class Play:
         return rows
 
 
+def is_shown_as(message: Message, one: Generation) -> bool:
+    """Rule 4.1. Reasoning may be withheld; what is shown of it must be what was sampled. Of an answer that was cut, the
+    parser says what is text."""
+    if one.plan.output.expected is None or tuple(one.sampled) != one.plan.output.ids:
+        return True
+    reasoning, text, calls = one.plan.output.expected
+    shown = [(call.name, json.loads(call.arguments or "{}")) for call in message.calls]
+    wanted = [(name, json.loads(arguments)) for name, arguments in calls]
+    return (message.text.strip(), shown) == (text.strip(), wanted) and message.reasoning.strip() in ("", reasoning)
+
+
 def brief(message: Message) -> str:
     text = message.text if len(message.text) <= 48 else f"{message.text[:45]}…"
     parts = [f"{message.role} {text!r}"]
+    parts += [f"(image of the colour {see_picture(image)[1]})" for image in message.images]
     parts += [f"(reasoning, {len(message.reasoning)} characters)"] if message.reasoning else []
     parts += [f"calls {call.name} {call.arguments[:40]} as {call.id[-8:]}" for call in message.calls]
     return " ".join(parts)

@@ -7,30 +7,34 @@ import random
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
-from tokentrue.conformance.levels import ANY_DIALECT, CASES, FEWEST_ROWS, LEVELS
+from tokentrue.conformance.agents.dialects import CHAT
+from tokentrue.conformance.levels import CASES, FEWEST_ROWS, LEVELS, ONE_DIALECT
 from tokentrue.conformance.oracle import Severity
 from tokentrue.conformance.play import Bench, Play, Score, Stop
 from tokentrue.conformance.standin.engine import Engine
+from tokentrue.conformance.standin.vision import write_vision_model
 from tokentrue.conformance.standin.vocabulary import Vocabulary
 from tokentrue.conformance.standin.writer import Writer
 from tokentrue.conformance.target import Target, TargetProcess
 from tokentrue.errors import ConfigError
 from tokentrue.records import record
 
-SPECIFICATION = "1.0"
+SPECIFICATION = "1.1"
+IMAGES = 9  # the level that needs a model with images
 DIALECTS = ("chat", "responses", "anthropic", "google")
 
 
 @record
 class ConformanceSettings:
-    """`case` replays one case: LEVEL.NAME.DIALECT.TURNS."""
+    """`case` replays one case, LEVEL.NAME.DIALECT.TURNS, or several with commas, in order."""
 
     levels: Sequence[int] = tuple(LEVELS)
     dialects: Sequence[str] = DIALECTS
@@ -41,7 +45,7 @@ class ConformanceSettings:
 
 @record
 class Finding:
-    """A broken rule, and the smallest conversation that shows it."""
+    """A broken rule, and the smallest conversation that shows it; `before` is the case that was played before it."""
 
     level: int
     rule: str
@@ -50,6 +54,8 @@ class Finding:
     case: str
     tokens: int
     conversation: Sequence[str]
+    replay: str
+    before: str = ""
 
 
 @record
@@ -108,10 +114,10 @@ class ConformanceReport:
                 "verdict": self.verdict(level),
                 "cases": self.ran.get(level, 0),
                 "why": self.why_not(level),
+                "not_promised": {name: why for name, why in self.not_promised.items() if name.startswith(f"{level}.")},
             }
             for level, name in LEVELS.items()
         ]
-        replay = [f"--case {one.case} --seed {self.settings.seed}" for one in self.findings]
         return {
             "specification": SPECIFICATION,
             **{name: getattr(self, name) for name in ("target", "version", "engine", "command", "not_promised")},
@@ -120,8 +126,11 @@ class ConformanceReport:
             "summary": self.summary,
             "levels": levels,
             "habits": [asdict(score) for score in self.habits],
-            "findings": [{**asdict(one), "replay": text} for one, text in zip(self.findings, replay, strict=True)],
+            "findings": [asdict(one) for one in self.findings],
         }
+
+
+Process = Callable[[Target, str, Path, Path], TargetProcess]
 
 
 async def run(
@@ -129,34 +138,17 @@ async def run(
     settings: ConformanceSettings,
     *,
     model: Path,
-    process: Callable[[Target, str, Path, Path], TargetProcess] = TargetProcess,
+    process: Process = TargetProcess,
     on_case: Callable[[str], None] = lambda name: None,
 ) -> ConformanceReport:
     began = time.monotonic()
-    vocabulary = Vocabulary(model)
-    engine = Engine(vocabulary, settings.seed)
-    engine.fallback = Writer(vocabulary, random.Random(0)).structured("", "ok", ())
-    with tempfile.TemporaryDirectory() as folder:
-        url = await engine.start()
-        started = process(target, url, Path(folder), model)
-        try:
-            await started.start()
-            async with aiohttp.ClientSession(
-                timeout=aiohttp.ClientTimeout(total=60), connector=aiohttp.TCPConnector(limit=0, force_close=True)
-            ) as http:
-                bench = Bench(target=target, process=started, engine=engine, vocabulary=vocabulary, http=http)
-                runner = Runner(bench, settings, on_case)
-                await runner.run_all()
-        finally:
-            await started.stop()
-            await engine.stop()
+    runner = Runner(target, settings, model, process, on_case)
+    await runner.run_all()
     return ConformanceReport(
         target=target.name,
         version=version_of(target),
         engine=target.engine,
-        command=show_command(
-            started.command, {target.python: "python", folder: "DIR", str(model): "MODEL", url: "ENGINE"}
-        ),
+        command=runner.command,
         settings=settings,
         findings=runner.findings,
         habits=runner.habits,
@@ -176,58 +168,120 @@ def show_command(command: Sequence[str], names: Mapping[str, str]) -> str:
 
 def version_of(target: Target) -> str:
     if target.requires:
-        return target.requires[0].partition("==")[2]
+        return re.split("==|@", target.requires[0])[-1]
     try:
         return importlib.metadata.version(target.name)
     except importlib.metadata.PackageNotFoundError:
         return ""
 
 
+PlayedCase = tuple[int, str, str, int]  # level, name, dialect and turns
+PROBE: PlayedCase = (0, "answer", "", 1)  # only opens a session, to see the dialects
+
+
 class Runner:
-    def __init__(self, bench: Bench, settings: ConformanceSettings, on_case: Callable[[str], None]) -> None:
-        self._bench, self._settings, self._on_case = bench, settings, on_case
+    def __init__(
+        self,
+        target: Target,
+        settings: ConformanceSettings,
+        model: Path,
+        process: Process,
+        on_case: Callable[[str], None],
+    ) -> None:
+        self._target, self._settings, self._model, self._process = target, settings, model, process
+        self._on_case = on_case
+        self.command = ""
         self.findings: list[Finding] = []
         self.habits: list[HabitScore] = []
         self.ran: dict[int, int] = {}
         self._shown: set[tuple[str, str]] = set()
+        self._before = ""
 
-    def cases(self, offered: Sequence[str]) -> Iterator[tuple[int, str, str, int]]:
-        """Level, name, dialect and turns."""
-        settings, skipped = self._settings, self._bench.target.not_promised
+    @asynccontextmanager
+    async def _open_bench(self, *, images: bool) -> AsyncIterator[Bench]:
+        """A new engine stand-in, a new process of the target, and an empty directory."""
+        with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as vision:
+            if images:
+                write_vision_model(self._model, Path(vision))
+            model = Path(vision) if images else self._model
+            vocabulary = Vocabulary(model)
+            engine = Engine(vocabulary, self._settings.seed)
+            engine.fallback = Writer(vocabulary, random.Random(0)).structured("", "ok", ())
+            url = await engine.start()
+            started = self._process(self._target, url, Path(folder), model)
+            names = {self._target.python: "python", folder: "DIR", str(model): "MODEL", url: "ENGINE"}
+            self.command = self.command or show_command(started.command, names)
+            timeout, connector = aiohttp.ClientTimeout(total=60), aiohttp.TCPConnector(limit=0, force_close=True)
+            try:
+                await started.start()
+                async with aiohttp.ClientSession(timeout=timeout, connector=connector) as http:
+                    yield Bench(target=self._target, process=started, engine=engine, vocabulary=vocabulary, http=http)
+            finally:
+                await started.stop()
+                await engine.stop()
+
+    def cases(self, offered: Sequence[str], *, images: bool) -> Iterator[PlayedCase]:
+        settings, skipped = self._settings, self._target.not_promised
         if settings.case is not None:
-            level, name, dialect, turns = parse_case(settings.case)
-            yield level, name, dialect, turns
+            yield from (case for case in map(parse_case, settings.case.split(",")) if (case[0] == IMAGES) == images)
             return
         for level, cases in CASES.items():
-            if level not in settings.levels or str(level) in skipped:
+            if level not in settings.levels or str(level) in skipped or (level == IMAGES) != images:
                 continue
             for name in cases:
-                if f"{level}.{name}" in skipped:
+                if f"{level}.{name}" in skipped or (name == "several" and offered[0] != CHAT):
                     continue
-                for dialect in offered[:1] if name in ANY_DIALECT else offered:
+                for dialect in offered[:1] if name in ONE_DIALECT else offered:
                     if f"{level}.{name}.{dialect}" not in skipped:
                         yield level, name, dialect, settings.turns
 
     async def run_all(self) -> None:
-        probe = await self._play(0, "answer", "", 1, run=False)
+        for images in (False, True):
+            if any(self.cases(DIALECTS, images=images)):
+                async with self._open_bench(images=images) as bench:
+                    await self._run_cases(bench, images=images)
+        if self._settings.case is None:
+            self.findings = [await self._check_replay(finding) for finding in self.findings]
+
+    async def _run_cases(self, bench: Bench, *, images: bool) -> None:
+        probe = await self._play(bench, PROBE, run=False)
         if probe.faults:
             self._add(probe, probe.faults[0].rule, f"0.answer.{DIALECTS[0]}.1", ())
             return
         offered = [name for name in self._settings.dialects if name in probe.session.urls]
         if not offered:
-            raise ConfigError(f"{self._bench.target.name} serves {', '.join(probe.session.urls)}: choose one of these")
+            raise ConfigError(f"{self._target.name} serves {', '.join(probe.session.urls)}: choose one of these")
         broken: set[str] = set()
-        for level, name, dialect, turns in self.cases(offered):
+        for case in self.cases(offered, images=images):
+            level, name, dialect, turns = case
             if dialect in broken:
                 continue  # a dialect that does not answer at all has one finding, not thirty
             self._on_case(f"{level}.{name}.{dialect}")
-            play = await self._play(level, name, dialect, turns)
+            play = await self._play(bench, case)
             self.ran[level] = self.ran.get(level, 0) + 1
             if level == 0 and play.faults:
                 broken.add(dialect)
             if level == 3 and play.score is not None and play.score.sampled:
                 self._score(name, dialect, turns, play, play.score)
-            await self._report(level, name, dialect, turns, play)
+            await self._report(bench, case, play)
+            self._before = write_case(case)
+
+    async def _check_replay(self, finding: Finding) -> Finding:
+        """A case that breaks its rule only after another one is replayed with it, or with the whole run."""
+        if not finding.conversation or finding.severity != "fatal":
+            return finding
+        for several in ([finding.case], [finding.before, finding.case]):
+            cases = [parse_case(text) for text in several if text]
+            async with self._open_bench(images=cases[-1][0] == IMAGES) as bench:
+                await self._play(bench, PROBE, run=False)
+                plays = [await self._play(bench, case) for case in cases]
+            if any(fault.rule == finding.rule for fault in plays[-1].faults):
+                return replace(
+                    finding, replay=f"--case {','.join(map(write_case, cases))} --seed {self._settings.seed}"
+                )
+        asked = self._settings
+        run = f"--levels 0-{finding.level} --dialects {','.join(asked.dialects)} --turns {asked.turns} --seed {asked.seed}"
+        return replace(finding, replay=run)
 
     def _score(self, name: str, dialect: str, turns: int, play: Play, score: Score) -> None:
         fewest = FEWEST_ROWS.get(name, 1)
@@ -241,33 +295,36 @@ class Runner:
             detail = f"{score.rows} rows, {score.tokens} tokens to forward, where {known} {'row is' if known == 1 else 'rows are'} enough"
             play.fault("3.1", detail, "warning")
 
-    async def _report(self, level: int, name: str, dialect: str, turns: int, play: Play) -> None:
+    async def _report(self, bench: Bench, case: PlayedCase, play: Play) -> None:
         """Each broken rule of a case once; the first time in a dialect, with the fewest turns that break it."""
+        level, name, dialect, turns = case
         for rule in dict.fromkeys(fault.rule for fault in play.faults):
             smallest, fewer = play, turns
             is_first = (rule, dialect) not in self._shown
             self._shown.add((rule, dialect))
             for count in range(1, turns) if is_first and self._settings.case is None and rule != "3.1" else ():
-                tried = await self._play(level, name, dialect, count)
+                tried = await self._play(bench, (level, name, dialect, count))
                 if any(other.rule == rule for other in tried.faults):
                     smallest, fewer = tried, count
                     break
-            self._add(play, rule, f"{level}.{name}.{dialect}.{fewer}", smallest.transcript if is_first else ())
+            text = write_case((level, name, dialect, fewer))
+            self._add(smallest, rule, text, smallest.transcript if is_first else ())
 
     def _add(self, play: Play, rule: str, case: str, conversation: Sequence[str]) -> None:
         faults = [fault for fault in play.faults if fault.rule == rule]
-        tokens = sum(fault.tokens for fault in faults)
         self.findings.append(
             Finding(
                 level=int(rule.partition(".")[0]), rule=rule, severity=faults[0].severity, detail=faults[0].detail,
-                case=case, tokens=tokens, conversation=tuple(conversation),
+                case=case, tokens=sum(fault.tokens for fault in faults), conversation=tuple(conversation),
+                replay=f"--case {case} --seed {self._settings.seed}", before=self._before,
             )
         )  # fmt: skip
 
-    async def _play(self, level: int, name: str, dialect: str, turns: int, *, run: bool = True) -> Play:
-        self._bench.engine.plans[""].clear()
-        self._bench.engine.version = "1"
-        play = Play(self._bench, dialect, turns, f"{self._settings.seed}/{level}.{name}.{dialect}")
+    async def _play(self, bench: Bench, case: PlayedCase, *, run: bool = True) -> Play:
+        level, name, dialect, turns = case
+        bench.engine.plans[""].clear()
+        bench.engine.version = "1"
+        play = Play(bench, dialect, turns, f"{self._settings.seed}/{level}.{name}.{dialect}")
         try:
             await play.open()
             if run:
@@ -279,7 +336,11 @@ class Runner:
         return play
 
 
-def parse_case(text: str) -> tuple[int, str, str, int]:
+def write_case(case: PlayedCase) -> str:
+    return ".".join(map(str, case))
+
+
+def parse_case(text: str) -> PlayedCase:
     parts = text.split(".")
     if len(parts) != 4 or not parts[0].isdecimal() or not parts[3].isdecimal():
         raise ConfigError(f"--case {text!r}: LEVEL.NAME.DIALECT.TURNS is needed, such as 3.retry.chat.2")

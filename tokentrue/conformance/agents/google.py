@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Sequence
 from typing import Any
 
-from tokentrue.conformance.agents.messages import Call, Message, arguments_from, object_from
+from tokentrue.conformance.agents.messages import Call, Message, arguments_from, object_from, visible_text
 
 Json = dict[str, Any]
-FIELDS = {"temperature": "temperature", "seed": "seed", "max_tokens": "maxOutputTokens", "stop": "stopSequences"}
+FIELDS = {
+    "temperature": "temperature", "seed": "seed", "max_tokens": "maxOutputTokens", "stop": "stopSequences",
+    "top_p": "topP",
+}  # fmt: skip
 
 
 def google_body(
-    messages: Sequence[Message],
-    tools: Sequence[Any],
-    signatures: dict[str, str],
-    fields: Json,
-    *,
-    inline: bool,
-    bare: bool,
+    messages: Sequence[Message], tools: Sequence[Any], signatures: dict[str, str], fields: Json, *, inline: bool
 ) -> Json:
     """`fields` in the words of Chat Completions; the model and the streaming are in the path."""
     body: Json = {}
     if messages and messages[0].role == "system":
         body["systemInstruction"] = {"parts": [{"text": messages[0].text}]}
         messages = messages[1:]
-    body["contents"] = contents_of(messages, signatures, inline=inline, bare=bare)
+    body["contents"] = make_contents(messages, signatures, inline=inline)
     if tools:
         declared = [{"name": t.name, "description": t.description, "parametersJsonSchema": t.parameters} for t in tools]
         body["tools"] = [{"functionDeclarations": declared}]
@@ -35,60 +33,37 @@ def google_body(
     return {**body, "generationConfig": {**config, "thinkingConfig": {"includeThoughts": True}}}
 
 
-def contents_of(messages: Sequence[Message], signatures: dict[str, str], *, inline: bool, bare: bool) -> list[Json]:
-    """`bare`: results without ids, a content each, where their order says which call each one answers."""
+def make_contents(messages: Sequence[Message], signatures: dict[str, str], *, inline: bool) -> list[Json]:
     names: dict[str, str] = {}
     out: list[Json] = []
     results: list[Json] = []
-    told_apart = False
-    for index, message in enumerate(messages):
+    for message in messages:
         names |= {call.id: call.name for call in message.calls}
-        if message.role == "assistant":
-            told_apart = bare and is_in_order(message, messages[index + 1 :])
+        data = [base64.b64encode(image).decode() for image in message.images]
+        images: list[Json] = [{"inlineData": {"mimeType": "image/png", "data": one}} for one in data]
         if message.role == "tool":
-            told: Json = {"name": names.get(message.answers, "unknown"), "response": {"output": message.text}}
-            if told_apart:
-                out.append({"role": "user", "parts": [{"functionResponse": told}]})
-                continue
             if not results:
                 out.append({"role": "user", "parts": results})
-            results.append({"functionResponse": {"id": message.answers, **told}})
+            told: Json = {"name": names.get(message.answers, "unknown"), "response": {"output": message.text}}
+            results.append(
+                {"functionResponse": {"id": message.answers, **told, **({"parts": images} if images else {})}}
+            )
             continue
         results = []
-        parts = (
-            model_parts(message, signatures, inline=inline) if message.role == "assistant" else [{"text": message.text}]
-        )
-        out.append({"role": "model" if message.role == "assistant" else "user", "parts": parts})
+        if message.role == "assistant":
+            out.append({"role": "model", "parts": model_parts(message, signatures, inline=inline)})
+        else:
+            out.append({"role": "user", "parts": [{"text": message.text}, *images]})
     return out
 
 
-def is_in_order(turn: Message, after: Sequence[Message]) -> bool:
-    """Whether the results that follow a turn answer the calls of each function from the first on."""
-    answered: list[str] = []
-    for message in after:
-        if message.role == "assistant":
-            break
-        if message.role == "tool":
-            answered.append(message.answers)
-    ids = [call.id for call in turn.calls]
-    if len(set(ids)) < len(ids) or not set(answered) <= set(ids):
-        return False
-    for name in {call.name for call in turn.calls}:
-        own = [call.id for call in turn.calls if call.name == name]
-        given = [answer for answer in answered if answer in own]
-        if given != own[: len(given)]:
-            return False
-    return True
-
-
 def model_parts(message: Message, signatures: dict[str, str], *, inline: bool) -> list[Json]:
-    inlined = inline and bool(message.reasoning)
-    text = f"<think>\n{message.reasoning}\n</think>\n\n{message.text}" if inlined else message.text
+    text = visible_text(message, inline=inline)
     parts: list[Json] = [{"text": text}] if text else []
     for call in message.calls:
         parts.append({"functionCall": {"id": call.id, "name": call.name, "args": object_from(call.arguments)}})
     parts = parts or [{"text": ""}]
-    if not message.reasoning or inlined:
+    if not message.reasoning or inline:
         return parts
     if (signature := signatures.get(f"google {message.reasoning}")) is not None:
         parts[0]["thoughtSignature"] = signature
@@ -96,7 +71,7 @@ def model_parts(message: Message, signatures: dict[str, str], *, inline: bool) -
     return [{"text": message.reasoning, "thought": True}, *parts]
 
 
-def message_of(parts: Sequence[Json]) -> Message:
+def google_message(parts: Sequence[Json]) -> Message:
     text = reasoning = ""
     calls: list[Call] = []
     for part in parts:
@@ -110,11 +85,11 @@ def message_of(parts: Sequence[Json]) -> Message:
     return Message(role="assistant", text=text, reasoning=reasoning, calls=tuple(calls), served=True)
 
 
-def signatures_in(whole: Json) -> dict[str, str]:
+def google_signatures(whole: Json) -> dict[str, str]:
     """Of an answer whose reasoning one signature holds."""
     parts = whole["candidates"][0]["content"]["parts"]
     found = [part["thoughtSignature"] for part in parts if "thoughtSignature" in part]
-    return {f"google {message_of(parts).reasoning}": found[0]} if len(found) == 1 else {}
+    return {f"google {google_message(parts).reasoning}": found[0]} if len(found) == 1 else {}
 
 
 def assemble_google(events: Sequence[Any]) -> Json | str:

@@ -8,8 +8,6 @@ from typing import Any
 
 from tokentrue.json_types import JsonObject
 
-CUSTOM_SCHEMA = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
@@ -25,7 +23,8 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """`answers` is the call id of a tool result. Only what was `served` by the gateway may come back with losses."""
+    """`answers` is the call id of a tool result. Only what was `served` by the gateway may come back with losses.
+    `images` are PNG files, which follow the text."""
 
     role: str
     text: str = ""
@@ -34,20 +33,23 @@ class Message:
     answers: str = ""
     served: bool = False
     inline: bool = False  # the reasoning was sent as <think> text
+    images: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tool:
-    """`custom` tools take one free text in Responses; `namespace` tools are shown to the model as namespace__name."""
-
     name: str
     description: str
-    parameters: JsonObject = field(default_factory=lambda: CUSTOM_SCHEMA, hash=False)
-    custom: bool = False
-    namespace: str = ""
+    parameters: JsonObject = field(hash=False)
 
     def function(self) -> JsonObject:
         return {"name": self.name, "description": self.description, "parameters": self.parameters}
+
+
+def visible_text(message: Message, *, inline: bool) -> str:
+    """`inline`: reasoning is written as <think> text."""
+    thought = f"<think>\n{message.reasoning}\n</think>\n\n" if inline and message.reasoning else ""
+    return thought + message.text
 
 
 def load_finite(text: str) -> Any:

@@ -37,30 +37,18 @@ def assemble(dialect: str, events: Sequence[Any]) -> Json:
     return {CHAT: assemble_chat, RESPONSES: assemble_responses}.get(dialect, assemble_anthropic)(events)
 
 
-def partial_texts(dialect: str, events: Sequence[Any]) -> list[str]:
-    """The pieces of text that a client has been sent, per field: each must be in what was sampled."""
-    fields: dict[Any, str] = {}
+def is_shown(events: Sequence[Any]) -> bool:
+    """Whether some text or reasoning of the answer is in these events."""
+    deltas: list[Any] = []
     for event in events:
         if not isinstance(event, dict):
             continue
-        for choice in event.get("choices") or ():
-            delta = choice["delta"]
-            for name in ("content", "reasoning_content"):
-                key = (choice["index"], name)
-                fields[key] = fields.get(key, "") + (delta.get(name) or "")
-        for candidate in event.get("candidates") or ():
-            for part in candidate["content"]["parts"]:
-                key = ("google", bool(part.get("thought")))
-                fields[key] = fields.get(key, "") + part.get("text", "")
-        kind = event.get("type")
-        if kind and kind.startswith(("response.output_text.", "response.reasoning_")) and kind.endswith("text.delta"):
-            key = (event["output_index"], kind)
-            fields[key] = fields.get(key, "") + event["delta"]
-        if kind == "content_block_delta":
-            delta = event["delta"]
-            key = (event["index"], delta["type"])
-            fields[key] = fields.get(key, "") + (delta.get("text") or delta.get("thinking") or "")
-    return [text for text in fields.values() if text]
+        deltas += [choice["delta"] for choice in event.get("choices") or ()]
+        deltas += [part for one in event.get("candidates") or () for part in one["content"]["parts"]]
+        delta = event.get("delta")
+        deltas.append({"text": delta} if isinstance(delta, str) else delta or {})
+    names = ("content", "reasoning_content", "reasoning", "text", "thinking")
+    return any(delta.get(name) for delta in deltas for name in names)
 
 
 def assemble_chat(events: Sequence[Any]) -> Json:

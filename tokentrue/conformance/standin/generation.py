@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
+from tokentrue.conformance.standin.vision import ImagePlace
 from tokentrue.conformance.standin.writer import Output
 
 
 @dataclass(slots=True, kw_only=True)
 class Plan:
-    """One generation to come. `after` tokens go out before `fault`; `drops` is how often the connection is lost before
-    the generation resumes."""
+    """One generation to come. `after` tokens go out before `fault`."""
 
     output: Output
     fault: str = ""
     after: int = 0
-    drops: int = 0
     version: str = ""
     next_version: str = ""  # of the tokens from `after` on: weights that changed in mid-turn
     per_event: int = 1
     cumulative: bool = True
     hold: asyncio.Event | None = None  # the tokens before `after` are out; the rest waits for this
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """`reason` is stop or length; `matched` is the token or the string that stopped it."""
+
+    reason: str
+    matched: int | str | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -38,8 +46,10 @@ class Generation:
     plan: Plan
     body: dict[str, Any]
     temperature: float
+    images: Sequence[ImagePlace] = ()
     sampled: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
+    finish: Finished = field(default_factory=lambda: Finished(reason="length"))
     kept: list[list[int]] = field(default_factory=list[list[int]])  # by token, where the request had a filter
     raw: list[float] = field(default_factory=list[float])  # log-probabilities before the filter
     delivered: int = 0

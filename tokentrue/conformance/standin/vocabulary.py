@@ -3,6 +3,7 @@ ids than the tokenizer would choose."""
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Sequence
 from functools import cached_property
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
+
+from tokentrue.conformance.standin.vision import PAD, Colour, ImagePlace, see_picture
 
 
 class Vocabulary:
@@ -20,6 +23,7 @@ class Vocabulary:
         self.added_ids = frozenset(self.added.values())
         self.stop = self.added["<|im_end|>"]
         self.size = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        self.colours: dict[str, Colour] = {}  # of the pictures that were in prompts, by their hash
 
     @cached_property
     def _chat(self) -> Any:
@@ -30,6 +34,24 @@ class Vocabulary:
     def render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[int]:
         """The prompt as an engine renders it that is sent messages."""
         return self._chat.apply_chat_template(messages, tools=tools, add_generation_prompt=True, return_dict=False)
+
+    def expand_images(
+        self, ids: Sequence[int], images: Sequence[bytes]
+    ) -> tuple[tuple[int, ...], Sequence[ImagePlace]]:
+        """The prompt with as many placeholders as each image has tokens, and where they are."""
+        pad, out, places = self.added.get(PAD), list[int](), list[ImagePlace]()
+        if sum(token == pad for token in ids) != len(images):
+            raise ValueError(f"{len(images)} images and another number of {PAD} in the prompt")
+        left = iter(images)
+        for token in ids:
+            count = 1
+            if token == pad:
+                data = next(left)
+                name = hashlib.sha256(data).hexdigest()
+                count, self.colours[name] = see_picture(data)
+                places.append((name, len(out), count))
+            out += [token] * count
+        return tuple(out), places
 
     def text(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)

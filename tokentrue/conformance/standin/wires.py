@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from tokentrue.conformance.standin.generation import Generation
+from tokentrue.conformance.standin.generation import Finished, Generation
 from tokentrue.conformance.standin.vocabulary import Vocabulary
 
 Json = dict[str, Any]
@@ -18,7 +19,7 @@ MODEL = "standin"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRequest:
-    """What every wire asks for."""
+    """What every wire asks for. `prompt` has one placeholder for each image."""
 
     prompt: tuple[int, ...]
     stream: bool
@@ -29,22 +30,43 @@ class EngineRequest:
     rid: str = ""
     session: str = ""
     is_filtered: bool = False  # top-p, top-k or min-p
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finished:
-    """`reason` is stop or length; `matched` is the token or the string that stopped it."""
-
-    reason: str
-    matched: int | str | None = None
+    several: int = 1  # answers
+    images: tuple[bytes, ...] = ()
 
 
 class EngineWire(Protocol):
+    def __init__(self, vocabulary: Vocabulary) -> None: ...
+
     def read(self, body: Json) -> EngineRequest: ...
 
     def answer(self, generation: Generation, count: int, finish: Finished | None, *, new: int) -> Json:
         """The event after `count` tokens, `new` of them in no event before; a whole answer has them all."""
         ...
+
+    def join(self, answers: list[Json]) -> Any:
+        """One body for all answers to one request."""
+        ...
+
+
+def read_request(
+    body: Json, prompt: Sequence[int], params: Json, *, images: Sequence[str] = (), limit: str = "max_tokens"
+) -> EngineRequest:
+    """`images` are data URLs; `limit` is the name of the limit of tokens."""
+    stops = params.get("stop") or ()
+    top_p, top_k, min_p = (params.get(name) for name in ("top_p", "top_k", "min_p"))
+    return EngineRequest(
+        prompt=tuple(prompt),
+        stream=bool(body.get("stream")),
+        temperature=1.0 if params.get("temperature") is None else params["temperature"],
+        limit=params.get("max_completion_tokens") or params.get(limit),
+        stops=(stops,) if isinstance(stops, str) else tuple(stops),
+        seed=params.get("sampling_seed", params.get("seed")),
+        rid=str(body.get("rid", "")),
+        session=str(body.get("routing_key")),
+        is_filtered=(top_p or 1.0) < 1.0 or (top_k or 0) > 0 or (min_p or 0.0) > 0.0,
+        several=params.get("n") or 1,
+        images=tuple(base64.b64decode(url.partition(",")[2]) for url in images),
+    )
 
 
 class SGLang:
@@ -52,19 +74,11 @@ class SGLang:
         self._vocabulary = vocabulary
 
     def read(self, body: Json) -> EngineRequest:
-        params = body.get("sampling_params") or {}
-        stops = params.get("stop") or ()
-        return EngineRequest(
-            prompt=tuple(body["input_ids"]),
-            stream=bool(body.get("stream")),
-            temperature=params.get("temperature", 1.0),
-            limit=params.get("max_new_tokens"),
-            stops=(stops,) if isinstance(stops, str) else tuple(stops),
-            seed=params.get("sampling_seed"),
-            rid=str(body.get("rid", "")),
-            session=str(body.get("routing_key")),
-            is_filtered=is_filtered(params),
-        )
+        params, images = body.get("sampling_params") or {}, body.get("image_data") or ()
+        return read_request(body, body["input_ids"], params, images=images, limit="max_new_tokens")
+
+    def join(self, answers: list[Json]) -> Any:
+        return answers if len(answers) > 1 else answers[0]
 
     def answer(self, generation: Generation, count: int, finish: Finished | None, *, new: int) -> Json:
         first = 0 if generation.plan.cumulative or not generation.streamed else count - new
@@ -92,28 +106,14 @@ class SGLang:
         return {"text": text, "output_ids": ids, "meta_info": meta}
 
 
-def is_filtered(params: Json) -> bool:
-    top_p, top_k, min_p = (params.get(name) for name in ("top_p", "top_k", "min_p"))
-    return (top_p or 1.0) < 1.0 or (top_k or 0) > 0 or (min_p or 0.0) > 0.0
-
-
 class VLLM:
     """What vLLM's three routes share."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
 
-    def request(self, body: Json, prompt: Sequence[int], params: Json) -> EngineRequest:
-        stops, limit = params.get("stop") or (), params.get("max_completion_tokens") or params.get("max_tokens")
-        return EngineRequest(
-            prompt=tuple(prompt),
-            stream=bool(body.get("stream")),
-            temperature=1.0 if params.get("temperature") is None else params["temperature"],
-            limit=limit,
-            stops=(stops,) if isinstance(stops, str) else tuple(stops),
-            seed=params.get("seed"),
-            is_filtered=is_filtered(params),
-        )
+    def join(self, answers: list[Json]) -> Any:
+        return {**answers[0], "choices": [{**one["choices"][0], "index": at} for at, one in enumerate(answers)]}
 
     def rows(self, generation: Generation, first: int, count: int) -> list[Json]:
         pairs = zip(generation.sampled[first:count], generation.logprobs[first:count], strict=True)
@@ -144,7 +144,8 @@ class VLLMGenerate(VLLM):
     """`/inference/v1/generate`; a stream sends new tokens only, its last event the spans of weight versions."""
 
     def read(self, body: Json) -> EngineRequest:
-        return self.request(body, body["token_ids"], body.get("sampling_params") or {})
+        images = [part["url"] for part in body.get("content_parts") or () if part["type"] == "image_url"]
+        return read_request(body, body["token_ids"], body.get("sampling_params") or {}, images=images)
 
     def answer(self, generation: Generation, count: int, finish: Finished | None, *, new: int) -> Json:
         choice: Json = {
@@ -156,13 +157,16 @@ class VLLMGenerate(VLLM):
             choice["sampling_mask"] = generation.kept[count - new : count]
         if finish is not None:
             choice["weight_versions"] = generation.version_spans()
-        return self.envelope(generation, "generate", choice, finish)
+        made = self.envelope(generation, "generate", choice, finish)
+        if generation.body.get("return_token_ids") and count == new:
+            made["prompt_token_ids"] = list(generation.prompt)
+        return made
 
 
 class VLLMCompletions(VLLM):
     def read(self, body: Json) -> EngineRequest:
         prompt = body["prompt"]
-        return self.request(body, self._vocabulary.encode(prompt) if isinstance(prompt, str) else prompt, body)
+        return read_request(body, self._vocabulary.encode(prompt) if isinstance(prompt, str) else prompt, body)
 
     def answer(self, generation: Generation, count: int, finish: Finished | None, *, new: int) -> Json:
         rows = self.rows(generation, count - new, count)
@@ -182,11 +186,15 @@ class VLLMCompletions(VLLM):
 
 class VLLMChat(VLLM):
     """The engine renders the messages with the model's chat template and parses what it sampled, as vLLM does with
-    `--reasoning-parser` and `--tool-call-parser hermes`. Ids are sent if the request says `return_token_ids`."""
+    `--reasoning-parser` and `--tool-call-parser hermes`. Ids are sent if the request says `return_token_ids`; SGLang's
+    chat route also takes `input_ids` instead of rendering, and answers `return_meta_info`."""
 
     def read(self, body: Json) -> EngineRequest:
         messages = [chat_message(message) for message in body["messages"]]
-        return self.request(body, self._vocabulary.render(messages, body.get("tools")), body)
+        parts = [part for one in body["messages"] if isinstance(one.get("content"), list) for part in one["content"]]
+        images = [part["image_url"]["url"] for part in parts if part.get("type") == "image_url"]
+        prompt = body.get("input_ids") or self._vocabulary.render(messages, body.get("tools"))
+        return read_request(body, prompt, body, images=images)
 
     def answer(self, generation: Generation, count: int, finish: Finished | None, *, new: int) -> Json:
         body, first = generation.body, count - new
@@ -203,6 +211,8 @@ class VLLMChat(VLLM):
         reason = None if finish is None else "tool_calls" if now[2] and finish.reason == "stop" else finish.reason
         choice: Json = {"delta" if generation.streamed else "message": said, "finish_reason": reason}
         choice["logprobs"] = {"content": self.rows(generation, first, count)} if body.get("logprobs") else None
+        if body.get("return_meta_info"):
+            choice["meta_info"] = SGLang(self._vocabulary).answer(generation, count, finish, new=new)["meta_info"]
         made = self.envelope(generation, f"chat.completion{'.chunk' if generation.streamed else ''}", choice, finish)
         if body.get("return_token_ids"):
             made["choices"][0]["token_ids"] = generation.sampled[first:count]
@@ -212,10 +222,12 @@ class VLLMChat(VLLM):
 
 
 def chat_message(message: Json) -> Json:
-    """Texts as one string, arguments as objects, as vLLM gives them to a template."""
+    """Texts as one string where there is no image, arguments as objects, as vLLM gives them to a template."""
     out = {name: value for name, value in message.items() if value is not None}
     content = message.get("content")
-    if isinstance(content, list):
+    if isinstance(content, list) and any(part.get("type") == "image_url" for part in content):
+        content = [{"type": "image"} if part.get("type") == "image_url" else part for part in content]
+    elif isinstance(content, list):
         content = "\n".join(part.get("text", "") for part in content)
     out["content"] = content or ""
     if reasoning := message.get("reasoning") or message.get("reasoning_content"):

@@ -49,10 +49,3 @@ class Writer:
         ids = self._vocabulary.encode(raw)
         ids = self._vocabulary.split(ids, self._rng, self._rng.choice((0.0, 0.1, 0.5)) if split is None else split)
         return Output(ids=(*ids, *([self._vocabulary.stop] if stop else [])), text=raw)
-
-    def again(self, output: Output) -> Output:
-        """The same text, sampled in other ids."""
-        ids = self._vocabulary.split(self._vocabulary.encode(output.text), self._rng, 0.5)
-        return replace(
-            output, ids=(*ids, *([self._vocabulary.stop] if output.ids[-1:] == (self._vocabulary.stop,) else []))
-        )
