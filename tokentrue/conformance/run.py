@@ -241,7 +241,9 @@ class Runner:
                 async with self._open_bench(images=images) as bench:
                     await self._run_cases(bench, images=images)
         if self._settings.case is None:
-            self.findings = [await self._check_replay(finding) for finding in self.findings]
+            first = {one.rule: one for one in reversed(self.findings) if one.conversation and one.severity == "fatal"}
+            for finding in first.values():
+                self.findings[self.findings.index(finding)] = await self._check_replay(finding)
 
     async def _run_cases(self, bench: Bench, *, images: bool) -> None:
         probe = await self._play(bench, PROBE, run=False)
@@ -268,8 +270,6 @@ class Runner:
 
     async def _check_replay(self, finding: Finding) -> Finding:
         """A case that breaks its rule only after another one is replayed with it, or with the whole run."""
-        if not finding.conversation or finding.severity != "fatal":
-            return finding
         for several in ([finding.case], [finding.before, finding.case]):
             cases = [parse_case(text) for text in several if text]
             async with self._open_bench(images=cases[-1][0] == IMAGES) as bench:
