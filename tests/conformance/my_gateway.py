@@ -19,6 +19,8 @@ async def open_session(request: web.Request) -> web.Response:
 
 async def chat(request: web.Request) -> web.StreamResponse:
     body = {**await request.json(), "return_token_ids": True, "logprobs": True}
+    if body.get("n", 1) > 1:  # one record holds one answer
+        return web.json_response({"error": {"message": "n must be 1"}}, status=400)
     record: dict[str, Any] = {"prompt_ids": [], "sampled_ids": [], "logprobs": []}
     async with (
         aiohttp.ClientSession() as http,
