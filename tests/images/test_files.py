@@ -90,6 +90,32 @@ def test_every_truncation_is_refused(name: str) -> None:
         assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize("mode, kind, channels", [("RGB", 2, 3), ("L", 0, 1), ("P", 3, 1), ("1", 0, 1)])
+@pytest.mark.parametrize("interlaced", [0, 1])
+def test_a_png_with_too_few_rows_is_truncated(mode: str, kind: int, channels: int, interlaced: int) -> None:
+    """Written here, row by row: Pillow writes no interlaced files."""
+
+    width, height, bits = 11, 13, 1 if mode == "1" else 8
+    adam7 = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2))
+    rows: list[bytes] = []
+    for left, top, wide, tall in adam7 if interlaced else ((0, 0, 1, 1),):
+        columns = len(range(left, width, wide))
+        rows += [b"\0" * (1 + -(-columns * channels * bits // 8)) for _ in range(top, height, tall) if columns]
+
+    def file(raw: bytes) -> bytes:
+        header = struct.pack(">IIBBBBB", width, height, bits, kind, 0, 0, interlaced)
+        palette = png_chunk(b"PLTE", b"abc") if mode == "P" else b""
+        packed = zlib.compress(raw)
+        parts = png_chunk(b"IDAT", packed[:5]) + png_chunk(b"IDAT", packed[5:])
+        return b"\x89PNG\r\n\x1a\n" + png_chunk(b"IHDR", header) + palette + parts + png_chunk(b"IEND", b"")
+
+    whole = b"".join(rows)
+    assert check_image(file(whole), None, SETTINGS).height == height
+    for raw in (whole[:-1], b"".join(rows[:-1]), b"".join(rows[: len(rows) // 2])):
+        with pytest.raises(InputError, match=r"image/png: .*truncated"):
+            check_image(file(raw), None, SETTINGS)
+
+
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("tail", [b"PK\x03\x04 an archive", b"<script>alert(1)</script>", b"\0"])
 def test_nothing_follows_the_picture(name: str, tail: bytes) -> None:

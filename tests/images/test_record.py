@@ -11,6 +11,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -213,6 +214,46 @@ async def test_one_image_in_many_sessions_is_stored_once_and_purged_with_the_las
     journal.close()
 
 
+@pytest.mark.parametrize("paused", ["INSERT INTO session_images", "DELETE FROM images"])
+async def test_one_gateway_purges_an_image_that_another_adds(
+    paused: str, database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Either transaction is held at its most delicate statement while the other one runs."""
+    from tokentrue.sessions.journal.postgres import Connection
+
+    one, two = (open_journal(database, name=name, address="") for name in ("a", "b"))
+    first, second = new(one, session_id="first"), new(two, session_id="second")
+    await first.chat([ask_about(image_part(ONE))])
+    await first.end()
+    reached, released = threading.Event(), threading.Event()
+    execute = Connection.execute
+
+    def held(self: Any, sql: str, *rest: Any) -> Any:
+        if sql.startswith(paused):
+            reached.set()
+            released.wait(20)
+        return execute(self, sql, *rest)
+
+    monkeypatch.setattr(Connection, "execute", held)
+
+    async def add() -> None:
+        await second.chat([ask_about(image_part(ONE))])
+
+    begun, other = (add, lambda: one.delete("first")) if "INSERT" in paused else (lambda: one.delete("first"), add)
+    running = asyncio.ensure_future(begun())
+    assert await asyncio.to_thread(reached.wait, 20)
+    meanwhile = asyncio.ensure_future(other())
+    await asyncio.wait([meanwhile], timeout=0.5)
+    released.set()
+    await asyncio.gather(running, meanwhile)
+    assert two.read_image("second", hash_image(ONE)) == (ONE, "image/png")
+    await second.end()
+    await two.delete("second")
+    assert two.read(lambda db: tuple(db.execute("SELECT count(*) FROM images").fetchone())) == (0,)
+    for journal in (one, two):
+        journal.close()
+
+
 @pytest.mark.parametrize("kind", ["sqlite", "postgres"])
 async def test_a_reopened_session_continues(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     store = f"sqlite:{tmp_path / 'j.sqlite'}" if kind == "sqlite" else request.getfixturevalue("database")
@@ -377,7 +418,7 @@ async def test_exports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     await two_turns(session)
     samples = session.samples()
     journal.close()
-    for format in ("jsonl", "parquet", "safetensors"):
+    for format in ("jsonl", "parquet", "safetensors", "verl", "trl"):
         out = tmp_path / f"out.{format}"
         assert run_command("samples", [f"sqlite:{store}", "-o", str(out), "--format", format]) == 0
         assert list(read_samples(out)) == samples
@@ -400,7 +441,7 @@ async def test_exports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
             ImageFolder(tmp_path / "y").load(named)
     with pytest.raises(AuditError, match="do not fit its hash"):
         ImageFolder(tmp_path / "y").write(samples[0], lambda _, __: SAME_SIZE)
-    for format in ("verl", "trl", "slime", "prime-rl", "tinker"):
+    for format in ("slime", "prime-rl", "tinker"):
         with pytest.raises(FileFormatError, match=r"has 3 images, which rows for .* do not carry"):
             write_samples(samples, tmp_path / "x", format=format)
 

@@ -7,6 +7,7 @@ also an archive or a script is refused. Pillow is imported with the first image.
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Callable, Mapping
 from hashlib import sha256
 from importlib import import_module
@@ -22,6 +23,10 @@ EXTENSIONS = {"image/png": ".png", "image/jpeg": ".jpg", "image/webp": ".webp", 
 _MODES = ("1", "L", "P", "RGB", "RGBA", "LA", "PA", "CMYK", "YCbCr")  # 16-bit gray becomes white in RGB
 _ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)  # EXIF: width and height are exchanged
 _MOST_PARTS = 1000  # scans of a JPEG, blocks of a GIF's extensions: each costs time, and almost no bytes
+_PASSES = (  # of a PNG, and of an interlaced one: first column and row, distances
+    ((0, 0, 1, 1),),
+    ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2)),
+)
 _AFTER_SCAN = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")  # the first marker after a JPEG's entropy-coded data
 
 
@@ -89,6 +94,8 @@ def check_image(data: bytes, declared: str | None, settings: ImageSettings) -> I
         width, height = image.size
         check_limit("max_pixels", width * height, settings)
         image.load()
+        if found == "image/png":
+            _check_png_rows(data)
         turned = image.getexif().get(_ORIENTATION) in _TURNED
         is_odd = image.mode not in _MODES
         is_clear = not is_odd and image.has_transparency_data
@@ -153,6 +160,24 @@ def _end_of_png(data: bytes) -> int:
             raise IndexError
         at += 12 + int.from_bytes(data[at : at + 4], "big")
     return at
+
+
+def _check_png_rows(data: bytes) -> None:
+    """Raises if rows are missing, which Pillow leaves black."""
+    width, height = (int.from_bytes(data[at : at + 4], "big") for at in (16, 20))
+    bits = data[24] * {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}[data[25]]
+    sizes = [(-((left - width) // wide), -((top - height) // tall)) for left, top, wide, tall in _PASSES[data[28]]]
+    missing = sum(tall * (1 + (wide * bits + 7) // 8) for wide, tall in sizes if wide > 0)
+    at, inflate = 8, zlib.decompressobj()
+    while at < len(data):
+        size = int.from_bytes(data[at : at + 4], "big")
+        packed = data[at + 8 : at + 8 + size] if data[at + 4 : at + 8] == b"IDAT" else b""
+        while packed and missing > 0:
+            missing -= len(inflate.decompress(packed, 1 << 20))
+            packed = inflate.unconsumed_tail
+        at += 12 + size
+    if missing > 0 and missing > len(inflate.flush()):
+        raise ValueError("the file is truncated")
 
 
 def _end_of_jpeg(data: bytes) -> int:

@@ -232,9 +232,9 @@ class PostgresJournal(Journal):
 
         return self.submit(write).result()
 
-    def lock_image(self, db: Database, sha256: str) -> None:
-        """A session of another gateway may be about to refer to it: waits for that transaction."""
-        db.execute("SELECT 1 FROM images WHERE sha256=? FOR UPDATE", (sha256,))
+    def lock_image(self, db: Database, sha256: str, strength: str) -> bool:
+        """Another gateway may be about to refer to it, or to delete it: waits for that transaction."""
+        return db.execute(f"SELECT 1 FROM images WHERE sha256=? FOR {strength}", (sha256,)).fetchone() is not None
 
     def check_owner(self, db: Database, session_id: str, claim: SessionClaim | None) -> None:
         """Locks the session's row until the transaction ends, so that no other gateway acquires it."""
