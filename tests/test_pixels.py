@@ -4,6 +4,8 @@ conversation is the reference."""
 from __future__ import annotations
 
 import io
+import os
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -190,6 +192,32 @@ def test_identity_tells_settings_apart(folder: str) -> None:
     )
     assert one == PixelReader(folder).processor()[1] and one != other
     assert one.startswith("Qwen2VLImageProcessor pil transformers=") and " pillow=" in one
+
+
+@pytest.mark.vllm
+def test_two_backends_are_told_apart(folder: str) -> None:
+    """In vLLM's environment, which has torchvision: one class, one directory, equal grids, other pixels."""
+    script = """if True:
+        import sys, tests.vision as vision
+        from dataclasses import replace
+        from tokentrue.pixels import PixelReader, load_processor, processor_identity
+        reader = PixelReader(sys.argv[1])
+        (image,) = vision.prompt(reader, [vision.picture(1, 100, 70)])[1]
+        other = load_processor(sys.argv[1], "torchvision")
+        named = replace(image, run=replace(image.run, processor=processor_identity(other)))
+        one, two = reader.read(image), reader.read(named)
+        assert image.run.processor.split()[-1] == named.run.processor.split()[-1] and named.run.processor != image.run.processor
+        assert " torchvision=" in named.run.processor and one.shape == two.shape
+        print("RESULT", float((one != two).float().mean()), float((one - two).abs().max()))
+    """
+    python = os.environ.get("TOKENTRUE_VLLM_PYTHON") or pytest.fail("set TOKENTRUE_VLLM_PYTHON; see docs/engines.md")
+    path = os.pathsep.join([str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [python, "-c", script, folder], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}
+    )
+    found = next((line.split()[1:] for line in done.stdout.splitlines() if line.startswith("RESULT")), None)
+    assert found is not None, done.stderr[-2000:]
+    assert float(found[0]) > 0.2 and 0 < float(found[1]) < 0.1, found
 
 
 def test_gradients_are_those_of_transformers(model: Any, folder: str, reader: PixelReader) -> None:

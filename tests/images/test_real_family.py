@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
+from pathlib import Path
 from typing import Any
 
+import pytest
 from PIL import Image
 
 import tokentrue as tt
@@ -16,6 +19,7 @@ from tokentrue.gateway import Gateway, GatewayConfig
 from tokentrue.images import hash_image
 from tokentrue.samples import audit, sample_from_json
 from tokentrue.sessions.journal import Journal
+from tokentrue.vision import families
 
 SUBJECT = BY_NAME["own-qwen3-vl"]
 ONE, TWO = picture(100, 70), picture(64, 200, "JPEG")
@@ -28,6 +32,41 @@ def turned() -> bytes:
     file = io.BytesIO()
     Image.new("RGB", (300, 100), (3, 4, 5)).save(file, "JPEG", exif=exif)
     return file.getvalue()
+
+
+async def test_the_record_tells_processors_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One picture, one conversation, equal ids and equal grids: another resizing, resampling or library version."""
+
+    async def record(folder: Path) -> Any:
+        renderer: Any = tt.load_renderer(folder, template_kwargs=dict(SUBJECT.kwargs) or None)
+        engine = Eyes()
+        engine.ids = (*renderer.encode_sampled("A cat."), renderer.stop_token_ids[0])
+        session = tt.Session(renderer=renderer, provider=engine, session_id="s")
+        await session.chat([ask_about(image_part(ONE))])
+        return session.samples()[0]
+
+    def change(name: str, **settings: Any) -> Path:
+        folder = tmp_path / name
+        shutil.copytree(SUBJECT.folder(), folder)
+        path = folder / "preprocessor_config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
+        return folder
+
+    found, first = families._find_version, await record(change("first"))
+    assert (await record(change("same"))).certificate.chain == first.certificate.chain
+    others = [
+        await record(change("resized", size={"shortest_edge": 65536, "longest_edge": 1048576})),
+        await record(change("resampled", resample=2)),
+    ]
+    for library in ("transformers", "pillow"):
+        with monkeypatch.context() as patched:
+            patched.setattr(families, "_find_version", lambda name, of=library: "0" if name == of else found(name))
+            others.append(await record(change(library)))
+    known = {first.images[0].processor: first.certificate.chain}
+    for other in others:
+        assert list(other.token_ids) == list(first.token_ids) and other.images[0].grid == first.images[0].grid
+        known[other.images[0].processor] = other.certificate.chain
+    assert len(known) == len(set(known.values())) == 5
 
 
 async def test_a_conversation_with_three_pictures() -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.integrations.seeing import make_model
 from tokentrue.app.background import BackgroundGateway
 from tokentrue.environments import SMALL_MODEL
 from tokentrue.mismatch import Correction, correct
@@ -37,10 +38,12 @@ def gateway() -> Iterator[BackgroundGateway]:
         yield running
 
 
-def run(name: str, gateway: BackgroundGateway, folder: Path, python: str | None = PYTHON) -> dict[str, Any]:
+def run(
+    name: str, gateway: BackgroundGateway, folder: Path, python: str | None = PYTHON, model: Path = SMALL_MODEL
+) -> dict[str, Any]:
     assert python, "set TOKENTRUE_FRAMEWORKS_PYTHON and TOKENTRUE_VERIFIERS_PYTHON, see docs/trainers.md"
     path = os.pathsep.join([str(ROOT), str(SCRIPTS), SOURCES])
-    told = {"TOKENTRUE_URL": gateway.url, "TOKENTRUE_ADMIN_KEY": gateway.admin_key, "TOKENTRUE_MODEL": str(SMALL_MODEL)}
+    told = {"TOKENTRUE_URL": gateway.url, "TOKENTRUE_ADMIN_KEY": gateway.admin_key, "TOKENTRUE_MODEL": str(model)}
     env = {**os.environ, **told, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
     command = [python, str(SCRIPTS / f"{name}_run.py"), str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=folder, timeout=580)
@@ -74,6 +77,15 @@ def test_verl_with_its_manager_class(gateway: BackgroundGateway, tmp_path: Path)
     told = run("verl_manager", gateway, tmp_path)
     assert told["rows"] == told["equal"] == 4
     assert told["rows_v1"] == told["equal_v1"] == 8
+
+
+def test_verl_gets_the_images_of_rollouts(tmp_path: Path) -> None:
+    make_model(model := tmp_path / "model")
+    with BackgroundGateway(str(model)) as gateway:
+        told = run("verl_images", gateway, tmp_path, model=model)
+    assert told["apart"] < 1e-4 and told["swapped"] > 1e-2, told
+    assert told["positions"][1] == 4 and told["rows"] == 1 and told["equal"], told
+    assert "has images of the processor 'Qwen2VLImageProcessor pil" in told["refused"]
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.integrations.seeing import make_model
 from tokentrue.app.background import BackgroundGateway
 from tokentrue.client import Client
 from tokentrue.environments import SMALL_MODEL
@@ -62,6 +63,23 @@ def test_processes_have_seeds_of_their_own_and_repeat() -> None:
         found = [play(process, gateway.url, gateway.admin_key) for process in (0, 1, 0)]
     assert found[0] == found[2], "the same process has the same rollouts again"
     assert len({tuple(ids) for ids in (*found[0], *found[1])}) == 4, found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_images_of_rollouts_reach_the_forward_pass(tmp_path: Path) -> None:
+    make_model(model := tmp_path / "model")
+    with BackgroundGateway(str(model)) as gateway:
+        told = {"TOKENTRUE_URL": gateway.url, "TOKENTRUE_ADMIN_KEY": gateway.admin_key, "TRL_EXPERIMENTAL_SILENCE": "1"}
+        env = {**os.environ, **told, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-m", "tests.integrations.trl_images_run", str(model), str(tmp_path)]
+        done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT, timeout=580)
+    result = next((line for line in done.stdout.splitlines() if line.startswith("RESULT ")), None)
+    assert result is not None, done.stderr[-3000:]
+    found = json.loads(result.removeprefix("RESULT "))
+    assert found["true"]["images"] == [2, 2, 2, 2] and found["true"]["apart"] < 1e-4, found
+    assert found["swapped"]["apart"] > 1e-2, "other pictures give other log-probabilities"
+    assert "has 2 images, which rows for this trainer do not carry" in found["refused"]
 
 
 @pytest.mark.slow

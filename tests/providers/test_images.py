@@ -11,6 +11,7 @@ import base64
 import io
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -356,6 +357,29 @@ async def test_engines_that_take_a_logit_bias_cannot_sample_a_placeholder(eye: t
         assert bias == {"5": 1.0, **{str(each): -100.0 for each in renderer.placeholder_ids}}
         assert len(bias) == 3
         await provider.close()
+
+
+@pytest.mark.parametrize("name", ["hf", "exact"])
+async def test_local_engines_leave_out_what_sampled_a_placeholder(name: str, tmp_path: Path) -> None:
+    """They take no bias, because the trainer scores without it: the turn is refused and marked."""
+    from tests.integrations.seeing import make_model
+
+    make_model(tmp_path)
+    renderer = tt.load_renderer(tmp_path)
+    provider = tt.providers.load(name, model=str(tmp_path))
+    session = tt.Session(provider=provider, renderer=renderer)
+    for seed in range(40):
+        with suppress(TokenTrueError):
+            talk = [{"role": "user", "content": f"Colour? {seed}"}]
+            await session.chat(talk, sampling=Sampling(temperature=50.0, max_tokens=200, seed=seed))
+        if left_out := session.coverage().untrained:
+            break
+    assert {each.why for each in left_out} == {"placeholder"}
+    sampled = [
+        sample.token_ids[place] for sample in session.samples() for place, bit in enumerate(sample.loss_mask) if bit
+    ]
+    assert not set(renderer.placeholder_ids) & set(sampled)
+    await provider.close()
 
 
 @pytest.mark.parametrize("streamed", [True, False])

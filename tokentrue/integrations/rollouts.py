@@ -6,13 +6,15 @@ import asyncio
 import hashlib
 import inspect
 import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import field
 from typing import Any, TypeAlias
 
 from tokentrue.client import AsyncClient
 from tokentrue.errors import ConfigError, GatewayError
+from tokentrue.images import open_image
 from tokentrue.json_types import JsonMapping, JsonObject
+from tokentrue.pixels import processor_identity
 from tokentrue.records import record
 from tokentrue.samples.groups import group_of, group_sessions
 from tokentrue.samples.trainer_rows import refuse_images
@@ -35,15 +37,23 @@ class GatewayRollouts:
     concurrency: int = 16
     timeout_s: float = 600.0
 
-    def run(self, tasks: Sequence[Any], groups: Sequence[str], *, first: int = 0) -> list[list[Sample]]:
+    def run(
+        self, tasks: Sequence[Any], groups: Sequence[str], *, first: int = 0, files: dict[str, bytes] | None = None
+    ) -> list[list[Sample]]:
         """The samples of each task's rollout. `first` is the place of the first task among those of all processes."""
-        return asyncio.run(self.run_async(tasks, groups, range(first, first + len(tasks))))
+        return asyncio.run(self.run_async(tasks, groups, range(first, first + len(tasks)), files=files))
 
     async def run_rollout(
-        self, task: Any, *, group: str, index: int | None = None, sampling: JsonMapping | None = None
+        self,
+        task: Any,
+        *,
+        group: str,
+        index: int | None = None,
+        sampling: JsonMapping | None = None,
+        files: dict[str, bytes] | None = None,
     ) -> list[Sample]:
         """The samples of one rollout; `index` is its place in the group."""
-        (samples,) = await self.run_async([task], [group], [index], sampling)
+        (samples,) = await self.run_async([task], [group], [index], sampling, files)
         return samples
 
     async def run_async(
@@ -52,8 +62,9 @@ class GatewayRollouts:
         groups: Sequence[str],
         places: Sequence[int | None],
         sampling: JsonMapping | None = None,
+        files: dict[str, bytes] | None = None,
     ) -> list[list[Sample]]:
-        """`sampling` adds what the framework scores with."""
+        """`sampling` adds what the framework scores with; `files` gets images by hash, which are refused without it."""
         if self.seed is not None and None in places:
             raise ConfigError(
                 "this trainer does not number the rollouts of a group, so one seed would make them all equal; leave "
@@ -74,13 +85,31 @@ class GatewayRollouts:
                     if reward is not None:
                         await session.reward(float(reward))
                     samples = await session.samples()
+                    for run in (run for sample in samples for run in sample.images if files is not None):
+                        if run.sha256 not in files:
+                            files[run.sha256] = await session.image(run.sha256)
                 if not samples:
                     raise GatewayError(f"session {session.id}: the agent made no model call that can be trained on")
-                for sample in samples:
+                for sample in samples if files is None else ():
                     refuse_images(sample, "this trainer")
                 return samples
 
             return list(await asyncio.gather(*map(run_one, tasks, groups, places)))
+
+
+def open_images(sample: Sample, files: Mapping[str, bytes], processor: Any) -> list[Any]:
+    """`PIL.Image`s for a trainer that computes pixels with its own `processor`, whose settings must be the recorded
+    ones: with others, counts and grids would not fit the ids. Backend and versions are the trainer's own."""
+    own = getattr(processor, "image_processor", None)
+    for run in sample.images:
+        found = "none" if own is None else processor_identity(own)
+        ours, theirs = ((words[:1], words[-1:]) for words in (run.processor.split(), found.split()))
+        if ours != theirs:
+            raise ConfigError(
+                f"sample {sample.sample_id} has images of the processor {run.processor!r}, the trainer's is {found!r}: "
+                "use the gateway's model directory"
+            )
+    return [open_image(files[run.sha256]) for run in sample.images]
 
 
 def take_largest(samples: Sequence[Sample]) -> tuple[Sample, int]:

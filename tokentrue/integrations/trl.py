@@ -17,12 +17,20 @@ from typing import Any
 
 from tokentrue.client import Client
 from tokentrue.errors import ConfigError, GatewayError
-from tokentrue.integrations.rollouts import Agent, GatewayRollouts, group_name, require_reward, take_largest
+from tokentrue.integrations.rollouts import (
+    Agent,
+    GatewayRollouts,
+    group_name,
+    open_images,
+    require_reward,
+    take_largest,
+)
 from tokentrue.json_types import JsonMapping
 from tokentrue.samples.groups import group_sessions
 from tokentrue.samples.trainer_rows import token_versions, trl_row
 from tokentrue.types import Sample
 
+CARRIES = "_tokentrue_carries_images"  # an attribute of trainers that train on images
 COLUMNS = ("prompt_ids", "completion_ids", "env_mask", "logprobs", "reward")
 
 
@@ -40,10 +48,13 @@ def rollout_func(
         rollouts = GatewayRollouts(url=url, agent=agent, sampling=pinned, **settings)
         groups = [f"step-{trainer.state.global_step}/{group_name(prompt)}" for prompt in prompts]
         # TRL deals the rollouts of one prompt to all processes, each with as many prompts as the others.
-        found = rollouts.run(prompts, groups, first=trainer.accelerator.process_index * len(prompts))
+        files: dict[str, bytes] | None = {} if hasattr(trainer, CARRIES) else None
+        found = rollouts.run(prompts, groups, first=trainer.accelerator.process_index * len(prompts), files=files)
         chosen = [take_largest(samples) for samples in found]
         rows = [trl_row(sample) for sample, _ in chosen]
         columns: dict[str, list[Any]] = {name: [row[name] for row in rows] for name in COLUMNS}
+        if files:
+            columns["images"] = [open_images(sample, files, trainer.processing_class) for sample, _ in chosen]
         return columns | {"tokens_left_out": [left_out for _, left_out in chosen]}
 
     return run
@@ -76,6 +87,34 @@ def correct_with_gateway_logprobs(trainer: Any, publish: Callable[[Any, int], No
     trainer.vllm_generation = Publisher()
     trainer._last_loaded_step = -1
     trainer.use_vllm = True
+
+
+def carry_images(trainer: Any) -> None:
+    """Lets `GRPOTrainer` train on the images that `rollout_func` returns.
+
+    TRL sees images of its dataset's prompts, and those that its own tool loop collects, wherever their tokens are. This
+    hands images on as if that loop had: `trainer.tools` is true only while TRL looks whether it ran.
+    """
+    if trainer.tools or trainer._image_pad_token_id is None:
+        raise ConfigError("TRL takes images of rollouts for Qwen's vision models alone, without tools of the trainer")
+    generate, score = trainer._generate, trainer._generate_and_score_completions
+
+    def generate_with_images(prompts: Any) -> tuple[Any, ...]:
+        *found, extra, _, _ = generate(prompts)
+        images = extra.pop("images", None)
+        if images is None:
+            return *found, extra, None, []
+        trainer.tools = [carry_images]
+        return *found, extra, images, images
+
+    def score_with_images(inputs: Any) -> Any:
+        try:
+            return score(inputs)
+        finally:
+            trainer.tools = []
+
+    trainer._generate, trainer._generate_and_score_completions = generate_with_images, score_with_images
+    setattr(trainer, CARRIES, True)
 
 
 MOST_FAILURES = 3  # groups in a row without two rollouts to compare: the worker gives up

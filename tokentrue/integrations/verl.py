@@ -7,6 +7,7 @@ that trains most tokens.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,14 @@ from typing import Any
 import numpy as np
 
 from tokentrue.errors import ConfigError
-from tokentrue.integrations.rollouts import Agent, GatewayRollouts, group_name, scored_settings, take_largest
+from tokentrue.integrations.rollouts import (
+    Agent,
+    GatewayRollouts,
+    group_name,
+    open_images,
+    scored_settings,
+    take_largest,
+)
 from tokentrue.json_types import JsonObject
 from tokentrue.samples.trainer_rows import verl_row
 from tokentrue.types import Sample
@@ -33,13 +41,14 @@ def agent_loop(agent: Agent, *, url: str, **settings: Any) -> type[Any]:
     class GatewayAgentLoop(base):
         async def run(self, sampling_params: JsonObject, **row: Any) -> Any:
             group = str(row["uid"]) if "uid" in row else group_name(row.get("index"), row.get("raw_prompt"))
+            files: dict[str, bytes] = {}
             samples = await rollouts.run_rollout(
-                row, group=group, index=row.get("session_id"), sampling=scored_settings(sampling_params)
+                row, group=group, index=row.get("session_id"), sampling=scored_settings(sampling_params), files=files
             )
             if "session_id" in row:  # the v1 trainer, which numbers the rollouts of a prompt
-                return [output_of(sample) for sample in samples]
+                return [output_of(sample, open_images(sample, files, self.processor)) for sample in samples]
             chosen, left_out = take_largest(samples)
-            output = output_of(chosen, tokens_left_out=left_out)
+            output = output_of(chosen, open_images(chosen, files, self.processor), tokens_left_out=left_out)
             for name, ids in (("prompt", output.prompt_ids), ("response", output.response_ids)):
                 bound = getattr(self.rollout_config, f"{name}_length")
                 if len(ids) > bound:  # the older trainer pads to fixed lengths, and fails later without a name
@@ -87,13 +96,18 @@ def build_loop(of: Any, **arguments: Any) -> Any:
     return of.kind(**arguments)
 
 
-def output_of(sample: Sample, **extra: Any) -> Any:
-    """A sample as verl's `AgentLoopOutput`; weight versions are the steps of its staleness control."""
+def output_of(sample: Sample, images: Sequence[Any] = (), **extra: Any) -> Any:
+    """A sample as verl's `AgentLoopOutput`, with its opened images, whose pixels verl computes; weight versions are the
+    steps of its staleness control."""
+    if len(images) != len(sample.images):
+        raise ConfigError(f"sample {sample.sample_id} has {len(sample.images)} images, not {len(images)}")
     verl: Any = import_module(AGENT_LOOPS)
     row = verl_row(sample)
     steps = {name: row["extra_fields"][name] for name in ("min_global_steps", "max_global_steps")}
     extra_fields: JsonObject = {**extra, "reward_extra_info": {}, **steps, "sample_id": sample.sample_id}
     fields = {name: row[name] for name in FIELDS}
+    if images:  # no settings beside those of the processor's directory, whatever data.mm_processor_kwargs says
+        fields |= {"multi_modal_data": {"images": list(images)}, "mm_processor_kwargs": {}}
     if row["routed_experts"] is not None:  # verl pads an array, and takes no list
         fields["routed_experts"] = np.array(row["routed_experts"], np.int16)
     return verl.AgentLoopOutput(**fields, metrics=verl.AgentLoopMetrics(), extra_fields=extra_fields)

@@ -38,7 +38,7 @@ _NATIVE_TYPES = {
 _VERL_TYPES = {
     "prompt_ids": "int32s", "response_ids": "int32s", "response_mask": "int8s", "response_logprobs": "doubles",
     "reward_score": "double", "num_turns": "int64", "uid": "string",
-    "routed_experts": "int16 tables", "extra_fields": "replay", "tokentrue": "json",
+    "routed_experts": "int16 tables", "multi_modal_data": "hashes", "extra_fields": "replay", "tokentrue": "json",
 }  # fmt: skip
 _TENSOR_TYPES = {"token_ids": "int32", "loss_mask": "uint8", "rollout_logprobs": "float64", "offsets": "int64"}
 
@@ -105,6 +105,7 @@ def _schema(types: Mapping[str, str]) -> Any:
         "string": pa.string(), "json": pa.string(), "double": pa.float64(), "int64": pa.int64(),
         "int32s": pa.list_(pa.int32()), "int8s": pa.list_(pa.int8()), "doubles": pa.list_(pa.float64()),
         "int16 tables": pa.list_(pa.list_(pa.list_(pa.int16()))),
+        "hashes": pa.struct([("images", pa.list_(pa.string()))]),
         "replay": pa.struct([
             ("min_global_steps", pa.int64()), ("max_global_steps", pa.int64()),
             ("policy_versions", pa.list_(pa.int64())),
@@ -311,7 +312,8 @@ def find_differences(
         for key in {**written, **found}:
             name = f"{field}.{key}" if field else key
             if key not in found:
-                yield f"{name} is missing"
+                if written[key] is not None:  # a file of an earlier release may lack the column
+                    yield f"{name} is missing"
             elif key in written:
                 yield from find_differences(written[key], found[key], name, added=added)
             elif name not in added:

@@ -6,9 +6,10 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from tokentrue.errors import AuditError
-from tokentrue.images import EXTENSIONS, find_media_type, hash_image
+from tokentrue.images import EXTENSIONS, find_media_type, hash_image, open_image
 from tokentrue.types import PromptImage, Sample
 
 _NAME = re.compile("[0-9a-f]{64}")
@@ -54,6 +55,10 @@ class ImageFolder:
                     raise AuditError(f"{path.name} does not fit its hash: the file was changed")
                 return data, media_type
         raise AuditError(f"image {sha256} is not in {self.path.name}")
+
+    def open(self, sha256: str) -> Any:
+        """A `PIL.Image` in RGB, upright, for a trainer's own processor."""
+        return open_image(self.read(sha256)[0])
 
     def load(self, sample: Sample) -> list[PromptImage]:
         """All images of a sample, in the order of its tokens."""

@@ -39,7 +39,7 @@ def refuse_images(sample: Sample, trainer: str) -> None:
     if sample.images:
         raise FileFormatError(
             f"sample {sample.sample_id} has {len(sample.images)} images, which rows for {trainer} do not carry; "
-            "export jsonl, parquet or safetensors"
+            "export jsonl, parquet, safetensors, verl or trl"
         )
 
 
@@ -80,9 +80,8 @@ def expert_table(sample: Sample) -> list[list[list[int]]] | None:
 
 
 def verl_row(sample: Sample) -> JsonObject:
-    """For `AgentLoopOutput(metrics=…, **row)`. verl has no field for kept ids: they are compressed rows, one per
-    response token."""
-    refuse_images(sample, "verl")
+    """For `AgentLoopOutput(metrics=…, **row)`, images opened (`ImageFolder.open`). verl has no field for kept ids: they
+    are compressed rows, one per response token."""
     parts = split(sample)
     start = len(parts.prompt_ids)
     versions = token_versions(sample, start=start)
@@ -97,6 +96,7 @@ def verl_row(sample: Sample) -> JsonObject:
         "num_turns": 2 * (1 + max((span.turn for span in sample.spans), default=-1)),
         "uid": sample.group or sample.session_id,
         "routed_experts": expert_table(sample),
+        "multi_modal_data": {"images": [run.sha256 for run in sample.images]} if sample.images else None,
         "extra_fields": {
             "min_global_steps": min(sampled, default=None),
             "max_global_steps": max(sampled, default=None),
@@ -113,14 +113,15 @@ def verl_columns(row: JsonMapping) -> Columns:
 
 def trl_row(sample: Sample) -> JsonObject:
     """The keys that a GRPO `rollout_func` returns; collect each key over the lines into a list."""
-    refuse_images(sample, "TRL")
     parts = split(sample)
+    images: JsonObject = {"images": [run.sha256 for run in sample.images]} if sample.images else {}
     return {
         "prompt_ids": parts.prompt_ids,
         "completion_ids": parts.response_ids,
         "env_mask": parts.response_mask,
         "logprobs": parts.response_logprobs,
         "reward": sample.reward,
+        **images,
     }
 
 
