@@ -1,13 +1,12 @@
 """The exact engine on a CUDA device: speed and bits in one job, never one without the other.
 
 Random weights in the shapes of Qwen3 models, bf16. Every recorded log-probability of every run is compared, as an
-integer, with a plain trainer forward over its sequence. With `--shapes`, one table of these shapes beside other
-engines: vLLM where TOKENTRUE_VLLM names a folder that holds it, VeXact where TOKENTRUE_VEXACT names a checkout.
-Without, the 0.6B shape beside the same engine with exactness off, prefix sharing, random schedules, and a pipeline of
-two processes.
+integer, with a plain trainer forward over its sequence. With `--loads`, one table of these loads beside other engines:
+vLLM where TOKENTRUE_VLLM names a folder that holds it, VeXact where TOKENTRUE_VEXACT names a checkout. Without, the 0.6B
+shape beside the same engine with exactness off, prefix sharing, random schedules, and a pipeline of two processes.
 
-    python -m benchmarks.engine_gpu [--quick | --shapes 0.6B 8B 30B-A3B [--peers vllm vllm-invariant vexact]]
-    python -m benchmarks.engine_gpu --loads agents lora gpt-oss hybrid
+    python -m benchmarks.engine_gpu [--quick]
+    python -m benchmarks.engine_gpu --loads plain agents lora gpt-oss hybrid [--shapes 8B] [--peers vllm vllm-invariant vexact]
     python -m benchmarks.engine_gpu --leaves 8B
 """
 
@@ -32,8 +31,8 @@ import torch
 from benchmarks import Report
 from benchmarks.gpu.inexact import InexactOps
 from benchmarks.gpu.loads import LOADS, measure_loads
-from benchmarks.gpu.peers import PEERS, PeerResult, is_available, measure_peers
-from benchmarks.gpu.random_models import PROMPT, SHAPES, Prompts, model_of, prompts_of
+from benchmarks.gpu.peers import PEERS
+from benchmarks.gpu.random_models import FAMILIES, PROMPT, SHAPES, Prompts, model_of, prompts_of
 from benchmarks.shaken import UnprovenEngine, compare, shake
 from tokentrue.engine import ExactEngine
 from tokentrue.engine.schedule import ScheduleLimits
@@ -336,58 +335,6 @@ def bits(quick: bool) -> list[Report]:
     return [Report(title="Bits under a random schedule, bf16", columns=columns, rows=rows, notes=notes)]
 
 
-TABLE = {"0.6B": ((1, 32, 256), 256), "8B": ((1, 32, 128), 128), "30B-A3B": ((1, 32, 128), 128)}
-"""Shape -> numbers of sequences, and tokens sampled for each."""
-
-
-def compare_engines(shapes: Sequence[str], peers: Sequence[str]) -> Report:
-    """One row for each shape and number of sequences, with three columns for each peer; results are printed as they
-    come."""
-    peers = [name for name in peers if is_available(name)]
-    rows = []
-    for shape in shapes:
-        counts, output = TABLE[shape]
-        others = measure_peers(
-            [name for name in peers if name != "vexact" or "num_experts" not in SHAPES[shape]], shape, counts, output
-        )
-        for count, rate, differing in measure_exact(shape, counts, output):
-            print(
-                f"exact {shape}: {count} sequences, {rate:.0f} tok/s, {differing} differ", file=sys.stderr, flush=True
-            )
-            cells = [cell for name in peers for cell in cells_of(others.get(name, {}).get(count), rate)]
-            rows.append((shape, count, f"{rate:.0f}", differing, *cells))
-    columns = ["shape", "sequences", "exact tok/s", "bits differ"]
-    columns += [cell for name in peers for cell in (f"{name} tok/s", f"exact ÷ {name}", f"bits differ, {name}")]
-    notes = [
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}; random weights, bf16, prompt {PROMPT}, temperature 1 (vexact: greedy)",
-        "bits of vLLM: of the first 16 sequences, against a forward of transformers with sdpa over the same tokens",
-    ]
-    return Report(title="The exact engine beside others", columns=tuple(columns), rows=rows, notes=notes)
-
-
-def measure_exact(shape: str, counts: Sequence[int], output: int) -> Iterator[tuple[int, float, str]]:
-    """(sequences, tokens per second, log-probabilities that differ); afterwards the GPU is empty."""
-    model = model_of(shape)
-    with engine_of(model, kv_tokens=max(counts) * (PROMPT + output + 256)) as engine:
-        for count in counts:
-            run = measure_median(engine, count, 3, output)
-            wrong, total = count_differing(model, run)
-            yield count, run.rate, f"{wrong} of {total}"
-    del model, engine
-    gc.collect()
-    torch.cuda.empty_cache()
-
-
-def cells_of(found: PeerResult | None, exact_rate: float) -> tuple[str, str, str]:
-    if found is None:
-        return "", "", ""
-    return (
-        f"{found.rate:.0f}",
-        f"{exact_rate / found.rate:.2f}",
-        f"{found.wrong} of {found.total}" if found.total else "not compared",
-    )
-
-
 PARTS = (measure_speed, bits, measure_pipeline)
 
 
@@ -401,28 +348,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="The exact engine on a CUDA device: speed and bits in one job.")
     parser.add_argument("--quick", action="store_true", help="a smoke test")
     parser.add_argument(
-        "--shapes", nargs="+", choices=list(TABLE), default=(), help="one table of these shapes beside other engines"
-    )
-    parser.add_argument(
-        "--peers",
-        nargs="*",
-        choices=list(PEERS),
-        default=list(PEERS),
-        help="the other engines, where their place is given",
-    )
-    parser.add_argument(
         "--leaves", nargs="+", choices=list(SHAPES), default=(), help="the price of leaves, these shapes"
     )
     parser.add_argument("--loads", nargs="+", choices=list(LOADS), default=(), help="one table of these loads")
+    parser.add_argument(
+        "--shapes", nargs="+", choices=[*SHAPES, *FAMILIES], default=(), help="of the loads, these shapes"
+    )
+    parser.add_argument(
+        "--peers", nargs="*", choices=list(PEERS), default=["vllm"], help="other engines, where their place is given"
+    )
     options = parser.parse_args()
     if options.leaves:
         print(measure_leaves(options.leaves).as_text(), flush=True)
         return
     if options.loads:
-        print(measure_loads(options.loads).as_text(), flush=True)
-        return
-    if options.shapes:
-        print(compare_engines(options.shapes, options.peers).as_text(), flush=True)
+        print(measure_loads(options.loads, options.shapes, options.peers).as_text(), flush=True)
         return
     for measure in PARTS:
         for report in measure(options.quick):

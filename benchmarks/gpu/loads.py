@@ -1,6 +1,7 @@
-"""Loads of what people train, on random weights: LoRA adapters, gpt-oss, hybrid models, and agents with shared prompts.
+"""Loads of what people train, on random weights, the exact engine and others side by side on one machine.
 
-Every row has its own number of differing log-probabilities against a trainer's forward (with the adapter, if any).
+Every row has its own number of differing log-probabilities: the exact engine's against a trainer's forward under `exact`
+(with the adapter, if any), another engine's as `peers` says. Rows are printed as they come.
 """
 
 from __future__ import annotations
@@ -17,52 +18,145 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks import Report
-from benchmarks.gpu.random_models import PROMPT, model_of, prompts_of
+from benchmarks.gpu.peers import Peer, PeerResult, is_available
+from benchmarks.gpu.random_models import (
+    AGENT_LENGTH,
+    AGENT_TOKENS,
+    ALPHA,
+    GIVEN,
+    GROUPS,
+    OPENING,
+    PROMPT,
+    RANK,
+    SAMPLED,
+    SESSIONS,
+    TURNS,
+    adapter_state,
+    counts_of,
+    model_of,
+    prompts_of,
+)
 
 if TYPE_CHECKING:
     from benchmarks.engine_gpu import Run
     from tokentrue.engine import ExactEngine
+    from tokentrue.types import Completion
 
-COUNTS, OUTPUT, REPEATS = (1, 32, 128), 128, 3
-RANK, TARGETS = 16, ("q_proj", "k_proj", "v_proj", "o_proj")
-Row = tuple[str, int, float, int, int]  # load, sequences, tokens per second, differing, tokens
+REPEATS = 3
+PEER_GIB = 125
+"""Memory that engines which start together may take."""
+# Load -> shape -> kind of its rows.
+LOADS: dict[str, dict[str, str]] = {
+    "lora": {"8B": "lora"},
+    "gpt-oss": {"gpt-oss-20b": "plain"},
+    "hybrid": {"Qwen3.5-4B": "plain", "Qwen3-Next": "plain", "4B": "plain"},
+    "agents": {"8B": "agents", "30B-A3B": "agents"},
+    "plain": {"8B": "plain", "0.6B": "plain", "30B-A3B": "plain"},
+}
+Row = tuple[str, int, float, int, int]  # kind, sequences, tokens per second, differing, tokens
 
 
-def measure_loads(names: Sequence[str]) -> Report:
+def measure_loads(loads: Sequence[str], shapes: Sequence[str], peers: Sequence[str]) -> Report:
+    jobs: dict[str, list[str]] = {}
+    for shape, kind in itertools.chain.from_iterable(LOADS[load].items() for load in loads):
+        if not shapes or shape in shapes:
+            jobs.setdefault(shape, []).append(kind)
+    peers = [name for name in peers if is_available(name)]
     rows = []
-    for name in names:
-        for load, count, rate, wrong, total in LOADS[name]():
-            print(f"{load}, {count}: {rate:.0f} tok/s, {wrong} of {total} differ", file=sys.stderr, flush=True)
-            rows.append((load, count, f"{rate:.0f}", f"{wrong} of {total}"))
-        gc.collect()
-        torch.cuda.empty_cache()
+    for together in waves(jobs):
+        others = measure_peers(peers, {shape: jobs[shape] for shape in together})
+        for shape in together:
+            for kind, count, rate, wrong, total in measure_exact(shape, jobs[shape]):
+                print(f"exact {shape}, {kind}, {count}: {rate:.0f} tok/s, {wrong} of {total} differ", file=sys.stderr)
+                cells = [c for name in peers for c in cells_of(others.get((name, shape, kind, count)), rate)]
+                rows.append((f"{shape}, {kind}", count, f"{rate:.0f}", f"{wrong} of {total}", *cells))
+            gc.collect()
+            torch.cuda.empty_cache()
+    columns = ["load", "sequences", "exact tok/s", "bits differ"]
+    for name in peers:
+        columns += [f"{name} tok/s", f"exact ÷ {name}", f"bits differ, {name}", "mean difference"]
     notes = [
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}; random weights, bf16, temperature 1; prompt {PROMPT}, output {OUTPUT}",
-        f"median of {REPEATS} rounds after one that warms up; agents: one round without, one with warm prefix caches",
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}; random weights, bf16, temperature 1 (vexact: greedy)",
+        f"prompt {PROMPT}, output 128 (0.6B: 256); median of {REPEATS} rounds after one that warms up; agents: one round each",
+        "bits of vLLM: of the first 16 sequences, against a forward of transformers over the same tokens",
     ]
-    columns = ("load", "sequences", "tok/s", "bits differ")
-    return Report(title="What people train", columns=columns, rows=rows, notes=notes)
+    return Report(title="What people train", columns=tuple(columns), rows=rows, notes=notes)
 
 
-def plain_rows(shape: str, counts: Sequence[int] = COUNTS) -> Iterator[Row]:
+def waves(jobs: dict[str, list[str]]) -> Iterator[list[str]]:
+    """Shapes whose other engines fit into memory at once: they start, and compile, at the same time."""
+    wave, free = list[str](), PEER_GIB
+    for shape, kinds in jobs.items():
+        # A peer holds the model of transformers, its own copy of it, and its caches.
+        weights = sum(p.numel() for p in model_of(shape, device="meta").parameters()) * 2 * 2 / 2**30
+        need = sum(weights + (48 if "agents" in group else 14) for group in separate(kinds))
+        if wave and need > free:
+            yield wave
+            wave, free = [], PEER_GIB
+        wave.append(shape)
+        free -= need
+    if wave:
+        yield wave
+
+
+def separate(kinds: Sequence[str]) -> list[list[str]]:
+    """The kinds for each process of a peer: adapters cost its other requests something, so they get their own."""
+    groups = [[kind for kind in kinds if kind != "lora"], [kind for kind in kinds if kind == "lora"]]
+    return [group for group in groups if group]
+
+
+def measure_peers(names: Sequence[str], jobs: dict[str, list[str]]) -> dict[tuple[str, str, str, int], PeerResult]:
+    """Results by name, shape, kind and count. All start together and then run one after the other."""
+    started = [Peer(name, shape, group) for name in names for shape, kinds in jobs.items() for group in separate(kinds)]
+    for peer in started:
+        peer.wait_until_ready()
+    found = {}
+    for peer in started:
+        for result in peer.results():
+            print(f"{peer.name} {peer.shape}: {result}", file=sys.stderr, flush=True)
+            found[peer.name, peer.shape, result.kind, result.count] = result
+    return found
+
+
+def cells_of(found: PeerResult | None, exact_rate: float) -> tuple[str, str, str, str]:
+    if found is None:
+        return "not run", "", "", ""
+    differing = (f"{found.wrong} of {found.total}", f"{found.distance:.3f}") if found.total else ("not compared", "")
+    return f"{found.rate:.0f}", f"{exact_rate / found.rate:.2f}", *differing
+
+
+def measure_exact(shape: str, kinds: Sequence[str]) -> Iterator[Row]:
     from benchmarks.engine_gpu import engine_of
 
+    counts, output = counts_of(shape)
+    tokens = max(counts) * (PROMPT + output + 256)
+    options = {"max_len": AGENT_LENGTH, "kv_tokens": max(tokens, AGENT_TOKENS)} if "agents" in kinds else {}
     model = model_of(shape)
-    with engine_of(model, kv_tokens=max(counts) * (PROMPT + OUTPUT + 256)) as engine:
-        for count in counts:
-            yield row(shape, model, engine, count, [None])
+    with engine_of(model, **{"kv_tokens": tokens, **options}) as engine:
+        if "plain" in kinds:
+            for count in counts:
+                yield row("plain", model, engine, count, output, [None])
+        if "lora" in kinds:
+            names = [f"a{i}" for i in range(4)]
+            for kind, loaded in (("lora", names[:1]), ("4 adapters", names)):
+                for i, name in enumerate(loaded):
+                    engine.load_adapter(name, adapter_state(model, i), config={"lora_alpha": ALPHA, "r": RANK})
+                for count in counts if len(loaded) == 1 else counts[1:]:
+                    yield row(kind, model, engine, count, output, loaded)
+        if "agents" in kinds:
+            yield from agents(model, engine)
 
 
-def row(load: str, model: Any, engine: ExactEngine, count: int, adapters: Sequence[str | None]) -> Row:
+def row(kind: str, model: Any, engine: ExactEngine, count: int, output: int, adapters: Sequence[str | None]) -> Row:
     from benchmarks.engine_gpu import generate, plain
 
     runs = []
     for i in range(REPEATS + 1):
         chosen = list(itertools.islice(itertools.cycle(adapters), count))
-        samplings = [plain(OUTPUT if i else 20, seed=s) for s in range(count)]
+        samplings = [plain(output if i else 20, seed=s) for s in range(count)]
         runs.append(generate(engine, prompts_of(count, PROMPT, seed=100 * count + i), samplings, chosen))
     run = sorted(runs[1:], key=lambda r: r.rate)[REPEATS // 2]
-    return load, count, run.rate, *differing(model, engine, run)
+    return kind, count, run.rate, *differing(model, engine, run)
 
 
 def differing(model: Any, engine: ExactEngine, run: Run) -> tuple[int, int]:
@@ -87,48 +181,22 @@ def differing(model: Any, engine: ExactEngine, run: Run) -> tuple[int, int]:
     return wrong, total
 
 
-def adapter_state(model: Any, seed: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    generator = torch.Generator("cuda").manual_seed(seed)
-    state = {}
-    for name, module in model.named_modules():
-        if name.rpartition(".")[2] in TARGETS:
-            for part, shape in (("A", (RANK, module.in_features)), ("B", (module.out_features, RANK))):
-                weight = torch.randn(shape, generator=generator, device="cuda") * 0.02
-                state[f"base_model.model.{name}.lora_{part}.weight"] = weight.to(dtype)
-    return state
+def agents(model: Any, engine: ExactEngine) -> Iterator[Row]:
+    """One round without, one with the openings in the prefix cache."""
+    from benchmarks.engine_gpu import Run, generate, plain
+
+    generate(engine, prompts_of(SESSIONS, 600, seed=5), [plain(20, seed=s) for s in range(SESSIONS)])
+    for at, state in enumerate(("cold", "warm")):
+        start = time.perf_counter()
+        turns = asyncio.run(run_sessions(engine, at))
+        rate = sum(len(completion.token_ids) for _, completion in turns) / (time.perf_counter() - start)
+        last = sorted(turns, key=lambda turn: -len(turn[0]))[:SESSIONS]  # each holds its session's earlier turns
+        run = Run([p for p, _ in last], [c for _, c in last], 1.0, [1.0] * len(last), [None] * len(last))
+        yield f"agents, {state}", SESSIONS, rate, *differing(model, engine, run)
 
 
-def lora() -> Iterator[Row]:
-    """The 8B shape without an adapter, with one, and with four in each batch."""
-    from benchmarks.engine_gpu import engine_of
-
-    model = model_of("8B")
-    with engine_of(model, kv_tokens=max(COUNTS) * (PROMPT + OUTPUT + 256)) as engine:
-        for count in COUNTS:
-            yield row("8B without adapter", model, engine, count, [None])
-        names = [f"a{i}" for i in range(4)]
-        for loaded in (names[:1], names):
-            for i, name in enumerate(loaded):
-                engine.load_adapter(name, adapter_state(model, i, torch.bfloat16), config={"lora_alpha": 32, "r": RANK})
-            for count in COUNTS if len(loaded) == 1 else COUNTS[1:]:
-                yield row(f"8B, LoRA rank {RANK} on q, k, v, o, {len(loaded)} of them", model, engine, count, loaded)
-
-
-def hybrid() -> Iterator[Row]:
-    yield from plain_rows("4B")
-    gc.collect()
-    torch.cuda.empty_cache()
-    yield from plain_rows("Qwen3.5-4B")
-    gc.collect()
-    torch.cuda.empty_cache()
-    yield from plain_rows("Qwen3-Next")
-
-
-GROUPS, SESSIONS, TURNS, OPENING, GIVEN, SAMPLED = 8, 32, 10, 3000, 400, 160
-
-
-async def run_sessions(engine: ExactEngine) -> list[tuple[list[int], Any]]:
-    """The prompt and the completion of every turn."""
+async def run_sessions(engine: ExactEngine, at: int) -> list[tuple[list[int], Completion]]:
+    """The prompt and the completion of every turn. Each round samples other tokens: only openings are shared."""
     from benchmarks.engine_gpu import plain
 
     openings, turns = prompts_of(GROUPS, OPENING, seed=6), list[tuple[list[int], Any]]()
@@ -137,34 +205,9 @@ async def run_sessions(engine: ExactEngine) -> list[tuple[list[int], Any]]:
         history = list(openings[i % GROUPS])
         for turn in range(TURNS):
             history += prompts_of(1, GIVEN, seed=1000 * i + turn)[0]
-            completion = await engine.generate(history, plain(SAMPLED, seed=100 * i + turn))
+            completion = await engine.generate(history, plain(SAMPLED, seed=10_000 * at + 100 * i + turn))
             turns.append((list(history), completion))
             history += completion.token_ids
 
     await asyncio.gather(*(run_session(i) for i in range(SESSIONS)))
     return turns
-
-
-def agents() -> Iterator[Row]:
-    """32 sessions in 8 groups that share a prompt of 3,000 tokens: ten turns of 400 given and 160 sampled tokens."""
-    from benchmarks.engine_gpu import Run, engine_of, generate, plain
-
-    for shape in ("8B", "30B-A3B"):
-        model = model_of(shape)
-        with engine_of(model, max_len=12_000, kv_tokens=400_000) as engine:
-            generate(engine, prompts_of(SESSIONS, 600, seed=5), [plain(20, seed=s) for s in range(SESSIONS)])
-            for state in ("cold", "warm"):
-                start = time.perf_counter()
-                turns = asyncio.run(run_sessions(engine))
-                rate = sum(len(completion.token_ids) for _, completion in turns) / (time.perf_counter() - start)
-                last = sorted(turns, key=lambda turn: -len(turn[0]))[
-                    :SESSIONS
-                ]  # each holds its session's earlier turns
-                run = Run([p for p, _ in last], [c for _, c in last], 1.0, [1.0] * len(last), [None] * len(last))
-                yield f"agents, {shape}, {state}", SESSIONS, rate, *differing(model, engine, run)
-        del model, engine
-        gc.collect()
-        torch.cuda.empty_cache()
-
-
-LOADS = {"agents": agents, "lora": lora, "gpt-oss": lambda: plain_rows("gpt-oss-20b"), "hybrid": hybrid}

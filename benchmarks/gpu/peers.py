@@ -1,18 +1,22 @@
 """Other engines in the GPU benchmark, each in a process of its own, on the same random weights and the same load.
 
-    python -m benchmarks.gpu.peers {vllm,vllm-invariant,vexact} PLACE SHAPE OUTPUT COUNT [COUNT …]
+    python -m benchmarks.gpu.peers {vllm,vllm-invariant,vexact} PLACE SHAPE KIND [KIND …]
+
+KIND is plain, lora or agents. The process loads and compiles, prints `ready`, waits for a line and measures: several can
+be prepared at the same time, and one runs at a time.
 
 PLACE of vLLM is a folder on the import path that holds it and what it imports beyond torch and transformers. It runs in
-this process, with CUDA graphs and compilation, at temperature 1 with the log-probability of the sampled token, which is
-compared with a forward of transformers (sdpa) over the same sequence; `vllm-invariant` sets VLLM_BATCH_INVARIANT=1.
+its process with CUDA graphs and compilation, at temperature 1 with the log-probability of the sampled token, which is
+compared with a forward of transformers over the same sequence; `vllm-invariant` sets VLLM_BATCH_INVARIANT=1. Prefix
+caching is on for agents alone. Gated delta rules run in its Triton kernels (flashinfer would compile its own at start).
 
 PLACE of VeXact is a checkout that holds the package `vexact` and, under `deps`, what it imports beyond torch and
 transformers (msgspec, pyzmq). Its dense path is used unchanged, greedy, with its Triton attention and CUDA graphs;
 flash-attn's cross entropy, which it asks for, is stood in for by a log-softmax. Its bits are those of a trainer that it
 patches itself; they are not compared.
 
-Prints one JSON line for every count: {"count": …, "rate": tokens per second, "wrong": …, "total": …, "distance": mean
-|difference|}.
+Then prints one JSON line for every result: {"kind": …, "count": …, "rate": tokens per second, "wrong": …, "total": …,
+"distance": mean |difference|}.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -51,6 +56,7 @@ class PeerResult:
     """A speed, and how many log-probabilities differ from a trainer's forward; `total` is 0 where they are not
     compared."""
 
+    kind: str
     count: int
     rate: float
     wrong: int = 0
@@ -62,37 +68,54 @@ def is_available(name: str) -> bool:
     return bool(os.environ.get(PEERS[name]))
 
 
-def measure_peers(
-    names: Sequence[str], shape: str, counts: Sequence[int], output: int
-) -> dict[str, dict[int, PeerResult]]:
-    """Results of each named peer, whose place is given; a peer that fails says why and is left out. Call it while the
-    GPU is empty."""
-    return {name: ask(name, os.environ[PEERS[name]], shape, counts, output) for name in names}
+class Peer:
+    """A process that prepares one engine for one shape; one that fails says why and has no results."""
+
+    def __init__(self, name: str, shape: str, kinds: Sequence[str]) -> None:
+        self.name, self.shape = name, shape
+        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 — open as long as the process
+        self.process = subprocess.Popen(
+            [
+                sys.executable,
+                "-W",
+                "ignore",
+                "-m",
+                "benchmarks.gpu.peers",
+                name,
+                os.environ[PEERS[name]],
+                shape,
+                *kinds,
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            text=True,
+        )
+        self.timer = threading.Timer(TIMEOUT_S, self.process.kill)
+        self.timer.start()
+
+    def wait_until_ready(self) -> None:
+        assert self.process.stdout
+        self.process.stdout.readline()  # empty if it failed
+
+    def results(self) -> Iterator[PeerResult]:
+        assert self.process.stdin and self.process.stdout
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write("go\n")
+            self.process.stdin.close()
+        for line in self.process.stdout:
+            yield PeerResult(**json.loads(line))
+        if self.process.wait():
+            self.log.seek(0)
+            print(f"{self.name} at {self.shape} failed:\n{self.log.read()[-3000:]}", file=sys.stderr, flush=True)
+        self.timer.cancel()
 
 
-def ask(name: str, place: str, shape: str, counts: Sequence[int], output: int) -> dict[int, PeerResult]:
-    module = "benchmarks.gpu.peers"
-    command = [sys.executable, "-W", "ignore", "-m", module, name, place, shape, str(output), *map(str, counts)]
-    with tempfile.TemporaryFile("w+") as printed, tempfile.TemporaryFile("w+") as said:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            subprocess.run(command, stdout=printed, stderr=said, timeout=TIMEOUT_S, check=False)
-        printed.seek(0)
-        said.seek(0)
-        lines = printed.read().splitlines()
-        results = [PeerResult(**json.loads(line)) for line in lines if line.startswith('{"count"')]
-        if len(results) < len(counts):
-            tail = "\n".join([*lines[-15:], said.read()[-3000:]])
-            print(f"{name} at {shape}: {len(results)} of {len(counts)} loads ran\n{tail}", file=sys.stderr)
-    for result in results:
-        print(f"{name} {shape}: {result}", file=sys.stderr, flush=True)
-    return {result.count: result for result in results}
-
-
-def measure_vllm(place: str, shape: str, output: int, counts: list[int], *, invariant: bool) -> Iterator[PeerResult]:
+def measure_vllm(place: str, shape: str, kinds: Sequence[str], *, invariant: bool) -> Iterator[PeerResult | None]:
+    """None once it is prepared, then the results."""
     sys.path.insert(0, place)
-    os.environ["PYTHONPATH"] = os.pathsep.join(
-        [os.environ.get("PYTHONPATH", ""), place]
-    )  # it inspects models in a process of its own
+    # It inspects models in a process of its own.
+    os.environ["PYTHONPATH"] = os.pathsep.join([place, os.environ.get("PYTHONPATH", "")])
     os.environ |= {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
@@ -102,50 +125,158 @@ def measure_vllm(place: str, shape: str, output: int, counts: list[int], *, inva
         os.environ["VLLM_BATCH_INVARIANT"] = "1"
     import torch
 
-    from benchmarks.gpu.random_models import PROMPT, model_of, prompts_of
+    from benchmarks.gpu.random_models import AGENT_LENGTH, AGENT_TOKENS, PROMPT, counts_of, model_of, prompts_of
 
-    model = model_of(shape)
+    model = model_of(shape).requires_grad_(False)
     from vllm import LLM, SamplingParams  # pyright: ignore
-    from vllm.model_executor.model_loader import register_model_loader  # pyright: ignore
-    from vllm.model_executor.model_loader.base_loader import BaseModelLoader  # pyright: ignore
 
-    @register_model_loader("in_memory")
-    class InMemoryLoader(BaseModelLoader):
-        """Copies the weights of `model`: a file of 60 GB would take minutes."""
-
-        def download_model(self, model_config: Any) -> None: ...
-
-        def load_weights(self, model: Any, model_config: Any) -> None:
-            model.load_weights(separate_experts(source))
-
-    source = dict(model.named_parameters())
+    register_loader(model)
+    counts, output = counts_of(shape)
     config = model.config
+    hybrid = "linear_attention" in (getattr(config, "layer_types", None) or ())
     token = 2 * 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-    free, total = torch.cuda.mem_get_info()
+    held = AGENT_TOKENS if "agents" in kinds else max(counts) * (PROMPT + output + 64)
+    options: dict[str, Any] = {"max_model_len": AGENT_LENGTH if "agents" in kinds else 4096}
+    if "lora" in kinds:
+        options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": 16}
+    if hybrid:  # states in float32, as the configuration of Qwen3.5 asks and the exact engine has them
+        options |= {"additional_config": {"gdn_prefill_backend": "triton"}, "mamba_ssm_cache_dtype": "float32"}
     with tempfile.TemporaryDirectory() as folder:
         config.architectures = [type(model).__name__]
         config.save_pretrained(folder)
         llm = LLM(
-            model=folder, runner="generate", skip_tokenizer_init=True, load_format="in_memory", dtype="bfloat16", max_model_len=4096,
-            max_num_seqs=256, enable_prefix_caching=False, gpu_memory_utilization=round(0.9 * free / total, 2),
-            kv_cache_memory_bytes=token * max(counts) * (PROMPT + output + 64),
+            model=folder, runner="generate", skip_tokenizer_init=True, load_format="in_memory", dtype="bfloat16", max_num_seqs=256,
+            enable_prefix_caching="agents" in kinds, gpu_memory_utilization=0.1,
+            kv_cache_memory_bytes=12 * 2**30 if hybrid else token * held, **options,
         )  # fmt: skip
+        adapter = {"lora_request": write_adapter(model, folder)} if "lora" in kinds else {}
+        yield None
+
+        def sampling(tokens: int) -> Any:
+            return SamplingParams(max_tokens=tokens, temperature=1.0, ignore_eos=True, detokenize=False, logprobs=0)
 
         def generate(count: int, tokens: int, seed: int) -> tuple[float, list[list[int]], list[Any]]:
             prompts = prompts_of(count, PROMPT, seed)
-            sampling = SamplingParams(max_tokens=tokens, temperature=1.0, ignore_eos=True, detokenize=False, logprobs=0)
             torch.cuda.synchronize()
             start = time.perf_counter()
-            found = llm.generate([{"prompt_token_ids": p} for p in prompts], sampling, use_tqdm=False)
+            found = llm.generate(
+                [{"prompt_token_ids": p} for p in prompts], sampling(tokens), use_tqdm=False, **adapter
+            )
             spent = time.perf_counter() - start
             return count * tokens / spent, prompts, [f.outputs[0] for f in found]
 
-        for count in counts:
-            generate(count, 20, 100 * count)
-            runs = sorted((generate(count, output, 100 * count + 1 + i) for i in range(ROUNDS)), key=lambda run: run[0])
-            rate, prompts, found = runs[ROUNDS // 2]
-            wrong, total, distance = compare(model, prompts[:COMPARED], found[:COMPARED])
-            yield PeerResult(count=count, rate=rate, wrong=wrong, total=total, distance=distance)
+        for kind in sorted(set(kinds) - {"agents"}):
+            for count in counts:
+                generate(count, 20, 100 * count)
+                runs = sorted((generate(count, output, 100 * count + 1 + i) for i in range(ROUNDS)), key=lambda r: r[0])
+                rate, prompts, found = runs[ROUNDS // 2]
+                yield PeerResult(
+                    kind=kind, count=count, rate=rate, **compare(model, prompts[:COMPARED], found[:COMPARED])
+                )
+        if "agents" in kinds:
+            generate(32, 20, 5)
+            for state in ("cold", "warm"):
+                rate, turns = run_sessions(llm.llm_engine, sampling, state)
+                last = sorted(turns, key=lambda turn: -len(turn[0]))[:ROWS]
+                found = compare(model, [p for p, _ in last], [c for _, c in last], rows=1)
+                yield PeerResult(kind=f"agents, {state}", count=32, rate=rate, **found)
+
+
+def register_loader(model: Any) -> None:
+    """A load format that copies the weights of `model` (a file of 60 GB would take minutes), and Qwen3.5 without images,
+    which vLLM knows as a part of the model with images only."""
+    import torch
+    from vllm import ModelRegistry  # pyright: ignore
+    from vllm.model_executor.model_loader import register_model_loader  # pyright: ignore
+    from vllm.model_executor.model_loader.base_loader import BaseModelLoader  # pyright: ignore
+
+    source = dict(model.named_parameters())
+
+    @register_model_loader("in_memory")
+    class InMemoryLoader(BaseModelLoader):
+        def download_model(self, model_config: Any) -> None: ...
+
+        def load_weights(self, model: Any, model_config: Any) -> None:
+            one = "gpt_oss" in type(model).__module__  # it reads all experts of a layer as one tensor
+            model.load_weights(source.items() if one else separate_experts(source))
+            share_experts(source, model)
+            torch.cuda.empty_cache()
+
+    if type(model).__name__ == "Qwen3_5ForCausalLM":
+        from vllm.model_executor.models.interfaces import IsHybrid  # pyright: ignore
+        from vllm.model_executor.models.qwen3_5 import Qwen3_5ForCausalLM  # pyright: ignore
+        from vllm.model_executor.models.qwen3_next import Qwen3NextForCausalLM  # pyright: ignore
+
+        states = ("get_mamba_state_dtype_from_config", "get_mamba_state_shape_from_config", "get_mamba_state_copy_func")
+        found = {name: classmethod(getattr(Qwen3NextForCausalLM, name).__func__) for name in states}
+        text = type("TextOnly", (Qwen3_5ForCausalLM, IsHybrid), found)
+        ModelRegistry.register_model("Qwen3_5ForCausalLM", text)
+
+
+def share_experts(source: dict[str, Any], model: Any) -> None:
+    """Lets the experts of transformers be vLLM's, where both have one layout: a mixture of 60 GB fits once, not twice."""
+    import torch
+
+    theirs = dict(model.named_parameters())
+    for name, parameter in source.items():
+        stem, _, last = name.rpartition(".")
+        part = {"gate_up_proj": "w13_weight", "down_proj": "w2_weight"}.get(last)
+        for at in (f"{stem}.{part}", f"{stem}.routed_experts.{part}"):
+            same = theirs.get(at) if part else None
+            if same is not None and same.shape == parameter.shape and torch.equal(same, parameter):
+                parameter.data = same.data
+
+
+def write_adapter(model: Any, folder: str) -> Any:
+    """The adapter of the exact engine's row as files for vLLM, and as hooks on `model` for the comparison."""
+    from safetensors.torch import save_file
+    from vllm.lora.request import LoRARequest  # pyright: ignore
+
+    from benchmarks.gpu.random_models import ALPHA, RANK, TARGETS, adapter_state
+
+    state = adapter_state(model, 0)
+    place = Path(folder) / "adapter"
+    place.mkdir()
+    save_file({name: tensor.cpu() for name, tensor in state.items()}, place / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": list(TARGETS), "bias": "none"}
+    (place / "adapter_config.json").write_text(json.dumps(config))
+
+    def add(module: Any, inputs: tuple[Any, ...], output: Any) -> Any:
+        down, up = module.adapter
+        return output + (inputs[0] @ down.T) @ up.T * (ALPHA / RANK)
+
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] in TARGETS:
+            module.adapter = [state[f"base_model.model.{name}.lora_{part}.weight"] for part in "AB"]
+            module.register_forward_hook(add)
+    return LoRARequest("a0", 1, str(place))
+
+
+def run_sessions(engine: Any, sampling: Any, state: str) -> tuple[float, list[tuple[list[int], Any]]]:
+    """Tokens per second, and the prompt and the output of every turn: each session's next turn follows its last one."""
+    from benchmarks.gpu.random_models import GIVEN, GROUPS, OPENING, SAMPLED, SESSIONS, TURNS, prompts_of
+
+    histories = [list(prompts_of(GROUPS, OPENING, seed=6)[i % GROUPS]) for i in range(SESSIONS)]
+    given = [[prompts_of(1, GIVEN, seed=1000 * i + turn)[0] for turn in range(TURNS)] for i in range(SESSIONS)]
+    turns = list[tuple[list[int], Any]]()
+    start = time.perf_counter()
+
+    def ask(session: int, turn: int) -> None:
+        histories[session] += given[session][turn]
+        prompt = {"prompt_token_ids": list(histories[session])}
+        engine.add_request(f"{state} {session} {turn}", prompt, sampling(SAMPLED))
+
+    for session in range(SESSIONS):
+        ask(session, 0)
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if output.finished:
+                session, turn = map(int, output.request_id.split()[1:])
+                turns.append((list(histories[session]), output.outputs[0]))
+                histories[session] += output.outputs[0].token_ids
+                if turn + 1 < TURNS:
+                    ask(session, turn + 1)
+    return SESSIONS * TURNS * SAMPLED / (time.perf_counter() - start), turns
 
 
 def separate_experts(weights: dict[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -164,8 +295,8 @@ def separate_experts(weights: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             yield from ((f"{stem}.{expert}.{part}.weight", tensor) for part, tensor in parts)
 
 
-def compare(model: Any, prompts: list[list[int]], found: list[Any]) -> tuple[int, int, float]:
-    """(log-probabilities that differ from a plain forward of transformers, all of them, mean absolute difference)."""
+def compare(model: Any, prompts: list[list[int]], found: list[Any], rows: int = ROWS) -> dict[str, Any]:
+    """Log-probabilities that differ from a plain forward of transformers, all of them, mean absolute difference."""
     import torch
 
     ids = torch.tensor([[*p, *f.token_ids] for p, f in zip(prompts, found, strict=True)], device="cuda")
@@ -174,20 +305,24 @@ def compare(model: Any, prompts: list[list[int]], found: list[Any]) -> tuple[int
     )
     parts = []
     with torch.no_grad():
-        for rows in ids.split(ROWS):
-            logits = model(input_ids=rows, use_cache=False, logits_to_keep=sampled.shape[1] + 1).logits[:, :-1]
+        for part in ids.split(rows):
+            logits = model(input_ids=part, use_cache=False, logits_to_keep=sampled.shape[1] + 1).logits[:, :-1]
             table = torch.log_softmax(logits.float(), dim=-1)
-            parts.append(table.gather(-1, rows[:, -sampled.shape[1] :, None]).squeeze(-1))
+            parts.append(table.gather(-1, part[:, -sampled.shape[1] :, None]).squeeze(-1))
     trainer = torch.cat(parts)
     wrong = int((trainer.view(torch.int32) != sampled.view(torch.int32)).sum())
-    return wrong, sampled.numel(), float((trainer - sampled).abs().mean())
+    return {"wrong": wrong, "total": sampled.numel(), "distance": float((trainer - sampled).abs().mean())}
 
 
-def measure_vexact(checkout: str, shape: str, output: int, counts: list[int]) -> Iterator[PeerResult]:
+def measure_vexact(checkout: str, shape: str, kinds: Sequence[str]) -> Iterator[PeerResult | None]:
     import torch
 
-    from benchmarks.gpu.random_models import PROMPT, model_of, prompts_of
+    from benchmarks.gpu.random_models import PROMPT, SHAPES, counts_of, model_of, prompts_of
 
+    if "plain" not in kinds or "num_experts" in SHAPES.get(shape, {"num_experts": 0}):
+        yield None  # its dense path alone is run
+        return
+    counts, output = counts_of(shape)
     model = model_of(shape)
     folder = tempfile.TemporaryDirectory()
     model.save_pretrained(folder.name)
@@ -228,10 +363,11 @@ def measure_vexact(checkout: str, shape: str, output: int, counts: list[int]) ->
         for count in counts:
             await generate(count, 8, 100 * count)
             rates = [await generate(count, output, 100 * count + 1 + i) for i in range(ROUNDS)]
-            results.append(PeerResult(count=count, rate=statistics.median(rates)))
+            results.append(PeerResult(kind="plain", count=count, rate=statistics.median(rates)))
         return results
 
     try:
+        yield None
         yield from asyncio.run(measure())
     finally:
         engine.close()
@@ -249,14 +385,21 @@ def stand_in() -> str:
     return str(root)
 
 
-def main(name: str, place: str, shape: str, output: int, counts: list[int]) -> None:
-    if name == "vexact":
-        results = measure_vexact(place, shape, output, counts)
-    else:
-        results = measure_vllm(place, shape, output, counts, invariant=name == "vllm-invariant")
+def main(name: str, place: str, shape: str, kinds: list[str]) -> None:
+    reports = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what the engine prints goes to the log
+    results = (
+        measure_vexact(place, shape, kinds)
+        if name == "vexact"
+        else measure_vllm(place, shape, kinds, invariant=name == "vllm-invariant")
+    )
+    next(results)
+    print("ready", file=reports, flush=True)
+    sys.stdin.readline()
     for result in results:
-        print(json.dumps(asdict(result)), flush=True)
+        assert result
+        print(json.dumps(asdict(result)), file=reports, flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), [int(a) for a in sys.argv[5:]])
+    main(sys.argv[1], sys.argv[2], sys.argv[3], sys.argv[4:])
