@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 from tokentrue.errors import ConfigError, EngineContractError
 from tokentrue.ids import TokenIds
@@ -27,9 +27,6 @@ from tokentrue.types import (
     Tools,
 )
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 
 class PretrainedAdapter(Protocol):
     """peft's configuration of a LoRA adapter."""
@@ -37,7 +34,8 @@ class PretrainedAdapter(Protocol):
     def save_pretrained(self, save_directory: str | Path, /) -> object: ...
 
 
-NamedWeights: TypeAlias = Iterable[tuple[str, "Tensor"]]
+NamedWeights: TypeAlias = Iterable[tuple[str, Any]]
+"""Tensors by name; torch itself is not imported here."""
 
 
 class TurnParser(Protocol):

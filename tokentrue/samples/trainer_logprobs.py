@@ -47,6 +47,8 @@ def read_trainer_logprobs(path: str | Path) -> dict[str, TrainerLogprobs]:
     """By sample id."""
     found: dict[str, TrainerLogprobs] = {}
     lines: dict[str, int] = {}
+    if not Path(path).exists():
+        raise FileFormatError(f"{path}: no such file")
     try:
         numbered = list(read_numbered_lines(path))
     except OSError as error:
