@@ -282,23 +282,21 @@ def _rebuild_rope(trial: Trial, x: float, *, rope_type: str, is_whole: bool = Tr
 
 
 def _mixtures(reference: Reference) -> Iterator[Hypothesis]:
-    named = dict(reference.model.named_modules())
-    routers: dict[str, Any] = {at: one for at, one in named.items() if type(one).__name__.endswith("Router")}
+    named = reference.model.named_modules()
+    routers: dict[str, Any] = {at: one for at, one in named if type(one).__name__.endswith("Router")}
     first = next(iter(routers.values()), None)
     if not isinstance(own := getattr(first, "top_k", None), int):
         return
-    few = sorted({1, own - 1, own + 1, 2 * own, first.num_experts} - {0, own})
-    yield _in_units(
-        "experts_per_token", "{x:.0f} experts a token", _set_all(routers, "top_k", lambda own, x: int(x)), few
-    )
+    counts = sorted({1, own - 1, own + 1, 2 * own, first.num_experts} - {0, own})
+    chosen = _set_all(routers, "top_k", lambda own, x: int(x))
+    yield _in_units("experts_per_token", "{x:.0f} experts a token", chosen, counts)
     if hasattr(first, "norm_topk_prob"):
-        label, turned = "expert weights normalised or not, unlike the model", lambda own, x: not own
-        yield _in_units("expert_weights", label, _set_all(routers, "norm_topk_prob", turned))
+        flipped = _set_all(routers, "norm_topk_prob", lambda own, x: not own)
+        yield _in_units("expert_weights", "expert weights normalised or not, unlike the model", flipped)
     weighed = {at: partial(_weigh_experts, one) for at, one in routers.items()}
     yield _in_units("expert_weights", "expert weights times {x:.4g}", weighed, FAR, "real", 1.0)
-    for dtype in (torch.bfloat16, torch.float16):
-        narrow = {at: partial(_narrow_router, one, dtype) for at, one in routers.items()}
-        yield _in_units("router_dtype", f"the router in {str(dtype)[6:]}", narrow, is_rounding=True)
+    narrow = {at: partial(_narrow_router, one, torch.bfloat16) for at, one in routers.items()}
+    yield _in_units("router_dtype", "the router in bfloat16", narrow, is_rounding=True)
 
 
 def _weigh_experts(router: Any, trial: Trial, x: float) -> None:

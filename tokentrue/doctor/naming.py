@@ -62,7 +62,6 @@ class Evidence:
         self.weight = self.row.bincount()[self.row].double().rsqrt()
         self.position = torch.tensor([at for seen in self.observations for at in seen.positions])[self.row]
         self.held = self.row % 2 == 1
-        self.everything = torch.ones_like(self.held)
         self.mean_limit, self.largest_limit = 5e-5, 1e-3  # of |e| of chosen tokens: beyond this it is no rounding
         self.coarseness = 1.0  # the coarsest order of rounding ÷ the one that trials can use
         self.spread, self.limit = self._measure_spread()
@@ -70,7 +69,7 @@ class Evidence:
     @property
     def departs(self) -> bool:
         """Whether the difference is larger than rounding."""
-        return self.size(self.e, self.everything) > self.limit
+        return self.size(self.e) > self.limit
 
     def read(self, logits: Sequence[Tensor]) -> Tensor:
         return torch.cat([read_entries(seen, rows) for seen, rows in zip(self.observations, logits, strict=True)])
@@ -106,13 +105,13 @@ class Evidence:
         self.spread = (
             (0.5 * squares + 0.5 * pooled * doubt.square() + (0.02 * pooled.sqrt()) ** 2).sqrt().clamp(min=1e-6)
         )
-        sizes = [self.size(one, self.everything) for one in found]
+        sizes = [self.size(one) for one in found]
         self.coarseness = max(sizes) / max(sizes[0], 1e-12)
         return self.spread, BAND * max(sizes)
 
-    def size(self, residual: Tensor, where: Tensor) -> float:
+    def size(self, residual: Tensor, where: Tensor | None = None) -> float:
         """Mean |residual| in units of the spread."""
-        weight = self.weight * where
+        weight = self.weight if where is None else self.weight * where
         return float((weight * residual.abs().clamp(max=WORST) / self.spread).sum() / weight.sum().clamp(min=1e-9))
 
     def gains(self, residual: Tensor) -> Tensor:
@@ -179,7 +178,7 @@ class Fit:
 
 def judge(data: Evidence, hypotheses: Iterable[Hypothesis], *, advice: str = "") -> Finding:
     """A named cause, `unknown`, or no fault."""
-    size, chosen, departs = data.size(data.e, data.everything), data.e[data.is_chosen].abs(), data.departs
+    size, chosen, departs = data.size(data.e), data.e[data.is_chosen].abs(), data.departs
     figure = (
         f"mean |δ| {float(chosen.mean()):.2g}, max {float(chosen.max()):.2g} over {chosen.numel()} tokens, "
         f"{size / data.limit:.2g} of what {data.dtype} allows"
@@ -335,9 +334,8 @@ def refine(data: Evidence, best: Fit, first: Sequence[int], inside: Tensor) -> F
     at = grid.index(best.x)
     there, back = (math.log, math.exp) if grid[0] > 0 else (float, float)
     places = [there(x) for x in grid]
-    low = places[at - 1] if at else 2 * places[0] - places[1]
-    high = places[at + 1] if at + 1 < len(grid) else 2 * places[-1] - places[-2]
-    tried = {best.x: best}
+    places = [2 * places[0] - places[1], *places, 2 * places[-1] - places[-2]]
+    low, high, tried = places[at], places[at + 2], {best.x: best}
 
     def cost(place: float) -> float:
         x = float(round(back(place))) if hypothesis.fit == "whole" else back(place)
@@ -412,9 +410,8 @@ def describe_pattern(data: Evidence) -> str:
     if above > 0.95 or above < 0.05:
         found.append("every log-probability is " + ("raised" if above > 0.95 else "lowered"))
     prompt, sampled = (data.size(e, chosen & side) for side in (data.is_prompt, ~data.is_prompt))
-    if prompt and sampled:
-        found += ["only sampled tokens differ: decoding or sampling"] if sampled > 5 * prompt else []
-        found += ["only prompt tokens differ"] if prompt > 5 * sampled else []
+    found += ["only sampled tokens differ: decoding or sampling"] if sampled > 5 * prompt > 0 else []
+    found += ["only prompt tokens differ"] if prompt > 5 * sampled > 0 else []
     growth = grows_with_position(own, data.position[chosen])
     found += [f"it grows {growth:.0f}-fold with the position"] if growth > 4 else []
     together = float(torch.corrcoef(torch.stack((data.engine[chosen], data.truth[chosen])))[0, 1])
@@ -473,6 +470,4 @@ def judge_draws(data: Evidence) -> Finding:
     figure = f"{len(chosen)} draws; e^{gain:.0f} times likelier under {words}"
     if other > gain - TIE / 2:
         return fault("unknown", figure, confidence="low", detail=f"cannot be told apart from {tested[rival][1]}")
-    return fault(
-        causes[0], figure, detail=f"the draws are those of {words}, which the log-probabilities do not contain"
-    )
+    return fault(causes[0], figure, detail=f"draws of {words}, which the log-probabilities do not contain")

@@ -6,8 +6,10 @@ sample records them.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -29,7 +31,9 @@ async def probe_samples(exam: Examination, samples: Sequence[Sample]) -> list[Fi
     judged = [(sample, why_not_comparable(sample)) for sample in samples]
     refused = [why for _, why in judged if why]
     pairs = [(sample, seen) for sample, why in judged if not why and (seen := observe(sample)) is not None]
-    chosen = _first_tokens([pair for pair in pairs if len(pair[1].token_ids) <= exam.reference.max_positions])
+    fitting = [pair for pair in pairs if len(pair[1].token_ids) <= exam.reference.max_positions]
+    totals = list(accumulate(len(seen.token_ids) for _, seen in fitting))
+    chosen = fitting[: max(1, bisect_right(totals, MOST_TOKENS))]
     left_out: list[Finding] = []
     if refused:
         why = f"{len(refused)} of {len(samples)} samples; the first: {refused[0]}"
@@ -75,16 +79,6 @@ def why_not_comparable(sample: Sample) -> str:
         if why := why_not_scorable(sample, turn):
             return f"sample {sample.sample_id}, turn {number}: {why}"
     return ""
-
-
-def _first_tokens(chosen: list[tuple[Sample, Observation]]) -> list[tuple[Sample, Observation]]:
-    total, kept = 0, []
-    for pair in chosen:
-        total += len(pair[1].token_ids)
-        if kept and total > MOST_TOKENS:
-            break
-        kept.append(pair)
-    return kept
 
 
 def _one_version(limit: float, means: dict[str, float]) -> Finding | None:
