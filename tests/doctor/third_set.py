@@ -178,7 +178,7 @@ class Boundary(Engine):
         ids = inputs["input_ids"][0].tolist()
         history = ids if cache is None else [*cache["ids"], *ids]
         blank = torch.full((len(history), len(history)), -1e30).triu(1)
-        blank[64:, 63] = -1e30
+        blank[64:, 63:64] = -1e30
         with WideSums() if self.rounded else nullcontext():
             mask = blank.to(self._model.dtype)[None, None]
             rows = self._model(torch.tensor([history]), attention_mask=mask, use_cache=False).logits[0, -1]

@@ -216,7 +216,7 @@ def _attributes(reference: Reference) -> Iterator[Hypothesis]:
     base = (getattr(config, "rope_parameters", None) or {}).get("rope_theta") or 0.0
     place = lambda own: torch.arange(own.shape[0]) / own.shape[0]  # noqa: E731
     bases, epsilons = [base * by for by in (*FAR, 10.0, 100.0, 0.1, 0.01)], [10.0**-n for n in (2, 3, 4, 5, 7, 12)]
-    wide, parts = (*FAR, 8.0), (0.25, 0.5, 0.75)
+    wide, parts = (*FAR, 8.0), (0.5, 0.25, 0.75)
     rows: list[tuple[Any, ...]] = [
         ("attention_scale", "attention scores times {x:.4g}", "scaling", lambda own, x: own * x, wide, "real", 1.0),
         ("rope", "rope base {x:.4g}", "inv_freq", lambda own, x: own * (x / base) ** -place(own), bases, "real", base),

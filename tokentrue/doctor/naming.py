@@ -299,7 +299,8 @@ def choose_units(data: Evidence, hypothesis: Hypothesis, x: float, first: Sequen
     while True:
         effects = torch.stack([effect(names) for names in groups.values()])
         square = effects @ effects.T
-        square += torch.diag(1e-4 * square.diagonal() + 1e-9)
+        own = square.diagonal()  # parts that are left out have effects of very different sizes
+        square += torch.diag(1e-4 * (own if hypothesis.is_partial else own.mean().expand_as(own)) + 1e-9)
         parts = dict(zip(groups, torch.linalg.solve(square, effects @ target).tolist(), strict=True))
         if is_fitted:
             most = max(max(map(abs, parts.values())), 1e-12)
@@ -311,7 +312,8 @@ def choose_units(data: Evidence, hypothesis: Hypothesis, x: float, first: Sequen
     chosen = {name for name, part in parts.items() if part > 0.5} or {max(parts, key=lambda name: parts[name])}
     cost = float((target - effect(chosen)).abs().sum())
     doubts = [] if is_fitted else sorted(parts, key=lambda name: abs(parts[name] - 0.5))
-    for name in [name for name in doubts if 0.15 < parts[name] < 0.85][:8]:  # least squares leaves these in doubt
+    doubts = [name for name in doubts if not hypothesis.is_partial or 0.15 < parts[name] < 0.85]
+    for name in doubts[:8]:  # least squares leaves these in doubt
         other = chosen ^ {name}
         if other and (new := float((target - effect(other)).abs().sum())) < cost:
             chosen, cost = other, new
