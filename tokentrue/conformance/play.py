@@ -323,14 +323,16 @@ class Play:
 
 
 def is_shown_as(message: Message, one: Generation) -> bool:
-    """Rule 4.1. Reasoning may be withheld; what is shown of it must be what was sampled. Of an answer that was cut, the
-    parser says what is text."""
+    """Rule 4.1. Reasoning may be withheld, or shown as <think> text; what is shown of it must be what was sampled. Of an
+    answer that was cut, the parser says what is text."""
     if one.plan.output.expected is None or tuple(one.sampled) != one.plan.output.ids:
         return True
     reasoning, text, calls = one.plan.output.expected
+    thought, closed, said = message.text.strip().rpartition("</think>")
+    thought = thought.removeprefix("<think>").strip() if closed else message.reasoning.strip()
     shown = [(call.name, json.loads(call.arguments or "{}")) for call in message.calls]
     wanted = [(name, json.loads(arguments)) for name, arguments in calls]
-    return (message.text.strip(), shown) == (text.strip(), wanted) and message.reasoning.strip() in ("", reasoning)
+    return (said.strip(), shown) == (text.strip(), wanted) and thought in ("", reasoning)
 
 
 def brief(message: Message) -> str:
