@@ -57,7 +57,7 @@ def _tree(turns: int, tokens: int) -> tuple[Any, Any]:
             served={"role": "assistant", "content": f"answer {turn}"},
             chain=b"",
             prompt_length=(0 if parent is None else parent.length) + len(given),
-            prompt_digest=tree.prompt_digest(parent, given),
+            prompt_digest=tree.hash_prompt(parent, given).digest(),
         )
         parent = replace(node, chain=tree.link(node))
         tree.add(parent)

@@ -35,6 +35,7 @@ class FreeRenderer:
     stop_token_ids = (STOP,)
     template_hash = tokenizer_hash = "sha256:free"
     history: Literal["keep", "template"] = "keep"
+    placeholder_ids: tuple[int, ...] = ()
     _given = tuple(range(10, 10 + GIVEN))
 
     def call_tag(self, tools: Tools, *, name: str | None = None) -> Refusal:

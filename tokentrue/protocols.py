@@ -1,5 +1,5 @@
-"""Structural interfaces between packages, without inheritance, and what other packages add by entry points of four
-groups: `tokentrue.providers`, `tokentrue.exporters`, `tokentrue.families` and `tokentrue.environments`."""
+"""Interfaces between packages, and what other packages add by the entry points `tokentrue.providers`, `.exporters`,
+`.families`, `.vision` and `.environments`."""
 
 from __future__ import annotations
 
@@ -65,6 +65,11 @@ class Renderer(Protocol):
         """keep: recorded turns stay unchanged. template: they follow a template that rewrites them."""
         ...
 
+    @property
+    def placeholder_ids(self) -> tuple[int, ...]:
+        """Ids that only the place of an image may have."""
+        ...
+
     def render(
         self, messages: Messages, tools: Tools | None = None, *, template_kwargs: TemplateKwargs | None = None
     ) -> Rendered: ...
@@ -84,7 +89,7 @@ class Renderer(Protocol):
     def parse(self, sampled_ids: Ids, *, prompt_ids: Ids = (), tools: Tools | None = None) -> Parsed: ...
 
     def parser(self, *, prompt_ids: Ids = (), tools: Tools | None = None, early: bool = True) -> TurnParser:
-        """`early`: emits calls while they are being written."""
+        """`early`: emits calls while they are written."""
         ...
 
     def decode(self, token_ids: Ids) -> str: ...
@@ -99,14 +104,18 @@ class Renderer(Protocol):
 
 
 class Streaming(Protocol):
-    """An engine's `stream`; subclasses inherit `generate`."""
+    """An engine's `stream`; subclasses inherit the rest."""
+
+    @property
+    def bans_tokens(self) -> bool:
+        """True if it takes `Sampling.extra["logit_bias"]`."""
+        return False
 
     def stream(
         self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None, whole: bool = False
     ) -> AsyncIterator[Chunk]:
         """Yields chunks of sampled tokens, then one with the whole completion (`final`). Closing the iterator early
-        cancels the generation. `session` is a hint for prefix caches. `whole`: the caller waits for the end, so one
-        chunk suffices."""
+        cancels the generation. `session` is a hint for prefix caches; `whole`: one chunk suffices."""
         ...
 
     async def generate(
@@ -122,8 +131,7 @@ class Streaming(Protocol):
 
 
 class Provider(Streaming, Protocol):
-    """An engine: ids in, ids and log-probabilities out. `prompt_digest` of a completion is the digest of the ids
-    that were sent."""
+    """An engine: ids in, ids and log-probabilities out."""
 
     @property
     def name(self) -> str: ...
@@ -163,7 +171,7 @@ class AdapterSink(Protocol):
         self, weights: NamedWeights, config: PretrainedAdapter, *, version: int, name: str
     ) -> bool:
         """Returns True when every later token is sampled with this LoRA adapter and stamped with `version`, unless its
-        request names another; False if the engine serves none. `config` is peft's, and so are the weights' names."""
+        request names another; False if the engine serves none. `config` and the weights' names are peft's."""
         ...
 
 
@@ -246,7 +254,7 @@ class EngineControl(Provider, Measured, WeightSink, Protocol):
 
 
 class SampleSource(Protocol):
-    """Groups of samples for the trainer: a file, a queue or an in-process rollout."""
+    """Groups of samples for the trainer."""
 
     def groups(self) -> Iterator[list[Sample]]: ...
 

@@ -1,17 +1,21 @@
 """OpenTelemetry traces: a span for each model request and each stage of its turn (resolve, prompt, generate, parse,
 commit).
 
-Off until `start_tracing` is called, which `serve` does if `server.trace_url` names a collector; needs the `otel`
-extra. While off, a stage costs one comparison. Spans hold ids, counts and times, but no keys and no conversation
-text.
-"""
+Off, at one comparison per stage, until `start_tracing` is called, which needs the `otel` extra. Spans hold ids, counts
+and times, but no keys and no conversation text."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Generator, Iterable
+from collections.abc import Awaitable, Callable, Generator, Iterable
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SpanExporter
+    from opentelemetry.trace import SpanKind, Tracer
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -19,13 +23,13 @@ SERVICE = "tokentrue"
 
 
 class _Tracing:
-    """The process-wide tracer; spans find their parent through the task's context."""
+    """Spans find their parent through the task's context."""
 
-    tracer: Any = None
-    provider: Any = None
+    tracer: Tracer | None = None
+    provider: TracerProvider | None = None
 
 
-def start_tracing(url: str, *, exporter: Any = None) -> None:
+def start_tracing(url: str, *, exporter: SpanExporter | None = None) -> None:
     """Sends spans to the OTLP/HTTP collector at `url` (http://host:4318). Call it once per process."""
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
@@ -37,9 +41,9 @@ def start_tracing(url: str, *, exporter: Any = None) -> None:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
         exporter = OTLPSpanExporter(endpoint=f"{url.rstrip('/')}/v1/traces")
-    _Tracing.provider = TracerProvider(resource=Resource.create({"service.name": SERVICE}), shutdown_on_exit=False)
-    _Tracing.provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=1000))
-    _Tracing.tracer = _Tracing.provider.get_tracer(SERVICE)
+    provider = TracerProvider(resource=Resource.create({"service.name": SERVICE}), shutdown_on_exit=False)
+    provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=1000))
+    _Tracing.provider, _Tracing.tracer = provider, provider.get_tracer(SERVICE)
 
 
 def stop_tracing() -> None:
@@ -50,12 +54,13 @@ def stop_tracing() -> None:
 
 
 @contextmanager
-def _span(name: str, **settings: Any) -> Generator[None, None, None]:
-    # Record only the type of an error: its message may quote a conversation.
-    from opentelemetry.trace import StatusCode
+def _span(name: str, context: Context | None = None, kind: SpanKind | None = None) -> Generator[None, None, None]:
+    from opentelemetry.trace import SpanKind, StatusCode
 
+    assert _Tracing.tracer is not None
+    # Record only the type of an error: its message may quote a conversation.
     with _Tracing.tracer.start_as_current_span(
-        name, record_exception=False, set_status_on_exception=False, **settings
+        name, context, kind or SpanKind.INTERNAL, record_exception=False, set_status_on_exception=False
     ) as span:
         try:
             yield
@@ -64,17 +69,15 @@ def _span(name: str, **settings: Any) -> Generator[None, None, None]:
             raise
 
 
-def traced(name: str) -> Callable[[Callable[P, Coroutine[Any, Any, T]]], Callable[P, Coroutine[Any, Any, T]]]:
-    """Decorates a coroutine function."""
-
-    def decorate(function: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Coroutine[Any, Any, T]]:
+def traced(name: str) -> Callable[[Callable[P, Awaitable[T]]], Callable[P, Awaitable[T]]]:
+    def decorate(function: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
         async def run(*args: P.args, **kwargs: P.kwargs) -> T:
             with _span(name):
                 return await function(*args, **kwargs)
 
         @wraps(function)
-        def call(*args: P.args, **kwargs: P.kwargs) -> Coroutine[Any, Any, T]:
-            return (function if _Tracing.tracer is None else run)(*args, **kwargs)
+        def call(*args: P.args, **kwargs: P.kwargs) -> Awaitable[T]:
+            return (run if is_traced() else function)(*args, **kwargs)
 
         return call
 

@@ -23,7 +23,6 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -32,9 +31,8 @@ from typing import Any, Literal
 from msgspec import structs
 
 from tokentrue.conversation import Conversation, Conversations
-from tokentrue.conversation.images import has_images
 from tokentrue.errors import ConfigError, KeyConflict, MessageError, SessionConflict
-from tokentrue.images import ImageFile, ImageSettings
+from tokentrue.images import ImageSettings
 from tokentrue.json_types import JsonMapping
 from tokentrue.plain_json import freeze
 from tokentrue.protocols import Provider, Renderer
@@ -46,24 +44,15 @@ from tokentrue.sessions.journal.journal import tree_from_rows
 from tokentrue.sessions.journal.rows import row_from_node
 from tokentrue.sessions.limits import SessionLimits
 from tokentrue.sessions.matching import Matcher
-from tokentrue.sessions.side_requests import check_choice
 from tokentrue.sessions.singleflight import InFlightTurn, SingleFlight, run_to_completion
-from tokentrue.sessions.stages.commits import replies_from_record, reply_from_node, reserve_nodes
-from tokentrue.sessions.stages.generation import Choice, deltas_from_message, generate_all
+from tokentrue.sessions.stages import commits, generation, requests
+from tokentrue.sessions.stages.generation import Choice
 from tokentrue.sessions.stages.pinning import PinnedPrompts, check_pin
 from tokentrue.sessions.stages.prompts import Prompt, build_prompt, prompt_from_ids
-from tokentrue.sessions.stages.requests import (
-    check_pinned,
-    check_truthful,
-    identify_request,
-    is_same_request,
-    resolve_sampling,
-)
 from tokentrue.sessions.tree import Node, Outcome, Tree
 from tokentrue.tracing import traced
 from tokentrue.types import (
     Coverage,
-    Message,
     Messages,
     PromptImage,
     Reply,
@@ -128,15 +117,17 @@ class Session:
             raise ConfigError(
                 f"history={history!r}, but the renderer was loaded with history={follows!r}: load it with the same one"
             )
+        if side_requests not in ("leave_out", "train"):
+            raise ConfigError(f"side_requests: {side_requests!r} is not one of leave_out, train")
         self.record = _record or SessionRecord(
             id=session_id or uuid.uuid4().hex,
             group=group,
             metadata=copy_metadata(metadata),
-            sampling=check_pinned(sampling),
+            sampling=requests.check_pinned(sampling),
             history=follows,
             training=training,
             pin=check_pin(pin),
-            side_requests=check_choice(side_requests),
+            side_requests=side_requests,
             template=renderer.template_hash,
             tokenizer=renderer.tokenizer_hash,
             key_hash=key_hash,
@@ -144,9 +135,6 @@ class Session:
         )
         self.tree = _tree or Tree(template=self.record.template, tokenizer=self.record.tokenizer)
         self.revision = 0  # incremented with every change of the record: results of another revision are stale
-        self.counters: Counter[str] = Counter(
-            f"edge:{node.edge_reason}" for node in self.tree.nodes.values() if node.edge_reason
-        )
         self.recorded_tokens = sum(map(count_tokens, self.tree.nodes.values()))
         self.images = SessionImages(self.record.id, images, journal, self.tree)
         # Of the last requests.
@@ -172,7 +160,7 @@ class Session:
         limits: SessionLimits | None = None,
         images: ImageSettings | None = None,
     ) -> Session:
-        """Resumes a recorded session, bit for bit. An older object of the same session can write no more."""
+        """Resumes a recorded session. An older object of the same session can write no more."""
         fencing_token, record, rows = await asyncio.to_thread(
             lambda: (journal.acquire(session_id), journal.get(session_id), journal.rows(session_id))
         )
@@ -197,9 +185,7 @@ class Session:
         return self.record.id
 
     async def wait_created(self) -> None:
-        """Returns when the session is in the journal."""
-        created = self._created
-        if created is not None:
+        if (created := self._created) is not None:
             await asyncio.shield(asyncio.wrap_future(created))
             if self._created is created and self.journal is not None:  # the first of the waiting callers
                 self._created = None
@@ -214,32 +200,29 @@ class Session:
         sampling: Sampling | None = None,
         template_kwargs: TemplateKwargs | None = None,
     ) -> Reply:
-        """An agent's next model call: the whole conversation in, the model's turn out. Use `turn` with `n` for
-        several answers."""
-        kwargs: TemplateKwargs = {} if template_kwargs is None else template_kwargs
-        (reply,) = await self.turn(
-            TurnRequest(messages=messages, tools=tools, sampling=sampling or Sampling(), template_kwargs=kwargs)
-        )
-        return reply
+        """An agent's next model call: the whole conversation in, the model's turn out."""
+        kwargs, sampling = template_kwargs or {}, sampling or Sampling()
+        return (
+            await self.turn(TurnRequest(messages=messages, tools=tools, sampling=sampling, template_kwargs=kwargs))
+        )[0]
 
     async def turn(self, request: TurnRequest) -> tuple[Reply, ...]:
-        """The n replies to one request. Equal requests in flight share one turn: use `n` or different seeds for
-        several samples. Returns the recorded replies if the request key was answered before; generates a failed or
-        cancelled turn again."""
-        found = self._start_or_join(await self._read_images(request), streamed=False)
+        """The n replies to one request. Equal requests in flight share one turn: use `n` or different seeds for several
+        samples. A request key that was answered before gets the recorded replies."""
+        found = self._start_or_join(await self._read(request), streamed=False)
         return await found.wait() if isinstance(found, InFlightTurn) else await self._wait_or_read(found)
 
     async def stream(self, request: TurnRequest) -> AsyncGenerator[TurnEvent, None]:
-        """Events as tokens are sampled. A request that joins a turn in flight, or repeats a recorded one, gets the
-        whole message once it is committed. Closing the iterator cancels the turn if no other caller waits; its
-        tokens are recorded as "disconnected"."""
-        async with aclosing(self.stream_batches(await self._read_images(request))) as batches:
+        """Events as tokens are sampled; a request that joins a turn in flight, or repeats a recorded one, gets the
+        whole message once it is committed. Closing the iterator cancels the turn if no other caller waits."""
+        async with aclosing(self.stream_batches(await self._read(request))) as batches:
             async for events in batches:
                 for event in events:
                     yield event
 
-    async def _read_images(self, request: TurnRequest) -> TurnRequest:
-        if isinstance(request.messages, Conversation) or not has_images(request.messages):
+    async def _read(self, request: TurnRequest) -> TurnRequest:
+        self.check_open()
+        if isinstance(request.messages, Conversation):
             return request
         parsed = self.conversations.parse(request.messages, request.tools)
         return replace(request, messages=await add_parsed(self.conversations, parsed))
@@ -253,16 +236,15 @@ class Session:
     async def _stream_again(self, found: JoinedTurn | RecordedTurn) -> AsyncGenerator[list[TurnEvent], None]:
         for index, reply in enumerate(await self._wait_or_read(found)):
             named = TurnEvent(index=index, node_id=reply.node)
-            deltas = [structs.replace(named, delta=delta) for delta in deltas_from_message(reply.message)]
+            deltas = [structs.replace(named, delta=each) for each in generation.deltas_from_message(reply.message)]
             yield [named, *deltas, structs.replace(named, reply=reply)]
 
     async def _wait_or_read(self, found: JoinedTurn | RecordedTurn) -> tuple[Reply, ...]:
         if isinstance(found, JoinedTurn):  # nothing was added to the record for this caller
             return tuple(replace(reply, from_record=True) for reply in await found.turn.wait())
-        return await replies_from_record(found.nodes, tree=self.tree, renderer=self.renderer)
+        return await commits.replies_from_record(found.nodes, tree=self.tree, renderer=self.renderer)
 
     def _start_or_join(self, request: TurnRequest, *, streamed: bool) -> InFlightTurn | JoinedTurn | RecordedTurn:
-        """A turn that this request starts, joins or repeats."""
         self.check_open()
         request = replace(request, template_kwargs=freeze(request.template_kwargs, "template_kwargs"))
         if request.prompt_ids is not None and self.record.pin:
@@ -270,15 +252,22 @@ class Session:
         conversation = self.conversations.read(request.messages, request.tools)
         if request.prompt_ids is not None and conversation.num_images:
             raise MessageError("do not say where the images are: send messages without tokens", field="tokens")
-        pinned = self._pinned_prompts.apply(conversation, retried=self._find_prompt(request))
-        sampling = resolve_sampling(
+        recorded, in_flight = self._find_key(request.request_key)
+        retried = self._pinned_prompts.prompt(recorded[0]) if recorded else in_flight.pinned.prompt if in_flight else ()
+        pinned = self._pinned_prompts.apply(conversation, retried=retried)
+        sampling = requests.resolve_sampling(
             request.sampling, self.record.sampling, renderer=self.renderer, training=self.record.training
         )
-        identity = identify_request(request, pinned.conversation, sampling)
-        if request.request_key is not None and (recorded := self._find_recorded(request.request_key, identity)):
+        identity = requests.identify_request(request, pinned.conversation, sampling)
+        if recorded:
+            is_same = requests.is_same_request(recorded[0].request_digest, identity)
+        else:
+            is_same = in_flight is None or in_flight.identity == identity
+        if not is_same:
+            raise KeyConflict(f"request key {request.request_key!r} was used for another request; use a new key")
+        if recorded:
             return RecordedTurn(recorded)
         if (turn := self._single_flight.find(identity)) is not None:
-            self.counters["joined"] += 1
             turn.add_caller(request.request_key)
             return JoinedTurn(turn)
         self.limits.check_turn(
@@ -289,28 +278,12 @@ class Session:
         turn.add_caller(request.request_key)
         return turn
 
-    def _find_prompt(self, request: TurnRequest) -> tuple[Message, ...]:
-        if request.request_key is None:
-            return ()
-        if recorded := self.tree.nodes_by_key.get(request.request_key):
-            return self._pinned_prompts.prompt(recorded[0])
-        in_flight = self._single_flight.find_key(request.request_key)
-        return () if in_flight is None else in_flight.pinned.prompt
-
-    def _find_recorded(self, request_key: str, identity: bytes) -> Sequence[Node]:
-        """Raises if the key names another request, recorded or in flight."""
-        recorded = self.tree.nodes_by_key.get(request_key, ())
-        if recorded:
-            is_same = is_same_request(recorded[0].request_digest, identity)
-        else:
-            in_flight = self._single_flight.find_key(request_key)
-            is_same = in_flight is None or in_flight.identity == identity
-        if not is_same:
-            raise KeyConflict(f"request key {request_key!r} was used for another request; use a new key")
-        return recorded
+    def _find_key(self, request_key: str | None) -> tuple[Sequence[Node], InFlightTurn | None]:
+        if request_key is None:
+            return (), None
+        return self.tree.nodes_by_key.get(request_key, ()), self._single_flight.find_key(request_key)
 
     def check_open(self) -> None:
-        """Raises if no further turn is admitted."""
         if self.record.state != "open" or self._is_ending:
             raise SessionConflict(f"session {self.id!r} has ended; its samples stay readable")
         if self._claim is not None:
@@ -319,7 +292,7 @@ class Session:
     async def _run_turn(self, turn: InFlightTurn) -> tuple[Reply, ...]:
         await self.wait_created()
         if self.record.training:
-            await check_truthful(turn.sampling, self.provider)
+            await requests.check_truthful(turn.sampling, self.provider)
         request, conversation = turn.request, turn.conversation
         if request.prompt_ids is not None:
             resolution = self._matcher.resolve_ids(conversation, request.prompt_ids)
@@ -334,15 +307,10 @@ class Session:
                     resolution, conversation.tools, request.template_kwargs, self._matcher, self.limits
                 )
             self.limits.check_prompt(len(prompt.ids))
-            images = await self._load_images(turn, prompt)
-            choices = await self._generate(turn, prompt, images)
+            choices = await self._generate(turn, prompt, await self._load_images(turn, prompt))
             turn.is_complete = True
             replies = await self._commit(choices, turn, prompt)
             await self._close_turn(turn, [reply.node for reply in replies])
-        except BaseException as error:
-            cancelled = isinstance(error, asyncio.CancelledError)
-            self.counters["cancelled" if cancelled else f"failed:{getattr(error, 'code', 'error')}"] += 1
-            raise
         finally:
             self._matcher.pending.remove(resolution.turn_key)
         if turn.streamed:
@@ -354,12 +322,9 @@ class Session:
         """Of the whole prompt. Raises if the session may not have more, or the engine takes none."""
         if not prompt.images and not self.images.reader.recorded:
             return ()
-        files, resolution = turn.conversation.files, prompt.resolution
-        self.images.check_limits(self.images.find_new(self.tree.expand(resolution.given), files))
-        runs = (
-            *self.tree.images(resolution.parent),
-            *shift_images(prompt.images, len(prompt.ids) - len(prompt.given_ids)),
-        )
+        files, start = turn.conversation.files, len(prompt.ids) - len(prompt.given_ids)
+        turn.new_images = self.images.find_new(self.tree.expand(prompt.resolution.given), files)
+        runs = (*self.tree.images(prompt.resolution.parent), *shift_images(prompt.images, start))
         if not runs:
             return ()
         await check_engine(self.provider)
@@ -369,7 +334,7 @@ class Session:
         """If a choice fails or the turn is cancelled, all choices end and the received tokens are committed."""
         choices = [Choice(index, turn, prompt.ids, self.renderer, images) for index in range(turn.request.n)]
         try:
-            await generate_all(choices, self.provider, self.id)
+            await generation.generate_all(choices, self.provider, self.id)
             for choice in choices:
                 await choice.parse()
         except BaseException as error:
@@ -389,21 +354,21 @@ class Session:
         """Writes all or nothing: the journal first, then the tree. A complete turn can no longer be cancelled."""
         # If the journal fails, the tree is unchanged and the callers get the error. The write may still have happened,
         # so `SessionRegistry.keep_loaded` drops the session, and the next request reads it from the journal.
-        nodes, parent = reserve_nodes(choices, turn, prompt, self.tree), prompt.resolution.parent
-        images: Sequence[ImageFile] = ()
-        if nodes and prompt.images:
-            images = self.images.find_new(self.tree.expand(prompt.resolution.given), turn.conversation.files)
+        nodes, parent = commits.reserve_nodes(choices, turn, prompt, self.tree), prompt.resolution.parent
+        if not nodes:
+            return ()
         try:
-            if self.journal is not None and nodes:
+            if self.journal is not None:
                 rows = [row_from_node(node, parent) for node in nodes]
-                await self.journal.append_nodes(self.id, rows, self._claim, images)
-            self.images.add(images)
+                await self.journal.append_nodes(self.id, rows, self._claim, turn.new_images)
+            self.images.add(turn.new_images)
             for node in nodes:
                 self._add_node(node)
         finally:
             self.tree.release(nodes)
         return tuple(
-            reply_from_node(node, choice.parsed, choice.completion) for node, choice in zip(nodes, choices, strict=True)
+            commits.reply_from_node(node, choice.parsed, choice.completion)
+            for node, choice in zip(nodes, choices, strict=True)
         )
 
     def _add_node(self, node: Node) -> None:
@@ -412,10 +377,6 @@ class Session:
         self._pinned_prompts.add(node)
         self.recorded_tokens += count_tokens(node)
         self.revision += 1
-        if node.edge_reason:
-            self.counters[f"edge:{node.edge_reason}"] += 1
-        if node.outcome != "served":
-            self.counters[node.outcome] += 1
 
     async def _close_turn(self, turn: InFlightTurn, node_ids: Sequence[str]) -> None:
         """Records the keys that joined during the commit, then removes the turn so that it cannot be joined."""
@@ -437,14 +398,14 @@ class Session:
         include_abandoned: bool = False,
         metadata: JsonMapping | None = None,
     ) -> list[Sample]:
-        """One contiguous sample per leaf that was not replaced (`find_left_out`); every sampled token is trained
-        once or accounted for in `coverage`."""
+        """One contiguous sample per leaf that was not replaced; every sampled token is trained once or accounted for in
+        `coverage`."""
         return assemble(
             self.tree, self.record, max_tokens=max_tokens, include_abandoned=include_abandoned, metadata=metadata
         ).samples
 
     async def assembly(self) -> Assembly:
-        """The current `samples` and `coverage`, built in a thread so that other sessions' turns do not wait."""
+        """The current `samples` and `coverage`, built in a thread."""
         return await asyncio.to_thread(assemble, self.tree.snapshot(), self.record)
 
     def coverage(self, *, max_tokens: int | None = None, include_abandoned: bool = False) -> Coverage:
@@ -458,8 +419,7 @@ class Session:
         metadata: JsonMapping | None = None,
         group: str | None = None,
     ) -> None:
-        """Rewards the whole session, or one node (`leaf` is its id). `group` sets the group of a session opened
-        without one."""
+        """Rewards the whole session, or one node (`leaf`). `group` sets the group of a session without one."""
         if group is not None and self.record.group not in (None, group):
             raise SessionConflict(f"session {self.id!r} is of group {self.record.group!r}, not {group!r}")
         if leaf is not None:
@@ -476,14 +436,13 @@ class Session:
         await self._update_record(change)
 
     async def replace_key(self, key_hash: str) -> None:
-        """Replaces the session's API key; the earlier one is refused from now on."""
         await self._update_record(
             lambda record: replace(record, key_hash=key_hash, first_key_hash=record.first_key_hash or record.key_hash)
         )
 
     async def end(self) -> None:
-        """Admits no further turn and ends turns in flight: received tokens are recorded as "deleted", and callers
-        get `SessionConflict`. The record stays readable."""
+        """Ends turns in flight: received tokens are recorded as "deleted", and callers get `SessionConflict`. The
+        record stays readable."""
         self._is_ending = True
         try:
             await self._single_flight.cancel_all("deleted")

@@ -11,13 +11,13 @@ has an image as the part `{"type": "image", "sha256", "media_type", "width", "he
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field, replace
 from enum import StrEnum
 from functools import cache
-from math import isnan
 from types import UnionType
-from typing import Annotated, Any, Literal, TypeAlias, TypeGuard, Union, cast, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeAlias, TypeGuard, Union, get_args, get_origin, get_type_hints
 
 from msgspec import Meta, Struct
 
@@ -48,11 +48,6 @@ def is_temperature(value: float) -> bool:
     return value == 0 or 1e-30 <= value <= 1e30  # false for NaN, too
 
 
-def is_seed(value: int) -> bool:
-    """A signed 64-bit integer, as vLLM and SGLang accept."""
-    return -MAX_INT64 - 1 <= value <= MAX_INT64
-
-
 def choice_seed(seed: int, index: int) -> int:
     """`seed + index`, wrapping around after the largest seed: no two choices share a seed."""
     return (seed + index + MAX_INT64 + 1) % 2**64 - MAX_INT64 - 1
@@ -67,11 +62,13 @@ def are_logprobs(values: Sequence[float]) -> bool:
     if len(values) == 1:
         return -9000.0 < values[0] <= 0.0  # false for NaN, too
     # NaN anywhere makes the sum NaN; min and max alone may miss it.
-    return not values or (min(values) > -9000.0 and max(values) <= 0.0 and not isnan(sum(values)))
+    return not values or (min(values) > -9000.0 and max(values) <= 0.0 and not math.isnan(sum(values)))
 
 
-def require_mask(mask: SamplingMask, token_ids: Sequence[int]) -> None:
-    """Requires one row per token; a non-empty row must contain its token."""
+def require_mask(mask: SamplingMask | None, token_ids: Sequence[int]) -> None:
+    """Requires of a mask one row per token; a non-empty row must contain its token."""
+    if mask is None:
+        return
     if len(mask) != len(token_ids):
         raise TokenContractError(f"the sampling mask has {len(mask)} rows for {len(token_ids)} tokens")
     if (index := mask.first_missing(token_ids)) is not None:
@@ -97,28 +94,33 @@ PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 FILTERS = frozenset({*TRUNCATIONS, *PENALTIES})
 """All settings that make the sampled distribution differ from softmax(logits / temperature)."""
 
-_NUMBER, _WHOLE = ((float, int), "a number"), ((int,), "a whole number")
-_WHOLE_OR_NONE = ((int, type(None)), "a whole number or None")
-_SAMPLING_RULES: Mapping[str, tuple[tuple[Any, str], Callable[[Any], bool], str]] = {
-    "temperature": (_NUMBER, is_temperature, "0, or from 1e-30 to 1e30"),
-    "top_p": (_NUMBER, lambda value: 0 < value <= 1, "in (0, 1]"),
+# Of each setting: its types (True is no number), and the values that an engine's integers and float32 can represent.
+_NUMBER, _WHOLE, _WHOLE_OR_NONE, _LIST = (float, int), (int,), (int, type(None)), (list, tuple)
+_SAMPLING_RULES: Mapping[str, tuple[tuple[type, ...], Callable[[Any], bool], str]] = {
+    "temperature": (_NUMBER, is_temperature, "a number: 0, or from 1e-30 to 1e30"),
+    "top_p": (_NUMBER, lambda value: 0 < value <= 1, "a number in (0, 1]"),
     "top_k": (_WHOLE, lambda value: 0 <= value <= MAX_INT32, "from 0 (off) to 2^31 - 1"),
-    "min_p": (_NUMBER, lambda value: 0 <= value < 1, "in [0, 1)"),
+    "min_p": (_NUMBER, lambda value: 0 <= value < 1, "a number in [0, 1)"),
     "max_tokens": (_WHOLE_OR_NONE, lambda value: value is None or 0 < value <= MAX_INT32, "from 1 to 2^31 - 1"),
-    "seed": (_WHOLE_OR_NONE, lambda value: value is None or is_seed(value), "a signed 64-bit integer"),
-    "presence_penalty": (_NUMBER, lambda value: abs(value) <= 1e30, "from -1e30 to 1e30"),
-    "frequency_penalty": (_NUMBER, lambda value: abs(value) <= 1e30, "from -1e30 to 1e30"),
-    "repetition_penalty": (_NUMBER, lambda value: 0 < value <= 1e30, "> 0, and at most 1e30"),
+    "seed": (_WHOLE_OR_NONE, lambda seed: -MAX_INT64 - 1 <= (seed or 0) <= MAX_INT64, "a signed 64-bit integer"),
+    "stop": (_LIST, lambda values: all(isinstance(value, str) for value in values), "a list of strings"),
+    "stop_token_ids": (
+        _LIST,
+        lambda ids: all(type(token) is int and 0 <= token <= MAX_INT32 for token in ids),
+        "a list of token ids, from 0 to 2^31 - 1",
+    ),
+    "presence_penalty": (_NUMBER, lambda value: abs(value) <= 1e30, "a number from -1e30 to 1e30"),
+    "frequency_penalty": (_NUMBER, lambda value: abs(value) <= 1e30, "a number from -1e30 to 1e30"),
+    "repetition_penalty": (_NUMBER, lambda value: 0 < value <= 1e30, "a number > 0, and at most 1e30"),
     "top_logprobs": (_WHOLE, lambda value: 0 <= value <= MAX_INT32, "from 0 to 2^31 - 1"),
-    "extra": (((dict, Mapping), "an object"), lambda value: True, ""),
+    "extra": ((dict, Mapping), lambda _: True, "an object"),
 }
 
 
 @record
 class Sampling:
     """Sampling settings; defaults mean "off". `stop_token_ids` are added to the renderer's. `extra` holds settings
-    that a provider either knows by name or refuses. Refuses values that an engine's integers and float32 cannot
-    represent."""
+    that a provider either knows by name or refuses."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -135,29 +137,18 @@ class Sampling:
     extra: JsonMapping = field(default_factory=JsonObject)
 
     def __post_init__(self) -> None:
-        self._check_types()
-        for name, (kind, holds, rule) in _SAMPLING_RULES.items():
+        for name, (kinds, holds, rule) in _SAMPLING_RULES.items():
             value = getattr(self, name)
-            if not holds(value):
+            if isinstance(value, bool) or not isinstance(value, kinds) or not holds(value):
                 raise SamplingError(f"{name} must be {rule}, got {_show(value)}")
             # 10**20 is a valid temperature, but not an integer that a request's JSON can hold.
-            if kind is _NUMBER and isinstance(value, int) and abs(value) > MAX_INT64:
+            if kinds is _NUMBER and isinstance(value, int) and abs(value) > MAX_INT64:
                 object.__setattr__(self, name, float(value))
-        for token in self.stop_token_ids:
-            if not 0 <= token <= MAX_INT32:
-                raise SamplingError(f"stop_token_ids must be from 0 to 2^31 - 1, got {_show(token)}")
+        self._copy_stops()
 
-    def _check_types(self) -> None:
-        for name, ((kinds, word), _, _) in _SAMPLING_RULES.items():
-            value = getattr(self, name)
-            if type(value) not in kinds and (isinstance(value, bool) or not isinstance(value, kinds)):
-                raise SamplingError(f"{name} must be {word}, got {value!r}")
-        for name, kind, word in (("stop", str, "strings"), ("stop_token_ids", int, "token ids")):
-            given = getattr(self, name)
-            values = tuple(cast("Sequence[Any]", given)) if isinstance(given, (list, tuple)) else (None,)
-            if any(isinstance(value, bool) or not isinstance(value, kind) for value in values):
-                raise SamplingError(f"{name} must be a list of {word}, got {given!r}")
-            object.__setattr__(self, name, values)
+    def _copy_stops(self) -> None:
+        for name in ("stop", "stop_token_ids"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
 
     @property
     def truncates(self) -> bool:
@@ -173,9 +164,10 @@ _FILTERS_AT_REST = {name: getattr(Sampling(), name) for name in (*TRUNCATIONS, *
 
 
 def _show(value: object) -> str:
-    # Python refuses to print integers of more than 4,300 digits.
-    bits = value.bit_length() if isinstance(value, int) else 0
-    return f"an integer of {bits} bits" if bits > 128 else repr(value)
+    try:
+        return repr(value)[:80]
+    except ValueError:  # Python refuses to print integers of more than 4,300 digits
+        return "a number of more than 4,300 digits"
 
 
 @record
@@ -188,7 +180,7 @@ class VersionSpan:
 
 
 def spans_from_runs(runs: Iterable[tuple[int, int]]) -> tuple[VersionSpan, ...]:
-    """From `(number of tokens, version)` in order; adjacent runs of one version are merged."""
+    """From `(number of tokens, version)`; adjacent runs of one version are merged."""
     spans: list[VersionSpan] = []
     end = 0
     for count, version in runs:
@@ -233,8 +225,7 @@ class Completion:
             end = span.end
         if self.versions and end != len(self.token_ids):
             raise TokenContractError(f"version spans end at {end} of {len(self.token_ids)} sampled tokens")
-        if self.sampling_mask is not None:
-            require_mask(self.sampling_mask, self.token_ids)
+        require_mask(self.sampling_mask, self.token_ids)
 
     @property
     def finish_reason(self) -> str:
@@ -246,7 +237,7 @@ class Completion:
 
     @property
     def policy_versions(self) -> tuple[int, ...]:
-        """One version per sampled token."""
+        """One per sampled token."""
         return tuple(span.version for span in self.versions for _ in range(span.start, span.end))
 
 
@@ -261,8 +252,7 @@ class Chunk:
     final: Completion | None = None
 
     def __post_init__(self) -> None:
-        if self.sampling_mask is not None:
-            require_mask(self.sampling_mask, self.token_ids)
+        require_mask(self.sampling_mask, self.token_ids)
 
 
 @record
@@ -293,7 +283,7 @@ def shift_images(images: Iterable[ImageRun], by: int) -> list[ImageRun]:
 
 @record
 class PromptImage:
-    """An image as an engine gets it: where it is in the prompt, and the bytes of its file."""
+    """An image as an engine gets it."""
 
     run: ImageRun
     data: bytes
@@ -401,9 +391,9 @@ class Delta(Struct, frozen=True, kw_only=True, gc=False):
 @record
 class TurnRequest:
     """An agent's next model call in the OpenAI shape, with the whole conversation. `request_key` identifies the
-    request for retries (over HTTP the `Idempotency-Key`, or the body's digest if the client counts its retries): the
-    same key, or the same content while the first is in flight, is the same turn. `continues` is the node whose
-    answer the caller says it continues. `prompt_ids` is the exact prompt of a caller that renders by itself."""
+    request for retries: the same key, or the same content while the first is in flight, is the same turn. `continues`
+    is the node whose answer the caller says it continues. `prompt_ids` is the exact prompt of a caller that renders by
+    itself."""
 
     messages: Messages
     tools: Tools | None = None
@@ -437,16 +427,6 @@ class Reply:
     """How the replayed history matched: "exact", "reasoning_dropped+whitespace", …; "root" if nothing was continued."""
     edge_reason: str | None = None  # of a new root or fork; None if an end of the record was continued
     from_record: bool = False  # a retry: the recorded answer, nothing was added
-
-    @property
-    def root(self) -> str | None:
-        """The former name of `edge_reason`."""
-        return self.edge_reason
-
-    @property
-    def replayed(self) -> bool:
-        """The former name of `from_record`."""
-        return self.from_record
 
 
 class TurnEvent(Struct, frozen=True, kw_only=True, gc=False):
@@ -542,10 +522,10 @@ class Coverage:
         return self.trained / self.sampled if self.sampled else 1.0
 
     @property
-    def untrained_by_reason(self) -> dict[str, int]:
-        found: dict[str, int] = {}
+    def untrained_by_reason(self) -> Counter[str]:
+        found = Counter[str]()
         for item in self.untrained:
-            found[item.why] = found.get(item.why, 0) + item.tokens
+            found[item.why] += item.tokens
         return found
 
 
@@ -561,7 +541,7 @@ Utf8: TypeAlias = Annotated[str, Meta(pattern=r"^[^\ud800-\udfff]*$")]
 
 
 class Checked:
-    """A dataclass that checks its fields on construction."""
+    """Checks its fields on construction."""
 
     __slots__ = ()
 
@@ -608,5 +588,5 @@ def _check_number(key: str, value: object, bounds: Meta) -> None:
 
 
 def is_finite(value: object) -> TypeGuard[float]:
-    """False for text, True and NaN."""
+    """False for True, too."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -11,7 +11,7 @@ from tests.gateway.world import renderer
 from tests.parts import whole_chunks
 from tokentrue.conversation import Conversation, Conversations
 from tokentrue.gateway import Gateway, GatewayConfig, GatewayLimits
-from tokentrue.gateway.dialects import DecodedBody, Dialect
+from tokentrue.gateway.dialects.base import DecodedBody, Dialect
 from tokentrue.gateway.serving.forwarding import Peers
 from tokentrue.gateway.serving.processes import AdminState
 from tokentrue.providers.scripted import invent_logprob
@@ -25,6 +25,7 @@ class Parrot:
     """Says the same thing at once, whatever it is asked; takes every sampling setting."""
 
     name = "parrot"
+    bans_tokens = False
     truthful_filters = frozenset(
         {"top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"}
     )

@@ -9,8 +9,11 @@ import pytest
 
 from tests.gateway.inside import read_conversation
 from tokentrue.errors import InputError
-from tokentrue.gateway.dialects import Anthropic, Dialect, OpenAIChat, OpenAIResponses, ReasoningSigner
-from tokentrue.gateway.dialects.base import encode
+from tokentrue.gateway.dialects.anthropic import Anthropic
+from tokentrue.gateway.dialects.base import Dialect, encode
+from tokentrue.gateway.dialects.openai_chat import OpenAIChat
+from tokentrue.gateway.dialects.openai_responses import OpenAIResponses
+from tokentrue.gateway.dialects.signing import ReasoningSigner
 
 CHAT, RESPONSES, ANTHROPIC = (
     OpenAIChat(ReasoningSigner(b"secret")),

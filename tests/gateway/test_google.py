@@ -12,7 +12,9 @@ from tests.gateway.inside import Parrot, ask, gateway, new_session, read_convers
 from tests.gateway.test_wire import CASES, parsed, strict, text_of
 from tests.gateway.world import TOOLS, call
 from tokentrue.errors import InputError, MessageError
-from tokentrue.gateway.dialects import Google, HttpError, ReasoningSigner, RequestHead
+from tokentrue.gateway.dialects.base import HttpError, RequestHead
+from tokentrue.gateway.dialects.google import Google
+from tokentrue.gateway.dialects.signing import ReasoningSigner
 from tokentrue.types import Reply, TurnEvent
 
 GOOGLE = Google(ReasoningSigner(b"x"))
@@ -165,7 +167,7 @@ def head_of(**config: Any) -> RequestHead:
 
 def chunks_of(case: str, head: RequestHead) -> list[dict[str, Any]]:
     deltas, done = CASES[case]
-    encoder = GOOGLE.new_encoder(head, text_of)
+    encoder = GOOGLE.encoder(GOOGLE, head, text_of)
     stream = encoder.feed(TurnEvent(node_id="n0"))
     for delta in deltas:
         stream += encoder.feed(TurnEvent(node_id="n0", delta=delta, token_ids=(5,), logprobs=(-0.5,)))

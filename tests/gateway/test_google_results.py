@@ -20,7 +20,8 @@ from tests.gateway.inside import Parrot, new_session, read_conversation
 from tests.parts import own_dir, tokenizer_dir
 from tokentrue.conversation import Conversations
 from tokentrue.gateway import Gateway, GatewayConfig
-from tokentrue.gateway.dialects import Google, ReasoningSigner
+from tokentrue.gateway.dialects.google import Google
+from tokentrue.gateway.dialects.signing import ReasoningSigner
 from tokentrue.sessions.journal import Journal
 from tokentrue.types import Completion, Finish, Ids, Sampling
 

@@ -18,16 +18,12 @@ from tests.gateway.world import call, renderer
 from tests.marks import examples
 from tokentrue.conversation import ByteBudget, Conversations
 from tokentrue.errors import InputError
-from tokentrue.gateway.dialects import (
-    Anthropic,
-    DecodedBody,
-    Dialect,
-    Google,
-    OpenAIChat,
-    OpenAIResponses,
-    ReasoningSigner,
-    RequestHead,
-)
+from tokentrue.gateway.dialects.anthropic import Anthropic
+from tokentrue.gateway.dialects.base import DecodedBody, Dialect, RequestHead
+from tokentrue.gateway.dialects.google import Google
+from tokentrue.gateway.dialects.openai_chat import OpenAIChat
+from tokentrue.gateway.dialects.openai_responses import OpenAIResponses
+from tokentrue.gateway.dialects.signing import ReasoningSigner
 from tokentrue.providers.scripted import ScriptedProvider
 from tokentrue.turn import Session
 from tokentrue.types import TurnRequest

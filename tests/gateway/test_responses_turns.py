@@ -12,7 +12,8 @@ from tests.gateway.inside import ask, gateway, new_session, read_conversation
 from tests.gateway.world import call, renderer
 from tokentrue.conversation import Conversations
 from tokentrue.gateway import Gateway
-from tokentrue.gateway.dialects import OpenAIResponses, ReasoningSigner
+from tokentrue.gateway.dialects.openai_responses import OpenAIResponses
+from tokentrue.gateway.dialects.signing import ReasoningSigner
 from tokentrue.providers.scripted import ScriptedProvider
 
 USER = {"role": "user", "content": "Go on."}

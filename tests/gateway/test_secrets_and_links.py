@@ -20,7 +20,7 @@ from tests.gateway.inside import Parrot, ask, gateway, new_session
 from tests.gateway.world import ROOT, scripted_server
 from tokentrue.errors import JournalError
 from tokentrue.gateway.auth import hash_key
-from tokentrue.gateway.dialects import ReasoningSigner
+from tokentrue.gateway.dialects.signing import ReasoningSigner
 from tokentrue.sessions import StoreLock
 from tokentrue.sessions.journal import open_journal
 

@@ -11,15 +11,11 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, TypeAdapter
 
-from tokentrue.gateway.dialects import (
-    Anthropic,
-    Dialect,
-    HttpError,
-    OpenAIChat,
-    OpenAIResponses,
-    ReasoningSigner,
-    RequestHead,
-)
+from tokentrue.gateway.dialects.anthropic import Anthropic
+from tokentrue.gateway.dialects.base import Dialect, HttpError, RequestHead
+from tokentrue.gateway.dialects.openai_chat import OpenAIChat
+from tokentrue.gateway.dialects.openai_responses import OpenAIResponses
+from tokentrue.gateway.dialects.signing import ReasoningSigner
 from tokentrue.types import Completion, Delta, Finish, Parsed, Reply, TurnEvent
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -122,7 +118,7 @@ def head_of(name: str, **more: Any) -> RequestHead:
 
 def events_of(name: str, case: str) -> list[tuple[str, Any]]:
     deltas, done = CASES[case]
-    encoder = DIALECTS[name].new_encoder(head_of(name, stream=True), text_of)
+    encoder = DIALECTS[name].encoder(DIALECTS[name], head_of(name, stream=True), text_of)
     stream = encoder.feed(TurnEvent(node_id="n0"))
     for delta in deltas:
         stream += encoder.feed(TurnEvent(node_id="n0", delta=delta, token_ids=(5,), logprobs=(-0.5,)))

@@ -19,8 +19,7 @@ import pytest
 from benchmarks.servers import standin_settings
 from tests.gateway.inside import gateway
 from tests.gateway.world import ROOT, Made, Server, model_dir, wait_until
-from tokentrue.gateway import find_owner
-from tokentrue.gateway.serving.forwarding import Peers
+from tokentrue.gateway.serving.forwarding import Peers, find_owner
 from tokentrue.gateway.serving.processes import share_admin_state
 
 

@@ -34,6 +34,7 @@ def count_tokens(width: int, height: int) -> int:
 class Seer:
     stop_token_ids = (END,)
     template_hash, tokenizer_hash, history = "sha256:t", "sha256:k", "keep"
+    placeholder_ids = ()
 
     def _turns(self, messages: Any, first: int = 0) -> tuple[list[int], list[PromptSpan], list[ImageRun]]:
         ids: list[int] = []

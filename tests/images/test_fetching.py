@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 from tests.images.double import picture
+from tokentrue import images as urls
 from tokentrue.errors import InputError, LimitExceeded
-from tokentrue.images import ImageSettings, urls
+from tokentrue.images import ImageSettings
 
 DATA = picture(40, 20)
 ASKED: list[str] = []

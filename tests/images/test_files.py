@@ -153,7 +153,7 @@ def test_a_bomb_is_not_decoded(size: tuple[int, int]) -> None:
 @pytest.mark.parametrize("options", [{}, {"lossless": True}, {"exif": b"Exif"}])
 def test_the_size_of_a_webp_is_read_before_it_is_decoded(options: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of each kind of chunk: VP8, VP8L, VP8X."""
-    from tokentrue.images import files
+    from tokentrue import images as files
 
     data = picture(70, 31, "WEBP", **options)
     assert files._count_webp_pixels(data) == 70 * 31

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from tokentrue.types import Ended, Extension, Ids, Messages, Parsed, Refusal, Rendered, Tools
+from tokentrue.types import Delta, Ended, Extension, Ids, Messages, Parsed, Refusal, Rendered, Tools
 
 STOP = 1
 ROLES = {"system": 2, "user": 3, "assistant": 4, "tool": 5}
@@ -31,6 +31,7 @@ class Letters:
     template_hash = "sha256:letters"
     tokenizer_hash = "sha256:letters"
     history = "keep"
+    placeholder_ids = ()
 
     def __init__(self) -> None:
         self.refuse = False
@@ -87,7 +88,12 @@ class _Parser:
         return []
 
     def finish(self) -> tuple[list[Any], Parsed]:
-        return [], self.whole(self._ids)
+        parsed = self.whole(self._ids)
+        said = parsed.message
+        deltas = [Delta(reasoning=said.get("reasoning_content") or "", content=said.get("content") or "")]
+        for index, call in enumerate(said.get("tool_calls") or ()):
+            deltas.append(Delta(call=index, **call["function"]))
+        return deltas, parsed
 
     def whole(self, token_ids: Ids) -> Parsed:
         return self._renderer.parse(token_ids)

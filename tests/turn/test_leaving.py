@@ -19,8 +19,10 @@ from tests.turn.world import OPENING, Engine, renderer
 from tokentrue.errors import EngineContractError, EngineUnreachable
 from tokentrue.providers.scripted import invent_logprob
 from tokentrue.sessions import Journal
-from tokentrue.sessions.limits import INLINE_IDS
+from tokentrue.sessions.limits import CHARS_PER_ID, INLINE_CHARS
 from tokentrue.types import Chunk, TurnRequest
+
+MANY_IDS = INLINE_CHARS // CHARS_PER_ID  # as many as are parsed in a thread
 
 
 class SlowWrites:
@@ -111,7 +113,7 @@ class BreakingEngine(Engine):
     """Streams many tokens and fails."""
 
     async def stream(self, *_: Any, **__: Any) -> AsyncIterator[Chunk]:
-        yield Chunk(token_ids=letters("x" * INLINE_IDS), logprobs=[-1.0] * INLINE_IDS, policy_version=1)  # type: ignore[arg-type]
+        yield Chunk(token_ids=letters("x" * MANY_IDS), logprobs=[-1.0] * MANY_IDS, policy_version=1)  # type: ignore[arg-type]
         raise EngineUnreachable("killed")
 
 
@@ -125,7 +127,7 @@ async def test_what_a_failed_engine_sampled_is_kept_when_the_caller_leaves_while
     renderer.go_on.set()
     await asyncio.wait([caller])
     (node,) = session.tree.in_order()
-    assert (node.outcome, len(node.sampled_ids)) == ("engine_failed", INLINE_IDS)
+    assert (node.outcome, len(node.sampled_ids)) == ("engine_failed", MANY_IDS)
 
 
 @pytest.mark.parametrize("streamed", [False, True])

@@ -103,7 +103,7 @@ def what_was_sent_is_not_compared(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         commits,
         "_sent_digest",
-        lambda completion, prompt, tree: tree.prompt_digest(prompt.resolution.parent, prompt.given_ids),
+        lambda completion, prompt, tree: tree.hash_prompt(prompt.resolution.parent, prompt.given_ids).digest(),
     )
 
 

@@ -38,7 +38,7 @@ async def test_a_record_with_values_that_are_refused_now_opens_and_is_read(
     engine = Engine([sampled("r", "a")] * 2)
     with closing(Journal(f"sqlite:{tmp_path / 'journal.db'}")) as journal:
         with monkeypatch.context() as earlier:
-            earlier.setattr(tt.Sampling, "__post_init__", tt.Sampling._check_types)  # pyright: ignore[reportPrivateUsage]
+            earlier.setattr(tt.Sampling, "__post_init__", tt.Sampling._copy_stops)  # pyright: ignore[reportPrivateUsage]
             old = tt.Session(
                 renderer=Letters(), provider=engine, journal=journal, sampling={"seed": 2**64, "max_tokens": 2**40}
             )

@@ -104,20 +104,19 @@ async def test_hanging_up_cancels_the_engine_and_keeps_what_was_sampled(tmp_path
     engine.answers.append(said("a", "1"))
     (reply,) = await session.turn(TurnRequest(messages=OPENING, tools=TOOLS, request_key="k"))
     assert not reply.from_record and reply.edge_reason == "retry"
-    assert (reply.replayed, reply.root) == (False, "retry"), "their former names"
     journal.close()
 
 
-async def test_hanging_up_before_the_first_token_leaves_only_a_counter() -> None:
+async def test_hanging_up_before_the_first_token_leaves_nothing() -> None:
     session, engine = session_of(said("a", "1"))
     engine.hold = asyncio.Event()
     events = session.stream(TurnRequest(messages=OPENING))
     await anext(events)
     await events.aclose()
-    assert len(session.tree) == 0 and session.counters["cancelled"] == 1
+    assert len(session.tree) == 0
 
 
-async def test_a_cancelled_call_leaves_only_a_counter_and_frees_the_turn() -> None:
+async def test_a_cancelled_call_leaves_nothing_and_frees_the_turn() -> None:
     session, engine = session_of(said("a", "1"), said("b", "2"))
     engine.hold = asyncio.Event()
     task = asyncio.create_task(session.chat(OPENING))
@@ -125,7 +124,7 @@ async def test_a_cancelled_call_leaves_only_a_counter_and_frees_the_turn() -> No
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert len(session.tree) == 0 and session.counters["cancelled"] == 1
+    assert len(session.tree) == 0
     engine.hold = None
     assert (await session.chat(OPENING)).edge_reason == "first"
 
@@ -188,13 +187,13 @@ async def test_one_failure_among_n_fails_the_request_and_records_what_the_engine
     assert not session.tree.nodes_by_key
 
 
-async def test_a_failed_generation_leaves_only_a_counter() -> None:
+async def test_a_failed_generation_leaves_nothing() -> None:
     session, engine = session_of(said("a", "1"))
     engine.fail = EngineContractError("broken")
     for call in (session.chat(OPENING), heard(session, TurnRequest(messages=OPENING))):
         with pytest.raises(EngineContractError):
             await call
-    assert len(session.tree) == 0 and session.counters["failed:engine_contract"] == 2
+    assert len(session.tree) == 0
     engine.fail = None
     assert (await session.chat(OPENING)).edge_reason == "first"
 

@@ -31,6 +31,7 @@ class Engine:
     """Answers from a list of id sequences, in order. `delay_s` per token; `hold` makes it wait before the first one."""
 
     name = "told"
+    bans_tokens = False
     truthful_filters: frozenset[str] | None = frozenset({"top_p"})
 
     def __init__(self, answers: Iterable[Sequence[int]], *, delay_s: float = 0.0, version: int = 7) -> None:

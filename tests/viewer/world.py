@@ -43,6 +43,7 @@ class Told:
     """An engine that says what it is told, with alternatives for the first tokens of each turn."""
 
     name = "told"
+    bans_tokens = False
     truthful_filters = frozenset[str]()
 
     def __init__(self) -> None:

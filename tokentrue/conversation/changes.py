@@ -19,15 +19,12 @@ _TAGS = ("think", "thinking", "thought")
 
 
 def find_changes(served: Message, replayed: Message) -> tuple[str, ...] | None:
-    """Returns the changes, sorted, if `replayed` is a known lossy projection of `served`; `()` if nothing visible
-    differs; None if it is an edit.
+    """The changes, sorted, if `replayed` is a known lossy projection of `served`; `()` if nothing visible differs; None
+    if it is an edit.
 
-    The changes that harnesses are known to cause: `reasoning_dropped`, `reasoning_inlined`, `call_ids`, `arguments`,
-    `parts`, `empty_content`, `whitespace`, `extra_fields`, `calls_as_text`. A wrong match is worse than a fork, so a replay that
-    *adds* to what was served (new reasoning, one more call) is an edit too. The served text is never split: a think
-    tag in it is text that the model wrote. Only the replay is searched for the served reasoning, inlined before the
-    served text.
-    """
+    A wrong match is worse than a fork, so a replay that *adds* to what was served (new reasoning, one more call) is an
+    edit too. The served text is never split: a think tag in it is text that the model wrote. Only the replay is
+    searched for the served reasoning, inlined before the served text."""
     if served is replayed:
         return ()
     text, calls = _text_changes(served, replayed), _call_changes(served, replayed)
@@ -52,25 +49,23 @@ def _text_changes(served: Message, replayed: Message) -> set[str] | None:
     content, content_now = served.get("content"), replayed.get("content")
     was, now = text_of(content), text_of(content_now)
     thought, thought_now = reasoning_of(served), reasoning_of(replayed)
-    if thought_now.strip() and thought_now.strip() != thought.strip():
+    if thought_now.strip() not in ("", thought.strip()):
         return None
-    changes: set[str] = set()
-    if isinstance(content_now, (list, tuple)) and not isinstance(content, (list, tuple)):
-        changes.add("parts")
+    is_dropped = bool(thought.strip() and not thought_now.strip())
+    is_split = isinstance(content_now, (list, tuple)) and not isinstance(content, (list, tuple))
+    changes = {"parts"} if is_split else set[str]()
     if was.strip() == now.strip():
-        if thought.strip() and not thought_now.strip():
+        if is_dropped:
             changes.add("reasoning_dropped")
-        elif thought != thought_now:
+        if was != now or (thought != thought_now and not is_dropped):
             changes.add("whitespace")
-        if was != now:
-            changes.add("whitespace")
-        elif not was and content != content_now and "parts" not in changes:
+        if was == now == "" and content != content_now and not is_split:
             changes.add("empty_content")
         return changes
     inlined = _find_inlined(now.strip(), thought=thought.strip(), text=was.strip())
     if inlined is None:
         return None
-    if thought.strip() and not inlined and not thought_now.strip():
+    if is_dropped and not inlined:
         return changes | {"reasoning_dropped", "whitespace"}  # an empty block before the text
     return changes | {"reasoning_inlined"}
 

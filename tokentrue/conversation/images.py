@@ -1,8 +1,7 @@
 """Replaces the images of messages by references: the one place through which images enter a session.
 
-`{"type": "image_url", "image_url": {"url": …}}` becomes `{"type": "image", "sha256", "media_type", "width", "height"}`.
-Keys, matching, journal and renderers work on that part; the files travel beside the messages.
-"""
+`{"type": "image_url", "image_url": {"url": …}}` becomes `{"type": "image", "sha256", "media_type", "width", "height"}`;
+the files travel beside the messages."""
 
 from __future__ import annotations
 

@@ -124,14 +124,14 @@ def call_ids_of(message: Message) -> tuple[str | None, ...]:
 
 
 def note_calls(seen: dict[str, CallRef], index: int, call_ids: tuple[str | None, ...]) -> None:
-    """Records the calls of message `index`; a later call with the same id replaces an earlier one."""
+    """A later call with the same id replaces an earlier one."""
     for position, call_id in enumerate(call_ids):
         if call_id is not None:
             seen[call_id] = (index, position)
 
 
 class _NoDouble(str):
-    """JSON text of a number that no double can represent."""
+    """A number that no double can represent, as JSON text."""
 
 
 Harness: TypeAlias = Literal["same", "python", "javascript", "go", "any"]
@@ -215,12 +215,12 @@ def count_system(roles: Iterable[str]) -> int:
 
 
 def message_key(message: Message) -> bytes:
-    """Loose key of one message and the speaker's name: distinguishes sub-agents by their first message."""
+    """Also covers the speaker's name: distinguishes sub-agents by their first message."""
     return candidate_key(message) + _hash([str(message.get("name") or "")])
 
 
 def candidate_key(message: Message, field: str = "messages[]") -> bytes:
-    """Loose key of one message. Malformed messages are refused by `field`."""
+    """Malformed messages are refused by `field`."""
     role, text = read_role(message, field), text_of(message.get("content"), f"{field}.content")
     check_calls(message, field)
     if role != "assistant":
@@ -236,7 +236,7 @@ def candidate_key(message: Message, field: str = "messages[]") -> bytes:
 
 
 def chain_key(previous: bytes, key: bytes, reference: CallRef | str | None) -> bytes:
-    """Key of a conversation with one more message. `reference`: the call that a tool result answers, or its raw id."""
+    """`reference`: the call that a tool result answers, or its raw id."""
     return blake2b(previous + key + (b"" if reference is None else repr(reference).encode()), digest_size=16).digest()
 
 

@@ -1,9 +1,7 @@
 """`Conversation`: a request's messages, parsed once; pinning, identity, matching and rendering work on it.
 
 An agent sends its whole conversation with every turn. `Conversations` caches the last eight of a session; leading
-messages with the same bytes (`sources`) as a cached one are shared, only the rest is parsed and keyed.
-`session_limits.conversation_bytes = 0` disables it.
-"""
+messages with the same bytes (`sources`) as a cached one are shared, only the rest is parsed and keyed."""
 
 from __future__ import annotations
 
@@ -40,8 +38,8 @@ _HASHED, _LONG_SOURCE = b"\1", 1 << 16  # a longer source is kept as its hash: i
 
 
 class ConversationMessage:
-    """One immutable message. `digest` identifies it exactly, `key` loosely (`match_keys`). `images` are the files that
-    the request had for it; those of an earlier reply's conversation are only in the record."""
+    """`digest` identifies it exactly, `key` loosely (`match_keys`). `images` are the files that the request had for it;
+    those of an earlier reply's conversation are only in the record."""
 
     __slots__ = ("call_id", "call_ids", "digest", "images", "key", "message", "num_images", "role", "size")
 
@@ -132,7 +130,6 @@ class Conversation(Sequence[Message]):
     def append(
         self, facts: Sequence[ConversationMessage], *, sources: Sequence[Raw] = (), ends: Sequence[int | None] = ()
     ) -> Conversation:
-        """Returns a conversation with the messages `facts`, parsed from `sources`, appended."""
         keys, references, calls = list(self.keys), list(self.references), dict(self.calls)
         key = keys[-1] if keys else START_KEY
         for index, read in enumerate(facts, len(keys)):
@@ -155,7 +152,7 @@ class Conversation(Sequence[Message]):
         )
 
     def replace_first(self, length: int, messages: Messages) -> Conversation:
-        """Replaces the first `length` messages. The result has no sources: it was not sent so."""
+        """The result has no sources: it was not sent so."""
         first = [ConversationMessage(message, f"messages[{index}]") for index, message in enumerate(messages)]
         if [read.digest for read in first] == [read.digest for read in self.facts[:length]]:
             return self
@@ -215,7 +212,7 @@ class ByteBudget:
 
 
 class Conversations:
-    """The last conversations of one session, newest first. Limited in bytes, per session and per process."""
+    """Newest first. Limited in bytes, per session and per process."""
 
     def __init__(
         self, limit_bytes: int = 32 << 20, budget: ByteBudget | None = None, images: ImageReader | None = None
@@ -226,7 +223,7 @@ class Conversations:
         self.used = 0
 
     def read(self, messages: Messages, tools: Tools | None) -> Conversation:
-        """For callers in this process; refuses malformed messages by field. Notices messages changed in place."""
+        """For callers in this process. Notices messages changed in place."""
         return messages if isinstance(messages, Conversation) else self.add(self.parse(messages, tools))
 
     def parse(self, messages: Messages, tools: Tools | None) -> ParsedConversation:
@@ -241,7 +238,7 @@ class Conversations:
         )
 
     def find(self, format: str, sources: Sequence[Raw]) -> Conversation:
-        """Returns the longest prefix of `sources` that a cached conversation of dialect `format` has."""
+        """The longest prefix of `sources` that a cached conversation of dialect `format` has."""
         best, most = Conversation(format=format), 0
         for kept in self._kept:
             shared = kept.count_shared(sources) if kept.format == format else 0
@@ -255,8 +252,8 @@ class Conversations:
         return self._images.read(parsed.messages, first=len(base), before=base.num_images)
 
     def add(self, parsed: ParsedConversation, images: ReadImages | None = None) -> Conversation:
-        """Appends the parsed messages, which must not be modified any more, and caches the result. `images` are those
-        that `read_images` read before."""
+        """Caches the result: the messages must not be modified any more. `images` are those that `read_images` read
+        before."""
         base, read = parsed.base, images or self.read_images(parsed)
         facts = [
             ConversationMessage(message, f"messages[{at}]", read.files)
@@ -300,7 +297,7 @@ class Conversations:
         self.budget.used -= conversation.size
 
     def close(self) -> None:
-        """Drops the cache for good: a request may still be using the session."""
+        """A request may still be using the session: nothing is cached any more."""
         self._limit = 0
         while self._kept:
             self._drop(self._kept[-1])

@@ -1,14 +1,12 @@
-"""Admin routes: sessions, rewards and samples; pause, resume and policy version around a weight update; health and
-metrics.
-
-One table defines the routes and the OpenAPI document.
-"""
+"""Sessions, rewards and samples; pause, resume and policy version around a weight update; health and metrics. The table
+`ADMIN` defines the routes and the OpenAPI document."""
 
 from __future__ import annotations
 
 import asyncio
 import shutil
 import uuid
+from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -20,12 +18,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from tokentrue.errors import EngineError, InputError, SessionElsewhere, SessionNotFound
+from tokentrue.errors import EngineError, InputError, SessionElsewhere
 from tokentrue.gateway.asgi import HttpError, Receive, Scope, Send, read_body
-from tokentrue.gateway.auth import check_session_id, hash_key, invalid_key, new_session_key
+from tokentrue.gateway.auth import check_session_id, hash_key, new_session_key
 from tokentrue.gateway.dialects.base import decode_body, encode
 from tokentrue.gateway.metrics import CONTENT_TYPE, build_page, engine_families
-from tokentrue.gateway.openapi import AdminOperation, Handler, document
+from tokentrue.gateway.model_routes import SESSION_ROOT
+from tokentrue.gateway.openapi import AdminOperation, document
 from tokentrue.gateway.services import Services
 from tokentrue.gateway.serving.forwarding import count_forwards
 from tokentrue.gateway.sessions import SessionHandle
@@ -38,7 +37,6 @@ from tokentrue.sessions.journal import is_postgres
 
 READY_S = 5.0
 LONGEST_DRAIN_S = 600.0
-ONE_SESSION = "/sessions/{session_id}"
 # A client chose these bytes: no browser may run them.
 IMAGE_HEADERS = {
     "x-content-type-options": "nosniff",
@@ -70,10 +68,8 @@ class GiveReward(AdminBody):
 
 
 class Pause(AdminBody):
-    """`drain`: reply only when nothing is in flight, or after `timeout_s`.
-
-    `abort`: interrupt what the engine is sampling; it continues after resume from the tokens it has.
-    """
+    """`drain`: reply only when nothing is in flight, or after `timeout_s`. `abort`: interrupt what the engine is
+    sampling; it continues after resume."""
 
     drain: bool = False
     abort: bool = False
@@ -142,7 +138,6 @@ class AdminRequest:
         return {"session_id": session_id, "api_key": key, **urls}
 
     async def renew_key(self) -> JsonObject:
-        """For a program that resumes a session whose key is lost; revokes the old key."""
         key = new_session_key(self.session_id)
         async with self.checkout() as handle:
             handle.check_open()
@@ -157,8 +152,7 @@ class AdminRequest:
             try:
                 after = float(created), session_id
             except ValueError:
-                message = f"after: must be `created,session_id` of a listed session, got {query.after!r}"
-                raise InputError(message) from None
+                raise InputError(f"after: must be `created,session_id`, got {query.after!r}") from None
         chosen: JsonObject = {"state": query.state, "group": query.group}
         page: JsonObject = {"offset": query.offset, "limit": query.limit}
         records = await asyncio.to_thread(journal.sessions, after=after, **page, **chosen)
@@ -193,17 +187,11 @@ class AdminRequest:
         return await asyncio.to_thread(samples_response, self.session_id, assembly, self.query.format[:40])
 
     async def image(self) -> Response:
-        """The session's own key suffices. Any process reads it: files do not change."""
-        access, journal = (
-            self.services.keys.authenticate(self.request.scope["headers"], self.session_id),
-            self.services.journal,
-        )
-        try:
+        """Any process reads it: files do not change."""
+        journal = self.services.journal
+        access = self.services.keys.authenticate(self.request.headers.raw, self.session_id)
+        with access.hide_session():
             access.check((await asyncio.to_thread(journal.get, self.session_id)).key_hash)
-        except SessionNotFound:
-            if access.key_hash is not None:  # a wrong key does not reveal whether the session exists
-                raise invalid_key() from None
-            raise
         name = self.request.path_params["sha256"]
         data, media_type = await asyncio.to_thread(journal.read_image, self.session_id, name)
         return Response(data, media_type=media_type, headers=IMAGE_HEADERS)
@@ -238,7 +226,7 @@ class AdminRequest:
         await self._ask_others()
         return {"version": self.body.version}
 
-    async def _ask_others(self) -> list[Any]:
+    async def _ask_others(self) -> list[JsonObject]:
         if self.is_forwarded:
             return []
         headers = {k: v for k, v in self.request.headers.items() if k in {"authorization", "x-api-key", "content-type"}}
@@ -298,48 +286,39 @@ def samples_response(session_id: str, assembly: Assembly, format_: str) -> Respo
     return Response(content, media_type="application/json")
 
 
-def open_to_all(handler: Handler, summary: str, **more: Any) -> dict[str, AdminOperation]:
-    return {"GET": AdminOperation(handler, summary, needs_admin=False, **more)}
-
-
-ADMIN: dict[str, dict[str, AdminOperation]] = {
-    "/sessions": {
-        "POST": AdminOperation(AdminRequest.create, "Create a session", body=CreateSession, status="201"),
-        "GET": AdminOperation(AdminRequest.list, "List sessions, newest first", query=ListQuery),
-    },
-    ONE_SESSION: {
-        "GET": AdminOperation(AdminRequest.show, "One session: its tree, coverage, state"),
-        "DELETE": AdminOperation(AdminRequest.delete, "End a session", query=DeleteQuery),
-    },
-    f"{ONE_SESSION}/key": {
-        "POST": AdminOperation(AdminRequest.renew_key, "A new API key for a session; the old one ends", status="201")
-    },
-    f"{ONE_SESSION}/reward": {"POST": AdminOperation(AdminRequest.reward, "Give a reward", body=GiveReward)},
-    f"{ONE_SESSION}/samples": {"GET": AdminOperation(AdminRequest.samples, "Training samples", query=SamplesQuery)},
-    f"{ONE_SESSION}/images/{{sha256}}": open_to_all(
-        AdminRequest.image, "The file of an image; the session's key suffices", media_type="image/*"
-    ),
-    "/admin/pause": {"POST": AdminOperation(AdminRequest.pause, "Hold generations back", body=Pause)},
-    "/admin/resume": {"POST": AdminOperation(AdminRequest.resume, "Let generations continue")},
-    "/admin/version": {
-        "POST": AdminOperation(AdminRequest.note_version, "Note the engine's policy version", body=Version)
-    },
-    "/health": open_to_all(AdminRequest.health, "The process is alive"),
-    "/ready": open_to_all(AdminRequest.ready, "The engine answers"),
-    "/metrics": open_to_all(AdminRequest.metrics, "Prometheus metrics", media_type="text/plain"),
-    "/openapi.json": open_to_all(AdminRequest.show_document, "This document"),
-    "/{path:path}": {},
-}
+IMAGE, KEY = f"{SESSION_ROOT}/images/{{sha256}}", "A new API key for a session; the old one ends"
+OF_IMAGE = "The file of an image; the session's key suffices"
+ADMIN = (
+    AdminOperation("/sessions", AdminRequest.create, "Create a session", "POST", body=CreateSession, status=201),
+    AdminOperation("/sessions", AdminRequest.list, "List sessions, newest first", query=ListQuery),
+    AdminOperation(SESSION_ROOT, AdminRequest.show, "One session: its tree, coverage, state"),
+    AdminOperation(SESSION_ROOT, AdminRequest.delete, "End a session", "DELETE", query=DeleteQuery),
+    AdminOperation(f"{SESSION_ROOT}/key", AdminRequest.renew_key, KEY, "POST", status=201),
+    AdminOperation(f"{SESSION_ROOT}/reward", AdminRequest.reward, "Give a reward", "POST", body=GiveReward),
+    AdminOperation(f"{SESSION_ROOT}/samples", AdminRequest.samples, "Training samples", query=SamplesQuery),
+    AdminOperation(IMAGE, AdminRequest.image, OF_IMAGE, needs_admin=False, media_type="image/*"),
+    AdminOperation("/admin/pause", AdminRequest.pause, "Hold generations back", "POST", body=Pause),
+    AdminOperation("/admin/resume", AdminRequest.resume, "Let generations continue", "POST"),
+    AdminOperation("/admin/version", AdminRequest.note_version, "Note the policy version", "POST", body=Version),
+    AdminOperation("/health", AdminRequest.health, "The process is alive", needs_admin=False),
+    AdminOperation("/ready", AdminRequest.ready, "The engine answers", needs_admin=False),
+    AdminOperation("/metrics", AdminRequest.metrics, "Prometheus metrics", needs_admin=False, media_type="text/plain"),
+    AdminOperation("/openapi.json", AdminRequest.show_document, "This document", needs_admin=False),
+)
 
 
 def admin_routes(services: Services) -> list[Route]:
-    return [Route(path, AdminEndpoint(services, methods)) for path, methods in ADMIN.items()]
+    """The last one is of every other path."""
+    routes: dict[str, dict[str, AdminOperation]] = {}
+    for operation in ADMIN:
+        routes.setdefault(operation.path, {})[operation.method] = operation
+    return [Route(path, AdminEndpoint(services, each)) for path, each in (*routes.items(), ("/{path:path}", {}))]
 
 
 class AdminEndpoint:
     """One path as an ASGI application."""
 
-    def __init__(self, services: Services, methods: dict[str, AdminOperation]) -> None:
+    def __init__(self, services: Services, methods: Mapping[str, AdminOperation]) -> None:
         self._services, self._methods = services, methods
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -347,9 +326,8 @@ class AdminEndpoint:
         method = "GET" if request.method == "HEAD" else request.method
         if not self._methods:
             raise HttpError(404, "unknown_path", "no such path; GET /openapi.json lists them")
-        if method not in self._methods:
+        if (operation := self._methods.get(method)) is None:
             raise HttpError(405, "method_not_allowed", f"use {' or '.join(sorted(self._methods))}")
-        operation = self._methods[method]
         if operation.needs_admin:
             services.keys.require_admin(scope["headers"])
         raw = await read_body(scope, receive, services.config.limits.body_bytes) if method == "POST" else b""
@@ -362,6 +340,5 @@ class AdminEndpoint:
             await services.peers.forward(error, scope, receive, send, raw)
             return
         if not isinstance(response, Response):
-            content = encode(response)
-            response = Response(content, status_code=int(operation.status), media_type="application/json")
+            response = Response(encode(response), status_code=operation.status, media_type="application/json")
         await response(scope, receive, send)

@@ -46,7 +46,7 @@ class AdmissionGate:
         self.queued = 0
 
     async def drain(self, timeout_s: float) -> bool:
-        """Waits until nothing is in flight; False after `timeout_s`."""
+        """False if something is in flight after `timeout_s`."""
         try:
             await asyncio.wait_for(self._idle.wait(), timeout_s)
         except TimeoutError:
@@ -56,8 +56,7 @@ class AdmissionGate:
     @asynccontextmanager
     async def admit(self, session_id: str) -> AsyncGenerator[None, None]:
         """Holds one slot for the block; call it after `wait_for_resume`. Queues while the gateway is full; refuses when
-        it is closing, when the queue is full, and after `limits.queue_s`.
-        """
+        it is closing, when the queue is full, and after `limits.queue_s`."""
         if self.in_flight < self._limits.in_flight and not self._queue and not self.closing:
             self._begin()
         else:

@@ -1,4 +1,4 @@
-"""Bare ASGI: read a body within its limits, send JSON, events and errors, notice a client that disconnects."""
+"""ASGI: bodies within their limits, JSON, events and errors, clients that disconnect."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ LONGEST = 600
 
 
 def problem_from(error: BaseException) -> HttpError:
-    """What the client sees of an exception: a status, a stable code, a field, one sentence."""
+    """What the client sees of an exception."""
     if isinstance(error, HttpError):
         return error
     if not isinstance(error, TokenTrueError):
@@ -74,11 +74,11 @@ def problem_from(error: BaseException) -> HttpError:
 
 
 class ClientGone(Exception):
-    """The client disconnected before its answer was complete."""
+    pass
 
 
 class WatchedSend:
-    """Wraps a request's `send` and records the status of its reply; 0 before that."""
+    """Records the status of the reply; 0 before that."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -94,7 +94,7 @@ def read_header(headers: Iterable[tuple[bytes, bytes]], wanted: bytes) -> str | 
 
 
 class BodyBudget:
-    """Limit on the bytes of request bodies held by this process, over all connections."""
+    """Limit on the bytes of request bodies held by this process."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -102,16 +102,13 @@ class BodyBudget:
 
     @asynccontextmanager
     async def read(self, scope: Scope, receive: Receive, limit: int) -> AsyncGenerator[bytes, None]:
-        """Yields the body of a request; its bytes are released on exit."""
+        """The bytes are released on exit."""
         taken = 0
 
         def take(size: int) -> None:
             nonlocal taken
             if self.used + size > self._limit:
-                message = (
-                    "the bodies of requests in progress fill the memory set aside for them (limits.bodies_bytes); "
-                    "try again"
-                )
+                message = "the bodies of other requests fill the memory for them (limits.bodies_bytes); try again"
                 raise HttpError(429, "too_many_bytes_in_flight", message, retry_after_s=1.0)
             taken += size
             self.used += size
@@ -123,7 +120,7 @@ class BodyBudget:
 
 
 async def read_body(scope: Scope, receive: Receive, limit: int, take: Callable[[int], None] | None = None) -> bytes:
-    """Reads the whole body; refuses it as soon as it exceeds `limit`. `take` gets the size of every part."""
+    """Refuses a body as soon as it exceeds `limit`. `take` gets the size of every part."""
     too_large = HttpError(413, "body_too_large", f"the body is larger than {limit} bytes (limits.body_bytes)")
     declared = read_header(scope["headers"], b"content-length")
     if declared is not None and declared.isdecimal() and int(declared) > limit:
@@ -165,9 +162,8 @@ async def answer_errors(
     dialect: type[Dialect],
     errors: Any,
 ) -> None:
-    """Runs `app` and turns its exceptions into a reply in the dialect, or into the last event of a started stream. A
-    reply already sent stays as it is. `errors` counts them.
-    """
+    """Turns exceptions of `app` into a reply in the dialect, or into the last event of a started stream. `errors`
+    counts them."""
     watched = send if isinstance(send, WatchedSend) else WatchedSend(send)
     try:
         await app(scope, receive, watched)
@@ -198,9 +194,8 @@ async def answer_errors(
 
 
 class EventStream:
-    """A client's open event stream: turn events in, the dialect's server-sent events out. Holds the status back until
-    the first token or keep-alive, so that early failures have their own status.
-    """
+    """Turn events in, the dialect's server-sent events out. Holds the status back until the first token or keep-alive,
+    so that early failures have their own status."""
 
     def __init__(self, send: Send, encoder: Encoder) -> None:
         self._send, self._encoder = send, encoder
@@ -209,7 +204,6 @@ class EventStream:
         self.started = self.ended = False
 
     async def feed(self, events: Sequence[TurnEvent]) -> None:
-        """Writes all events at once."""
         data = b"".join(map(self._encoder.feed, events))
         if self.started or any(event.token_ids or event.delta or event.reply for event in events):
             await self._write(data)
@@ -242,7 +236,7 @@ class EventStream:
             pings.cancel()
 
     async def end(self, problem: HttpError | None = None) -> None:
-        """Ends the stream, with the dialect's error event if there is a problem."""
+        """With the dialect's error event if there is a problem."""
         await self._write(self._encoder.finish() if problem is None else self._encoder.error(problem))
         self.ended = True
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -9,10 +9,10 @@ import hashlib
 import hmac
 import re
 import secrets
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager, suppress
 
-from tokentrue.errors import InputError
+from tokentrue.errors import InputError, SessionNotFound
 from tokentrue.gateway.asgi import HttpError, read_header
 from tokentrue.records import record
 
@@ -49,9 +49,7 @@ def hash_key(key: str) -> str:
 
 @record
 class SessionAccess:
-    """The session that a request names, and the hash that its key must match; None for the admin key. `may_create`:
-    creates the session if it does not exist.
-    """
+    """The session that a request names, and the hash that its key must match; None for the admin key."""
 
     session_id: str
     key_hash: str | None
@@ -60,6 +58,16 @@ class SessionAccess:
     def check(self, key_hash: str | None) -> None:
         if self.key_hash is not None and (key_hash is None or not hmac.compare_digest(self.key_hash, key_hash)):
             raise invalid_key()
+
+    @contextmanager
+    def hide_session(self) -> Generator[None, None, None]:
+        """A wrong key does not reveal whether the session exists."""
+        try:
+            yield
+        except SessionNotFound:
+            if self.key_hash is not None:
+                raise invalid_key() from None
+            raise
 
 
 def invalid_key() -> HttpError:
@@ -74,9 +82,8 @@ class ApiKeys:
         return hmac.compare_digest(presented.encode(), self._admin)
 
     def authenticate(self, headers: Headers, named: str | None, in_url: str | None = None) -> SessionAccess:
-        """The session is the one in the URL, or in the key, or, with the admin key, in the header `X-Session-ID`. `in_url`
-        is a key from the query (Google); a header takes precedence.
-        """
+        """The session is `named` in the path, or in the key, or, with the admin key, in the header `X-Session-ID`.
+        `in_url` is a key from the query (Google)."""
         presented = read_key(headers) or in_url
         if presented is None:
             raise HttpError(
@@ -89,10 +96,9 @@ class ApiKeys:
                 cure = "use /sessions/{id}/v1/…, the session's api_key, or the header X-Session-ID"
                 raise HttpError(400, "no_session", f"the admin key names no session; {cure}")
             return SessionAccess(session_id=check_session_id(in_header), key_hash=None, may_create=True)
-        owner = session_from_key(presented)
-        if owner is None:
+        if (owner := session_from_key(presented)) is None:
             raise invalid_key()
-        if named is not None and named != owner:
+        if named not in (None, owner):
             raise HttpError(403, "wrong_session", "this key belongs to another session")
         return SessionAccess(session_id=owner, key_hash=hash_key(presented))
 

@@ -1,4 +1,4 @@
-"""Measurements: Prometheus metrics of one process, the merged page of several, and the time spent in the engine."""
+"""Prometheus metrics of one process, the merged page of several, and the time spent in the engine."""
 
 from __future__ import annotations
 
@@ -29,9 +29,8 @@ LARGEST = {"tokentrue_paused", "tokentrue_policy_version"}  # the rest adds up o
 
 
 class TurnClock:
-    """Times of one turn. `engine_s`: wall seconds with at least one engine call running, as the calls of n choices
-    overlap; the rest of the turn is the gateway's overhead.
-    """
+    """`engine_s`: wall seconds with at least one engine call running, as the calls of n choices overlap; the rest of
+    the turn is the gateway's overhead."""
 
     def __init__(self) -> None:
         self.started = time.perf_counter()
@@ -55,9 +54,7 @@ CLOCK: ContextVar[TurnClock | None] = ContextVar("tokentrue_turn_clock", default
 
 
 class MeteredProvider(Streaming):
-    """Wraps the engine: measures its time, and sets the policy version if the engine reports none. `version` was set by
-    /admin/version; a version that the engine reports takes precedence.
-    """
+    """Measures the engine's time, and sets the policy version of /admin/version if the engine reports none."""
 
     def __init__(self, inner: EngineControl, *, version: int = UNVERSIONED) -> None:
         self.inner = inner
@@ -74,7 +71,7 @@ class MeteredProvider(Streaming):
 
     @property
     def bans_tokens(self) -> bool:
-        return getattr(self.inner, "bans_tokens", False)
+        return self.inner.bans_tokens
 
     @property
     def adapters(self) -> Sequence[str]:
@@ -97,12 +94,14 @@ class MeteredProvider(Streaming):
                     return
                 if chunk.token_ids:
                     seen.append((len(chunk.token_ids), self.version))
-                    if chunk.policy_version == UNVERSIONED:
+                    if self.version != chunk.policy_version == UNVERSIONED:
                         chunk = replace(chunk, policy_version=self.version)
-                yield chunk if chunk.final is None else replace(chunk, final=self._stamp(chunk.final, seen))
+                if chunk.final is not None and self.version != UNVERSIONED:
+                    chunk = replace(chunk, final=self._stamp(chunk.final, seen))
+                yield chunk
 
     def _stamp(self, completion: Completion, seen: list[tuple[int, int]]) -> Completion:
-        if self.version == UNVERSIONED or any(span.version != UNVERSIONED for span in completion.versions):
+        if any(span.version != UNVERSIONED for span in completion.versions):
             return completion
         total = len(completion.token_ids)
         if sum(count for count, _ in seen) != total:
@@ -113,12 +112,7 @@ class MeteredProvider(Streaming):
         await check_engine(self.inner)
 
     async def health(self) -> JsonMapping:
-        clock = CLOCK.get() or TurnClock()
-        clock.enter_engine()
-        try:
-            return await self.inner.health()
-        finally:
-            clock.leave_engine()
+        return await self.inner.health()
 
     async def close(self) -> None:
         await self.inner.close()
@@ -149,9 +143,8 @@ class Metrics:
             self.tokens.labels(kind)
 
     def note_turn(self, dialect: str, reply: Reply, sampled: int, clock: TurnClock, *, streamed: bool) -> float | None:
-        """Counts a turn of `sampled` tokens, or a reply from the record; `reply` is its first choice. Returns the
-        seconds spent outside of the engine; None for one from the record, which may have waited for another's call.
-        """
+        """`reply` is the turn's first choice. Returns the seconds outside of the engine; None for a reply from the
+        record, which may have waited for another's call."""
         total_s = time.perf_counter() - clock.started
         self.turn_time.observe(total_s)
         if clock.first_byte is not None:
@@ -187,7 +180,7 @@ def engine_families(engine: Measured) -> list[Metric]:
 
 
 def build_page(families: Iterable[Metric]) -> bytes:
-    """Text page for one worker or several; families of the same name are summed."""
+    """Families of the same name are summed."""
     merged: dict[str, Metric] = {}
     values: dict[tuple[str, str, tuple[tuple[str, str], ...]], float] = {}
     for family in families:

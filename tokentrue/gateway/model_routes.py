@@ -1,10 +1,9 @@
-"""Model requests: one table of paths defines the routes and the OpenAPI document; `ModelEndpoint` checks the key and finds
-the session, `ModelRequest` reads and parses the body, runs the turn and replies in the dialect.
+"""Model requests: `OPERATIONS` defines the routes and the OpenAPI document; `ModelEndpoint` checks the key and finds
+the session, `ModelRequest` reads the body, runs the turn and replies in the dialect.
 
 Invariants: `OPERATIONS` lists all generating paths, and each runs a recorded turn; any other path below `/v1` and
-`/v1beta` is refused. Keys are checked before bodies are read; no reply and no last event before the turn is durable; a
-client that disconnects cancels its generation; every turn writes one log line and its metrics.
-"""
+`/v1beta` is refused. Keys are checked before bodies are read; no reply and no last event before the turn is durable;
+every turn writes one log line and its metrics."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 from urllib.parse import parse_qsl
@@ -21,7 +20,7 @@ import msgspec
 import orjson
 from starlette.routing import Route
 
-from tokentrue.errors import EngineTimeout, MessageError, SessionElsewhere, SessionNotFound
+from tokentrue.errors import EngineTimeout, MessageError, SessionElsewhere
 from tokentrue.gateway.asgi import (
     STREAM,
     ClientGone,
@@ -36,21 +35,12 @@ from tokentrue.gateway.asgi import (
     problem_from,
     send_json,
 )
-from tokentrue.gateway.auth import SessionAccess, invalid_key
-from tokentrue.gateway.dialects import (
-    Anthropic,
-    Dialect,
-    Google,
-    OpenAIChat,
-    OpenAIChatTokens,
-    OpenAIResponses,
-    RequestHead,
-)
-from tokentrue.gateway.dialects.anthropic import CountBody, MessagesBody
-from tokentrue.gateway.dialects.base import count_sampled
-from tokentrue.gateway.dialects.google import CountTokensBody, GenerateBody
-from tokentrue.gateway.dialects.openai_chat import ChatBody, TokensBody
-from tokentrue.gateway.dialects.openai_responses import ResponsesBody
+from tokentrue.gateway.auth import SessionAccess
+from tokentrue.gateway.dialects.anthropic import Anthropic, CountBody, MessagesBody
+from tokentrue.gateway.dialects.base import Dialect, RequestHead, count_sampled
+from tokentrue.gateway.dialects.google import CountTokensBody, GenerateBody, Google
+from tokentrue.gateway.dialects.openai_chat import ChatBody, OpenAIChat, OpenAIChatTokens, TokensBody
+from tokentrue.gateway.dialects.openai_responses import OpenAIResponses, ResponsesBody
 from tokentrue.gateway.metrics import CLOCK, TurnClock
 from tokentrue.gateway.services import Services
 from tokentrue.gateway.sessions import SessionHandle
@@ -66,7 +56,7 @@ SESSION_ROOT = "/sessions/{session_id}"
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One path: `path` is below `/v1`, in Starlette's syntax; `streams` is None if the body decides."""
+    """`path` is below `/v1`, in Starlette's syntax; `streams` is None if the body decides."""
 
     path: str
     dialect: type[Dialect]
@@ -103,7 +93,7 @@ _UNKNOWN = (
 
 
 def model_routes(services: Services) -> list[Route]:
-    """Every operation with and without a session in the URL; a trailing slash is ignored."""
+    """With and without a session in the URL; a trailing slash is ignored."""
     return [
         Route(f"{root}/{version}/{operation.path}{end}", ModelEndpoint(operation, services))
         for operation in (*OPERATIONS, *_UNKNOWN)
@@ -120,17 +110,11 @@ class ModelEndpoint:
         self._operation, self._services, self._dialect = operation, services, operation.dialect
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if not is_traced():
-            await self._answer(scope, receive, send)
-            return
-        watched = WatchedSend(send)
-        with trace_request(f"{scope['method']} {self._dialect.name}", scope["headers"]):
-            await self._answer(scope, receive, watched)
+        watched, errors = WatchedSend(send), self._services.metrics.errors
+        name = f"{scope['method']} {self._dialect.name}"
+        with trace_request(name, scope["headers"]) if is_traced() else nullcontext():
+            await answer_errors(self._serve, scope, receive, watched, dialect=self._dialect, errors=errors)
             annotate(status=watched.status)
-
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        errors = self._services.metrics.errors
-        await answer_errors(self._serve, scope, receive, send, dialect=self._dialect, errors=errors)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         operation, services, in_path = self._operation, self._services, scope["path_params"]
@@ -144,37 +128,30 @@ class ModelEndpoint:
         if operation.streams and query.get("alt") != "sse":
             raise HttpError(400, "not_supported", "streams are server-sent events here; add ?alt=sse", field="alt")
         request = ModelRequest(services, operation, scope, receive, send)
-        elsewhere = None
         try:
-            try:
-                handle = await self._find(access)
-            except SessionElsewhere as error:
-                elsewhere = error
-            else:
-                with services.sessions.keep_loaded(handle):
-                    await request.run(handle)
+            with services.sessions.keep_loaded(await self._find(access)) as handle:
+                await request.run(handle)
         except BaseException as error:
+            # If nothing of the body has been read, the owner serves and logs it.
+            if isinstance(error, SessionElsewhere) and not request.is_running:
+                await services.peers.forward(error, scope, receive, send)
+                return
             if operation.does == "generate":
                 request.log_failure(access.session_id, error)
             raise
-        if elsewhere is not None:  # nothing of the body has been read; the owner serves and logs it
-            await services.peers.forward(elsewhere, scope, receive, send)
 
     async def _find(self, access: SessionAccess) -> SessionHandle:
-        """Returns the session of an access. A wrong key does not reveal whether the session exists."""
         create = self._services.new_session if access.may_create else None
-        try:
+        with access.hide_session():
             handle = await self._services.sessions.open(access.session_id, create)
-        except SessionNotFound:
-            if access.key_hash is not None:
-                raise invalid_key() from None
-            raise
         access.check(handle.session.record.key_hash)
         return handle
 
 
 class ModelRequest:
     """One request of a session, whose key has been checked. Read `run` first."""
+
+    is_running = False
 
     def __init__(self, services: Services, operation: Operation, scope: Scope, receive: Receive, send: Send) -> None:
         self._services, self._operation = services, operation
@@ -183,6 +160,7 @@ class ModelRequest:
         CLOCK.set(self._clock)
 
     async def run(self, handle: SessionHandle) -> None:
+        self.is_running = True
         services, session, dialect = self._services, handle.session, handle.dialects[self._operation.dialect.name]
         if self._operation.does == "list":
             base = services.config.model
@@ -254,7 +232,7 @@ class ModelRequest:
     async def _stream(
         self, session: Session, dialect: Dialect, head: RequestHead, request: TurnRequest
     ) -> Sequence[Reply]:
-        replies, encoder = list[Reply](), dialect.new_encoder(head, session.renderer.decode)
+        replies, encoder = list[Reply](), dialect.encoder(dialect, head, session.renderer.decode)
         stream = self._scope[STREAM] = EventStream(self._send, encoder)
         with stream.keep_alive(self._services.config.keep_alive_s):
             async with aclosing(session.stream_batches(request)) as batches:
@@ -289,16 +267,15 @@ class ModelRequest:
         )
 
     def log_failure(self, session_id: str, error: BaseException) -> None:
-        gone = isinstance(error, ClientGone | asyncio.CancelledError)
-        problem = None if gone else problem_from(error)
+        said: JsonObject = {"status": None, "code": "client_gone", "message": None, "field": None}
+        if not isinstance(error, ClientGone | asyncio.CancelledError):
+            problem = problem_from(error)
+            said = {"status": problem.status, "code": problem.code, "message": str(problem), "field": problem.field}
         log_line(
             "turn_failed",
             session=session_id,
             dialect=self._operation.dialect.name,
-            status=None if problem is None else problem.status,
-            code="client_gone" if problem is None else problem.code,
-            message=None if problem is None else str(problem),
-            field=None if problem is None else problem.field,
+            **said,
             total_ms=round((time.perf_counter() - self._clock.started) * 1000, 3),
             engine_ms=round(self._clock.engine_s * 1000, 3),
         )
@@ -311,12 +288,6 @@ def log_line(event: str, **fields: Any) -> None:
 
 def list_models(names: Sequence[str]) -> JsonObject:
     """Has the fields of both vendors: OpenAI's list and Anthropic's page."""
-    kind = {
-        "object": "model",
-        "type": "model",
-        "created": 0,
-        "owned_by": "tokentrue",
-        "created_at": "1970-01-01T00:00:00Z",
-    }
-    data = [{"id": name, **kind, "display_name": name} for name in names]
+    kind = {"object": "model", "type": "model", "created": 0, "owned_by": "tokentrue"}
+    data = [{"id": name, **kind, "created_at": "1970-01-01T00:00:00Z", "display_name": name} for name in names]
     return {"object": "list", "data": data, "has_more": False, "first_id": names[0], "last_id": names[-1]}

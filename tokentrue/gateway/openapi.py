@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -34,27 +34,24 @@ PAGE: JsonObject = {
 }
 
 
-Handler = Callable[..., Awaitable[Response | JsonObject]]
-
-
 @dataclass(frozen=True, slots=True)
 class AdminOperation:
-    handler: Handler
+    path: str
+    handler: Callable[..., Awaitable[Response | JsonObject]]
     summary: str
+    method: str = "GET"
     needs_admin: bool = True
     body: type[msgspec.Struct] | None = None
     query: type[msgspec.Struct] | None = None
-    status: str = "200"
+    status: int = 200
     media_type: str = "application/json"
 
 
-def document(admin: Mapping[str, Mapping[str, AdminOperation]]) -> JsonObject:
+def document(admin: Sequence[AdminOperation]) -> JsonObject:
     from tokentrue import __version__
 
-    bodies = [operation.body for operation in OPERATIONS]
-    bodies += [operation.body for methods in admin.values() for operation in methods.values()]
-    kinds = list(dict.fromkeys(body for body in bodies if body is not None))
-    _, schemas = msgspec.json.schema_components(kinds, ref_template=SCHEMAS + "{name}")
+    bodies = dict.fromkeys(each.body for each in (*OPERATIONS, *admin) if each.body is not None)
+    _, schemas = msgspec.json.schema_components(bodies, ref_template=SCHEMAS + "{name}")
     schemas["Error"] = {"type": "object", "required": ["error"], "properties": {"error": {"type": "object"}}}
     paths: dict[str, JsonObject] = {"/view": {"get": PAGE}}
     for operation in OPERATIONS:
@@ -65,21 +62,17 @@ def document(admin: Mapping[str, Mapping[str, AdminOperation]]) -> JsonObject:
             path = f"{root}/{operation.versions[0]}/{operation.path.replace(':path}', '}')}"
             shown = describe(path, f"{operation.summary}; {who}", operation.body, kinds, query)
             paths[path] = {operation.method.lower(): shown}
-    for path, methods in admin.items():
-        for method, each in methods.items():
-            fields: JsonObject = {}
-            if each.query is not None:
-                fields = msgspec.json.schema(each.query)["$defs"][each.query.__name__]["properties"]
-            query = [{"name": name, "in": "query", "schema": schema} for name, schema in fields.items()]
-            shown = describe(path, each.summary, each.body, [each.media_type], query, status=each.status)
-            paths.setdefault(path, {})[method.lower()] = shown
+    for each in admin:
+        fields: JsonObject = {}
+        if each.query is not None:
+            fields = msgspec.json.schema(each.query)["$defs"][each.query.__name__]["properties"]
+        query = [{"name": name, "in": "query", "schema": schema} for name, schema in fields.items()]
+        shown = describe(each.path, each.summary, each.body, [each.media_type], query, status=each.status)
+        paths.setdefault(each.path, {})[each.method.lower()] = shown
+    described = "Token-in, token-out model calls for agents."
     return {
         "openapi": "3.1.0",
-        "info": {
-            "title": "tokentrue gateway",
-            "version": __version__,
-            "description": "Token-in, token-out model calls for agents.",
-        },
+        "info": {"title": "tokentrue gateway", "version": __version__, "description": described},
         "paths": paths,
         "components": {"securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}}, "schemas": schemas},
         "security": [{"bearer": []}],
@@ -93,10 +86,10 @@ def describe(
     media_types: Iterable[str],
     query: Iterable[JsonObject],
     *,
-    status: str = "200",
+    status: int = 200,
 ) -> JsonObject:
     good: JsonObject = {"description": summary, "content": {kind: {"schema": {}} for kind in media_types}}
-    described: JsonObject = {"summary": summary, "responses": {status: good, **dict.fromkeys(ERRORS, ERROR)}}
+    described: JsonObject = {"summary": summary, "responses": {str(status): good, **dict.fromkeys(ERRORS, ERROR)}}
     in_path = [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string", "pattern": PATTERNS[name]}}
         for name in re.findall(r"{(\w+)}", path)

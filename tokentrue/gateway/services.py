@@ -1,5 +1,3 @@
-"""Dependencies shared by all request handlers."""
-
 from __future__ import annotations
 
 import asyncio
@@ -18,7 +16,6 @@ from tokentrue.gateway.sessions import SessionRegistry, fit_in_memory
 from tokentrue.protocols import EngineControl, Renderer
 from tokentrue.sessions.journal import Journal
 from tokentrue.turn import Session
-from tokentrue.types import UNVERSIONED
 
 RendererFor = Callable[[str], Renderer]
 
@@ -75,28 +72,22 @@ class Services:
     # What the administrator sets.
     def set_paused(self, paused: bool) -> None:
         self.admin_state.paused = paused
-        self._apply_pause(paused)
+        self.restore_admin_state(has_weights=False)
 
     def set_version(self, version: int) -> None:
         self.admin_state.version = version
-        self._apply_version(version)
+        self.restore_admin_state()
 
     def restore_admin_state(self, *, has_weights: bool = True) -> None:
-        """Applies the stored state and writes nothing: an administrator may change it meanwhile. `has_weights`: the
-        engine kept its weights, so their version is valid.
-        """
-        self._apply_pause(self.admin_state.paused)
-        if has_weights and self.admin_state.version != UNVERSIONED:
-            self._apply_version(self.admin_state.version)
-
-    def _apply_pause(self, paused: int) -> None:
+        """Applies what is stored and writes nothing: an administrator may change it meanwhile. `has_weights`: the
+        engine has the weights of that version."""
+        paused = self.admin_state.paused
         for gate in (self.admission, self.provider.inner):
             if paused:
                 gate.pause()
             else:
                 gate.resume()
         self.metrics.paused.set(paused)
-
-    def _apply_version(self, version: int) -> None:
-        self.provider.version = version
-        self.metrics.version.set(version)
+        if has_weights:
+            self.provider.version = self.admin_state.version
+            self.metrics.version.set(self.admin_state.version)

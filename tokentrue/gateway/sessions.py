@@ -15,6 +15,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapp
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import count
 from typing import cast
 
 import orjson
@@ -33,18 +34,12 @@ from tokentrue.errors import (
 )
 from tokentrue.gateway.asgi import HttpError, Scope, read_header
 from tokentrue.gateway.config import GatewayLimits
-from tokentrue.gateway.dialects import (
-    Anthropic,
-    DecodedBody,
-    Dialect,
-    Google,
-    OpenAIChat,
-    OpenAIChatTokens,
-    OpenAIResponses,
-    ReasoningSigner,
-    RequestHead,
-)
-from tokentrue.gateway.dialects.base import function_tool
+from tokentrue.gateway.dialects.anthropic import Anthropic
+from tokentrue.gateway.dialects.base import DecodedBody, Dialect, RequestHead, function_tool
+from tokentrue.gateway.dialects.google import Google
+from tokentrue.gateway.dialects.openai_chat import OpenAIChat, OpenAIChatTokens
+from tokentrue.gateway.dialects.openai_responses import OpenAIResponses
+from tokentrue.gateway.dialects.signing import ReasoningSigner
 from tokentrue.json_types import JsonMapping
 from tokentrue.protocols import Renderer
 from tokentrue.sessions.images import add_parsed
@@ -61,13 +56,13 @@ NODE_BYTES = 4096
 
 
 def fit_in_memory(session_limits: SessionLimits, limits: GatewayLimits) -> SessionLimits:
-    """Limits a session to half of `live_sessions_bytes`: one in use cannot be evicted and could evict all others."""
+    """Half of `live_sessions_bytes` for one session: one in use cannot be evicted and could evict all others."""
     most = limits.live_sessions_bytes // 2 // TOKEN_BYTES
     return replace(session_limits, max_tokens=min(most, session_limits.max_tokens or most))
 
 
 class SessionHandle:
-    """One session in memory with its HTTP state: dialects, which sign with its secret, and keys of retries."""
+    """A session in memory with its HTTP state: dialects, which sign with its secret, and keys of retries."""
 
     def __init__(self, session: Session, limits: GatewayLimits, budget: ByteBudget, secret: StoreSecret) -> None:
         self.session = session
@@ -78,10 +73,8 @@ class SessionHandle:
         self.last_used = time.monotonic()
         signer = build_signer(session.record, secret)
         responses = OpenAIResponses(signer, session.tree.find_arguments, session.tree.nodes.__contains__)
-        every: tuple[Dialect, ...] = tuple(
-            dialect(signer) for dialect in (OpenAIChat, OpenAIChatTokens, Anthropic, Google)
-        )
-        self.dialects: Mapping[str, Dialect] = {dialect.name: dialect for dialect in (responses, *every)}
+        others = (kind(signer) for kind in (OpenAIChat, OpenAIChatTokens, Anthropic, Google))
+        self.dialects: Mapping[str, Dialect] = {dialect.name: dialect for dialect in (responses, *others)}
         session.conversations.budget = budget  # caches nothing before it is in use
         self._limits = limits
         self._request_numbers: OrderedDict[str, int] = OrderedDict()  # by a body's digest, of its last request
@@ -126,8 +119,7 @@ class SessionHandle:
     # Names of retried requests.
     def find_request_key(self, scope: Scope, dialect: Dialect, body: bytes) -> str | None:
         """A key that a request shares only with its retries: the client's `Idempotency-Key`; for SDKs that send
-        `x-stainless-retry-count`, the body's digest and a counter of requests that are not retries; else None.
-        """
+        `x-stainless-retry-count`, the body's digest and a counter of requests that are not retries; else None."""
         given = read_header(scope["headers"], b"idempotency-key")
         retries = read_header(scope["headers"], b"x-stainless-retry-count")
         if given:
@@ -136,29 +128,25 @@ class SessionHandle:
             return None
         # With the dialect: some bodies are valid in several dialects, with different replies.
         digest = hashlib.blake2b(body, digest_size=16, person=dialect.name.encode()).hexdigest()
-        numbers = self._request_numbers
+        numbers, answered = self._request_numbers, self.session.tree.nodes_by_key
         if retries == "0" or digest not in numbers:
-            recorded = 0
-            while self.session.tree.nodes_by_key.get(f"{digest}#{recorded}"):
-                recorded += 1
+            recorded = next(number for number in count() if not answered.get(f"{digest}#{number}"))
             numbers[digest] = recorded if retries == "0" else max(0, recorded - 1)  # a retry after a restart
             numbers.move_to_end(digest)
-            while len(numbers) > REMEMBERED_BODIES:
+            if len(numbers) > REMEMBERED_BODIES:
                 numbers.popitem(last=False)
         return f"{digest}#{numbers[digest]}"
 
     def warn_of_retries(self, node_id: str) -> None:
-        """Logs once per session that a prompt was sent again after its answer: only one answer is trained."""
+        """Once per session."""
         tree = self.session.tree
         node = tree.nodes.get(node_id)
         if self._has_warned or node is None:
             return
         if any(one.seq < node.started and not tree.followers.get(one.id) for one in tree.answers_like(node)):
             self._has_warned = True
-            message = (
-                "one prompt was sent twice, its first answer is not trained; ask with n, or open a session for each"
-            )
-            LOG.warning(orjson.dumps({"event": "retried", "session": self.session.id, "message": message}).decode())
+            said = "one prompt was sent twice, its first answer is not trained; ask with n, or open a session for each"
+            LOG.warning(orjson.dumps({"event": "retried", "session": self.session.id, "message": said}).decode())
 
     # State.
     @contextmanager
@@ -190,9 +178,7 @@ class SessionHandle:
 
 
 def build_signer(record: SessionRecord, secret: StoreSecret) -> ReasoningSigner:
-    """Accepts the signatures of sessions older than the store's secret, made with a hash that their client can
-    compute.
-    """
+    """Accepts signatures of sessions older than the store's secret, made with a hash that their client can compute."""
     of_session = hmac.digest(secret.value, record.id.encode(), hashlib.sha256)
     guessable = (record.first_key_hash or record.key_hash or record.id).encode()
     return ReasoningSigner(of_session, *([guessable] if record.created < secret.created else []))
@@ -223,7 +209,7 @@ class CoverageTotals:
 
 
 class SessionRegistry:
-    """The sessions in memory, least recently used first."""
+    """Least recently used first."""
 
     def __init__(
         self, open_session: Callable[[str], Awaitable[Session]], limits: GatewayLimits, journal: Journal
@@ -250,7 +236,7 @@ class SessionRegistry:
 
     @contextmanager
     def keep_loaded(self, handle: SessionHandle) -> Generator[SessionHandle, None, None]:
-        """Keeps a session in memory while the block runs. Call it right after `open`, without an await in between."""
+        """Call it right after `open`, without an await in between."""
         handle.users += 1
         try:
             yield handle
@@ -271,12 +257,10 @@ class SessionRegistry:
         """`create` makes the session if the journal has none."""
         while True:
             handle = self._live.get(session_id)
-            if handle is not None and handle.lease_number != self._journal.lease_number:
-                self.forget(session_id)  # another gateway may have owned the session meanwhile
-                handle = None
-            if handle is not None:
+            if handle is not None and handle.lease_number == self._journal.lease_number:
                 self._live.move_to_end(session_id)
                 return handle
+            self.forget(session_id)  # another gateway may have owned the session meanwhile
             opening = self._opening.get(session_id)
             if opening is None:
                 opening = self._opening[session_id] = asyncio.create_task(self._load(session_id, create))
@@ -330,7 +314,7 @@ class SessionRegistry:
             self.forget(handle.session.id)
 
     async def totals(self) -> CoverageTotals:
-        """Coverage of all sessions since start, in memory or evicted."""
+        """Coverage of all sessions since start."""
         for handle in list(self._live.values()):
             await asyncio.sleep(0)  # let other requests run
             handle.coverage()

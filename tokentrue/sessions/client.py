@@ -1,8 +1,5 @@
-"""An in-process OpenAI client: `client.chat.completions.create(...)`, backed by a session instead of HTTP.
-
-`await client(messages, tools=None)` and `await client.chat(messages, tools=None)` are the short form and return a
-`Reply`.
-"""
+"""An in-process OpenAI client, backed by a session instead of HTTP. `await client(messages, tools=None)` is the short
+form and returns a `Reply`."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ class Turns(Protocol):
 
 
 class Fields(SimpleNamespace):
-    """Fields as attributes, as items, or as plain data (`model_dump()`)."""
+    """Fields as attributes, as items, or as plain data."""
 
     def __getitem__(self, name: str) -> Any:
         return self.__dict__[name]

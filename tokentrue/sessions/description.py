@@ -10,10 +10,10 @@ from tokentrue.sessions.tree import Node, Tree
 
 def describe_session(record: SessionRecord, tree: Tree, coverage: JsonMapping) -> JsonObject:
     side = find_side_requests(tree)
-    nodes = [
-        {**describe_node(node), **({"side_request": side[node.id]} if node.id in side else {})}
-        for node in tree.in_order()
-    ]
+    nodes = [describe_node(node) for node in tree.in_order()]
+    for node in nodes:
+        if node["id"] in side:
+            node["side_request"] = side[node["id"]]
     return {**summarise_session(record, tree, coverage), "nodes": nodes}
 
 

@@ -10,19 +10,19 @@ import asyncio
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import ParamSpec, TypeVar
 
 from tokentrue.errors import InputError, LimitExceeded
-from tokentrue.json_types import JsonMapping, JsonObject
+from tokentrue.json_types import JsonMapping, JsonValue
 from tokentrue.records import record
 from tokentrue.types import MAX_CHOICES
 
 
 @record
 class SessionLimits:
-    """None means no limit. `max_tokens` counts recorded tokens (given and sampled), `max_in_flight` turns being
-    generated, `max_new_chars` a request's characters that are not recorded yet. `conversation_bytes` bounds the
-    cache of recent requests' conversations; 0 disables it."""
+    """None means no limit. `max_tokens` counts recorded tokens, `max_in_flight` turns being generated, `max_new_chars`
+    a request's characters that are not recorded yet. `conversation_bytes` bounds the cache of recent requests'
+    conversations; 0 disables it."""
 
     max_nodes: int | None = 10_000
     max_tokens: int | None = 20_000_000
@@ -38,11 +38,10 @@ class SessionLimits:
         for name, count in (("max_nodes", nodes + n - 1), ("max_in_flight", in_flight), ("max_tokens", tokens)):
             limit: int | None = getattr(self, name)
             if limit is not None and count >= limit:
-                retry_after_s = 1.0 if name == "max_in_flight" else None
-                cure = (
-                    "end the session or raise the limit" if retry_after_s is None else "try again, or raise the limit"
+                cure, after_s = ("try again", 1.0) if name == "max_in_flight" else ("end the session", None)
+                raise LimitExceeded(
+                    f"session limit {name}={limit} reached; {cure}, or raise the limit", retry_after_s=after_s
                 )
-                raise LimitExceeded(f"session limit {name}={limit} reached; {cure}", retry_after_s=retry_after_s)
 
     def check_text(self, chars: int) -> None:
         if self.max_new_chars is not None and chars > self.max_new_chars:
@@ -62,18 +61,16 @@ class SessionLimits:
 P = ParamSpec("P")
 T = TypeVar("T")
 INLINE_CHARS = 16_000
-INLINE_IDS = 4_000
 HUGE_CHARS = 500_000
+CHARS_PER_ID = 4
 HUGE = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokentrue-huge")
 
 
-async def run_inline_or_thread(work: Callable[P, T], small: bool, /, *args: P.args, **kwargs: P.kwargs) -> T:
-    return work(*args, **kwargs) if small else await asyncio.to_thread(work, *args, **kwargs)
-
-
 async def run_by_size(work: Callable[P, T], chars: int, /, *args: P.args, **kwargs: P.kwargs) -> T:
+    if chars < INLINE_CHARS:
+        return work(*args, **kwargs)
     if chars < HUGE_CHARS:
-        return await run_inline_or_thread(work, chars < INLINE_CHARS, *args, **kwargs)
+        return await asyncio.to_thread(work, *args, **kwargs)
     return await asyncio.get_running_loop().run_in_executor(HUGE, partial(work, *args, **kwargs))
 
 
@@ -81,11 +78,9 @@ def count_chars(messages: Iterable[JsonMapping]) -> int:
     return sum(_count_in(value) for message in messages for value in message.values())
 
 
-def _count_in(value: Any) -> int:
+def _count_in(value: JsonValue) -> int:
     if isinstance(value, str):
         return len(value)
     if isinstance(value, dict):
-        return sum(map(_count_in, cast("JsonObject", value).values()))
-    if isinstance(value, (list, tuple)):
-        return sum(map(_count_in, cast("list[Any]", value)))
-    return 8
+        return sum(map(_count_in, value.values()))
+    return sum(map(_count_in, value)) if isinstance(value, (list, tuple)) else 8

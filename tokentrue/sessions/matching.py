@@ -57,8 +57,7 @@ class Resolution:
     `parent` is None, nothing recorded can be continued token by token, and `given` is the whole conversation.
 
     `edge_reason` is None if nothing had continued `parent` before. `origin` is the node whose conversation is continued
-    with other tokens: of a root, or the last turn of `given` that was sampled elsewhere.
-    """
+    with other tokens: of a root, or the last turn of `given` that was sampled elsewhere."""
 
     parent: Node | None
     given: tuple[Given, ...]
@@ -108,30 +107,27 @@ class Matcher:
         search = _Search(self, conversation, named)
         found = await search.find_deepest()
         if found is None:
-            return self._build_root(tuple(conversation), conversation.tools, lambda: self._classify_root(conversation))
+            given = tuple(conversation)
+            key = turn_key(None, given, conversation.tools)
+            return self._build(None, given, key, lambda: self._classify_root(conversation))
         tail = search.build_tail(found)
         node, elsewhere = found.node, found.elsewhere
         if not found.same_tools:
             detail = f"node {node.id} was sampled under other tools"
             return self.root_after(node, tail, conversation.tools, edge_reason="tools_changed", detail=detail)
-        key = turn_key(node, tail, conversation.tools)
-        edge_reason, detail = self._find_repeat(key) or self._classify_edge(node.id, tail)
         parts = [found] if elsewhere is None else [found, elsewhere]
         changes = frozenset[str]().union(*(part.fit.changes for part in parts))
-        return Resolution(
-            parent=node,
-            given=tail,
-            turn_key=key,
-            started=self.tree.committed_seq,
+        return self._build(
+            node,
+            tail,
+            turn_key(node, tail, conversation.tools),
+            lambda: self._classify_edge(node.id, tail),
             projection=format_changes(tuple(sorted(changes)), ambiguous=any(part.ambiguous for part in parts)),
-            edge_reason=edge_reason,
-            detail=detail,
             origin=None if elsewhere is None else elsewhere.node,
         )
 
     def resolve_ids(self, conversation: Conversation, ids: TokenIds) -> Resolution:
-        """Continues the longest recorded conversation that `ids` begin with, whatever the messages say; they are
-        recorded as given."""
+        """Continues the longest recorded conversation that `ids` begin with, whatever the messages say."""
         node = self.tree.find_prefix(ids)
         added = ids[0 if node is None else node.length :]
         try:
@@ -147,59 +143,49 @@ class Matcher:
             )
         given = tuple(conversation[depth:])
         key = turn_key(node, given, conversation.tools, added)
-        edge_reason, detail = self._find_repeat(key) or (None, "")
-        if edge_reason is None and node is not None:
-            edge_reason, detail = self._classify_edge(node.id, given)
-        elif edge_reason is None:
-            edge_reason = "new_conversation" if len(self.tree) or self.pending else "first"
-        return Resolution(
-            parent=node,
-            given=given,
-            turn_key=key,
-            started=self.tree.committed_seq,
+        first = "new_conversation" if len(self.tree) or self.pending else "first"
+        return self._build(
+            node,
+            given,
+            key,
+            lambda: (first, "") if node is None else self._classify_edge(node.id, given),
             projection=TOKEN_IDS,
-            edge_reason=edge_reason,
-            detail=detail,
         )
 
     def root_after(
-        self,
-        node: Node,
-        tail: Sequence[Given],
-        tools: Tools | None,
-        *,
-        edge_reason: str,
-        detail: str,
+        self, node: Node, tail: Sequence[Given], tools: Tools | None, *, edge_reason: str, detail: str
     ) -> Resolution:
         """Renders the conversation of `node` and `tail` again; served messages become references."""
         given = (*self.tree.conversation(node), *tail)
-        return self._build_root(given, tools, lambda: (edge_reason, detail), origin=node)
+        return self._build(None, given, turn_key(None, given, tools), lambda: (edge_reason, detail), origin=node)
 
-    def _build_root(
+    def _build(
         self,
+        parent: Node | None,
         given: tuple[Given, ...],
-        tools: Tools | None,
-        classify: Callable[[], tuple[str, str]],
+        key: TurnKey,
+        classify: Callable[[], tuple[str | None, str]],
+        *,
+        projection: str = "root",
         origin: Node | None = None,
     ) -> Resolution:
-        key = turn_key(None, given, tools)
-        edge_reason, detail = self._find_repeat(key) or classify()
+        """`classify` returns the edge's reason, unless the turn was asked before."""
+        if key in self.pending:
+            edge_reason, detail = "parallel", "another request for this turn was in flight"
+        elif answers := self.tree.answers.get(key):
+            edge_reason, detail = "retry", f"turn asked again after node {answers[-1].id}"
+        else:
+            edge_reason, detail = classify()
         return Resolution(
-            parent=None,
+            parent=parent,
             given=given,
             turn_key=key,
             started=self.tree.committed_seq,
+            projection=projection,
             edge_reason=edge_reason,
             detail=detail,
             origin=origin,
         )
-
-    def _find_repeat(self, key: TurnKey) -> tuple[str, str] | None:
-        if key in self.pending:
-            return "parallel", "another request for this turn was in flight"
-        if answers := self.tree.answers.get(key):
-            return "retry", f"turn asked again after node {answers[-1].id}"
-        return None
 
     def _classify_edge(self, node: str, tail: Sequence[Given]) -> tuple[str | None, str]:
         copies = sum(isinstance(item, ServedRef) for item in tail)
@@ -227,10 +213,8 @@ class Matcher:
             return "edited", f"messages[{shared}] ({role}) is not what led to node {before.id}"
         if shared == len(conversation.keys) and digest(before.tools) != conversation.tools_digest:
             return "tools_changed", f"the same messages led to node {before.id} under other tools"
-        return (
-            "history_replaced",
-            f"shares only its first {shared} message(s) with this session: a summary, or another task",
-        )
+        detail = f"shares only its first {shared} message(s) with this session: a summary, or another task"
+        return "history_replaced", detail
 
 
 class _Search:
@@ -286,19 +270,15 @@ class _Search:
             nodes = self._index.turns.get(key, ())
             fits = [(node, fit) for node in nodes if (fit := self._fit_turns(node, num_system, found.node)) is not None]
             if fits:
+                joined = ServedRef(found.node.id)
                 ranks = [
-                    (
-                        node.outcome != "served",
-                        ServedRef(found.node.id) not in self._tree.conversation(node),
-                        fit.num_changes,
-                        node.id != self._named,
-                        -node.seq,
-                    )
+                    (node.outcome != "served", joined not in self._tree.conversation(node), fit.num_changes)
                     for node, fit in fits
                 ]
                 best = min(ranks)
-                node, fit = fits[ranks.index(best)]
-                ambiguous = node.id != self._named and sum(rank[:3] == best[:3] for rank in ranks) > 1
+                equal = [found for found, rank in zip(fits, ranks, strict=True) if rank == best]
+                node, fit = min(equal, key=lambda pair: (pair[0].id != self._named, -pair[0].seq))
+                ambiguous = node.id != self._named and len(equal) > 1
                 return replace(found, elsewhere=Match(node=node, fit=fit, ambiguous=ambiguous, same_tools=False))
         return found
 
@@ -351,12 +331,11 @@ class _Search:
                     fit = known.get((parent.id, name_first(self._index.places[parent.id].depth)))
                     fits[parent.id] = fit or self._fit_items(PathFit(), self._tree.conversation(parent))
                 before = fits[parent.id]
-            fit = None if before is None else self._fit_items(before, (*node.given, ServedRef(node.id)))
+            fit = fits[node.id] = before and self._fit_items(before, (*node.given, ServedRef(node.id)))
             if fit is not None:
                 known[node.id, name_first(fit.depth)] = fit
-                while len(known) > _MAX_KNOWN_FITS:
+                if len(known) > _MAX_KNOWN_FITS:
                     known.popitem(last=False)
-            fits[node.id] = fit
         return fits[node.id]
 
     def _fit_items(self, before: PathFit, items: Sequence[Given]) -> PathFit | None:
@@ -421,8 +400,7 @@ class _Search:
         return await run_by_size(compare, count_chars(recorded) + count_chars(now))
 
     def build_tail(self, match: Match) -> tuple[Given, ...]:
-        """The new messages after `match.node`: recorded messages and references up to `match.elsewhere`, then the
-        request's own."""
+        """Recorded messages and references up to `match.elsewhere`, then the request's own."""
         # Tool results get the call ids that were served: templates may print them, and sampled tokens may contain them.
         depth = self._index.places[match.node.id].depth
         recorded: list[Given] = []

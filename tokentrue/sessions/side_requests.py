@@ -1,12 +1,10 @@
 """Finds side requests: what a harness asks beside the task (a title, a guess of the next message), which must not be
 trained with the task's reward. Judged from the record alone, and only if something else remains to train.
 
-`RULES` name what known harnesses ask, by the opening of their own prompts. `other_model` holds for any harness: one turn
-without tools, asked under a model name that no turn with tools was asked under. It does not apply if anything suggests
-that the task needs the answer: the answer was given to another conversation (a planner, a sub-agent), it began after
-every turn with tools was over (a last word), it repeats what a conversation with tools was asked (a fallback), or a
-loaded adapter sampled it (a policy).
-"""
+`RULES` name what known harnesses ask. `other_model` holds for any harness: one turn without tools, asked under a model
+name that no turn with tools was asked under. It does not apply if anything suggests that the task needs the answer: the
+answer was given to another conversation (a planner, a sub-agent), it began after every turn with tools was over (a last
+word), it repeats what a conversation with tools was asked (a fallback), or a loaded adapter sampled it (a policy)."""
 
 from __future__ import annotations
 
@@ -16,13 +14,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tokentrue.conversation.match_keys import count_system, read_role, text_of
-from tokentrue.errors import ConfigError
 from tokentrue.plain_json import digest
 from tokentrue.sessions.tree import Node, ServedRef, Tree
 from tokentrue.types import Message
 
 SIDE_REQUEST = "side_request"  # the reason in coverage
-CHOICES = ("leave_out", "train")
 OTHER_MODEL = "other_model"
 SHORTEST_PIECE = 16  # letters and digits: shorter pieces of an answer occur elsewhere by chance
 _NOT_LETTERS = re.compile(r"\\[nrt]|[\W_]+")  # what quoting, escaping and wrapping change
@@ -46,12 +42,6 @@ RULES = (
     SideRule("next_message", "last", "[SUGGESTION MODE: Suggest what the user might naturally type next"),
     SideRule("next_speaker", "last", "Analyze *only* the content and structure of your immediately preceding response"),
 )
-
-
-def check_choice(choice: str) -> str:
-    if choice not in CHOICES:
-        raise ConfigError(f"side_requests: {choice!r} is not one of {', '.join(CHOICES)}")
-    return choice
 
 
 def find_side_requests(tree: Tree) -> dict[str, str]:

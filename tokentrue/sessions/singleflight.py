@@ -9,15 +9,17 @@ and its callers get `SessionConflict`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from typing import TypeAlias, TypeVar
 
 from tokentrue.errors import SessionConflict
+from tokentrue.images import ImageFile
 from tokentrue.sessions.stages.pinning import PinnedRequest
 from tokentrue.sessions.tree import Outcome
 from tokentrue.types import Reply, Sampling, TurnEvent, TurnRequest
 
 T = TypeVar("T")
+Work: TypeAlias = Coroutine[None, None, T]
 
 
 class InFlightTurn:
@@ -32,11 +34,12 @@ class InFlightTurn:
         self.request_keys: list[str] = []  # of all callers, the first caller's first
         self.outcome_if_cancelled: Outcome = "disconnected"
         self.is_complete = False  # sampled and parsed, not yet written
+        self.new_images: Sequence[ImageFile] = ()  # that the record lacks
         self._callers, self._is_cancelled, self._is_read = 0, False, streamed
         self._events: list[TurnEvent] = []  # not read yet
         self._reader: asyncio.Future[None] | None = None  # set to wake the streaming caller
 
-    def start(self, work: Coroutine[Any, Any, tuple[Reply, ...]], group: SingleFlight) -> None:
+    def start(self, work: Work[tuple[Reply, ...]], group: SingleFlight) -> None:
         self._group, self._task = group, asyncio.create_task(work)
         self._task.add_done_callback(self._finish)
 
@@ -47,7 +50,7 @@ class InFlightTurn:
             task.exception()  # retrieved here, because there may be no caller left to raise it to
 
     def emit(self, event: TurnEvent) -> None:
-        """Drops the event if the streaming caller has left and others still wait."""
+        """Drops the event if the streaming caller has left."""
         if self._is_read:
             self._events.append(event)
             self._wake_reader()
@@ -97,7 +100,7 @@ class InFlightTurn:
             await self.cancel("disconnected")
 
     async def cancel(self, outcome: Outcome) -> None:
-        """Returns when the sampled tokens are recorded under `outcome`, or as served if the turn is complete."""
+        """Returns when the sampled tokens are recorded."""
         if self._task.done():
             return
         # A second cancellation would interrupt the commit of what was sampled.
@@ -109,8 +112,6 @@ class InFlightTurn:
 
 
 class SingleFlight:
-    """By the exact request."""
-
     def __init__(self) -> None:
         self._turns: dict[bytes, InFlightTurn] = {}  # those that can be joined
         self._running: set[InFlightTurn] = set()  # and those that are being cancelled
@@ -124,7 +125,7 @@ class SingleFlight:
     def find_key(self, request_key: str) -> InFlightTurn | None:
         return next((turn for turn in self._turns.values() if request_key in turn.request_keys), None)
 
-    def start(self, turn: InFlightTurn, work: Coroutine[Any, Any, tuple[Reply, ...]]) -> None:
+    def start(self, turn: InFlightTurn, work: Work[tuple[Reply, ...]]) -> None:
         self._turns[turn.identity] = turn
         self._running.add(turn)
         turn.start(work, self)
@@ -141,7 +142,7 @@ class SingleFlight:
         await asyncio.gather(*(turn.cancel(outcome) for turn in list(self._running)))
 
 
-async def run_to_completion(work: Coroutine[Any, Any, T]) -> T:
+async def run_to_completion(work: Work[T]) -> T:
     """Even if the caller is cancelled; the cancellation is raised afterwards."""
     task = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None

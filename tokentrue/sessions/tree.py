@@ -1,9 +1,8 @@
 """The record of one session: a forest of immutable nodes, each of which stores only what it adds.
 
-A node is one sampled turn with the messages given before it. Invariants, checked when a node is added:
-`prompt_ids(node) == prompt_ids(parent) + sampled_ids(parent) + given_ids(node)`, bit for bit, one log-probability
-per sampled id, and `prompt_digest` is the SHA-256 of those prompt ids. Nodes are never changed or removed.
-"""
+Invariants, checked when a node is added: `prompt_ids(node) == prompt_ids(parent) + sampled_ids(parent) +
+given_ids(node)`, bit for bit, one log-probability per sampled id, and `prompt_digest` is the SHA-256 of those prompt
+ids. Nodes are never changed or removed."""
 
 from __future__ import annotations
 
@@ -136,8 +135,7 @@ TOKEN_IDS = "token_ids"  # the projection of a turn whose caller sent the ids of
 def turn_key(
     parent: Node | None, given: tuple[Given, ...], tools: Tools | None, given_ids: TokenIds | None = None
 ) -> TurnKey:
-    """Exact: the parent and every message given after it (for a root, also the tools), or the ids that a caller
-    sent."""
+    """Exact: the parent and every message given after it (of a root, also the tools), or the ids that a caller sent."""
     if given_ids is not None:
         return None if parent is None else parent.id, digest(given_ids.tobytes())
     items = [{"served": item.node} if isinstance(item, ServedRef) else item for item in given]
@@ -145,7 +143,7 @@ def turn_key(
 
 
 class Tree:
-    """Nodes by id, with their children. Append-only, through `add`."""
+    """Append-only, through `add`."""
 
     def __init__(self, *, template: str, tokenizer: str) -> None:
         self.template, self.tokenizer = template, tokenizer
@@ -167,8 +165,7 @@ class Tree:
         return len(self.nodes)
 
     def reserve(self, nodes: Sequence[Node]) -> None:
-        """Checks nodes that are about to be written, all or none, and reserves their places until `add` or
-        `release`."""
+        """Checks nodes that are about to be written, all or none, and reserves their places."""
         self._reserved |= {node.seq: (node, self.check(node)) for node in nodes}
         self.next_seq += len(nodes)
 
@@ -198,7 +195,7 @@ class Tree:
         return found[::-1]
 
     def predecessors(self, node: Node) -> list[str]:
-        """The nodes that `node` continues: its parent and its origin."""
+        """Its parent and its origin."""
         return [name for name in (node.parent, node.origin) if name is not None]
 
     def conversation(self, node: Node) -> list[Given]:
@@ -216,7 +213,6 @@ class Tree:
         return tuple(run for step in self.path(node) for run in step.shifted_images)
 
     def expand(self, given: Iterable[Given]) -> list[Message]:
-        """Replaces references by their messages."""
         return [self.nodes[item.node].served if isinstance(item, ServedRef) else item for item in given]
 
     def given_messages(self, node: Node) -> list[Message]:
@@ -278,11 +274,8 @@ class Tree:
             images=node.images,
         )
 
-    def prompt_digest(self, parent: Node | None, given_ids: TokenIds) -> bytes:
+    def hash_prompt(self, parent: Node | None, given_ids: TokenIds) -> HashState:
         """Hashes only the new ids."""
-        return self._hash_prompt(parent, given_ids).digest()
-
-    def _hash_prompt(self, parent: Node | None, given_ids: TokenIds) -> HashState:
         state = sha256() if parent is None else self._hashes[parent.id].copy()
         state.update(given_ids.tobytes())
         return state
@@ -303,7 +296,7 @@ class Tree:
                 f"node {node.id}: {len(node.sampled_ids)} sampled ids, {len(node.logprobs)} log-probabilities"
             )
         check_images(node)
-        state = self._hash_prompt(parent, node.given_ids)
+        state = self.hash_prompt(parent, node.given_ids)
         if node.prompt_digest != state.digest():
             raise TokenContractError(f"node {node.id}: the engine was given other ids than the record holds")
         if node.chain != self.link(node):
@@ -311,7 +304,7 @@ class Tree:
         return state
 
     def add(self, node: Node) -> None:
-        """Adds a node after checking it, unless it was reserved."""
+        """A reserved node was checked already, and the tree never changes what it was checked against."""
         # A reserved node was checked already, and the tree never changes what it was checked against.
         reserved, state = self._reserved.pop(node.seq, (None, None))
         if state is None or reserved is not node:
@@ -334,11 +327,11 @@ class Tree:
                     self.nodes_by_key[request_key].append(node)
 
     def add_key(self, request_key: str, node_ids: Sequence[str]) -> None:
-        """Makes a retry of a request that joined late return these nodes. The session's record stores the key."""
+        """The session's record stores the key."""
         self.nodes_by_key[request_key] = [self.get(node_id) for node_id in node_ids]
 
     def snapshot(self) -> Tree:
-        """A copy of the current state, for another thread to read while this tree grows."""
+        """For another thread to read while this tree grows."""
         copied = copy(self)
         copied.nodes = dict(self.nodes)
         for name in ("children", "followers", "answers", "nodes_by_key"):
@@ -365,7 +358,7 @@ _START = b"tokentrue certificate 1"
 
 
 def start_link(*, template: str, tokenizer: str) -> bytes:
-    """The link before every root: binds the chain to the template and tokenizer that rendered it."""
+    """Binds the chain to the template and tokenizer that rendered it."""
     state = sha256(_START)
     for name in (template, tokenizer):
         data = name.encode()

@@ -1,14 +1,11 @@
-"""Anthropic Messages: requests, `count_tokens`, replies and events.
-
-Reasoning is sent as thinking blocks with a signature; a block that comes back changed is refused, as by Anthropic's
-server. Claude Code's billing block changes with every request and is no part of the prompt: it is removed from the
-system prompt.
-"""
+"""Anthropic Messages. Reasoning is sent as thinking blocks with a signature; a block that comes back changed is
+refused, as by Anthropic's server. Claude Code's billing block changes with every request and is no part of the prompt:
+it is removed from the system prompt."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, cast
+from typing import Annotated, cast
 
 import msgspec
 
@@ -17,6 +14,7 @@ from tokentrue.gateway.dialects.base import (
     DecodedBody,
     Dialect,
     Encoder,
+    Hint,
     HttpError,
     ReadImage,
     RequestHead,
@@ -36,7 +34,6 @@ from tokentrue.gateway.dialects.base import (
     is_raw_arguments,
     join_parts,
     join_text,
-    message_deltas,
     named_function,
     require_items,
     sampling_from,
@@ -44,9 +41,10 @@ from tokentrue.gateway.dialects.base import (
     system_message,
     user_and_tool_messages,
 )
-from tokentrue.json_types import JsonObject
+from tokentrue.json_types import JsonObject, JsonValue
 from tokentrue.plain_json import convert
 from tokentrue.sessions.constraints import constraints_from
+from tokentrue.sessions.stages.generation import deltas_from_message
 from tokentrue.types import Delta, Message, Reply
 
 ERROR_TYPES = {
@@ -94,9 +92,7 @@ def tool_use(call: Delta, arguments: JsonObject) -> JsonObject:
 
 
 class AnthropicEncoder(Encoder):
-    """message_start, the content blocks, message_delta, message_stop. Arguments are sent when complete: only then is it
-    known whether they are a JSON object that a client can parse.
-    """
+    """Arguments are sent when complete: only then is it known whether they are an object that a client can parse."""
 
     ping = b'event: ping\ndata: {"type":"ping"}\n\n'
     _open: tuple[str, int | None] | None = None  # kind and call of the open block
@@ -108,7 +104,7 @@ class AnthropicEncoder(Encoder):
         message: JsonObject = {**message_base(self.head, self.node), "content": [], **end}
         return self._event("message_start", message=message) + self.ping
 
-    def _event(self, kind: str, **body: Any) -> bytes:
+    def _event(self, kind: str, **body: JsonValue) -> bytes:
         return sse({"type": kind, **body}, kind)
 
     def add(self, index: int, delta: Delta) -> bytes:
@@ -158,18 +154,34 @@ class AnthropicEncoder(Encoder):
 
 
 # Requests.
+class SchemaFormat(msgspec.Struct):
+    schema: JsonObject
+
+
+class OutputConfig(msgspec.Struct):
+    format: SchemaFormat | None = None
+
+
+class ContextEdit(msgspec.Struct):
+    type: str
+    keep: JsonValue = None
+
+
+class ContextManagement(msgspec.Struct):
+    edits: list[ContextEdit] | None = None
+
+
 class CountBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    # Fields typed Any are hints: accepted, without effect on tokens.
     messages: list[Annotated[msgspec.Raw, describe_item(*ROLES)]]
     model: str = ""
-    system: str | list[Any] | None = None
+    system: str | list[JsonValue] | None = None
     tools: list[JsonObject] | None = None
     tool_choice: JsonObject | None = None
-    thinking: Any = None
-    output_config: Any = None
-    context_management: Any = None
-    cache_control: Any = None
-    speed: Any = None
+    output_config: OutputConfig | None = None
+    context_management: ContextManagement | None = None
+    thinking: Hint = None
+    cache_control: Hint = None
+    speed: Hint = None
 
 
 class MessagesBody(CountBody, kw_only=True):
@@ -180,13 +192,11 @@ class MessagesBody(CountBody, kw_only=True):
     top_p: float | None = None
     top_k: int | None = None
     stop_sequences: list[str] | None = None
-    output_config: JsonObject | None = None
-    context_management: JsonObject | None = None
-    metadata: Any = None
-    service_tier: Any = None
-    inference_geo: Any = None
-    diagnostics: Any = None
-    fallbacks: Any = None
+    metadata: Hint = None
+    service_tier: Hint = None
+    inference_geo: Hint = None
+    diagnostics: Hint = None
+    fallbacks: Hint = None
 
 
 class TextBlock(msgspec.Struct, tag_field="type", tag="text"):
@@ -206,8 +216,8 @@ class ToolUseBlock(msgspec.Struct, tag_field="type", tag="tool_use"):
 
 class ToolResultBlock(msgspec.Struct, tag_field="type", tag="tool_result"):
     tool_use_id: str
-    content: Any = None
-    is_error: Any = None
+    content: JsonValue = None
+    is_error: bool | None = None
 
 
 class Base64Source(msgspec.Struct, tag_field="type", tag="base64", forbid_unknown_fields=True):
@@ -221,7 +231,7 @@ class UrlSource(msgspec.Struct, tag_field="type", tag="url", forbid_unknown_fiel
 
 class ImageBlock(msgspec.Struct, tag_field="type", tag="image", forbid_unknown_fields=True):
     source: Base64Source | UrlSource
-    cache_control: Any = None
+    cache_control: Hint = None
 
 
 class UserItem(msgspec.Struct, tag_field="role", tag="user"):
@@ -236,27 +246,13 @@ class SystemItem(msgspec.Struct, tag_field="role", tag="system"):
     content: str | list[TextBlock]
 
 
-ITEM: Any = UserItem | AssistantItem | SystemItem
+ITEM: JsonValue = UserItem | AssistantItem | SystemItem
 
 
 class AnthropicTool(msgspec.Struct):
     name: Annotated[str, msgspec.Meta(min_length=1)]
     input_schema: JsonObject
     description: str | None = None
-    type: Any = None
-
-
-class SchemaFormat(msgspec.Struct):
-    schema: JsonObject
-
-
-class ContextEdit(msgspec.Struct):
-    type: str
-    keep: Any = None
-
-
-class ContextManagement(msgspec.Struct):
-    edits: list[ContextEdit] | None = None
 
 
 class Anthropic(Dialect):
@@ -267,8 +263,7 @@ class Anthropic(Dialect):
 
     def decode(self, body: bytes) -> DecodedBody:
         given = decode_body(body, MessagesBody)
-        edits = convert(given.context_management or {}, ContextManagement, "context_management").edits or ()
-        for index, edit in enumerate(edits):
+        for index, edit in enumerate((given.context_management and given.context_management.edits) or ()):
             # Any other edit would change the context that was sampled from.
             if not edit.type.startswith("clear_thinking") or edit.keep != "all":
                 message = "only clear_thinking with keep 'all' is supported"
@@ -285,7 +280,7 @@ class Anthropic(Dialect):
         head = RequestHead(model=given.model, tools=tools, leading_messages=leading_from(given.system))
         return DecodedBody(head, require_items(given.messages, self.items_key))
 
-    def parse_item(self, item: Any, path: str) -> tuple[Message, ...]:
+    def parse_item(self, item: JsonValue, path: str) -> tuple[Message, ...]:
         parsed: UserItem | AssistantItem | SystemItem = convert(item, ITEM, path)
         if isinstance(parsed.content, str):
             return ({"role": item["role"], "content": parsed.content},)
@@ -310,7 +305,7 @@ class Anthropic(Dialect):
 
     def build_answer(self, head: RequestHead, replies: Sequence[Reply], text_of: TextOf) -> JsonObject:
         reply, blocks = replies[0], list[JsonObject]()
-        for delta in message_deltas(reply.message):
+        for delta in deltas_from_message(reply.message):
             if thought := delta.reasoning:
                 blocks.append({"type": "thinking", "thinking": thought, "signature": self.signer.sign(thought)})
             if delta.content:
@@ -350,13 +345,13 @@ def result_message(block: ToolResultBlock, where: str) -> Message:
     return {**message, "is_error": True} if block.is_error else message
 
 
-def leading_from(system: str | list[Any] | None) -> tuple[Message, ...]:
+def leading_from(system: str | list[JsonValue] | None) -> tuple[Message, ...]:
     if isinstance(system, list):
         system = [block for block in system if not has_billing(block)]
     return system_message(join_text(system, TEXT_BLOCKS, "system", glue="\n\n"))
 
 
-def has_billing(block: Any) -> bool:
+def has_billing(block: JsonValue) -> bool:
     return isinstance(block, dict) and str(cast("JsonObject", block).get("text")).startswith(BILLING)
 
 
@@ -374,8 +369,6 @@ def read_tools(given: CountBody) -> tuple[JsonObject, tuple[JsonObject, ...] | N
     if kind != "tool" and (not isinstance(kind, str) or kind not in CHOICES):
         raise MessageError(f"must be auto, any, tool or none, not {echo(kind)}", field="tool_choice.type")
     choice = named_function(asked.get("name")) if kind == "tool" else CHOICES[kind]
-    format_ = given.output_config.get("format") if isinstance(given, MessagesBody) and given.output_config else None
-    if format_ is not None:
-        schema = convert(format_, SchemaFormat, "output_config.format").schema
-        format_ = {"type": "json_schema", "json_schema": {"schema": schema}}
-    return constraints_from(choice, format_, tuple(tools) or None)
+    format_ = given.output_config.format if given.output_config else None
+    asked_format = None if format_ is None else {"type": "json_schema", "json_schema": {"schema": format_.schema}}
+    return constraints_from(choice, asked_format, tuple(tools) or None)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field
 from itertools import groupby
 from typing import Annotated, Any, ClassVar, NamedTuple, TypeAlias, TypeVar, cast
@@ -22,7 +22,7 @@ from tokentrue.conversation.reading import ParsedConversation, shorten_source
 from tokentrue.errors import MessageError, SamplingError, TokenTrueError
 from tokentrue.gateway.dialects.signing import ReasoningSigner
 from tokentrue.ids import TokenIds
-from tokentrue.json_types import JsonMapping, JsonObject
+from tokentrue.json_types import JsonMapping, JsonObject, JsonValue
 from tokentrue.plain_json import MAX_DEPTH, check_depth, complaint
 from tokentrue.records import record
 from tokentrue.types import (
@@ -40,9 +40,11 @@ from tokentrue.types import (
 )
 
 T = TypeVar("T")
+BodyT = TypeVar("BodyT", bound=msgspec.Struct)
 TextOf: TypeAlias = Callable[[Sequence[int]], str]
 """Returns the text of one token, for clients that request log-probabilities."""
 SAMPLING = ("temperature", *TRUNCATIONS, "seed", *PENALTIES, "top_logprobs", "max_tokens", "stop_token_ids")
+Hint: TypeAlias = Annotated[object, msgspec.Meta(extra_json_schema={"description": "accepted, without effect"})]
 LEVELS_AROUND_ARGUMENTS = 4
 """Most JSON levels around arguments in a message: Google's content, its parts, a part, the call."""
 
@@ -59,11 +61,9 @@ class HttpError(TokenTrueError):
 
 @record
 class RequestHead:
-    """A request without its conversation. `leading_messages` precede it; `options`: what the shape of the reply depends
+    """A request without its conversation, which follows `leading_messages`. `options`: what the reply's shape depends
     on. `continues`: the node of an earlier reply whose conversation comes first, without its `instructions` if
-    `was_instructed`; `last_node`: the last recorded turn that the request names by id; `prompt_ids`: the
-    exact prompt.
-    """
+    `was_instructed`; `last_node`: the last recorded turn that the request names by id."""
 
     model: str
     stream: bool = False
@@ -117,7 +117,7 @@ class Encoder:
         raise NotImplementedError
 
     def finish(self) -> bytes:
-        """The end of the stream, after every choice has its reply."""
+        """After every choice has its reply."""
         return b""
 
     def error(self, problem: HttpError) -> bytes:
@@ -126,9 +126,8 @@ class Encoder:
 
 class Dialect:
     """A wire format. `items_key`: the top-level array with the conversation; `splits_turns`: one assistant message
-    arrives as several consecutive items, which `join_turn` merges; `refuses_prefill`: the protocol continues a last
-    assistant message, which would put words into the sampled turn.
-    """
+    arrives as several consecutive items; `refuses_prefill`: the protocol continues a last assistant message, which
+    would put words into the sampled turn."""
 
     name: ClassVar[str]
     items_key: ClassVar[str] = "messages"
@@ -146,18 +145,16 @@ class Dialect:
     def decode_count(self, body: bytes) -> DecodedBody:
         raise NotImplementedError
 
-    def parse_item(self, item: Any, path: str) -> tuple[Message, ...]:
-        """Parses one conversation item to messages in the OpenAI shape; `path` names it in errors. For a settled item
-        of a session, the result is always the same.
-        """
+    def parse_item(self, item: JsonValue, path: str) -> tuple[Message, ...]:
+        """To messages in the OpenAI shape; `path` names the item in errors."""
         raise NotImplementedError
 
-    def is_settled(self, item: Any) -> bool:
+    def is_settled(self, item: JsonValue) -> bool:
         """False for an item of a turn that is not committed yet: its parse may still change."""
         return True
 
     def continues_turn(self, parts: Sequence[Message], part: Message) -> bool:
-        """True if `part`, which directly follows the assistant's `parts`, belongs to the same turn."""
+        """True if `part`, after the assistant's `parts`, belongs to the same turn."""
         return True
 
     def join_turn(self, parts: Sequence[Message]) -> Message:
@@ -168,9 +165,6 @@ class Dialect:
     def build_answer(self, head: RequestHead, replies: Sequence[Reply], text_of: TextOf) -> JsonObject:
         raise NotImplementedError
 
-    def new_encoder(self, head: RequestHead, text_of: TextOf) -> Encoder:
-        return self.encoder(self, head, text_of)
-
     @staticmethod
     def build_error(problem: HttpError) -> JsonObject:
         raise NotImplementedError
@@ -178,9 +172,8 @@ class Dialect:
     def parse_conversation(
         self, decoded: DecodedBody, earlier: Conversations, *, history: Messages = ()
     ) -> ParsedConversation:
-        """`history` precedes the items: a separate system prompt, or an earlier reply's conversation. An assistant turn
-        of several items is shared with an earlier request only if all of them are equal.
-        """
+        """`history` precedes the items. An assistant turn of several items is shared with an earlier request only if
+        all of them are equal."""
         all_sources = [*map(own_source, history), *map(shorten_source, decoded.items)]
         base = earlier.find(self.name, all_sources)
         messages, known = list(base), len(base.sources)
@@ -242,31 +235,31 @@ def decode_json(data: bytes, type_: type[T], path: str = "") -> T:
         raise MessageError(f"{said}: {str(error)[:100]}", field=path or None) from None
 
 
-def decode_body(body: bytes, type_: type[T]) -> T:
-    """Decodes a request body. Lone surrogates are refused: none enters the process."""
+def decode_body(body: bytes, type_: type[BodyT]) -> BodyT:
+    """Lone surrogates are refused: none enters the process."""
     decoded = decode_json(body, type_)
     check_fields(decoded, "")
     return decoded
 
 
-def check_fields(record: Any, path: str) -> None:
+def check_fields(record: msgspec.Struct, path: str) -> None:
     for name, value in msgspec.structs.asdict(record).items():
         if isinstance(value, msgspec.Struct):
             check_fields(value, f"{path}{name}.")
         # Raw items are parsed and checked one by one (`parse_json`).
-        elif isinstance(value, (dict, list)) and not isinstance(next(iter(cast("Any", value)), None), Raw):
+        elif isinstance(value, (dict, list)) and not isinstance(next(iter(value), None), Raw):  # pyright: ignore[reportUnknownArgumentType]
             check_depth(value, path + name)
 
 
-def parse_json(raw: bytes, path: str, *, most_levels: int = MAX_DEPTH) -> Any:
+def parse_json(raw: bytes, path: str, *, most_levels: int = MAX_DEPTH) -> JsonValue:
     """Keeps all digits of integers: orjson rounds those beyond 64 bits."""
-    value: Any = decode_json(raw, cast("type[Any]", Any), path)
+    value = decode_json(raw, object, path)
     check_depth(value, path, most=most_levels)
     return value
 
 
 def describe_item(*roles: str) -> msgspec.Meta:
-    """OpenAPI metadata of a conversation item, which is decoded separately."""
+    """OpenAPI metadata of an item, which is decoded separately."""
     item: JsonObject = {"type": "object", "required": ["role"], "properties": {"role": {"enum": list(roles)}}}
     return msgspec.Meta(extra_json_schema=item)
 
@@ -277,16 +270,32 @@ def require_items(items: Sequence[Raw], key: str) -> Sequence[Raw]:
     return items
 
 
-def require_object(value: Any, path: str) -> JsonObject:
+class OpenAIBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What the bodies of Chat Completions and Responses have in common."""
+
+    model: str = ""
+    stream: bool | None = False
+    temperature: float | None = None
+    top_p: float | None = None
+    top_logprobs: int | None = None
+    tools: list[JsonObject] | None = None
+    tool_choice: str | JsonObject | None = None
+    parallel_tool_calls: bool | None = None
+    user: Hint = None
+    safety_identifier: Hint = None
+    prompt_cache_key: Hint = None
+    prompt_cache_retention: Hint = None
+    service_tier: Hint = None
+
+
+def require_object(value: object, path: str) -> JsonObject:
     if not isinstance(value, dict):
         raise MessageError("must be an object", field=path)
     return cast("JsonObject", value)
 
 
 def sampling_from(given: msgspec.Struct, **renamed: Any) -> Sampling:
-    """The fields that `given` has under our names, and those `renamed`; what the client did not set keeps its
-    default.
-    """
+    """The fields that `given` has under our names, and those `renamed`; what the client did not set has its default."""
     fields: JsonObject = {name: getattr(given, name, None) for name in SAMPLING} | renamed
     for name in ("stop", "stop_token_ids"):
         fields[name] = tuple(fields.get(name) or ())
@@ -300,7 +309,7 @@ def check_choices(count: int | None, field: str) -> int:
 
 
 class FunctionTool(msgspec.Struct):
-    """A tool definition in the terms of Chat Completions, as every dialect checks it."""
+    """A tool definition of Chat Completions, as every dialect checks it."""
 
     name: Annotated[str, msgspec.Meta(min_length=1)]
     description: str | None = None
@@ -314,8 +323,8 @@ def function_tool(name: str, description: str | None, parameters: JsonObject) ->
     }
 
 
-def named_function(name: Any) -> JsonObject:
-    """A tool choice in the terms of Chat Completions."""
+def named_function(name: JsonValue) -> JsonObject:
+    """A tool choice of Chat Completions."""
     return {"type": "function", "function": {"name": name}}
 
 
@@ -337,16 +346,16 @@ def call_entry(call_id: str, name: str, arguments: str) -> JsonObject:
 
 
 def user_and_tool_messages(parts: Iterable[str | Message]) -> tuple[Message, ...]:
-    """Results stay tool messages, in order; the text and images between them become user messages."""
+    """Results stay tool messages; the text and images between them become user messages."""
     out: list[Message] = []
     for is_result, group in groupby(parts, key=lambda part: isinstance(part, dict) and "role" in part):
-        found: list[Any] = list(group)
+        found: list[JsonValue] = list(group)
         out += found if is_result else [{"role": "user", "content": join_content(found, glue="\n")}]
     return tuple(out)
 
 
 def image_part(url: str, path: str) -> JsonObject:
-    """An image in our own shape, before it is read; `path` names it in errors."""
+    """An image before it is read; `path` names it in errors."""
     return {"type": SENT, SENT: {"url": url}, "field": path}
 
 
@@ -358,7 +367,7 @@ def join_content(parts: Sequence[str | JsonObject], *, glue: str) -> str | list[
     """One string, or with images a list of parts, in which adjacent texts are one."""
     out: list[JsonObject] = []
     for is_text, group in groupby(parts, key=lambda part: isinstance(part, str)):
-        found: list[Any] = list(group)
+        found: list[JsonValue] = list(group)
         if is_text and len(found) == len(parts):
             return glue.join(found)
         out += [{"type": "text", "text": glue.join(found)}] if is_text else found
@@ -369,13 +378,13 @@ ReadImage: TypeAlias = Callable[[JsonObject, str], JsonObject]
 """Converts a dialect's image part; the second argument is its path."""
 
 
-def join_text(parts: Any, kinds: tuple[str, ...], path: str, *, glue: str) -> str | None:
-    """Joins text parts to one string; refuses anything that is not text by name."""
+def join_text(parts: JsonValue, kinds: tuple[str, ...], path: str, *, glue: str) -> str | None:
+    """Refuses anything that is not text by name."""
     return cast("str | None", join_parts(parts, kinds, path, glue=glue, images={}))
 
 
 def join_parts(
-    parts: Any, kinds: tuple[str, ...], path: str, *, glue: str, images: Mapping[str, ReadImage]
+    parts: JsonValue, kinds: tuple[str, ...], path: str, *, glue: str, images: Mapping[str, ReadImage]
 ) -> str | list[JsonObject] | None:
     """`kinds` are the types of text parts, `images` those of images."""
     if parts is None or isinstance(parts, str):
@@ -383,7 +392,7 @@ def join_parts(
     if not isinstance(parts, list):
         raise MessageError(f"must be a string or a list of parts, not {type(parts).__name__}", field=path)
     out: list[str | JsonObject] = []
-    for index, part in enumerate(cast("list[Any]", parts)):
+    for index, part in enumerate(cast("list[JsonValue]", parts)):
         text, at = part, f"{path}[{index}]"
         if not isinstance(part, str):
             fields = cast("JsonObject", part) if isinstance(part, dict) else {}
@@ -401,12 +410,12 @@ def join_parts(
     return join_content(out, glue=glue)
 
 
-def echo(value: Any) -> str:
+def echo(value: object) -> str:
     return repr(value)[:40]
 
 
 # Our own JSON, written.
-def encode(value: Any) -> bytes:
+def encode(value: JsonValue) -> bytes:
     try:
         return orjson.dumps(value)
     except TypeError:  # an integer beyond 64 bits in arguments, or text of a session made in Python
@@ -418,26 +427,18 @@ def sse(data: JsonObject, event: str = "") -> bytes:
     return name + b"data: " + encode(data) + b"\n\n"
 
 
-def message_deltas(message: Message) -> Iterator[Delta]:
-    """A whole message as the deltas of a stream."""
-    yield Delta(reasoning=message.get("reasoning_content") or "", content=message.get("content") or "")
-    for index, call in enumerate(message.get("tool_calls") or ()):
-        function = call["function"]
-        yield Delta(call=index, call_id=call["id"], name=function["name"], arguments=function["arguments"])
-
-
 def arguments_object(text: str) -> JsonObject:
     """A call's arguments as a JSON object. A value that is no object, looks like this wrapping, or is nested too deeply
     to be sent back is wrapped whole as `_raw_arguments`.
     """
     try:
         most = MAX_DEPTH - LEVELS_AROUND_ARGUMENTS
-        value: Any = parse_json(text.encode(), "arguments", most_levels=most) if text.strip() else {}
+        value: JsonValue = parse_json(text.encode(), "arguments", most_levels=most) if text.strip() else {}
     except MessageError:
         value = text
-    if not isinstance(value, dict) or is_raw_arguments(cast("JsonObject", value)):
+    if not isinstance(value, dict) or is_raw_arguments(value):
         return {"_raw_arguments": text}
-    return cast("JsonObject", value)
+    return value
 
 
 def is_raw_arguments(value: JsonObject) -> bool:

@@ -1,16 +1,15 @@
-"""Google GenerateContent: requests, `countTokens`, replies and chunks.
+"""Google GenerateContent. Fields may be camelCase or snake_case.
 
-Fields may be camelCase or snake_case. Calls and results may come without ids: the k-th call of a function in one turn is
-then `name#k`, and the matcher restores the id that was served. Reasoning is sent as parts with `thought` if requested.
-The part after it carries it sealed, as `thoughtSignature`: clients drop thoughts from their history and keep signatures.
-"""
+Calls and results may come without ids: the k-th call of a function in one turn is then `name#k`, and the matcher
+restores the id that was served. Reasoning is sent as parts with `thought` if requested. The part after it carries it
+sealed, as `thoughtSignature`: clients drop thoughts from their history and keep signatures."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Literal, cast
 
 import msgspec
 
@@ -19,6 +18,7 @@ from tokentrue.gateway.dialects.base import (
     DecodedBody,
     Dialect,
     Encoder,
+    Hint,
     HttpError,
     RequestHead,
     TextOf,
@@ -35,7 +35,6 @@ from tokentrue.gateway.dialects.base import (
     function_tool,
     is_cut,
     join_content,
-    message_deltas,
     named_function,
     parse_json,
     require_items,
@@ -45,9 +44,10 @@ from tokentrue.gateway.dialects.base import (
     system_message,
     user_and_tool_messages,
 )
-from tokentrue.json_types import JsonMapping, JsonObject
+from tokentrue.json_types import JsonMapping, JsonObject, JsonValue
 from tokentrue.plain_json import convert, join_path
 from tokentrue.sessions.constraints import constraints_from
+from tokentrue.sessions.stages.generation import deltas_from_message
 from tokentrue.types import Delta, Message, Reply, Sampling
 
 SEALED = "sealed_reasoning"  # key in a part of a turn, before `join_turn`: the reasoning in its signatures
@@ -150,11 +150,8 @@ NO_PARTS: list[JsonObject] = [{"text": ""}]  # SDKs take a content without parts
 
 
 class GoogleEncoder(Encoder):
-    """Each chunk is a whole response; the last chunk of a candidate has the finish reason and the usage.
-
-    A keep-alive is an empty line, because Google's SDKs parse comments as JSON; an error is bare JSON, as Google's
-    server sends it.
-    """
+    """Each chunk is a whole response. A keep-alive is an empty line, because Google's SDKs parse comments as JSON; an
+    error is bare JSON, as Google's server sends it."""
 
     ping = b"\n"
 
@@ -186,7 +183,7 @@ class GoogleEncoder(Encoder):
 
 # Requests.
 class GoogleStruct(msgspec.Struct, forbid_unknown_fields=True, rename="camel"):
-    """Fields typed Any are hints: accepted, without effect on tokens."""
+    pass
 
 
 class FunctionCall(GoogleStruct):
@@ -198,7 +195,7 @@ class FunctionCall(GoogleStruct):
 class Blob(GoogleStruct):
     mime_type: str
     data: str
-    display_name: Any = None
+    display_name: Hint = None
 
 
 class ResponsePart(GoogleStruct):
@@ -210,8 +207,8 @@ class FunctionResponse(GoogleStruct):
     id: str = ""
     response: JsonObject = {}
     parts: list[ResponsePart] = []
-    will_continue: Any = None
-    scheduling: Any = None
+    will_continue: Hint = None
+    scheduling: Hint = None
 
 
 class Part(GoogleStruct):
@@ -219,10 +216,10 @@ class Part(GoogleStruct):
     inline_data: Blob | None = None
     function_call: FunctionCall | None = None
     function_response: FunctionResponse | None = None
-    thought: Any = None
+    thought: bool = False
     thought_signature: str = ""
-    part_metadata: Any = None
-    media_resolution: Any = None
+    part_metadata: Hint = None
+    media_resolution: Hint = None
 
 
 class Content(msgspec.Struct):
@@ -235,13 +232,13 @@ class FunctionDeclaration(GoogleStruct):
     description: str = ""
     parameters: JsonObject | None = None
     parameters_json_schema: JsonObject | None = None
-    response: Any = None
-    response_json_schema: Any = None
-    behavior: Any = None
+    response: Hint = None
+    response_json_schema: Hint = None
+    behavior: Hint = None
 
 
 class GoogleTool(GoogleStruct):
-    """All other kinds of tool run on Google's servers."""
+    """Other kinds of tool run on Google's servers."""
 
     function_declarations: list[FunctionDeclaration] = []
 
@@ -253,15 +250,15 @@ class FunctionCallingConfig(GoogleStruct):
 
 class ToolConfig(GoogleStruct):
     function_calling_config: FunctionCallingConfig | None = None
-    retrieval_config: Any = None
+    retrieval_config: Hint = None
 
 
 class ThinkingConfig(GoogleStruct):
-    """Only `includeThoughts` has an effect: whether reasoning is shown or only sealed."""
+    """Only `includeThoughts` has an effect."""
 
     include_thoughts: bool = False
-    thinking_budget: Any = None
-    thinking_level: Any = None
+    thinking_budget: Hint = None
+    thinking_level: Hint = None
 
 
 class GenerationConfig(GoogleStruct):
@@ -281,7 +278,7 @@ class GenerationConfig(GoogleStruct):
     response_json_schema: JsonObject | None = None
     response_modalities: list[Literal["TEXT"]] | None = None
     thinking_config: ThinkingConfig | None = None
-    media_resolution: Any = None
+    media_resolution: Hint = None
 
 
 class GenerateHead(GoogleStruct):
@@ -291,15 +288,15 @@ class GenerateHead(GoogleStruct):
     tools: list[GoogleTool] | None = None
     tool_config: ToolConfig | None = None
     generation_config: GenerationConfig | None = None
-    model: Any = None
-    safety_settings: Any = None
-    labels: Any = None
-    service_tier: Any = None
-    store: Any = None
+    model: Hint = None
+    safety_settings: Hint = None
+    labels: Hint = None
+    service_tier: Hint = None
+    store: Hint = None
 
 
 class GenerateBody(GenerateHead, kw_only=True):
-    """The whole body, for the OpenAPI document; `decode_contents` also accepts snake_case keys."""
+    """For the OpenAPI document."""
 
     contents: list[msgspec.Raw]
 
@@ -325,7 +322,7 @@ class Google(Dialect):
         inner = fields.get("generateContentRequest")
         return decode_contents(fields if inner is None else decode_fields(bytes(inner)))
 
-    def parse_item(self, item: Any, path: str) -> tuple[Message, ...]:
+    def parse_item(self, item: JsonValue, path: str) -> tuple[Message, ...]:
         content = convert(camel_keys(item, path), Content, path)
         check_parts(content.parts, path)
         if content.role == "model":
@@ -354,7 +351,7 @@ class Google(Dialect):
         return {**message, SEALED: "".join(sealed)} if sealed else message
 
     def join_turn(self, parts: Sequence[Message]) -> Message:
-        """Includes the reasoning in the turn's signatures; numbers calls without ids over the whole turn."""
+        """Includes the reasoning in the turn's signatures; numbers calls without ids."""
         message: JsonObject = {**super().join_turn(parts)}
         shown, sealed = message.get("reasoning_content"), "".join(part.get(SEALED, "") for part in parts)
         if shown and sealed and shown != sealed:
@@ -374,7 +371,7 @@ class Google(Dialect):
         candidates: list[JsonObject] = []
         for index, reply in enumerate(replies):
             candidate = Candidate(self, head)
-            parts = [part for delta in message_deltas(reply.message) for part in candidate.add(delta)]
+            parts = [part for delta in deltas_from_message(reply.message) for part in candidate.add(delta)]
             parts += candidate.end()
             candidates.append(build_candidate(index, parts or NO_PARTS, candidate_end(head, reply, text_of)))
         return {"candidates": candidates, "usageMetadata": build_usage(replies), **response_base(head, replies[0].node)}
@@ -397,10 +394,10 @@ def camel_case(name: str) -> str:
     return _SNAKE.sub(lambda match: match[1].upper(), name)
 
 
-def camel_keys(value: Any, path: str) -> Any:
+def camel_keys(value: JsonValue, path: str) -> JsonValue:
     """Converts the protocol's keys to camelCase and drops nulls."""
     if isinstance(value, list):
-        return [camel_keys(item, f"{path}[{index}]") for index, item in enumerate(cast("list[Any]", value))]
+        return [camel_keys(item, f"{path}[{index}]") for index, item in enumerate(cast("list[JsonValue]", value))]
     if not isinstance(value, dict):
         return value
     out: JsonObject = {}
@@ -532,14 +529,14 @@ def tools_from_google(tools: Sequence[GoogleTool] | None) -> tuple[JsonObject, .
 def choose_schema(
     openapi: JsonObject | None, json_schema: JsonObject | None, where: str, kind: str
 ) -> JsonObject | None:
-    """Returns the JSON schema, given as such or as Google's subset of OpenAPI."""
+    """The JSON schema, given as such or as Google's subset of OpenAPI."""
     name = kind if kind == "parameters" else f"{kind}Schema"
     if openapi is not None and json_schema is not None:
         raise MessageError(f"send {name} or {kind}JsonSchema, not both", field=f"{where}.{kind}JsonSchema")
     return json_schema if openapi is None else json_schema_from_openapi(openapi, f"{where}.{name}")
 
 
-def json_schema_from_openapi(value: Any, where: str) -> JsonObject:
+def json_schema_from_openapi(value: JsonValue, where: str) -> JsonObject:
     """Types in lower case, `nullable` as a second type, counts (int64, which JSON may write as strings) as numbers."""
     schema = {camel_case(name): item for name, item in require_object(value, where).items()}
     out: JsonObject = {}
@@ -550,7 +547,7 @@ def json_schema_from_openapi(value: Any, where: str) -> JsonObject:
         elif name == "items":
             out[name] = json_schema_from_openapi(item, at)
         elif name in ("anyOf", "prefixItems") and isinstance(item, list):
-            out[name] = [json_schema_from_openapi(one, at) for one in cast("list[Any]", item)]
+            out[name] = [json_schema_from_openapi(one, at) for one in cast("list[JsonValue]", item)]
         elif name in ("properties", "defs", "$defs"):
             out[name] = {
                 key: json_schema_from_openapi(one, f"{at}.{key}") for key, one in require_object(item, at).items()

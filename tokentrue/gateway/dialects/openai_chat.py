@@ -1,14 +1,11 @@
-"""OpenAI Chat Completions: requests, replies and chunks.
-
-Reasoning is `reasoning_content` in both directions. Developer messages are system messages.
-"""
+"""OpenAI Chat Completions. Reasoning is `reasoning_content` both ways; developer messages are system messages."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -18,7 +15,9 @@ from tokentrue.gateway.dialects.base import (
     Dialect,
     Encoder,
     FunctionTool,
+    Hint,
     HttpError,
+    OpenAIBody,
     ReadImage,
     RequestHead,
     TextOf,
@@ -28,6 +27,7 @@ from tokentrue.gateway.dialects.base import (
     decode_body,
     describe_item,
     echo,
+    encode,
     join_parts,
     require_items,
     require_object,
@@ -35,7 +35,7 @@ from tokentrue.gateway.dialects.base import (
     sse,
 )
 from tokentrue.ids import TokenIds
-from tokentrue.json_types import JsonObject
+from tokentrue.json_types import JsonObject, JsonValue
 from tokentrue.plain_json import convert
 from tokentrue.sessions.constraints import constraints_from
 from tokentrue.sessions.stages.generation import chat_finish_reason
@@ -95,14 +95,12 @@ def build_usage(replies: Sequence[Reply]) -> dict[str, int]:
 
 class ChatEncoder(Encoder):
     """Chunks: the role, deltas, the finish reason; usage in a separate chunk if requested; `[DONE]` last.
-
-    Log-probabilities are sent token by token. If alternatives are requested they all come in the last chunk of a
-    choice, because engines report those with the whole completion.
-    """
+    Log-probabilities are sent token by token; with alternatives they come in the last chunk of a choice, because
+    engines report those with the whole completion."""
 
     def __init__(self, dialect: Dialect, head: RequestHead, text_of: TextOf) -> None:
         super().__init__(dialect, head, text_of)
-        self._base: JsonObject = {}
+        self._start = self._end = b""  # of every chunk, around its choice
         self._has_content: dict[int, bool] = {}  # of every choice that has begun
         self._replies: list[Reply] = []
         self._logprobs_late = bool(head.options.logprobs and head.sampling.top_logprobs)
@@ -110,8 +108,12 @@ class ChatEncoder(Encoder):
     def feed(self, event: TurnEvent) -> bytes:
         out, index, added, delta = b"", event.index, event.delta, JsonObject()
         if index not in self._has_content:
+            if not self._has_content:
+                usage = {"usage": None} if self.head.options.include_usage else {}
+                empty = {**completion_base(self.head, event.node_id, "chat.completion.chunk"), "choices": [], **usage}
+                before, _, after = sse(empty).rpartition(b'"choices":[]')
+                self._start, self._end = before + b'"choices":[', b"]" + after
             self._has_content[index] = False
-            self._base = self._base or completion_base(self.head, event.node_id, "chat.completion.chunk")
             out = self._chunk(index, {"role": "assistant", "content": None})
         if added is not None:
             if added.reasoning:
@@ -142,15 +144,14 @@ class ChatEncoder(Encoder):
             index, {"content": ""} if is_empty else {}, logprobs=logprobs, **choice_end(self.head, reply)
         )
 
-    def _chunk(self, index: int, delta: JsonObject, *, logprobs: JsonObject | None = None, **end: Any) -> bytes:
-        choice: JsonObject = {"index": index, "delta": delta, "finish_reason": None, "logprobs": logprobs, **end}
-        usage = {"usage": None} if self.head.options.include_usage else {}
-        return sse({**self._base, "choices": [choice], **usage})
+    def _chunk(self, index: int, delta: JsonObject, *, logprobs: JsonObject | None = None, **end: JsonValue) -> bytes:
+        choice = {"index": index, "delta": delta, "finish_reason": None, "logprobs": logprobs, **end}
+        return self._start + encode(choice) + self._end
 
     def finish(self) -> bytes:
         out = b""
         if self.head.options.include_usage:
-            out = sse({**self._base, "choices": [], "usage": build_usage(self._replies)})
+            out = self._start + self._end.replace(b"null", encode(build_usage(self._replies)))
         return out + b"data: [DONE]\n\n"
 
 
@@ -159,15 +160,10 @@ class StreamOptions(msgspec.Struct):
     include_usage: bool = False
 
 
-class ChatBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    # Fields typed Any are hints: accepted, without effect on tokens.
+class ChatBody(OpenAIBody, kw_only=True):
     messages: list[Annotated[msgspec.Raw, describe_item(*ROLES)]]
-    model: str = ""
-    stream: bool | None = False
     stream_options: StreamOptions | None = None
     n: int | None = 1
-    temperature: float | None = None
-    top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
     max_tokens: int | None = None
@@ -179,27 +175,18 @@ class ChatBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logprobs: bool | None = False
-    top_logprobs: int | None = None
-    tools: list[JsonObject] | None = None
-    tool_choice: str | JsonObject | None = None
     response_format: JsonObject | None = None
     chat_template_kwargs: JsonObject | None = None
     return_token_ids: bool | None = False
-    parallel_tool_calls: bool | None = None
-    reasoning_effort: Any = None
-    verbosity: Any = None
-    user: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_retention: Any = None
-    metadata: Any = None
-    store: Any = None
-    service_tier: Any = None
+    reasoning_effort: Hint = None
+    verbosity: Hint = None
+    metadata: Hint = None
+    store: Hint = None
     modalities: list[Literal["text"]] | None = None
 
 
-class TokensBody(ChatBody, forbid_unknown_fields=True, kw_only=True):
-    """Chat Completions with the exact prompt; the messages are what it says, for the record and for parsing."""
+class TokensBody(ChatBody, kw_only=True):
+    """The exact prompt; the messages are what it says, for the record and for parsing."""
 
     tokens: Annotated[list[Annotated[int, msgspec.Meta(ge=0, lt=2**31)]], msgspec.Meta(min_length=1)]
 
@@ -263,7 +250,7 @@ class OpenAIChat(Dialect):
         )
         return DecodedBody(head, require_items(given.messages, self.items_key))
 
-    def parse_item(self, item: Any, path: str) -> tuple[Message, ...]:
+    def parse_item(self, item: JsonValue, path: str) -> tuple[Message, ...]:
         """Keeps unknown fields: templates may use them."""
         message = dict(require_object(item, path))
         role = message.get("role")
@@ -313,7 +300,7 @@ class OpenAIChat(Dialect):
 
 
 class OpenAIChatTokens(OpenAIChat):
-    """Ids in, ids out, as Prime's inference server has it: `tokens` is the prompt, and the answer has its ids."""
+    """Ids in, ids out, as Prime's inference server has it."""
 
     name = "openai_tokens"
 

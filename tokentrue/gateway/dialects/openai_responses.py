@@ -1,10 +1,9 @@
-"""OpenAI Responses: requests, replies and events.
+"""OpenAI Responses.
 
-One model turn is several items here (reasoning, message, function calls); consecutive ones are one assistant message,
-unless their ids show that two turns of this session served them. Reasoning is sent as `reasoning_text` and, sealed, as
-`encrypted_content`, for clients that keep only the latter. The model sees a custom (free-form) tool as a function with
-one string, and the tools of a namespace as `namespace__name`; calls are served in the client's form.
-"""
+One model turn is several items here; consecutive ones are one assistant message, unless their ids show that two turns
+of this session served them. Reasoning is sent as `reasoning_text` and, sealed, as `encrypted_content`, for clients that
+keep only the latter. The model sees a custom (free-form) tool as a function with one string, and the tools of a
+namespace as `namespace__name`; calls are served in the client's form."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import msgspec
 import orjson
@@ -23,8 +22,9 @@ from tokentrue.gateway.dialects.base import (
     Dialect,
     Encoder,
     FunctionTool,
+    Hint,
     HttpError,
-    ReadImage,
+    OpenAIBody,
     RequestHead,
     TextOf,
     assistant_message,
@@ -37,7 +37,6 @@ from tokentrue.gateway.dialects.base import (
     is_cut,
     join_parts,
     join_text,
-    message_deltas,
     named_function,
     require_items,
     require_object,
@@ -47,9 +46,10 @@ from tokentrue.gateway.dialects.base import (
 )
 from tokentrue.gateway.dialects.openai_chat import OpenAIChat, reply_logprobs
 from tokentrue.gateway.dialects.signing import ReasoningSigner
-from tokentrue.json_types import JsonMapping, JsonObject
+from tokentrue.json_types import JsonMapping, JsonObject, JsonValue
 from tokentrue.plain_json import convert
 from tokentrue.sessions.constraints import constraints_from
+from tokentrue.sessions.stages.generation import deltas_from_message
 from tokentrue.types import Delta, Message, Reply, TurnEvent
 
 FindArguments = Callable[[str], Sequence[str]]
@@ -60,7 +60,7 @@ STORED = "resp_"
 INSTRUCTED = "_i"  # ends the id of a response that was made with `instructions`
 TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
 REASONING_PARTS = ("reasoning_text", "summary_text", "text")
-INCLUDES = {"reasoning.encrypted_content", "message.output_text.logprobs"}
+INCLUDES = ("message.output_text.logprobs", "reasoning.encrypted_content")
 NO_CALL = Delta()
 TURN = "turn"  # on a part of an assistant message: the node of this session that served it
 _ITEM_ID = re.compile(r"(?:rs|msg|fc|ctc)_([0-9a-f]+)(?:_\d+)?")
@@ -87,7 +87,7 @@ class ResponsesOptions(msgspec.Struct, frozen=True):
 
 
 class CustomInput:
-    """Decodes the arguments of a custom tool's call as they are sampled; `feed` returns new text that is certain."""
+    """Decodes a custom tool's arguments as they are sampled; `feed` returns new text that is certain."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -110,7 +110,7 @@ class CustomInput:
 
 
 def custom_input(arguments: str) -> str:
-    """The single string of a custom tool's call; arguments other than `{"input": "…` are served unchanged."""
+    """Arguments other than `{"input": "…` are served unchanged."""
     decoder = CustomInput()
     return decoder.feed(arguments) + decoder.finish()
 
@@ -142,8 +142,7 @@ class OutputItem:
 
     def build(self, signer: ReasoningSigner, status: str) -> JsonObject:
         """`status`: "in_progress" for the item without its text, else that of reasoning or text; a call is incomplete
-        if its arguments broke off.
-        """
+        if its arguments broke off."""
         is_new = status == "in_progress"
         if self.kind == "reasoning":
             item: JsonObject = {"type": "reasoning", "id": self.id, "summary": [], "status": status}
@@ -171,8 +170,6 @@ def is_json(text: str) -> bool:
 
 
 class ResponsesEncoder(Encoder):
-    """Events: created, in progress, the items, completed or incomplete; each has its sequence number."""
-
     def __init__(self, dialect: Dialect, head: RequestHead, text_of: TextOf) -> None:
         super().__init__(dialect, head, text_of)
         self._sequence = -1
@@ -195,7 +192,7 @@ class ResponsesEncoder(Encoder):
         }
         return self._event("created", response=self.response) + self._event("in_progress", response=self.response)
 
-    def _event(self, name: str, /, **body: Any) -> bytes:
+    def _event(self, name: str, /, **body: JsonValue) -> bytes:
         self._sequence += 1
         kind = f"response.{name}" if name != "error" else name
         return sse({"type": kind, "sequence_number": self._sequence, **body}, kind)
@@ -238,7 +235,7 @@ class ResponsesEncoder(Encoder):
             out += self._event("content_part.added", **item.place, content_index=0, part=item.build_part())
         return out
 
-    def _append(self, name: str, text: str, /, **more: Any) -> bytes:
+    def _append(self, name: str, text: str, /, **more: JsonValue) -> bytes:
         item = self._items[-1]
         item.pieces.append(text)
         return self._event(name, **item.place, delta=text, **more)
@@ -306,54 +303,37 @@ class ResponsesEncoder(Encoder):
 
 # Requests.
 class Reasoning(msgspec.Struct):
-    effort: Any = None
-    summary: Any = None
+    effort: Hint = None
+    summary: Hint = None
 
 
 class TextConfig(msgspec.Struct, forbid_unknown_fields=True):
     format: JsonObject | None = None
-    verbosity: Any = None
+    verbosity: Hint = None
 
 
-class ResponsesBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    # Fields typed Any are hints: accepted, without effect on tokens.
+class ResponsesBody(OpenAIBody, kw_only=True):
     input: str | list[msgspec.Raw]
-    model: str = ""
     instructions: str | None = None
-    stream: bool | None = False
     store: bool | None = True
     previous_response_id: str | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_logprobs: int | None = None
     max_output_tokens: int | None = None
-    tools: list[JsonObject] | None = None
-    tool_choice: str | JsonObject | None = None
     text: TextConfig | None = None
     include: list[str] | None = None
     truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
-    parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
     metadata: dict[str, str] | None = None
-    user: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_retention: Any = None
-    service_tier: Any = None
-    stream_options: Any = None
-    client_metadata: Any = None
+    stream_options: Hint = None
+    client_metadata: Hint = None
     max_tool_calls: None = None
 
     def echoed_settings(self) -> JsonObject:
+        same = ("instructions", "max_output_tokens", "previous_response_id", "temperature", "top_p")
         return {
-            "instructions": self.instructions,
-            "max_output_tokens": self.max_output_tokens,
+            **{name: getattr(self, name) for name in same},
             "metadata": self.metadata or {},
             "parallel_tool_calls": self.parallel_tool_calls is not False,
-            "previous_response_id": self.previous_response_id,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
             "tools": self.tools or [],
             "tool_choice": self.tool_choice or "auto",
             "text": {"format": (self.text and self.text.format) or {"type": "text"}},
@@ -362,11 +342,11 @@ class ResponsesBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class ItemName(msgspec.Struct):
-    """The fields of an item that identify its author; the rest, which may be long, is skipped."""
+    """What identifies an item's author; the rest, which may be long, is skipped."""
 
-    id: Any = None
-    role: Any = "assistant"
-    type: Any = None
+    id: object = None
+    role: object = "assistant"
+    type: object = None
 
 
 class CallItem(msgspec.Struct):
@@ -374,35 +354,39 @@ class CallItem(msgspec.Struct):
     call_id: str
     arguments: str = ""
     input: str = ""
-    namespace: Any = None
+    namespace: str | None = None
 
 
 class OutputOfCall(msgspec.Struct):
     call_id: str
-    output: Any
+    output: JsonValue
 
 
 class InputImage(msgspec.Struct, forbid_unknown_fields=True):
-    """`detail` is a hint for OpenAI's own resizing: accepted, without effect. There are no files to name here."""
+    """`detail` is a hint for OpenAI's own resizing. There are no files to name here."""
 
     image_url: str
-    type: Any = None
-    detail: Any = None
+    type: Hint = None
+    detail: Hint = None
     file_id: None = None
-    prompt_cache_breakpoint: Any = None
+    prompt_cache_breakpoint: Hint = None
 
 
 def read_image(part: JsonObject, path: str) -> JsonObject:
     return image_part(convert(part, InputImage, path).image_url, f"{path}.image_url")
 
 
-IMAGE_PARTS: Mapping[str, ReadImage] = {"input_image": read_image}
+def read_content(value: JsonValue, path: str, *, glue: str) -> str | list[JsonObject]:
+    content = join_parts(value, TEXT_PARTS, path, glue=glue, images={"input_image": read_image})
+    if content is None:
+        raise MessageError("must be a string or a list of parts", field=path)
+    return content
 
 
 class CustomFormat(msgspec.Struct):
     type: Literal["text", "grammar"]
-    syntax: Any = None
-    definition: Any = None
+    syntax: str | None = None
+    definition: str | None = None
 
 
 class OpenAIResponses(Dialect):
@@ -431,7 +415,7 @@ class OpenAIResponses(Dialect):
         return DecodedBody(replace(head, last_node=self._find_last_node(items) or head.continues), items)
 
     def _find_last_node(self, items: Sequence[msgspec.Raw]) -> str | None:
-        """The node of the last item written by a model; None if its id is not of this session."""
+        """Of the last item written by a model; None if its id is not of this session."""
         for raw in reversed(items):
             try:
                 item = msgspec.json.decode(raw, type=ItemName)
@@ -445,7 +429,7 @@ class OpenAIResponses(Dialect):
         node = node_from_item_id(item_id)
         return node if node is not None and self._is_node(node) else None
 
-    def parse_item(self, item: Any, path: str) -> tuple[Message, ...]:
+    def parse_item(self, item: JsonValue, path: str) -> tuple[Message, ...]:
         fields = require_object(item, path)
         message = self._message(fields, path)
         if message is None:
@@ -455,7 +439,7 @@ class OpenAIResponses(Dialect):
         return (message,)
 
     def _message(self, item: JsonObject, path: str) -> Message | None:
-        """Returns a message or a part of an assistant message; None for reasoning without any text left."""
+        """None for reasoning without any text left."""
         kind = item.get("type") or ("message" if "role" in item else None)
         if kind == "reasoning":
             text = self._reasoning(item, path)
@@ -463,22 +447,17 @@ class OpenAIResponses(Dialect):
         if kind in ("function_call", "custom_tool_call"):
             call = convert(item, CallItem, path)
             arguments = call.arguments if kind == "function_call" else self._arguments(call)
-            namespace = call.namespace if isinstance(call.namespace, str) else None
-            return assistant_message((), (), [call_entry(call.call_id, model_name(namespace, call.name), arguments)])
+            name = model_name(call.namespace, call.name)
+            return assistant_message((), (), [call_entry(call.call_id, name, arguments)])
         if kind == "message":
             role = item.get("role")
             if role not in ("user", "system", "developer", "assistant"):
                 raise MessageError(f"role {echo(role)} is not supported", field=f"{path}.role")
-            glue = "" if role == "assistant" else "\n"
-            content = join_parts(item.get("content"), TEXT_PARTS, f"{path}.content", glue=glue, images=IMAGE_PARTS)
-            if content is None:
-                raise MessageError("must be a string or a list of parts", field=f"{path}.content")
+            content = read_content(item.get("content"), f"{path}.content", glue="" if role == "assistant" else "\n")
             return {"role": "system" if role == "developer" else role, "content": content}
         if kind in ("function_call_output", "custom_tool_call_output"):
             result = convert(item, OutputOfCall, path)
-            content = join_parts(result.output, TEXT_PARTS, f"{path}.output", glue="\n", images=IMAGE_PARTS)
-            if content is None:
-                raise MessageError("must be a string or a list of parts", field=f"{path}.output")
+            content = read_content(result.output, f"{path}.output", glue="\n")
             return {"role": "tool", "tool_call_id": result.call_id, "content": content}
         raise MessageError(f"item of type {echo(kind)} is not supported", field=f"{path}.type")
 
@@ -490,27 +469,26 @@ class OpenAIResponses(Dialect):
         return join_text(item.get(key), REASONING_PARTS, f"{path}.{key}", glue="") or ""
 
     def _arguments(self, call: CallItem) -> str:
-        """Inverse of `custom_input`. Arguments that broke off or contain more than the input are served as the input
-        alone: the call's id finds them in the record.
-        """
+        """Inverse of `custom_input`. Arguments that broke off or contain more than the input are found in the record by
+        the call's id."""
         recorded = self._find_arguments(call.call_id)
         found = (arguments for arguments in recorded if custom_input(arguments) == call.input)
         return next(found, None) or orjson.dumps({"input": call.input}).decode()
 
-    def is_settled(self, item: Any) -> bool:
+    def is_settled(self, item: JsonValue) -> bool:
         node, call_id = node_from_item_id(item.get("id")), item.get("call_id")
         is_custom = item.get("type") == "custom_tool_call"
         return (node is None or self._is_node(node)) and (not is_custom or bool(self._find_arguments(call_id)))
 
     def continues_turn(self, parts: Sequence[Message], part: Message) -> bool:
-        """False if another node served `part`. A part without a node belongs to those before it."""
+        """A part without a node belongs to those before it."""
         before = [one[TURN] for one in parts if TURN in one]
         return not before or part.get(TURN, before[-1]) == before[-1]
 
     def build_answer(self, head: RequestHead, replies: Sequence[Reply], text_of: TextOf) -> JsonObject:
         """The response in the last event of a stream."""
         reply, encoder = replies[0], ResponsesEncoder(self, head, text_of)
-        for delta in message_deltas(reply.message):
+        for delta in deltas_from_message(reply.message):
             encoder.feed(TurnEvent(node_id=reply.node, delta=delta))
         encoder.feed(TurnEvent(reply=reply))
         return encoder.response
@@ -519,9 +497,8 @@ class OpenAIResponses(Dialect):
 def head_from_responses(given: ResponsesBody) -> RequestHead:
     for index, name in enumerate(given.include or ()):
         if name not in INCLUDES:
-            raise MessageError(
-                f"{echo(name)} is not supported; known: {', '.join(sorted(INCLUDES))}", field=f"include[{index}]"
-            )
+            known = ", ".join(INCLUDES)
+            raise MessageError(f"{echo(name)} is not supported; known: {known}", field=f"include[{index}]")
     tools, served = tools_from_responses(given.tools)
     choice, format_ = given.tool_choice, given.text.format if given.text else None
     if isinstance(choice, dict):
@@ -532,11 +509,11 @@ def head_from_responses(given: ResponsesBody) -> RequestHead:
         flat = {name: value for name, value in format_.items() if name != "type"}
         format_ = {"type": "json_schema", "json_schema": flat}
     extra, tools = constraints_from(choice, format_, tools)
-    continued = given.previous_response_id
-    if continued is not None and continued.startswith(UNSTORED):
+    continued = given.previous_response_id or ""
+    if continued.startswith(UNSTORED):
         said = "that response was made with store: false and cannot be continued by id"
         raise MessageError(said, field="previous_response_id")
-    if continued is not None and not continued.startswith(STORED):
+    if given.previous_response_id is not None and not continued.startswith(STORED):
         raise MessageError("is not a response of this gateway", field="previous_response_id")
     return RequestHead(
         model=given.model,
@@ -544,8 +521,8 @@ def head_from_responses(given: ResponsesBody) -> RequestHead:
         sampling=sampling_from(given, max_tokens=given.max_output_tokens, extra=extra),
         tools=tools,
         leading_messages=system_message(given.instructions),
-        continues=None if continued is None else continued.removeprefix(STORED).removesuffix(INSTRUCTED),
-        was_instructed=continued is not None and continued.endswith(INSTRUCTED),
+        continues=continued.removeprefix(STORED).removesuffix(INSTRUCTED) or None,
+        was_instructed=continued.endswith(INSTRUCTED),
         options=ResponsesOptions(
             stored=given.store is not False,
             logprobs="message.output_text.logprobs" in (given.include or ()),
@@ -556,18 +533,18 @@ def head_from_responses(given: ResponsesBody) -> RequestHead:
 
 
 def node_from_item_id(item_id: object) -> str | None:
-    """The node in an item's id, if the id has our form."""
+    """None if the id has another form."""
     found = _ITEM_ID.fullmatch(item_id) if isinstance(item_id, str) else None
     return found[1] if found else None
 
 
 def model_name(namespace: str | None, name: str) -> str:
-    """The tool's name as the model sees it."""
+    """As the model sees it."""
     return f"{namespace}__{name}" if namespace else name
 
 
 def tools_from_responses(tools: list[JsonObject] | None) -> tuple[tuple[JsonObject, ...] | None, dict[str, ServedTool]]:
-    """Returns the tools as functions, and how calls of each are served."""
+    """The tools as functions, and how calls of each are served."""
     out: list[JsonObject] = []
     served: dict[str, ServedTool] = {}
     for where, namespace, tool in flatten_namespaces(tools or ()):
@@ -598,5 +575,5 @@ def flatten_namespaces(tools: Sequence[JsonObject]) -> Iterator[tuple[str, str |
         name, inner_tools = tool.get("name"), tool.get("tools")
         if not isinstance(name, str) or not isinstance(inner_tools, list):
             raise MessageError("a namespace needs a name and a list of tools", field=where)
-        for place, inner in enumerate(cast("list[Any]", inner_tools)):
+        for place, inner in enumerate(cast("list[JsonValue]", inner_tools)):
             yield f"{where}.tools[{place}]", name, cast("JsonObject", inner) if isinstance(inner, dict) else {}

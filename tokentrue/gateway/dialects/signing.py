@@ -34,7 +34,7 @@ class ReasoningSigner:
         return f"{self.MARK}.{body}.{self._mac(text, self._secrets[0])}"
 
     def unwrap(self, blob: str) -> str | None:
-        """Inverse of `wrap`; None if the blob is not ours."""
+        """None if the blob is not ours."""
         mark, _, rest = blob.partition(".")
         body, _, mac = rest.partition(".")
         try:
@@ -44,11 +44,11 @@ class ReasoningSigner:
         return text if mark == self.MARK and self._is_ours(mac, text) else None
 
     def wrap_as_bytes(self, text: str) -> str:
-        """`wrap` for a field that the protocol types as bytes (Google's `thoughtSignature`)."""
+        """For a field that the protocol types as bytes (Google's `thoughtSignature`)."""
         return base64.b64encode(self.wrap(text).encode()).decode()
 
     def unwrap_bytes(self, blob: str) -> str | None:
-        """Inverse of `wrap_as_bytes`; accepts both base64 alphabets."""
+        """Accepts both base64 alphabets."""
         try:
             padded = (blob + "=" * (-len(blob) % 4)).replace("-", "+").replace("_", "/")
             wrapped = base64.b64decode(padded, validate=True).decode("ascii")

@@ -1,8 +1,7 @@
-"""uvicorn's HTTP/1.1 protocol with missing limits added.
+"""uvicorn's HTTP/1.1 protocol within `GatewayLimits`.
 
 uvicorn does not limit a request's head or trailers, merges trailers into the headers, and waits forever for a head, a
-body and a client that reads. What exceeds `GatewayLimits` gets 400 or a closed connection, and never reaches the
-application.
+body and a client that reads. What exceeds a limit gets 400 or a closed connection, and never reaches the application.
 """
 
 from __future__ import annotations
@@ -96,7 +95,7 @@ class BoundedHttp(HttpToolsProtocol):
 
     @property
     def _current(self) -> RequestResponseCycle | None:
-        """The newest request cycle; uvicorn has None before the first."""
+        """uvicorn has None before the first."""
         return self.cycle
 
     def _time_out(self) -> None:
@@ -108,7 +107,7 @@ class BoundedHttp(HttpToolsProtocol):
             self._limit_time(self.limits.head_s)
 
     def send_400_response(self, msg: str) -> None:
-        """For input that is not HTTP. A complete request before it still gets its reply; then closes."""
+        """A complete request before what is not HTTP still gets its reply; then closes."""
         current = self._current
         if current is None or current.response_complete or (self._in_body and not current.response_started):
             super().send_400_response(msg)

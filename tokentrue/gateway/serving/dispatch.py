@@ -1,10 +1,9 @@
 """Gives each new connection to the worker that owns its session.
 
-The parent of several workers accepts. It looks at the first bytes of a connection, without taking them, for a session
-in the path or in the key, and passes the socket to that session's owner: most clients use a connection for one session,
-so their requests are not forwarded. A connection that names no session goes to the next worker in turn. Where the look
-was wrong, or a later request on the connection is for another session, the worker forwards it (`forwarding`).
-"""
+The parent of several workers looks at the first bytes of a connection, without taking them, for a session in the path
+or in the key, and passes the socket to that session's owner: most clients use a connection for one session, so their
+requests are not forwarded. One that names no session goes to the next worker in turn. Where the look was wrong, or a
+later request is for another session, the worker forwards it (`forwarding`)."""
 
 from __future__ import annotations
 
@@ -25,7 +24,6 @@ SESSION_PATH = re.compile(rb"[A-Z]+ /sessions/([^/?\s]+)")
 
 
 def find_session(head: bytes) -> str | None:
-    """The session that the first bytes of a connection name, if they do."""
     if named := SESSION_PATH.match(head):
         return named[1].decode("latin-1")
     lines = (line.partition(b":") for line in head.split(b"\r\n")[1:])

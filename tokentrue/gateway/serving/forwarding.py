@@ -40,7 +40,8 @@ def count_forwards(scope: Scope) -> int:
 
 
 class Peers:
-    """The processes that share this gateway's record. `sockets`: of this server's workers; this one is number `me`."""
+    """The processes that share this gateway's record. `sockets`: of this server's workers, of which this one is number
+    `me`."""
 
     def __init__(self, *, me: int = 0, sockets: Sequence[str] = ()) -> None:
         self._me, self._sockets = me, sockets
@@ -69,9 +70,8 @@ class Peers:
     async def forward(
         self, elsewhere: SessionElsewhere, scope: Scope, receive: Receive, send: Send, body: bytes | None = None
     ) -> None:
-        """Forwards a request to its owner and streams the reply back; pass `body` if it has been read already. Raises
-        `elsewhere` if the owner has no address or the request was forwarded too often.
-        """
+        """Streams the owner's reply back; pass `body` if it has been read already. Raises `elsewhere` if the owner has
+        no address or the request was forwarded too often."""
         if not elsewhere.url or count_forwards(scope) >= MOST_FORWARDS:
             raise elsewhere
         client, base = self._connect(elsewhere.url)
@@ -97,7 +97,7 @@ class Peers:
     async def ask_workers(
         self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None
     ) -> list[bytes | None]:
-        """Replies of all other workers of this server; None for one that refuses or times out."""
+        """Replies of all other workers; None for one that refuses or times out."""
         others = [UNIX + socket for number, socket in enumerate(self._sockets) if number != self._me]
         return list(await asyncio.gather(*(self._ask(url, method, path, body, headers) for url in others)))
 
@@ -147,7 +147,6 @@ async def _relay(
 
 
 async def _read_parts(receive: Receive, sent: asyncio.Event, body: bytes | None) -> AsyncIterator[bytes]:
-    """Yields the body as it arrives, or the one already read; raises `ClientGone` if the client disconnects first."""
     more = body is None
     if body:
         yield body

@@ -1,6 +1,5 @@
-"""Processes of `tokentrue serve`: a parent that holds the listening socket, starts the gateways and restarts killed
-ones. Sessions are restored from the journal, admin settings from `AdminState`.
-"""
+"""`tokentrue serve`: a parent that holds the listening socket, starts the gateways and restarts killed ones. Sessions
+are restored from the journal, admin settings from `AdminState`."""
 
 from __future__ import annotations
 
@@ -29,11 +28,10 @@ Serve = Callable[[int, Callable[[], None]], None]
 
 
 class AdminState(ctypes.Structure):
-    """Pause and policy version, in memory shared by the parent and its gateways (`share_admin_state`).
+    """Pause and policy version, in memory shared by the parent and its gateways.
 
     A worker writes an operation here, then asks the others to apply it. A starting worker reads this after it listens
-    to the others and before it serves a request, so it sees each operation here or on its socket.
-    """
+    to the others and before it serves a request, so it sees each operation here or on its socket."""
 
     # No lock: a killed worker would never release it. Each value is one aligned word, written atomically.
     _fields_ = (("paused", ctypes.c_int64), ("version", ctypes.c_int64))
@@ -46,9 +44,8 @@ def share_admin_state() -> AdminState:
 
 
 class RenderDeadline:
-    """Context manager for one rendering per thread. If it takes longer than `seconds`, SIGALRM kills the process: while
-    one call into C holds the interpreter, no thread and no signal handler of the process runs.
-    """
+    """One rendering per thread. If it takes longer than `seconds`, SIGALRM kills the process: while one call into C
+    holds the interpreter, no thread and no signal handler of the process runs."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -71,7 +68,7 @@ class RenderDeadline:
 
 
 class Child:
-    """A gateway process, and the pipe on which it reports that it is up or why it could not start."""
+    """The pipe is where it reports that it is up or why it could not start."""
 
     def __init__(self, serve: Serve, number: int, *, is_only: bool) -> None:
         # Fork before anything is loaded: the child starts at once and inherits socket, key and settings.
@@ -86,7 +83,7 @@ class Child:
         theirs.close()
 
     def has_ended(self) -> bool:
-        """Receives its report, or the end of the pipe; raises the exception that ended it."""
+        """Receives its report; raises the exception that ended it."""
         try:
             message: Any = self.pipe.recv()
         except EOFError:

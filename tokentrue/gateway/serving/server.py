@@ -38,7 +38,7 @@ def is_loopback(host: str) -> bool:
 
 
 def listen(host: str, port: int, *, admin_key: str) -> socket.socket:
-    """Opens the public socket. Beyond loopback the admin key must not be guessable."""
+    """Beyond loopback the admin key must not be guessable."""
     if not is_loopback(host) and is_weak_key(admin_key):
         raise ConfigError(
             f"refusing to bind {host}: TOKENTRUE_ADMIN_KEY is too weak; use 16 random characters or more, or unset it"
@@ -69,7 +69,7 @@ def find_url(host: str, bound: socket.socket) -> str:
 
 
 def log_to_stderr(*, enabled: bool) -> None:
-    """Logs one JSON line per turn, and warnings; never a key or conversation text."""
+    """One JSON line per turn, and warnings; never a key or conversation text."""
     logger = logging.getLogger("tokentrue.gateway")
     logger.setLevel(logging.INFO if enabled else logging.WARNING)
     logger.propagate = False
@@ -80,7 +80,7 @@ def log_to_stderr(*, enabled: bool) -> None:
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object per line, with its time first. A message that is an object already keeps its fields."""
+    """One JSON object per line, with its time first."""
 
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)
@@ -92,9 +92,8 @@ class JsonLines(logging.Formatter):
 
 
 class Server(uvicorn.Server):
-    """Shuts down on one of `signals` and exits 0; uvicorn would raise the signal again. Also serves the connections that
-    the parent accepted and passes through `receiver` (`dispatch`).
-    """
+    """Shuts down on one of `signals` and exits 0; uvicorn would raise the signal again. Also serves the connections
+    that the parent passes through `receiver` (`dispatch`)."""
 
     def __init__(
         self, config: uvicorn.Config, signals: Sequence[signal.Signals], receiver: socket.socket | None
@@ -194,8 +193,6 @@ async def serve_embedded(
 def serve_until_signal(
     gateway: Gateway, listener: socket.socket, *, receiver: socket.socket | None, ready: Callable[[], None]
 ) -> None:
-    """Serves on a new event loop; calls `ready` when up. `receiver`: of connections that the parent accepts."""
-
     async def serve() -> None:
         stops, drain_s = (signal.SIGTERM, signal.SIGINT), gateway.config.drain_s
         async with serve_embedded(gateway, listener, drain_s=drain_s, signals=stops, receiver=receiver) as serving:

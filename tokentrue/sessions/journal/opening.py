@@ -1,5 +1,3 @@
-"""Opens the journal that a store names: `sqlite:PATH`, `postgresql://…` or `memory`."""
-
 from __future__ import annotations
 
 import os
@@ -21,8 +19,8 @@ def open_journal(
     address: str = "",
     lease_s: float = 15.0,
 ) -> Journal:
-    """`lock=False` is for workers, whose supervisor holds the lock. `name`, `address` and `lease_s` apply to
-    PostgreSQL."""
+    """`sqlite:PATH`, `postgresql://…` or `memory`. `lock=False` is for workers, whose supervisor holds the lock.
+    `name`, `address` and `lease_s` apply to PostgreSQL."""
     if is_postgres(store):
         from tokentrue.sessions.journal.postgres import PostgresJournal
 

@@ -77,21 +77,18 @@ def row_from_node(node: Node, parent: Node | None) -> Row:
     }
     if parent is None or (node.tools is not parent.tools and digest(node.tools) != digest(parent.tools)):
         body["tools"] = node.tools
-    if node.edge_reason is not None:
-        body["why"] = node.edge_reason
-    if node.joined_keys:
-        body["joined_keys"] = list(node.joined_keys)
-    if node.replaced:
-        body["replaced"] = list(node.replaced)
-    if node.images:
-        body["images"] = [[run.sha256, run.start, run.count, list(run.grid), run.processor] for run in node.images]
-    if node.attempts:
-        body["attempts"] = [asdict(attempt) for attempt in node.attempts]
     if node.top_logprobs is not None:
         body["top_logprobs"] = [[[int(k), v] for k, v in top.items()] for top in node.top_logprobs]
     replay, layout = pack_replay(node.routed_experts, node.sampling_mask)
-    if layout:
-        body["replay"] = layout
+    rare: JsonObject = {
+        "why": node.edge_reason,
+        "joined_keys": list(node.joined_keys),
+        "replaced": list(node.replaced),
+        "images": [[run.sha256, run.start, run.count, list(run.grid), run.processor] for run in node.images],
+        "attempts": [asdict(attempt) for attempt in node.attempts],
+        "replay": layout,
+    }
+    body |= {name: value for name, value in rare.items() if value}
     try:
         data = dumps(body)
     except (TypeError, ValueError) as error:
@@ -102,22 +99,12 @@ def row_from_node(node: Node, parent: Node | None) -> Row:
         if name in _REPORTED:
             raise EngineContractError(f"the engine's {name} cannot be recorded exactly: {body[name]!r}")
         raise MessageError("cannot be recorded exactly; send plain JSON values", field=name)
-    return Row(
-        id=node.id,
-        seq=node.seq,
-        parent=node.parent,
-        given_ids=node.given_ids.tobytes(),
-        sampled_ids=node.sampled_ids.tobytes(),
-        logprobs=node.logprobs.tobytes(),
-        chain=node.chain,
-        body=data,
-        routed_experts=replay,
-        created=node.created,
-    )
+    ids, logprobs = (node.given_ids.tobytes(), node.sampled_ids.tobytes()), node.logprobs.tobytes()
+    return Row(node.id, node.seq, node.parent, *ids, logprobs, node.chain, data, replay, node.created)
 
 
 def node_from_row(row: Row, parent: Node | None, prompt_digest: bytes | None = None) -> Node:
-    """`prompt_digest` is used for rows of releases that did not store it."""
+    """`prompt_digest` is for rows of releases that did not store it."""
     try:
         return _node_from_body(row, cast("JsonObject", loads(row.body)), parent, prompt_digest)
     except (ValueError, KeyError, TypeError, TokenContractError) as error:
@@ -210,7 +197,7 @@ class _OldSampling(Sampling):
     __slots__ = ()
 
     def __post_init__(self) -> None:
-        self._check_types()
+        self._copy_stops()
 
 
 @record
@@ -222,13 +209,9 @@ class Rewards:
 
 @record
 class SessionRecord:
-    """A session's stored fields, without its nodes.
-
-    `sampling` holds the pinned values, `pin` names the pinned prompts; `side_requests` are left out of samples or
-    trained (`sessions/side_requests`). `key_hash` belongs to its API key and
-    `first_key_hash` to the first one, if that was replaced: it verifies signatures on reasoning. `late_keys` maps
-    request keys that joined a turn while its nodes were being written to the ids of those nodes.
-    """
+    """A session's stored fields, without its nodes. `sampling` holds the pinned values, `pin` names the pinned prompts.
+    `first_key_hash` is of the first API key, if that was replaced: it verifies signatures on reasoning. `late_keys`
+    maps request keys that joined a turn while its nodes were being written to the ids of those nodes."""
 
     id: str
     group: str | None = None

@@ -1,9 +1,8 @@
 """SQLite stores: their file, their tables with migrations, and their locks.
 
-One server per store: it holds an exclusive lock on a file beside the store while the store is open for writing; the
-lock ends with the process. The server's workers share a second lock. If the supervisor is killed, its workers first
-finish what they generate, and the next server waits for them: two processes never write one session.
-"""
+A server holds an exclusive lock on a file beside the store while the store is open for writing; the lock ends with the
+process. Its workers share a second lock. If the supervisor is killed, its workers first finish what they generate, and
+the next server waits for them: two processes never write one session."""
 
 from __future__ import annotations
 
@@ -135,7 +134,7 @@ class WorkerLock(_FileLock):
 
 
 class StoreLock(_FileLock):
-    """Taken on construction; raises if another process, or another object of this process, holds it."""
+    """Raises if another process, or another object of this process, holds it."""
 
     def __init__(self, store: str | Path, *, orphans_s: float = ORPHANS_S) -> None:
         super().__init__(store, "lock")

@@ -11,7 +11,7 @@ from tokentrue.errors import EngineContractError, MessageError, TokenContractErr
 from tokentrue.plain_json import freeze
 from tokentrue.protocols import Renderer
 from tokentrue.routing_replay import own_routing
-from tokentrue.sessions.limits import INLINE_IDS, run_inline_or_thread
+from tokentrue.sessions.limits import CHARS_PER_ID, run_by_size
 from tokentrue.sessions.singleflight import InFlightTurn
 from tokentrue.sessions.stages.generation import Choice
 from tokentrue.sessions.stages.prompts import Prompt
@@ -19,10 +19,12 @@ from tokentrue.sessions.stages.requests import format_identity
 from tokentrue.sessions.tree import Node, Tree
 from tokentrue.types import Attempt, Completion, Parsed, Reply, Status
 
+# What a node and a completion have in common.
+_REPORTED = ("versions", "finish", "stopped_by", "top_logprobs", "sampling_mask", "fingerprint")
+
 
 def reserve_nodes(choices: Sequence[Choice], turn: InFlightTurn, prompt: Prompt, tree: Tree) -> list[Node]:
-    """Builds the nodes, checks them (recorded prompt equals the sent one, certificate fits) and reserves their
-    places."""
+    """Builds and checks the nodes, and reserves their places."""
     nodes = [_build_node(choice, turn, prompt, tree, tree.next_seq + offset) for offset, choice in enumerate(choices)]
     tree.reserve(nodes)
     return nodes
@@ -49,13 +51,10 @@ def _build_node(choice: Choice, turn: InFlightTurn, prompt: Prompt, tree: Tree, 
         given_spans=prompt.spans,
         sampled_ids=done.token_ids,
         logprobs=array("d", done.logprobs),
-        versions=done.versions,
-        finish=done.finish,
         served=freeze(choice.served, "served"),
         chain=b"",
         prompt_length=len(prompt.ids),
         prompt_digest=_sent_digest(done, prompt, tree),
-        stopped_by=done.stopped_by,
         attempts=tuple(_storable(attempt) for attempt in choice.parsed.attempts if attempt.status is not Status.OK),
         dialect=request.dialect,
         model=request.model,
@@ -74,10 +73,8 @@ def _build_node(choice: Choice, turn: InFlightTurn, prompt: Prompt, tree: Tree, 
         choice=choice.index,
         created=time.time(),
         routed_experts=routing,
-        sampling_mask=done.sampling_mask,
-        top_logprobs=done.top_logprobs,
-        fingerprint=done.fingerprint,
         images=prompt.images,
+        **{name: getattr(done, name) for name in _REPORTED},
     )
     return replace(node, chain=tree.link(node))
 
@@ -93,7 +90,7 @@ def _storable(attempt: Attempt) -> Attempt:
 def _sent_digest(completion: Completion, prompt: Prompt, tree: Tree) -> bytes:
     """SHA-256 of the sent prompt; raises unless it is the recorded one."""
     parent = prompt.resolution.parent
-    recorded = tree.prompt_digest(parent, prompt.given_ids)
+    recorded = tree.hash_prompt(parent, prompt.given_ids).digest()
     if recorded == (completion.prompt_digest or prompt.ids.sha256()):
         return recorded
     kept = tree.full_ids(parent) + prompt.given_ids
@@ -104,7 +101,7 @@ def _sent_digest(completion: Completion, prompt: Prompt, tree: Tree) -> bytes:
 
 
 def reply_from_node(node: Node, parsed: Parsed, completion: Completion, *, from_record: bool = False) -> Reply:
-    """The message is a copy: a client that changes it does not change the record."""
+    """The message is a copy: a client may change it."""
     return Reply(
         node=node.id,
         message=freeze(node.served, "served"),
@@ -121,22 +118,17 @@ def reply_from_node(node: Node, parsed: Parsed, completion: Completion, *, from_
 async def replies_from_record(nodes: Sequence[Node], *, tree: Tree, renderer: Renderer) -> tuple[Reply, ...]:
     replies: list[Reply] = []
     for node in sorted(nodes, key=lambda node: node.choice):
-        is_small = len(node.sampled_ids) < INLINE_IDS
-        parsed = await run_inline_or_thread(
-            renderer.parse, is_small, node.sampled_ids, prompt_ids=tree.prompt_ids(node), tools=node.tools
+        ids, prompt_ids = node.sampled_ids, tree.prompt_ids(node)
+        parsed = await run_by_size(
+            renderer.parse, CHARS_PER_ID * len(ids), ids, prompt_ids=prompt_ids, tools=node.tools
         )
         completion = Completion(
             token_ids=node.sampled_ids,
             logprobs=tuple(node.logprobs),
-            finish=node.finish,
-            versions=node.versions,
             prompt_tokens=node.prompt_length,
-            stopped_by=node.stopped_by,
-            top_logprobs=node.top_logprobs,
             routed_experts=node.routed_experts,
-            sampling_mask=node.sampling_mask,
-            fingerprint=node.fingerprint,
             prompt_digest=node.prompt_digest,
+            **{name: getattr(node, name) for name in _REPORTED},
         )
         replies.append(reply_from_node(node, parsed, completion, from_record=True))
     return tuple(replies)

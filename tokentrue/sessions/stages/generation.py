@@ -23,7 +23,7 @@ from tokentrue.ids import TokenIds
 from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.protocols import Provider, Renderer
 from tokentrue.routing_replay import join_masks_if_whole
-from tokentrue.sessions.limits import INLINE_IDS, run_inline_or_thread
+from tokentrue.sessions.limits import CHARS_PER_ID, run_by_size
 from tokentrue.sessions.singleflight import InFlightTurn
 from tokentrue.sessions.tree import Outcome
 from tokentrue.tracing import traced
@@ -52,8 +52,8 @@ MOST_SAMPLED = 1 << 20  # tokens of one choice whose request has no max_tokens
 
 
 class Choice:
-    """One of the n answers to one request, to be recorded as node `node_id`: what the engine sampled (`completion`)
-    and the message that the client gets (`served`). A streamed turn emits it as it is sampled."""
+    """One of the n answers to a request, to be recorded as node `node_id`: what the engine sampled (`completion`) and
+    the message that the client gets (`served`)."""
 
     completion: Completion
     parsed: Parsed
@@ -75,46 +75,41 @@ class Choice:
         self._prompt_ids, self._tools, self._renderer = prompt_ids, turn.conversation.tools, renderer
         # An engine that takes no images has no such argument.
         self._images: JsonMapping = {"images": images} if images else {}
-        self._placeholders: frozenset[int] = frozenset(getattr(renderer, "placeholder_ids", ()))
+        self._placeholders = frozenset(renderer.placeholder_ids)
         self._emit = turn.emit if turn.streamed else None
-        self._limit = MOST_SAMPLED if sampling.max_tokens is None else sampling.max_tokens
+        self._limit = sampling.max_tokens or MOST_SAMPLED
         self._received = _Received(self._limit)
         self._is_complete = self._is_parsed = False
 
     async def generate(self, provider: Provider, session_id: str) -> None:
-        if self._emit is None:
+        emit, index, node_id = self._emit, self.index, self.node_id
+        if emit is None:
             return await self._read(provider, session_id, None)
         parser = self._renderer.parser(prompt_ids=self._prompt_ids, tools=self._tools)
-        shown = StreamedMessage(self.node_id, self.sampling.stop)
-        self._show()
+        shown = StreamedMessage(node_id, self.sampling.stop)
+
+        def show(deltas: Sequence[Delta]) -> None:
+            for delta in deltas:
+                emit(TurnEvent(index=index, node_id=node_id, delta=delta))
 
         def feed(chunk: Chunk) -> None:
             deltas = shown.feed(_parse(parser.feed, chunk.token_ids))
-            first = deltas[0] if deltas else None
-            self._show(delta=first, token_ids=chunk.token_ids, logprobs=chunk.logprobs)
-            self._show_deltas(deltas[1:])
+            first, ids, logprobs = deltas[0] if deltas else None, chunk.token_ids, chunk.logprobs
+            emit(TurnEvent(index=index, node_id=node_id, delta=first, token_ids=ids, logprobs=logprobs))
+            show(deltas[1:])
 
+        emit(TurnEvent(index=index, node_id=node_id))
         await self._read(provider, session_id, feed)
         rest, self.parsed = _parse(parser.finish)
-        self._show_deltas(shown.feed(rest))
-        served = serve_message(self.parsed, self.node_id, stops=self.sampling.stop)
-        missing, self.served = shown.finish(served)
-        self._show_deltas(missing)
+        show([*shown.feed(rest), *shown.finish()])
+        self.served = serve_message(self.parsed, node_id, stops=self.sampling.stop)
         self._is_parsed = True
-
-    def _show(self, **fields: Any) -> None:
-        if self._emit is not None:
-            self._emit(TurnEvent(index=self.index, node_id=self.node_id, **fields))
-
-    def _show_deltas(self, deltas: Sequence[Delta]) -> None:
-        for delta in deltas:
-            self._show(delta=delta)
 
     async def _read(self, provider: Provider, session_id: str, feed: Callable[[Chunk], None] | None) -> None:
         # Keep chunks as they arrive, in case the stream breaks off.
         final: Completion | None = None
         sampling = self.sampling
-        if self._placeholders and getattr(provider, "bans_tokens", False):
+        if self._placeholders and provider.bans_tokens:
             sampling = ban_tokens(sampling, self._placeholders)
         stream = provider.stream(self._prompt_ids, sampling, session=session_id, whole=feed is None, **self._images)
         try:
@@ -123,7 +118,7 @@ class Choice:
                     final = chunk.final or final
                     if chunk.token_ids:
                         fitting = self._received.add(chunk)
-                        if found := self._placeholders.intersection(fitting.token_ids):
+                        if self._placeholders and (found := self._placeholders.intersection(fitting.token_ids)):
                             raise EngineContractError(
                                 f"the model sampled the placeholder {min(found)}, which has no image; ask again"
                             )
@@ -138,32 +133,26 @@ class Choice:
             raise EngineContractError(f"the engine's answer is not a completion: {error}") from error
         if final is None or not self._received.is_all_of(final):
             raise EngineContractError("the engine's stream and its final answer differ")
-        self._check(final)
-        self.completion, self._is_complete = final, True
-
-    def _check(self, completion: Completion) -> None:
-        """Raises unless the engine's report agrees with what it was sent and can be recorded."""
-        sent = len(self._prompt_ids)
-        if completion.prompt_tokens not in (None, sent):
-            raise EngineContractError(
-                f"the engine counted {completion.prompt_tokens} prompt tokens of the {sent} that were sent"
-            )
-        if not completion.token_ids:
+        counted, sent = final.prompt_tokens, len(self._prompt_ids)
+        if counted not in (None, sent):
+            raise EngineContractError(f"the engine counted {counted} prompt tokens of the {sent} that were sent")
+        if not final.token_ids:
             raise EngineContractError("the engine sampled no token; raise max_tokens or shorten the prompt")
-        for span in completion.versions:
+        for span in final.versions:
             _check_version(span.version)
+        self.completion, self._is_complete = final, True
 
     @traced("parse")
     async def parse(self) -> None:
         if not self._is_parsed:
-            ids = self.completion.token_ids
-            self.parsed = await run_inline_or_thread(
-                _parse, len(ids) < INLINE_IDS, self._renderer.parse, ids, prompt_ids=self._prompt_ids, tools=self._tools
+            ids, parse = self.completion.token_ids, self._renderer.parse
+            self.parsed = await run_by_size(
+                _parse, CHARS_PER_ID * len(ids), parse, ids, prompt_ids=self._prompt_ids, tools=self._tools
             )
             self.served = serve_message(self.parsed, self.node_id, stops=self.sampling.stop)
 
     async def parse_partial(self, outcome: Outcome) -> bool:
-        """Parses the tokens received so far, labelled with why they are not served; False if there are none."""
+        """Parses the tokens received so far; False if there are none. `outcome`: why they are not served."""
         if not self._is_complete:
             received = self._received.completion(len(self._prompt_ids))
             if received is None:
@@ -242,7 +231,7 @@ class _Received:
 
 @traced("generate")
 async def generate_all(choices: Sequence[Choice], provider: Provider, session_id: str) -> None:
-    """On failure, raises the first one after cancelling and awaiting the other choices."""
+    """Raises the first failure after cancelling and awaiting the other choices."""
     if len(choices) == 1:
         return await choices[0].generate(provider, session_id)
     tasks = [asyncio.create_task(choice.generate(provider, session_id)) for choice in choices]
@@ -261,13 +250,13 @@ _MADE_UP = re.compile(r"call_[0-9a-f]{24}")  # generated by a parser, for a form
 
 
 def choose_call_id(written: str, node_id: str, index: int) -> str:
-    """Equal in a stream and in the committed turn, and different in two answers to one prompt. An id that the model
-    wrote is kept (it is in its tokens), unless it has the form that parsers generate."""
+    """An id that the model wrote is kept (it is in its tokens), unless it has the form that parsers generate. Any other
+    is equal in a stream and in the committed turn, and different in two answers to one prompt."""
     return f"call_{node_id[:20]}{index:04x}" if not written or _MADE_UP.fullmatch(written) else written
 
 
 def serve_message(parsed: Parsed, node_id: str, *, stops: Sequence[str]) -> Message:
-    """The message of a whole turn; visible text ends before the first stop string."""
+    """Visible text ends before the first stop string."""
     message: JsonObject = dict(parsed.message)
     if calls := calls_of(message):
         message["tool_calls"] = [
@@ -294,45 +283,28 @@ def find_stop(text: str, stops: Sequence[str]) -> int | None:
 
 
 def ban_tokens(sampling: Sampling, ids: Iterable[int]) -> Sampling:
-    """For engines that take a logit bias. The record keeps the settings of the request."""
+    """For engines that take a logit bias. The record keeps the request's settings."""
     bias: JsonObject = {**(sampling.extra.get("logit_bias") or {}), **{str(token): -100.0 for token in sorted(ids)}}
     return replace(sampling, extra={**sampling.extra, "logit_bias": bias})
 
 
 class StreamedMessage:
-    """The message as streamed so far; its final state is the served message.
-
-    Text that may begin a stop string is held back until that is decided.
-    """
+    """What a client may see of a message's deltas. Text that may begin a stop string is held back."""
 
     def __init__(self, node_id: str, stops: Sequence[str]) -> None:
         self._node, self._stops = node_id, [stop for stop in stops if stop]
-        self._shown, self._held, self._is_cut = "", "", False
-        self._reasoning = ""
-        self._calls: list[dict[str, str]] = []
+        self._held, self._is_cut = "", False
 
     def feed(self, deltas: Iterable[Delta]) -> list[Delta]:
-        """The deltas that the client may see."""
         seen: list[Delta] = []
         for delta in deltas:
-            if delta.call is not None:
-                delta = self._feed_call(delta, delta.call)
-            self._reasoning += delta.reasoning
-            if delta.content:
+            if delta.call is not None and (delta.name or delta.call_id):
+                delta = structs.replace(delta, call_id=choose_call_id(delta.call_id, self._node, delta.call))
+            if self._stops and delta.content:
                 delta = structs.replace(delta, content=self._release(delta.content))
             if delta.content or delta.reasoning or delta.call is not None:
                 seen.append(delta)
         return seen
-
-    def _feed_call(self, delta: Delta, index: int) -> Delta:
-        while len(self._calls) <= index:
-            self._calls.append({"id": "", "name": "", "arguments": ""})
-        if delta.name or delta.call_id:
-            delta = structs.replace(delta, call_id=choose_call_id(delta.call_id, self._node, index))
-        call = self._calls[index]
-        call["id"], call["name"] = delta.call_id or call["id"], delta.name or call["name"]
-        call["arguments"] += delta.arguments
-        return delta
 
     def _release(self, text: str) -> str:
         if self._is_cut:
@@ -344,45 +316,17 @@ class StreamedMessage:
             starts = (size for stop in self._stops for size in range(1, len(stop)) if self._held.endswith(stop[:size]))
             end = len(self._held) - max(starts, default=0)
         shown, self._held = self._held[:end], self._held[end:]
-        self._shown += shown
         return shown
 
-    def finish(self, served: Message) -> tuple[list[Delta], Message]:
-        """Returns the deltas still missing from `served`, and the message that the client then has.
-
-        That message is `served`, unless the stream has shown something that the whole parse takes back (a call that
-        broke off). The record then keeps what was shown, because the client has it and will replay it.
-        """
-        deltas: list[Delta] = []
-        message = dict(served)
-        for field, have in (("reasoning_content", self._reasoning), ("content", self._shown)):
-            want = str(served.get(field) or "")
-            if not want.startswith(have):
-                message[field] = have
-            elif more := want[len(have) :]:
-                deltas.append(Delta(content=more) if field == "content" else Delta(reasoning=more))
-        calls = [dict(call) for call in calls_of(served)]
-        for index in range(max(len(calls), len(self._calls))):
-            self._finish_call(index, calls, deltas)
-        if calls:
-            message["tool_calls"] = calls
-        return deltas, message
-
-    def _finish_call(self, index: int, calls: list[JsonObject], deltas: list[Delta]) -> None:
-        shown = self._calls[index] if index < len(self._calls) else {"id": "", "name": "", "arguments": ""}
-        wanted = calls[index] if index < len(calls) else None
-        function: JsonMapping = {} if wanted is None else wanted["function"]
-        arguments = str(function.get("arguments") or "")
-        is_taken_back = shown["name"] not in ("", function.get("name")) or not arguments.startswith(shown["arguments"])
-        if wanted is None or is_taken_back:
-            call = {"name": shown["name"], "arguments": shown["arguments"]}
-            calls[index : index + 1] = [{"id": shown["id"], "type": "function", "function": call}]
-            return
-        if not shown["name"]:
-            deltas.append(Delta(call=index, call_id=str(wanted["id"]), name=str(function["name"])))
-        if more := arguments[len(shown["arguments"]) :]:
-            deltas.append(Delta(call=index, arguments=more))
+    def finish(self) -> list[Delta]:
+        """The text that was held back and begins no stop string."""
+        return [Delta(content=self._held)] if self._held and not self._is_cut else []
 
 
 def deltas_from_message(message: Message) -> list[Delta]:
-    return StreamedMessage("", ()).finish(message)[0]
+    """A whole message as the deltas of a stream."""
+    deltas = [Delta(reasoning=message.get("reasoning_content") or "", content=message.get("content") or "")]
+    for index, call in enumerate(calls_of(message)):
+        function = call["function"]
+        deltas.append(Delta(call=index, call_id=call["id"], name=function["name"], arguments=function["arguments"]))
+    return deltas

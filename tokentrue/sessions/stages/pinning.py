@@ -1,11 +1,10 @@
 """Pinned prompts: a conversation keeps its first system prompt, whatever the agent sends later (a clock, a list of
 files).
 
-With `pin=("system",)` a request that continues a recorded turn is read as if it began with that turn's system prompt;
-the node keeps the client's in `replaced`. The tools and all messages after the system prompt decide whether a turn is
-continued. A request that continues none opens a conversation with its own prompt: sub-agents and side requests keep
-theirs. Only the record decides: a refused or failed turn has no effect, and a reopened session has the same prompts.
-"""
+A request that continues a recorded turn is read as if it began with that turn's system prompt; the node keeps the
+client's in `replaced`. The tools and all messages after the system prompt decide whether a turn is continued. A request
+that continues none opens a conversation with its own prompt. Only the record decides: a failed turn has no effect, and
+a reopened session has the same prompts."""
 
 from __future__ import annotations
 
@@ -21,8 +20,6 @@ from tokentrue.plain_json import digest
 from tokentrue.records import record
 from tokentrue.sessions.tree import Node, Tree
 from tokentrue.types import Message, Messages
-
-PINNABLE = ("system",)
 
 
 @record
@@ -44,7 +41,6 @@ class PinnedPrompts:
             self.add(node)
 
     def add(self, node: Node) -> None:
-        """Pins the prompt of a turn that begins a conversation."""
         if not self._is_on or node.parent is not None:
             return
         messages = self._tree.given_messages(node)
@@ -67,7 +63,7 @@ class PinnedPrompts:
         return tuple(messages[: _count_prompt(messages)])
 
     def _find_prompt(self, sent: tuple[Message, ...], conversation: Conversation) -> tuple[Message, ...]:
-        """The prompt of the conversation that the messages after `sent` continue; `sent` if they continue none."""
+        """Of the conversation that the messages after `sent` continue; `sent` if they continue none."""
         # Of several continued equally far, take the one that was sent this very prompt. Otherwise the choice would be a
         # guess, and a new conversation is better than the wrong one.
         rest = conversation.facts[len(sent) :]
@@ -120,7 +116,6 @@ def _count_prompt(messages: Messages) -> int:
 
 def check_pin(pin: Iterable[str]) -> tuple[str, ...]:
     chosen = (pin,) if isinstance(pin, str) else tuple(dict.fromkeys(pin))
-    for name in chosen:
-        if name not in PINNABLE:
-            raise ConfigError(f"pin: {name!r} cannot be pinned; choose from {', '.join(PINNABLE)}")
+    if others := [name for name in chosen if name != "system"]:
+        raise ConfigError(f"pin: {others[0]!r} cannot be pinned; choose from system")
     return chosen

@@ -67,7 +67,7 @@ async def build_prompt(
 
 
 def prompt_from_ids(resolution: Resolution, ids: TokenIds) -> Prompt:
-    """A prompt that the caller rendered: what follows the recorded ids is given."""
+    """A prompt that the caller rendered."""
     start = 0 if resolution.parent is None else resolution.parent.length
     return Prompt(ids=ids, given_ids=ids[start:], spans=(), resolution=resolution)
 

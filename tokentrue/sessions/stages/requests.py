@@ -1,4 +1,4 @@
-"""What a request asks for: its sampling, with pinned values over the client's, and its identity."""
+"""A request's sampling, with pinned values over the client's, and its identity."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ _CURE = "switch it off, or use a session with training=False"
 
 
 def check_pinned(sampling: Sampling | JsonMapping | None) -> JsonMapping:
-    """Sampling values that override the client's. A whole `Sampling` pins every field, a mapping only the fields it
-    names."""
+    """Sampling values that override the client's: of a `Sampling` every field, of a mapping those it names."""
     if isinstance(sampling, Sampling):
         return {name: getattr(sampling, name) for name in _FIELDS}
     values = dict(sampling or {})
@@ -29,8 +28,8 @@ def check_pinned(sampling: Sampling | JsonMapping | None) -> JsonMapping:
 
 
 def resolve_sampling(sampling: Sampling, pinned: JsonMapping, *, renderer: Renderer, training: bool) -> Sampling:
-    """Pinned values over the client's, plus the renderer's stop tokens. Refuses penalties if a trainer will score
-    the tokens."""
+    """Pinned values over the client's, plus the renderer's stop tokens. Refuses penalties if a trainer will score the
+    tokens."""
     if pinned:
         values = Sampling(**pinned)
         sampling = replace(sampling, **{name: getattr(values, name) for name in pinned})
@@ -42,8 +41,7 @@ def resolve_sampling(sampling: Sampling, pinned: JsonMapping, *, renderer: Rende
 
 
 async def check_truthful(sampling: Sampling, provider: Provider) -> None:
-    """Refuses filters under which the engine does not report the log-probabilities that it sampled from. Queries the
-    engine if its capabilities are not known yet."""
+    """Refuses filters under which the engine does not report the log-probabilities that it sampled from."""
     if not sampling.filters:
         return
     if provider.truthful_filters is None:
@@ -54,7 +52,7 @@ async def check_truthful(sampling: Sampling, provider: Provider) -> None:
 
 
 def identify_request(request: TurnRequest, conversation: Conversation, sampling: Sampling) -> bytes:
-    """A digest of the exact request: messages, tools, sampling, template settings, n, dialect, named node and ids."""
+    """A digest of everything that makes the request exact."""
     settings = dumps([sampling_to_json(sampling), request.template_kwargs])
     named = () if request.continues is None else (request.continues.encode(),)
     if request.prompt_ids is not None:
@@ -63,7 +61,7 @@ def identify_request(request: TurnRequest, conversation: Conversation, sampling:
 
 
 def format_identity(identity: bytes) -> str:
-    """The form that a node stores. Records without the prefix are older and identify a request by looser keys."""
+    """The form that a node stores. Records without the prefix identify a request by looser keys."""
     return f"exact:{identity.hex()}"
 
 
