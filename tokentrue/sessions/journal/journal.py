@@ -1,10 +1,12 @@
 """The durable store: SQLite in WAL mode. An awaited write returns only after its commit.
 
-One writer thread makes every write; reads use a separate connection. After a crash at any point every acknowledged
-write is present and no write is partial. One process owns a store for writing; one object at a time owns a session
-(`claim`). Corruption is detected: rows carry digests, sessions the number of their nodes, the store the number of its
-sessions, and opening runs `quick_check`. `Journal("memory")` is the same store without a file. `synchronous="FULL"`
-also survives a loss of power."""
+One writer thread makes every write (`Writer`); reads use a separate connection. After a crash at any point every
+acknowledged write is present and no write is partial. One process owns a store for writing (`lock`); one object at a
+time owns a session (`claim`).
+Corruption is detected: rows carry digests, sessions the number of their nodes, the store the number of its sessions,
+and opening runs SQLite's `quick_check`. `Journal("memory")` is the same store without a file. `synchronous="FULL"`
+also survives a loss of power.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 from weakref import WeakValueDictionary
@@ -68,11 +69,13 @@ class StoreSecret:
 
 
 class Journal:
-    """Writes are awaitable; reads block.
+    """Sessions and their nodes in SQLite. Writes are awaitable; reads block (run large ones in a thread).
 
     `lock=False` is for worker processes whose parent holds a `StoreLock`; `read_only=True` needs no lock and refuses
-    writes; `check=False` skips `quick_check`, which reads the whole file."""
+    writes; `check=False` skips `quick_check`, which reads the whole file.
+    """
 
+    _greatest = "max"  # SQL for the largest of several values
     _has_fencing = False  # a write with an older fencing token fails
 
     def __init__(
@@ -86,34 +89,45 @@ class Journal:
     ) -> None:
         self.target = str(target)
         file = SqliteFile(self.target, synchronous=synchronous, read_only=read_only)
-        with ExitStack() as opened:
-            if not (read_only or file.in_memory):
-                opened.callback((StoreLock if lock else WorkerLock)(file.path).release)
+        self._lock: StoreLock | WorkerLock | None = None
+        if not (read_only or file.in_memory):
+            self._lock = StoreLock(file.path) if lock else WorkerLock(file.path)
+        connection: sqlite3.Connection | None = None
+        try:
             file.create()
-            connection = opened.enter_context(closing(file.connect()))
+            connection = file.connect()
             if check and not file.in_memory:
                 file.check(connection)
-            reader = None if file.in_memory else opened.enter_context(closing(file.connect()))
-            self._start(connection, reader, opened, read_only=read_only)
+            self._start(connection, None if file.in_memory else file.connect(), read_only=read_only)
+        except BaseException:
+            if connection is not None:
+                connection.close()
+            self._release_lock()
+            raise
 
-    def _start(self, connection: Database, reader: Database | None, opened: ExitStack, *, read_only: bool) -> None:
-        """`opened` closes the connections and what was opened before them."""
+    def _start(self, connection: Database, reader: Database | None, *, read_only: bool) -> None:
         self._read_only, self._closed = read_only, False
         self._claims: WeakValueDictionary[str, SessionClaim] = WeakValueDictionary()  # each is kept by its holder
         self._reading, self._reader = threading.Lock(), reader
         self._writer = Writer(connection)
-        self._opened = opened.pop_all()
 
     def close(self) -> None:
         """Waits for queued writes."""
         self._writer.close()
         with self._reading:
             self._closed = True
-            self._opened.close()
+            if self._reader is not None:
+                self._reader.close()
+        self._release_lock()
+
+    def _release_lock(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
 
     # One object writes a session at a time.
     def acquire(self, session_id: str) -> int:
-        """Returns the new owner's fencing token; call it before reading a session to continue it."""
+        """Returns the new owner's fencing token; call it before reading a session to continue it. SQLite stores have
+        one owner."""
         return FIRST_TOKEN
 
     def claim(self, session_id: str, turns: Sized, token: int = FIRST_TOKEN) -> SessionClaim:
@@ -197,7 +211,7 @@ class Journal:
         images: Sequence[ImageFile] = (),
     ) -> None:
         """Appends all rows and the images that they are the first of the session to refer to, or nothing. Requires an
-        open session, an existing parent and an unused `seq`."""
+        open session, an existing parent and an unused `seq` (compare-and-swap)."""
 
         def write(db: Database) -> None:
             self.check_owner(db, session_id, claim)
@@ -227,6 +241,8 @@ class Journal:
     async def update(
         self, session_id: str, change: Callable[[SessionRecord], SessionRecord], claim: SessionClaim | None = None
     ) -> SessionRecord:
+        """In one transaction."""
+
         def write(db: Database) -> SessionRecord:
             self.check_owner(db, session_id, claim)
             record = change(load_record(db, session_id))
@@ -239,13 +255,15 @@ class Journal:
     async def delete(self, session_id: str) -> None:
         await self.write(lambda db: self._delete_sessions(db, [session_id]))
 
-    async def purge(self, *, older_than_s: float, now: float | None = None) -> list[str]:
-        """Deletes sessions by age since their end."""
+    async def purge(self, *, older_than_s: float, ended_only: bool = True, now: float | None = None) -> list[str]:
+        """By age since their end (with `ended_only=False` also open ones, since their last turn)."""
         limit = (time.time() if now is None else now) - older_than_s
 
         def write(db: Database) -> list[str]:
-            found = db.execute("SELECT id FROM sessions WHERE state = 'ended' AND ended < ?", (limit,))
-            old = [row[0] for row in found]
+            last_turn = "coalesce((SELECT max(created) FROM nodes WHERE session = sessions.id), 0)"
+            newest = f"{self._greatest}(coalesce(ended, 0), created, {last_turn})"
+            where = "state = 'ended' AND ended < ?" if ended_only else f"{newest} < ?"
+            old = [row[0] for row in db.execute(f"SELECT id FROM sessions WHERE {where}", (limit,))]
             self._delete_sessions(db, old)
             return old
 
@@ -332,11 +350,7 @@ class Journal:
             raise JournalError(
                 f"the journal is damaged: session {session_id!r} has {len(rows)} nodes of {found[0][0]}; {RESTORE}"
             )
-        for _, name, *columns, digest in rows:
-            if digest != row_digest((session_id, name, *columns)):
-                what = f"node {name!r} of session {session_id!r}"
-                raise JournalError(f"the journal is damaged: {what} does not fit its digest; {RESTORE}")
-        return [Row(*values[1:-1]) for values in rows]
+        return [_row_from_values(session_id, values[1:]) for values in rows]
 
 
 def load_record(db: Database, session_id: str) -> SessionRecord:
@@ -344,6 +358,15 @@ def load_record(db: Database, session_id: str) -> SessionRecord:
     if row is None:
         raise SessionNotFound(f"no session {session_id!r}")
     return record_from_values(row)
+
+
+def _row_from_values(session_id: str, values: Sequence[Any]) -> Row:
+    *columns, digest = values
+    if digest != row_digest((session_id, *columns)):
+        raise JournalError(
+            f"the journal is damaged: node {columns[0]!r} of session {session_id!r} does not fit its digest; {RESTORE}"
+        )
+    return Row(*columns)
 
 
 def _filter_sessions(state: str | None, group: str | None) -> tuple[str, tuple[Any, ...]]:
@@ -361,8 +384,11 @@ _LARGEST_GROUP = 512
 
 
 class Writer:
-    """Owns the only writing connection. Queued writes share a transaction (group commit), each in a savepoint, so a
-    failing write does not affect the others."""
+    """The thread that owns the only writing connection.
+
+    Queued writes share a transaction (group commit), each in a savepoint, so a failing write does not affect the
+    others. A write's future completes after the commit.
+    """
 
     def __init__(self, connection: Database) -> None:
         self._connection = connection
@@ -380,9 +406,11 @@ class Writer:
         return future
 
     def close(self) -> None:
+        """Waits for queued writes."""
         with self._lock:
             self._is_closed = True
         self._thread.shutdown()
+        self._connection.close()
 
     def _write_waiting(self) -> None:
         if self._waiting:  # an earlier call may have written them already

@@ -1,9 +1,10 @@
 """The journal on PostgreSQL, shared by several gateways.
 
-Each gateway process renews a lease, timed by the database server's clock. A session belongs to one gateway, under a
-fencing token that grows with every change of owner. Every write checks owner and token in its transaction, so a gateway
-that was paused or cut off can never write after its successor. When a gateway's lease has expired, the next gateway to
-open one of its sessions acquires it before reading it."""
+Each gateway process renews a lease (`Lease`), timed by the database server's clock. A session belongs to one
+gateway, under a fencing token that grows with every change of owner. Every write checks owner and token in its
+transaction, so a gateway that was paused or cut off can never write after its successor. When a gateway's lease has
+expired, the next gateway to open one of its sessions acquires it before reading it.
+"""
 
 from __future__ import annotations
 
@@ -78,19 +79,14 @@ class Connection:
     """Adapts psycopg to `Database`: `?` marks parameters, and the next statement reopens a lost connection."""
 
     def __init__(self, url: str, *, read_only: bool = False) -> None:
-        self._settings: JsonObject = {**CONNECT, **read_address(url)}
-        self._read_only = read_only
-        self._connection = self._open()
+        self._url, self._read_only = url, read_only
+        self._connection = self._connect()
 
-    def _open(self) -> psycopg.Connection[tuple[Any, ...]]:
-        connection = psycopg.connect(autocommit=True, cursor_factory=psycopg.ClientCursor, **self._settings)
+    def _connect(self) -> psycopg.Connection[tuple[Any, ...]]:
+        settings: JsonObject = {**CONNECT, **read_address(self._url)}
+        connection = psycopg.connect(autocommit=True, cursor_factory=psycopg.ClientCursor, **settings)
         connection.read_only = self._read_only
         return connection
-
-    def connect(self) -> None:
-        """Replaces a lost connection."""
-        self.close()
-        self._connection = self._open()
 
     @property
     def in_transaction(self) -> bool:
@@ -100,7 +96,7 @@ class Connection:
     def execute(self, sql: str, parameters: Sequence[Any] = (), /) -> Any:
         if sql == "BEGIN IMMEDIATE":  # SQLite's statement for a write transaction
             if self._connection.closed:
-                self.connect()
+                self._connection = self._connect()
             sql = "BEGIN"
         try:
             return self._connection.execute(sql.replace("?", "%s").encode(), parameters or None)
@@ -108,6 +104,15 @@ class Connection:
             raise sqlite3.IntegrityError(str(error)) from error
         except psycopg.DataError as error:
             raise InputError(f"text that PostgreSQL cannot hold: {error}") from error
+
+    def retry_read(self, read: Callable[[Database], T]) -> T:
+        """Retries once on a new connection if the old one was lost."""
+        try:
+            return read(self)
+        except psycopg.OperationalError:
+            self.close()
+            self._connection = self._connect()
+            return read(self)
 
     def close(self) -> None:
         self._connection.close()
@@ -167,12 +172,15 @@ class PostgresJournal(Journal):
     """`name` is unique to this gateway, `address` the URL at which other gateways reach it; `read_only=True` needs
     neither."""
 
-    _has_fencing = True
+    _greatest, _has_fencing = "greatest", True
 
     def __init__(
         self, target: str, *, name: str = "", address: str = "", lease_s: float = LEASE_S, read_only: bool = False
     ) -> None:
-        self._name, self.target, self._lease = name, describe_store(target), None
+        self._url, self._name = target, name
+        self.target = describe_store(target)
+        self._lock = None
+        self._lease: Lease | None = None
         try:
             with ExitStack() as opened:
                 connection = opened.enter_context(closing(Connection(target, read_only=read_only)))
@@ -186,26 +194,26 @@ class PostgresJournal(Journal):
                 reader = opened.enter_context(closing(Connection(target, read_only=True)))
                 if not read_only:
                     self._lease = Lease(target, name=name, address=address, length_s=lease_s)
-                    opened.callback(self._lease.release)
-                self._start(connection, reader, opened, read_only=read_only)
+                opened.pop_all()
         except psycopg.Error as error:
             cure = "start the server, or correct --store"
             raise JournalError(f"cannot open the journal {self.target}: {one_line(error)}; {cure}") from error
+        self._start(connection, reader, read_only=read_only)
 
     @property
     def lease_number(self) -> int:
         return 0 if self._lease is None else self._lease.number
 
     def _read_from(self, reader: Connection, read: Callable[[Database], T]) -> T:
-        """Retries once on a new connection if the old one was lost."""
         try:
-            try:
-                return read(reader)
-            except psycopg.OperationalError:
-                reader.connect()
-                return read(reader)
+            return reader.retry_read(read)
         except psycopg.Error as error:
             raise JournalError(f"the journal {self.target} could not be read: {one_line(error)}") from error
+
+    def close(self) -> None:
+        super().close()
+        if self._lease is not None:
+            self._lease.release()
 
     # Owners.
     def note_owner(self, db: Database, session_id: str) -> None:
