@@ -110,18 +110,6 @@ class TokenIds(Sequence[int]):
     def __iter__(self) -> Iterator[int]:
         return iter(self.view)
 
-    def __reversed__(self) -> Iterator[int]:
-        return iter(self.view[::-1].tolist())
-
-    def __contains__(self, value: object) -> bool:
-        return value in self.view.tolist()
-
-    def index(self, value: int, start: int = 0, stop: int | None = None) -> int:
-        return self.view.tolist().index(value, start, len(self) if stop is None else stop)
-
-    def count(self, value: int) -> int:
-        return self.view.tolist().count(value)
-
     def __add__(self, other: Iterable[int]) -> TokenIds:
         return TokenIds.concat((self, TokenIds(other)))
 

@@ -12,7 +12,7 @@ from tests import parts
 from tests.renderers.talk import OWN, TOOLS, calls, extended, judge, loaded, result, says, stop_id, user
 from tokentrue.renderers import renderer_of
 from tokentrue.renderers.extending import spans
-from tokentrue.renderers.messages import fill_in_tool_names, normalise_messages
+from tokentrue.renderers.messages import normalise_messages
 
 FAST = ("qwen3", "kimi-k2", "glm-4.6", "deepseek-v3.1", "mistral-nemo", "gemma-3")
 REST = ("qwen2.5", "qwen3-coder", "qwen3.5", "nemotron-3", "llama-3.2")
@@ -35,7 +35,7 @@ CHATS: dict[str, list[Any]] = {
 @pytest.mark.parametrize("chat", CHATS)
 def test_engine_mode_equals_apply_chat_template(name: str, chat: str) -> None:
     renderer = loaded(name, injection="engine")
-    messages = fill_in_tool_names(normalise_messages(CHATS[chat], renderer.inputs))
+    messages = normalise_messages(CHATS[chat], renderer.inputs, named=True)
     tools = TOOLS if chat == "call" else None
 
     def expected() -> list[int]:

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from tokentrue.errors import MessageError, TokenizerError
 from tokentrue.ids import TokenIds
-from tokentrue.json_types import is_object
+from tokentrue.json_types import JsonValue, is_object
 from tokentrue.types import Ids
 
 if TYPE_CHECKING:
-    from tokenizers import AddedToken, Encoding, Tokenizer
+    from tokenizers import AddedToken, Tokenizer
 
 
 EDGE = f"\ufdef{secrets.token_hex(8)}\ufdef"
@@ -54,32 +54,20 @@ class LiteralFinder:
 
     def may_begin_at_end(self, text: str) -> bool:
         """True if more text could make the end of this one a literal."""
-        if not any(first in text[-self._longest - 64 :] for first in self._firsts):
-            return False
         bare = text.rstrip()
         return any(bare[-size:] in self._beginnings for size in range(1, min(len(bare), self._longest) + 1))
 
     def may_end_at_start(self, text: str) -> bool:
-        if not any(last in text[: self._longest + 64] for last in self._lasts):
-            return False
         bare = text.lstrip()
         return any(bare[:size] in self._endings for size in range(1, min(len(bare), self._longest) + 1))
 
     @cached_property
-    def _starts(self) -> list[str]:
-        return sorted({literal[:4] for literal in self._tokens})
-
-    @cached_property
-    def _firsts(self) -> list[str]:
-        return sorted({literal[0] for literal in self._tokens})
-
-    @cached_property
-    def _lasts(self) -> list[str]:
-        return sorted({literal[-1] for literal in self._tokens})
+    def _starts(self) -> set[str]:
+        return {literal[:4] for literal in self._tokens}
 
     @cached_property
     def _edges(self) -> re.Pattern[str]:
-        edges = re.escape("".join(sorted({*self._firsts, *self._lasts})))
+        edges = re.escape("".join(literal[0] + literal[-1] for literal in self._tokens))
         return re.compile(f"[{edges}]" if edges else "(?!)")
 
     @cached_property
@@ -100,19 +88,12 @@ class LiteralFinder:
         from tokenizers import AddedToken, Tokenizer
         from tokenizers.models import WordLevel
 
+        def copy(token: AddedToken) -> AddedToken:
+            blanks, alone = {"lstrip": token.lstrip, "rstrip": token.rstrip}, token.single_word
+            return AddedToken(token.content, single_word=alone, normalized=False, **blanks)
+
         search: Any = Tokenizer(WordLevel({EDGE: 0}, unk_token=EDGE))
-        search.add_tokens(
-            [
-                AddedToken(
-                    content,
-                    lstrip=token.lstrip,
-                    rstrip=token.rstrip,
-                    single_word=token.single_word,
-                    normalized=False,
-                )
-                for content, token in self._tokens.items()
-            ]
-        )
+        search.add_tokens([*map(copy, self._tokens.values())])
         return search
 
 
@@ -246,9 +227,6 @@ class Codec:
         """Encodes as the engine does: every literal in the text becomes its token."""
         return self.encoded.encode(self.backend, text)
 
-    def encode_with_offsets(self, text: str) -> Encoding:
-        return self.backend.encode(text, add_special_tokens=False)
-
     def encode_after(self, text: str, *, literal: str) -> TokenIds:
         """Ids that `text` has after `literal` in a whole text, encoded as the engine does."""
         return self.encode(self._lead + self._strip_after(text, literal))[1:]
@@ -311,21 +289,19 @@ def _copy_without_added_tokens(tokenizer: Tokenizer) -> Tokenizer:
     from tokenizers import AddedToken
     from tokenizers import Tokenizer as Bare
 
-    bare = Bare(tokenizer.model)
+    bare: Any = Bare(tokenizer.model)
     if tokenizer.normalizer is not None:
         bare.normalizer = tokenizer.normalizer
     if tokenizer.pre_tokenizer is not None:
         bare.pre_tokenizer = tokenizer.pre_tokenizer
-    cast("Any", bare).add_special_tokens([AddedToken(EDGE, normalized=False)])
-    if bare.token_to_id(EDGE) is None:
-        raise TokenizerError("tokenizer: cannot be used without its added tokens")
+    bare.add_special_tokens([AddedToken(EDGE, normalized=False)])
     return bare
 
 
 MARKS = tuple(chr(code) for code in range(0xFDD0, 0xFDEF))  # noncharacters: never assigned, valid in UTF-8
 
 
-def needs_shield(codec: Codec, value: Any) -> bool:
+def needs_shield(codec: Codec, value: JsonValue) -> bool:
     find = codec.guarded
     return any(
         find.may_touch(text)
@@ -334,8 +310,8 @@ def needs_shield(codec: Codec, value: Any) -> bool:
     )
 
 
-def strings_in(value: Any) -> Iterator[str]:
-    waiting: list[Any] = [value]
+def strings_in(value: JsonValue) -> Iterator[str]:
+    waiting = [value]
     while waiting:
         item = waiting.pop()
         if isinstance(item, str):
@@ -344,26 +320,26 @@ def strings_in(value: Any) -> Iterator[str]:
             waiting += item
             waiting += item.values()
         elif isinstance(item, list):
-            waiting += cast("list[Any]", item)
+            waiting += item
 
 
 class ContentShield:
     """Breaks literals in the strings of one call with `mark`, a character that none of `values` contains."""
 
-    def __init__(self, codec: Codec, values: Any) -> None:
+    def __init__(self, codec: Codec, values: JsonValue) -> None:
         self._literals = codec.guarded
         self.mark = next((mark for mark in MARKS if not _holds_any(values, (mark,))), "")
         if not self.mark:
             detail = "content holds all of U+FDD0 to U+FDEE, none is left to mark literals with"
             raise MessageError(detail, field="messages")
 
-    def shield(self, value: Any) -> Any:
+    def shield(self, value: JsonValue) -> JsonValue:
         if isinstance(value, str):
             return self.shield_text(value)
         if is_object(value):
             return {self.shield_text(key): self.shield(item) for key, item in value.items()}
         if isinstance(value, list):
-            return [self.shield(item) for item in cast("list[Any]", value)]
+            return [self.shield(item) for item in cast("list[JsonValue]", value)]
         return value
 
     def shield_text(self, text: str) -> str:
@@ -390,5 +366,5 @@ class ContentShield:
         return out
 
 
-def _holds_any(value: Any, marks: tuple[str, ...]) -> bool:
+def _holds_any(value: JsonValue, marks: tuple[str, ...]) -> bool:
     return any(not text.isascii() and any(mark in text for mark in marks) for text in strings_in(value))

@@ -14,9 +14,10 @@ import time
 import traceback
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from tokentrue import errors
+from tokentrue.json_types import JsonValue
 from tokentrue.records import record
 
 MAX_FILES = 1 << 20
@@ -32,7 +33,7 @@ class ProcessLimits:
     memory_bytes: int = 1 << 30  # beyond what the process has when it starts
 
 
-def run_confined(work: Callable[[], Any], limits: ProcessLimits | None = None) -> Any:
+def run_confined(work: Callable[[], JsonValue], limits: ProcessLimits | None = None) -> JsonValue:
     """Runs `work` in a child process and returns its JSON result. A TokenTrueError of `work` is raised here;
     TemplateLimitError if the child exceeded a limit.
     """
@@ -78,7 +79,7 @@ def _without_parallel_tokenizers() -> Generator[None, None, None]:
             os.environ[PARALLELISM] = before
 
 
-def _run_child(work: Callable[[], Any], writer: int, limits: ProcessLimits) -> NoReturn:
+def _run_child(work: Callable[[], JsonValue], writer: int, limits: ProcessLimits) -> NoReturn:
     try:
         os.environ[PARALLELISM] = "false"
         os.closerange(3, writer)  # sockets and pipes of the parent, whose other ends wait for them to close

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict, Unpack, cast, get_args
 
 import msgspec
 
@@ -26,6 +26,9 @@ from tokentrue.renderers.seeing.proof import prove_images
 from tokentrue.renderers.template import Template, find_input_format
 from tokentrue.vision.families import Vision, list_placeholder_ids, load_vision, read_config
 
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -36,19 +39,32 @@ _TOKENIZER_FILES = (
 )
 
 
+class ChatTokenizer(Protocol):
+    """The attributes of a transformers tokenizer that are read."""
+
+    backend_tokenizer: Tokenizer
+    chat_template: str | JsonMapping | None
+    eos_token: str | None
+    special_tokens_map: JsonMapping
+
+
+class RendererOptions(TypedDict, total=False):
+    """Limits: bytes of cached encodings, number of cached plans, and a context that every rendering runs in."""
+
+    encode_cache_bytes: int
+    extend_plans: int
+    render_deadline: AbstractContextManager[object] | None
+
+
 def load_renderer(
     model: str | Path,
     chat_template: str | None = None,
     template_kwargs: JsonMapping | None = None,
     history: History = "keep",
     injection: Injection = "safe",
-    encode_cache_bytes: int = LIMIT_BYTES,
-    extend_plans: int = MAX_PLANS,
-    render_deadline: AbstractContextManager[Any] | None = None,
+    **options: Unpack[RendererOptions],
 ) -> Renderer:
-    """`model`: a local directory or a hub id; `chat_template`: a template's text or the path of its file.
-    `render_deadline` limits every rendering.
-    """
+    """`model`: a local directory or a hub id; `chat_template`: a template's text or the path of its file."""
     for name, value, choices in (
         ("history", history, get_args(History)),
         ("injection", injection, get_args(Injection)),
@@ -59,40 +75,28 @@ def load_renderer(
         directory = locate_small_files(model)
     except ConfigError as error:
         raise TokenizerError(str(error)) from error
-    return renderer_of(
-        _load_tokenizer(model, directory),
-        directory=directory,
-        chat_template=chat_template,
-        template_kwargs=template_kwargs,
-        history=history,
-        injection=injection,
-        encode_cache_bytes=encode_cache_bytes,
-        extend_plans=extend_plans,
-        render_deadline=render_deadline,
-    )
+    tokenizer = _load_tokenizer(model, directory)
+    return renderer_of(tokenizer, directory, chat_template, template_kwargs, history, injection, **options)
 
 
 def renderer_of(
-    tokenizer: Any,
-    *,
+    tokenizer: ChatTokenizer,
     directory: Path | None = None,
     chat_template: str | None = None,
     template_kwargs: JsonMapping | None = None,
     history: History = "keep",
     injection: Injection = "safe",
-    encode_cache_bytes: int = LIMIT_BYTES,
-    extend_plans: int = MAX_PLANS,
-    render_deadline: AbstractContextManager[Any] | None = None,
+    **options: Unpack[RendererOptions],
 ) -> Renderer:
     """Builds a renderer for a loaded transformers tokenizer; `directory` holds its files."""
     source = _find_source(tokenizer, chat_template)
-    codec = Codec(tokenizer.backend_tokenizer, encode_cache_bytes)
+    codec = Codec(tokenizer.backend_tokenizer, options.get("encode_cache_bytes", LIMIT_BYTES))
     family = family_for(source, tokenizer, codec.literals)
     if chat_template is None and family.chat_template is not None and (history, injection) == ("keep", "safe"):
         source = family.chat_template
     kwargs = {**(family.template_kwargs if history == "keep" else {}), **(template_kwargs or {})}
     names = tokenizer.special_tokens_map
-    template = Template(source, variables=names, deadline=render_deadline)
+    template = Template(source, variables=names, deadline=options.get("render_deadline"))
     declared = read_declared_stops(directory, codec, tokenizer.eos_token)
     tokenizer_hash = _hash_tokenizer(directory, tokenizer)
     vision = load_vision(directory)
@@ -115,7 +119,7 @@ def renderer_of(
         family=family,
         vision=vision,
         placeholder_ids=list_placeholder_ids(read_config(directory)),
-        max_plans=extend_plans,
+        max_plans=options.get("extend_plans", MAX_PLANS),
     )
 
     def prove_template() -> JsonObject:
@@ -140,24 +144,24 @@ def renderer_of(
     return make_renderer(inputs=proof.inputs, stops=stops, history=history, injection=injection, proof=proof)
 
 
-def _find_source(tokenizer: Any, chat_template: str | None) -> str:
+def _find_source(tokenizer: ChatTokenizer, chat_template: str | None) -> str:
     if chat_template is not None:
         if "{" not in chat_template and len(chat_template) < 4096 and Path(chat_template).is_file():
             return Path(chat_template).read_text(encoding="utf-8")
         if not chat_template.strip():
             raise TemplateError("chat_template: is empty")
         return chat_template
-    own: Any = tokenizer.chat_template
+    own = tokenizer.chat_template
     if is_object(own):
         own = own.get("tool_use") or own.get("default")
-    if not own:
+    if not isinstance(own, str) or not own:
         raise TemplateError(
             "chat_template: the tokenizer has none; pass one as chat_template=… (or --template F.jinja)"
         )
     return own
 
 
-def _load_tokenizer(model: str | Path, directory: Path) -> Any:
+def _load_tokenizer(model: str | Path, directory: Path) -> ChatTokenizer:
     from transformers import AutoTokenizer
 
     if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
@@ -173,10 +177,11 @@ def _load_tokenizer(model: str | Path, directory: Path) -> Any:
     return tokenizer
 
 
-def _hash_tokenizer(directory: Path | None, tokenizer: Any) -> str:
+def _hash_tokenizer(directory: Path | None, tokenizer: ChatTokenizer) -> str:
     paths = [] if directory is None else [directory / name for name in _TOKENIZER_FILES]
     files = [path for path in paths if path.is_file()]
+    hashes = [sha256(path.read_bytes()).hexdigest() for path in files]
     if len(files) == 1:
-        return "sha256:" + cache.hash_file(files[0])
-    listed = "\n".join(f"{path.name} {cache.hash_file(path)}" for path in files)
+        return f"sha256:{hashes[0]}"
+    listed = "\n".join(f"{path.name} {digest}" for path, digest in zip(files, hashes, strict=True))
     return "sha256:" + sha256((listed or tokenizer.backend_tokenizer.to_str()).encode()).hexdigest()

@@ -11,10 +11,9 @@ import json
 import re
 from collections.abc import Sequence
 from itertools import takewhile
-from typing import Any
 
 from tokentrue.errors import MessageError
-from tokentrue.json_types import JsonMapping, JsonObject, is_array, is_object
+from tokentrue.json_types import JsonMapping, JsonObject, JsonValue, is_array, is_object
 from tokentrue.plain_json import check_depth
 from tokentrue.renderers.template import InputFormat, make_arguments, make_content
 from tokentrue.types import Messages, Tools
@@ -41,32 +40,41 @@ def normalise_tools(tools: Tools | None, inputs: InputFormat) -> list[JsonObject
     return out or None
 
 
-def _check_array(value: Any, field: str, what: str) -> Sequence[Any]:
+def _check_array(value: JsonValue, field: str, what: str) -> Sequence[JsonValue]:
     if not is_array(value):
         raise MessageError(f"must be {what}, got {type(value).__name__}", field=field)
     return value
 
 
-def _check_object(value: Any, field: str) -> JsonMapping:
+def _check_object(value: JsonValue, field: str) -> JsonMapping:
     if not is_object(value):
         raise MessageError(f"must be an object, got {type(value).__name__}", field=field)
     return value
 
 
-def _check_text(value: Any, field: str) -> None:
+def _check_text(value: JsonValue, field: str) -> None:
     if value is not None and not isinstance(value, str):
         raise MessageError(f"must be a string, got {type(value).__name__}", field=field)
 
 
 def normalise_messages(
-    messages: Messages, inputs: InputFormat, *, first: int = 0, field: str = "messages"
+    messages: Messages,
+    inputs: InputFormat,
+    *,
+    first: int = 0,
+    field: str = "messages",
+    named: bool = False,
+    calls: Sequence[JsonObject] = (),
 ) -> list[JsonObject]:
-    """`first` is the index of `messages[0]` in the caller's list, for errors."""
+    """`first` is the index of `messages[0]` in the caller's list, for errors. `named`: tool messages get the name (and a
+    missing id) of the call they answer; `calls`: of the turn before.
+    """
     check_messages(messages, field, first=first)
-    return [_normalise_message(message, f"{field}[{first + index}]", inputs) for index, message in enumerate(messages)]
+    out = [_normalise_message(message, f"{field}[{index}]", inputs) for index, message in enumerate(messages, first)]
+    return _fill_in_tool_names(out, calls) if named else out
 
 
-def check_messages(messages: Any, field: str, *, first: int = 0) -> None:
+def check_messages(messages: JsonValue, field: str, *, first: int = 0) -> None:
     _check_array(messages, field, "a list of message objects")
     if not set(map(type, messages)) <= {dict}:
         for index, message in enumerate(messages, first):
@@ -100,12 +108,12 @@ def _normalise_message(message: JsonMapping, field: str, inputs: InputFormat) ->
     return out
 
 
-def _normalise_content(content: Any, field: str, inputs: InputFormat) -> Any:
+def _normalise_content(content: JsonValue, field: str, inputs: InputFormat) -> JsonValue:
     if content is None or isinstance(content, str):
         return make_content(content or "", inputs)
     parts: list[JsonObject] = []
     for index, part in enumerate(_check_array(content, field, "a string, a list of parts or null")):
-        text: Any = part
+        text: JsonValue = part
         if not isinstance(part, str):
             where = f"{field}[{index}]"
             text, kind = _check_object(part, where).get("text"), part.get("type")
@@ -120,7 +128,7 @@ def _normalise_content(content: Any, field: str, inputs: InputFormat) -> Any:
     return "\n".join(part["text"] for part in parts)
 
 
-def _normalise_calls(calls: Any, field: str, inputs: InputFormat) -> list[JsonObject]:
+def _normalise_calls(calls: JsonValue, field: str, inputs: InputFormat) -> list[JsonObject]:
     out: list[JsonObject] = []
     for index, call in enumerate(_check_array(calls, field, "a list")):
         where = f"{field}[{index}]"
@@ -137,13 +145,13 @@ def _normalise_calls(calls: Any, field: str, inputs: InputFormat) -> list[JsonOb
     return out
 
 
-def _normalise_arguments(arguments: Any, inputs: InputFormat) -> Any:
+def _normalise_arguments(arguments: JsonValue, inputs: InputFormat) -> JsonValue:
     """Parses a JSON object. Text that is not JSON, is nested too deeply or escapes a lone surrogate stays text; the
     template decides what to do with it.
     """
     if isinstance(arguments, str) and arguments.strip():
         try:
-            parsed: Any = json.loads(arguments)
+            parsed: JsonValue = json.loads(arguments)
             check_depth(parsed, "arguments")
             parsed = _copy_json(parsed, "arguments")
         except (ValueError, RecursionError, MessageError):
@@ -154,8 +162,7 @@ def _normalise_arguments(arguments: Any, inputs: InputFormat) -> Any:
     return arguments if isinstance(arguments, str) else make_arguments(arguments, inputs)
 
 
-def fill_in_tool_names(messages: list[JsonObject], calls: Sequence[JsonObject] = ()) -> list[JsonObject]:
-    """Gives tool messages the name (and a missing id) of the call they answer; `calls`: of the turn before."""
+def _fill_in_tool_names(messages: list[JsonObject], calls: Sequence[JsonObject]) -> list[JsonObject]:
     names = {call["id"]: call["function"]["name"] for call in calls if call["id"]}
     waiting = list(calls)
     for index, message in enumerate(messages):
@@ -194,7 +201,7 @@ def make_short_id(call_id: str) -> str:
     return "".join(_ALPHABET[number // 62**place % 62] for place in range(9))
 
 
-def _copy_json(value: Any, field: str) -> Any:
+def _copy_json(value: JsonValue, field: str) -> JsonValue:
     """Copies to plain JSON types, so that a sandboxed template never sees objects with methods of ours."""
     if isinstance(value, str):
         if not value.isascii() and (lone := _LONE_SURROGATE.search(value)):

@@ -8,15 +8,15 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from contextlib import suppress
 from functools import lru_cache
 from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
-from typing import Any, cast
 
-from tokentrue.json_types import JsonMapping, JsonObject
+from tokentrue.json_types import JsonMapping, is_object
 
-VERSION = 2
+VERSION = 3
 _LIBRARIES = ("jinja2", "tokenizers", "transformers")
 
 
@@ -36,41 +36,22 @@ def find_directory() -> Path:
 
 
 def make_key(parts: JsonMapping) -> str:
-    return sha256(json.dumps(parts, sort_keys=True, ensure_ascii=True, default=str).encode()).hexdigest()
+    return sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def read(key: str) -> JsonObject | None:
+def read(key: str) -> JsonMapping | None:
     try:
-        data: Any = json.loads((find_directory() / f"{key}.json").read_text())
+        data = json.loads((find_directory() / f"{key}.json").read_text())
     except (OSError, ValueError):
         return None
-    if not isinstance(data, dict):
-        return None
-    found = cast("JsonObject", data)
-    return found if found.get("key") == key else None
+    return data if is_object(data) and {"proof", "stops"} <= data.keys() else None
 
 
 def write(key: str, data: JsonMapping) -> None:
     folder = find_directory()
-    try:
+    with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=folder, suffix=".tmp")
         with os.fdopen(handle, "w") as file:
-            json.dump({**data, "key": key}, file, ensure_ascii=True)
+            json.dump(data, file)
         os.replace(name, folder / f"{key}.json")
-    except OSError:
-        return
-
-
-def hash_file(path: Path) -> str:
-    """sha256 of a file, cached by path, size and mtime: tokenizer files are tens of megabytes."""
-    stat = path.stat()
-    key = make_key(
-        {"file": str(path.resolve()), "size": stat.st_size, "changed": stat.st_mtime_ns, "inode": stat.st_ino}
-    )
-    known = read(key)
-    if known is not None and isinstance(known.get("sha256"), str):
-        return known["sha256"]
-    digest = sha256(path.read_bytes()).hexdigest()
-    write(key, {"sha256": digest})
-    return digest

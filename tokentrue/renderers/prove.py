@@ -8,16 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
 
 from jinja2 import nodes
 
 from tokentrue.errors import TokenTrueError
 from tokentrue.ids import TokenIds
-from tokentrue.json_types import JsonObject
+from tokentrue.json_types import JsonObject, JsonValue
 from tokentrue.renderers.extending.stops import Stops
 from tokentrue.renderers.extending.template_nodes import chat_environment
-from tokentrue.renderers.messages import fill_in_tool_names, normalise_messages, normalise_tools
 from tokentrue.renderers.renderer import Case, Proof, Renderer
 from tokentrue.types import Extension, Message, Refusal, Tool
 
@@ -43,11 +41,11 @@ def _user(word: str) -> Message:
     return {"role": "user", "content": f"Ask {word}"}
 
 
-def _turn(word: str, **more: Any) -> Message:
+def _turn(word: str, **more: JsonValue) -> Message:
     return {"role": "assistant", "content": f"Say {word}", **more}
 
 
-def make_calls(*words: str, text: str = "", first: int = 0, **more: Any) -> Message:
+def make_calls(*words: str, text: str = "", first: int = 0, **more: JsonValue) -> Message:
     functions = [
         {"name": name, "arguments": {"city": word}} for name, word in zip(("weather", "clock"), words, strict=False)
     ]
@@ -204,8 +202,7 @@ def _run_case(renderer: Renderer, role: str, shape: str, new: Sequence[Message])
 
 
 def find_stop(renderer: Renderer, history: Sequence[Message]) -> str | None:
-    stops = renderer.stops.call if history[-1].get("tool_calls") else renderer.stops.text
-    return next(iter(stops), None)
+    return next(iter(renderer.stops.after(history[-1])), None)
 
 
 def _choose_tools(history: Sequence[Message]) -> Sequence[Tool] | None:
@@ -224,13 +221,9 @@ def find_truth(
 ) -> TokenIds | None:
     """Ids after the last turn's stop in the real conversation, by offsets; None if there is no such place. `write`
     changes the rendered text as an image processor does."""
-    plain = fill_in_tool_names(normalise_messages([*history, *new], renderer.inputs))
-    text = renderer.template.render(
-        plain, normalise_tools(tools, renderer.inputs), renderer.template_kwargs, inputs=renderer.inputs
-    )
-    text = write(text)
+    text = write(renderer.render_plain([*history, *new], tools))
     word, first = text.rfind("zlastz"), text.find("zn0z")
-    encoding = renderer.codec.encode_with_offsets(text)
+    encoding = renderer.codec.backend.encode(text, add_special_tokens=False)
     ids, starts = encoding.ids, [start for start, _ in encoding.offsets]
     between = [index for index, start in enumerate(starts) if max(word, 0) < start < first]
     hits = [index for index in between if ids[index] == renderer.codec.literals[stop]]

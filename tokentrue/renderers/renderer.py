@@ -24,13 +24,13 @@ from tokentrue.renderers.extending.history_use import HistoryUse
 from tokentrue.renderers.extending.spans import compute_spans
 from tokentrue.renderers.extending.stops import Stops
 from tokentrue.renderers.families import Family
-from tokentrue.renderers.messages import fill_in_tool_names, normalise_messages, normalise_tools
+from tokentrue.renderers.messages import normalise_messages, normalise_tools
 from tokentrue.renderers.parsing.grammar import Grammar, compile_grammar
 from tokentrue.renderers.parsing.parser import Parser, parse_turn
 from tokentrue.renderers.seeing.images import PROVEN, SEEN_ROLES, ImageInputs
 from tokentrue.renderers.structure import Structure, find_structure
 from tokentrue.renderers.template import InputFormat, Template
-from tokentrue.types import Extension, Ids, Message, Messages, Parsed, Refusal, Rendered, TemplateKwargs, Tools
+from tokentrue.types import Extension, Ids, Messages, Parsed, Refusal, Rendered, TemplateKwargs, Tools
 from tokentrue.vision.families import Vision
 
 Injection: TypeAlias = Literal["safe", "engine"]
@@ -107,8 +107,7 @@ class Renderer:
 
     def __post_init__(self) -> None:
         self.template_hash = self.template.hash
-        ids = (self.codec.literals[text] for text in self.stops.all)
-        self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys(ids))
+        self.stop_token_ids = tuple(dict.fromkeys(self.codec.literals[text] for text in self.stops.all))
         self._safe = self.injection == "safe"
         self._images = ImageInputs(vision=self.vision, roles=self.proof.images)
         self._extender = Extender(
@@ -130,7 +129,8 @@ class Renderer:
     ) -> Rendered:
         if not messages:
             raise MessageError("is empty; give at least one message", field="messages")
-        given, kwargs = self._normalise(messages), self._merge(template_kwargs)
+        given = normalise_messages(messages, self.inputs, named=self._safe)
+        kwargs = self._merge(template_kwargs)
         images = self._images.find(messages, safe=self._safe)
         given_tools = normalise_tools(tools, self.inputs)
         text, mark = self._extender.splicer.render_text(given, given_tools, kwargs)
@@ -143,6 +143,11 @@ class Renderer:
         if images:
             ids, spans, runs = self._images.expand(self.codec, ids, spans, images)
         return Rendered(token_ids=ids, spans=spans, images=runs)
+
+    def render_plain(self, messages: Messages, tools: Tools | None = None, *, generate: bool = True) -> str:
+        """The template's text as engines render it: content is not shielded."""
+        given, given_tools = normalise_messages(messages, self.inputs, named=True), normalise_tools(tools, self.inputs)
+        return self.template.render(given, given_tools, self.template_kwargs, generate=generate, inputs=self.inputs)
 
     def extend(
         self,
@@ -176,10 +181,6 @@ class Renderer:
     def encode_sampled(self, text: str) -> list[int]:
         """Encodes text as a model's output, markers as tokens; for scripted engines."""
         return self.codec.encode_after(text, literal="").tolist()
-
-    def _normalise(self, messages: Messages) -> list[JsonObject]:
-        given = normalise_messages(messages, self.inputs)
-        return fill_in_tool_names(given) if self._safe else given
 
     def _merge(self, template_kwargs: TemplateKwargs | None) -> JsonObject:
         merged = {**self.template_kwargs, **(template_kwargs or {})}
@@ -219,9 +220,4 @@ class Renderer:
     @cached_property
     def structure(self) -> Structure:
         """Structure ids and turn openers, for `tokentrue.compare`."""
-
-        def render_text(messages: list[Message], generate: bool) -> str:
-            given = fill_in_tool_names(normalise_messages(messages, self.inputs))
-            return self.template.render(given, None, self.template_kwargs, generate=generate, inputs=self.inputs)
-
-        return find_structure(self.codec, self.stop_token_ids, render_text)
+        return find_structure(self.codec, self.stop_token_ids, self.render_plain)

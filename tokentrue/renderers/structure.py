@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
+from typing import Protocol
 
 from tokentrue.errors import TokenTrueError
 from tokentrue.ids import EMPTY, TokenIds
 from tokentrue.records import record
 from tokentrue.renderers.codec import BLANKS, Codec
-from tokentrue.types import Ids, Message
+from tokentrue.types import Ids, Message, Messages
 
 _USER, _ASSISTANT, _SYSTEM = "qzuserqz", "qzassistantqz", "qzsystemqz"
 
-RenderText = Callable[[list[Message], bool], str]
-"""(messages, whether to add the generation prompt) -> the template's text."""
+
+class RenderText(Protocol):
+    def __call__(self, messages: Messages, /, *, generate: bool = True) -> str: ...
 
 
 @record
@@ -60,7 +62,7 @@ def find_structure(codec: Codec, stop_ids: Ids, render_text: RenderText) -> Stru
 def _encode_generation_prompt(codec: Codec, render_text: RenderText) -> TokenIds:
     user: list[Message] = [{"role": "user", "content": _USER}]
     try:
-        whole, without = render_text(user, True), render_text(user, False)
+        whole, without = render_text(user), render_text(user, generate=False)
     except TokenTrueError:
         return EMPTY
     if whole.startswith(without) and len(whole) > len(without):
@@ -74,7 +76,7 @@ def _list_gaps(render_text: RenderText) -> Iterator[str]:
     turns: list[Message] = [{"role": role, "content": word} for word, role in roles.items()]
     for messages in (turns, turns[1:]):
         try:
-            text = render_text(messages, False)
+            text = render_text(messages, generate=False)
         except TokenTrueError:
             continue
         for before, word in pairwise(roles):

@@ -12,11 +12,14 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from hashlib import sha256
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from tokentrue.errors import TemplateError, TemplateLimitError
-from tokentrue.json_types import JsonMapping, JsonObject
+from tokentrue.json_types import JsonMapping, JsonObject, JsonValue
 from tokentrue.records import record
+
+if TYPE_CHECKING:
+    from jinja2 import Template as CompiledTemplate
 
 
 @record
@@ -32,7 +35,7 @@ class InputFormat:
     developer: bool = False  # knows the developer role
 
 
-def make_content(text: str, inputs: InputFormat) -> Any:
+def make_content(text: str, inputs: InputFormat) -> JsonValue:
     if inputs.text or not inputs.parts:
         return text
     return [{"type": "text", "text": text}] if text else []
@@ -46,7 +49,7 @@ class Template:
     """Failures of the template of any kind are raised as TemplateError. `deadline` limits each rendering."""
 
     def __init__(
-        self, source: str, *, variables: JsonMapping, deadline: AbstractContextManager[Any] | None = None
+        self, source: str, *, variables: JsonMapping, deadline: AbstractContextManager[object] | None = None
     ) -> None:
         self.source = source
         self.hash = "sha256:" + sha256(source.encode()).hexdigest()
@@ -54,7 +57,7 @@ class Template:
         self._deadline = deadline or nullcontext()
 
     @cached_property
-    def _compiled(self) -> Any:
+    def _compiled(self) -> CompiledTemplate:
         """Lazy: with a cached proof, loading does not need the compiled template."""
         from transformers.utils.chat_template_utils import (
             _compile_jinja_template,  # pyright: ignore[reportPrivateUsage]
@@ -86,7 +89,7 @@ class Template:
             tools = [] if inputs is not None and inputs.no_tools == "empty" else None
         return self.render_other(self._compiled, kwargs, messages=messages, tools=tools, add_generation_prompt=generate)
 
-    def render_other(self, compiled: Any, kwargs: JsonMapping, **given: Any) -> str:
+    def render_other(self, compiled: CompiledTemplate, kwargs: JsonMapping, **given: JsonValue) -> str:
         """Renders another template of the same sandbox with this one's variables."""
         variables = {**self._variables, "documents": None, "add_generation_prompt": True, **kwargs, **given}
         try:
@@ -127,7 +130,9 @@ def find_input_format(template: Template, kwargs: JsonMapping) -> InputFormat:
     return next((trial for trial, call_id in trials if _shows_result(template, kwargs, trial, call_id)), inputs)
 
 
-def _shows_content(template: Template, kwargs: JsonMapping, inputs: InputFormat, content: Any, *words: str) -> bool:
+def _shows_content(
+    template: Template, kwargs: JsonMapping, inputs: InputFormat, content: JsonValue, *words: str
+) -> bool:
     try:
         text = template.render([{"role": "user", "content": content}], None, kwargs, inputs=inputs)
     except TemplateError:
@@ -138,28 +143,24 @@ def _shows_content(template: Template, kwargs: JsonMapping, inputs: InputFormat,
 
 def _shows_result(template: Template, kwargs: JsonMapping, inputs: InputFormat, call_id: str) -> bool:
     """True if the result of a call of the form `inputs` is in the render."""
-    function: JsonObject = {
-        "name": "qzlook",
-        "description": "d",
-        "parameters": {"type": "object", "properties": {}},
-    }
-    call = {"name": "qzlook", "arguments": make_arguments({"q": "qzwordqz"}, inputs)}
-    messages: list[JsonObject] = [
-        {"role": "user", "content": make_content("hello", inputs)},
-        {
-            "role": "assistant",
-            "content": make_content("", inputs),
-            "tool_calls": [{"id": call_id, "type": "function", "function": call}],
-        },
-        {
-            "role": "tool",
-            "content": make_content("qzresultqz", inputs),
-            "tool_call_id": call_id,
-            "name": "qzlook",
-        },
-    ]
-    tools: list[JsonObject] = [function if inputs.bare_tools else {"type": "function", "function": function}]
+    messages, tools = make_call_talk(inputs, "qzwordqz", "qzresultqz", call_id)
     try:
         return "qzresultqz" in template.render(messages, tools, kwargs, inputs=inputs)
     except TemplateError:
         return False
+
+
+def make_call_talk(
+    inputs: InputFormat, argument: str, result: str, call_id: str
+) -> tuple[list[JsonObject], list[JsonObject]]:
+    """A question, a call and its result, and the tools."""
+    call = {"name": "qzlook", "arguments": make_arguments({"q": argument}, inputs)}
+    calls = [{"id": call_id, "type": "function", "function": call}]
+    messages: list[JsonObject] = [
+        {"role": "user", "content": make_content("Hello.", inputs)},
+        {"role": "assistant", "content": make_content("", inputs), "tool_calls": calls},
+        {"role": "tool", "content": make_content(result, inputs), "tool_call_id": call_id, "name": "qzlook"},
+    ]
+    parameters = {"type": "object", "properties": {"q": {"type": "string", "description": "what"}}, "required": ["q"]}
+    function: JsonObject = {"name": "qzlook", "description": "Looks.", "parameters": parameters}
+    return messages, [function if inputs.bare_tools else {"type": "function", "function": function}]

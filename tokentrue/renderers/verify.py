@@ -12,7 +12,6 @@ from tokentrue.ids import TokenIds
 from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.records import record
 from tokentrue.renderers.load import load_renderer
-from tokentrue.renderers.messages import normalise_messages, normalise_tools
 from tokentrue.renderers.prove import TOOLS, make_calls
 from tokentrue.renderers.renderer import Proof, Renderer
 from tokentrue.types import Message
@@ -42,14 +41,12 @@ def check_roundtrip(renderer: Renderer, turn: Message) -> str:
 
 def encode_turn(renderer: Renderer, turn: Message) -> tuple[TokenIds, TokenIds] | str:
     """The prompt's ids and those that a model samples to write `turn` as the template does; or why not known."""
-    inputs, kwargs = renderer.inputs, renderer.template_kwargs
-    talk = normalise_messages([{"role": "user", "content": "How is Paris?"}, turn], inputs)
-    tools = normalise_tools(TOOLS if turn.get("tool_calls") else None, inputs)
-    prompt = renderer.template.render(talk[:1], tools, kwargs, inputs=inputs)
-    whole = renderer.template.render(talk, tools, kwargs, generate=False, inputs=inputs)
+    talk: list[Message] = [{"role": "user", "content": "How is Paris?"}, turn]
+    tools = TOOLS if turn.get("tool_calls") else None
+    prompt, whole = renderer.render_plain(talk[:1], tools), renderer.render_plain(talk, tools, generate=False)
     if not whole.startswith(prompt):
         return "not compared: the template does not write its own generation prompt again"
-    stops = renderer.stops.call if turn.get("tool_calls") else renderer.stops.text
+    stops = renderer.stops.after(turn)
     written = whole[len(prompt) :]
     if stops and not renderer.stops.opener:
         at = written.rfind(stops[0])

@@ -13,10 +13,10 @@ import math
 from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from tokentrue.errors import ConfigError, MessageError
-from tokentrue.json_types import JsonMapping, is_object
+from tokentrue.json_types import JsonMapping, JsonValue, is_object
 from tokentrue.protocols import find_plugins, load_plugin
 from tokentrue.records import record
 
@@ -106,8 +106,7 @@ class GemmaVision(Vision):
 
 def make_qwen(family: str, settings: JsonMapping, processor: JsonMapping) -> Vision:
     resolved = resolve_settings(settings, "Qwen2VLImageProcessor")
-    size = resolved["size"]
-    if not resolved["do_resize"] or not all(size.get(edge) for edge in ("shortest_edge", "longest_edge")):
+    if not resolved["do_resize"] or not all(map(resolved["size"].get, ("shortest_edge", "longest_edge"))):
         raise ConfigError("its image processor does not resize between two numbers of pixels")
     return QwenVision(family=family, processor=identify_processor(settings), settings=resolved)
 
@@ -130,14 +129,8 @@ def make_gemma(family: str, settings: JsonMapping, processor: JsonMapping) -> Vi
 MakeVision: TypeAlias = Callable[[str, JsonMapping, JsonMapping], Vision]
 """(model_type, settings of the image processor, processor_config.json) -> Vision; ConfigError says why it cannot."""
 
-FAMILIES: Mapping[str, MakeVision] = {
-    "qwen2_5_vl": make_qwen,
-    "qwen3_vl": make_qwen,
-    "qwen3_vl_moe": make_qwen,
-    "qwen3_5": make_qwen,
-    "qwen3_5_moe": make_qwen,
-    "gemma3": make_gemma,
-}
+_QWEN = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+FAMILIES: Mapping[str, MakeVision] = {**dict.fromkeys(_QWEN, make_qwen), "gemma3": make_gemma}
 """By `model_type` of config.json. Other packages add theirs as entry points `tokentrue.vision` of that name."""
 
 
@@ -182,13 +175,11 @@ def resolve_settings(settings: JsonMapping, expected: str | None = None) -> Json
     if name not in DEFAULTS or expected not in (None, name):
         raise ConfigError(f"its image processor is {name!r}; proven is {expected or ', '.join(DEFAULTS)}")
     defaults = DEFAULTS[name]
-    out: dict[str, Any] = {}
-    for key, default in defaults.items():
-        value = settings.get(key)
-        out[key] = _plain(default if value is None else value, like=default)
+    given = {key: value for key, value in settings.items() if value is not None}
+    out = {key: _plain(given.get(key, default), like=default) for key, default in defaults.items()}
     for edge, old in (("shortest_edge", "min_pixels"), ("longest_edge", "max_pixels")):
-        if "patch_size" in defaults and settings.get(old) is not None:
-            out["size"][edge] = int(settings[old])
+        if "patch_size" in defaults and old in given:
+            out["size"][edge] = int(given[old])
     return out
 
 
@@ -205,7 +196,14 @@ def _find_class(settings: JsonMapping) -> str:
     return str(settings.get("image_processor_type", "")).removesuffix("Fast").removesuffix("Pil")
 
 
-def _plain(value: Any, *, like: Any) -> Any:
+def _find_version(library: str) -> str:
+    try:
+        return metadata.version(library)
+    except metadata.PackageNotFoundError:
+        return "none"
+
+
+def _plain(value: JsonValue, *, like: JsonValue) -> JsonValue:
     if isinstance(like, dict):
         found = value if is_object(value) else dict(value)
         return {key: int(found[key]) for key in like if found.get(key) is not None}
@@ -214,16 +212,9 @@ def _plain(value: Any, *, like: Any) -> Any:
     return type(like)(value)
 
 
-def _find_version(library: str) -> str:
-    try:
-        return metadata.version(library)
-    except metadata.PackageNotFoundError:
-        return "none"
-
-
 def _read_json(path: Path) -> JsonMapping:
     try:
-        found: Any = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:

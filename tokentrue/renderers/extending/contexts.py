@@ -6,9 +6,9 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
-from tokentrue.json_types import JsonMapping, JsonObject, is_object
+from tokentrue.json_types import JsonMapping, JsonObject, JsonValue, is_object
 from tokentrue.records import record
 from tokentrue.renderers.messages import normalise_messages, normalise_tools
 from tokentrue.renderers.template import InputFormat, make_arguments, make_content
@@ -161,5 +161,5 @@ class ContextBuilder:
         return out, words
 
 
-def _with_arguments(call: JsonObject, arguments: Any) -> JsonObject:
+def _with_arguments(call: JsonObject, arguments: JsonValue) -> JsonObject:
     return {**call, "function": {**call["function"], "arguments": arguments}}

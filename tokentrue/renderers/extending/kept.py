@@ -7,21 +7,22 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping
 from functools import cached_property, partial
 from operator import itemgetter
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import NamedTuple, TypeAlias, cast
 
 import orjson
 
 from tokentrue.errors import TokenTrueError
-from tokentrue.json_types import JsonMapping, JsonObject, is_array
+from tokentrue.json_types import JsonMapping, JsonObject, JsonValue, is_array
 from tokentrue.plain_json import digest
 from tokentrue.renderers.codec import Codec, ContentShield, needs_shield
 from tokentrue.renderers.extending.contexts import ContextBuilder
 from tokentrue.renderers.extending.history_use import HistoryUse, analyse
-from tokentrue.renderers.messages import REASONING, fill_in_tool_names, normalise_messages
+from tokentrue.renderers.messages import REASONING, normalise_messages
 from tokentrue.renderers.template import InputFormat, Template
 from tokentrue.types import Messages
 
 MAX_CACHED_CHARS = 32 << 20
+EffectKey: TypeAlias = tuple[JsonValue, ...]
 Effect: TypeAlias = tuple[str, frozenset[str]]
 """What a message writes, as `HistoryUse.effects` prints it, and the names of the variables."""
 NO_EFFECT: Effect = ("", frozenset())
@@ -30,17 +31,17 @@ NO_EFFECT: Effect = ("", frozenset())
 def describe_shape(message: JsonObject) -> Hashable:
     """What can affect structure: role, presence of text, names of calls; never the text."""
     names = tuple(call["function"]["name"] for call in message.get("tool_calls") or ())
-    content: Any = message["content"]
+    content = message["content"]
     sees = is_array(content) and {"type": "image"} in content
     return message["role"], bool(content), sees, names, message.get("name", ""), "reasoning_content" in message
 
 
-def make_key(value: Any) -> bytes:
+def make_key(value: JsonValue) -> bytes:
     """Short exact key for a request's tools or system message; empty if there is none."""
     return b"" if value is None else digest(_serialise(value))
 
 
-def _serialise(value: Any) -> bytes:
+def _serialise(value: JsonValue) -> bytes:
     """`True` and `1`, or different key orders, differ."""
     try:
         data = orjson.dumps(value)
@@ -64,7 +65,7 @@ class MessageKeeper:
     def __init__(self, template: Template, codec: Codec, inputs: InputFormat, *, safe: bool, is_allowed: bool) -> None:
         self._is_allowed = is_allowed
         self._template, self._codec, self._inputs, self._safe = template, codec, inputs, safe
-        self._effects: dict[str, dict[Any, Effect]] = {}  # by kwargs, then by the message's `_fields`
+        self._effects: dict[str, dict[EffectKey, Effect]] = {}  # by kwargs, then by the message's `_fields`
         self._cached_chars = 0
 
     @cached_property
@@ -125,7 +126,7 @@ class MessageKeeper:
         history: Messages,
         end: int,
         missing: dict[str, frozenset[str] | None],
-        known: Mapping[Any, Effect],
+        known: Mapping[EffectKey, Effect],
         find_effect: Callable[[JsonMapping], Effect],
     ) -> tuple[list[int], dict[str, int]]:
         """Indices of the last message before `end` that writes each of the `missing` variables, and of the last message
@@ -154,7 +155,7 @@ class MessageKeeper:
                 wanted = _list_roles(missing, self.use.roles)
         return writers, last
 
-    def _find_effect(self, message: JsonMapping, *, kwargs: JsonMapping, known: dict[Any, Effect]) -> Effect:
+    def _find_effect(self, message: JsonMapping, *, kwargs: JsonMapping, known: dict[EffectKey, Effect]) -> Effect:
         if self.use.effects is None:
             return NO_EFFECT
         given = [message.get(name, ...) for name in self._fields]
@@ -181,8 +182,8 @@ class MessageKeeper:
         return fields if set(fields).isdisjoint(REASONING) else (*fields, *REASONING)
 
     @cached_property
-    def _read_fields(self) -> Callable[[JsonMapping], tuple[Any, ...]]:
-        return cast("Callable[[JsonMapping], tuple[Any, ...]]", itemgetter(*self._fields))
+    def _read_fields(self) -> itemgetter[EffectKey]:
+        return cast("itemgetter[EffectKey]", itemgetter(*self._fields))
 
     def _normalise(self, messages: Messages, index: int) -> JsonObject:
         first = index
@@ -192,8 +193,7 @@ class MessageKeeper:
                 first -= 1
             ids = {call.get("id") for call in messages[first].get("tool_calls") or ()}
             first = first if messages[index].get("tool_call_id") in ids else 0
-        normal = normalise_messages(messages[first : index + 1], self._inputs, first=first)
-        return (fill_in_tool_names(normal) if self._safe else normal)[-1]
+        return normalise_messages(messages[first : index + 1], self._inputs, first=first, named=self._safe)[-1]
 
 
 def _keep(kept: list[tuple[JsonObject, Effect]]) -> KeptMessages:

@@ -56,8 +56,7 @@ def find_boundary(codec: Codec, stops: Stops, request: ExtendRequest, render: Ma
         raise ExtendError("no_stop", "the template closes the assistant's turn with no token of its own")
     if stop is not None:
         hits = [end for literal, end in ends if literal == stop]
-        own_stops = stops.call if has_calls else stops.text
-        own = next((end for literal, end in ends if literal in own_stops), ends[0][1])
+        own = next((end for literal, end in ends if literal in stops.after(request.last)), ends[0][1])
         if not request.is_stop:  # cut off inside the closing: the part already there is not repeated
             hits = [end for end in hits if end <= own]
         if len(hits) == 1:

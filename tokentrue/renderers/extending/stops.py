@@ -13,7 +13,7 @@ from tokentrue.errors import TemplateError
 from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.records import record
 from tokentrue.renderers.codec import Codec
-from tokentrue.renderers.template import InputFormat, Template, make_arguments, make_content
+from tokentrue.renderers.template import InputFormat, Template, make_call_talk, make_content
 
 SENTINEL = "qzSampledqz"
 FOLLOWER = "qzFollowerqz"
@@ -27,6 +27,9 @@ class Stops:
     call: tuple[str, ...] = ()
     declared: tuple[str, ...] = ()
     opener: bool = False  # the stop is the next turn's opener (GLM): the template itself closes nothing
+
+    def after(self, turn: JsonMapping) -> tuple[str, ...]:
+        return self.call if turn.get("tool_calls") else self.text
 
     @property
     def all(self) -> tuple[str, ...]:
@@ -74,18 +77,10 @@ def derive_stops(
 
 def _render_after(template: Template, inputs: InputFormat, kwargs: JsonMapping, *, calls: bool) -> tuple[str, str]:
     """What follows a turn of text or calls alone, and before the content of the message after it."""
-    turn: JsonObject = {"role": "assistant", "content": make_content("" if calls else SENTINEL, inputs)}
-    follower: JsonObject = {"role": "tool" if calls else "user", "content": make_content(FOLLOWER, inputs)}
-    tools: list[JsonObject] | None = None
-    if calls:
-        call = {"name": "qzlook", "arguments": make_arguments({"q": SENTINEL}, inputs)}
-        turn["tool_calls"] = [{"type": "function", "id": "abcdefghi", "function": call}]
-        follower |= {"tool_call_id": "abcdefghi", "name": "qzlook"}
-        properties = {"q": {"type": "string", "description": "what"}}
-        parameters = {"type": "object", "properties": properties, "required": ["q"]}
-        function = {"name": "qzlook", "description": "Looks.", "parameters": parameters}
-        tools = [function if inputs.bare_tools else {"type": "function", "function": function}]
-    context = [{"role": "user", "content": make_content("Hello.", inputs)}, turn]
+    talk, tools = make_call_talk(inputs, SENTINEL, FOLLOWER, "abcdefghi")
+    if not calls:
+        turn: JsonObject = {"role": "assistant", "content": make_content(SENTINEL, inputs)}
+        talk, tools = [talk[0], turn, {"role": "user", "content": make_content(FOLLOWER, inputs)}], None
 
     def render_after_turn(messages: list[JsonObject], *, generate: bool) -> str:
         try:
@@ -94,9 +89,9 @@ def _render_after(template: Template, inputs: InputFormat, kwargs: JsonMapping, 
             return ""
         return text.rpartition(SENTINEL)[2] if SENTINEL in text else ""
 
-    alone = render_after_turn(context, generate=False)
-    followed = render_after_turn([*context, follower], generate=True).partition(FOLLOWER)[0]
-    if alone and alone == render_after_turn(context, generate=True):
+    alone = render_after_turn(talk[:2], generate=False)
+    followed = render_after_turn(talk, generate=True).partition(FOLLOWER)[0]
+    if alone and alone == render_after_turn(talk[:2], generate=True):
         # the flag is ignored: what both renders share belongs to the turn
         alone = _common_prefix(alone, followed) or alone
     return alone, followed

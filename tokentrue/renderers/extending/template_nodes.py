@@ -8,9 +8,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias, cast
 
-from jinja2 import nodes
+from jinja2 import Environment, Template, nodes
+
+from tokentrue.json_types import JsonValue
 
 Flags: TypeAlias = AbstractSet[str]
 """What a value depends on. "msg": the current message; "last": whether it is the last one; "now": something equal in
@@ -83,7 +85,7 @@ def having(flags: Iterable[str], *prefixes: str) -> set[str]:
     return {flag for flag in flags if flag.startswith(prefixes)}
 
 
-def constant(node: nodes.Node | None) -> Any:
+def constant(node: nodes.Node | None) -> JsonValue:
     if isinstance(node, nodes.Neg) and isinstance(node.node, nodes.Const):
         return -node.node.value
     return node.value if isinstance(node, nodes.Const) else None
@@ -177,7 +179,7 @@ def list_name(node: nodes.Node) -> str:
 
 
 @cache
-def chat_environment() -> Any:
+def chat_environment() -> Environment:
     from transformers.utils import chat_template_utils
 
     return chat_template_utils._compile_jinja_template("").environment  # pyright: ignore[reportPrivateUsage]
@@ -192,7 +194,7 @@ Writes: TypeAlias = Mapping[str, Sequence[Write]]
 
 def build_effects(
     writes: Writes, wanted: set[str], macros: Iterable[nodes.Macro]
-) -> tuple[Any, dict[str, frozenset[str] | None], tuple[str, ...]]:
+) -> tuple[Template | None, dict[str, frozenset[str] | None], tuple[str, ...]]:
     """Builds a template that prints, for the one message in `history`, the variables set by each loop and their values:
     the loops with only these assignments. Also returns the roles that write each variable, and the fields read.
     """
@@ -219,9 +221,7 @@ def build_effects(
     template = nodes.Template(body, lineno=1)
     template.set_lineno(1)
     template.set_environment(environment)
-    code = environment.compile(template)
-    compiled = environment.template_class.from_code(environment, code, dict(environment.globals))
-    return compiled, variables, tuple(sorted(fields))
+    return environment.from_string(template), variables, tuple(sorted(fields))
 
 
 def _find_roles(write: Write, message: str) -> set[str]:
@@ -275,7 +275,7 @@ class _Pruning:
                     out.append(first)
         return out
 
-    def _open(self, test: Any, *, inner: bool) -> nodes.Expr:
+    def _open(self, test: nodes.Node, *, inner: bool) -> nodes.Expr:
         """The test for a message that others follow, with every variable in it assumed to allow it."""
         match test:
             case nodes.And() | nodes.Or():
@@ -288,7 +288,7 @@ class _Pruning:
             case nodes.Getattr() if name_attribute(test) == "loop.last" and not inner:
                 return nodes.Const(False)
             case _:
-                return test
+                return cast("nodes.Expr", test)
 
 
 def _list_fields(node: nodes.Node, message: str) -> set[str]:

@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeAlias, cast
 import regex
 from transformers.utils.chat_parsing import content_parsers
 
-from tokentrue.json_types import JsonMapping, JsonObject, is_array, is_object
+from tokentrue.json_types import JsonMapping, JsonObject, JsonValue, is_array, is_object
 from tokentrue.records import record
 from tokentrue.types import Status, Tools
 
@@ -25,7 +25,8 @@ Schemas = Mapping[str, JsonMapping]
 ForeignField: TypeAlias = Any
 """A field of a response template, compiled by `transformers`; its attributes are untyped."""
 
-_process_field: Callable[[str, ForeignField, dict[str, str]], Any] = cast("Any", content_parsers).process_field
+_process_field: Callable[[str, ForeignField, dict[str, str]], JsonValue] = cast("Any", content_parsers).process_field
+
 _PYTHON_TYPES = {"str": "string", "int": "integer", "float": "number", "bool": "boolean", "NoneType": "null"}
 _NAMES, _ARGUMENTS = ("name", "function_name", "tool_name"), ("arguments", "parameters", "args", "input")
 _PLACEHOLDER = regex.compile(r"\{(\w+)(?:\.(\w+))?\}")
@@ -46,7 +47,7 @@ _OPENING = {"}": "{", "]": "["}
 def list_parameter_schemas(tools: Tools | None) -> dict[str, JsonMapping]:
     """Accepts wrapped (`{"type": "function", "function": …}`) and bare tools."""
     found: dict[str, JsonMapping] = {}
-    for tool in cast("tuple[Any, ...]", tuple(tools or ())):
+    for tool in tools or ():
         function = _as_object(_as_object(tool).get("function", tool))
         name = function.get("name")
         if isinstance(name, str):
@@ -55,11 +56,11 @@ def list_parameter_schemas(tools: Tools | None) -> dict[str, JsonMapping]:
     return found
 
 
-def _as_object(value: Any) -> JsonMapping:
+def _as_object(value: JsonValue) -> JsonMapping:
     return value if is_object(value) else {}
 
 
-def type_value(value: Any, schema: Any) -> Any:
+def type_value(value: JsonValue, schema: JsonValue) -> JsonValue:
     """Converts `value` to the schema's type; a value that does not fit stays the model's string."""
     if not isinstance(value, str):
         return value
@@ -83,15 +84,12 @@ def type_value(value: Any, schema: Any) -> Any:
     return value
 
 
-def _list_types(schema: Any) -> tuple[str, ...]:
+def _list_types(schema: JsonValue) -> tuple[str, ...]:
     given = _as_object(schema)
-    declared: Any = given.get("type")
-    found: list[str] = (
-        [declared] if isinstance(declared, str) else [name for name in declared or () if isinstance(name, str)]
-    )
-    for union in ("anyOf", "oneOf", "allOf"):
-        for choice in given.get(union) or ():
-            found.extend(_list_types(choice))
+    declared = given.get("type") or ()
+    found = [name for name in ([declared] if isinstance(declared, str) else declared) if isinstance(name, str)]
+    choices = (choice for union in ("anyOf", "oneOf", "allOf") for choice in given.get(union) or ())
+    found += (name for choice in choices for name in _list_types(choice))
     if not found and "enum" in given:
         found = [_PYTHON_TYPES.get(type(choice).__name__, "string") for choice in given["enum"]]
     if not found and "properties" in given:
@@ -99,11 +97,11 @@ def _list_types(schema: Any) -> tuple[str, ...]:
     return tuple(found + (["null"] if given.get("nullable") else []))
 
 
-def _load_json(text: str, **options: Any) -> Any:
+def _load_json(text: str, default: JsonValue = None, *, pairs: type[list[JsonValue]] | None = None) -> JsonValue:
     try:
-        return json.loads(text, **options)
+        return json.loads(text, object_pairs_hook=pairs)
     except (ValueError, RecursionError):
-        return None
+        return default
 
 
 @record
@@ -131,14 +129,14 @@ class JsonCallFormat:
 
     name: str | None = None
     arguments: str | None = None
-    head: Any = _NO_MEMBERS
+    head: regex.Pattern[str] = _NO_MEMBERS
 
 
 @record
 class TagCallFormat:
     """One tag per parameter; every tag ends with `closing`."""
 
-    pattern: Any
+    pattern: regex.Pattern[str]
     closing: str
 
 
@@ -200,7 +198,7 @@ class JsonCallReader:
     def __init__(self, call_format: JsonCallFormat, name: str, call_id: str) -> None:
         self.name, self.call_id = name if call_format.name is None else "", call_id
         self._format = call_format
-        self._state: str = "head"  # then "arguments"; at last "done" or "lost"
+        self._state = "head"  # then "arguments"; at last "done" or "lost"
         self._head = ""
         self._arguments: list[str] = []
         self._stack: list[str] = []  # open brackets
@@ -272,16 +270,16 @@ class JsonCallReader:
 
     def end(self, body: str) -> ParsedCall | CallFailure | None:
         arguments = "".join(self._arguments)
-        values, members = _load_json(arguments), _load_json(body, object_pairs_hook=list)
-        if self._state != "done" or not is_object(values) or not isinstance(members, list):
+        values, members = _load_json(arguments), _load_json(body, pairs=list[JsonValue])
+        if self._state != "done" or not is_object(values) or not is_array(members):
             return None
-        keys = [key for key, _ in cast("list[tuple[str, Any]]", members)]
+        keys = [key for key, _ in members]
         if any(keys.count(key) > 1 for key in (self._format.name, self._format.arguments) if key is not None):
             return CallFailure(status=Status.MALFORMED, detail="the call says its name or its arguments twice")
         return ParsedCall(name=self.name, arguments=arguments, values=values, call_id=self.call_id)
 
 
-def _find_end(pattern: Any, text: str, place: int) -> int:
+def _find_end(pattern: regex.Pattern[str], text: str, place: int) -> int:
     found = pattern.match(text, place)
     return place if found is None else found.end()
 
@@ -329,17 +327,12 @@ class TagCallReader:
         return ParsedCall(name=self.name, arguments=text, values=self._values, call_id=self.call_id)
 
 
-def type_match(match: Any, schema: Any) -> Any:
+def type_match(match: regex.Match[str], schema: JsonValue) -> JsonValue:
     """Value of one matched parameter, typed by its own attribute (DeepSeek's `string="true"`), else by the schema."""
     declared, value = match.groupdict().get("string"), match["value"]
     if declared is None:
         return type_value(value, schema)
-    if declared == "true":
-        return value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError):
-        return value
+    return value if declared == "true" else _load_json(value, value)
 
 
 def read_whole(
@@ -355,7 +348,7 @@ def read_whole(
             value, is_raw = json.loads(body), True
         except (ValueError, RecursionError) as reason:
             return CallFailure(status=Status.INVALID_JSON, detail=str(reason), name=name)
-    items = cast("list[Any]", value) if isinstance(value, list) else [value]
+    items = value if is_array(value) else [value]
     written = _list_written_ids(field, body, captures, len(items))
     calls: list[ParsedCall] = []
     for place, item in enumerate(items):
@@ -374,16 +367,17 @@ def _list_written_ids(field: ForeignField, body: str, captures: Mapping[str, str
     value = _load_json(body) if field.content == "json" and "name" not in captures else None
     if captured or value is None:  # with a captured name the body is the arguments
         return [captured] * count
-    items = cast("list[Any]", value) if isinstance(value, list) else [value]
-    found = [item.get("id") if is_object(item) else None for item in items]
+    found = [item.get("id") if is_object(item) else None for item in (value if is_array(value) else [value])]
     return [id_ if isinstance(id_, str) else "" for id_ in found] if len(found) == count else [""] * count
 
 
-def _read_item(field: ForeignField, item: Any, body: str, schemas: Schemas, place: int) -> ParsedCall | CallFailure:
-    function: Any = item.get("function", item) if is_object(item) else None
+def _read_item(
+    field: ForeignField, item: JsonValue, body: str, schemas: Schemas, place: int
+) -> ParsedCall | CallFailure:
+    function = item.get("function", item) if is_object(item) else None
     if not is_object(function):
         return CallFailure(status=Status.MALFORMED, detail=f"call {place} is not an object")
-    name: Any = _get_first(function, _NAMES)
+    name = _get_first(function, _NAMES)
     if not isinstance(name, str) or not name.strip():
         return CallFailure(status=Status.MISSING_NAME, detail=f"call {place} has no name")
     name, values, spelled = name.strip(), _get_first(function, _ARGUMENTS), ""
@@ -393,7 +387,7 @@ def _read_item(field: ForeignField, item: Any, body: str, schemas: Schemas, plac
             values = json.loads(spelled)
         except ValueError as error:
             return CallFailure(status=Status.INVALID_JSON, detail=f"arguments: {error}", name=name)
-    given: Any = {} if values is None else values
+    given: JsonValue = {} if values is None else values
     if not is_object(given):
         detail = f"arguments are {type(given).__name__}, not an object"
         return CallFailure(status=Status.MALFORMED, detail=detail, name=name)
@@ -405,7 +399,7 @@ def _read_item(field: ForeignField, item: Any, body: str, schemas: Schemas, plac
     return ParsedCall(name=name, arguments=text, values=dict(given), call_id=str(item.get("id") or ""))
 
 
-def _get_first(mapping: JsonMapping, keys: Sequence[str]) -> Any:
+def _get_first(mapping: JsonMapping, keys: Sequence[str]) -> JsonValue:
     return next((mapping[key] for key in keys if key in mapping), None)
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias, cast
 
 import regex
@@ -53,11 +53,6 @@ TEXT_FIELDS = {"content": "content", "final": "content", "preamble": "content"} 
 ForeignTemplate: TypeAlias = Any
 """A response template compiled by `transformers`."""
 
-_load_template: Callable[[Any], ForeignTemplate] = cast("Any", response_templates).load_response_template
-
-Pattern: TypeAlias = Any
-"""A compiled pattern of the `regex` module, which has partial matches and no types."""
-
 
 @record
 class Delimiter:
@@ -65,7 +60,7 @@ class Delimiter:
 
     opens: bool
     field: str
-    pattern: Pattern
+    pattern: regex.Pattern[str]
     is_final: bool
 
 
@@ -91,7 +86,7 @@ class Grammar:
 
     fields: Mapping[str, ForeignField]
     implicit: str | None  # the field of text outside all markers
-    anchor: Pattern  # where the assistant's turn begins in a prompt
+    anchor: regex.Pattern[str]  # where the assistant's turn begins in a prompt
     regions: Mapping[str | None, Region]
     layouts: Mapping[str, TextLayout]
     call_format: CallFormat | None  # of a call that can be read incrementally
@@ -110,7 +105,9 @@ class Grammar:
 def compile_grammar(pieces: TokenBytes, family: Family, *, stop_token_ids: Ids, generation_ids: Ids = ()) -> Grammar:
     declared = family.response_template or PLAIN
     try:
-        template = _load_template(json.loads(json.dumps(declared, default=dict)))
+        template = cast("Any", response_templates).load_response_template(
+            json.loads(json.dumps(declared, default=dict))
+        )
     except (ValueError, TypeError, KeyError) as error:
         raise TemplateError(f"response_template: not a valid response template: {error}") from error
     named = str(declared)

@@ -11,7 +11,9 @@ import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
 from itertools import accumulate
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
+
+import regex
 
 from tokentrue.renderers.parsing.grammar import TEXT_FIELDS, Delimiter, Grammar
 from tokentrue.types import Ids
@@ -123,7 +125,6 @@ class RegionEnded(NamedTuple):
 
 
 ScanEvent: TypeAlias = RegionOpened | RegionText | RegionEnded
-Match: TypeAlias = Any
 
 
 class RegionScanner:
@@ -196,13 +197,13 @@ class RegionScanner:
         if hold > self._pos and not at_end:
             self._emit(hold)
 
-    def _find(self, *, at_end: bool) -> tuple[tuple[Delimiter, Match] | None, int]:
+    def _find(self, *, at_end: bool) -> tuple[tuple[Delimiter, regex.Match[str]] | None, int]:
         """Returns the earliest certain delimiter (the longest of those), and where the first incomplete one begins."""
         edge = hold = len(self._safe)
-        best: tuple[Delimiter, Match] | None = None
+        best: tuple[Delimiter, regex.Match[str]] | None = None
         best_key: tuple[int, int, bool, str] | None = None
         for delimiter in self._grammar.regions[self._field].delimiters:
-            match: Match = delimiter.pattern.search(self._safe, self._pos, partial=not at_end)
+            match = delimiter.pattern.search(self._safe, self._pos, partial=not at_end)
             if match is None:
                 continue
             start, end = match.span()
@@ -226,7 +227,7 @@ class RegionScanner:
             self._events.append(RegionText(self._field, self._text[self._pos : end]))
         self._pos = end
 
-    def _open(self, field: str, match: Match) -> None:
+    def _open(self, field: str, match: regex.Match[str]) -> None:
         self._field, self._has_begun = field, True
         self._opened_at, self._body_at = self._base + match.start(), self._base + match.end()
         if field not in TEXT_FIELDS:

@@ -9,11 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
 
 from tokentrue.errors import TokenTrueError
-from tokentrue.json_types import JsonObject
-from tokentrue.renderers.messages import fill_in_tool_names, normalise_messages, normalise_tools
+from tokentrue.json_types import JsonObject, JsonValue
 from tokentrue.renderers.prove import TOOLS, find_stop, find_truth, make_calls
 from tokentrue.renderers.renderer import Renderer
 from tokentrue.renderers.seeing.images import HISTORY, PROVEN, SEEN_ROLES
@@ -34,7 +32,7 @@ def _image(index: int) -> JsonObject:
     return {"type": "image", "sha256": f"{index:064x}", "media_type": "image/png", "width": width, "height": height}
 
 
-def _see(role: str, *parts: str | int, **more: Any) -> Message:
+def _see(role: str, *parts: str | int, **more: JsonValue) -> Message:
     """A message of words and of images by number."""
     content = [_image(part) if isinstance(part, int) else {"type": "text", "text": part} for part in parts]
     return {"role": role, "content": content, **more}
@@ -99,12 +97,7 @@ def _try(renderer: Renderer, vision: Vision, trial: Trial, bare: Trial, *, use_p
     what, past, new = trial
     messages, tools = [*past, *new], TOOLS if past[-1].get("tool_calls") else None
     plain = [*bare[1], *bare[2]]
-    text = renderer.template.render(
-        fill_in_tool_names(normalise_messages(plain, renderer.inputs)),
-        normalise_tools(tools, renderer.inputs),
-        renderer.template_kwargs,
-        inputs=renderer.inputs,
-    )
+    text = renderer.render_plain(plain, tools)
     _check_places(text, plain, vision)
     rendered, token = renderer.render(messages, tools), renderer.codec.literals[vision.repeated]
     counts = [vision.measure(part["width"], part["height"])[0] for part in _list_images(messages)]
