@@ -5,6 +5,7 @@ TokenTrueError
 │   ├── MessageError        a message or tool is malformed (field named)
 │   ├── SamplingError       a sampling value is out of range or cannot be honoured
 │   ├── ConfigError         a configuration key or value
+│   │   └── ConfigErrors    several of a command's options
 │   └── FileFormatError     a samples file, a script, a checkpoint
 ├── RenderError             messages -> tokens; HTTP 422
 │   ├── TemplateError       no template, or it raises
@@ -33,6 +34,16 @@ TokenTrueError
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The end of a message: `; did you mean steps?`, or nothing."""
+    import difflib
+
+    close = difflib.get_close_matches(name, list(known), 1, cutoff=0.7)
+    return f"; did you mean {close[0]}?" if close else ""
+
 
 class TokenTrueError(Exception):
     """Root of every exception that tokentrue raises deliberately. `code` is stable and machine-readable."""
@@ -60,6 +71,12 @@ class SamplingError(InputError):
 
 class ConfigError(InputError):
     code = "invalid_config"
+
+
+class ConfigErrors(ConfigError):
+    def __init__(self, errors: Sequence[Exception]) -> None:
+        super().__init__("; ".join(map(str, errors)))
+        self.errors = errors
 
 
 class FileFormatError(InputError):

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tokentrue.errors import ConfigError
+from tokentrue.errors import ConfigError, did_you_mean
 
 ANSWER_S = 5.0
 SMALL_MODEL = Path(__file__).parent / "assets" / "calculator"  # ships with the package; `calculator` names it, too
@@ -23,6 +23,27 @@ SMALL_FILES = (
     "*.model",
     "*.tiktoken",
 )  # everything but weights
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tiktoken.model",
+    "vocab.json",
+    "merges.txt",
+    "added_tokens.json",
+)
+
+
+def check_model(model: str | Path) -> None:
+    """Raises if `model` is neither a hub id nor a directory with a tokenizer. Loads nothing."""
+    if folder := find_directory(model):
+        require_tokenizer(model, folder)
+
+
+def require_tokenizer(model: str | Path, folder: Path) -> None:
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise ConfigError(
+            f"model: directory {str(model)!r} has no tokenizer ({', '.join(TOKENIZER_FILES[:-2])}): is it a model's?"
+        )
 
 
 def load_causal_model(model: str | Path, *, dtype: str, **options: Any) -> Any:
@@ -72,28 +93,28 @@ def one_line(error: Exception) -> str:
 
 def locate_model(model: str | Path) -> str:
     """`model` itself, or the cached directory of a hub id while the hub is unreachable."""
-    if folder := _find_directory(model):
+    if folder := find_directory(model):
         return str(folder)
     reason = why_unreachable()
     return str(model) if reason is None else _download(str(model), reason)
 
 
 def locate_small_files(model: str | Path) -> Path:
-    if folder := _find_directory(model):
+    if folder := find_directory(model):
         return folder
     return Path(_download(str(model), why_unreachable(), allow_patterns=list(SMALL_FILES)))
 
 
-def _find_directory(model: str | Path) -> Path | None:
+def find_directory(model: str | Path) -> Path | None:
     """None for a hub id. Raises if a `Path`, or a text that is not a hub id, is not a directory."""
     if Path(model).is_dir():
         return Path(model)
     if model == SMALL_MODEL.name:
         return SMALL_MODEL
-    if isinstance(model, Path) or not is_hub_id(model):
-        raise ConfigError(
-            f"model: there is no directory {str(model)!r}; give a Hugging Face directory or a hub id such as Qwen/Qwen3-0.6B"
-        )
+    meant = did_you_mean(str(model), [SMALL_MODEL.name])
+    if isinstance(model, Path) or meant or not is_hub_id(model):
+        cure = meant or "; give a Hugging Face directory or a hub id such as Qwen/Qwen3-0.6B"
+        raise ConfigError(f"model: there is no directory {str(model)!r}{cure}")
     return None
 
 

@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 import msgspec
 import orjson
 
-from tokentrue.errors import MessageError
+from tokentrue.errors import MessageError, did_you_mean
 from tokentrue.json_types import JsonValue
 
 MAX_DEPTH = 128
@@ -101,7 +101,7 @@ def freeze(value: JsonValue, field: str, levels: int = MAX_DEPTH) -> JsonValue:
     if isinstance(value, float):
         if math.isfinite(value):
             return value
-        raise MessageError(f"must be a JSON value; {value!r} is none", field=field)
+        raise MessageError(f"must be finite: JSON has no number {value!r}", field=field)
     if levels == 0 and isinstance(value, (dict, list, tuple, Mapping)):
         raise _too_deep(field)
     if isinstance(value, (list, tuple)):
@@ -141,7 +141,9 @@ def complaint(error: msgspec.ValidationError, path: str, type_: Any) -> MessageE
     where = join_path(path, inner)
     if named := _FIELD.match(what):
         is_unknown = named[1] == "contains unknown"
-        message = "is not supported by this gateway; leave it out" if is_unknown else "is required"
+        known = [] if inner else getattr(type_, "__struct_encode_fields__", ())
+        unknown = f"is not supported by this gateway; {did_you_mean(named[2], known)[2:] or 'leave it out'}"
+        message = unknown if is_unknown else "is required"
         return MessageError(message, field=join_path(where, named[2]))
     if what.startswith("Invalid enum value") and (choices := literals(type_, inner)):
         either = " or ".join(choices) if len(choices) < 3 else f"one of {', '.join(choices)}"

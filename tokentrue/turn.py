@@ -136,7 +136,9 @@ class Session:
         self.tree = _tree or Tree(template=self.record.template, tokenizer=self.record.tokenizer)
         self.revision = 0  # incremented with every change of the record: results of another revision are stale
         self.recorded_tokens = sum(map(count_tokens, self.tree.nodes.values()))
-        self.images = SessionImages(self.record.id, images, journal, self.tree)
+        vision = getattr(renderer, "vision", None)
+        refusal = vision if isinstance(vision, str) else None
+        self.images = SessionImages(self.record.id, images, journal, self.tree, refusal=refusal)
         # Of the last requests.
         self.conversations = Conversations(self.limits.conversation_bytes, images=self.images.reader)
         self._matcher = Matcher(self.tree, renderer)

@@ -26,7 +26,7 @@ def run_without(modules: set[str], *arguments: str) -> subprocess.CompletedProce
     ("command", "extra"),
     [
         (("serve", "--port", "0"), "gateway"),
-        (("verify", "/tmp"), "gateway"),
+        (("verify", "calculator"), "gateway"),
         (("demo",), "train"),
         (("train",), "train"),
         (("view", "http://127.0.0.1:1"), "gateway"),

@@ -4,24 +4,34 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib import import_module
+from inspect import signature
 from pathlib import Path
 
 import pytest
 
 import tokentrue as tt
+from tests.cli.test_extras import run_without
 from tests.gateway.world import Server, scripted_server
 from tokentrue.app.wiring import ModelConfig, ServeConfig
 from tokentrue.cli.common import pluralise, print_table, progress_bar, show_share
 from tokentrue.cli.main import COMMANDS, main, run
 from tokentrue.cli.rollout import print_summary
+from tokentrue.cli.samples import NAMES
 from tokentrue.cli.serve import greet
 from tokentrue.environments import SMALL_MODEL
+from tokentrue.providers.registry import ENGINES
+from tokentrue.samples.formats import FORMATS
 
 KEY = "a-long-admin-key"
-NO_CUDA = "is built without CUDA|finds no GPU"
+AT_FIRST = [
+    "bad.jsonl", "bad.parquet", "bad.safetensors", "bad.toml", "broken_env.py", "cut.parquet", "cut.safetensors",
+    "deep.jsonl", "empty", "file", "noise.bin",
+]  # fmt: skip
 
 
 @pytest.fixture
@@ -40,6 +50,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "noise.bin").write_bytes(bytes(range(128, 256)))
     (tmp_path / "bad.toml").write_text("[train]\nstepps = 3\n")
     (tmp_path / "broken_env.py").write_text("import json\n\nTASKS = json.loads('{')\n")
+    assert sorted(path.name for path in tmp_path.iterdir()) == AT_FIRST
     return tmp_path
 
 
@@ -49,11 +60,11 @@ WRONG = [
     ("serve --port 0 --store memory --model empty", "directory 'empty' has no tokenizer", "tokenizer.json"),
     ("serve --port 0 --store memory --model ./nowhere", "there is no directory './nowhere'", "hub id"),
     ("serve --port 0 --store memory --device cuda", "device: 'cuda' is not available", "use cpu"),
-    ("serve --port 0 --store memory --device tpu9", "'tpu9'", "use cpu, cuda"),
+    ("serve --port 0 --store memory --device tpu9", "device: 'tpu9'", "use cpu, cuda"),
     ("serve --port 0 --store memory --dtype int8", "dtype: 'int8'", "one of float32"),
     ("serve --port 0 --store memory --engine warp", "no engine 'warp'", "choose one of"),
     (
-        "serve --port 0 --engine scripted --script f --device cpu --store memory",
+        "serve --port 0 --engine scripted --script file --device cpu --store memory",
         "loads no model in this process",
         "--device is for exact and hf",
     ),
@@ -65,7 +76,8 @@ WRONG = [
     ("train --out file/out", "file", "Not a directory"),
     ("train --device cuda", "device: 'cuda' is not available", "use cpu"),
     ("train --dtype int8", "dtype: 'int8'", "one of float32"),
-    ("train --model empty", "model: cannot load 'empty'", "config.json"),
+    ("train --model empty", "model: directory 'empty' has no tokenizer", "is it a model's?"),
+    ("train --samples bad.jsonl --model empty", "bad.jsonl:1: not JSON", ""),
     ("train --model ./nowhere", "there is no directory './nowhere'", "hub id"),
     ("train --samples bad.parquet", "bad.parquet: not a parquet file", ""),
     ("train --set rollout.temperature=-1", "rollout.temperature: -1.0", ">= 0"),
@@ -109,8 +121,14 @@ WRONG = [
     ("view file --export file/page.html", "file", ""),
     ("diagnose bad.jsonl --trainer empty", "bad.jsonl:1: not JSON", ""),
     ("samples bad.jsonl -o empty", "cannot write 'empty'", "no file name"),
-    ("verify empty --template noise.bin", "noise.bin is not text", ""),
-    ("completion tcsh", "no shell 'tcsh'", "bash, zsh, fish"),
+    ("verify calculator --template noise.bin", "noise.bin is not text", ""),
+    ("samples nowhere.sqlite --format verl -o x.jsonl", "format verl writes a .parquet file", "name it x.parquet"),
+    ("samples nowhere.sqlite -o x.parquet", "format jsonl writes a .jsonl file", "name it x.jsonl"),
+    ("verify calculater", "there is no directory 'calculater'", "did you mean calculator?"),
+    ("serve --port 0 --store memory --engine vlm", "no engine 'vlm'", "scripted; did you mean vllm?"),
+    ("serve --port 0 --store memory --set engine.options.modle=x", "no option 'modle'", "did you mean model?"),
+    ("serve --port 0 --store memory --adapter a=nowhere", "--adapter a: there is no directory 'nowhere'", ""),
+    ("serve --port 0 --store sqlite:noise.bin", "file is not a database", "give a writable path"),
 ]
 
 
@@ -125,6 +143,53 @@ def test_one_line_names_it(
     assert wrong in text and advice in text and "Traceback" not in text, text
     lines = [each for each in text.splitlines() if each.strip() and not each.startswith("loading")]
     assert len(lines) == 1 or "Usage:" in text, text
+
+
+EVERYTHING = {
+    "serve --port 0 --store here --engine hf --model calculater --set engine.options.modle=x": [
+        "did you mean calculator?",
+        "did you mean model?",
+        "store must be sqlite:PATH",
+    ],
+    "serve --set server.prot=1 --set limits.in_flght=2": ["did you mean port?", "did you mean in_flight?"],
+    "serve --port {port} --store sqlite:noise.bin --engine vllm --device cpu": [
+        "--device is for exact and hf",
+        "'vllm' needs --url",
+        "file is not a database",
+        "is in use; choose another with --port",
+    ],
+    "train --out file/x --model ./nowhere --set rollout.environment=calculater --engine vllm --set train.exact=false": [
+        "Not a directory",
+        "environment: no 'calculater'",
+        "no directory './nowhere'",
+        "'vllm' needs --url",
+    ],
+    "verify calculater --template nowhere --set x": ["did you mean calculator?", "no file 'nowhere'", "expected k=v"],
+}
+
+
+@pytest.mark.parametrize(("line", "wrong"), EVERYTHING.items())
+def test_everything_that_is_wrong_is_named_before_anything_is_loaded(folder: Path, line: str, wrong: list[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        arguments = line.format(port=taken.getsockname()[1]).split()
+        done = run_without({"torch", "transformers"}, *arguments)
+    assert done.returncode == 2
+    lines = done.stderr.splitlines()
+    assert len(lines) == len(wrong) and all(said in line for said, line in zip(wrong, lines, strict=True)), done.stderr
+    assert {path.name for path in folder.iterdir()} <= {*AT_FIRST, "noise.bin.lock", "noise.bin.workers"}, (
+        "nothing is written"
+    )
+
+
+def test_the_options_of_the_table_are_those_of_the_engines() -> None:
+    for name, kind in ENGINES.items():
+        module, _, attribute = kind.address.partition(":")
+        taken = signature(getattr(import_module(module), attribute)).parameters
+        assert set(kind.options) == set(taken), name
+
+
+def test_the_help_lists_all_formats() -> None:
+    assert NAMES.split(", ") == list(FORMATS)
 
 
 def test_the_traceback_of_an_environment_is_in_the_log(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -239,7 +304,7 @@ def test_few_steps_of_the_demo_are_not_judged(tmp_path: Path, capsys: pytest.Cap
 @pytest.mark.parametrize(
     ("word", "said"),
     [
-        ("serv", "did you mean `tokentrue serve`?"),
+        ("serv", "no command 'serv'; did you mean serve?"),
         ("coverage", "`tokentrue sessions STORE_OR_URL` has it"),
         ("export", "`tokentrue samples STORE_OR_URL -o FILE`"),
         ("xyzzy", "`tokentrue --help` lists them"),
@@ -307,22 +372,19 @@ def test_the_banner_names_the_toy_model(capsys: pytest.CaptureFixture[str]) -> N
     assert "toy model" not in capsys.readouterr().out
 
 
-def test_version_and_completion(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["--version"])
     assert ended.value.code == 0 and capsys.readouterr().out == f"tokentrue {tt.__version__}\n"
-    for shell in ("zsh", "fish", "bash"):
-        assert run("completion", [shell]) == 0
-        script = capsys.readouterr().out
-        assert all(name in script for name in COMMANDS) and "durability" in script
-    asked = "COMP_WORDS=(tokentrue serve --du); COMP_CWORD=2; _tokentrue; echo ${COMPREPLY[@]}"
-    done = subprocess.run(["bash", "-c", script + asked], capture_output=True, text=True, timeout=30)
-    assert done.stdout == "--durability\n", done.stderr
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    shown = capsys.readouterr().out
+    assert ended.value.code == 0 and all(f"\n  {name} " in shown for name in COMMANDS)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], [], ["completion", "bash"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], [], ["audit", "--help"]])
 def test_a_full_standard_output_is_one_line(arguments: list[str], unbuffered: str) -> None:
     with open("/dev/full", "w") as full:
         command, env = [sys.executable, "-m", "tokentrue", *arguments], {**os.environ, "PYTHONUNBUFFERED": unbuffered}
@@ -333,7 +395,7 @@ def test_a_full_standard_output_is_one_line(arguments: list[str], unbuffered: st
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize("arguments", [["--help"], ["completion", "bash"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["audit", "--help"]])
 def test_a_reader_that_stops_early_sees_no_traceback(arguments: list[str], unbuffered: str) -> None:
     reader, writer = os.pipe()
     os.close(reader)

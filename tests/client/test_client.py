@@ -242,7 +242,7 @@ def test_an_export_leaves_out_what_is_purged_meanwhile_and_nothing_else(server: 
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"metadata": {"x": float("nan")}}, "metadata: must be a JSON value; nan"),
+        ({"metadata": {"x": float("nan")}}, "metadata: must be finite: JSON has no number nan"),
         ({"metadata": {1: 2}}, "metadata: an object's keys must be strings"),
         ({"sampling": {"seed": {1}}}, "sampling: must be a JSON value; set"),
     ],

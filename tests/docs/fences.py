@@ -8,6 +8,7 @@
 | `console gpu`, `vllm`, `harness`, `cluster` | parsed: every option is one that the program, or a test that runs it,
 knows |
 | `toml`, `json` | parsed; with `title="NAME"` it is the file NAME of its page's commands |
+| `python harness` | run by `make test-harness`, in the environment of its framework |
 | `text` | no code: output, a drawing |
 """
 
@@ -20,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 CONSOLE = ("console", "console slow", "console gpu", "console vllm", "console harness", "console cluster")
-KNOWN = ("python", "toml", "json", "text", *CONSOLE)
+KNOWN = ("python", "python harness", "toml", "json", "text", *CONSOLE)
 FENCE = re.compile(
     r"^```(?P<kind>[^\n`]*?)(?: title=\"(?P<title>[^\"\n]+)\")?\n(?P<body>.*?)^```", re.MULTILINE | re.DOTALL
 )

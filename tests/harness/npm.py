@@ -3,6 +3,7 @@ first needed."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -42,6 +43,11 @@ def program(package: str, name: str) -> Path:
     if done.returncode or not path.exists():
         pytest.skip(f"npm cannot install {package}: {done.stderr[-300:]}")
     return path
+
+
+def version_of(package: str) -> str:
+    folder = ROOT / ".cache" / "npm" / package.replace("@", "_").replace("/", "_")
+    return json.loads((folder / "node_modules" / package / "package.json").read_text())["version"]
 
 
 def run(

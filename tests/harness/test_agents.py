@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.gateway.world import Made, Server, call, check_recorded, model_dir, renderer, sampled_by, scripted_server
-from tests.harness.npm import PACKAGES, program, run
+from tests.harness.npm import PACKAGES, program, run, version_of
 from tests.harness.player import Player
 from tokentrue.environments.agents.presets import PRESETS
 
@@ -56,11 +56,22 @@ def folders(tmp_path: Path) -> Iterator[tuple[Path, Path, Path]]:
     yield tmp_path, home, work
 
 
-def check_chain(server: Server, session: Made, turns: Sequence[str], work: Path) -> None:
+def check_chain(server: Server, session: Made, turns: Sequence[str], work: Path) -> dict[str, Any]:
     assert (work / "sum.txt").read_text() == "x = 2 + 2\n"
-    check_recorded(server, session.session_id, turns)
+    answer = check_recorded(server, session.session_id, turns)
     _, shown = server.ask("GET", f"/sessions/{session.session_id}")
     assert [node["why"] for node in shown["nodes"]] == ["first", *[None] * 9]
+    return answer
+
+
+def add_row(record: Callable[[str, Any], None], name: str, answer: dict[str, Any]) -> None:
+    """To the table at the end (conftest.py). Coverage is that of the conversation: side requests are left out."""
+    untrained, coverage = answer["coverage"]["untrained"], answer["coverage"]
+    aside = sum(item["tokens"] for item in untrained if item["why"] == "side_request")
+    record("harness", f"{name} {version_of(PACKAGES[name][0])}")
+    record("samples", len(answer["samples"]))
+    record("coverage", coverage["trained"] / (coverage["sampled"] - aside))
+    record("note", f"{aside} tokens of side requests left out" if aside else "")
 
 
 def start(
@@ -91,7 +102,9 @@ CHAINS = {
 
 
 @pytest.mark.parametrize("name", CHAINS)
-def test_ten_turns_are_one_chain(folders: tuple[Path, Path, Path], name: str) -> None:
+def test_ten_turns_are_one_chain(
+    folders: tuple[Path, Path, Path], name: str, record_property: Callable[[str, Any], None]
+) -> None:
     """Gemini drops thoughts and keeps their signatures: no turn loses its reasoning. Its own top_p and top_k are
     overridden by the session."""
     folder, _, work = folders
@@ -100,7 +113,7 @@ def test_ten_turns_are_one_chain(folders: tuple[Path, Path, Path], name: str) ->
         session = server.session(sampling=NO_FILTERS)
         done = start(name, session, folders)
         assert "It is 4." in done.stdout, done.stdout[-2000:] + done.stderr[-2000:]
-        check_chain(server, session, CHAINS[name], work)
+        add_row(record_property, name, check_chain(server, session, CHAINS[name], work))
         nodes = server.ask("GET", f"/sessions/{session.session_id}")[1]["nodes"]
         assert {node["model"] for node in nodes} == {"policy"}
         assert name != "gemini" or not any("reasoning" in node["projection"] for node in nodes)
@@ -208,7 +221,10 @@ BESIDE = {
 
 @pytest.mark.parametrize("name", BESIDE)
 def test_what_is_asked_beside_the_conversation_is_not_trained(
-    folders: tuple[Path, Path, Path], played_server: tuple[Server, Player], name: str
+    folders: tuple[Path, Path, Path],
+    played_server: tuple[Server, Player],
+    name: str,
+    record_property: Callable[[str, Any], None],
 ) -> None:
     (server, player), work = played_server, folders[2]
     player.turns = BESIDE[name]
@@ -217,6 +233,7 @@ def test_what_is_asked_beside_the_conversation_is_not_trained(
     done = start(name, session, folders, env=env)
     assert "It is 4." in done.stdout, done.stdout[-2000:] + done.stderr[-2000:]
     sides = check_beside(server, session, player.turns, work)
+    add_row(record_property, name, server.samples(session.session_id))
     assert [node["side_request"] for node in sides] == (["title"] if name != "qwen-code" else [])
 
 

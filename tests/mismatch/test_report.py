@@ -289,7 +289,7 @@ def test_log_probabilities_that_are_none_are_refused_by_row(
         (["--trainer-logprobs", "none.jsonl", "--correction", "nope"], "no preset 'nope'"),
         (["--trainer-logprobs", "none.jsonl", "--max-k3", "nan"], "--max-k3: nan must be a number >= 0"),
         (["--trainer-logprobs", "binary.jsonl"], "cannot be read as UTF-8"),
-        (["--trainer", "MODEL", "--device", "bogus"], "device: 'bogus' is no device of torch; use cpu, cuda or cuda:N"),
+        (["--trainer", "MODEL", "--device", "bogus"], "device: 'bogus' is not supported; use cpu, cuda or cuda:N"),
         (["--trainer", "MODEL", "--dtype", "float64"], "dtype: 'float64' is not one of float32, bfloat16, float16"),
         (["--trainer", "MODEL", "--device", "cuda:97"], "device: 'cuda:97' is not available"),
     ],

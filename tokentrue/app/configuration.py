@@ -3,21 +3,52 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from tokentrue.errors import ConfigError, InputError
+from tokentrue.errors import ConfigError, ConfigErrors, InputError, TokenTrueError, did_you_mean
 from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.plain_json import complaint
 
 T = TypeVar("T")
 NONE = "none"
+
+
+class Checks:
+    """Checks that load nothing, run one by one; `finish` reports all that failed.
+
+    >>> checks = Checks()
+    >>> checks(check_engine_settings, settings.engine)
+    >>> checks(check_store, settings.server.store)
+    >>> checks.finish()
+    """
+
+    def __init__(self) -> None:
+        self._failed: list[Exception] = []
+
+    def __call__(self, check: Callable[..., T], *given: Any) -> T | None:
+        try:
+            return check(*given)
+        except ConfigErrors as error:
+            self._failed += error.errors
+        except (TokenTrueError, OSError, ModuleNotFoundError) as error:
+            self._failed.append(error)
+        return None
+
+    def require(self, holds: bool, otherwise: str) -> None:
+        if not holds:
+            self._failed.append(ConfigError(otherwise))
+
+    def finish(self) -> None:
+        if len(self._failed) == 1:
+            raise self._failed[0]
+        if self._failed:
+            raise ConfigErrors(self._failed)
 
 
 def read(
@@ -49,13 +80,22 @@ def read(
         if not equals or not dotted.strip():
             raise ConfigError(f"--set {text!r}: write key.path=value")
         set_dotted(values, dotted.strip(), literal(value.strip()))
+    checks = Checks()
+    made = checks(build, type_, values)
     try:
-        return build(type_, values)
+        checks.finish()
     except ConfigError as error:
-        key = str(error).partition(":")[0]
-        if path is None or find_dotted(written, key) is None or find_dotted(written, key) != find_dotted(values, key):
-            raise
-        raise ConfigError(f"{path}: {error}") from error
+        wrong = error.errors if isinstance(error, ConfigErrors) else [error]
+        named = [name_file(each, path, written, values) for each in wrong]
+        raise ConfigErrors(named) if len(named) > 1 else named[0] from error
+    return cast("T", made)
+
+
+def name_file(error: Exception, path: Path | None, written: JsonObject, values: JsonObject) -> Exception:
+    """`error` with the name of the file, if its key has the value that the file gives it."""
+    key = str(error).partition(":")[0]
+    given = find_dotted(written, key)
+    return error if given is None or given != find_dotted(values, key) else ConfigError(f"{path}: {error}")
 
 
 def merge(values: JsonObject, over: JsonMapping) -> None:
@@ -96,17 +136,19 @@ def build(type_: type[T], values: JsonMapping, *, path: str = "", base: T | None
     hints = get_type_hints(type_, include_extras=True)
     known = {field.name: field for field in dataclasses.fields(cast("Any", type_)) if field.init}
     made: JsonObject = {}
+    checks = Checks()
     for name, value in values.items():
         at = f"{path}.{name}" if path else name
-        if name not in known:
-            close = difflib.get_close_matches(name, known, 1)
-            meant = f"; did you mean {close[0]}?" if close else ""
-            raise ConfigError(f"{at}: unknown key; known here: {', '.join(sorted(known))}{meant}")
-        made[name] = _value(hints[name], value, at, getattr(base, name, None))
+        if name in known:
+            made[name] = checks(_value, hints[name], value, at, getattr(base, name, None))
+        else:
+            listed = f"known here: {', '.join(sorted(known))}{did_you_mean(name, known)}"
+            checks.require(False, f"{at}: unknown key; {listed}")
     for name, field in known.items():
         is_needed = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if base is None and is_needed and name not in values:
-            raise ConfigError(f"{path}.{name}: is needed" if path else f"{name}: is needed")
+            checks.require(False, f"{path}.{name}: is needed" if path else f"{name}: is needed")
+    checks.finish()
     try:
         return type_(**made) if base is None else cast("T", dataclasses.replace(cast("Any", base), **made))
     except InputError as error:

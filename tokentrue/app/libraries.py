@@ -4,6 +4,7 @@ gateway."""
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
@@ -46,19 +47,23 @@ def without_torch(engine: str) -> Generator[None, None, None]:
 
 
 def require_device(device: str) -> None:
+    """Loads torch for a GPU only."""
+    require_device_name(device)
+    kind, _, number = device.partition(":")
+    if kind == "cpu":
+        return
     import torch
 
-    try:
-        found = torch.device(device)
-    except RuntimeError as error:
-        raise ConfigError(f"device: {device!r} is no device of torch; use cpu, cuda or cuda:N") from error
-    if found.type not in {"cpu", "cuda"}:
-        raise ConfigError(f"device: {device!r} is not supported; use cpu, cuda or cuda:N")
-    if found.type == "cuda" and not torch.cuda.is_available():
+    if not torch.cuda.is_available():
         why = "finds no GPU" if torch.version.cuda else "is built without CUDA"
         raise ConfigError(f"device: {device!r} is not available: torch {torch.__version__} {why}; use cpu")
-    if found.type == "cuda" and (found.index or 0) >= (count := torch.cuda.device_count()):
+    if int(number or 0) >= (count := torch.cuda.device_count()):
         raise ConfigError(f"device: {device!r} is not available: GPUs here: {count}, counted from 0")
+
+
+def require_device_name(device: str) -> None:
+    if not re.fullmatch(r"(cpu|cuda)(:\d{1,4})?", device):
+        raise ConfigError(f"device: {device!r} is not supported; use cpu, cuda or cuda:N")
 
 
 def require_dtype(dtype: str) -> None:

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import field, fields, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokentrue.app.background import Embedded, embedded_gateway
-from tokentrue.app.configuration import NONE, build
+from tokentrue.app.configuration import NONE, Checks, build
 from tokentrue.app.libraries import read_vocabulary_size, require_dtype, require_samples_of
 from tokentrue.app.rollouts import RolloutRounds, Share, evaluate, sessions_on
-from tokentrue.app.wiring import EngineConfig, ModelConfig, ServeConfig, ServerConfig
-from tokentrue.environments import SMALL_MODEL, RolloutConfig
+from tokentrue.app.wiring import EngineConfig, ModelConfig, ServeConfig, ServerConfig, check_gateway
+from tokentrue.environments import SMALL_MODEL, RolloutConfig, load_environment
 from tokentrue.errors import ConfigError, FileFormatError
-from tokentrue.hub import load_causal_model
+from tokentrue.hub import find_directory, load_causal_model
 from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.providers.registry import REMOTE
 from tokentrue.records import record
@@ -92,6 +93,24 @@ class TrainRun:
         return self.model.path or str(SMALL_MODEL)
 
 
+def check_run(checks: Checks, settings: TrainRun) -> None:
+    """Checks names and files before torch is loaded."""
+    path = settings.model_path
+    if settings.samples is None:
+        checks(load_environment, settings.rollout.environment, settings.rollout.options)
+        store = settings.out / "sessions.sqlite"  # created by the run: a refused one leaves no files
+        check_gateway(checks, settings.model, engine_for(settings), f"sqlite:{store}" if store.is_file() else None)
+    else:
+        checks.require(settings.samples.is_file(), f"samples: there is no file {str(settings.samples)!r}")
+        checks(find_directory, path)
+    for name in settings.log:
+        extra = "train" if name == "tensorboard" else name
+        cure = f"pip install 'tokentrue[{extra}]', or leave it out of log"
+        checks.require(find_spec(name) is not None, f"log: {name} is not installed: {cure}")
+    needs_peft = settings.train.lora_rank > 0 and find_spec("peft") is None
+    checks.require(not needs_peft, "train.lora_rank: needs peft: pip install 'tokentrue[lora]'")
+
+
 def loss_for(spec: LossSpec) -> LossConfig:
     from tokentrue.mismatch import LOSSES, PRESETS, loss_named
 
@@ -158,10 +177,8 @@ def trainer_for(settings: TrainRun, ranks: Ranks) -> tuple[Trainer, JsonMapping]
 
 def add_adapter(model: Any, rank: int) -> Any:
     """Nothing but the adapter is trained. B is 0: it starts as the model."""
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError as error:
-        raise ConfigError("train.lora_rank: needs peft: pip install 'tokentrue[lora]'") from error
+    from peft import LoraConfig, get_peft_model
+
     return get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
 
 

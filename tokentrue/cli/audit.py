@@ -9,8 +9,6 @@ from typer import Option
 
 from tokentrue.cli.common import AsJson, SamplesFile, count_items, pluralise, print_json, show_share
 from tokentrue.json_types import JsonObject
-from tokentrue.samples import AuditFinding, audit_exported, read_exported
-from tokentrue.samples.images import ImageFolder
 
 
 def command(
@@ -19,6 +17,9 @@ def command(
     limit: Annotated[int, Option(help="findings to print")] = 20,
 ) -> int:
     """Re-check exported samples; exit 1 where something does not hold, and say where."""
+    from tokentrue.samples import AuditFinding, audit_exported, read_exported
+    from tokentrue.samples.images import ImageFolder
+
     result = audit_exported(count_items(read_exported(file), "sample", quiet=as_json), ImageFolder(file))
     if not result.samples:
         result.findings.append(AuditFinding(sample=file.name, what="holds no sample: there is nothing to check"))

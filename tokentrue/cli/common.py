@@ -14,27 +14,19 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias, TypeVar
 
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
-from rich.table import Table
-from rich.text import Text
 from typer import Argument, Option
 
-from tokentrue.client import Client
 from tokentrue.errors import ConfigError, FileFormatError, InputError, RenderError
 from tokentrue.json_types import JsonValue
 from tokentrue.plain_json import is_utf8
-from tokentrue.sessions.journal import Journal, is_postgres, open_journal
 
+# Help texts need none of these: each function imports what it uses.
 if TYPE_CHECKING:
+    from rich.console import Console
+
+    from tokentrue.client import Client
     from tokentrue.renderers import Renderer
+    from tokentrue.sessions.journal import Journal
 
 T = TypeVar("T")
 SUBJECT = "model: "  # what `tokentrue.hub` and `load_renderer` begin with
@@ -99,16 +91,22 @@ def is_url(source: str) -> bool:
 
 def connect(url: str) -> Client:
     """Reads the admin key from TOKENTRUE_ADMIN_KEY."""
+    from tokentrue.client import Client
+
     return Client(url.rstrip("/").removesuffix("/v1"))
 
 
 def open_recorded(source: str) -> Journal:
+    from tokentrue.sessions.journal import open_journal
+
     return open_journal(require_store(source), read_only=True)
 
 
 def require_store(source: str) -> str:
     """The store that `source` names; raises FileFormatError if a path has no journal. Call it before this process
     opens the store: closing a file drops the locks that SQLite holds on it."""
+    from tokentrue.sessions.journal import is_postgres
+
     if is_postgres(source):
         return source
     path = Path(source.removeprefix("sqlite:"))
@@ -130,8 +128,15 @@ def show_share(share: float) -> str:
     return f"{math.floor(share * 10_000 + 1e-9) / 100:.2f}%"
 
 
+def show_coverage(share: float, sampled: int) -> str:
+    """`coverage 99.99% of 1,024 sampled tokens`; of nothing there is no share."""
+    return f"coverage {show_share(share)} of {pluralise(sampled, 'sampled token')}" if sampled else "no sampled tokens"
+
+
 def console(*, stderr: bool = False) -> Console:
     """Without any escape under NO_COLOR, not even bold. Wide enough for whole tables where the output is no terminal."""
+    from rich.console import Console
+
     piped = not (sys.stderr if stderr else sys.stdout).isatty()
     return Console(
         stderr=stderr,
@@ -148,6 +153,9 @@ def print_table(
     title: str | None, columns: Sequence[str], rows: Iterable[Sequence[str | tuple[str, str]]], *, whole: int = 0
 ) -> None:
     """A cell is its text, or (text, style); the first column is at least `whole` wide."""
+    from rich.table import Table
+    from rich.text import Text
+
     table = Table(title=title)
     for number, column in enumerate(columns):
         table.add_column(column, overflow="fold", min_width=whole if number == 0 else None)
@@ -157,7 +165,7 @@ def print_table(
 
 
 def print_verdict(text: str, *, ok: bool) -> None:
-    console().print(Text(text, style="green" if ok else "red"))
+    console().print(text, style="green" if ok else "red", markup=False, highlight=False)
 
 
 @contextmanager
@@ -173,11 +181,19 @@ def progress_bar(
     if not sys.stdout.isatty():
         yield lines_of_progress(title, total, every_s)
         return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
     columns = (TextColumn("  {task.description}"), BarColumn(bar_width=16), MofNCompleteColumn(), TimeElapsedColumn())
-    left = TimeRemainingColumn(compact=True, elapsed_when_finished=False)
-    with Progress(*columns, TextColumn("left"), left, TextColumn("{task.fields[note]}"), console=console()) as progress:
+    with Progress(*columns, TextColumn("{task.fields[note]}"), console=console()) as progress:
         task = progress.add_task(title, total=total, note="")
-        yield lambda note: progress.update(task, advance=1, note=note)
+        began, done = time.monotonic(), 0
+
+        def advance(note: str) -> None:
+            nonlocal done
+            done += 1
+            progress.update(task, completed=done, note=f"{time_left(began, done, total)}  {note}")
+
+        yield advance
 
 
 def lines_of_progress(title: str, total: int, every_s: float) -> Callable[[str], None]:
@@ -187,14 +203,18 @@ def lines_of_progress(title: str, total: int, every_s: float) -> Callable[[str],
     def advance(note: str) -> None:
         nonlocal done, said
         done += 1
-        now = time.monotonic()
-        if now - said < every_s and done < total:
+        if time.monotonic() - said < every_s and done < total:
             return
-        said = now
-        left = timedelta(seconds=round((now - began) / done * (total - done)))
-        print(f"  {title} {done}/{total}  {note}".rstrip() + (f"  {left} left" if done < total else ""), flush=True)
+        said = time.monotonic()
+        print(f"  {title} {done}/{total}  {note}".rstrip() + f"  {time_left(began, done, total)}".rstrip(), flush=True)
 
     return advance
+
+
+def time_left(began: float, done: int, total: int) -> str:
+    """`0:01:20 left`, if the others take as long as these; from the first on."""
+    seconds = round((time.monotonic() - began) / done * (total - done))
+    return f"{timedelta(seconds=seconds)} left" if done < total else ""
 
 
 def count_items(items: Iterable[T], noun: str, *, quiet: bool = False) -> Iterator[T]:

@@ -19,16 +19,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Option
 
 from tokentrue.cli.common import AsJson, pluralise, print_json, progress_bar, share_costs, show_share
-from tokentrue.environments import SMALL_MODEL, Rollout, RolloutConfig
-from tokentrue.environments.http import GatewaySessions
-from tokentrue.hub import load_causal_model
+from tokentrue.hub import SMALL_MODEL, load_causal_model
 from tokentrue.plain_json import dumps
 from tokentrue.records import record
-from tokentrue.samples import read_samples
-from tokentrue.sessions.journal import open_journal
 from tokentrue.types import Coverage
 
 if TYPE_CHECKING:
+    from tokentrue.environments import Rollout
+    from tokentrue.environments.http import GatewaySessions
     from tokentrue.train.reporting import StepReport
     from tokentrue.viewer.records import ViewRenderer
 
@@ -100,6 +98,8 @@ async def run(*, seed: int, steps: int, tasks: int, heldout: int, out: Path, qui
     from tokentrue.app.background import embedded_gateway
     from tokentrue.app.rollouts import RolloutRounds, evaluate
     from tokentrue.app.wiring import ServeConfig, ServerConfig, renderer_for
+    from tokentrue.environments import RolloutConfig
+    from tokentrue.environments.http import GatewaySessions
     from tokentrue.mismatch import loss_named
     from tokentrue.train import MetricsWriter, OptimConfig, Publisher, TrainConfig, Trainer, config_hash, train
 
@@ -180,6 +180,7 @@ async def run(*, seed: int, steps: int, tasks: int, heldout: int, out: Path, qui
 
 def write_demo_report(result: DemoResult, *, store: str, renderer: ViewRenderer) -> None:
     from tokentrue.cli.reports import compare_ends, read_metrics, training_charts
+    from tokentrue.sessions.journal import open_journal
     from tokentrue.viewer import Report, SessionList, StoreSource, write_report
 
     path = Path(result.report)
@@ -217,6 +218,8 @@ def write_demo_report(result: DemoResult, *, store: str, renderer: ViewRenderer)
 
 def pick_sessions(samples: Path) -> list[str]:
     """Sessions of the first and last groups in the file."""
+    from tokentrue.samples import read_samples
+
     groups: dict[str, dict[str, None]] = {}
     for sample in read_samples(samples):
         groups.setdefault(sample.group or sample.session_id, {})[sample.session_id] = None
@@ -240,8 +243,12 @@ def print_result(result: DemoResult) -> None:
         print(f"  {pluralise(result.steps, 'step')} of {STEPS}: too few to judge the reward by")
     if not result.ok:
         print(f"  NOT AS PROMISED: {PROMISE}")
-    samples = Path(result.report).parent / "samples.jsonl"
+    out = Path(result.report).parent
     print("what to try next")
-    print(f"  tokentrue audit {samples}            re-check the certificates from the file alone")
-    print("  tokentrue serve                                 point your own agent at it: an OpenAI or Anthropic client")
-    print("  tokentrue diagnose SAMPLES --trainer MODEL      how far the rollout is from a trainer, and what helps")
+    for command, what in {
+        f"tokentrue audit {out / 'samples.jsonl'}": "re-check the certificates from the file alone",
+        f"tokentrue diagnose {out / 'samples.jsonl'} --trainer calculator --policy-version 0": "compare bit for bit",
+        f"tokentrue view sqlite:{out / STORE} --model calculator": "tokens, turns, and what a re-render would break",
+        "tokentrue serve": "point your own agent at it",
+    }.items():
+        print(f"  {command}\n      {what}")

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar
 
 from typer import Option
 
-from tokentrue.app.libraries import require_device, require_dtype, require_samples_of
 from tokentrue.cli.common import (
     AsJson,
     ReportPage,
@@ -26,20 +25,17 @@ from tokentrue.cli.common import (
     renderer_from,
     show_status,
 )
-from tokentrue.errors import ConfigError, InputError, TokenContractError
-from tokentrue.hub import load_causal_model
-from tokentrue.pixels import find_images
+from tokentrue.errors import InputError, TokenContractError, did_you_mean
+from tokentrue.hub import find_directory, load_causal_model
 from tokentrue.records import record
-from tokentrue.samples import read_samples
-from tokentrue.samples.recorded_turns import scoring_temperatures
-from tokentrue.samples.trainer_logprobs import TrainerLogprobs, read_trainer_logprobs
-from tokentrue.types import Sample
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from tokentrue.mismatch import Correction, Diagnosis
     from tokentrue.mismatch.diagnosis import WorstRow
+    from tokentrue.samples.trainer_logprobs import TrainerLogprobs
+    from tokentrue.types import Sample
 
 BATCH_TOKENS = 8192
 PADDED_TOKENS = 2048  # of a forward pass with --plain, which holds all logits at once
@@ -54,7 +50,7 @@ SHOWN = (
     "contribution/rollout/negative/skew",
 )  # fmt: skip
 T = TypeVar("T")
-Scored: TypeAlias = tuple[TrainerLogprobs, list[int] | None]
+Scored: TypeAlias = "tuple[TrainerLogprobs, list[int] | None]"
 """The trainer's log-probabilities, and its most likely tokens if known."""
 
 
@@ -96,7 +92,10 @@ def command(
     as_json: AsJson = False,
 ) -> int:
     """Mismatch report: δ, K1/K3, ratio tails, ESS, argmax flips, contribution skew; a table, and plots with -o."""
-    check_options(correction, trainer, trainer_logprobs, max_k3, write_logprobs)
+    check_options(correction, trainer, trainer_logprobs, max_k3, write_logprobs, dtype, device)
+    from tokentrue.app.libraries import require_samples_of
+    from tokentrue.samples import read_samples
+    from tokentrue.samples.trainer_logprobs import read_trainer_logprobs
     from tokentrue.viewer.records import check_names
 
     renderer: Any = None if output is None else renderer_from("--tokenizer", tokenizer)
@@ -173,20 +172,36 @@ def command(
 
 
 def check_options(
-    correction: str, trainer: str | None, trainer_logprobs: Path | None, max_k3: float, write_logprobs: Path | None
+    correction: str,
+    trainer: str | None,
+    trainer_logprobs: Path | None,
+    max_k3: float,
+    write_logprobs: Path | None,
+    dtype: str,
+    device: str,
 ) -> None:
+    from tokentrue.app.configuration import Checks
+    from tokentrue.app.libraries import require_device, require_dtype
     from tokentrue.mismatch import PRESETS
 
-    if correction not in PRESETS:
-        raise ConfigError(f"--correction: no preset {correction!r}; choose one of {', '.join(PRESETS)}")
-    if (trainer is None) == (trainer_logprobs is None):
-        raise ConfigError(
-            "pass either --trainer MODEL or --trainer-logprobs FILE: the trainer's side of the comparison"
-        )
-    if not max_k3 >= 0:
-        raise ConfigError(f"--max-k3: {max_k3:g} must be a number >= 0")
-    if write_logprobs is not None and trainer is None:
-        raise ConfigError("--write-logprobs writes what --trainer computes; give --trainer MODEL")
+    checks = Checks()
+    unknown = f"--correction: no preset {correction!r}; choose one of {', '.join(PRESETS)}"
+    checks.require(correction in PRESETS, f"{unknown}{did_you_mean(correction, PRESETS)}")
+    sides = "pass either --trainer MODEL or --trainer-logprobs FILE: the trainer's side of the comparison"
+    checks.require((trainer is None) != (trainer_logprobs is None), sides)
+    checks.require(max_k3 >= 0, f"--max-k3: {max_k3:g} must be a number >= 0")
+    needs = "--write-logprobs writes what --trainer computes; give --trainer MODEL"
+    checks.require(write_logprobs is None or trainer is not None, needs)
+    checks(require_dtype, dtype)
+    checks(require_device, device)
+    if trainer is not None:
+        checks(find_trainer, trainer)
+    checks.finish()
+
+
+def find_trainer(model: str) -> None:
+    with name_option("--trainer"):
+        find_directory(model)
 
 
 def print_metrics(metrics: Mapping[str, float | None], worst: Sequence[WorstRow]) -> None:
@@ -215,6 +230,8 @@ def score_all(
     tokens: int = BATCH_TOKENS,
 ) -> tuple[list[Row], list[str]]:
     """Samples with numbers of both sides, and why others cannot be scored. `score` gets up to `tokens` tokens at once."""
+    from tokentrue.samples.recorded_turns import scoring_temperatures
+
     rows: dict[int, Row] = {}
     refused: list[str] = []
     trained = [number for number, sample in enumerate(samples) if any(sample.loss_mask)]
@@ -269,11 +286,12 @@ def load_scorer(model: str, *, plain: bool, dtype: str, device: str) -> Callable
     """
     import torch
 
+    from tokentrue.pixels import find_images
+    from tokentrue.samples.recorded_turns import scoring_temperatures
+    from tokentrue.samples.trainer_logprobs import TrainerLogprobs
     from tokentrue.train.rows import ScoredRow, kept_rows
     from tokentrue.train.scoring import ExactScorer, PlainScorer
 
-    require_device(device)
-    require_dtype(dtype)
     with name_option("--trainer"):
         loaded = load_causal_model(model, dtype=dtype).to(device).eval()
     tops: list[list[int]] = []

@@ -5,7 +5,6 @@ Exit codes: 0 fine, 1 found something wrong, 2 usage error, 70 a bug in tokentru
 
 from __future__ import annotations
 
-import difflib
 import io
 import os
 import sys
@@ -13,14 +12,13 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from tokentrue.errors import TokenTrueError
+from tokentrue.errors import ConfigErrors, TokenTrueError, did_you_mean
 
 COMMANDS = {  # module -> its line in `tokentrue --help`
     "serve": "the gateway: OpenAI, Anthropic and Google APIs; every token recorded",
     "demo": "the whole loop on one machine: agent over HTTP, exact engine, GRPO, report; under three minutes",
     "rollout": "an environment's tasks through a gateway, in groups, scored, written as samples",
     "train": "the reference trainer, one process or under torchrun (FSDP2)",
-    "completion": "print a completion script for bash, zsh or fish",
     "verify": "prove or refute, by comparing token ids, that a model's chat template can be extended",
     "samples": "export training samples of a journal or a running gateway, in its own format or a trainer's",
     "sessions": "list, show or delete the sessions of a journal or of a running gateway",
@@ -41,8 +39,8 @@ EXTRAS: dict[str, set[str]] = {  # the optional extra that brings a library
 }
 NEEDS = dict.fromkeys(("train", "rollout", "demo"), "train")  # the extra with everything that a command uses
 SUGGESTED = {  # words of others for what a command does
-    "coverage": "`tokentrue sessions STORE_OR_URL` has it per session, `tokentrue audit FILE` for exported samples",
-    "export": "`tokentrue samples STORE_OR_URL -o FILE` exports",
+    "coverage": "; `tokentrue sessions STORE_OR_URL` has it per session, `tokentrue audit FILE` for exported samples",
+    "export": "; `tokentrue samples STORE_OR_URL -o FILE` exports",
 }
 INTERRUPTED = {
     "train": ": the last whole step is in a checkpoint; the same command resumes",
@@ -64,9 +62,8 @@ def main(argv: list[str] | None = None) -> None:
         from tokentrue import __version__
 
         raise SystemExit(flush_output(0, f"tokentrue {__version__}\n"))
-    close = difflib.get_close_matches(str(first), COMMANDS, 1)
-    meant = SUGGESTED.get(str(first)) or (f"did you mean `tokentrue {close[0]}`?" if close else "")
-    print(f"tokentrue: no command {first!r}; {meant or '`tokentrue --help` lists them'}", file=sys.stderr)
+    meant = SUGGESTED.get(str(first)) or did_you_mean(str(first), COMMANDS) or "; `tokentrue --help` lists them"
+    print(f"tokentrue: no command {first!r}{meant}", file=sys.stderr)
     raise SystemExit(2)
 
 
@@ -97,6 +94,7 @@ def run(name: str, rest: list[str]) -> int:
     if isinstance(out, io.TextIOWrapper) and out.errors == "strict":
         # lone surrogates of damaged files, and other scripts on an ASCII terminal, are printed as escapes
         out.reconfigure(errors="backslashreplace")
+    code = 0
     try:
         app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
         app.command(name)(load_command(name))
@@ -111,8 +109,9 @@ def run(name: str, rest: list[str]) -> int:
             return int(getattr(error, "exit_code", 2))
         if os.environ.get("TOKENTRUE_TRACEBACK"):
             raise
-        code, text = explain_error(error, NEEDS.get(name))
-        print(f"tokentrue {name}: {' '.join(text.split())}", file=sys.stderr)
+        for each in error.errors if isinstance(error, ConfigErrors) else [error]:
+            code, text = explain_error(each, NEEDS.get(name))
+            print(f"tokentrue {name}: {' '.join(text.split())}", file=sys.stderr)
     if code == 130:
         print(f"\ntokentrue {name}: interrupted{INTERRUPTED.get(name, '')}", file=sys.stderr)
     return code

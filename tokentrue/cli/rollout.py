@@ -12,22 +12,10 @@ import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack, closing
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
-from tokentrue.app.configuration import read
-from tokentrue.app.rollouts import (
-    Recorder,
-    RolloutRun,
-    agent_settings,
-    describe_environment,
-    open_sessions,
-    plan_rollouts,
-    read_whole_lines,
-    remember,
-    trim_to_whole_groups,
-)
 from tokentrue.cli.common import (
     AsJson,
     ConfigFile,
@@ -43,14 +31,16 @@ from tokentrue.cli.common import (
     print_json,
     progress_bar,
     rollout_log,
-    show_share,
+    show_coverage,
     show_status,
 )
-from tokentrue.environments import Plan, Rollout, load_environment, player_in, run_plans
-from tokentrue.errors import ConfigError
 from tokentrue.json_types import JsonObject
 from tokentrue.providers.registry import IN_PROCESS, REMOTE, list_names
 from tokentrue.types import Coverage
+
+if TYPE_CHECKING:
+    from tokentrue.app.rollouts import RolloutRun
+    from tokentrue.environments import Plan, Rollout
 
 
 def command(
@@ -77,34 +67,47 @@ def command(
     as_json: AsJson = False,
 ) -> int:
     """Play groups of rollouts through a gateway and write them as samples."""
+    from tokentrue.app import rollouts
+    from tokentrue.app.configuration import Checks, read
+    from tokentrue.app.wiring import check_gateway
+
     own = {"model.path": model, "engine.name": engine, "engine.options.device": device, "engine.options.dtype": dtype}
-    of_agent, defaults = agent_settings(agent, tasks, score, sandbox, out)
+    of_agent, defaults = rollouts.agent_settings(agent, tasks, score, sandbox, out)
     given = {"out": out, "url": url, "nodes": nodes, "rollout.pin": pin, **own, **of_agent}
-    settings = read(RolloutRun, config, sets or (), given, defaults)
-    if ray is not None and settings.url is not None:
-        raise ConfigError("--ray starts gateways of its own; leave --url out")
-    if settings.nodes > 1 and ray is None:
-        raise ConfigError("--nodes belongs to --ray")
+    settings = read(rollouts.RolloutRun, config, sets or (), given, defaults)
+    checks = Checks()
+    checks.require(ray is None or settings.url is None, "--ray starts gateways of its own; leave --url out")
+    checks.require(settings.nodes == 1 or ray is not None, "--nodes belongs to --ray")
     if settings.url is not None:
         flags = {"--model": model, "--engine": engine, "--device": device, "--dtype": dtype}
-        if named := " and ".join(flag for flag, value in flags.items() if value is not None):
-            raise ConfigError(f"--url names a gateway that has its own model and engine; leave {named} out")
-        with connect(settings.url) as client:
-            # Report an unreachable gateway or a refused key once, not for every rollout.
-            client.sessions(limit=1)
+        named = " and ".join(flag for flag, value in flags.items() if value is not None)
+        checks.require(not named, f"--url names a gateway that has its own model and engine; leave {named} out")
+        if not named:
+            checks(reach_gateway, settings.url)
+    else:
+        check_gateway(checks, settings.model, settings.engine, settings.store)
+    checks.finish()
     settings.out.mkdir(parents=True, exist_ok=True)
     with rollout_log(settings.out) as log:
-        plans = plan_rollouts(settings.rollout)
-        for note in describe_environment(settings.rollout):
+        plans = rollouts.plan_rollouts(settings.rollout)
+        for note in rollouts.describe_environment(settings.rollout):
             print(f"  {note}", file=sys.stderr if as_json else sys.stdout)
-        remember(settings)
-        done = trim_to_whole_groups(settings.out, plans, again=again)
+        rollouts.remember(settings)
+        done = rollouts.trim_to_whole_groups(settings.out, plans, again=again)
         play_all(settings, plans, [plan for plan in plans if plan.group not in done], ray=ray, quiet=as_json)
         return print_summary(settings.out, plans, log, as_json=as_json)
 
 
+def reach_gateway(url: str) -> None:
+    """Reports an unreachable gateway or a refused key once, not for every rollout."""
+    with connect(url) as client:
+        client.sessions(limit=1)
+
+
 def play_all(settings: RolloutRun, plans: list[Plan], left: list[Plan], *, ray: str | None, quiet: bool) -> None:
     """Plays the plans that are left and writes each rollout; shows a progress bar."""
+    from tokentrue.app.rollouts import Recorder
+
     rewards: list[float] = []
     failed = sampled = 0
     began = time.monotonic()
@@ -132,6 +135,9 @@ def play_all(settings: RolloutRun, plans: list[Plan], left: list[Plan], *, ray: 
 
 
 async def play(settings: RolloutRun, plans: list[Plan], on_rollout: Callable[[Rollout], None], *, quiet: bool) -> None:
+    from tokentrue.app.rollouts import open_sessions
+    from tokentrue.environments import load_environment, player_in, run_plans
+
     config = settings.rollout
     environment = load_environment(config.environment, config.options)
     what = f"loading {settings.model.shown}, engine {settings.engine.name}"
@@ -145,6 +151,8 @@ async def play(settings: RolloutRun, plans: list[Plan], on_rollout: Callable[[Ro
 
 def print_summary(out: Path, plans: list[Plan], log: Path, *, as_json: bool) -> int:
     """Returns the exit code."""
+    from tokentrue.app.rollouts import read_whole_lines
+
     rows = read_whole_lines(out / "rollouts.jsonl")
     rewards = [row["reward"] for row in rows if row["reward"] is not None]
     sampled, trained = sum(row["sampled"] for row in rows), sum(row["trained"] for row in rows)
@@ -168,8 +176,7 @@ def print_summary(out: Path, plans: list[Plan], log: Path, *, as_json: bool) -> 
         shown = f"mean reward {summary['reward']:.3f}" if rewards else "no reward"
         counted = f"{pluralise(len(rows), 'rollout')} in {pluralise(summary['groups'], 'group')}"
         print(f"  {counted}, {len(failed)} failed, {shown}")
-        covered = f"coverage {show_share(summary['coverage'])} of {pluralise(sampled, 'sampled token')}"
-        print(f"  {covered}; samples in {summary['samples']}")
+        print(f"  {show_coverage(summary['coverage'], sampled)}; samples in {summary['samples']}")
         for row in [row for row in rows if row.get("note")][:3]:
             print(f"  {row['rollout']}: {row['note']}")
         for row in failed[:3]:

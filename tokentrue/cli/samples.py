@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
@@ -20,17 +20,19 @@ from tokentrue.cli.common import (
     pluralise,
     print_json,
     require_utf8,
-    show_share,
+    show_coverage,
 )
-from tokentrue.client import Client, SessionSamples
 from tokentrue.errors import ConfigError, SessionNotFound
 from tokentrue.json_types import JsonObject
-from tokentrue.samples import Assembly, assemble, write_samples
-from tokentrue.samples.files import find_format, is_stream
-from tokentrue.samples.formats import FORMATS
-from tokentrue.samples.images import ImageFolder
-from tokentrue.sessions.journal.journal import load_tree
-from tokentrue.types import Coverage, Sample
+from tokentrue.types import Coverage
+
+if TYPE_CHECKING:
+    from tokentrue.client import Client, SessionSamples
+    from tokentrue.samples import Assembly
+    from tokentrue.samples.images import ImageFolder
+    from tokentrue.types import Sample
+
+NAMES = "jsonl, parquet, safetensors, verl, trl, slime, prime-rl, tinker"
 
 
 def command(
@@ -38,13 +40,17 @@ def command(
     out: Annotated[Path, Option("-o", "--out", help="the file to write")],
     session: Annotated[list[str] | None, Option(help="only this session (may repeat)")] = None,
     group: Annotated[str | None, Option(help="only sessions of this group")] = None,
-    format: Annotated[str, Option(help=", ".join(FORMATS))] = "jsonl",
+    format: Annotated[str, Option(help=NAMES)] = "jsonl",
     max_tokens: Annotated[int | None, Option(help="cut samples at the last turn that fits")] = None,
     abandoned: Annotated[bool, Option("--abandoned", help="also export what was retried or given up")] = False,
     as_json: AsJson = False,
 ) -> int:
     """Export training samples."""
-    find_format(format)
+    from tokentrue.samples import assemble, write_samples
+    from tokentrue.samples.images import ImageFolder
+    from tokentrue.sessions.journal.journal import load_tree
+
+    require_suffix(out, format)
     for name in session or ():
         require_utf8("--session", name)
     require_utf8("--group", group)
@@ -96,11 +102,20 @@ def command(
     if not counts["sessions"]:
         print(f"{written}: the journal has no session yet")
         return 0
-    print(f"{written}; coverage {show_share(ratio)} of {pluralise(counts['sampled'], 'sampled token')}")
+    print(f"{written}; {show_coverage(ratio, counts['sampled'])}")
     if reasons:
         hint = " (the same request again: use a session for each rollout, or n)" if "retried" in reasons else ""
         print("not trained: " + ", ".join(f"{tokens} {why}" for why, tokens in sorted(reasons.items())) + hint)
     return 0
+
+
+def require_suffix(out: Path, format: str) -> None:
+    """Refuses a name that says another kind of file."""
+    from tokentrue.samples.files import MEDIA_TYPES, find_format
+
+    wanted, named = find_format(format).suffix, ".jsonl" if out.suffix == ".json" else out.suffix
+    if named in MEDIA_TYPES and named != wanted:
+        raise ConfigError(f"-o {out}: format {format} writes a {wanted} file; name it {out.with_suffix(wanted).name}")
 
 
 def session_names(client: Client, group: str | None) -> Iterator[str]:
@@ -113,6 +128,8 @@ def session_names(client: Client, group: str | None) -> Iterator[str]:
 def keep_images(
     samples: Iterable[Sample], out: Path, folder: ImageFolder, read: Callable[[str, str], bytes]
 ) -> Iterator[Sample]:
+    from tokentrue.samples.files import is_stream
+
     for sample in samples:
         if sample.images and is_stream(out):
             raise ConfigError(f"sample {sample.sample_id} has images, whose files are beside a file: give -o FILE")

@@ -8,16 +8,18 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
-from tokentrue.app.configuration import read
-from tokentrue.app.libraries import without_torch
-from tokentrue.app.wiring import ADMIN_KEY, ServeConfig, gateway_for, identify_model
 from tokentrue.cli.common import ConfigFile, Device, Dtype, ModelName, Settings, show_status
 from tokentrue.errors import ConfigError
 from tokentrue.providers.registry import ENGINES, IN_PROCESS, REMOTE, list_names
+
+if TYPE_CHECKING:
+    from tokentrue.app.wiring import ServeConfig
+
+ADMIN_KEY = "TOKENTRUE_ADMIN_KEY"
 
 
 def command(
@@ -53,6 +55,12 @@ def command(
 ) -> int:
     """Serve OpenAI Chat Completions and Responses, Anthropic Messages and Google generateContent, and record every
     token."""
+    from tokentrue.app.configuration import Checks, read
+    from tokentrue.app.libraries import without_torch
+    from tokentrue.app.wiring import ServeConfig, check_gateway, identify_model
+    from tokentrue.gateway.auth import new_admin_key
+    from tokentrue.gateway.serving.server import listen
+
     adapters: dict[str, str] = {}
     for given in adapter or ():
         name, _, folder = given.partition("=")
@@ -77,19 +85,27 @@ def command(
         "engine.options.adapters": adapters or None,
     }
     settings = read(ServeConfig, config, sets or (), flags)
-    if settings.server.workers > 1 and settings.engine.name not in REMOTE:
-        raise ConfigError(f"--workers needs a remote engine ({list_names(REMOTE)}), not {settings.engine.name!r}")
-    if settings.server.workers > 1 and settings.server.store == "memory":
-        raise ConfigError("--workers needs --store sqlite:PATH: workers share the journal")
+    chosen, server = settings.engine.name, settings.server
+    given_key = os.environ.get(ADMIN_KEY)
+    admin_key = given_key or new_admin_key()
+    checks = Checks()
+    if server.workers > 1:
+        remote = f"--workers needs a remote engine ({list_names(REMOTE)}), not {chosen!r}"
+        checks.require(chosen in REMOTE, remote)
+        checks.require(server.store != "memory", "--workers needs --store sqlite:PATH: workers share the journal")
+    check_gateway(checks, settings.model, settings.engine, server.store)
+    checks(lambda: listen(server.host, server.port, admin_key=admin_key).close())
+    checks.finish()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads would be missing in the child; we encode one by one
-    with without_torch(settings.engine.name):
+    with without_torch(chosen):
         settings = identify_model(settings)
-    return serve(settings)
+    return serve(settings, admin_key, is_new_key=given_key is None)
 
 
-def serve(settings: ServeConfig) -> int:
+def serve(settings: ServeConfig, admin_key: str, *, is_new_key: bool) -> int:
     """Runs gateway processes, one or several, until a signal ends them."""
-    from tokentrue.gateway.auth import new_admin_key
+    from tokentrue.app.libraries import without_torch
+    from tokentrue.app.wiring import gateway_for
     from tokentrue.gateway.serving.dispatch import Dispatcher
     from tokentrue.gateway.serving.forwarding import Peers
     from tokentrue.gateway.serving.processes import RenderDeadline, Supervisor, share_admin_state
@@ -102,8 +118,6 @@ def serve(settings: ServeConfig) -> int:
     )
     from tokentrue.sessions import StoreLock
 
-    given_key = os.environ.get(ADMIN_KEY)
-    admin_key = given_key or new_admin_key()
     state = share_admin_state()  # in memory that the processes share: admin settings survive a restart
     engine, server = settings.engine.name, settings.server
     with (
@@ -143,7 +157,7 @@ def serve(settings: ServeConfig) -> int:
         try:
             base = server.base_url.rstrip("/") or bound
             supervisor = Supervisor(serve_worker, server.workers, public, dispatcher)
-            return supervisor.run(lambda: greet(settings, base, None if given_key else admin_key))
+            return supervisor.run(lambda: greet(settings, base, admin_key if is_new_key else None))
         finally:
             if lock is not None:
                 lock.release()

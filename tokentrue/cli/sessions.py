@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import closing, suppress
-from typing import Annotated, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 from typer import Argument, Option
 
@@ -20,16 +20,16 @@ from tokentrue.cli.common import (
     print_table,
     require_store,
     require_utf8,
+    show_coverage,
     show_share,
 )
-from tokentrue.client import Client
 from tokentrue.errors import ConfigError, SessionNotFound
 from tokentrue.json_types import JsonObject
-from tokentrue.samples import coverage_of, coverage_to_json
-from tokentrue.sessions.description import describe_session, summarise_session
-from tokentrue.sessions.journal import SessionRecord, open_journal
-from tokentrue.sessions.journal.journal import load_tree
-from tokentrue.sessions.tree import Tree
+
+if TYPE_CHECKING:
+    from tokentrue.client import Client
+    from tokentrue.sessions.journal import SessionRecord
+    from tokentrue.sessions.tree import Tree
 
 ACTIONS = ("list", "show", "delete")
 COLUMNS = ("session_id", "group", "state", "turns", "coverage", "reward")
@@ -55,11 +55,11 @@ def command(
     with closing(connect(source) if is_url(source) else JournalSource(source)) as opened:
         if action == "list":
             listed = opened.sessions(limit=limit)
-            if isinstance(opened, Client):  # a gateway reads no trees for a list
-                listed = [summary for each in listed for summary in summarise_remote(opened, each["session_id"])]
+            if is_url(source):  # a gateway reads no trees for a list
+                listed = [summary for each in listed for summary in summarise_remote(opened, each)]
             answer: JsonObject = {"sessions": listed}
         elif action == "show":
-            answer = opened.session_state(name)
+            answer = show_session(opened, name)
         else:
             opened.delete_session(name)
             answer = {"deleted": name}
@@ -74,6 +74,23 @@ def command(
     return 0
 
 
+def show_session(opened: Client | JournalSource, name: str) -> JsonObject:
+    """The session `name`, or the only one that begins with it."""
+    try:
+        return opened.session_state(name)
+    except SessionNotFound as error:
+        from tokentrue.cli.samples import session_names
+
+        ids = opened.session_ids() if isinstance(opened, JournalSource) else session_names(opened, None)
+        found = [each for each in ids if each.startswith(name)]
+        if len(found) == 1:
+            return opened.session_state(found[0])
+        if not found:
+            raise
+        listed = f"{', '.join(found[:3])}{', …' if len(found) > 3 else ''}"
+        raise SessionNotFound(f"{error}: {len(found)} begin with it: {listed}") from error
+
+
 class JournalSource:
     """A store with the methods of `Client`. Refuses to delete while a server uses the file, or a gateway on PostgreSQL
     owns the session.
@@ -85,29 +102,41 @@ class JournalSource:
         self.close = self._journal.close
 
     def sessions(self, *, limit: int) -> list[JsonObject]:
+        from tokentrue.sessions.description import summarise_session
+
         found: list[JsonObject] = []
         for record in self._journal.sessions(limit=min(limit, MOST_ROWS)):
             with suppress(SessionNotFound):  # purged since it was listed
                 found.append(summarise_session(*self._load(record.id)))
         return found
 
+    def session_ids(self) -> Iterator[str]:
+        return (record.id for record in self._journal.all_sessions())
+
     def session_state(self, session_id: str) -> JsonObject:
+        from tokentrue.sessions.description import describe_session
+
         return describe_session(*self._load(session_id))
 
     def _load(self, session_id: str) -> tuple[SessionRecord, Tree, JsonObject]:
+        from tokentrue.samples import coverage_of, coverage_to_json
+        from tokentrue.sessions.journal.journal import load_tree
+
         record, tree = load_tree(self._journal, session_id)
         return record, tree, coverage_to_json(coverage_of(tree, record))
 
     def delete_session(self, session_id: str) -> None:
+        from tokentrue.sessions.journal import open_journal
+
         with closing(open_journal(self._store)) as journal:
             journal.acquire(session_id)
             asyncio.run(journal.delete(session_id))
 
 
-def summarise_remote(client: Client, session_id: str) -> Iterator[JsonObject]:
+def summarise_remote(client: Client, listed: JsonObject) -> Iterator[JsonObject]:
     """With turns and coverage; nothing if it was purged since it was listed."""
     with suppress(SessionNotFound):
-        state = client.session_state(session_id)
+        state = client.session_state(listed["session_id"])
         yield {**state, "turns": len(state["nodes"])}
 
 
@@ -115,8 +144,8 @@ def print_list(sessions: list[JsonObject]) -> None:
     shown = [name for name in COLUMNS if any(name in entry for entry in sessions)]
     rows: list[list[str]] = []
     for entry in sessions:
-        ratio = cast("JsonObject", entry.get("coverage") or {}).get("ratio")
-        cells: JsonObject = {**entry, "coverage": None if ratio is None else show_share(ratio)}
+        covered = cast("JsonObject", entry.get("coverage") or {})
+        cells: JsonObject = {**entry, "coverage": show_share(covered["ratio"]) if covered.get("sampled") else None}
         rows.append(["" if cells.get(name) is None else str(cells[name]) for name in shown])
     longest = max((len(entry["session_id"]) for entry in sessions), default=0)  # an id must be whole to be used
     print_table(None, [name.removesuffix("_id") for name in shown], rows, whole=longest)
@@ -126,9 +155,7 @@ def print_list(sessions: list[JsonObject]) -> None:
 def print_session(session: JsonObject) -> None:
     coverage = cast("JsonObject", session.get("coverage") or {})
     print(f"session {session['session_id']}, {session.get('state')}, group {session.get('group') or '-'}")
-    print(
-        f"coverage {show_share(coverage.get('ratio', 1.0))} of {pluralise(coverage.get('sampled', 0), 'sampled token')}"
-    )
+    print(show_coverage(coverage.get("ratio", 1.0), coverage.get("sampled", 0)))
     for node in session.get("nodes", ()):
         reason = f"{node.get('why') or ''} {node.get('outcome') or ''}"
         told = f"{pluralise(node['sampled_tokens'], 'sampled token')}  {reason}"

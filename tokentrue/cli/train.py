@@ -20,8 +20,6 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
-from tokentrue.app.configuration import as_mapping, read
-from tokentrue.app.training import TrainRun, file_for, source_for, store_for, trainer_for
 from tokentrue.cli.common import (
     AsJson,
     ConfigFile,
@@ -36,11 +34,11 @@ from tokentrue.cli.common import (
     share_costs,
     show_status,
 )
-from tokentrue.environments import load_environment
 from tokentrue.plain_json import dumps
 from tokentrue.providers.registry import IN_PROCESS, REMOTE, list_names
 
 if TYPE_CHECKING:
+    from tokentrue.app.training import TrainRun
     from tokentrue.train.ranks import Ranks
     from tokentrue.train.reporting import StepReport
 
@@ -71,16 +69,23 @@ def command(
     as_json: AsJson = False,
 ) -> int:
     """Train with REINFORCE, GRPO, PPO or any loss of tokentrue.mismatch; exact, resumable, reproducible."""
+    from tokentrue.app.configuration import Checks, read
+    from tokentrue.app.libraries import quiet_libraries, require_device, require_device_name
+    from tokentrue.app.training import TrainRun, check_run, loss_for
+
     flags = {"out": out, "samples": samples, "train.steps": steps, "model.path": model, "engine.name": engine}
     settings = read(TrainRun, config, sets or (), {**flags, "device": device, "dtype": dtype})
-    require_writable(settings.out)
-    if settings.samples is None:  # a wrong name or option is reported now, not after a model has loaded
-        load_environment(settings.rollout.environment, settings.rollout.options)
-    from tokentrue.app.libraries import quiet_libraries, require_device
+    checks = Checks()
+    checks(require_writable, settings.out)
+    checks(require_device_name, settings.device)
+    check_run(checks, settings)
+    checks.finish()
+    checks(require_device, settings.device)
+    checks(loss_for, settings.loss)
+    checks.finish()
     from tokentrue.train import join, leave
 
     quiet_libraries(settings.threads)
-    require_device(settings.device)
     ranks = join(settings.device)
     try:
         with rollout_log(settings.out):
@@ -100,6 +105,8 @@ def require_writable(folder: Path) -> None:
 
 
 async def run(settings: TrainRun, ranks: Ranks, *, as_json: bool, trust: bool) -> None:
+    from tokentrue.app.configuration import as_mapping
+    from tokentrue.app.training import file_for, source_for, store_for, trainer_for
     from tokentrue.cli.reports import write_training_report
     from tokentrue.train import MetricsWriter, train
     from tokentrue.train.reporting import find_falling, replace_text

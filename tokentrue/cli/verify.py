@@ -17,6 +17,13 @@ if TYPE_CHECKING:
     from tokentrue.renderers import Verification
 
 COLOURS = {"proven": "green", "history": "yellow", "refused": "red", "wrong": "bold red", "unsupported": "dim"}
+MEANINGS = {
+    "proven": "the new message's tokens follow the recorded ones, for every conversation of this shape",
+    "history": "they do, computed from the real conversation each time: a short stand-in for it gives other tokens",
+    "refused": "such a message cannot be appended; the conversation is rendered whole, as a new root",
+    "wrong": "the appended tokens are not those of the template",
+    "unsupported": "the template does not take such a message",
+}
 
 
 def command(
@@ -29,21 +36,21 @@ def command(
 ) -> int:
     """Exit 0: users' and tools' messages can follow the model's turn, proven. 1: they cannot, and the table says
     why."""
-    if template is not None and not template.is_file():
-        raise ConfigError(f"--template: no file {str(template)!r}")
-    try:
-        text = None if template is None else template.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"--template: {template} is not text: {error}") from error
+    from tokentrue.app.configuration import Checks
+    from tokentrue.hub import check_model
+
+    checks = Checks()
+    checks(check_model, model)
+    text = None if template is None else checks(read_template, template)
     kwargs: JsonObject = {}
     for item in settings or ():
         name, equals, value = item.partition("=")
-        if not equals or not name.isidentifier():
-            raise ConfigError(f"--set: expected k=v, got {item!r}")
+        checks.require(bool(equals) and name.isidentifier(), f"--set: expected k=v, got {item!r}")
         try:
             kwargs[name] = json.loads(value)
         except ValueError:
             kwargs[name] = value
+    checks.finish()
     with show_status("proving", quiet=not sys.stderr.isatty()):
         from tokentrue.renderers import verify
 
@@ -53,6 +60,15 @@ def command(
     else:
         print_proof(found)
     return 0 if found.ok else 1
+
+
+def read_template(path: Path) -> str:
+    if not path.is_file():
+        raise ConfigError(f"--template: no file {str(path)!r}")
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--template: {path} is not text: {error}") from error
 
 
 def print_proof(found: Verification) -> None:
@@ -73,6 +89,8 @@ def print_proof(found: Verification) -> None:
         why = f"{case.why}: {case.detail}" if case.detail else case.why
         cases.append((case.role, case.shape, (case.outcome, COLOURS[case.outcome]), why))
     print_table("shapes", ("role appended", "conversation ends with", "result", "why"), cases)
+    used = {result for _, _, (result, _), *_ in cases} | set(found.roles.values())
+    print(*(f"{result}: {meaning}" for result, meaning in MEANINGS.items() if result in used), sep="\n")
     print_table("parse inverts render", ("turn", "result"), found.parse.items())
     if found.images:
         print_table("images", ("role", "result"), found.images.items())

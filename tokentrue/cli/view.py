@@ -9,11 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
-from tokentrue.app.wiring import ADMIN_KEY
 from tokentrue.cli.common import TrainerFile, is_url, open_recorded, pluralise, renderer_from
 from tokentrue.errors import ConfigError
-from tokentrue.samples.trainer_logprobs import read_trainer_logprobs
-from tokentrue.sessions.journal import is_postgres
 
 if TYPE_CHECKING:
     from tokentrue.viewer import ViewerData
@@ -36,6 +33,7 @@ def command(
     """The viewer: sessions, token trees, mismatch plots. Read-only."""
     if not 0 <= port <= 65535:
         raise ConfigError(f"--port must be between 0 and 65535, got {port}")
+    from tokentrue.samples.trainer_logprobs import read_trainer_logprobs
     from tokentrue.viewer import ViewerData, write_export
 
     trainer = None if trainer_logprobs is None else read_trainer_logprobs(trainer_logprobs)
@@ -51,10 +49,11 @@ def command(
 
 
 def open_source(source: str) -> RecordSource:
+    from tokentrue.sessions.journal import is_postgres
     from tokentrue.viewer import FileSource, GatewaySource, StoreSource
 
     if is_url(source):
-        return GatewaySource(source, key=os.environ.get(ADMIN_KEY) or None)
+        return GatewaySource(source, key=os.environ.get("TOKENTRUE_ADMIN_KEY") or None)
     if is_postgres(source) or source.startswith("sqlite:") or source.endswith(".sqlite"):
         journal = open_recorded(source)
         return StoreSource(journal, name=Path(journal.target.removeprefix("sqlite:")).name)

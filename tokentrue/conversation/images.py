@@ -38,10 +38,10 @@ class ReadImages:
 
 
 class ImageReader:
-    """`recorded` are the references of the session's record, by hash."""
+    """`recorded` are the references of the session's record, by hash. `refusal`: why the model takes no images."""
 
-    def __init__(self, settings: ImageSettings | None = None) -> None:
-        self.settings = settings or ImageSettings()
+    def __init__(self, settings: ImageSettings | None = None, *, refusal: str | None = None) -> None:
+        self.settings, self.refusal = settings or ImageSettings(), refusal
         self.recorded: dict[str, JsonObject] = {}
 
     def read(self, messages: Messages, *, first: int = 0, before: int = 0) -> ReadImages:
@@ -66,6 +66,8 @@ class ImageReader:
         for index, part in enumerate(message["content"]):
             kind, at = part.get("type") if isinstance(part, Mapping) else None, f"{where}.content[{index}]"
             if kind == SENT:
+                if self.refusal is not None:  # before its bytes are judged: no other picture would do
+                    raise MessageError(f"images are refused: {self.refusal}", field=str(part.get("field") or at))
                 file = self._read_part(part, str(part.get("field") or at))
                 files[file.sha256] = file
                 content.append(file.part)

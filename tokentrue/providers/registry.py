@@ -3,11 +3,11 @@ from here."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib import import_module
 from typing import Any
 
-from tokentrue.errors import ConfigError
+from tokentrue.errors import ConfigError, did_you_mean
 from tokentrue.protocols import Provider, find_plugins
 from tokentrue.records import record
 
@@ -15,19 +15,37 @@ from tokentrue.records import record
 @record
 class EngineKind:
     """`remote`: a server, reached by `--url`, which may have replicas. `needs_torch`: the model is loaded into this
-    process."""
+    process. `options`: its settings, so that a wrong name is found before torch is loaded."""
 
     address: str
+    options: tuple[str, ...] = ()
     remote: bool = False
     needs_torch: bool = False
 
 
+_LOADED = ("model", "device", "dtype", "version", "decode")
+_SERVER = ("url", "timeout_s", "connect_s", "retries", "api_key", "weights_dir", "adapter")
 ENGINES: Mapping[str, EngineKind] = {
-    "exact": EngineKind(address="tokentrue.providers.exact:ExactProvider", needs_torch=True),
-    "hf": EngineKind(address="tokentrue.providers.hf:HFProvider", needs_torch=True),
-    "sglang": EngineKind(address="tokentrue.providers.sglang:SGLangProvider", remote=True),
-    "vllm": EngineKind(address="tokentrue.providers.vllm:VLLMProvider", remote=True),
-    "scripted": EngineKind(address="tokentrue.providers.scripted:ScriptedProvider"),
+    "exact": EngineKind(
+        address="tokentrue.providers.exact:ExactProvider",
+        options=(*_LOADED, "pipeline", "tensor", "leaves", "limits", "max_len", "kv_tokens", "adapters"),
+        needs_torch=True,
+    ),
+    "hf": EngineKind(address="tokentrue.providers.hf:HFProvider", options=_LOADED, needs_torch=True),
+    "sglang": EngineKind(
+        address="tokentrue.providers.sglang:SGLangProvider",
+        options=(*_SERVER, "sampling_mask", "routed_experts"),
+        remote=True,
+    ),
+    "vllm": EngineKind(
+        address="tokentrue.providers.vllm:VLLMProvider",
+        options=(*_SERVER, "model", "version", "cache_salt"),
+        remote=True,
+    ),
+    "scripted": EngineKind(
+        address="tokentrue.providers.scripted:ScriptedProvider",
+        options=("script", "encode", "stop_id", "version", "loop"),
+    ),
 }
 REMOTE = tuple(name for name, kind in ENGINES.items() if kind.remote)
 IN_PROCESS = tuple(name for name, kind in ENGINES.items() if kind.needs_torch)
@@ -43,14 +61,25 @@ def find_address(name: str) -> str:
         return ENGINES[name].address
     plugins = find_plugins("providers")
     if name not in plugins:
-        raise ConfigError(f"no engine {name!r}; choose one of {', '.join([*ENGINES, *plugins])}")
+        known = [*ENGINES, *plugins]
+        raise ConfigError(f"no engine {name!r}; choose one of {', '.join(known)}{did_you_mean(name, known)}")
     return plugins[name].value
+
+
+def check_options(name: str, settings: Iterable[str]) -> None:
+    """For an engine of another package, `load` checks them."""
+    known = ENGINES[name].options if name in ENGINES else ()
+    for option in settings if known else ():
+        if option not in known:
+            listed = f"known: {', '.join(sorted(known))}{did_you_mean(option, known)}"
+            raise ConfigError(f"engine {name!r} has no option {option!r}; {listed}")
 
 
 def load(name: str, **settings: Any) -> Provider:
     """The provider `name`, built with its settings (`url=` for servers, `model=` for embedded engines, `script=`).
     Other packages add theirs as entry points."""
     module, _, attribute = find_address(name).partition(":")
+    check_options(name, settings)
     try:
         kind = getattr(import_module(module), attribute)
     except ModuleNotFoundError as error:

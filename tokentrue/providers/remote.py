@@ -192,8 +192,9 @@ class EngineHttp:
                 # an attempt.
                 free = isinstance(error, aiohttp.ServerDisconnectedError) and attempt == 0
                 if attempt >= retries and not free:
-                    said = f"no engine is reachable at {self.url}: {error or type(error).__name__}"
-                    raise EngineUnreachable(said) from error
+                    why = getattr(error, "os_error", error)  # aiohttp's own text has "ssl:default" for any address
+                    why = getattr(why, "strerror", None) or str(why) or type(error).__name__
+                    raise EngineUnreachable(f"no engine is reachable at {self.url}: {why}") from error
             except aiohttp.ClientError as error:
                 raise EngineContractError(f"{where} does not answer in HTTP: {error}") from error
             await asyncio.sleep(FIRST_BACKOFF_S * 2**attempt)

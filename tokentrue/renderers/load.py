@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypedDict, Unpack, cast, get_ar
 import msgspec
 
 from tokentrue.errors import ConfigError, TemplateError, TokenizerError
-from tokentrue.hub import locate_small_files, one_line
+from tokentrue.hub import TOKENIZER_FILES, locate_small_files, one_line, require_tokenizer
 from tokentrue.json_types import JsonMapping, JsonObject, is_object
 from tokentrue.renderers import proof_cache as cache
 from tokentrue.renderers.codec import LIMIT_BYTES, Codec
@@ -28,15 +28,6 @@ from tokentrue.vision.families import Vision, list_placeholder_ids, load_vision,
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tiktoken.model",
-    "vocab.json",
-    "merges.txt",
-    "added_tokens.json",
-)
 
 
 class ChatTokenizer(Protocol):
@@ -73,6 +64,7 @@ def load_renderer(
             raise ConfigError(f"{name}: must be one of {', '.join(choices)}, got {value!r}")
     try:
         directory = locate_small_files(model)
+        require_tokenizer(model, directory)
     except ConfigError as error:
         raise TokenizerError(str(error)) from error
     tokenizer = _load_tokenizer(model, directory)
@@ -164,10 +156,6 @@ def _find_source(tokenizer: ChatTokenizer, chat_template: str | None) -> str:
 def _load_tokenizer(model: str | Path, directory: Path) -> ChatTokenizer:
     from transformers import AutoTokenizer
 
-    if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
-        raise TokenizerError(
-            f"model: directory {str(model)!r} has no tokenizer ({', '.join(_TOKENIZER_FILES[:-2])}): is it a model's?"
-        )
     try:
         tokenizer: Any = cast("Any", AutoTokenizer).from_pretrained(str(directory), trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds; to the user they are one
@@ -178,7 +166,7 @@ def _load_tokenizer(model: str | Path, directory: Path) -> ChatTokenizer:
 
 
 def _hash_tokenizer(directory: Path | None, tokenizer: ChatTokenizer) -> str:
-    paths = [] if directory is None else [directory / name for name in _TOKENIZER_FILES]
+    paths = [] if directory is None else [directory / name for name in TOKENIZER_FILES]
     files = [path for path in paths if path.is_file()]
     hashes = [sha256(path.read_bytes()).hexdigest() for path in files]
     if len(files) == 1:

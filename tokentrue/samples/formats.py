@@ -87,7 +87,7 @@ def parse_json(text: bytes, where: str) -> JsonValue:
     try:
         return loads(text)
     except (ValueError, RecursionError) as error:
-        raise FileFormatError(f"{where}: not JSON: {error}") from error
+        raise FileFormatError(f"{where}: not JSON ({error}); JSON lines have one object per line") from error
 
 
 def _import_pyarrow(module: str = "pyarrow") -> Any:

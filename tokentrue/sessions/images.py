@@ -30,9 +30,17 @@ async def add_parsed(conversations: Conversations, parsed: ParsedConversation) -
 
 
 class SessionImages:
-    def __init__(self, session_id: str, settings: ImageSettings | None, journal: Journal | None, tree: Tree) -> None:
+    def __init__(
+        self,
+        session_id: str,
+        settings: ImageSettings | None,
+        journal: Journal | None,
+        tree: Tree,
+        *,
+        refusal: str | None = None,
+    ) -> None:
         self._session, self._journal = session_id, journal
-        self.reader = ImageReader(settings)
+        self.reader = ImageReader(settings, refusal=refusal)
         self._kept: dict[str, ImageFile] = {}  # without a journal
         for node in tree.nodes.values():
             self.reader.recorded |= {part["sha256"]: dict(part) for part in find_references(tree.given_messages(node))}

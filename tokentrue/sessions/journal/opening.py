@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import os
 import socket
+from pathlib import Path
 from typing import Literal
 
 from tokentrue.errors import ConfigError
 from tokentrue.sessions.journal.database import is_postgres
 from tokentrue.sessions.journal.journal import Journal
+from tokentrue.sessions.journal.sqlite import SqliteFile, StoreLock
 
 
 def open_journal(
@@ -21,12 +23,26 @@ def open_journal(
 ) -> Journal:
     """`sqlite:PATH`, `postgresql://…` or `memory`. `lock=False` is for workers, whose supervisor holds the lock.
     `name`, `address` and `lease_s` apply to PostgreSQL."""
+    require_kind(store)
     if is_postgres(store):
         from tokentrue.sessions.journal.postgres import PostgresJournal
 
         name = name or f"{socket.gethostname()}:{os.getpid()}"
         return PostgresJournal(store, name=name, address=address, lease_s=lease_s, read_only=read_only)
-    if store != "memory" and not store.startswith("sqlite:"):
+    return Journal(store, synchronous="FULL" if durability == "full" else "NORMAL", read_only=read_only, lock=lock)
+
+
+def require_kind(store: str) -> None:
+    if store != "memory" and not store.startswith("sqlite:") and not is_postgres(store):
         kind = store.partition(":")[0]  # not the rest, which may hold a password
         raise ConfigError(f"store must be sqlite:PATH, postgresql://… or memory, got {kind!r}")
-    return Journal(store, synchronous="FULL" if durability == "full" else "NORMAL", read_only=read_only, lock=lock)
+
+
+def check_store(store: str) -> None:
+    """Raises if a server cannot write to this file: it is in use, or no journal. Reads no session."""
+    require_kind(store)
+    if store.startswith("sqlite:"):
+        StoreLock(store).release()
+        file = SqliteFile(store, synchronous="NORMAL", read_only=True)
+        if Path(file.path).exists():
+            file.connect().close()
