@@ -255,10 +255,8 @@ def rollout_log(out: Path) -> Generator[Path, None, None]:
         handler.close()
 
 
-def share_costs(steps: Sequence[Mapping[str, float]]) -> tuple[dict[str, float], float, str]:
-    """From the seconds of each training step: the share of each part, milliseconds per publication, and a line."""
+def describe_costs(steps: Sequence[Mapping[str, float]]) -> str:
+    """The share of each part of a training step, from the seconds of each step."""
     spent = {name: sum(step.get(name, 0.0) for step in steps) for name in (*STEP_PARTS, "step")}
-    shares = {name: spent[name] / spent["step"] for name in STEP_PARTS} if spent["step"] else {}
-    publish_ms = 1000 * spent["publish"] / max(1, len(steps))
-    parts = ", ".join(f"{name} {share:.1%}" for name, share in shares.items())
-    return shares, publish_ms, f"{parts}; publishing the weights took {publish_ms:.1f} ms"
+    parts = ", ".join(f"{name} {spent[name] / (spent['step'] or 1.0):.1%}" for name in STEP_PARTS)
+    return f"{parts}; publishing the weights took {1000 * spent['publish'] / max(1, len(steps)):.1f} ms"

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
-from tokentrue.cli.common import AsJson, pluralise, print_json, progress_bar, share_costs, show_share
+from tokentrue.cli.common import AsJson, describe_costs, pluralise, print_json, progress_bar, show_share
 from tokentrue.hub import SMALL_MODEL, load_causal_model
 from tokentrue.plain_json import dumps
 from tokentrue.records import record
@@ -56,8 +56,6 @@ class DemoResult:
     compared: int
     differing: int
     seconds: float
-    publish_ms: float
-    shares: dict[str, float]
     cost_line: str
     report: str
 
@@ -154,7 +152,6 @@ async def run(*, seed: int, steps: int, tasks: int, heldout: int, out: Path, qui
                 reports = await train(trainer, rounds, Publisher(here.provider), on_step=on_step)
         writer.close()
         after = await measure_reward("after")
-    shares, publish_ms, cost_line = share_costs(costs)
     result = DemoResult(
         model="calculator",
         parameters=sum(p.numel() for p in trainer.model.parameters()),
@@ -168,9 +165,7 @@ async def run(*, seed: int, steps: int, tasks: int, heldout: int, out: Path, qui
         compared=sum(report.agreement.compared for report in reports),
         differing=sum(report.agreement.differing for report in reports),
         seconds=time.perf_counter() - began,
-        publish_ms=publish_ms,
-        shares=shares,
-        cost_line=cost_line,
+        cost_line=describe_costs(costs),
         report=str(out / "report.html"),
     )
     renderer: Any = renderer_for(settings.model)(settings.model.history)

@@ -26,7 +26,7 @@ from tokentrue.cli.common import (
     show_status,
 )
 from tokentrue.errors import InputError, TokenContractError, did_you_mean
-from tokentrue.hub import find_directory, load_causal_model
+from tokentrue.hub import load_causal_model
 from tokentrue.records import record
 
 if TYPE_CHECKING:
@@ -42,13 +42,6 @@ PADDED_TOKENS = 2048  # of a forward pass with --plain, which holds all logits a
 ALARM_K3 = 0.015
 ORDINARY = "K3 of ordinary engines"
 YARDSTICKS = "1e-5 to 1e-3 for dense models, 1e-3 to 1e-1 for mixtures"
-SHOWN = (
-    "tokens", "rows", "delta/mean", "delta/abs_mean", "delta/min", "delta/max", "delta/quantile/abs_p99", "corr/k1",
-    "corr/k3", "ppl/trainer", "ppl/rollout", "chi2/token", "ratio/raw/ess", "tail/raw/above_2", "tail/applied/above_2",
-    "fraction/rejected", "flips",
-    "contribution/rollout/positive/mean", "contribution/rollout/positive/skew", "contribution/rollout/negative/mean",
-    "contribution/rollout/negative/skew",
-)  # fmt: skip
 T = TypeVar("T")
 Scored: TypeAlias = "tuple[TrainerLogprobs, list[int] | None]"
 """The trainer's log-probabilities, and its most likely tokens if known."""
@@ -92,8 +85,21 @@ def command(
     as_json: AsJson = False,
 ) -> int:
     """Mismatch report: δ, K1/K3, ratio tails, ESS, argmax flips, contribution skew; a table, and plots with -o."""
-    check_options(correction, trainer, trainer_logprobs, max_k3, write_logprobs, dtype, device)
-    from tokentrue.app.libraries import require_samples_of
+    from tokentrue.app.configuration import Checks
+    from tokentrue.app.libraries import require_device, require_dtype, require_samples_of
+    from tokentrue.mismatch import PRESETS
+
+    checks = Checks()
+    listed = f"choose one of {', '.join(PRESETS)}{did_you_mean(correction, PRESETS)}"
+    checks.require(correction in PRESETS, f"--correction: no preset {correction!r}; {listed}")
+    sides = "pass either --trainer MODEL or --trainer-logprobs FILE: the trainer's side of the comparison"
+    checks.require((trainer is None) != (trainer_logprobs is None), sides)
+    checks.require(max_k3 >= 0, f"--max-k3: {max_k3:g} must be a number >= 0")
+    needs = "--write-logprobs writes what --trainer computes; give --trainer MODEL"
+    checks.require(write_logprobs is None or trainer is not None, needs)
+    checks(require_dtype, dtype)
+    checks(require_device, device)
+    checks.finish()
     from tokentrue.samples import read_samples
     from tokentrue.samples.trainer_logprobs import read_trainer_logprobs
     from tokentrue.viewer.records import check_names
@@ -171,42 +177,13 @@ def command(
     return 1 if alarm else 0
 
 
-def check_options(
-    correction: str,
-    trainer: str | None,
-    trainer_logprobs: Path | None,
-    max_k3: float,
-    write_logprobs: Path | None,
-    dtype: str,
-    device: str,
-) -> None:
-    from tokentrue.app.configuration import Checks
-    from tokentrue.app.libraries import require_device, require_dtype
-    from tokentrue.mismatch import PRESETS
-
-    checks = Checks()
-    unknown = f"--correction: no preset {correction!r}; choose one of {', '.join(PRESETS)}"
-    checks.require(correction in PRESETS, f"{unknown}{did_you_mean(correction, PRESETS)}")
-    sides = "pass either --trainer MODEL or --trainer-logprobs FILE: the trainer's side of the comparison"
-    checks.require((trainer is None) != (trainer_logprobs is None), sides)
-    checks.require(max_k3 >= 0, f"--max-k3: {max_k3:g} must be a number >= 0")
-    needs = "--write-logprobs writes what --trainer computes; give --trainer MODEL"
-    checks.require(write_logprobs is None or trainer is not None, needs)
-    checks(require_dtype, dtype)
-    checks(require_device, device)
-    if trainer is not None:
-        checks(find_trainer, trainer)
-    checks.finish()
-
-
-def find_trainer(model: str) -> None:
-    with name_option("--trainer"):
-        find_directory(model)
-
-
 def print_metrics(metrics: Mapping[str, float | None], worst: Sequence[WorstRow]) -> None:
-    shown = {key: metrics[key] for key in SHOWN if key in metrics}
-    cells = [(key, "-" if value is None else f"{value:.6g}") for key, value in shown.items()]
+    from tokentrue.cli.reports import NUMBERS
+
+    cells: list[tuple[str, str]] = []
+    for key in (key for key in NUMBERS if key in metrics):
+        value = metrics[key]
+        cells.append((f"{NUMBERS[key]} ({key})", "-" if value is None else f"{value:.6g}"))
     for key, value in metrics.items():
         if key.startswith("by_kind/turn") and value is not None:
             cells.append((f"mean |δ| in {key.removeprefix('by_kind/')}", f"{value:.6g}"))

@@ -54,8 +54,11 @@ NUMBERS = {
     "ppo_rollout/k3": "K3 of current ÷ rollout", "ppl/trainer": "perplexity, trainer",
     "ppl/rollout": "perplexity, rollout", "ppl/ratio": "their ratio", "chi2/token": "χ² per token",
     "chi2/sequence": "χ² per sequence", "ratio/raw/ess": "effective sample share, tokens",
-    "ratio/sequence/ess": "effective sample share, sequences", "flips": "argmax flips",
+    "ratio/sequence/ess": "effective sample share, sequences", "tail/raw/above_2": "tokens with r > 2",
+    "tail/applied/above_2": "the same after the correction", "flips": "argmax flips",
     "fraction/rejected": "tokens rejected by the correction",
+    "contribution/rollout/positive/skew": "skew of contributions, positive advantages",
+    "contribution/rollout/negative/skew": "skew of contributions, negative advantages",
 }  # fmt: skip
 PLACES = {
     "by_probability": "probability of the token under the rollout",

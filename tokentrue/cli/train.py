@@ -28,10 +28,10 @@ from tokentrue.cli.common import (
     ModelName,
     OutFolder,
     Settings,
+    describe_costs,
     pluralise,
     progress_bar,
     rollout_log,
-    share_costs,
     show_status,
 )
 from tokentrue.plain_json import dumps
@@ -161,7 +161,7 @@ async def run(settings: TrainRun, ranks: Ranks, *, as_json: bool, trust: bool) -
             reports = await train(trainer, rounds, publish, store=store, evaluator=evaluator, on_step=on_step)
     page = write_training_report(settings) if ranks.first else None
     if not quiet:
-        print_summary(settings, reports, share_costs(costs)[2])
+        print_summary(settings, reports, describe_costs(costs))
         if page is not None:
             print(f"  report: {page}")
 

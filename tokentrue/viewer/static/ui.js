@@ -71,8 +71,8 @@ export function Facts({ items }) {
 }
 
 export function Coverage({ sampled, trained }) {
-  const share = sampled ? trained / sampled : 1;
-  const full = trained === sampled;
+  const share = sampled ? trained / sampled : 0;
+  const full = sampled > 0 && trained === sampled;
   return html`<span class=${full ? "coverage full" : "coverage"}>
     <span class="bar" aria-hidden="true"><span style=${{ width: `${100 * share}%` }}></span></span>
     <span class="num">${percent(trained, sampled)}</span>
