@@ -48,13 +48,19 @@ def test_the_base_has_what_a_trainer_needs(command: tuple[str, ...]) -> None:
     assert "is not installed" not in done.stderr and "Traceback" not in done.stderr
 
 
+SLOW = {"httpx", "sqlite3", "rich.progress", "tokentrue.samples", "tokentrue.sessions", "tokentrue.app.wiring"}
+
+
 def test_every_help_text_needs_no_extra() -> None:
-    """In one process, on the base install: each command's options, and no word about what is not installed."""
+    """In one process, on the base install: each command's options, no word about what is not installed, and none of the
+    modules whose import takes a tenth of a second or more."""
     hide = "; ".join(f"sys.modules[{name!r}] = None" for name in sorted(set().union(*EXTRAS.values())))
     code = f"import sys; {hide}; from tokentrue.cli.main import COMMANDS, run\nfor name in COMMANDS: print(run(name, ['--help']))"
+    code += f"\nprint('slow:', sorted({SLOW!r} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stderr == "" and done.stdout.count("Usage: tokentrue ") == len(COMMANDS), done.stderr
     assert done.stdout.count("\n0\n") == len(COMMANDS)
+    assert done.stdout.endswith("slow: []\n"), done.stdout[-300:]
 
 
 def module_of(requirement: str) -> str:

@@ -10,13 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
-from tokentrue.app.libraries import quiet_libraries, require_dtype, require_samples_of
-from tokentrue.app.wiring import ENGINE_KEY, EngineConfig, connect_engine
 from tokentrue.cli.common import AsJson, ReportPage, name_option, print_json, print_table, print_verdict, show_status
 from tokentrue.errors import ConfigError
 from tokentrue.hub import load_config
 from tokentrue.providers.registry import IN_PROCESS, REMOTE, list_names
-from tokentrue.samples import read_samples
 
 if TYPE_CHECKING:
     from tokentrue.doctor import DoctorReport
@@ -48,6 +45,10 @@ def command(
 ) -> int:
     """Exit 0: no fault found. 1: a fault, with its likely cause and cure. 2: called wrongly, or nothing could be
     probed."""
+    from tokentrue.app.libraries import quiet_libraries, require_dtype, require_samples_of
+    from tokentrue.app.wiring import ENGINE_KEY
+    from tokentrue.samples import read_samples
+
     if engine not in REMOTE + IN_PROCESS:
         raise ConfigError(f"--engine: no engine {engine!r}; choose one of {', '.join(REMOTE + IN_PROCESS)}")
     if (engine in REMOTE) != (url is not None):
@@ -116,6 +117,8 @@ def command(
 def load_engine(engine: str, url: str | None, served: str, dtype: str, adapter: str | None) -> tuple[Any, Any]:
     """Returns the engine, and its torch module if it runs in this process."""
     if url is not None:
+        from tokentrue.app.wiring import EngineConfig, connect_engine
+
         return connect_engine(EngineConfig(name=engine, options={"adapter": adapter}), url), None
     from tokentrue.providers import load
 
