@@ -21,10 +21,8 @@ SCRIPTS = {block.title: block.body for block in blocks_of(PAGE) if block.kind ==
 REQUIREMENTS = {  # of each script; the first is the one whose version is shown
     "langchain.py": ("langgraph", "langchain", "langchain-openai"),
     "pydantic_ai.py": ("pydantic-ai-slim[openai]",),
-    "google_adk.py": ("google-adk", "litellm"),
     "autogen.py": ("autogen-agentchat", "autogen-ext[openai]"),
     "claude_agent_sdk.py": ("claude-agent-sdk",),
-    "crewai.py": ("crewai[litellm]",),
     "smolagents.py": ("smolagents[openai]",),
 }
 TOOLS = {"claude_agent_sdk.py": "mcp__sums__add"}
