@@ -22,7 +22,9 @@ from tokentrue.numerics import logits_of, same_bits
 from tokentrue.records import record
 
 PIECES = (77, 61, 1, 1, 1)
-Pick = Callable[[Any, Any], Tensor]
+Args = tuple[Tensor, ...]
+Output = Tensor | tuple[Tensor, ...]
+Pick = Callable[[Args, Output], Tensor]
 
 
 def prove(forward: Forward, model: Any, steps: Sequence[StepInputs], adapter: Adapter | None = None) -> None:
@@ -100,7 +102,7 @@ def model_trace(model: Any, steps: Sequence[StepInputs]) -> dict[str, Tensor]:
     """The same operators in one plain forward of the model (inside `exact` or not)."""
     found: dict[str, Tensor] = {}
 
-    def keep(name: str, pick: Pick, module: nn.Module, args: Any, output: Any) -> None:
+    def keep(name: str, pick: Pick, module: nn.Module, args: Args, output: Output) -> None:
         found[name] = pick(args, output)[0].clone()
 
     with ExitStack() as undo, torch.inference_mode():
@@ -115,10 +117,10 @@ def model_trace(model: Any, steps: Sequence[StepInputs]) -> dict[str, Tensor]:
 
 
 def points(model: Any) -> Iterator[tuple[str, nn.Module, Pick]]:
-    def first_input(args: Any, output: Any) -> Tensor:
+    def first_input(args: Args, output: Output) -> Tensor:
         return args[0]
 
-    def result(args: Any, output: Any) -> Tensor:
+    def result(args: Args, output: Output) -> Tensor:
         return output[0] if isinstance(output, tuple) else output
 
     for index, layer in enumerate(body_of(model).layers):

@@ -10,7 +10,7 @@ compute this recurrent form; gradients come from transformers' chunked form, on 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -186,7 +186,7 @@ class GatedDelta:
         return tuple(part.view(tokens, heads, -1) for part in (q, k, v, z, b, a))
 
 
-def delta_forward(name: str, module: nn.Module, ops: Ops) -> Any:
+def delta_forward(name: str, module: nn.Module, ops: Ops) -> Callable[..., Tensor]:
     """Exact forward of a model's own module: whole sequences, packed or padded."""
     delta = GatedDelta(name, module, ops)
 
@@ -194,8 +194,8 @@ def delta_forward(name: str, module: nn.Module, ops: Ops) -> Any:
         return delta.run([ops.linear(x, part.weight) for part in delta.projections], sequences, None)
 
     def forward(
-        hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, packed: Packed | None = None,
-        **kwargs: Any,
+        hidden_states: Tensor, cache_params: object = None, attention_mask: Tensor | None = None, packed: Packed | None = None,
+        **kwargs: object,
     ) -> Tensor:  # fmt: skip
         if cache_params is not None:
             raise ExactnessError(

@@ -155,7 +155,9 @@ def is_tower_attention(module: nn.Module) -> bool:
     return hasattr(module, "qkv") and getattr(module, "is_causal", None) is False
 
 
-def padding_mask(*args: Any, kv_length: int, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
+def padding_mask(
+    *args: object, kv_length: int, attention_mask: Tensor | None = None, **kwargs: object
+) -> Tensor | None:
     """None if nothing is padded."""
     if attention_mask is None:
         return None

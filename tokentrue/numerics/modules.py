@@ -61,6 +61,7 @@ ARITHMETIC = frozenset({
 REPLACED: dict[str, str] = {"sigmoid": "sigmoid", "sigmoid_": "sigmoid", "softplus": "softplus", "silu": "silu"}
 # By `Ops.function`.
 TRIGONOMETRIC = frozenset({"cos", "sin"})
+Forward = Callable[..., Any]
 
 
 class ExactFunctions(TorchFunctionMode):
@@ -75,7 +76,9 @@ class ExactFunctions(TorchFunctionMode):
     def active() -> bool:
         return any(isinstance(mode, ExactFunctions) for mode in _get_current_function_mode_stack())
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Forward, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> object:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name in MOVES or name in ARITHMETIC:
@@ -101,17 +104,17 @@ class ExactAngles(TorchFunctionMode):
         super().__init__()
         self.ops = ops
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Forward, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> object:
         with torch._C.DisableTorchFunction():
+            kwargs = kwargs or {}
             if (name := getattr(func, "__name__", "")) in TRIGONOMETRIC:
                 return self.ops.function(args[0] if args else kwargs["input"], name)
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
 
 
-Forward = Callable[..., Any]
-
-
-def replace_attribute(module: nn.Module, name: str, value: Any, undo: ExitStack) -> None:
+def replace_attribute(module: nn.Module, name: str, value: object, undo: ExitStack) -> None:
     """Sets it on the object, bypassing `nn.Module.__setattr__`; `undo` restores it."""
     if name in module.__dict__:
         undo.callback(object.__setattr__, module, name, module.__dict__[name])
@@ -123,7 +126,7 @@ def replace_attribute(module: nn.Module, name: str, value: Any, undo: ExitStack)
 def guard(name: str, ops: Ops, forward: Forward) -> Forward:
     """`forward` with the list applied; inside another guarded module it already is."""
 
-    def checked(*args: Any, **kwargs: Any) -> Any:
+    def checked(*args: object, **kwargs: object) -> object:
         with nullcontext() if ExactFunctions.active() else ExactFunctions(ops, name):
             return forward(*args, **kwargs)
 
@@ -133,7 +136,7 @@ def guard(name: str, ops: Ops, forward: Forward) -> Forward:
 def unguard(forward: Forward) -> Forward:
     """`forward` of an exact operator: its torch calls pass."""
 
-    def free(*args: Any, **kwargs: Any) -> Any:
+    def free(*args: object, **kwargs: object) -> object:
         with torch._C.DisableTorchFunction():
             return forward(*args, **kwargs)
 
@@ -253,7 +256,7 @@ def softmax_router(module: Any) -> bool | None:
     x, w = torch.randn(6, size, generator=generator), torch.randn(experts, size, generator=generator) / size**0.5
     has_bias = isinstance(getattr(module, "bias", None), nn.Parameter)
     bias = torch.randn(experts, generator=generator) if has_bias else None
-    found: Any = run_stand_in(module, x, w, bias)
+    found = run_stand_in(module, x, w, bias)
     probs, index = torch.topk(torch.softmax(F.linear(x, w, bias), -1), top_k, dim=-1)
     if not isinstance(found, tuple) or len(found) != 3 or not torch.equal(found[2], index):
         return None
@@ -304,7 +307,7 @@ def norm_kind(name: str, module: nn.Module) -> tuple[float, NormForm]:
     return eps, NormForm.PLAIN if twice <= once else NormForm.ONE_ROUNDING
 
 
-def run_stand_in(module: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def run_stand_in(module: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     """The code of the module's class on other parameters."""
     stand_in = copy.copy(module)
     parameters = {"weight": nn.Parameter(weight), **({} if bias is None else {"bias": nn.Parameter(bias)})}
@@ -332,7 +335,7 @@ def rotary_forward(name: str, module: Any, ops: Ops) -> Forward:
         )
     own_forward = module.forward
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(*args: object, **kwargs: object) -> object:
         with ExactAngles(ops):
             return own_forward(*args, **kwargs)
 

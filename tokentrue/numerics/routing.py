@@ -7,7 +7,7 @@ the values, and the gradient is still the router's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -61,7 +61,7 @@ def record_routing(model: nn.Module) -> Iterator[RoutingRecord]:
     found = routers(model)
     record = RoutingRecord(layers=[[] for _ in found])
 
-    def record_choice(router: nn.Module, inputs: Any, output: Any, *, calls: list[Tensor]) -> None:
+    def record_choice(router: nn.Module, inputs: object, output: object, *, calls: list[Tensor]) -> None:
         indices = output[-1] if isinstance(output, tuple) else None
         if not isinstance(indices, Tensor) or indices.is_floating_point() or indices.shape[-1] != router.top_k:
             raise InputError(
@@ -104,7 +104,7 @@ def _replayer(name: str, router: Any, chosen: Tensor, weights: Tensor | None) ->
     if chosen.shape[-1] != router.top_k or int(chosen.max()) >= router.num_experts or int(chosen.min()) < FREE:
         raise InputError(f"experts: do not fit router {name} with {router.num_experts} experts, {router.top_k} a token")
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(*args: object, **kwargs: object) -> object:
         with _Choice(router.top_k, router.num_experts, chosen) as choice:
             output = original(*args, **kwargs)
         if choice.made != 1:
@@ -134,7 +134,7 @@ class _Choice(TorchFunctionMode):
         self.top_k, self.num_experts, self.chosen, self.made = top_k, num_experts, chosen, 0
 
     def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: JsonObject | None = None
+        self, func: Callable[..., Any], types: object, args: Sequence[Any] = (), kwargs: JsonObject | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         if func not in (torch.topk, torch.Tensor.topk):

@@ -110,7 +110,9 @@ def tower_forward(tower: Any) -> Callable[..., Any]:
     """The tower's own code, image by image, each distinct one once."""
     whole = tower.forward
 
-    def forward(hidden_states: Tensor, grid_thw: Tensor, order_of_images: Sequence[int] | None = None, **_: Any) -> Any:
+    def forward(
+        hidden_states: Tensor, grid_thw: Tensor, order_of_images: Sequence[int] | None = None, **_: object
+    ) -> Any:
         order = range(len(grid_thw)) if order_of_images is None else order_of_images
         grids = {at: grid for at, grid in zip(order, grid_thw, strict=True)}
         parts = hidden_states.split([math.prod(grids[at].tolist()) for at in range(len(grids))])

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from itertools import pairwise
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from typing import Any, NoReturn
 
 import numpy as np
@@ -149,7 +150,7 @@ def stage_model(spec: StageSpec) -> Any:
 
 @dataclass(slots=True)
 class StageProcess:
-    process: Any
+    process: BaseProcess
     pipe: Connection
     answers: deque[Any] = field(default_factory=deque[Any])
 
@@ -259,7 +260,7 @@ class Pipeline:
                 self._die()
 
     # ---- the stages' processes
-    def _ask_all(self, method: str, *args: Any) -> list[Any]:
+    def _ask_all(self, method: str, *args: object) -> list[Any]:
         for stage in self._stages:
             self._tell(stage, method, args, answers=True)
         results = [self._hear(stage) for stage in self._stages]
@@ -268,11 +269,11 @@ class Pipeline:
                 raise result
         return results
 
-    def _tell_all(self, method: str, *args: Any) -> None:
+    def _tell_all(self, method: str, *args: object) -> None:
         for stage in self._stages:
             self._tell(stage, method, args)
 
-    def _tell(self, stage: StageProcess, method: str, args: tuple[Any, ...], *, answers: bool = False) -> None:
+    def _tell(self, stage: StageProcess, method: str, args: tuple[object, ...], *, answers: bool = False) -> None:
         if self.dead is not None:
             raise EngineError(self.dead)
         try:

@@ -21,7 +21,7 @@ ALIGNMENT_BYTES = 16
 FOLLOWS = tl.constexpr(torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9)
 
 # By kernel, device, constants and the forms of the arguments.
-_compiled: dict[tuple[Any, ...], Any] = {}
+_compiled: dict[tuple[object, ...], Any] = {}
 
 
 def launch(
@@ -57,7 +57,7 @@ def let_next_start():
         gdc_launch_dependents()
 
 
-def _form(value: Any) -> Any:
+def _form(value: Any) -> object:
     """Everything that the compiler may specialise on."""
     if isinstance(value, Tensor):
         return value.dtype, value.data_ptr() % ALIGNMENT_BYTES == 0
