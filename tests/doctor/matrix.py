@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from tests.doctor import reported, second_set, third_set
+from tests.doctor import fourth_set, reported, second_set, third_set
 from tests.doctor.engines import CALCULATOR
 from tokentrue.app.libraries import quiet_libraries
 from tokentrue.doctor import Reference, examine
@@ -34,6 +34,7 @@ SETS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "mixture": (reported.MIXTURE, {"plain": reported.HEALTHY["plain"]}),
     "second": (second_set.FAULTS, second_set.HEALTHY),
     "third": (third_set.FAULTS, third_set.HEALTHY),
+    "fourth": (fourth_set.FAULTS, fourth_set.HEALTHY),
 }
 VERDICTS = ("named", "unknown (right)", "unknown", "wrong", "missed", "ok", "false alarm")
 
