@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -48,8 +49,10 @@ def command(
     settings = with_levels(ConformanceSettings(dialects=chosen, turns=turns, seed=seed, case=case), levels)
     for one in case.split(",") if case is not None else ():
         parse_case(one)
-    quiet_libraries()
     loaded = load_target(target, python)
+    if 9 in settings.levels and "9" not in loaded.not_promised and find_spec("PIL") is None:
+        raise ConfigError("level 9 draws pictures: pip install 'tokentrue[images]', or --levels 0-8")
+    quiet_libraries()
     with show_status(f"starting {loaded.name}", quiet=as_json or not sys.stderr.isatty()) as update:
         report = asyncio.run(run(loaded, settings, model=MODEL, on_case=update))
     if output is not None:
