@@ -170,6 +170,7 @@ def test_view_takes_a_hub_id(offline: Path) -> None:
     assert '"has_text":true' in (offline / "page.html").read_text()
 
 
+@pytest.mark.slow
 def test_doctor_takes_hub_ids(offline: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The engine serves the weights before the last update: all three models are loaded."""
     put_into(offline)

@@ -103,9 +103,17 @@ async def test_plain_draws_follow_their_reports() -> None:
     ("case", "tensors"),
     [
         ("stale query projection, previous given", {"model.layers.2.self_attn.q_proj.weight"}),
-        ("stale norm, previous given", set()),
-        ("stale key and value, previous given", {f"model.layers.0.self_attn.{n}_proj.weight" for n in "kv"}),
-        ("stale embedding, fresh head, previous given", {"embedding, which the output layer shares"}),
+        pytest.param("stale norm, previous given", set(), marks=pytest.mark.slow),
+        pytest.param(
+            "stale key and value, previous given",
+            {f"model.layers.0.self_attn.{n}_proj.weight" for n in "kv"},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "stale embedding, fresh head, previous given",
+            {"embedding, which the output layer shares"},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 async def test_stale_tensors_are_named_one_by_one(case: str, tensors: set[str], tmp_path: Path) -> None:
@@ -121,9 +129,9 @@ async def test_stale_tensors_are_named_one_by_one(case: str, tensors: set[str], 
 @pytest.mark.parametrize(
     ("case", "expected"),
     [
-        ("int4 KV, groups of 16 with zero points", "int4_kv_cache"),
+        pytest.param("int4 KV, groups of 16 with zero points", "int4_kv_cache", marks=pytest.mark.slow),
         ("int8 KV per channel", "int8_kv_cache"),
-        ("int3 KV", "unknown"),
+        pytest.param("int3 KV", "unknown", marks=pytest.mark.slow),
     ],
 )
 async def test_bits_of_a_cache_are_told_apart(case: str, expected: str) -> None:
@@ -149,9 +157,9 @@ async def test_a_scale_of_one_layer_is_found_in_that_layer() -> None:
     ("case", "only", "expected"),
     [
         ("a rank left out of the sum", "partial", "self_attn.o_proj"),
-        ("grouped heads tiled", "projection", "query heads in another order"),
+        pytest.param("grouped heads tiled", "projection", "query heads in another order", marks=pytest.mark.slow),
         ("query and key norms off", "norm_missing", "norms of queries and keys left out"),
-        ("layer not loaded", "layer", "left out; in model.layers."),
+        pytest.param("layer not loaded", "layer", "left out; in model.layers.", marks=pytest.mark.slow),
     ],
 )
 async def test_parts_that_are_missing_or_exchanged_are_named(case: str, only: str, expected: str) -> None:

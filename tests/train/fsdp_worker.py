@@ -11,10 +11,13 @@ from pathlib import Path
 import torch
 
 from tests.gpu.host_collectives import HostStagedGroup
+from tests.marks import IS_THOROUGH
 from tests.train.rows import groups_for, small_model
 from tokentrue.mismatch import loss_named
 from tokentrue.train import OptimConfig, Ranks, TrainConfig, Trainer, join, leave, shard
 from tokentrue.train.checkpoint import load, save
+
+STEPS, SIZE = (3, 4) if IS_THOROUGH else (2, 2)
 
 
 def main(out: str, *, is_staged: bool = False) -> None:
@@ -28,12 +31,12 @@ def main(out: str, *, is_staged: bool = False) -> None:
     model = small_model()
     engine = small_model()  # plays the engine: whole weights, one process
     shard(model, ranks)
-    config = TrainConfig(micro_tokens=128, steps=3)
+    config = TrainConfig(micro_tokens=128, steps=STEPS)
     trainer = Trainer(model, config=config, optim=OptimConfig(), loss=loss_named("dapo"), ranks=ranks)
     seen: list[dict[str, float]] = []
-    for step in range(3):
+    for step in range(STEPS):
         groups = ranks.from_first(
-            groups_for(engine, groups=3, size=3, seed=step, version=step) if ranks.first else None
+            groups_for(engine, groups=2, size=SIZE, seed=step, version=step) if ranks.first else None
         )
         report = trainer.step(groups)
         weights = dict(trainer.weights())
@@ -42,7 +45,7 @@ def main(out: str, *, is_staged: bool = False) -> None:
             {"loss": report.metrics["update/loss"], "norm": report.metrics["update/grad_norm"], **vars_of(report)}
         )
     checksum = sum(float(value.double().abs().sum()) for value in weights.values())
-    went_on = resumed(trainer, ranks, Path(out).parent / f"checkpoints-{ranks.world}")
+    went_on = not IS_THOROUGH or resumed(trainer, ranks, Path(out).parent / f"checkpoints-{ranks.world}")
     trainer.config = replace(trainer.config, shard_checkpoint_gib=1 / 1024)
     went_on = went_on and resumed(trainer, ranks, Path(out).parent / f"shards-{ranks.world}")
     if ranks.first:
@@ -62,7 +65,7 @@ def resumed(trainer: Trainer, ranks: Ranks, directory: Path) -> bool:
     plain = small_model()
     plain.load_state_dict(dict(trainer.weights()), strict=False)
     groups = ranks.from_first(
-        groups_for(plain, groups=3, size=3, seed=9, version=trainer.version) if ranks.first else None
+        groups_for(plain, groups=2, size=SIZE, seed=9, version=trainer.version) if ranks.first else None
     )
     for each in (trainer, other):
         each.step(groups)

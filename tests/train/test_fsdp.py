@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.train import fsdp_worker
 from tests.train.rows import small_model
 from tokentrue.mismatch import loss_named
 from tokentrue.train import OptimConfig, TrainConfig, Trainer
@@ -20,12 +21,8 @@ from tokentrue.train.checkpoint import load
 ROOT = Path(__file__).parent.parent.parent
 
 
-def run(world: int, out: Path, *options: str) -> dict[str, Any]:
-    launch = (
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
-        if world > 1
-        else [sys.executable]
-    )
+def run_two(out: Path, *options: str) -> dict[str, Any]:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     command = [*launch, "-m", "tests.train.fsdp_worker", str(out), *options]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
@@ -34,7 +31,8 @@ def run(world: int, out: Path, *options: str) -> dict[str, Any]:
 
 
 def test_two_ranks_train_as_one_and_stay_exact(tmp_path: Path) -> None:
-    one, two = run(1, tmp_path / "one.json"), run(2, tmp_path / "two.json")
+    fsdp_worker.main(str(tmp_path / "one.json"))
+    one, two = json.loads((tmp_path / "one.json").read_text()), run_two(tmp_path / "two.json")
     assert (one["world"], two["world"]) == (1, 2)
     for a, b in zip(one["steps"], two["steps"], strict=True):
         assert b["compared"] > 0 and b["differing"] == 0
@@ -55,5 +53,5 @@ def test_two_ranks_train_as_one_and_stay_exact(tmp_path: Path) -> None:
 def test_collectives_on_copies_in_host_memory_give_the_same_bits(tmp_path: Path) -> None:
     (tmp_path / "plain").mkdir()
     (tmp_path / "staged").mkdir()
-    plain, staged = run(2, tmp_path / "plain" / "two.json"), run(2, tmp_path / "staged" / "two.json", "staged")
+    plain, staged = run_two(tmp_path / "plain" / "two.json"), run_two(tmp_path / "staged" / "two.json", "staged")
     assert staged == plain, "steps, weights and resumed runs"
