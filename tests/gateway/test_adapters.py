@@ -70,17 +70,17 @@ def test_an_adapter_is_a_model_name(folder: Path) -> None:
             assert answer.status_code == 200, answer.text
             return http.get(f"/sessions/{session['session_id']}/samples", headers=admin).json()["samples"][0]
 
-        base, whole, short = sample_of("anything"), sample_of("tokentrue:poet"), sample_of("poet")
+        base, whole, short = sample_of("anything"), sample_of("calculator:poet"), sample_of("poet")
         other = sample_of("poet", "/v1/messages")
         assert whole["token_ids"] == short["token_ids"] and whole["rollout_logprobs"] == short["rollout_logprobs"]
         assert trained_bits(base, None) and trained_bits(whole, folder) and trained_bits(other, folder)
         assert not trained_bits(whole, None), "the adapter changes the distribution"
         session = http.post("/sessions", json={}, headers=admin).json()
         key = {"authorization": f"Bearer {session['api_key']}"}
-        refused = http.post("/v1/chat/completions", json={"model": "tokentrue:pirate", "messages": ASK}, headers=key)
+        refused = http.post("/v1/chat/completions", json={"model": "calculator:pirate", "messages": ASK}, headers=key)
         assert refused.status_code == 400 and "adapter 'pirate' is not loaded; loaded: poet" in refused.text
         models = http.get("/v1/models", headers=key).json()
-        assert [model["id"] for model in models["data"]] == ["tokentrue", "tokentrue:poet"]
+        assert [model["id"] for model in models["data"]] == ["calculator", "calculator:poet"]
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def test_template_refused(tmp_path: Path) -> None:
         (("--engine", "sglang"), ("--url",)),
         (("--engine", "scripted"), ("--script",)),
         (("--engine", "nonsense"), ("no engine 'nonsense'", "scripted")),
-        (("--workers", "2"), ("--workers", "sglang")),
+        (("--workers", "2", "--store", "sqlite:here.sqlite"), ("--workers", "sglang")),
         (("--history", "sometimes"), ("model.history", "keep")),
         (("--set", "server.prot=1"), ("server.prot", "unknown key", "port")),
         (("--set", "server.port=high"), ("server.port", "whole number")),

@@ -17,7 +17,11 @@ from tests.harness.pip import python_with, version_of
 
 pytestmark = [pytest.mark.harness, pytest.mark.timeout(1200)]
 PAGE = ROOT / "docs" / "harnesses" / "python-agents.md"
-SCRIPTS = {block.title: block.body for block in blocks_of(PAGE) if block.kind == "python harness"}
+SCRIPTS = {
+    block.body.split("\n")[0].removeprefix("# "): block.body
+    for block in blocks_of(PAGE)
+    if block.kind == "python harness"
+}
 REQUIREMENTS = {  # of each script; the first is the one whose version is shown
     "langchain.py": ("langgraph", "langchain", "langchain-openai"),
     "pydantic_ai.py": ("pydantic-ai-slim[openai]",),

@@ -25,8 +25,8 @@ GIVEN: list[dict[str, Any]] = []
 def main(steps: int, out: str, rows: int) -> None:
     run, make = GatewayRollouts.run, adapter.rollout_func
 
-    def recording(self: GatewayRollouts, tasks: Any, groups: Any, *, first: int = 0) -> list[list[Sample]]:
-        found = run(self, tasks, groups, first=first)
+    def recording(self: GatewayRollouts, tasks: Any, groups: Any, **more: Any) -> list[list[Sample]]:
+        found = run(self, tasks, groups, **more)
         RECORDED.extend(sample for samples in found for sample in samples)
         return found
 

@@ -262,8 +262,11 @@ def test_the_verdict_says_how_little_was_compared(
             lambda row: [("s0", [*row[:-1], float("-inf")])],
             "t.jsonl:1: token 13: the log-probability -inf is not finite; write null",
         ),
-        (lambda row: [("s0", ["-1.0"] * len(row))], "t.jsonl:1: token 0: '-1.0' is not a number"),
-        (lambda row: [(3, row)], 't.jsonl:1: "sample_id" must be text'),
+        (
+            lambda row: [("s0", ["-1.0"] * len(row))],
+            "t.jsonl:1: Expected `float | null`, got `str` - at `$.logprobs[0]`",
+        ),
+        (lambda row: [(3, row)], "t.jsonl:1: Expected `str`, got `float` - at `$.sample_id`"),
     ],
 )
 def test_log_probabilities_that_are_none_are_refused_by_row(

@@ -40,7 +40,7 @@ def command(
     out: Annotated[Path, Option("-o", "--out", help="the file to write")],
     session: Annotated[list[str] | None, Option(help="only this session (may repeat)")] = None,
     group: Annotated[str | None, Option(help="only sessions of this group")] = None,
-    format: Annotated[str, Option(help=NAMES)] = "jsonl",
+    format: Annotated[str | None, Option(help=f"{NAMES} (default: by the file's name, else jsonl)")] = None,
     max_tokens: Annotated[int | None, Option(help="cut samples at the last turn that fits")] = None,
     abandoned: Annotated[bool, Option("--abandoned", help="also export what was retried or given up")] = False,
     as_json: AsJson = False,
@@ -50,6 +50,7 @@ def command(
     from tokentrue.samples.images import ImageFolder
     from tokentrue.sessions.journal.journal import load_tree
 
+    format = format or {".parquet": "parquet", ".safetensors": "safetensors"}.get(out.suffix, "jsonl")
     require_suffix(out, format)
     for name in session or ():
         require_utf8("--session", name)

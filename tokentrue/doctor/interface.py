@@ -159,11 +159,17 @@ def _uncertain(prompts: Sequence[Sequence[int]], completions: Sequence[Completio
     return [prefix for _, prefix in sorted(found)[:4]]
 
 
+OTHER_REPORTS = "the draws are always the same, and not what is reported as likeliest"
+
+
 async def probe_meaning(exam: Examination) -> list[Finding]:
     tops = await _read_tops(exam)
     if tops.verdict != "ok":
         return [tops, await _wire(exam)]
-    return [await ask(exam) for ask in (_temperature, _low_temperature, _filters, _greedy, _penalties, _wire)]
+    found = [tops, await _temperature(exam), await _low_temperature(exam)]
+    if found[-1].detail == OTHER_REPORTS:
+        return [*found, await _wire(exam)]
+    return [*found[1:], *[await ask(exam) for ask in (_filters, _greedy, _penalties, _wire)]]
 
 
 @probe("meaning")
@@ -203,17 +209,21 @@ async def _temperature(exam: Examination) -> Finding:
 @probe("meaning: sampling follows the temperature")
 async def _low_temperature(exam: Examination) -> Finding:
     """At temperature 0.02 the likeliest token is sampled, where it is clearly likelier."""
-    drawn: list[bool] = []
+    drawn: dict[int, list[int]] = {}
     for n in range(3):
         found = await exam.generate(exam.open_prompts(), Sampling(temperature=0.02, max_tokens=1, seed=exam.seed + n))
-        for top, completion in zip(exam.tops, found, strict=True):
+        for number, (top, completion) in enumerate(zip(exam.tops, found, strict=True)):
             first, second = sorted(top.values(), reverse=True)[:2]
             if completion.token_ids and first - second > CLEAR_GAP:
-                drawn.append(completion.token_ids[0] == _likeliest(top))
+                drawn.setdefault(number, []).append(completion.token_ids[0])
     if not drawn:
         return cannot_tell("no prompt has a clearly likeliest first token")
-    figure = f"{sum(drawn)} of {len(drawn)} samples are the likeliest token at T = 0.02"
-    return ok(figure) if all(drawn) else fault("temperature_ignored", figure)
+    hits = [token == _likeliest(exam.tops[number]) for number, tokens in drawn.items() for token in tokens]
+    figure = f"{sum(hits)} of {len(hits)} samples are the likeliest token at T = 0.02"
+    if not all(hits) and all(len(set(tokens)) == 1 for tokens in drawn.values()):
+        # Draws that ignore the temperature vary: these follow it, and the reports are of another distribution.
+        return cannot_tell(OTHER_REPORTS, figure=figure)
+    return ok(figure) if all(hits) else fault("temperature_ignored", figure)
 
 
 def _likeliest(top: Mapping[int, float]) -> int:

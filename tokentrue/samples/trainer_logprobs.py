@@ -57,7 +57,9 @@ def read_trainer_logprobs(path: str | Path) -> dict[str, TrainerLogprobs]:
         place = f"{path}:{number}"
         try:
             # Not msgspec's reader: Python writes NaN and infinities, and the error below says what to do with them.
-            row = decode(json.loads(line, parse_int=float), LogprobsLine, place)
+            row = decode(json.loads(line.decode(), parse_int=float), LogprobsLine, place)
+        except UnicodeDecodeError as error:
+            raise FileFormatError(f"{place}: cannot be read as UTF-8") from error
         except (ValueError, RecursionError) as error:
             raise FileFormatError(f"{place}: not JSON ({error})") from error
         if (name := row.sample_id) in lines:
