@@ -13,6 +13,7 @@ class Art(Target):
     name, ready = "openpipe-art", "/x/rows"
     requires = ("openpipe-art==0.5.18", "openai<3", "torch", "transformers", "pillow", "aiohttp", "jinja2")
     not_promised: ClassVar = {
+        "2.several": "its documents do not mention `n`; a history holds one answer",
         "3.content_parts": "it hands parts to the chat template as they are, and the shipped model's takes strings",
         "5.kill": "trajectories are in memory",
         "6": "tokens have no policy version",

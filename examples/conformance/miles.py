@@ -16,7 +16,7 @@ class Miles(Target):
         "5.kill": "sessions are in memory",
         "6": "weight versions are per sample, not per token",
         "8": "no export with a check",
-        "9": "not tried with images",
+        "9": "by its guide, sessions carry no images",
     }
 
     def command(self, engine: str, port: int, folder: Path, model: Path) -> Sequence[str]:

@@ -37,4 +37,4 @@ class OpenEnvEntries(Target):
 
     def reasons(self, session: Session) -> Mapping[str, int]:
         told = self.get(f"/sessions/{session.id}/rollout?include_discarded=true")
-        return Counter({"retried": sum(t["n_sampled"] for t in told["turns"] if t["discarded"])})
+        return Counter({"abandoned": sum(t["n_sampled"] for t in told["turns"] if t["discarded"])})

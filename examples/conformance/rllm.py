@@ -10,6 +10,7 @@ from tokentrue.conformance import Row, Session, Target, merge_calls
 class Rllm(Target):
     name, requires = "rllm-model-gateway", ("rllm-model-gateway==0.1.0",)
     not_promised: ClassVar = {
+        "2.several": "its documents do not mention `n`; a trace holds one answer",
         "6": "traces have no policy version",
         "7": "the engine renders the prompt",
         "8": "no export with a check",

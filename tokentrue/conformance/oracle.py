@@ -14,8 +14,9 @@ from tokentrue.records import record
 
 Severity = Literal["fatal", "warning", "note"]
 COLUMNS = ("ids", "mask", "logprobs", "versions", "kept")
-REASONS = ("retried", "not_chosen")
-"""Why an answered turn may be left out: the same was asked again, or it is one of several answers to one request."""
+REASONS = ("retried", "not_chosen", "abandoned")
+"""Why an answered turn may be left out: the same was asked again, it is one of several answers to one request, or the
+agent went back before it and continued another answer from there."""
 
 
 @record

@@ -69,6 +69,12 @@ class Turn:
     choice: int
     order: int
 
+    @property
+    def past(self) -> list[Message]:
+        """The history up to the last answer in it; turns that share one are branches."""
+        at = max((at for at, message in enumerate(self.asked) if message.role == "assistant"), default=-1)
+        return list(self.asked[: at + 1])
+
 
 class Play:
     def __init__(self, bench: Bench, dialect: str, turns: int, seed: str) -> None:
@@ -304,10 +310,13 @@ class Play:
         self._add(faults)
         continued, excusable = set[int](), set[int]()
         for turn in self.served:
-            start, later = list(turn.asked), self._requests[turn.order :]
-            if any(turn.answer is message for asked in later for message in asked):
+            if any(turn.answer is message for asked in self._requests[turn.order :] for message in asked):
                 continued.add(turn.generation.number)
-            elif turn.choice or any(list(asked[: len(start)]) == start for asked in later):
+        taken = [turn.past for turn in self.served if turn.past and turn.generation.number in continued]
+        for turn in self.served:
+            start, later = list(turn.asked), self._requests[turn.order :]
+            again = any(list(asked[: len(start)]) == start for asked in later)
+            if turn.generation.number not in continued and (turn.choice or again or turn.past in taken):
                 excusable.add(turn.generation.number)
         self._add(answered.judge_coverage(rows, reasons, continued=continued, excusable=excusable))
         self._add(oracle.judge_images(rows))
