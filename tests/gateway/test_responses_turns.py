@@ -222,3 +222,12 @@ async def test_instructions_are_not_carried_over_and_developer_messages_are(
     nodes = await nodes_of(app, session)
     if pin:
         assert [node["parent"] for node in nodes] == [None, *(node["id"] for node in nodes[:-1])], "one conversation"
+
+
+@pytest.mark.parametrize("named", ["resp_", "resp__i"])
+async def test_an_id_without_a_node_continues_nothing_and_is_refused(named: str) -> None:
+    app = scripted()
+    session = await new_session(app)
+    body = json.dumps({"model": "m", "input": "go on", "previous_response_id": named}).encode()
+    status, answer = await ask(app, "POST", "/v1/responses", body, key=session["api_key"])
+    assert (status, json.loads(answer)["error"]["param"]) == (400, "previous_response_id")

@@ -211,3 +211,17 @@ async def test_a_retry_of_a_broken_stream_gets_the_recorded_answer() -> None:
     first, second = (as_answer("openai_chat", list(parsed(answer))) for _, answer in answers)
     assert first["choices"][0]["message"] == second["choices"][0]["message"]
     await app.close()
+
+
+async def test_a_repeated_stream_has_reasoning_and_text_in_chunks_of_their_own() -> None:
+    """As the first stream: clients look for one or the other in a chunk."""
+    app = gateway()
+    session = await new_session(app)
+    sent = json.dumps(body("openai_chat", [{"role": "user", "content": "go"}])).encode()
+    for _ in range(2):
+        _, answer = await ask(app, "POST", PATHS["openai_chat"], sent, key=session["api_key"], idempotency_key="k")
+        chunks = [json.loads(line[6:]) for line in answer.split(b"\n") if line.startswith(b"data: {")]
+        deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+        assert "".join(delta.get("reasoning_content") or "" for delta in deltas) == "hm"
+        assert "".join(delta.get("content") or "" for delta in deltas) == "ok"
+        assert not [delta for delta in deltas if delta.get("reasoning_content") and delta.get("content")]

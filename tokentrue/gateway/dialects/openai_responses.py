@@ -521,7 +521,7 @@ def head_from_responses(given: ResponsesBody) -> RequestHead:
         sampling=sampling_from(given, max_tokens=given.max_output_tokens, extra=extra),
         tools=tools,
         leading_messages=system_message(given.instructions),
-        continues=continued.removeprefix(STORED).removesuffix(INSTRUCTED) or None,
+        continues=continued.removeprefix(STORED).removesuffix(INSTRUCTED) if continued else None,
         was_instructed=continued.endswith(INSTRUCTED),
         options=ResponsesOptions(
             stored=given.store is not False,

@@ -325,7 +325,10 @@ class StreamedMessage:
 
 def deltas_from_message(message: Message) -> list[Delta]:
     """A whole message as the deltas of a stream."""
-    deltas = [Delta(reasoning=message.get("reasoning_content") or "", content=message.get("content") or "")]
+    reasoning, content = message.get("reasoning_content"), message.get("content") or ""
+    deltas = [Delta(reasoning=reasoning)] if reasoning else []
+    if content or not deltas:
+        deltas.append(Delta(content=content))
     for index, call in enumerate(calls_of(message)):
         function = call["function"]
         deltas.append(Delta(call=index, call_id=call["id"], name=function["name"], arguments=function["arguments"]))
