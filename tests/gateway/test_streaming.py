@@ -225,3 +225,16 @@ async def test_a_repeated_stream_has_reasoning_and_text_in_chunks_of_their_own()
         assert "".join(delta.get("reasoning_content") or "" for delta in deltas) == "hm"
         assert "".join(delta.get("content") or "" for delta in deltas) == "ok"
         assert not [delta for delta in deltas if delta.get("reasoning_content") and delta.get("content")]
+
+
+async def test_a_repeated_stream_has_its_log_probabilities() -> None:
+    app = gateway()
+    session = await new_session(app)
+    asked = {**body("openai_chat", [{"role": "user", "content": "go"}]), "logprobs": True}
+    sent, heard = json.dumps(asked).encode(), list[Any]()
+    for _ in range(2):
+        _, answer = await ask(app, "POST", PATHS["openai_chat"], sent, key=session["api_key"], idempotency_key="k")
+        chunks = [json.loads(line[6:]) for line in answer.split(b"\n") if line.startswith(b"data: {")]
+        choices = [chunk["choices"][0] for chunk in chunks]
+        heard.append([token for choice in choices if choice["logprobs"] for token in choice["logprobs"]["content"]])
+    assert heard[0] == heard[1] and len(heard[0]) == len(Parrot().ids)

@@ -139,7 +139,8 @@ class ChatEncoder(Encoder):
     def end(self, index: int, reply: Reply) -> bytes:
         self._replies.append(reply)
         is_empty = reply.message.get("content") == "" and not self._has_content[index]
-        logprobs = reply_logprobs(reply, self.text_of) if self._logprobs_late else None
+        is_late = self._logprobs_late or (self.head.options.logprobs and reply.from_record)  # a record has no chunks
+        logprobs = reply_logprobs(reply, self.text_of) if is_late else None
         return self._chunk(
             index, {"content": ""} if is_empty else {}, logprobs=logprobs, **choice_end(self.head, reply)
         )
