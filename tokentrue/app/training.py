@@ -18,7 +18,7 @@ from tokentrue.environments import SMALL_MODEL, RolloutConfig, load_environment
 from tokentrue.errors import ConfigError, FileFormatError
 from tokentrue.hub import find_directory, load_causal_model
 from tokentrue.json_types import JsonMapping, JsonObject
-from tokentrue.providers.registry import REMOTE
+from tokentrue.providers.registry import REMOTE, find_address
 from tokentrue.records import record
 from tokentrue.samples.files import read_sound_samples
 from tokentrue.samples.groups import group_of
@@ -84,6 +84,7 @@ class TrainRun:
                         f"evaluation.{key}: has no effect with samples, which train from a file; leave one of them out"
                     )
         elif self.train.exact and self.engine.name != "exact":
+            find_address(self.engine.name)
             raise ConfigError(
                 f"train.exact: engine {self.engine.name!r} is not exact; set train.exact=false, or use the exact engine"
             )

@@ -166,7 +166,8 @@ def check_engine_settings(config: EngineConfig) -> None:
     for name, folder in (options.get("adapters") or {}).items():
         checks.require(Path(folder).is_dir(), f"--adapter {name}: there is no directory {str(folder)!r}")
     if is_remote(config):
-        checks.require(bool(config.urls), f"engine {config.name!r} needs --url (one for each replica)")
+        elsewhere = """`train` and `rollout`: --set 'engine.urls=["http://…"]'"""
+        checks.require(bool(config.urls), f"engine {config.name!r} needs --url, one for each replica ({elsewhere})")
     else:
         checks.require(not config.urls, f"engine {config.name!r} runs in this process and takes no --url")
     if config.name == "scripted":

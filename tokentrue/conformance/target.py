@@ -152,11 +152,11 @@ class TargetProcess:
 def load_target(name: str, python: str | None = None) -> Target:
     """`tokentrue`, or a Python file with one subclass of `Target`."""
     path = Path(__file__).with_name("own.py") if name == TOKENTRUE else Path(name)
-    if not path.is_file():
+    if not (path.is_file() and path.suffix == ".py"):
         hint = "; a URL does not say how sessions are opened and rows are read" if "://" in name else ""
         raise ConfigError(f"no target {name!r}: give {TOKENTRUE!r}, or a Python file with a subclass of Target{hint}")
     spec = importlib.util.spec_from_file_location(f"conformance_target_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None and spec.loader is not None  # of a file that ends with .py
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)

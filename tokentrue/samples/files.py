@@ -86,6 +86,8 @@ def read_samples(path: str | Path, *, format: str | None = None) -> Iterator[Sam
 def read_exported(path: str | Path, *, format: str | None = None) -> Iterator[ExportedSample]:
     """Like `read_samples`, but reports contradictions in the result, for an audit."""
     source = Path(path)
+    if str(source).startswith(("http:", "https:", "sqlite:", "postgresql:")):
+        raise FileFormatError(f"{source}: a gateway or a journal, not a file; `tokentrue samples` exports it")
     if not source.is_file():
         raise FileFormatError(f"{source}: {'is a directory; name a file in it' if source.is_dir() else 'no such file'}")
     yield from find_format(format or recognise_format(source)).read(source)
@@ -94,6 +96,8 @@ def read_exported(path: str | Path, *, format: str | None = None) -> Iterator[Ex
 def recognise_format(path: Path) -> str:
     with path.open("rb") as file:
         start = file.read(8)
+    if start == b"SQLite f":
+        raise FileFormatError(f"{path}: a journal, not exported samples; `tokentrue samples` exports it")
     is_object = start.lstrip().startswith(b"{")
     # The content decides; for a damaged file, its name.
     named = "" if is_object or not start.strip() else path.suffix
