@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: fences such as `console slow` (tests/docs/fences.py has all of them) are console blocks to a
+"""Hooks of mkdocs: fences such as `console slow` (tests/docs/fences.py has all of them) are plain blocks to a
 reader."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    return re.sub(r"^```console \w+$", "```console", markdown, flags=re.MULTILINE)
+    return re.sub(r"^```(console|python) \w+$", r"```\1", markdown, flags=re.MULTILINE)
 
 
 def on_post_build(config: Any, **_: Any) -> None:
