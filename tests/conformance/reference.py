@@ -37,6 +37,7 @@ DEFECTS = {  # name -> (a case that shows it, the rule that it breaks)
     "columns_differ": ("1.sound.chat.1", "0.2"),
     "temperature_of_its_own": ("1.default_temperature.chat.1", "1.4"),
     "last_turn_dropped": ("1.sound.chat.2", "2.2"),
+    "last_turn_abandoned": ("1.sound.chat.2", "2.2"),  # nothing else follows the turn before it
     "reason_made_up": ("3.retry.chat.2", "2.2"),
     "second_answer_forgotten": ("2.several.chat.1", "2.2"),
     "rows_of_another_session": ("2.sessions.chat.1", "2.4"),
@@ -63,7 +64,7 @@ class ReferenceTarget(Target):
         return [Row(**row) for row in self.get(f"/sessions/{session.id}/rows")]
 
     def reasons(self, session: Session) -> Mapping[str, int]:
-        reasons = {"last_turn_dropped": "retried", "reason_made_up": "low quality"}
+        reasons = {"last_turn_dropped": "retried", "last_turn_abandoned": "abandoned", "reason_made_up": "low quality"}
         return {reasons[self.defect]: 1 << 30} if self.defect in reasons else {}
 
     def export(self, session: Session, folder: Path) -> Path:
@@ -330,8 +331,8 @@ class Reference:
             return rows
         if self.defect == "trained_twice" or (self.defect == "trained_twice_later" and len(self._calls) > 2):
             return [*rows, *rows[:1]]
-        if self.defect in ("last_turn_dropped", "columns_differ"):
-            return rows[:-1] if self.defect == "last_turn_dropped" else rows
+        if self.defect in ("last_turn_dropped", "last_turn_abandoned", "columns_differ"):
+            return rows if self.defect == "columns_differ" else rows[:-1]
         if self.defect == "reason_made_up":  # of two answers to one request, the first
             return [row for at, row in enumerate(rows) if not is_retry(calls, at)]
         merged = merge_calls(rows)
