@@ -124,10 +124,6 @@ def shifted_by_one(found: Completion, sampling: Sampling) -> Completion:
     )
 
 
-def zero_when_greedy(found: Completion, sampling: Sampling) -> Completion:
-    return found if sampling.temperature else with_logprobs(found, [0.0] * len(found.logprobs))
-
-
 def raw_top(model: Any) -> Callable[[Completion, Sampling], Completion]:
     """Log-probabilities of temperature 1, whatever was sampled with."""
 

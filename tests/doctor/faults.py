@@ -144,7 +144,6 @@ FAULTS: dict[str, tuple[str, Callable[[Path], Case]]] = {
         "filters_ignored",
         lambda folder: Case(provider=e.UnfilteredProvider(e.calculator())),
     ),
-    "greedy reported as certain": ("greedy_logprobs", _tampered(after=e.zero_when_greedy)),
     "three decimals on the wire": ("wire_precision", _tampered(after=e.rounded)),
     "bfloat16 on the wire": ("wire_precision", _tampered(after=e.in_bfloat16)),
     "sentinel for a missing log-probability": ("bad_logprobs", _every("sentinel")),

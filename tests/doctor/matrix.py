@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from tests.doctor import fourth_set, reported, second_set, third_set
+from tests.doctor import fifth_set, fourth_set, reported, second_set, third_set
 from tests.doctor.engines import CALCULATOR
 from tokentrue.app.libraries import quiet_libraries
 from tokentrue.doctor import Reference, examine
@@ -35,6 +35,32 @@ SETS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "second": (second_set.FAULTS, second_set.HEALTHY),
     "third": (third_set.FAULTS, third_set.HEALTHY),
     "fourth": (fourth_set.FAULTS, fourth_set.HEALTHY),
+    "fifth": (fifth_set.FAULTS, fifth_set.HEALTHY),
+}
+# Causes that got a name after the set with the fault was written.
+NAMED_SINCE = {
+    "prompt not causal": "attention_mask",
+    "first token evicted while decoding": "attention_mask",
+    "new page unread": "attention_mask",
+    "residual taken after the norm": "residual",
+    "value scale forgotten": "weight_scale",
+    "special token rows not loaded": "weights_missing",
+    "logarithms to base ten": "log_base",
+    "draft logprobs reported": "other_reports",
+    "chunk positions restart": "decode_positions",
+    "common logarithms": "log_base",
+    "log-probabilities cut at -4": "bad_logprobs",
+    "a bias on seven tokens": "logit_bias",
+    "one head zeroed": "partial_sum",
+    "a layer twice": "layer_order",
+    "residual stream in bfloat16": "dtype_bfloat16",
+    "last token twice": "prompt_changed",
+    "five tokens dropped after the second": "prompt_changed",
+    "a token dropped in the middle": "prompt_changed",
+    "two first tokens": "prompt_changed",
+    "a system message inserted": "prompt_changed",
+    "boundary of a chunk": "decode_positions",
+    "two experts exchanged": "expert_order",
 }
 VERDICTS = ("named", "unknown (right)", "unknown", "wrong", "missed", "ok", "false alarm")
 
@@ -45,7 +71,7 @@ def run_case(name: str, kind: str, model: Path, plain: Any, dtype: str, seed: in
     with tempfile.TemporaryDirectory() as folder:
         previous = None
         case = make(copy.deepcopy(plain), dtype, rng)
-        engine, names = case.engine, case.names
+        engine, names = case.engine, case.names | ({NAMED_SINCE[name]} if name in NAMED_SINCE else set())
         if case.previous is not None:
             case.previous.save_pretrained(folder)
             previous = folder

@@ -13,8 +13,8 @@ import torch
 
 from tests.doctor import engines as e
 from tests.doctor.faults import tiny_model
+from tokentrue.cli.doctor import report_from
 from tokentrue.cli.main import run
-from tokentrue.cli.reports import write_doctor_report
 from tokentrue.doctor import CAUSES, DoctorReport, Finding, Reference, Verdict, examine
 from tokentrue.doctor.exam import EngineRoutes, Examination
 from tokentrue.doctor.findings import FOLLOWS, cannot_tell, fault, ok, settle
@@ -29,6 +29,7 @@ from tokentrue.providers.hf import HFProvider
 from tokentrue.renderers import load_renderer
 from tokentrue.samples import write_samples
 from tokentrue.types import Certificate, Completion, Finish, Sample, Sampling, SamplingMask, Span
+from tokentrue.viewer import write_report
 
 
 @pytest.fixture(autouse=True)
@@ -131,10 +132,8 @@ def test_the_page_escapes_what_an_engine_says(tmp_path: Path) -> None:
     finding = Finding(
         probe="p", verdict=Verdict.FAULT, figure="<b>", fault="template", detail="<script>alert(1)</script>"
     )
-    write_doctor_report(
-        DoctorReport(engine="vllm", model="m", facts={"id": "<i>"}, findings=(finding, cannot_tell("&"))),
-        tmp_path / "page.html",
-    )
+    report = DoctorReport(engine="vllm", model="m", facts={"id": "<i>"}, findings=(finding, cannot_tell("&")))
+    write_report(tmp_path / "page.html", report_from(report))
     page = (tmp_path / "page.html").read_text()
     assert "<script>alert" not in page and r"\u003cscript>alert(1)" in page and r"\u003ci>" in page
 
@@ -179,7 +178,7 @@ def test_an_adapter_that_cannot_be_merged_is_refused(tmp_path: Path, capsys: pyt
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], use_dora=True)
     peft.get_peft_model(e.calculator(), config).save_pretrained(tmp_path / "dora")
-    for folder, words in ((tmp_path / "dora", "DoRA"), (tmp_path, "adapter_config.json")):
+    for folder, words in ((tmp_path / "dora", "use_dora"), (tmp_path, "adapter_config.json")):
         assert run("doctor", ["--engine", "hf", "--model", str(e.CALCULATOR), "--adapter", str(folder)]) == 2
         assert words in capsys.readouterr().err
 
@@ -240,7 +239,8 @@ async def sampled(
         found.append(
             Sample(
                 sample_id=f"s{n}", session_id=f"s{n}", group=None, token_ids=(*prompt, *done.token_ids),
-                loss_mask=(*(0 for _ in prompt), *(1 for _ in done.token_ids)), rollout_logprobs=(*(None for _ in prompt), *done.logprobs),
+                loss_mask=(*(0 for _ in prompt), *(1 for _ in done.token_ids)),
+                rollout_logprobs=(*(None for _ in prompt), *done.logprobs),
                 spans=spans, reward=None, finish_reason="stop", metadata=settings if recorded else {},
                 sampling_mask=with_prompt(len(prompt), done.sampling_mask) if recorded else None,
                 certificate=Certificate(chain="", template="", tokenizer=""),
@@ -365,7 +365,8 @@ async def test_experts_of_a_mixture_are_compared_layer_by_layer(tmp_path: Path) 
 
     torch.manual_seed(0)
     shape = {
-        "vocab_size": 659, "hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 2,
+        "vocab_size": 659, "hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 32,
+        "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_experts": 8, "num_experts_per_tok": 2,
         "max_position_embeddings": 1024, "initializer_range": 0.3, "eos_token_id": None, "bos_token_id": None,
     }  # fmt: skip
@@ -427,4 +428,4 @@ async def test_a_model_without_an_uncertain_token_cannot_tell(tmp_path: Path) ->
     reference.model.lm_head.weight.data *= 1e5  # all mass on one token everywhere
     report = await examine(HFProvider(reference.model), load_renderer(str(model)), reference)
     verdicts = {finding.probe: finding.verdict for finding in report.findings}
-    assert verdicts["meaning: greedy"] is Verdict.CANNOT_TELL and report.exit_code == 0
+    assert verdicts["meaning: filters"] is Verdict.CANNOT_TELL and report.exit_code == 0

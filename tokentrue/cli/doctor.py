@@ -10,15 +10,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
-from tokentrue.cli.common import AsJson, ReportPage, name_option, print_json, print_table, print_verdict, show_status
-from tokentrue.errors import ConfigError
-from tokentrue.hub import load_config
+from tokentrue.cli.common import (
+    AsJson,
+    ReportPage,
+    check_model_of,
+    name_option,
+    print_json,
+    print_report,
+    require_file,
+    show_status,
+)
+from tokentrue.errors import did_you_mean
 from tokentrue.providers.registry import IN_PROCESS, REMOTE, list_names
 
 if TYPE_CHECKING:
     from tokentrue.doctor import DoctorReport
-
-COLOURS = {"ok": "green", "fault": "bold red", "cannot_tell": "yellow"}
+    from tokentrue.viewer import Report
 
 
 def command(
@@ -37,41 +44,49 @@ def command(
         str | None,
         Option(help="[NAME=]DIR: a PEFT adapter that belongs to the trainer's policy, and its name at a remote engine"),
     ] = None,
-    interrupt: Annotated[
-        bool, Option("--interrupt", help="also pause and preempt a generation; others wait a moment")
-    ] = False,
     as_json: AsJson = False,
-    output: ReportPage = None,
+    out: ReportPage = None,
 ) -> int:
     """Exit 0: no fault found. 1: a fault, with its likely cause and cure. 2: called wrongly, or nothing could be
     probed."""
-    from tokentrue.app.libraries import quiet_libraries, require_dtype, require_samples_of
-    from tokentrue.app.wiring import ENGINE_KEY
-    from tokentrue.samples import read_samples
+    from tokentrue.app.configuration import Checks
+    from tokentrue.app.libraries import require_dtype, require_samples_of
+    from tokentrue.app.wiring import ENGINE_KEY, EngineConfig, check_engine
+    from tokentrue.hub import check_model, find_directory, load_config
+    from tokentrue.samples.files import read_all
 
-    if engine not in REMOTE + IN_PROCESS:
-        raise ConfigError(f"--engine: no engine {engine!r}; choose one of {', '.join(REMOTE + IN_PROCESS)}")
-    if (engine in REMOTE) != (url is not None):
-        needs = "needs one" if engine in REMOTE else "runs in this process and takes none"
-        raise ConfigError(f"--url: engine {engine!r} {needs}")
-    if dtype is not None:
-        require_dtype(dtype)
+    loaded, _, directory = (adapter or "").rpartition("=")
+    checks = Checks()
+    known = list_names(REMOTE + IN_PROCESS)
+    checks.require(
+        engine in REMOTE + IN_PROCESS,
+        f"--engine: no engine {engine!r}; choose one of {known}{did_you_mean(engine, REMOTE + IN_PROCESS)}",
+    )
+    checks.require(engine not in REMOTE or url is not None, f"--url: engine {engine!r} needs one")
+    checks.require(url is None or engine not in IN_PROCESS, f"--url: engine {engine!r} runs here and takes none")
+    named = f"--adapter: engine {engine!r} runs in this process and has no adapter {loaded!r}; give DIR"
+    checks.require(not loaded or engine in REMOTE, named)
+    checks(require_dtype, dtype or "float32")
+    checks(require_file, "-o", out)
+    models = {"--model": model, "--served": served, "--previous": previous}
+    checks(check_model_of, "--model", model, check_model)
+    for option in ("--served", "--previous"):  # weights alone: their tokenizer is the model's
+        checks(check_model_of, option, models[option], find_directory)
+    recorded = [] if samples is None else checks(read_all, samples)
+    checks.finish()
+    if url is not None:
+        check_engine(EngineConfig(name=engine, urls=(url,)), model)
+    # Before the first model is loaded: `--previous` is needed only after minutes of probes.
+    for option, name in models.items():
+        check_model_of(option, name, load_config)
+    if recorded:
+        # Those of another model would blame the engine, or contain token ids that the reference has no logits for.
+        require_samples_of(recorded, model)
+    from tokentrue.app.libraries import quiet_libraries
+
     quiet_libraries()
     from tokentrue.doctor import EngineRoutes, Reference, examine
     from tokentrue.renderers import load_renderer
-
-    # Before the first model is loaded: `--previous` is needed only after minutes of probes.
-    for option, name in {"--model": model, "--served": served, "--previous": previous}.items():
-        if name is not None:
-            with name_option(option):
-                load_config(name)
-    loaded, _, directory = (adapter or "").rpartition("=")
-    if loaded and engine not in REMOTE:
-        raise ConfigError(f"--adapter: engine {engine!r} runs in this process and has no adapter {loaded!r}; give DIR")
-    recorded = [] if samples is None else list(read_samples(samples))
-    if samples is not None:
-        # Those of another model would blame the engine, or contain token ids that the reference has no logits for.
-        require_samples_of(recorded, model)
 
     async def probe() -> DoctorReport:
         with name_option("--model"):
@@ -91,8 +106,7 @@ def command(
                     dtype=dtype,
                     previous=previous,
                     engine_model=module,
-                    samples=recorded,
-                    interrupt=interrupt,
+                    samples=recorded or [],
                     on_progress=lambda name: update(f"probing: {name}"),
                 )
         finally:
@@ -100,18 +114,17 @@ def command(
             await provider.close()
 
     with show_status("loading", quiet=as_json or not sys.stderr.isatty()) as update:
-        report = asyncio.run(probe())
-    if output is not None:
-        from tokentrue.cli.reports import write_doctor_report
+        found = asyncio.run(probe())
+    report = report_from(found)
+    if out is not None:
+        from tokentrue.viewer import write_report
 
-        write_doctor_report(report, output)
+        write_report(out, report)
     if as_json:
-        print_json(report.to_json())
+        print_json(found.to_json())
     else:
-        print_findings(report)
-        if output is not None:
-            print(f"report: {output}")
-    return report.exit_code
+        print_report(report, out, tables=1)
+    return found.exit_code
 
 
 def load_engine(engine: str, url: str | None, served: str, dtype: str, adapter: str | None) -> tuple[Any, Any]:
@@ -132,17 +145,24 @@ def load_engine(engine: str, url: str | None, served: str, dtype: str, adapter: 
     return load(engine, model=module), module
 
 
-def print_findings(report: DoctorReport) -> None:
-    columns = ("probe", "verdict", "figure", "cause and cure", "confidence")
+def report_from(found: DoctorReport) -> Report:
+    from tokentrue.viewer import Report, ReportTable
+
     rows = [
         (
             one.probe,
-            (one.verdict.value.replace("_", " "), COLOURS[one.verdict.value]),
-            f"{one.figure}\n{one.detail}" if one.detail else one.figure,
-            f"{one.cause}\n{one.cure}" if one.fault else "",
+            one.verdict.value.replace("_", " "),
+            "\n".join(filter(None, (one.figure, one.detail))),
+            "\n".join(filter(None, (one.cause, one.cure))),
             one.confidence,
         )
-        for one in report.findings
+        for one in found.findings
     ]
-    print_table(f"{report.engine}: {report.model}", columns, rows)
-    print_verdict(report.summary, ok=not report.faults)
+    columns = ("probe", "verdict", "figure", "cause and cure", "confidence")
+    return Report(
+        title=f"Engine check: {found.engine}",
+        verdict=found.summary,
+        ok=not found.faults,
+        facts=[("model", found.model), *found.facts.items()],
+        tables=[ReportTable(title=f"{found.engine}: {found.model}", columns=columns, rows=rows)],
+    )

@@ -17,10 +17,9 @@ from tokentrue.doctor.naming import Evidence
 from tokentrue.doctor.reference import Observation, Reference
 from tokentrue.errors import (
     ConfigError,
-    EngineContractError,
     EngineError,
-    EngineRejected,
     InputError,
+    RenderError,
     TokenContractError,
 )
 from tokentrue.ids import TokenIds
@@ -46,7 +45,7 @@ STORY = (
 
 
 class EngineRoutes:
-    """Those of vLLM and of SGLang. An engine in this process, without a URL, has none: None and False say so."""
+    """Those of vLLM and of SGLang. An engine in this process, without a URL, has none: None says so."""
 
     _http: EngineHttp | None = None
     _provider: Provider | None = None
@@ -63,30 +62,9 @@ class EngineRoutes:
         body = {"model": model, "messages": list(messages), "add_generation_prompt": True}
         return await read_tokens(self._http, "/tokenize", body)
 
-    async def pause(self) -> bool:
-        """Holds every running generation where it is."""
-        return await self._post("/pause?mode=keep") or await self._post("/pause_generation", {"mode": "in_place"})
-
-    async def preempt(self) -> bool:
-        """Of a paused engine: drops the keys and values of running generations, which are computed again."""
-        reset = "/reset_prefix_cache?reset_running_requests=true"
-        return await self._post(reset) or await self._post("/pause_generation", {"mode": "retract"})
-
-    async def resume(self) -> bool:
-        return await self._post("/resume") or await self._post("/continue_generation")
-
     async def close(self) -> None:
         if self._http is not None:
             await self._http.close()
-
-    async def _post(self, path: str, body: dict[str, str] | None = None) -> bool:
-        if self._http is None:
-            return False
-        try:
-            await self._http.read("POST", path, body or {}, retry=False)
-        except (EngineContractError, EngineRejected):
-            return False
-        return True
 
 
 @dataclass(slots=True, kw_only=True)
@@ -122,6 +100,25 @@ class Examination:
         edges = [*range(min(64, size)), *range(max(64, size - 256), size)]
         markers = [one for one in edges if MARKER.fullmatch(self.renderer.decode([one]))]
         return list(dict.fromkeys([*flat, *self.renderer.stop_token_ids, 0, 1, 2, *markers]))[:24]
+
+    def prefixes(self) -> list[tuple[int, ...]]:
+        """Runs of ids that may be put into a prompt: markers, white space, and system messages that templates add."""
+        plain = self.render(QUESTIONS[0])
+        found = [(one,) for one in self.special_ids()]
+        found += [
+            tuple(self.renderer.encode_sampled(text))
+            for text in (" ", "\n", "\n\n", "<think>\n", "<think>\n\n</think>\n\n")
+        ]
+        for text in ("You are a helpful assistant.", "You are a helpful assistant", ""):
+            try:
+                ids = self.renderer.render(
+                    [{"role": "system", "content": text}, {"role": "user", "content": QUESTIONS[0]}]
+                )
+            except RenderError:
+                continue
+            if tuple(ids.token_ids[-len(plain) + 1 :]) == plain[1:]:
+                found.append(tuple(ids.token_ids[: len(ids.token_ids) - len(plain)]))
+        return [one for one in dict.fromkeys(found) if one]
 
     def render(self, text: str) -> tuple[int, ...]:
         return tuple(self.renderer.render([{"role": "user", "content": text}]).token_ids)

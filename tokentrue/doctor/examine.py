@@ -8,10 +8,10 @@ from typing import Any
 
 from tokentrue.doctor.exam import EngineRoutes, Examination
 from tokentrue.doctor.findings import DoctorReport, Finding, Verdict, settle
+from tokentrue.doctor.images import probe_images
 from tokentrue.doctor.interface import (
     gather_observations,
     probe_identity,
-    probe_interruption,
     probe_meaning,
     probe_stability,
 )
@@ -36,13 +36,11 @@ async def examine(
     engine_model: Any = None,
     seed: int = 7,
     samples: Sequence[Sample] = (),
-    interrupt: bool = False,
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> DoctorReport:
     """Runs every probe. `dtype` is what the engine should compute in, by default what the model was saved in.
 
-    With the engine's own module (`engine_model`) the first layer that differs is looked for. `interrupt` also pauses
-    and preempts a generation, which holds up the engine's other clients.
+    With the engine's own module (`engine_model`) the first layer that differs is looked for.
     """
     exam = Examination(
         provider=provider,
@@ -68,12 +66,12 @@ async def examine(
             "weights": probe_weights,
             "experts": probe_experts,
         }
-        if interrupt:
-            probes["interruption"] = probe_interruption
         for name, run in probes.items():
             on_progress(name)
             findings += await run(exam)
         findings += locate_difference(exam, findings, engine_model)
+        on_progress("images")
+        findings += await probe_images(exam, findings)
     if samples:
         on_progress("samples")
         findings += await probe_samples(exam, samples)

@@ -107,50 +107,57 @@ tokenizer | the engine's tokenizer splits text differently | serve with the toke
 special_tokens | the engine's special tokens have other ids | serve with the tokenizer files of the trainer's model
 template | the engine's chat template renders other ids | start the engine with the trainer's template (--chat-template)
 other_model | the engine serves a model of another vocabulary | serve the model directory that the trainer loads
-raw_logprobs | log-probabilities are of temperature 1, not of the sampled distribution | vLLM: --logprobs-mode processed_logprobs; SGLang: unset SGLANG_RETURN_ORIGINAL_LOGPROB
-temperature_ignored | the engine samples at another temperature than it is asked for | check the engine's sampling defaults
+raw_logprobs | log-probabilities are of temperature 1, not of the sampled distribution |
+  vLLM: --logprobs-mode processed_logprobs; SGLang: unset SGLANG_RETURN_ORIGINAL_LOGPROB
+temperature_ignored | the engine samples at another temperature than asked for | check its sampling defaults
 wire_precision | log-probabilities lose digits between the engine and the client | return float32 in full; check proxies
-bad_logprobs | log-probabilities are missing or sentinels | update the engine; do not replace them by a number
-off_by_one | each log-probability belongs to the neighbouring token | align log-probabilities with the token that they score
+bad_logprobs | log-probabilities are missing, cut off or sentinels | update the engine; do not replace them by a number
+off_by_one | each log-probability belongs to the neighbouring token | align them with the token that they score
 unstable | the same request gives other numbers | turn off what is not deterministic in the engine; check for data races
 # read
-filters_ignored | log-probabilities under top-k or top-p are those before the filter | vLLM: processed_logprobs; or train without filters
-greedy_logprobs | greedy log-probabilities are not those of temperature 1 | do not train on greedy samples of this engine
-penalties_ignored | log-probabilities under penalties are those before the penalty | sample without penalties
-sampled_temperature | log-probabilities are of another temperature or logit scale | score at the temperature that was sampled with; compare logit_scale
+filters_ignored | log-probabilities are those before top-k or top-p | vLLM: processed_logprobs; or set no filters
+sampled_temperature | log-probabilities are of another temperature | score at the sampled one; compare logit_scale
 # compared
-prompt_changed | the engine does not process the ids that it was sent | send ids, not text, and turn off added special tokens
-bos_added | the engine puts a beginning-of-sequence token before the prompt | turn off add_special_tokens (or add_bos_token)
-context_truncated | the engine drops the beginning of long prompts | raise the engine's context length; turn off truncation
-dtype_bfloat16 | the engine computes in bfloat16 | serve with the trainer's dtype, or expect this spread and correct for it
-dtype_float16 | the engine computes in float16 | serve with the trainer's dtype, or expect this spread and correct for it
+other_reports | log-probabilities are of another distribution than samples | report the target model's, no draft's
+log_base | log-probabilities are no natural logarithms | convert them to base e before training
+prompt_changed | the engine does not process the ids that it was sent | send ids, not text, and add no special ones
+bos_added | the engine puts a token before the prompt | turn off add_special_tokens (or add_bos_token)
+context_truncated | the engine drops the beginning of long prompts | raise its context length; turn off truncation
+dtype_bfloat16 | the engine computes in bfloat16 | serve with the trainer's dtype, or correct for this spread
+dtype_float16 | the engine computes in float16 | serve with the trainer's dtype, or correct for this spread
 dtype_tf32 | the engine multiplies matrices in TF32 | turn TF32 off (torch.backends.cuda.matmul.allow_tf32)
 dtype_kv_cache | the engine's KV cache has a coarser dtype | set the engine's KV-cache dtype to the model's
 head_dtype | the engine's output layer computes in a coarser dtype | compute logits in float32, as the trainer does
 rope | the engine's rotary position settings differ | compare rope_theta and rope scaling of both configurations
-bias_dropped | the engine ignores the biases of its linear layers | update the engine's model class; check the weight loader
+bias_dropped | the engine ignores the biases of its linear layers | check its model class and its weight loader
 tied_head | the engine uses the embedding as output layer | set tie_word_embeddings as the checkpoint has it
 attention_scale | the engine scales attention scores differently | compare head_dim and query_pre_attn_scalar
 sliding_window | the engine's attention window differs | compare sliding_window and layer_types of both configurations
-decode_positions | sampled tokens have other positions than the model's | check position ids of decoding; update the engine
+decode_positions | tokens have other positions than the model's | check position ids of decoding and of chunks
 norm_epsilon | the engine's norms use another epsilon | compare rms_norm_eps of both configurations
 norm_missing | the engine leaves norms or their weights out | check the engine's model class and its weight loader
 activation | the engine uses another activation function | compare hidden_act of both configurations
 embedding_scale | the engine scales embeddings differently | check the engine's model class and its embedding multiplier
 logit_softcap | the engine caps logits differently | compare final_logit_softcapping of both configurations
-vocab_padding | unused rows of the output layer take part in the softmax | mask padded vocabulary rows before the softmax
+vocab_padding | unused rows of the output layer take part in the softmax | mask padded rows before the softmax
 stop_banned | the engine removes stop tokens before the softmax | unset min_tokens and ignore_eos, or score the same way
-sampled_penalty | the engine applies a penalty that nobody asked for | check its sampling defaults (generation_config.json)
-sampled_filters | tokens are drawn under a filter that nobody asked for | check its sampling defaults (generation_config.json)
+sampled_penalty | the engine applies a penalty that nobody asked for | check its generation_config.json
+sampled_filters | tokens are drawn under a filter that nobody asked for | check its generation_config.json
+logit_bias | the engine adds a bias to some tokens' logits | check logit_bias and its sampling defaults
+attention_mask | tokens attend to other places than they should | check attention backend, page tables and masks
+residual | the engine adds up its residual stream differently | update the engine's model class
+weights_missing | weights of the engine are 0 in a part of the model | check the weight loader's list of missing tensors
+weight_scale | what a part of the engine's model returns is scaled | check scales of quantised weights and caches
+expert_order | experts are in another order or place | check the expert map of expert parallelism and the weight loader
 layer_skipped | the engine skips a layer or a part of one | check the engine's weight loader and pipeline split
 layer_order | two layers of the engine are exchanged | check the engine's weight loader and pipeline split
 partial_sum | a part of a layer's sum is missing | check the all-reduce of tensor parallelism in these layers
-projection_order | heads or projections are in another order | check how the engine's weight loader fuses and splits them
-experts_per_token | the engine uses another number of experts a token | compare num_experts_per_tok of both configurations
+projection_order | heads or projections are in another order | check how the weight loader fuses and splits them
+experts_per_token | another number of experts a token is used | compare num_experts_per_tok of both configurations
 expert_weights | the engine weighs experts differently | compare norm_topk_prob and routed_scaling_factor
-router_dtype | the engine's router computes in a coarser dtype | run the router in float32, or record the routing and replay it
-adapter_missing | the engine samples without the adapter, or scales it differently | load the adapter; compare lora_alpha and r
-stale_weights | the engine still has previous weights, in all of the model or in a part | await the weight update; check that every replica took all of it
+router_dtype | the router computes in a coarser dtype | run it in float32, or record the routing and replay it
+adapter_missing | the engine scales the adapter differently, or to 0 | load the adapter; compare lora_alpha and r
+stale_weights | the engine still has previous weights, all or some | check that each replica took the whole update
 int8_weights | the engine's weights are quantised to int8 | serve unquantised weights, or correct for the mismatch
 int4_weights | the engine's weights are quantised to 4 bits | serve unquantised weights, or correct for the mismatch
 fp8_weights | the engine's weights are quantised to float8 | serve unquantised weights, or correct for the mismatch
@@ -158,18 +165,22 @@ int8_kv_cache | the engine's KV cache is quantised to int8 | set the engine's KV
 int4_kv_cache | the engine's KV cache is quantised to 4 bits | set the engine's KV-cache dtype to the model's
 fp8_kv_cache | the engine's KV cache is quantised to float8 | set the engine's KV-cache dtype to the model's
 # left
-unknown | the engine computes something else than the model directory | make the measurement that the detail names; do not train on these numbers yet
+unknown | the engine computes something else than the model directory | make the measurement that the detail names
 routing | the engine's router chooses other experts | record the routing and replay it in the trainer
+# images
+image_count | the engine makes another number of tokens of an image | serve with the trainer's preprocessor_config.json
+image_ignored | the engine's model does not see the images | check that it serves the vision tower; update the engine
+image_pixels | the engine makes other pixels of an image | compare its image processor and library versions
+image_cache | the engine shows the model another image, or one that old weights encoded | reset its prefix and encoder caches
+image_positions | the engine's positions (M-RoPE) in or after images differ | update the engine; compare mrope_section
 # repeat
-batch_variant | numbers depend on what else is in the batch, beyond rounding | use batch-invariant kernels, or update the engine
+batch_variant | numbers depend on what else is in the batch, beyond rounding | use batch-invariant kernels
 prefix_cache | a cached prefix gives other numbers than a computed one | flush the prefix cache at every weight update
-prefill_decode | prefill and decode disagree beyond rounding | check chunked prefill, attention backend and KV-cache dtype
-pause | a paused generation resumes with other numbers | update the engine; abort generations before pausing it
-preemption | a preempted generation resumes with other numbers | give the KV cache more memory; update the engine
+prefill_decode | prefill and decode disagree beyond rounding | check chunked prefill, attention backend, KV dtype
 """
 _SECTIONS = {
     kind: [line.split(" | ") for line in lines]
-    for kind, *lines in (section.strip().splitlines() for section in TABLE.split("# ")[1:])
+    for kind, *lines in (section.strip().splitlines() for section in TABLE.replace("|\n  ", "| ").split("# ")[1:])
 }
 CAUSES: Mapping[str, tuple[str, str]] = {
     name: (cause, cure) for rows in _SECTIONS.values() for name, cause, cure in rows
@@ -185,14 +196,12 @@ FOLLOWS: Mapping[str, Sequence[str]] = {
     "special_tokens": ("template",),
     "off_by_one": (*NAMED, *LEFT, *READ, *REPEATS),
     # Reports before the temperature are before filters and penalties, too.
-    "raw_logprobs": ("sampled_temperature", "filters_ignored", "penalties_ignored"),
-    "temperature_ignored": ("raw_logprobs", "filters_ignored", "penalties_ignored"),
-    "sampled_temperature": ("greedy_logprobs",),
+    "raw_logprobs": ("sampled_temperature", "filters_ignored"),
+    "temperature_ignored": ("raw_logprobs", "filters_ignored"),
     "wire_precision": (*NAMED, *LEFT, *REPEATS),
     "unstable": (*REPEATS, *NAMED, *LEFT, *MEANING),
     **dict.fromkeys(("batch_variant", "prefix_cache"), ("unknown", "prefill_decode", *MEANING)),
     "unknown": ("prefill_decode",),  # a symptom of whatever it is
     "routing": ("unknown",),
-    "pause": ("preemption",),
 }
 """What each fault explains: findings of these names beside it are its consequences."""

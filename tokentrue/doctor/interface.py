@@ -1,16 +1,14 @@
 """Probes of the interface: does the engine tokenise and render as the model directory does, what do its
-log-probabilities mean, and are they the same again, in a batch, from a cache, by prefill, after a pause?
+log-probabilities mean, and are they the same again, in a batch, from a cache, by prefill?
 
 The probes of meaning and stability compare the engine with itself, so that they hold whatever weights it has.
 """
 
 from __future__ import annotations
 
-import asyncio
 import math
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import aclosing
 from dataclasses import replace
 from statistics import median
 
@@ -18,8 +16,7 @@ import torch
 
 from tokentrue.doctor.exam import QUESTIONS, Examination, probe
 from tokentrue.doctor.findings import Finding, cannot_tell, fault, ok
-from tokentrue.doctor.hypotheses import penalise
-from tokentrue.doctor.reference import Observation, read_entries
+from tokentrue.doctor.reference import Observation
 from tokentrue.errors import (
     EngineContractError,
     EngineError,
@@ -48,8 +45,6 @@ CLEAR_GAP = 0.3  # nats between the two likeliest tokens: at temperature 0.02 th
 DECIMALS = 5
 ENOUGH = 20
 BATCH = 6
-PAUSE_S = 0.3
-AFTER_TOKENS = 4  # of a generation, before it is interrupted
 
 
 # Identity.
@@ -169,7 +164,7 @@ async def probe_meaning(exam: Examination) -> list[Finding]:
     found = [tops, await _temperature(exam), await _low_temperature(exam)]
     if found[-1].detail == OTHER_REPORTS:
         return [*found, await _wire(exam)]
-    return [*found[1:], *[await ask(exam) for ask in (_filters, _greedy, _penalties, _wire)]]
+    return [*found[1:], *[await ask(exam) for ask in (_filters, _wire)]]
 
 
 @probe("meaning")
@@ -262,40 +257,6 @@ def _either(name: str, right: str, inside: float, wrong: str, outside: float, li
     return cannot_tell(f"neither {right} ({inside:.2g} off) nor {wrong} ({outside:.2g} off)")
 
 
-@probe("meaning: penalties")
-async def _penalties(exam: Examination) -> Finding:
-    """Sampled under a presence penalty: the reference's logits with the penalty, or without it?"""
-    if "presence_penalty" not in (exam.provider.truthful_filters or ()):
-        return cannot_tell("the engine reports no penalised log-probabilities; training sessions refuse penalties")
-    prompt = exam.prompts()[1]
-    found = await exam.provider.generate(prompt, Sampling(max_tokens=24, seed=exam.seed, presence_penalty=1.0))
-    seen = Observation.from_completion(prompt, found)
-    logits = exam.reference.plain_logits(seen)
-    plain, penalised = (read_entries(seen, z) for z in (logits, penalise(logits, seen, 1.0, name="presence")))
-    clear = (plain - penalised).abs() > 3 * exam.visible
-    if not bool(clear.any()):
-        return cannot_tell("the penalty changes no sampled token's log-probability visibly")
-    theirs = torch.tensor(found.logprobs, dtype=torch.float64)
-    inside, outside = (float((theirs - side)[clear].abs().median()) for side in (penalised, plain))
-    return _either("penalties_ignored", "penalised", inside, "unpenalised", outside, exam.visible)
-
-
-@probe("meaning: greedy")
-async def _greedy(exam: Examination) -> Finding:
-    found = await exam.generate(exam.open_prompts(), Sampling(temperature=0.0, max_tokens=1))
-    both = [(max(top.values()), completion.logprobs[0]) for top, completion in zip(exam.tops, found, strict=True)]
-    limit = exam.visible
-    pairs = [(ours, theirs) for ours, theirs in both if ours < -3 * limit]
-    if not pairs:
-        return cannot_tell("the likeliest token is certain at every prompt")
-    off = median(abs(ours - theirs) for ours, theirs in pairs)
-    if off <= limit:
-        return ok(f"greedy reports temperature 1 within {off:.2g}")
-    if all(theirs > -1e-6 for _, theirs in pairs):
-        return fault("greedy_logprobs", "greedy reports 0, the log-probability of certainty")
-    return cannot_tell(f"greedy is {off:.2g} away from temperature 1, and not 0 either")
-
-
 @probe("meaning: precision on the wire")
 async def _wire(exam: Examination) -> Finding:
     """Full float32 values have more digits than any rounding leaves."""
@@ -317,11 +278,6 @@ async def _wire(exam: Examination) -> Finding:
 
 async def probe_stability(exam: Examination) -> list[Finding]:
     return [await ask(exam) for ask in (_repeat, _batch, _prefix_cache, _prefill)]
-
-
-async def probe_interruption(exam: Examination) -> list[Finding]:
-    probes = {"pause": "stability: paused and resumed", "preemption": "stability: preempted"}
-    return [await probe(name)(_interrupt)(exam, known) for known, name in probes.items()]
 
 
 @probe("stability: same request twice")
@@ -361,31 +317,6 @@ async def _prefill(exam: Examination) -> Finding:
     rest = Completion(token_ids=ids[cut:], logprobs=decoded.logprobs[cut:], finish=decoded.finish)
     filled = await exam.provider.generate((*prompt, *ids[:cut]), replace(sampling, max_tokens=len(ids) - cut))
     return compare_runs(exam, "prefill_decode", rest, filled)
-
-
-async def _interrupt(exam: Examination, known: str) -> Finding:
-    prompt, sampling = exam.prompts()[1], Sampling(temperature=1.0, max_tokens=48, seed=exam.seed)
-    whole = await exam.provider.generate(prompt, sampling)
-    seen, done = 0, False
-    final: Completion | None = None
-    async with aclosing(exam.provider.stream(prompt, sampling)) as chunks:  # type: ignore[type-var]
-        async for chunk in chunks:
-            final = chunk.final or final
-            seen += len(chunk.token_ids)
-            if done or final is not None or seen < AFTER_TOKENS:
-                continue
-            done = True
-            if not await exam.routes.pause():
-                return cannot_tell("the engine has no route that pauses it (vLLM: VLLM_SERVER_DEV_MODE=1)")
-            try:
-                if known == "preemption" and not await exam.routes.preempt():
-                    return cannot_tell("the engine has no route that drops the keys and values of running requests")
-                await asyncio.sleep(PAUSE_S)
-            finally:
-                await exam.routes.resume()
-    if not done or final is None:
-        return cannot_tell("the generation ended before it could be interrupted")
-    return compare_runs(exam, known, whole, final)
 
 
 def compare_runs(exam: Examination, known: str, first: Completion, second: Completion) -> Finding:

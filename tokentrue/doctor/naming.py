@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -18,8 +19,16 @@ import torch
 from torch import Tensor
 
 from tokentrue.doctor.findings import Finding, fault, ok
-from tokentrue.doctor.hypotheses import FILTERS, TEMPERATURES, Hypothesis, count_kept, run_all
-from tokentrue.doctor.reference import Observation, Reference, WideSums, compute_logits, read_entries
+from tokentrue.doctor.hypotheses import FILTERS, TEMPERATURES, Hypothesis, biased, count_kept, edited
+from tokentrue.doctor.reference import (
+    Observation,
+    Reference,
+    WideSums,
+    compute_batch,
+    compute_logits,
+    compute_parts,
+    read_entries,
+)
 from tokentrue.records import record
 
 FLOAT32_SPREAD = 1.5e-5  # typical |e| of two correct float32 implementations of a small model
@@ -34,6 +43,7 @@ SIZE = (0.7, 1.4)  # fitted multiple of a prediction that has the right size
 PROMISING = 0.97  # residual ÷ difference on the first tokens, below which a hypothesis is fitted further
 ALIKE = 0.15  # correlation of prediction and difference, above which other forms and parts of a cause are tried
 ASKED = ("stale_weights", "adapter_missing")  # what the user gave weights for
+FEW = 6  # layers that are tried one by one
 MANY = 40  # parts of a model that are tried one by one
 FINALISTS = 8
 CHANCE = 1e-6  # of draws that look like another distribution by themselves
@@ -55,6 +65,13 @@ class Evidence:
         self.engine = torch.cat([values for _, _, values in targets])
         self.truth = self.read(self.logits)
         self.e = self.engine - self.truth
+        self.is_first = torch.tensor(  # the first sampled token, which no decoding precedes
+            [
+                row == 0 and not seen.is_prompt
+                for seen, n in zip(self.observations, counts, strict=True)
+                for row in range(n)
+            ]
+        )[self.row]
         self.is_chosen = torch.cat(
             [torch.arange(len(rows)) < n for (rows, _, _), n in zip(targets, counts, strict=True)]
         )
@@ -65,6 +82,12 @@ class Evidence:
         self.mean_limit, self.largest_limit = 5e-5, 1e-3  # of |e| of chosen tokens: beyond this it is no rounding
         self.coarseness = 1.0  # the coarsest order of rounding ÷ the one that trials can use
         self.spread, self.limit = self._measure_spread()
+
+    @property
+    def is_late(self) -> bool:
+        """Whether decoding alone is wrong: what follows the prompt at once is right everywhere."""
+        now, then = self.size(self.e, self.is_first), self.size(self.e, ~self.is_first)
+        return now < 0.2 * then if self.is_exact else now < 1.5 and then > 3 * now
 
     @property
     def departs(self) -> bool:
@@ -128,22 +151,44 @@ class Evidence:
         """Log-probabilities that an engine with this cause reports; entries of other observations stay as they are.
         `again`: in another order of rounding."""
         found, model = self.truth.clone(), self.reference.model
+        span = hypothesis.span
         with self.reference.trial() as trial, _eager(model, again and self.is_exact):
-            hypothesis.apply(trial, x)
+            if span is None:
+                hypothesis.apply(trial, x)
             if again and not self.is_exact:
                 trial.round_modules(getattr(torch, self.dtype))
-            for n in only:
-                seen, mine = self.observations[n], self.owner == n
+            run = [n for n in only if not (hypothesis.is_sampling and self.observations[n].is_prompt)]
+            chosen = [self.observations[n] for n in run]
+            if hypothesis.is_output and not again:
+                logits = [self.logits[n] for n in run]
+            elif span is not None:
+                logits = [self._run_span(hypothesis, x, seen, span(seen, x)) for seen in chosen]
+            else:
+                logits = compute_batch(model, chosen, trial)
+            for n, seen, rows in zip(run, chosen, logits, strict=True):
+                mine = self.owner == n
                 if trial.align:
-                    chosen = mine & self.is_chosen
-                    moved, end = self.truth[chosen].roll(-trial.align), 0 if trial.align < 0 else -1
-                    moved[end] = self.engine[chosen][end]  # at the ends anything may be
-                    found[chosen] = moved
-                elif not (hypothesis.is_sampling and seen.is_prompt):
-                    is_known = hypothesis.is_output and not again
-                    logits = self.logits[n] if is_known else compute_logits(model, seen, trial)
-                    found[mine] = read_entries(seen, logits, trial.outputs)
+                    mine = mine & self.is_chosen
+                    moved, end = self.truth[mine].roll(-trial.align), 0 if trial.align < 0 else -1
+                    moved[end] = self.engine[mine][end]  # at the ends anything may be
+                    found[mine] = moved
+                else:
+                    own = read_entries(seen, rows, trial.outputs)
+                    found[mine] = own if trial.reports is None else trial.reports(own)
         return found.nan_to_num(nan=-1e3, neginf=-1e3)
+
+    def _run_span(self, hypothesis: Hypothesis, x: float, seen: Observation, span: tuple[int, int]) -> Tensor:
+        """Only the tokens of the span are computed under the change."""
+
+        @contextmanager
+        def around(number: int) -> Iterator[None]:
+            with self.reference.trial() as trial:
+                if number == 1:
+                    hypothesis.apply(trial, x)
+                yield
+
+        parts = [(0, span[0]), span, (span[1], len(seen.token_ids))]
+        return compute_parts(self.reference.model, seen, parts, around=around)
 
 
 @contextmanager
@@ -176,8 +221,10 @@ class Fit:
         return self.hypothesis.label.format(x=self.x)
 
 
-def judge(data: Evidence, hypotheses: Iterable[Hypothesis], *, advice: str = "") -> Finding:
-    """A named cause, `unknown`, or no fault."""
+def judge(
+    data: Evidence, hypotheses: Iterable[Hypothesis], *, advice: str = "", prefixes: Sequence[tuple[int, ...]] = ()
+) -> Finding:
+    """A named cause, `unknown`, or no fault. `prefixes`: ids that may stand before a prompt, or in it."""
     size, chosen, departs = data.size(data.e), data.e[data.is_chosen].abs(), data.departs
     figure = (
         f"mean |δ| {float(chosen.mean()):.2g}, max {float(chosen.max()):.2g} over {chosen.numel()} tokens, "
@@ -187,15 +234,28 @@ def judge(data: Evidence, hypotheses: Iterable[Hypothesis], *, advice: str = "")
         return ok(figure)
     # What leaves a part of the model out is larger than rounding.
     fits = fit_all(data, hypotheses if departs else [one for one in hypotheses if not one.is_partial])
-    best = next((one for one in fits if is_confirmed(data, one, departs=departs)), None)
+    confirmed = [one for one in fits if is_confirmed(data, one, departs=departs)]
+    if not confirmed and departs:
+        more = [*solve_bias(data), *([] if data.is_late else search_edits(data, prefixes))]
+        everything = range(len(data.observations))
+        fits = [*(try_value(data, one, 0.0, everything, ~data.held) for one in more), *fits]
+        confirmed = [one for one in fits if is_confirmed(data, one, departs=departs)]
+    confirmed.sort(key=lambda one: one.hypothesis.is_general)
+    best = confirmed[0] if confirmed else None
     least = math.inf if best is None else data.gain(best.residual) - TIE
-    rivals = [one for one in fits if best and one.fault != best.fault and data.gain(one.residual) > least]
+    rivals = [
+        one for one in fits
+        if best and one.fault != best.fault and data.gain(one.residual) > least
+        and one.hypothesis.is_general <= best.hypothesis.is_general
+    ]  # fmt: skip
     if best is not None and not rivals:
         part = f"{100 * share(data, best):.0f}% of the difference on tokens that the fit has not seen"
         confidence = "high" if departs else "medium"
         return fault(best.fault, figure, detail=f"{best.label}: explains {part}", confidence=confidence)
     if not departs:
         return ok(figure)
+    if best is None and (words := reports_differ(data)):
+        return fault("other_reports", figure, confidence="medium", detail=words)
     if best is None and data.is_exact and (rounding := name_dtype(data)):
         return fault(rounding[0], figure, confidence="medium", detail=rounding[1])
     return describe_unknown(data, [best, *rivals] if best else fits, figure, advice, is_tie=best is not None)
@@ -206,48 +266,161 @@ def share(data: Evidence, fit: Fit) -> float:
     return 1 - data.size(fit.residual, data.held) / max(data.size(data.e, data.held), 1e-12)
 
 
+SCOPED = ("prompt_changed", "bos_added", "context_truncated", "decode_positions", "sliding_window", "attention_mask")
+
+
+def decoding(seen: Observation, x: float) -> tuple[int, int]:
+    return seen.prompt_tokens, len(seen.token_ids)
+
+
 def fit_all(data: Evidence, hypotheses: Iterable[Hypothesis]) -> list[Fit]:
     """The best hypotheses over all tokens, best first; each is tried on few tokens first."""
-    first, inside = choose_first(data, 32 if data.is_exact else 80)
+    first, inside = choose_first(data, 24 if data.is_exact else 80)
     more = choose_first(data, 100 if data.is_exact else 160)
-    whole = data.size(data.e, inside)
+    whole, is_late = data.size(data.e, inside), data.is_late
     visible = int((data.e.abs() > 6 * data.spread)[data.held & data.is_chosen].sum())
     # What noise correlates with by itself; float32 has none.
     alike = ALIKE if data.is_exact else 3 / math.sqrt(int((inside & data.is_chosen).sum()) + 1)
     queue, found = list(hypotheses), list[Fit]()
     while queue:
         hypothesis = queue.pop(0)
-        if hypothesis.is_partial:
-            hypothesis = choose_units(data, hypothesis, hypothesis.grid[0], first, inside)
-        tried = [try_value(data, hypothesis, x, first, inside) for x in hypothesis.grid[::3]]
-        likeness = max(correlate(data, data.e - one.residual, inside) for one in tried)
-        if likeness > (0.2 if data.is_exact else alike / 2) or min(one.left for one in tried) < PROMISING * whole:
-            rest = [x for n, x in enumerate(hypothesis.grid) if n % 3]
-            tried += [try_value(data, hypothesis, x, first, inside) for x in rest]
-        best = min(tried, key=lambda one: one.left)
-        if hypothesis.fit and best.left < PROMISING * whole:
-            best = refine(data, best, first, inside)
+        is_scoped = hypothesis.is_output or hypothesis.span or hypothesis.fault.startswith(SCOPED)
+        if is_late and not is_scoped and not hypothesis.fault.endswith("_kv_cache"):
+            hypothesis = replace(hypothesis, label=f"{hypothesis.label}, in decoding alone", span=decoding)
+        if not hypothesis.units:
+            continue
+        try:
+            if hypothesis.is_partial:
+                chosen = choose_units(data, hypothesis, hypothesis.grid[0], first, inside)
+                hypothesis = replace(chosen, details=hypothesis.details)
+            best = fit_number(data, hypothesis, first, inside, alike)
+        except RuntimeError:
+            continue  # shapes of this model do not allow it
         found.append(best)
-        if data.is_exact and best.left < data.limit / 2 and visible >= 2 * TOKENS:
+        is_whole = best.left < data.limit / 2 if data.is_exact else best.left < min(data.limit, 0.1 * whole)
+        if is_whole and visible >= 2 * TOKENS and explains_all(data, best):
             break  # nothing but rounding is left on many tokens: what else leaves nothing is the same computation
         if best.left > 0.9 * whole and min(one.left for one in found) < 0.3 * whole:
             continue  # another cause explains most already
         predicted = data.e - best.residual
         is_alike = correlate(data, predicted, inside) > alike
         ratio = data.size(predicted, inside) / max(whole, 1e-12)
-        if hypothesis.details is not None and (is_alike or (hypothesis.is_rounding and 0.3 < ratio < 3)):
-            queue += hypothesis.details()
+        if hypothesis.details is not None and (0.2 < ratio < 5 if hypothesis.is_rounding else is_alike):
+            queue = [*hypothesis.details(), *queue]
+        if hypothesis.is_local and len(hypothesis.units) <= FEW:
+            queue = [*(hypothesis.within([name]) for name in hypothesis.units), *queue]
+            continue
         is_part = is_alike and (not hypothesis.is_rounding or 0.3 < ratio < 10)
-        if len(hypothesis.units) > 1 and (is_part or hypothesis.fault in ASKED):
+        if len(hypothesis.units) > 1 and (is_part or (hypothesis.fault in ASKED and hypothesis.span is None)):
             # A number is that of the whole; without one a part is changed or not: an update was taken or not.
             x = best.x if hypothesis.fit and hypothesis.grid[0] else hypothesis.grid[0]
-            queue.insert(0, choose_units(data, hypothesis, x, *more))
+            part = choose_units(data, hypothesis, x, *more)
+            if len(part.units) < len(hypothesis.units):
+                queue.insert(0, part)
     found = sorted((one for one in found if one.left < whole), key=lambda one: one.left)
     if data.is_exact and found and found[0].left < data.limit:
         found = [one for one in found if one.left < 10 * data.limit]  # others are no rivals
     if not data.is_exact:
         found = sort_again(data, found[: 3 * FINALISTS], *more)
     return sort_again(data, found[:FINALISTS], range(len(data.observations)), ~data.held)
+
+
+def explains_all(data: Evidence, fit: Fit) -> bool:
+    residual = try_value(data, fit.hypothesis, fit.x, range(len(data.observations)), ~data.held).residual
+    return data.size(residual) < (data.limit if data.is_exact else 0.3 * data.size(data.e))
+
+
+def fit_number(data: Evidence, hypothesis: Hypothesis, first: Sequence[int], inside: Tensor, alike: float) -> Fit:
+    """Each third value of the grid, all of it where that is promising, and the numbers between."""
+    whole = data.size(data.e, inside)
+    tried = [try_value(data, hypothesis, x, first, inside) for x in hypothesis.grid[::3]]
+    likeness = max(correlate(data, data.e - one.residual, inside) for one in tried)
+    if likeness > (0.2 if data.is_exact else alike / 2) or min(one.left for one in tried) < PROMISING * whole:
+        rest = [x for n, x in enumerate(hypothesis.grid) if n % 3]
+        tried += [try_value(data, hypothesis, x, first, inside) for x in rest]
+    best = min(tried, key=lambda one: one.left)
+    return refine(data, best, first, inside) if hypothesis.fit and best.left < PROMISING * whole else best
+
+
+def solve_bias(data: Evidence) -> list[Hypothesis]:
+    """Differences between tokens of one place are those of their logits: so a bias or a ban shows."""
+    ids = torch.cat([seen.targets[1] for seen in data.observations])
+    middle = torch.stack([data.e[data.row == row].median() for row in range(int(data.row.max()) + 1)])
+    apart, bias = data.e - middle[data.row], dict[int, float]()
+    for token in ids.unique().tolist():
+        own = apart[(ids == token) & ~data.held]
+        if own.numel() > 1 and float(own.abs().median()) > 6 * float(data.spread.median()):
+            bias[token] = float(own.median())
+    listed, likely = Counter[int](), Counter[int]()
+    for seen, logits in zip(data.observations, data.logits, strict=True):
+        for top, row in zip(seen.tops, logits, strict=False):
+            listed.update(top)
+            likely.update(row.topk(max(1, len(top) // 2)).indices.tolist())
+    banned = {token: -1e4 for token, count in likely.items() if count > 1 and not listed[token]}
+    return [biased(one) for one in (bias, banned) if 0 < len(one) <= 64]
+
+
+def reports_differ(data: Evidence) -> str:
+    """The draws are those of the reference, and the reports of another distribution. Under their own reports, a ratio
+    of e^n in favour of any other distribution has a chance of e^-n."""
+    mine = data.is_chosen & ~data.is_prompt
+    ratio = -float(data.e[mine].sum())
+    low = torch.stack([data.e[data.row == row].min() for row in data.row[mine].tolist()])
+    if ratio < -math.log(CHANCE) or float((data.e[mine] - low).mean()) < 0.2 * float(data.e[mine].abs().mean()):
+        return ""
+    return f"what is sampled is e^{ratio:.0f} times likelier under the model directory than under the reports"
+
+
+def search_edits(data: Evidence, prefixes: Sequence[tuple[int, ...]]) -> list[Hypothesis]:
+    """Each prompt's own edit: tokens left out, doubled, exchanged or inserted, anywhere in it."""
+    places = [n for n, seen in enumerate(data.observations) if not seen.is_prompt]
+    edits: dict[tuple[int, ...], Observation] = {}
+    known: list[
+        tuple[int, int, tuple[int, ...]]
+    ] = []  # of prompts before: place from the end if negative, dropped, put
+    for number, n in enumerate(sorted(places, key=lambda n: len(data.observations[n].token_ids))):
+        seen = data.observations[n]
+        if data.size(data.e, data.owner == n) < data.limit:
+            continue
+        sent, kept = seen.prompt_tokens, min(10, len(seen.positions))
+        short = replace(
+            seen, token_ids=seen.token_ids[: sent + kept], positions=seen.positions[:kept],
+            logprobs=seen.logprobs[:kept], tops=seen.tops[:kept],
+            temperatures=seen.temperatures[:kept], kept=seen.kept[:kept],
+        )  # fmt: skip
+        tried = list(known)
+        if number < 2 and sent <= 160:
+            ids = seen.token_ids
+            tried += [(at, count, ()) for count in (1, 2, 3, 4, 5, 6, 8) for at in range(sent - count)]
+            tried += [(at, 0, (ids[at],)) for at in range(sent)]
+            tried += [(at, 2, (ids[at + 1], ids[at])) for at in range(sent - 1)]
+            ends = sorted({*range(min(6, sent)), *range(max(0, sent - 6), sent + 1)})
+            tried += [(at, drop, put) for at in ends for put in prefixes for drop in (0, 1)]
+        targets = short.targets
+        costs: list[float] = []
+        for start in range(0, len(tried), 64):
+            some = [_edit(short, *one) for one in tried[start : start + 64]]
+            for logits in compute_batch(data.reference.model, some):
+                off = read_entries(short, logits) - targets[2]
+                costs.append(float((off.abs() / data.spread.median()).clamp(max=WORST).mean()))
+        best = min(range(len(costs)), key=lambda at: costs[at], default=-1)
+        if best >= 0 and costs[best] < (data.limit if data.is_exact else 2 * data.limit):
+            at, drop, put = tried[best]
+            edits[seen.token_ids] = _edit(seen, at, drop, put)
+            known += [(at, drop, put), (at - sent if at < sent else 10**6, drop, put)]
+        elif number < 2 and not edits and number == 1:
+            break
+    if len(edits) < 2:
+        return []
+    at, drop, put = known[0]
+    is_first = at == 0 and not drop and len(put) == 1
+    words = f"prompts with tokens {list(put)} for {drop} of their own at {at}"
+    return [edited(edits, words, "bos_added" if is_first else "prompt_changed")]
+
+
+def _edit(seen: Observation, at: int, drop: int, put: tuple[int, ...]) -> Observation:
+    at = max(0, min(at if at >= 0 else seen.prompt_tokens + at, seen.prompt_tokens - drop))
+    return seen.edit(at, drop, put)
 
 
 def sort_again(data: Evidence, fits: Sequence[Fit], only: Sequence[int], inside: Tensor) -> list[Fit]:
@@ -286,22 +459,25 @@ def choose_units(data: Evidence, hypothesis: Hypothesis, x: float, first: Sequen
     units, is_fitted = hypothesis.units, bool(hypothesis.fit and hypothesis.grid[0])
     # An effect's curvature is a part of its size, so large differences count no more than small ones.
     scale = 1 / (data.spread.square() + (0.3 * data.e).square()).sqrt()[inside]
-    target = data.e[inside].clamp(-WORST, WORST) * scale
+    target, spread = data.e[inside].clamp(-WORST, WORST), data.spread[inside]
 
     def effect(names: Iterable[str]) -> Tensor:
-        predicted = data.predict(restrict(hypothesis, names), x, first) - data.truth
-        return predicted[inside].clamp(-WORST, WORST) * scale
+        predicted = data.predict(hypothesis.within(names), x, first) - data.truth
+        return predicted[inside].clamp(-WORST, WORST)
+
+    def cost_of(names: Iterable[str]) -> float:
+        return float(((target - effect(names)) / spread).abs().sum())
 
     groups: dict[str, list[str]] = {}
     for name in units:
         layer = re.match(r".*?\.\d+(?=\.)", name) if len(units) > MANY else None
         groups.setdefault(layer[0] if layer else name, []).append(name)
     while True:
-        effects = torch.stack([effect(names) for names in groups.values()])
+        effects = torch.stack([effect(names) * scale for names in groups.values()])
         square = effects @ effects.T
         own = square.diagonal()  # parts that are left out have effects of very different sizes
         square += torch.diag(1e-4 * (own if hypothesis.is_partial else own.mean().expand_as(own)) + 1e-9)
-        parts = dict(zip(groups, torch.linalg.solve(square, effects @ target).tolist(), strict=True))
+        parts = dict(zip(groups, torch.linalg.solve(square, effects @ (target * scale)).tolist(), strict=True))
         if is_fitted:
             most = max(max(map(abs, parts.values())), 1e-12)
             parts = {name: abs(part) / most for name, part in parts.items()}
@@ -310,54 +486,38 @@ def choose_units(data: Evidence, hypothesis: Hypothesis, x: float, first: Sequen
         largest = max(parts, key=lambda name: parts[name])
         groups = {n: [n] for group, names in groups.items() if parts[group] > 0.2 or group == largest for n in names}
     chosen = {name for name, part in parts.items() if part > 0.5} or {max(parts, key=lambda name: parts[name])}
-    cost = float((target - effect(chosen)).abs().sum())
+    cost, whole = cost_of(chosen), float((target / spread).abs().sum())
     doubts = [] if is_fitted else sorted(parts, key=lambda name: abs(parts[name] - 0.5))
     doubts = [name for name in doubts if not hypothesis.is_partial or 0.15 < parts[name] < 0.85]
-    for name in doubts[:8]:  # least squares leaves these in doubt
+    for name in [*doubts[:8], *(doubts if len(doubts) <= MANY else [])]:  # effects do not quite add up
+        if cost < 0.01 * whole:
+            break
         other = chosen ^ {name}
-        if other and (new := float((target - effect(other)).abs().sum())) < cost:
+        if other and (new := cost_of(other)) < cost:
             chosen, cost = other, new
-    return restrict(hypothesis, chosen)
-
-
-def restrict(whole: Hypothesis, chosen: Iterable[str]) -> Hypothesis:
-    names = [name for name in whole.units if name in chosen]
-    shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-    apply = run_all({name: whole.units[name] for name in names})
-    return replace(
-        whole, label=f"{whole.label}; in {shown} alone", apply=apply, units={}, details=None, is_partial=False
-    )
+    return hypothesis.within(chosen)
 
 
 def refine(data: Evidence, best: Fit, first: Sequence[int], inside: Tensor) -> Fit:
-    """Golden-section search between the neighbours of the best value of the grid."""
-    hypothesis = best.hypothesis
+    """Ever narrower between the neighbours of the best value of the grid."""
+    hypothesis, whole = best.hypothesis, data.size(data.e, inside)
     grid = sorted({*hypothesis.grid, *(() if math.isnan(hypothesis.none) else (hypothesis.none,))})
-    at = grid.index(best.x)
     there, back = (math.log, math.exp) if grid[0] > 0 else (float, float)
     places = [there(x) for x in grid]
     places = [2 * places[0] - places[1], *places, 2 * places[-1] - places[-2]]
-    low, high, tried = places[at], places[at + 2], {best.x: best}
-
-    def cost(place: float) -> float:
-        x = float(round(back(place))) if hypothesis.fit == "whole" else back(place)
-        if x not in tried:
-            tried[x] = try_value(data, hypothesis, x, first, inside)
-        return tried[x].left
-
-    golden = (math.sqrt(5) - 1) / 2
-    left, right = high - golden * (high - low), low + golden * (high - low)
-    for step in range(30):
-        explained = 1 - min(cost(left), cost(right)) / data.size(data.e, inside)
-        if (step > 5 and data.is_exact and explained < 0.3) or (step > 11 and explained < 0.7):
+    at = grid.index(best.x) + 1
+    wide, tried = max(places[at + 1] - places[at], places[at] - places[at - 1]), {best.x: best}
+    for step in range(16):
+        wide /= 2.2
+        for place in (there(best.x) - wide, there(best.x) + wide):
+            x = float(round(back(place))) if hypothesis.fit == "whole" else back(place)
+            if x not in tried:
+                tried[x] = try_value(data, hypothesis, x, first, inside)
+        best = min(tried.values(), key=lambda one: one.left)
+        explained = 1 - best.left / whole
+        if (step > 3 and data.is_exact and explained < 0.3) or (step > 6 and explained < 0.7):
             break  # more digits of a number that explains little
-        if cost(left) <= cost(right):
-            high, right = right, left
-            left = high - golden * (high - low)
-        else:
-            low, left = left, right
-            right = low + golden * (high - low)
-    return min(tried.values(), key=lambda one: one.left)
+    return best
 
 
 def is_confirmed(data: Evidence, fit: Fit, *, departs: bool) -> bool:

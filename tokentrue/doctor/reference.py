@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from inspect import signature
 from pathlib import Path
@@ -91,15 +91,20 @@ class Observation:
 
 
 class Trial:
-    """One change of the reference; `set` and `hook` are undone when the trial ends."""
+    """One change of the reference; what its methods change is undone when the trial ends."""
 
     def __init__(self, model: Any, saved: Mapping[str, Tensor], undo: ExitStack) -> None:
         self.model, self.saved, self._undo = model, saved, undo
-        self.given: Callable[[int, int], dict[str, Any]] = lambda length, sent: {}  # further arguments of the model
+        self.positions: Callable[[Tensor, Tensor], Tensor] | None = (
+            None  # of places `[1, L]` and prompt lengths `[B, 1]`
+        )
         self.cache: Callable[[], Any] | None = None  # the prompt, then the rest, go through this cache
         self.inputs: Callable[[Observation], Observation] = lambda seen: seen
         self.outputs: Callable[[Tensor, Observation], Tensor] | None = None  # logits before temperature and filters
+        self.reports: Callable[[Tensor], Tensor] | None = None  # what is said in place of log-probabilities
         self.align = 0  # each log-probability is that of the token so many places on
+        self.matrices: dict[nn.Module, Tensor] = {}  # of embedding and output layer, where they share theirs
+        self.sent = torch.zeros(1, 1, dtype=torch.long)  # prompt lengths of the batch that runs
 
     def set(self, owner: Any, name: str, value: Any) -> None:
         """A parameter keeps its dtype and its ties: its data change."""
@@ -109,25 +114,42 @@ class Trial:
         self._undo.callback(setattr, owner, name, before)
         setattr(owner, name, value.to(before.dtype) if isinstance(before, Tensor) else value)
 
-    def hook(self, module: nn.Module, change: Callable[[Any, Any], Any]) -> None:
-        """`change(inputs, output)` replaces the module's output."""
-        handle = module.register_forward_hook(lambda _, inputs, output: change(inputs, output))
+    def hook(self, module: nn.Module, change: Callable[[Any, Any], Any], *, is_whole: bool = False) -> None:
+        """`change(inputs, output)` replaces the module's output; the first of several, unless `is_whole`."""
+
+        def run(_: Any, inputs: Any, out: Any) -> Any:
+            if is_whole or not isinstance(out, tuple):
+                return change(inputs, out)
+            return change(inputs, out[0]), *out[1:]
+
+        self._undo.callback(module.register_forward_hook(run).remove)
+
+    def hook_inputs(self, module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+        handle = module.register_forward_pre_hook(lambda _, inputs: (change(inputs[0]), *inputs[1:]))
         self._undo.callback(handle.remove)
+
+    def hide(self, attention: nn.Module, is_hidden: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        """`is_hidden(query, key, sent)`: pairs of places that this attention does not see, the later keys included."""
+
+        def mask(_: Any, inputs: Any, given: Any) -> tuple[Any, Any]:
+            states = inputs[0] if inputs else given["hidden_states"]
+            at = torch.arange(states.shape[1])
+            hidden = is_hidden(at[:, None], at, self.sent[:, :, None]).expand(len(self.sent), len(at), len(at))
+            mask = torch.zeros(hidden.shape, dtype=states.dtype).masked_fill(hidden, torch.finfo(states.dtype).min)
+            return inputs, {**given, "attention_mask": mask[:, None]}
+
+        self._undo.callback(attention.register_forward_pre_hook(mask, with_kwargs=True).remove)
 
     def round_modules(self, dtype: torch.dtype) -> None:
         """Rounds what every module returns; sums between modules and rotary tables stay in float32, as fused kernels
         keep them."""
 
-        def rounded(inputs: Any, output: Any) -> Any:  # routers return more, and choose in float32
+        def rounded(inputs: Any, output: Any) -> Any:
             return output.to(dtype).float() if isinstance(output, Tensor) and output.is_floating_point() else output
 
-        for module in self.model.modules():
-            if not any(module.children()) and not hasattr(module, "inv_freq"):
+        for module in self.model.modules():  # routers choose in float32
+            if not any(module.children()) and not hasattr(module, "inv_freq") and "Router" not in type(module).__name__:
                 self.hook(module, rounded)
-
-    def round_inputs(self, module: nn.Module, rounding: Rounding) -> None:
-        handle = module.register_forward_pre_hook(lambda _, inputs: (rounding(inputs[0]), *inputs[1:]))
-        self._undo.callback(handle.remove)
 
 
 class Reference:
@@ -135,7 +157,7 @@ class Reference:
 
     def __init__(self, model: Any, *, source: str | Path | None = None, adapter: Path | None = None) -> None:
         self.model: Any = model.eval()
-        self.config: Any = model.config
+        self.config: Any = model.config.get_text_config()
         self.source, self.adapter = source, adapter
         self._logits: dict[tuple[tuple[int, ...], tuple[int, ...]], Tensor] = {}
         self.saved: dict[str, Tensor] = {}  # weights before `expect` rounded them: engines quantise these
@@ -211,24 +233,65 @@ def _widen(value: Any) -> Any:
     return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
-@torch.no_grad()
-def compute_logits(model: Any, seen: Observation, trial: Trial | None = None, *, is_cached: bool = False) -> Tensor:
+def compute_logits(model: Any, seen: Observation, *, is_cached: bool = False) -> Tensor:
     """float32 `[positions, V]`. With a cache the prompt runs first and then the rest, another order of rounding."""
-    given: dict[str, Any] = {}
-    cache = rounding_cache() if is_cached else None
+    if is_cached:
+        return compute_parts(model, seen, [(0, seen.prompt_tokens), (seen.prompt_tokens, len(seen.token_ids))])
+    return compute_batch(model, [seen])[0]
+
+
+@torch.no_grad()
+def compute_parts(
+    model: Any,
+    seen: Observation,
+    parts: Sequence[tuple[int, int]],
+    cache: Any = None,
+    around: Callable[[int], AbstractContextManager[object]] = lambda number: nullcontext(),
+) -> Tensor:
+    """One after the other through a cache; `around(number)` is entered while a part runs."""
+    cache, ids, found = rounding_cache() if cache is None else cache, torch.tensor([seen.token_ids]), list[Tensor]()
+    for number, (start, end) in enumerate(parts):
+        if start < end:
+            with around(number):
+                found.append(model(ids[:, start:end], past_key_values=cache, use_cache=True).logits[0])
+    return torch.cat(found)[torch.tensor(seen.positions) - 1].float()
+
+
+@torch.no_grad()
+def compute_batch(model: Any, observations: Sequence[Observation], trial: Trial | None = None) -> list[Tensor]:
+    """Those of about the same length together."""
     if trial is not None:
-        seen = trial.inputs(seen)
-        given = trial.given(len(seen.token_ids), seen.prompt_tokens)
-        cache = trial.cache and trial.cache()
-    ids, at = torch.tensor([seen.token_ids]), torch.tensor(seen.positions) - 1
-    if cache is None:
-        given |= {"use_cache": False}
-        if "logits_to_keep" in signature(model.forward).parameters:
-            return model(ids, logits_to_keep=at, **given).logits[0].float()
-        return model(ids, **given).logits[0].index_select(0, at).float()
-    chunks = [part for part in ids.tensor_split([seen.prompt_tokens], dim=1) if part.shape[1]]
-    logits = [model(part, past_key_values=cache, use_cache=True).logits[0] for part in chunks]
-    return torch.cat(logits).index_select(0, at).float()
+        observations = [trial.inputs(seen) for seen in observations]
+        if trial.cache is not None:
+            halves = [[(0, seen.prompt_tokens), (seen.prompt_tokens, len(seen.token_ids))] for seen in observations]
+            return [
+                compute_parts(model, seen, parts, trial.cache())
+                for seen, parts in zip(observations, halves, strict=True)
+            ]
+    found: dict[int, Tensor] = {}
+    waiting = sorted(range(len(observations)), key=lambda n: len(observations[n].token_ids))
+    while waiting:
+        lengths = [len(observations[n].token_ids) for n in waiting]
+        count = max(n for n in range(1, len(waiting) + 1) if n * lengths[n - 1] <= 1.3 * sum(lengths[:n]))
+        group, waiting = waiting[:count], waiting[count:]
+        chosen, length = [observations[n] for n in group], lengths[count - 1]
+        ids = torch.tensor([[*seen.token_ids, *[0] * (length - len(seen.token_ids))] for seen in chosen])
+        given: dict[str, Any] = {"use_cache": False}
+        if trial is not None:
+            trial.sent = torch.tensor([[seen.prompt_tokens] for seen in chosen])
+            if trial.positions is not None:
+                given["position_ids"] = (
+                    trial.positions(torch.arange(length)[None], trial.sent).expand(count, -1).clamp(0)
+                )
+        places = sorted({at - 1 for seen in chosen for at in seen.positions})
+        is_whole = "logits_to_keep" not in signature(model.forward).parameters
+        if not is_whole:
+            given["logits_to_keep"] = torch.tensor(places)
+        logits = model(ids, **given).logits
+        row = {place: place if is_whole else number for number, place in enumerate(places)}
+        for n, seen, rows in zip(group, chosen, logits, strict=True):
+            found[n] = rows[torch.tensor([row[at - 1] for at in seen.positions])].float()
+    return [found[n] for n in range(len(observations))]
 
 
 def rounding_cache(keys: Rounding | None = None, values: Rounding | None = None, *, prefill: bool = True) -> Any:

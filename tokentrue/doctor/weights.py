@@ -47,7 +47,7 @@ async def judge_causes(exam: Examination, evidence: Evidence) -> Finding:
         stops=exam.renderer.stop_token_ids,
         dtype=exam.dtype,
     )
-    return judge(evidence, hypotheses, advice=advise(exam))
+    return judge(evidence, hypotheses, advice=advise(exam), prefixes=exam.prefixes())
 
 
 def advise(exam: Examination) -> str:
