@@ -1,21 +1,25 @@
-"""An agent that sees: the answer is in the picture, a tool returns another picture, and GRPO trains the small vision
-model that reads them. Every log-probability of the trainer equals the rollout's in bits.
+"""An agent that sees: the answer is in a picture that a tool returns, and GRPO trains the small vision model that reads
+it. Every log-probability of the trainer equals the rollout's in bits.
 
-A picture of 32 x 32 pixels has a block in one of four colours. The agent calls `zoom(part)`, gets that quarter enlarged,
-and says the number of the colour. The model (Qwen3-VL, 0.4 million parameters) is made here: a few supervised steps on
-conversations of which half are guessed teach it the format and some of the task.
+The agent sees a gray preview of 32 x 32 pixels with a block, calls `zoom(part)`, gets that quarter enlarged and in colour,
+and says the number of the block's colour. The preview is the same file for all four colours, so without the tool the
+answer is a guess. The model (Qwen3-VL, 0.4 million parameters) is made here: a few supervised steps on conversations of
+which half are guessed teach it the format and some of the task. `tokentrue train` does the rest, with the configuration
+in examples/images.toml.
 
 Needs: the extras `train` and `images`.
-Run: python examples/images.py [--steps 10]
+Run: python examples/images.py [--steps 12] [--out out/images]
 """
 
 import argparse
-import asyncio
 import base64
 import io
+import json
 import random
-import shutil
-import tempfile
+import subprocess
+import sys
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +28,9 @@ from PIL import Image
 from transformers import AutoTokenizer, Qwen2VLImageProcessorPil, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 import tokentrue as tt
-from tokentrue.app.background import BackgroundGateway
-from tokentrue.client import AsyncClient
-from tokentrue.environments import SMALL_MODEL
-from tokentrue.mismatch import loss_named
-from tokentrue.pixels.reader import load_processor
-from tokentrue.train import OptimConfig, TrainConfig, Trainer
+from tokentrue.environments import SMALL_MODEL, Task
+from tokentrue.environments.chat import work
+from tokentrue.pixels import load_processor
 
 MARKS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
 CONTENT = """{%- macro show(content) -%}
@@ -38,6 +39,7 @@ CONTENT = """{%- macro show(content) -%}
     {%- endfor %}{%- endif %}
 {%- endmacro %}
 """
+GRAY = (110, 110, 110)
 COLOURS = {"1": (220, 30, 30), "2": (30, 200, 30), "3": (30, 30, 220), "4": (240, 220, 20)}
 ZOOM = {
     "type": "function",
@@ -50,15 +52,14 @@ ZOOM = {
 
 
 # ---- the pictures
-def draw(colour: str, random_: random.Random) -> Image.Image:
-    """A block at a random place on a light picture; a piece of it is in every quarter."""
-    picture = Image.new("RGB", (32, 32), (240, 240, 240))
+def see(task: str, part: int | None = None) -> Image.Image:
+    """The preview, or what `zoom` returns: a light picture with a block, a piece of it in every quarter."""
+    colour, seed = task.split("/")
+    random_, picture = random.Random(seed), Image.new("RGB", (32, 32), (240, 240, 240))
     place = [random_.randint(2, 10), random_.randint(2, 10), random_.randint(22, 30), random_.randint(22, 30)]
-    picture.paste(COLOURS[colour], tuple(place))
-    return picture
-
-
-def enlarge(picture: Image.Image, part: int) -> Image.Image:
+    picture.paste(GRAY if part is None else COLOURS[colour], tuple(place))
+    if part is None:
+        return picture
     left, top = 16 * (part % 2), 16 * (part // 2)
     return picture.crop((left, top, left + 16, top + 16)).resize((32, 32), Image.Resampling.NEAREST)
 
@@ -123,7 +124,7 @@ def conversation(part: int, colour: str) -> list[dict[str, Any]]:
     ]
 
 
-def pretrain(model: Qwen3VLForConditionalGeneration, folder: Path, steps: int = 45, size: int = 16) -> None:
+def pretrain(model: Qwen3VLForConditionalGeneration, folder: Path, steps: int = 75, size: int = 16) -> None:
     """Next-token loss on the assistant's turns."""
     renderer, processor, random_ = tt.load_renderer(folder), load_processor(folder), random.Random(0)
     opening = list(renderer.encode_sampled("<|im_start|>assistant\n"))
@@ -139,12 +140,13 @@ def pretrain(model: Qwen3VLForConditionalGeneration, folder: Path, steps: int = 
         weights[at + len(opening) : first.index(closing, at) + 1] = 1.0
     weights[answer] = 4.0
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, betas=(0.9, 0.95), weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=steps)
     for step in range(1, steps + 1):
         rows, right, pictures = [], [], []
-        for _ in range(size):
+        for number in range(size):
             part, colour = random_.randrange(4), random_.choice(list(COLOURS))
-            picture = draw(colour, random_)
-            pictures += [picture, enlarge(picture, part)]
+            task = f"{colour}/{step * size + number}"
+            pictures += [see(task), see(task, part)]
             right.append(known[part, colour][answer])
             rows.append(known[part, colour if random_.random() < 0.5 else random_.choice(list(COLOURS))])
         ids, pixels = torch.tensor(rows), processor(pictures, return_tensors="pt")
@@ -156,6 +158,7 @@ def pretrain(model: Qwen3VLForConditionalGeneration, folder: Path, steps: int = 
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+        schedule.step()
         seen = scores[:, answer - 1].exp().gather(-1, torch.tensor(right)[:, None]).mean().item()
         if step % 15 == 0:
             print(f"supervised step {step}: loss {loss.item():.3f}, the right answer has {seen:.2f}", flush=True)
@@ -163,76 +166,54 @@ def pretrain(model: Qwen3VLForConditionalGeneration, folder: Path, steps: int = 
 
 
 # ---- the agent
-async def play(client: AsyncClient, task: int, group: str) -> tuple[list[tt.Sample], dict[str, bytes], float]:
-    """One conversation over HTTP, with the official SDK."""
-    random_ = random.Random(10**6 + task)
-    colour = random_.choice(list(COLOURS))
-    picture = draw(colour, random_)
-    async with client.session(group=group) as session:
-        chat, messages, said = session.openai().chat.completions, [ask(picture)], ""
-        for _ in range(3):
-            answer = (await chat.create(model="x", messages=messages, tools=[ZOOM], max_tokens=40)).choices[0].message
-            messages.append(answer.model_dump(exclude_none=True))
-            said = answer.content or ""
-            if not answer.tool_calls:
-                break
-            for call in answer.tool_calls:
-                number = "".join(filter(str.isdigit, call.function.arguments))[:1]
-                crop = [shown(enlarge(picture, (int(number or 1) - 1) % 4))]
-                messages.append({"role": "tool", "tool_call_id": call.id, "content": crop})
-        reward = float(said.strip() == colour)
-        await session.reward(reward)
-        samples = await session.samples()
-        files = {run.sha256: await session.image(run.sha256) for sample in samples for run in sample.images}
-    return samples, files, reward
+def zoom(task: str, arguments: str) -> list[dict[str, Any]]:
+    number = next((int(sign) for sign in arguments if sign in COLOURS), 1)
+    return [shown(see(task, number - 1))]
 
 
-async def train(folder: Path, steps: int) -> list[float]:
-    model = Qwen3VLForConditionalGeneration.from_pretrained(folder)
-    files: dict[str, bytes] = {}
-    config = TrainConfig(baseline="grpo", exact=True, micro_tokens=8192)
-    trainer = Trainer(
-        model, config=config, optim=OptimConfig(lr=1e-3), loss=loss_named("grpo"), images=files.__getitem__
-    )
-    rewards, tasks, size = [], 6, 8
-    with BackgroundGateway(str(folder), version=0) as gateway:
-        async with AsyncClient(gateway.url, gateway.admin_key) as client:
-            for step in range(steps):
-                jobs = (
-                    play(client, tasks * step + task, f"{step}-{task}") for task in range(tasks) for _ in range(size)
-                )
-                played = await asyncio.gather(*jobs)
-                files.clear()
-                for _, seen, _ in played:
-                    files |= seen
-                groups = [
-                    [sample for samples, _, _ in played[i : i + size] for sample in samples]
-                    for i in range(0, len(played), size)
-                ]
-                report = await asyncio.to_thread(trainer.step, groups)
-                await asyncio.to_thread(gateway.publish, dict(trainer.weights()), version=trainer.version)
-                rewards.append(sum(reward for _, _, reward in played) / len(played))
-                print(
-                    f"step {step}: reward {rewards[-1]:.2f}, {len(files)} pictures, {report.agreement.differing} of "
-                    f"{report.agreement.compared} log-probabilities differ",
-                    flush=True,
-                )
+class Zoom:
+    """Tasks are named colour/seed."""
+
+    name = "zoom"
+
+    def tasks(self, count: int, *, seed: int = 0, split: str = "train") -> Sequence[Task]:
+        random_ = random.Random(f"{split} {seed}")
+        names = (f"{random_.choice(list(COLOURS))}/{random_.randrange(10**6)}" for _ in range(count))
+        return [Task(task_id=name, prompt="Colour?") for name in names]
+
+    async def run(self, client: Any, task: Task) -> float:
+        tools = {"zoom": (ZOOM, partial(zoom, task.task_id))}
+        said = await work(client, [ask(see(task.task_id))], tools=tools, max_turns=3)
+        return float((said or "").strip() == task.task_id.split("/")[0])
+
+
+def train(model: Path, out: Path, steps: int) -> list[float]:
+    """Returns the reward of each step."""
+    here = Path(__file__).resolve()
+    command = [sys.executable, "-m", "tokentrue", "train", "--config", str(here.with_suffix(".toml")), "--json"]
+    command += ["--model", str(model.resolve()), "--out", str(out.resolve()), "--steps", str(steps)]
+    rewards: list[float] = []
+    with subprocess.Popen(command, cwd=here.parent, stdout=subprocess.PIPE, text=True) as running:
+        assert running.stdout is not None
+        for row in map(json.loads, running.stdout):
+            rewards.append(row["reward"])
+            differ = f"{row['exact_differing']} of {row['exact_compared']} log-probabilities differ"
+            print(f"step {row['step']}: reward {row['reward']:.2f}, {differ}", flush=True)
+    if running.returncode:
+        sys.exit(running.returncode)
     return rewards
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--model", type=Path, help="keeps the model there, or takes the one that is there")
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--out", type=Path, default=Path("out/images"), help="the model and the run; resumes a run")
     options = parser.parse_args()
-    folder = options.model or Path(tempfile.mkdtemp())
+    folder = options.out / "model"
     if not (folder / "config.json").exists():
         folder.mkdir(parents=True, exist_ok=True)
         pretrain(make_model(folder), folder)
-    found = asyncio.run(train(folder, options.steps))
+    found = train(folder, options.out / "run", options.steps)
     third = max(1, len(found) // 3)
-    print(
-        f"reward {sum(found[:third]) / third:.2f} in the first third of the steps, {sum(found[-third:]) / third:.2f} in the last"
-    )
-    if options.model is None:
-        shutil.rmtree(folder)
+    first, last = sum(found[:third]) / third, sum(found[-third:]) / third
+    print(f"reward {first:.2f} in the first third of the steps, {last:.2f} in the last")

@@ -23,11 +23,10 @@ import tokentrue as tt
 from tests.gateway.inside import ask, new_session
 from tests.images.double import Eyes
 from tests.vision_families import VisionSubject
-from tokentrue.conformance.agents import dialects, reassemble
-from tokentrue.conformance.agents.dialects import ANTHROPIC, CHAT, GOOGLE, PATHS, RESPONSES, Wire
-from tokentrue.conformance.agents.google import google_body
-from tokentrue.conformance.agents.habits import Losses, lose, sort_keys
-from tokentrue.conformance.agents.messages import Message, Tool
+from tokentrue.conformance.agents import dialects
+from tokentrue.conformance.agents.dialects import ANTHROPIC, CHAT, GOOGLE, PATHS, RESPONSES, Wire, write_request
+from tokentrue.conformance.agents.messages import Losses, Message, Tool, lose, sort_keys
+from tokentrue.conformance.agents.streams import Broken, assemble
 from tokentrue.gateway import Gateway, GatewayConfig
 from tokentrue.gateway.config import GatewayLimits
 from tokentrue.sessions.journal import Journal
@@ -235,22 +234,14 @@ class Harness:
         if dialect == ANTHROPIC and not wire.inline:
             sent = [m if m.reasoning in self.signatures else replace(m, reasoning="") for m in sent]
         sent = [replace(m, inline=wire.inline and bool(m.reasoning)) for m in sent]
-        if dialect == GOOGLE:
-            return google_body(sent, tools, self.signatures, fields, inline=wire.inline)
-        if dialect == ANTHROPIC:
-            body = dialects.anthropic_body(sent, tools, wire, self.signatures)
-        else:
-            write = dialects.chat_body if dialect == CHAT else dialects.responses_body
-            body = write(sent, tools, wire)
-        if "max_tokens" in fields and dialect == RESPONSES:
-            fields = {"max_output_tokens": fields["max_tokens"]}
-        return {**body, "model": "m", "stream": self.stream, **fields}
+        wire = replace(wire, signatures=self.signatures)
+        return write_request(dialect, sent, tools, wire, {"model": "m", **fields}, stream=self.stream)[1]
 
     def path(self, dialect: str) -> str:
         if dialect == GOOGLE:
             method = "streamGenerateContent?alt=sse" if self.stream else "generateContent"
             return f"/sessions/{self.session}/v1beta/models/m:{method}"
-        return f"/sessions/{self.session}/v1/{PATHS[dialect]}"
+        return f"/sessions/{self.session}/{PATHS[dialect]}"
 
     async def post(self, history: History, tools: Sequence[Tool], dialect: str, fields: dict[str, Any]) -> Any:
         body = json.dumps(self.body(history, tools, dialect, fields)).encode()
@@ -259,8 +250,8 @@ class Harness:
             return status, json.loads(answer)
         lines = [line[5:].strip() for line in answer.split(b"\n") if line.startswith(b"data:")]
         events = [line.decode() if line == b"[DONE]" else json.loads(line) for line in lines]
-        with suppress(reassemble.Broken):
-            return status, reassemble.assemble(dialect, events)
+        with suppress(Broken):
+            return status, assemble(dialect, events)
         return 502, events
 
     async def ask(

@@ -14,8 +14,8 @@ from tokentrue.conformance.agents.dialects import ANTHROPIC, CHAT, GOOGLE, RESPO
 DIALECTS = (CHAT, RESPONSES, ANTHROPIC, GOOGLE)
 FAMILIES = tuple(BY_NAME)
 COMBINATIONS = list(product(FAMILIES, DIALECTS, (False, True), HABITS))
-# `make test` plays about every habit and every dialect of our own templates once; 29 divides none of the counts.
-FAST = COMBINATIONS[: len(OWN) * len(COMBINATIONS) // len(FAMILIES) : 29]
+# `make test` plays some habits in every dialect with our own templates; 61 divides none of the counts.
+FAST = COMBINATIONS[: len(OWN) * len(COMBINATIONS) // len(FAMILIES) : 61]
 
 
 @pytest.mark.parametrize(

@@ -83,19 +83,19 @@ def hash_image(data: bytes) -> str:
 def open_image(data: bytes) -> Any:
     """The upright first frame as an RGB `PIL.Image`. Everything that makes pixels must use this: engines and libraries
     that open files by themselves may ignore EXIF orientation."""
-    image = _import_pillow().open(BytesIO(data), formats=[_FORMATS[find_media_type(data)][0]])
+    image = import_pillow().open(BytesIO(data), formats=[_FORMATS[find_media_type(data)][0]])
     return import_module("PIL.ImageOps").exif_transpose(image).convert("RGB")
 
 
 def is_turned(data: bytes) -> bool:
     """True if EXIF turns or mirrors the picture."""
-    image = _import_pillow().open(BytesIO(data), formats=[_FORMATS[find_media_type(data)][0]])
+    image = import_pillow().open(BytesIO(data), formats=[_FORMATS[find_media_type(data)][0]])
     return image.getexif().get(_ORIENTATION) in range(2, 9)
 
 
 def check_image(data: bytes, declared: str | None, settings: ImageSettings) -> ImageFile:
     """Decodes the whole file: a truncated or oversized one must not be recorded. `declared` is a media type."""
-    pillow, found = _import_pillow(), find_media_type(data)
+    pillow, found = import_pillow(), find_media_type(data)
     declared = {"image/jpg": "image/jpeg"}.get(declared or "", declared)
     if declared not in (None, found):
         raise InputError(f"is declared as {declared!r}, but its bytes are {found}; declare what it is")
@@ -130,7 +130,7 @@ def check_image(data: bytes, declared: str | None, settings: ImageSettings) -> I
     return ImageFile(sha256=hash_image(data), media_type=found, width=width, height=height, data=data)
 
 
-def _import_pillow() -> Any:
+def import_pillow() -> Any:
     try:
         return import_module("PIL.Image")
     except ModuleNotFoundError as error:

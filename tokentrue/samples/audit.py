@@ -21,7 +21,7 @@ from tokentrue.ids import TokenIds
 from tokentrue.records import record
 from tokentrue.samples.formats import ExportedSample
 from tokentrue.samples.images import ImageFolder
-from tokentrue.samples.seal import BLOCK, NodeRow, SealedRecord, block_checksums, read_sealed_record, seal
+from tokentrue.samples.seal import NodeRow, SealedRecord, read_sealed_record, seal
 from tokentrue.sessions.tree import format_digest, next_link, start_link
 from tokentrue.types import Coverage, Sample, VersionSpan, shift_images
 
@@ -181,7 +181,6 @@ def _check_seal(sample: Sample, own: SealedRecord) -> Iterator[Fault]:
 
 
 def _check_links(sample: Sample, nodes: list[NodeRow]) -> Iterator[Fault]:
-    """Locates a broken link by its block checksums."""
     previous = start_link(template=sample.certificate.template, tokenizer=sample.certificate.tokenizer)
     at, length, sent = 0, len(sample.token_ids), sha256()  # over the sample's own ids, up to each turn
     for turn, node in enumerate(nodes):
@@ -205,16 +204,8 @@ def _check_links(sample: Sample, nodes: list[NodeRow]) -> Iterator[Fault]:
             previous, given_ids=given, sampled_ids=sampled, logprobs=logprobs, versions=versions, images=images
         )
         if link.hex() != node.chain:
-            ids_check = block_checksums(given.tobytes() + sampled.tobytes(), 4)
-            changed = list(_find_blocks("token_ids", ids_check, node.ids_check, at))
-            logprobs_check = block_checksums(logprobs.tobytes(), 8)
-            changed += _find_blocks("rollout_logprobs", logprobs_check, node.logprobs_check, given_end)
-            for column, start in changed:
-                what = f"turn {turn}: {column} changed (the certificate's chain breaks at node {node.node})"
-                yield what, start, min(start + BLOCK, end)
-            if not changed:
-                what = "images, versions, hashes or the order of nodes changed"
-                yield f"turn {turn}: {what} (the chain breaks at node {node.node})", at, end
+            what = "ids, log-probabilities, versions, images or the order of nodes changed"
+            yield f"turn {turn}: {what} (the chain breaks at node {node.node})", at, end
         sent.update(given.tobytes())
         if node.prompt_sha256 is not None and sent.hexdigest() != node.prompt_sha256:
             what = "the prompt in this sample is not what the engine was sent"
@@ -225,13 +216,6 @@ def _check_links(sample: Sample, nodes: list[NodeRow]) -> Iterator[Fault]:
         yield f"the nodes end at token {at} of {length}", at, length
     if format_digest(previous) != sample.certificate.chain:
         yield "certificate.chain is not the chain of its last node", None, None
-
-
-def _find_blocks(column: str, now: str, then: str, base: int) -> Iterator[tuple[str, int]]:
-    """The first token of each block whose checksum, 8 digits, differs."""
-    for block in range(max(len(now), len(then)) // 8):
-        if now[block * 8 : block * 8 + 8] != then[block * 8 : block * 8 + 8]:
-            yield column, base + block * BLOCK
 
 
 def _check_session(sample: Sample, own: SealedRecord, session: _SessionAudit) -> Iterator[Fault]:

@@ -83,6 +83,13 @@ def read_samples(path: str | Path, *, format: str | None = None) -> Iterator[Sam
         yield row.sample
 
 
+def read_all(path: str | Path) -> list[Sample]:
+    """Refuses a file without samples, too."""
+    if found := list(read_samples(path)):
+        return found
+    raise FileFormatError(f"{path}: holds no sample")
+
+
 def read_exported(path: str | Path, *, format: str | None = None) -> Iterator[ExportedSample]:
     """Like `read_samples`, but reports contradictions in the result, for an audit."""
     source = Path(path)

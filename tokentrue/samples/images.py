@@ -31,18 +31,23 @@ class ImageFolder:
     def write(self, sample: Sample, read: Callable[[str, str], bytes]) -> None:
         """`read` returns a file by session and hash."""
         for run in sample.images:
-            if run.sha256 in self._written:
-                continue
-            check_name(run.sha256)
-            data = read(sample.session_id, run.sha256)
-            if hash_image(data) != run.sha256:
-                raise AuditError(f"sample {sample.sample_id}: the bytes of image {run.sha256} do not fit its hash")
-            target = self.path / f"{run.sha256}{EXTENSIONS[find_media_type(data)]}"
-            scratch = target.with_name(f".{target.name}.{os.getpid()}.part")
-            self.path.mkdir(exist_ok=True)
-            scratch.write_bytes(data)
-            os.replace(scratch, target)
-            self._written.add(run.sha256)
+            if run.sha256 not in self:
+                self.add(run.sha256, read(sample.session_id, run.sha256))
+
+    def __contains__(self, sha256: str) -> bool:
+        """True if this object wrote it."""
+        return sha256 in self._written
+
+    def add(self, sha256: str, data: bytes) -> None:
+        check_name(sha256)
+        if hash_image(data) != sha256:
+            raise AuditError(f"the bytes of image {sha256} do not fit its hash")
+        target = self.path / f"{sha256}{EXTENSIONS[find_media_type(data)]}"
+        scratch = target.with_name(f".{target.name}.{os.getpid()}.part")
+        self.path.mkdir(parents=True, exist_ok=True)
+        scratch.write_bytes(data)
+        os.replace(scratch, target)
+        self._written.add(sha256)
 
     def read(self, sha256: str) -> tuple[bytes, str]:
         """The bytes, checked against their hash, and the media type."""

@@ -1,15 +1,12 @@
 """What lets a third party verify a sample: one row per node on its path, and a seal over the rest.
 
 The certificate's chain binds ids, log-probabilities and versions. The seal binds mask, spans, reward, names,
-coverage, node rows, routing, sampling mask, top log-probabilities and images. A node row says where its link ends, so
-that a broken one can be located, which prompt the engine was sent (`prompt_sha256`) and its sampling settings that differ
-from the defaults.
+coverage, node rows, routing, sampling mask, top log-probabilities and images.
 """
 
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Sequence
 from dataclasses import astuple
 from hashlib import sha256
@@ -26,22 +23,17 @@ from tokentrue.types import Count, Coverage, Sample, Sampling
 _SHAPING = (
     "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "extra",
 )  # fmt: skip
-BLOCK = 64
-"""Tokens per checksum: the precision with which a changed token is located."""
 
 
 class NodeRow(msgspec.Struct, kw_only=True):
-    """One turn on a sample's path, with what proves it. `copies` are ranges of its given tokens (start, end, node)
-    that repeat what another node sampled. Older files have no `prompt_sha256`."""
+    """A turn with what proves it: the certificate's link after it, and which prompt the engine was sent (older files do
+    not say). `copies` are ranges of its given tokens (start, end, node) that repeat what another node sampled."""
 
     node: str
     given: Count
     sampled: Count
+    versions: list[tuple[int, int, int]] = []
     chain: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
-    versions: list[tuple[int, int, int]]
-    temperature: float
-    ids_check: str
-    logprobs_check: str
     prompt_sha256: str | None = None
     copies: tuple[tuple[Count, Count, str], ...] = ()
 
@@ -62,7 +54,6 @@ def node_rows(path: Sequence[Node]) -> list[JsonObject]:
     rows, defaults = list[JsonObject](), Sampling()
     for node in path:
         settings = {name: getattr(node.sampling, name) for name in _SHAPING}
-        ids = node.given_ids.tobytes() + node.sampled_ids.tobytes()
         rows.append(
             {
                 "node": node.id,
@@ -76,18 +67,10 @@ def node_rows(path: Sequence[Node]) -> list[JsonObject]:
                 "temperature": node.sampling.temperature,
                 "sampling": {name: value for name, value in settings.items() if value != getattr(defaults, name)},
                 "prompt_sha256": node.prompt_digest.hex(),
-                "ids_check": block_checksums(ids, 4),
-                "logprobs_check": block_checksums(node.logprobs.tobytes(), 8),
                 **({"copies": [list(copy) for copy in node.copies]} if node.copies else {}),
             }
         )
     return rows
-
-
-def block_checksums(data: bytes, width: int) -> str:
-    """CRC-32 of each block of tokens: not a proof (the chain is), but it locates changes."""
-    step = BLOCK * width
-    return "".join(f"{zlib.crc32(data[at : at + step]):08x}" for at in range(0, len(data), step))
 
 
 def seal(sample: Sample) -> str:

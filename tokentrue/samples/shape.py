@@ -6,51 +6,34 @@ A file is foreign input: `decode` types its values, and errors name the path (`$
 from __future__ import annotations
 
 import base64
-from typing import Annotated, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 
 from tokentrue.errors import FileFormatError, TokenContractError
 from tokentrue.ids import TokenIds
 from tokentrue.json_types import JsonMapping, JsonObject, JsonValue
-from tokentrue.types import Certificate, Count, ImageRun, RoutedExperts, Sample, SamplingMask, Span, TopLogprobs
+from tokentrue.types import Certificate, ImageRun, RoutedExperts, Sample, SamplingMask, Span, TopLogprobs
 
 T = TypeVar("T")
-Width = Annotated[int, msgspec.Meta(ge=1, le=4096)]
-"""Bounded: a damaged number must not allocate gigabytes."""
 
 
 def head_to_json(sample: Sample) -> JsonObject:
-    """Everything but the three per-token columns."""
-    routed = sample.routed_experts
-    head: JsonObject = {
-        "sample_id": sample.sample_id,
-        "session_id": sample.session_id,
-        "group": sample.group,
-        "spans": [msgspec.to_builtins(span) for span in sample.spans],
-        "reward": sample.reward,
-        "finish_reason": sample.finish_reason,
-        "metadata": sample.metadata,
-        "certificate": msgspec.to_builtins(sample.certificate),
-    }
+    """Everything but the three per-token columns; optional columns only where a sample has them."""
+    head: JsonObject = {"sample_id": sample.sample_id, "session_id": sample.session_id, "group": sample.group}
+    head |= {"spans": list(map(_plain, sample.spans)), "reward": sample.reward, "finish_reason": sample.finish_reason}
+    head |= {"metadata": sample.metadata, "certificate": _plain(sample.certificate)}
     if sample.images:
-        head["images"] = [msgspec.to_builtins(run) for run in sample.images]
-    if routed is not None:
-        head["routed_experts"] = {
-            "shape": list(routed.shape),
-            "start": routed.start,
-            "data": encode_bytes(routed.data),
-            "weights": None if routed.weights is None else encode_bytes(routed.weights),
-        }
-    for name, rows in (("sampling_mask", sample.sampling_mask), ("top_logprobs", sample.top_logprobs)):
-        if rows is not None:
-            head[name] = {
-                "token_ids": encode_bytes(rows.token_ids.tobytes()),
-                "offsets": encode_bytes(rows.offsets.tobytes()),
-            }
-    if sample.top_logprobs is not None:
-        head["top_logprobs"]["logprobs"] = encode_bytes(sample.top_logprobs.logprobs)
+        head["images"] = list(map(_plain, sample.images))
+    for name in ("routed_experts", "sampling_mask", "top_logprobs"):
+        if (value := getattr(sample, name)) is not None:
+            head[name] = _plain(value)
     return head
+
+
+def _plain(value: object) -> JsonValue:
+    """JSON values; bytes, and ids within records, in base64."""
+    return msgspec.to_builtins(value, enc_hook=lambda ids: encode_bytes(ids.tobytes()))
 
 
 def encode_bytes(data: bytes) -> str:
@@ -66,22 +49,6 @@ def sample_to_json(sample: Sample) -> JsonObject:
     }
 
 
-class RoutedExpertsRow(msgspec.Struct):
-    shape: tuple[Count, Width, Width]
-    data: bytes
-    start: Count
-    weights: bytes | None
-
-
-class SamplingMaskRow(msgspec.Struct):
-    token_ids: bytes
-    offsets: bytes
-
-
-class TopLogprobsRow(SamplingMaskRow):
-    logprobs: bytes
-
-
 class SampleRow(msgspec.Struct, kw_only=True):
     sample_id: str
     session_id: str
@@ -94,36 +61,28 @@ class SampleRow(msgspec.Struct, kw_only=True):
     finish_reason: str
     metadata: JsonObject = {}
     certificate: Certificate
-    routed_experts: RoutedExpertsRow | None = None
-    sampling_mask: SamplingMaskRow | None = None
+    routed_experts: RoutedExperts | None = None
+    sampling_mask: SamplingMask | None = None
     images: tuple[ImageRun, ...] | None = None
-    top_logprobs: TopLogprobsRow | None = None
+    top_logprobs: TopLogprobs | None = None
 
 
 def decode(value: JsonValue, kind: type[T], where: str) -> T:
     """Raises FileFormatError with the path of the bad value."""
     try:
-        return msgspec.convert(value, kind)
-    except (msgspec.ValidationError, UnicodeEncodeError) as error:
+        return msgspec.convert(value, kind, dec_hook=_decode_ids)
+    except (msgspec.ValidationError, UnicodeEncodeError, TokenContractError) as error:
         raise FileFormatError(f"{where}: {error}") from error
+
+
+def _decode_ids(kind: type, value: str) -> TokenIds:
+    return TokenIds.from_bytes(msgspec.convert(value, bytes))
 
 
 def sample_from_json(data: JsonMapping, where: str = "sample") -> Sample:
     row = decode(data, SampleRow, where)
-    routed, fields = row.routed_experts, msgspec.structs.asdict(row)
+    fields: JsonObject = {name: getattr(row, name) for name in row.__struct_fields__}
     try:
-        fields["token_ids"] = TokenIds(row.token_ids)
-        fields["images"] = row.images or ()
-        if routed is not None:
-            fields["routed_experts"] = RoutedExperts(**msgspec.structs.asdict(routed))
-        if (mask := row.sampling_mask) is not None:
-            fields["sampling_mask"] = SamplingMask(**_ids_in(mask))
-        if (tops := row.top_logprobs) is not None:
-            fields["top_logprobs"] = TopLogprobs(**_ids_in(tops), logprobs=tops.logprobs)
-        return Sample(**fields)
+        return Sample(**fields | {"token_ids": TokenIds(row.token_ids), "images": row.images or ()})
     except TokenContractError as error:
         raise FileFormatError(f"{where}: {error}") from error
-
-
-def _ids_in(row: SamplingMaskRow) -> dict[str, TokenIds]:
-    return {"token_ids": TokenIds.from_bytes(row.token_ids), "offsets": TokenIds.from_bytes(row.offsets)}
