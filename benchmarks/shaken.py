@@ -10,7 +10,7 @@ from torch import nn
 
 from tokentrue.engine import ExactEngine
 from tokentrue.engine.core import Core
-from tokentrue.engine.proof import PIECES, Difference, difference_of
+from tokentrue.engine.runner import PIECES, Difference, difference_of
 from tokentrue.engine.schedule import Request, cut_steps
 
 

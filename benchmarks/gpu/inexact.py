@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tokentrue.numerics.ops import Norm, Ops
-from tokentrue.numerics.triton import TritonOps
+from tokentrue.numerics.ops import AttentionSpec, Norm, Ops, PagedBatch
+from tokentrue.numerics.triton import TritonOps, attention
 from tokentrue.numerics.triton.attention import QueryTile
 
 
@@ -16,9 +16,16 @@ class InexactOps(TritonOps):
 
     reads_16bit = False
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.tile = QueryTile(rows=16, warps=4, stages=3)  # a row's sums over four warps: faster, and not invariant
+    def paged_attention(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, spec: AttentionSpec
+    ) -> Tensor:
+        exact = attention.tile_of
+        # A row's sums over four warps: faster, and not invariant.
+        attention.tile_of = lambda *args, decodes=False: QueryTile(16, 4, 3) if decodes else exact(*args)
+        try:
+            return super().paged_attention(q, k_cache, v_cache, batch, spec)
+        finally:
+            attention.tile_of = exact
 
     def norm_linear(
         self,

@@ -53,7 +53,7 @@ LOADS: dict[str, dict[str, str]] = {
     "agents": {"8B": "agents", "30B-A3B": "agents"},
     "plain": {"8B": "plain", "0.6B": "plain", "30B-A3B": "plain"},
 }
-Row = tuple[str, int, float, int, int]  # kind, sequences, tokens per second, differing, tokens
+Row = tuple[str, int, float, int, int, str]  # kind, sequences, tokens per second, differing, tokens, GB of a step
 
 
 def measure_loads(loads: Sequence[str], shapes: Sequence[str], peers: Sequence[str]) -> Report:
@@ -66,18 +66,19 @@ def measure_loads(loads: Sequence[str], shapes: Sequence[str], peers: Sequence[s
     for together in waves(jobs):
         others = measure_peers(peers, {shape: jobs[shape] for shape in together})
         for shape in together:
-            for kind, count, rate, wrong, total in measure_exact(shape, jobs[shape]):
+            for kind, count, rate, wrong, total, size in measure_exact(shape, jobs[shape]):
                 print(f"exact {shape}, {kind}, {count}: {rate:.0f} tok/s, {wrong} of {total} differ", file=sys.stderr)
                 cells = [c for name in peers for c in cells_of(others.get((name, shape, kind, count)), rate)]
-                rows.append((f"{shape}, {kind}", count, f"{rate:.0f}", f"{wrong} of {total}", *cells))
+                rows.append((f"{shape}, {kind}", count, size, f"{rate:.0f}", f"{wrong} of {total}", *cells))
             gc.collect()
             torch.cuda.empty_cache()
-    columns = ["load", "sequences", "exact tok/s", "bits differ"]
+    columns = ["load", "sequences", "GB a step", "exact tok/s", "bits differ"]
     for name in peers:
         columns += [f"{name} tok/s", f"exact ÷ {name}", f"bits differ, {name}", "mean difference"]
     notes = [
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}; random weights, bf16, temperature 1 (vexact: greedy)",
         f"prompt {PROMPT}, output 128 (0.6B: 256); median of {REPEATS} rounds after one that warms up; agents: one round each",
+        "GB a step: weights, keys and values at the middle of the output, recurrent states read and written",
         "bits of vLLM: of the first 16 sequences, against a forward of transformers over the same tokens",
     ]
     return Report(title="What people train", columns=tuple(columns), rows=rows, notes=notes)
@@ -156,7 +157,25 @@ def row(kind: str, model: Any, engine: ExactEngine, count: int, output: int, ada
         samplings = [plain(output if i else 20, seed=s) for s in range(count)]
         runs.append(generate(engine, prompts_of(count, PROMPT, seed=100 * count + i), samplings, chosen))
     run = sorted(runs[1:], key=lambda r: r.rate)[REPEATS // 2]
-    return kind, count, run.rate, *differing(model, engine, run)
+    return kind, count, run.rate, *differing(model, engine, run), step_gigabytes(engine, count, PROMPT + output // 2)
+
+
+def step_gigabytes(engine: ExactEngine, count: int, context: int) -> str:
+    """What a decode step must move; nothing for a mixture, whose experts depend on the tokens."""
+    from tokentrue.engine.decoder import Attention, Dense
+    from tokentrue.numerics.delta import GatedDelta
+
+    decoder = engine.core.local.forward.decoder
+    if not all(isinstance(layer.mlp, Dense) for layer in decoder.layers):
+        return ""
+    total, (_, key_heads, size) = sum(weight.nbytes for weight in decoder.weights()), decoder.heads
+    for mixer in (layer.mixer for layer in decoder.layers):
+        if isinstance(mixer, Attention):
+            total += count * context * 2 * key_heads * size * decoder.dtype.itemsize
+        elif isinstance(mixer, GatedDelta):
+            total += mixer.module.out_proj.weight.nbytes
+            total += count * 2 * 4 * mixer.value_heads * mixer.key_size * mixer.value_size
+    return f"{total / 1e9:.1f}"
 
 
 def differing(model: Any, engine: ExactEngine, run: Run) -> tuple[int, int]:
@@ -192,7 +211,7 @@ def agents(model: Any, engine: ExactEngine) -> Iterator[Row]:
         rate = sum(len(completion.token_ids) for _, completion in turns) / (time.perf_counter() - start)
         last = sorted(turns, key=lambda turn: -len(turn[0]))[:SESSIONS]  # each holds its session's earlier turns
         run = Run([p for p, _ in last], [c for _, c in last], 1.0, [1.0] * len(last), [None] * len(last))
-        yield f"agents, {state}", SESSIONS, rate, *differing(model, engine, run)
+        yield f"agents, {state}", SESSIONS, rate, *differing(model, engine, run), ""
 
 
 async def run_sessions(engine: ExactEngine, at: int) -> list[tuple[list[int], Completion]]:

@@ -1,27 +1,32 @@
-"""The engine's own numbers reach /metrics of a gateway that a user starts."""
+"""The engine's own numbers reach /metrics of a gateway."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
 
-from tests.gateway.world import Server
+import tokentrue as tt
+from tokentrue.app.background import BackgroundGateway
 from tokentrue.gateway.metrics import engine_families
 from tokentrue.providers.pool import Pool
 from tokentrue.providers.scripted import ScriptedProvider
 
 ASSET = Path(__file__).parents[2] / "tokentrue" / "assets" / "calculator"
-TURN = {"model": "calculator", "max_tokens": 8, "messages": [{"role": "user", "content": "what is 12 + 30 ?"}]}
+TURN: dict[str, Any] = {
+    "model": "calculator",
+    "max_tokens": 8,
+    "messages": [{"role": "user", "content": "what is 12 + 30 ?"}],
+}
 
 
-def test_first_token_time_speed_cache_and_prefix_hits_are_on_the_page(tmp_path: Path) -> None:
-    server = Server("--engine", "exact", "--model", str(ASSET), "--store", "memory", folder=tmp_path)
-    try:
+def test_first_token_time_speed_cache_and_prefix_hits_are_on_the_page() -> None:
+    with BackgroundGateway(str(ASSET)) as gateway, tt.Client(gateway.url, gateway.admin_key) as client:
         for _ in range(2):
-            status, answer = server.ask("POST", "/v1/chat/completions", TURN, key=server.session().api_key)
-            assert status == 200, answer
-        _, text = server.ask("GET", "/metrics")
-    finally:
-        server.stop()
+            with client.session() as session:
+                session.openai().chat.completions.create(**TURN)
+        with urlopen(f"{gateway.url}/metrics") as answer:
+            text = answer.read().decode()
     values = {
         line.split()[0]: float(line.split()[1]) for line in text.splitlines() if line.startswith("tokentrue_engine_")
     }

@@ -5,8 +5,12 @@ from __future__ import annotations
 
 import copy
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -14,7 +18,7 @@ from benchmarks.shaken import UnprovenEngine, compare, shake
 from tokentrue.engine import ExactEngine, ScheduleLimits
 from tokentrue.engine.runner import LocalRunner
 from tokentrue.engine.schedule import Phase, Request
-from tokentrue.numerics import Ops, exact, filter_logits, logits_of, same_bits, scale_logits, score
+from tokentrue.numerics import Ops, exact, filter_logits, logits_of, modules, ops_for, same_bits, scale_logits, score
 from tokentrue.numerics.exact import STATE
 from tokentrue.types import Finish, Sampling
 
@@ -121,7 +125,7 @@ class Run:
     weights: dict[int, dict[str, torch.Tensor]]
     finished: list[Request] = field(default_factory=list)
     stats: dict[str, int] = field(
-        default_factory=lambda: dict.fromkeys(("steps", "mixed", "loads", "forced", "cancelled", "overlapped"), 0)
+        default_factory=lambda: dict.fromkeys(("steps", "mixed", "loads", "forced", "cancelled"), 0)
     )
 
     @property
@@ -216,7 +220,6 @@ def random_run(
         core.step()
         run.stats["steps"] += 1
         run.stats["mixed"] += len(core.scheduler.running) > 1
-        run.stats["overlapped"] = max(run.stats["overlapped"], len(core.in_flight) + 1)
         for request in [r for r in pending if r.phase is Phase.FINISHED]:
             assert request.error is None, request.error
             pending.remove(request)
@@ -244,7 +247,7 @@ def judge(run: Run, *, without: frozenset[str] = frozenset(), ops: Ops | None = 
     first = ""
     for version, weights in run.weights.items():
         run.trainer.load_state_dict(weights)
-        with torch.no_grad(), exact(run.trainer, without=without, ops=ops, leaves=run.engine.leaves):
+        with torch.no_grad(), leaving_out(*without), exact(run.trainer, ops=ops, leaves=run.engine.leaves):
             trainer_ops = run.trainer.__dict__[STATE].ops
             for request in run.finished:
                 spans = [
@@ -257,6 +260,36 @@ def judge(run: Run, *, without: frozenset[str] = frozenset(), ops: Ops | None = 
                     if bad and not first:
                         first = f"request {request.number}, sampled token {bad[0]}, version {version}; {replayed(run, request, version)}"
     return compared, different, first
+
+
+def operator_of(module: Any) -> str:
+    """Which operators' exact form a module has."""
+    name = type(module).__name__
+    if isinstance(module, torch.nn.Linear):
+        return "linear"
+    if name.endswith("RMSNorm") or "RotaryEmbedding" in name:
+        return "norms"
+    if modules.activation_kind(module) is not None:
+        return "activation"
+    if modules.softmax_router(module) is not None:
+        return "router"
+    return "experts" if modules.is_experts(dict(module.named_parameters(recurse=False))) else "functions"
+
+
+@contextmanager
+def leaving_out(*operators: str) -> Iterator[None]:
+    """For negative controls: `exact` leaves these unreplaced."""
+    names = import_module("tokentrue.numerics.exact")
+    plan_of, of, attach = names.plan_of, names.Preparation.of, names.AttentionParts.attach
+    if not operators:
+        yield
+        return
+    with (
+        patch.object(names, "plan_of", lambda *args: [p for p in plan_of(*args) if operator_of(p[0]) not in operators]),
+        patch.object(names, "prepare", lambda model, leaves: of(model, ops_for("cpu", leaves))),
+        patch.object(names.AttentionParts, "attach", (lambda *_: None) if "attention" in operators else attach),
+    ):
+        yield
 
 
 def replayed(run: Run, request: Request, version: int) -> str:

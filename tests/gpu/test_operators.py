@@ -307,7 +307,7 @@ def test_too_few_rows_a_warp_are_caught() -> None:
     whole = ops().attention(q, k, v, packed, spec)
     tile, keys = attention.tile_of, attention.key_block
     try:
-        attention.tile_of = lambda dtype, streams=False: attention.QueryTile(rows=16, warps=4, stages=2)
+        attention.tile_of = lambda *_, **__: attention.QueryTile(rows=16, warps=4, stages=2)
         assert not same(ops().attention(q, k, v, packed, spec), whole)
         attention.tile_of = tile
         attention.key_block = lambda dtype: 32

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.engine.world import VOCABULARY, build
-from tokentrue.numerics import deterministic_grad, exact, same_bits, score
+from tokentrue.numerics import exact, same_bits, score
 
 
 def sequences() -> list[Tensor]:
@@ -24,9 +24,10 @@ def grads_of(model: Any, cut: tuple[int, ...]) -> list[Tensor]:
     model.zero_grad()
     weights, start = torch.tensor([1.0, -0.5, 2.0, 0.25]), 0
     for end in (*cut, 4):
-        deterministic_grad(
-            model, sequences()[start:end], lambda i, lp: -(weights[i] * lp).sum(), temperature=0.9, first=start
-        )
+        with exact(model):  # a micro-batch: one backward pass for each of its sequences
+            for index in range(start, end):
+                logprobs = score(model, sequences()[index][None], temperature=0.9)[0]
+                (-(weights[index] * logprobs).sum()).backward()
         start = end
     return [p.grad.clone() for p in model.parameters()]
 

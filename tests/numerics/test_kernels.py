@@ -30,6 +30,20 @@ def test_every_kernel_waits_for_its_inputs_before_anything_else() -> None:
         assert calls(node).count("let_next_start") == 1, f"{name} must let the next kernel start, once"
 
 
+def test_a_kernel_that_runs_beside_the_one_ahead_waits_before_it_writes_or_ends() -> None:
+    """Else the kernel after it would start before the one ahead has ended."""
+    beside = {name: node for name, node in kernels().items() if "BESIDE" in [arg.arg for arg in node.args.args]}
+    assert list(beside) == ["experts._group_kernel"]
+    for name, node in beside.items():
+        text = "wait_for_inputs(not BESIDE)"
+        waits = [n.lineno for n in ast.walk(node) if isinstance(n, ast.Call) and ast.unparse(n) == text]
+        always = [n.lineno for n in node.body if ast.unparse(n) == text]
+        stores = [i.lineno for i in ast.walk(node) if isinstance(i, ast.Call) and ast.unparse(i.func) == "tl.store"]
+        returns = [i.lineno for i in ast.walk(node) if isinstance(i, ast.Return)]
+        assert always and stores and max(always) < min(stores), f"{name} writes before it waits"
+        assert all(line - 1 in waits for line in returns), f"{name} ends without waiting"
+
+
 def test_every_kernel_is_launched_by_launch() -> None:
     """Anything else would leave out the compiler's options that bits depend on."""
     names = {name.split(".")[1] for name in kernels()}

@@ -2,8 +2,8 @@
 gives a peft model.
 
 y = linear(x, W) + linear(linear(x, A), B) * scale, summed in the wider of both dtypes and rounded once, and nothing
-else. Each field of peft's LoraConfig (0.21) is in one of three tables. A field in none of them is refused by name
-unless it is empty or has the default of the installed peft: it may change the computation.
+else. A field of peft's LoraConfig (0.21) that is neither read nor ignored is refused by name, unless it is empty or has
+the default of the installed peft: it may change the computation.
 """
 
 from __future__ import annotations
@@ -42,22 +42,9 @@ IGNORED = frozenset({
     "lora_dropout", "runtime_config", "ensure_weight_tying",  # in training, on a device, and of embeddings alone
     "loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size", "megatron_core",  # details of another field
 })  # fmt: skip
-REFUSED = {
-    "use_dora": "DoRA", "use_qalora": "QA-LoRA", "use_bdlora": "BD-LoRA", "alora_invocation_tokens": "aLoRA",
-    "arrow_config": "Arrow routing", "kasa_config": "KaSA", "monteclora_config": "MonteCLoRA", "velora_config": "VeLoRA",
-    "lora_bias": "biases in B", "bias": "trained biases", "modules_to_save": "modules trained in full",
-    "trainable_token_indices": "trained token embeddings", "target_parameters": "adapted parameters",
-    "layer_replication": "replicated layers", "fan_in_fan_out": "transposed weights", "megatron_config": "Megatron layers",
-}  # fmt: skip
-# lora_bias: where the layer has no bias.
-UNMERGEABLE = frozenset({"use_qalora", "alora_invocation_tokens", "arrow_config", "lora_bias"})
-
-# Values of init_lora_weights: those that leave the base weights unchanged, and those that subtract a part from
-# the base weights.
+# Values of init_lora_weights that leave the base weights unchanged.
 PLAIN_STARTS = frozenset({"gaussian", "eva", "orthogonal", "mica"})
-CONVERTIBLE_STARTS = ("pissa", "corda", "olora", "lora_ga")
 MERGE = "merge it where it was trained (merge_and_unload) and load the merged model"
-RETRAIN = "train plain LoRA instead"
 CONVERT = (
     "save it with save_pretrained(..., path_initial_model_for_weight_conversion=DIRECTORY_OF_THE_UNTRAINED_ADAPTER)"
 )
@@ -70,24 +57,18 @@ def read_settings(where: str, config: AdapterConfig) -> LoraSettings:
         raise ExactnessError(
             f"{where}: peft_type is {getattr(kind, 'value', kind)!r}; the engine computes LORA alone: {MERGE}"
         )
-    for field, what in REFUSED.items():
-        if config.get(field) and config[field] != "none":
-            raise ExactnessError(
-                f"{where} uses {what} ({field}), which has no exact form: {RETRAIN if field in UNMERGEABLE else MERGE}"
-            )
     # A and B fit the base model only if training started from its unchanged weights.
     start = config.get("init_lora_weights")
     if start is not None and not isinstance(start, bool) and str(start).lower() not in PLAIN_STARTS:
-        said, cure = "is unknown and may change the base weights", f"set it to true if it does not, or {MERGE}"
-        if str(start).lower().startswith(CONVERTIBLE_STARTS):
-            said, cure = "changed the base weights before training", f"{CONVERT}, or {MERGE}"
-        elif start == "loftq":
-            said, cure = "quantised the base weights before training", MERGE
-        raise ExactnessError(f"{where}: init_lora_weights is {start!r}, which {said}: {cure}")
-    for field in sorted(config.keys() - READ - IGNORED - REFUSED.keys(), key=str):
-        if config[field] and config[field] != peft_default(field):
+        raise ExactnessError(
+            f"{where}: init_lora_weights is {start!r}, which may have changed the base weights before training: "
+            f"{CONVERT}, or {MERGE}; set it to true if it did not"
+        )
+    for field in sorted(config.keys() - READ - IGNORED, key=str):
+        if config[field] and config[field] not in ("none", peft_default(field)):
             raise ExactnessError(
-                f"{where}: {field} is unknown and may change the computation; remove it if it does not, or {MERGE}"
+                f"{where} sets {field}, which has no exact form: {MERGE}, train plain LoRA, or remove the field if it "
+                "changes nothing"
             )
     try:
         return msgspec.convert(dict(config), LoraSettings)

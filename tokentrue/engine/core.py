@@ -12,9 +12,8 @@ import torch
 from tokentrue.engine.adapters import Adapter
 from tokentrue.engine.graphs import Bursts
 from tokentrue.engine.images import RequestImages, proof_images
-from tokentrue.engine.processes.pipeline import Pipeline
-from tokentrue.engine.proof import PIECES
-from tokentrue.engine.runner import LocalRunner, StepResult, scores_prompt, wants_of
+from tokentrue.engine.processes import Processes
+from tokentrue.engine.runner import PIECES, LocalRunner, StepResult, scores_prompt, wants_of
 from tokentrue.engine.schedule import (
     BlockPool,
     Phase,
@@ -85,7 +84,7 @@ class Core:
 
     def __init__(
         self,
-        runner: LocalRunner | Pipeline,
+        runner: LocalRunner | Processes,
         *,
         limits: ScheduleLimits,
         version: int,
@@ -102,14 +101,13 @@ class Core:
         self.capacity = sizes.capacity
         self.adapters: dict[str, Adapter] = {}
         self.broken: str | None = None
-        self.in_flight: deque[list[Work]] = deque()
         self.bursts: Bursts | None = None
         if isinstance(runner, LocalRunner) and runner.captures:
             self.bursts = Bursts(runner.forward, self.scheduler, self.capacity, self.take_run, self.take)
 
     @property
     def local(self) -> LocalRunner:
-        assert isinstance(self.runner, LocalRunner), "the model is in the processes of a pipeline"
+        assert isinstance(self.runner, LocalRunner), "the model is in several processes"
         return self.runner
 
     @property
@@ -209,43 +207,21 @@ class Core:
         if self.bursts is not None and self.bursts.in_flight is not None:
             self.proceed(self.bursts, self.bursts.in_flight.requests)
             return True
-        while len(self.in_flight) < self.runner.depth and (batch := self.scheduler.next_batch(self.runner.depth)):
-            self.meter.steps += 1
-            self.meter.prompt_tokens += sum(work.count for work in batch if work.count > 1)
-            self.start_step(batch)
-            if self.bursts is not None and self.bursts.in_flight is not None:
-                return True
-        if not self.in_flight:
+        batch = self.scheduler.next_batch()
+        if not batch:
             return False
-        self.finish_step()
-        return True
-
-    def start_step(self, batch: list[Work]) -> None:
+        self.meter.steps += 1
+        self.meter.prompt_tokens += sum(work.count for work in batch if work.count > 1)
         try:
             if self.bursts is None or not self.bursts.start(batch):
-                self.runner.start(self.scheduler.inputs(batch), wants_of(batch))
-                self.in_flight.append(batch)
-                self.scheduler.in_flight.update(work.request for work in batch)
+                self.apply(batch, self.runner.step(self.scheduler.inputs(batch), wants_of(batch)))
         except Exception as error:
-            self.fail_step(batch, error)
-
-    def finish_step(self) -> None:
-        batch = self.in_flight.popleft()
-        self.scheduler.in_flight.difference_update(work.request for work in batch)
-        try:
-            self.apply(batch, self.runner.finish())
-        except Exception as error:
-            self.fail_step(batch, error)
-
-    def fail_step(self, batch: list[Work], error: Exception) -> None:
-        """Fails the requests of this step; all requests if the runner is dead."""
-        for work in batch:
-            self.fail(work.request, error)
-        if self.runner.dead is not None:
-            self.broken = self.runner.dead
-            self.in_flight.clear()
-            self.scheduler.in_flight.clear()
-            self.fail_all(EngineError(self.broken))
+            for work in batch:
+                self.fail(work.request, error)
+            if self.runner.dead is not None:
+                self.broken = self.runner.dead
+                self.fail_all(EngineError(self.broken))
+        return True
 
     def proceed(self, bursts: Bursts, requests: Sequence[Request]) -> None:
         """Delivers the decode steps in flight, of these requests."""
@@ -259,15 +235,11 @@ class Core:
     def drain(self) -> None:
         if self.bursts is not None:
             self.bursts.drain()
-        while self.in_flight:
-            self.finish_step()
 
     def apply(self, batch: list[Work], result: StepResult) -> None:
-        """A request preempted while its step was computed samples the same token again; one that ended takes none."""
         scored, sampled, routes = iter(result.scored), iter(result.sampled), iter(result.routes)
         for work in batch:
-            if work.request.phase is Phase.RUNNING:
-                self.scheduler.record(work)
+            self.scheduler.record(work)
         for work in batch:
             request = work.request
             logprobs = next(scored) if scores_prompt(work) else None

@@ -20,8 +20,7 @@ from tokentrue.engine.core import Core
 from tokentrue.engine.decoder import read_decoder
 from tokentrue.engine.forward import blocks_for
 from tokentrue.engine.images import RequestImages
-from tokentrue.engine.processes.pipeline import Pipeline
-from tokentrue.engine.processes.tensor import TensorRanks
+from tokentrue.engine.processes import Processes
 from tokentrue.engine.runner import LocalRunner
 from tokentrue.engine.sample import child_seed
 from tokentrue.engine.schedule import Request, ScheduleLimits
@@ -79,14 +78,13 @@ class ExactEngine:
             )
         with on_device(self._host):
             if pipeline == tensor == 1:
-                runner: LocalRunner | Pipeline = self._local_runner(ops, positions, kv_tokens)
+                runner: LocalRunner | Processes = self._local_runner(ops, positions, kv_tokens)
             elif self.sees:
                 raise ExactnessError(f"{type(self.model).__name__} has a vision tower, which runs in one process only")
             else:
-                kind = Pipeline if tensor == 1 else TensorRanks
-                runner = kind(
-                    self.model, stages=pipeline if tensor == 1 else tensor, device=device, max_positions=positions,
-                    kv_tokens=kv_tokens, limits=self.limits, leaves=self.leaves,
+                runner = Processes(
+                    self.model, pipeline=pipeline, tensor=tensor, device=device, max_positions=positions, kv_tokens=kv_tokens,
+                    limits=self.limits, leaves=self.leaves,
                 )  # fmt: skip
                 self.model = runner.model  # its weights are in the stages
             self.contract: Contract = runner.contract

@@ -26,6 +26,7 @@ Pair = tuple[Tensor, Tensor]
 TABLE_STEP = 8  # block tables are as wide as a multiple of this
 CPU_SHARE, GPU_SHARE = 0.25, 0.85
 CPU_MOST_BYTES = 4 << 30
+ROW_PARALLEL = ("out", "down")
 
 
 @record
@@ -39,7 +40,7 @@ class StepTensors:
 
 
 class Forward:
-    """`trace(name, tensor)`, if set, receives every operator's result."""
+    """`trace(name, tensor)`, if set, receives what each attention and MLP adds, and the logits."""
 
     def __init__(self, decoder: Decoder, ops: Ops, *, num_blocks: int, num_states: int | None = None) -> None:
         self.decoder = decoder
@@ -186,7 +187,7 @@ class Forward:
 
     def mix(self, index: int, layer: Layer, h: Tensor | None, x: Tensor, step: StepTensors) -> tuple[Tensor, Tensor]:
         """What the layer's attention adds, and the residual before it."""
-        ops, name, mixer = self.ops, f"layers.{index}", layer.mixer
+        mixer = layer.mixer
         if isinstance(mixer, Attention):
             qkv, x = self.project(index, "qkv", layer.before_attention, h, x, mixer.qkv, step)
             attended = self.attend(index, mixer, qkv[:1] if step.copies > 1 else qkv, step)
@@ -196,16 +197,15 @@ class Forward:
             parts = inputs.split([part.out_features for part in mixer.projections], -1)
             (history, state), slots = self.caches[index], step.state_slots
             out = mixer.run(parts, step.sequences, DeltaStates(history=history, state=state, slots=slots))
-            return self.norm(f"{name}.after_attention", layer.after_attention, self.record(f"{name}.out", out)), x
+            return self.norm(layer.after_attention, self.record(f"layers.{index}.attention", out)), x
         else:
-            normed, x = self.enter(f"{name}.before_attention", layer.before_attention, h, x)
+            normed, x = self.enter(layer.before_attention, h, x)
             cos, sin = step.ropes[mixer.rope]
             assert cos is not None and sin is not None
-            attended = mixer.attend(ops, normed, cos, sin, self.caches[index], step.batch)
-        self.record(f"{name}.attention", attended)
+            attended = mixer.attend(self.ops, normed, cos, sin, self.caches[index], step.batch)
         rows = attended.repeat(step.copies, 1) if step.copies > 1 else attended
-        out = self.adapt(step.adapted, index, "out", attended, row_linear(ops, rows, *mixer.out))
-        return self.norm(f"{name}.after_attention", layer.after_attention, self.record(f"{name}.out", out)), x
+        out = self.multiply(index, "out", rows, mixer.out, step)
+        return self.norm(layer.after_attention, self.record(f"layers.{index}.attention", out)), x
 
     def attend(self, index: int, mixer: Attention, qkv: Tensor, step: StepTensors) -> Tensor:
         ops, cache = self.ops, self.caches[index]
@@ -222,15 +222,15 @@ class Forward:
 
     def mlp(self, index: int, layer: Layer, h: Tensor, x: Tensor, step: StepTensors) -> tuple[Tensor, Tensor]:
         """What the layer's MLP adds, and the residual before it."""
-        name, mlp, norm = f"layers.{index}", layer.mlp, layer.before_mlp
+        mlp, norm = layer.mlp, layer.before_mlp
         if isinstance(mlp, Dense):
             inner, x = self.project(index, "gate_up", norm, h, x, mlp.gate_up, step, mlp.kind)
-            out = self.adapt(step.adapted, index, "down", inner, row_linear(self.ops, inner, *mlp.down))
+            out = self.multiply(index, "down", inner, mlp.down, step)
         else:
-            normed, x = self.enter(f"{name}.before_mlp", norm, h, x)
+            normed, x = self.enter(norm, h, x)
             found = mlp(normed[None])
             out = (found[0] if isinstance(found, tuple) else found)[0]
-        return self.norm(f"{name}.after_mlp", layer.after_mlp, self.record(f"{name}.mlp", out)), x
+        return self.norm(layer.after_mlp, self.record(f"layers.{index}.mlp", out)), x
 
     def project(
         self, index: int, name: str, norm: Norm | None, h: Tensor | None, x: Tensor, product: Product,
@@ -238,46 +238,38 @@ class Forward:
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """A merged product of norm(x + h) (gated if `kind` names an activation), and x + h."""
         changed = step.adapted is not None and (index, name) in self.bank.stacks
-        fused = self.trace is None and not changed and (kind is None or product.bias is None)
-        if fused and h is not None and norm is not None:
+        if not changed and (kind is None or product.bias is None) and h is not None and norm is not None:
             return self.ops.norm_linear(h, x, norm, *product, kind)
-        where = f"layers.{index}"
-        normed, x = self.enter(f"{where}.{'before_attention' if kind is None else 'before_mlp'}", norm, h, x)
-        y = self.adapt(step.adapted, index, name, normed, self.ops.linear(normed, *product))
-        if kind is None:
-            return self.record(f"{where}.{name}", y), x
-        gate, up = y.chunk(2, -1)
-        return self.record(f"{where}.activation", self.ops.act_mul(gate, up, kind)), x
+        normed, x = self.enter(norm, h, x)
+        y = self.multiply(index, name, normed, product, step)
+        return (y if kind is None else self.ops.act_mul(*y.chunk(2, -1), kind)), x
 
-    def enter(self, name: str, norm: Norm | None, h: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor]:
+    def enter(self, norm: Norm | None, h: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor]:
         """(norm(x + h), x + h)."""
         if norm is None or h is None:
             x = x if h is None else x + h
-            return self.norm(name, norm, x), x
-        normed, x = self.ops.add_rms_norm(h, x, norm.weight, norm.eps, form=norm.form)
-        return self.record(name, normed), x
+            return self.norm(norm, x), x
+        return self.ops.add_rms_norm(h, x, norm.weight, norm.eps, form=norm.form)
 
-    def adapt(self, adapted: RowSlots | None, index: int, product: str, x: Tensor, y: Tensor) -> Tensor:
-        """Adds each row's adapter to y, the merged product of x, in place."""
-        stack = self.bank.stacks.get((index, product)) if adapted is not None else None
-        if adapted is not None and stack is not None:
-            self.ops.add_low_ranks(y, x, stack, adapted)
-        return y
+    def multiply(self, index: int, name: str, x: Tensor, product: Product, step: StepTensors) -> Tensor:
+        """A merged product of x, with each row's adapter."""
+        stack = self.bank.stacks.get((index, name)) if step.adapted is not None else None
+        if step.adapted is not None and stack is not None:
+            return self.ops.adapted_linear(x, *product, stack, step.adapted)
+        return row_linear(self.ops, x, *product) if name in ROW_PARALLEL else self.ops.linear(x, *product)
 
-    def norm(self, name: str, norm: Norm | None, x: Tensor) -> Tensor:
-        if norm is None:
-            return x
-        return self.record(name, self.ops.rms_norm(x, norm.weight, norm.eps, form=norm.form))
+    def norm(self, norm: Norm | None, x: Tensor) -> Tensor:
+        return x if norm is None else self.ops.rms_norm(x, norm.weight, norm.eps, form=norm.form)
 
     def logits(self, hidden: Tensor) -> Tensor:
         d = self.decoder
         assert d.head is not None
-        logits = self.ops.linear(self.norm("norm", d.norm, hidden), *d.head)
+        logits = self.record("logits", self.ops.linear(self.norm(d.norm, hidden), *d.head))
         if d.logit_divisor is not None:
             logits = logits / d.logit_divisor
         if d.logit_softcap is not None:
             logits = torch.tanh(logits / d.logit_softcap) * d.logit_softcap
-        return self.record("logits", logits)
+        return logits
 
     def record(self, name: str, tensor: Tensor) -> Tensor:
         if self.trace is not None:

@@ -261,8 +261,8 @@ class PrefillGraphs(Graphs[Prefill]):
     def tile_starts(self, counts: Sequence[int]) -> list[tuple[int, int]]:
         from tokentrue.numerics.triton.attention import tile_starts
 
-        heads, key_heads, _ = self.forward.decoder.heads
-        return tile_starts(counts, heads=heads, key_heads=key_heads, dtype=self.forward.decoder.dtype)
+        heads, key_heads, size = self.forward.decoder.heads
+        return tile_starts(counts, heads=heads, key_heads=key_heads, size=size, dtype=self.forward.decoder.dtype)
 
     def capture(self, size: int, *, adapted: bool) -> Prefill:
         from tokentrue.numerics.triton.attention import Tiles

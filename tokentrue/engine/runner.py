@@ -1,26 +1,27 @@
-"""Computes the core's steps in this process; `processes.pipeline.Pipeline` has the same methods for several processes."""
+"""Computes the core's steps in this process; `processes.Processes` has the same methods for several."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import msgspec
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from tokentrue.engine.adapters import Adapter, check_adapter
-from tokentrue.engine.decoder import Decoder
+from tokentrue.engine.adapters import Adapter, attach_adapter, check_adapter
+from tokentrue.engine.decoder import MIXERS, Decoder, body_of
 from tokentrue.engine.forward import Forward
 from tokentrue.engine.graphs import PrefillGraphs
-from tokentrue.engine.proof import prove
 from tokentrue.engine.sample import SamplingRow, sample, sampling_row
 from tokentrue.engine.schedule import Sampled, ScheduleLimits, StepInputs, Work
 from tokentrue.engine.weights import Weights, load_weights
-from tokentrue.numerics import Contract, Ops, logprobs_of
+from tokentrue.errors import ExactnessError
+from tokentrue.numerics import Contract, Ops, logits_of, logprobs_of, same_bits
 from tokentrue.numerics.delta import GatedDelta
 from tokentrue.records import record
 from tokentrue.types import RoutedExperts
@@ -121,9 +122,8 @@ class Sizes:
 
 
 class LocalRunner:
-    """Steps finish in the order they started; at most `depth` are in flight. `dead`: why the runner can do no more."""
+    """`dead`: why the runner can do no more."""
 
-    depth = 1
     dead: str | None = None
 
     def __init__(
@@ -136,22 +136,16 @@ class LocalRunner:
         self.captures = self.forward.device.type == "cuda"
         width = -(-self.sizes.capacity // ops.block_size)
         self.prefills = PrefillGraphs(self.forward, width=width) if self.captures else None
-        self._results: deque[StepResult] = deque()
 
-    def start(self, inputs: StepInputs, wants: StepWants) -> None:
+    def step(self, inputs: StepInputs, wants: StepWants) -> StepResult:
         forward = self.forward
         if wants.routing:
             with forward.routes() as chosen:
                 result = answer(forward, forward.step(inputs, wants.rows), wants)
-                routes = [routes_from(*chosen(*part)) for part in wants.routing]
-                self._results.append(replace(result, routes=routes))
-            return
+                return replace(result, routes=[routes_from(*chosen(*part)) for part in wants.routing])
         replayed = self.prefills.step(inputs, wants.rows) if self.prefills is not None else None
         logits = forward.step(inputs, wants.rows) if replayed is None else replayed
-        self._results.append(answer(forward, logits, wants))
-
-    def finish(self) -> StepResult:
-        return self._results.popleft()
+        return answer(forward, logits, wants)
 
     def prove(self, steps: Sequence[StepInputs]) -> None:
         prove(self.forward, self.model, steps)
@@ -192,3 +186,85 @@ def states_for(decoder: Decoder, limits: ScheduleLimits) -> int | None:
     """For hybrid models: a slot for every running request, and as many snapshots."""
     hybrid = any(isinstance(layer.mixer, GatedDelta) for layer in decoder.layers)
     return 2 * limits.max_requests + 2 if hybrid else None
+
+
+# ---- the proof at load: the paged forward equals the model's own, bit for bit, on prefill, chunk and decode
+PIECES = (77, 61, 1, 1, 1)
+
+
+def prove(forward: Forward, model: Any, steps: Sequence[StepInputs], adapter: Adapter | None = None) -> None:
+    """Raises ExactnessError with the first difference. `steps` are pieces of one sequence."""
+    with torch.inference_mode():
+        with nullcontext() if adapter is None else attach_adapter(model, forward.ops, adapter):
+            wanted = model_logits(model, steps, forward.device)
+        found = paged_logits(forward, steps)
+    if same_bits(found, wanted):
+        return
+    if adapter is not None:
+        raise ExactnessError(f"adapter {adapter.name!r}: engine and trainer forwards differ in bits")
+    where = difference_of(forward, model, steps)
+    raise ExactnessError(f"{type(model).__name__} has a part without an exact form; {where}")
+
+
+def model_logits(model: Any, steps: Sequence[StepInputs], device: torch.device) -> Tensor:
+    ids = [token for step in steps for token in step.ids]
+    images = steps[0].images[0].seen(len(ids)) if steps[0].images and steps[0].images[0] is not None else None
+    return logits_of(model, torch.tensor([ids], device=device), images=images)[0]
+
+
+def paged_logits(forward: Forward, steps: Sequence[StepInputs]) -> Tensor:
+    return torch.cat([forward.step(step, range(step.rows)) for step in steps])
+
+
+@record
+class Difference:
+    """`operator`: `layers.2.attention`, `layers.2.mlp` or `logits`."""
+
+    token: int
+    operator: str
+    engine: float
+    trainer: float
+    differing_tokens: int
+
+    def __str__(self) -> str:
+        values = f"engine {self.engine!r}, trainer {self.trainer!r} ({self.differing_tokens} tokens differ there)"
+        return f"first difference: token {self.token}, operator {self.operator}: {values}"
+
+
+def difference_of(forward: Forward, model: Any, steps: Sequence[StepInputs]) -> Difference | None:
+    """Where the paged forward parts from one plain forward of the model (inside `exact` or not)."""
+    engine: dict[str, Tensor] = {}
+    trainer: dict[str, Tensor] = {}
+
+    def collect(name: str, tensor: Tensor) -> None:
+        engine[name] = torch.cat((engine[name], tensor)) if name in engine else tensor.clone()
+
+    def keep(name: str, module: nn.Module, args: object, output: Tensor | tuple[Tensor, ...]) -> None:
+        trainer[name] = (output[0] if isinstance(output, tuple) else output)[0].clone()
+
+    forward.trace = collect
+    try:
+        paged_logits(forward, steps)
+    finally:
+        forward.trace = None
+    with ExitStack() as undo, torch.inference_mode():
+        points = {"logits": model.get_output_embeddings()}
+        for index, layer in enumerate(body_of(model).layers):
+            for child, module in layer.named_children():
+                if child in MIXERS or child == "mlp":
+                    points[f"layers.{index}.{'mlp' if child == 'mlp' else 'attention'}"] = module
+        for name, module in points.items():
+            undo.callback(module.register_forward_hook(partial(keep, name)).remove)
+        model_logits(model, steps, forward.device)
+    for name, found in engine.items():
+        wanted = trainer[name]
+        differs = found.view(torch.uint8).ne(wanted.contiguous().view(torch.uint8)).any(-1)
+        if bool(differs.any()):
+            token = int(differs.nonzero()[0])
+            unequal = (found[token] != wanted[token]).nonzero()
+            at = int(unequal[0]) if len(unequal) else 0
+            return Difference(
+                token=token, operator=name, engine=float(found[token, at]), trainer=float(wanted[token, at]),
+                differing_tokens=int(differs.sum()),
+            )  # fmt: skip
+    return None

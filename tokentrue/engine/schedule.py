@@ -343,8 +343,6 @@ class Scheduler:
         self.limits = limits
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
-        # Requests of steps in flight in a pipeline: they are in no other step, and none is preempted meanwhile.
-        self.in_flight: set[Request] = set()
         self.preemptions = 0
         self.prefix_hits = 0
         self.prefix_queries = 0
@@ -352,22 +350,21 @@ class Scheduler:
     def add(self, request: Request) -> None:
         self.waiting.append(request)
 
-    def next_batch(self, parts: int = 1) -> list[Work]:
-        """Decodes first, then pieces of prompts, all with their blocks; about 1/`parts` of all requests."""
+    def next_batch(self) -> list[Work]:
+        """Decodes first, then pieces of prompts, all with their blocks."""
         budget = self.limits.step_tokens
         batch: list[Work] = []
-        most = -(-(len(self.running) + len(self.waiting)) // parts)
         for request in list(self.running):
-            if budget == 0 or len(batch) == most:
+            if budget == 0:
                 break
-            if request.phase is not Phase.RUNNING or request in self.in_flight:
-                continue  # preempted for an earlier one in this loop, or in flight
+            if request.phase is not Phase.RUNNING:
+                continue  # preempted for an earlier one in this loop
             count = self.piece(request, budget)
             if self.make_room(request, request.computed + count):
                 batch.append(Work(request, request.computed, count))
                 budget -= count
         batch = [work for work in batch if work.request.phase is Phase.RUNNING]
-        batch += self.admit(budget, most - len(batch))
+        batch += self.admit(budget)
         return sorted(batch, key=lambda work: work.count > 1)
 
     def piece(self, request: Request, budget: int) -> int:
@@ -379,14 +376,13 @@ class Scheduler:
                 return border - request.computed
         return count
 
-    def admit(self, budget: int, most: int) -> Iterable[Work]:
+    def admit(self, budget: int) -> Iterable[Work]:
         deferred: list[Request] = []
         coming = {name for request in self.running for name in self.names_in_work(request)}
-        while self.waiting and budget > 0 and most > 0 and len(self.running) < self.limits.max_requests:
+        while self.waiting and budget > 0 and len(self.running) < self.limits.max_requests:
             request = self.waiting.popleft()
             names = self.prefix_names(request)
-            is_coming = any(name in coming and not self.pool.has(name) for name in names)
-            if is_coming or request in self.in_flight:  # preempted, and its step has not returned
+            if any(name in coming and not self.pool.has(name) for name in names):
                 deferred.append(request)
                 continue
             self.share_prefix(request, names)
@@ -399,7 +395,6 @@ class Scheduler:
             bisect.insort(self.running, request, key=lambda one: one.number)  # by arrival, also after a preemption
             coming.update(self.names_in_work(request))
             budget -= count
-            most -= 1
             yield Work(request, request.computed, count)
         self.waiting.extendleft(reversed(deferred))
 
@@ -473,10 +468,8 @@ class Scheduler:
         return True
 
     def make_room(self, request: Request, length: int) -> bool:
-        """Grows by preempting later arrivals; False if the request itself is preempted or waits for steps in flight."""
+        """Grows by preempting later arrivals; False if the request itself is preempted."""
         while not self.grow(request, length):
-            if self.in_flight:
-                return False
             victim = self.running[-1]
             self.preempt(victim)
             if victim is request:

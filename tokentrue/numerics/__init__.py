@@ -1,9 +1,8 @@
 """Batch-invariant operators and THE ONE log-probability function, shared by engine and trainer."""
 
-from tokentrue.numerics.exact import SWITCHES, Contract, exact, on_device, ops_for
+from tokentrue.numerics.exact import Contract, exact, on_device, ops_for
 from tokentrue.numerics.logprob import (
     KeptRows,
-    deterministic_grad,
     filter_logits,
     logits_of,
     logprobs_of,
@@ -31,7 +30,6 @@ from tokentrue.numerics.tree import Array, TokenTree, score_tree, shares_prefixe
 from tokentrue.numerics.vision import SeenImages, see_rows
 
 __all__ = [
-    "SWITCHES",
     "Array",
     "AttentionSpec",
     "ClampedSwiglu",
@@ -49,7 +47,6 @@ __all__ = [
     "RowSlots",
     "SeenImages",
     "TokenTree",
-    "deterministic_grad",
     "exact",
     "filter_logits",
     "logits_of",

@@ -234,10 +234,6 @@ def ops_for(device: torch.device | str, leaves: int = 1) -> Ops:
     return ops
 
 
-SWITCHES = (
-    "linear", "rms_norm", "activation", "rotary", "router", "experts", "functions", "linear_attention", "attention",
-    "vision",
-)  # fmt: skip
 STATE = "_tokentrue_exact"
 
 
@@ -346,15 +342,13 @@ def prepare(model: nn.Module, leaves: int) -> Preparation:
 
 @contextmanager
 def exact(
-    model: nn.Module, *, ops: Ops | None = None, without: frozenset[str] | set[str] = frozenset(), leaves: int | None = None,
-    shapes: ModelShapes | None = None,
-) -> Iterator[Contract]:  # fmt: skip
+    model: nn.Module, *, ops: Ops | None = None, leaves: int | None = None, shapes: ModelShapes | None = None
+) -> Iterator[Contract]:
     """Runs `model` on exact operators inside the block; backward passes belong inside, too (checkpointing reruns
     forward).
 
-    `leaves`: as many as an engine with tensor parallelism has (`engine.leaves`); its size does not matter. `without`
-    leaves some of SWITCHES unreplaced: for negative controls, never for training. `shapes`: of the whole model, if this
-    is a part of one.
+    `leaves`: as many as an engine with tensor parallelism has (`engine.leaves`); its size does not matter. `shapes`: of
+    the whole model, if this is a part of one.
     """
     active: State | None = model.__dict__.get(STATE)
     if active is not None:
@@ -362,16 +356,11 @@ def exact(
             raise ExactnessError(f"leaves={leaves} inside an exact block of this model with leaves={active.ops.leaves}")
         yield active.contract
         return
-    unknown = set(without) - set(SWITCHES)
-    if unknown:
-        raise ExactnessError(f"no operators {sorted(unknown)} to leave out; choose from {', '.join(SWITCHES)}")
     found = prepare(model, 1 if leaves is None else leaves) if ops is None else Preparation.of(model, ops, shapes)
     ops, contract = found.ops, found.contract
     with ExitStack() as undo:
-        for module, kind, forward in found.plan:
-            if kind not in without:
-                replace_attribute(module, "forward", forward, undo)
-        if "attention" not in without:
-            found.attention.attach(ops, undo)
+        for module, forward in found.plan:
+            replace_attribute(module, "forward", forward, undo)
+        found.attention.attach(ops, undo)
         replace_attribute(model, STATE, State(ops=ops, contract=contract), undo)
         yield contract

@@ -10,7 +10,7 @@ float32, in order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import pairwise
@@ -354,29 +354,3 @@ def packed_of(ids: Tensor, cu_seqlens: Tensor) -> Packed:
         raise InputError(f"score: cu_seqlens must rise from 0 to {ids.shape[1]} over one row of ids, got {ends}")
     lengths = tuple(b - a for a, b in pairwise(ends))
     return Packed(cu_seqlens=cu_seqlens.to(device=ids.device, dtype=torch.int32), lengths=lengths)
-
-
-# (index, log-probabilities [T-1] of that sequence) -> its share of the loss, a scalar.
-SequenceLoss = Callable[[int, Tensor], Tensor]
-
-
-def deterministic_grad(
-    model: nn.Module, sequences: Sequence[Tensor], loss: SequenceLoss, *, temperature: float = 1.0, first: int = 0
-) -> tuple[Tensor, list[Tensor]]:
-    """Adds the gradient of sum_i loss(first + i, log-probabilities of sequences[i]) to `.grad`; returns that sum and
-    the log-probabilities.
-
-    The order of sums is fixed (one sequence, one backward pass), so the cut into micro-batches changes no bit:
-    `deterministic_grad(m, a, f); deterministic_grad(m, b, f, first=len(a))` equals `deterministic_grad(m, a + b, f)`.
-    The cost: no batching in the backward pass. Without it, gradients are still equal from run to run.
-    """
-    total = torch.zeros((), dtype=torch.float64)
-    found: list[Tensor] = []
-    with exact(model):
-        for index, ids in enumerate(sequences):
-            logprobs = score(model, ids[None], temperature)[0]
-            share = loss(first + index, logprobs)
-            share.backward()
-            total += share.detach().double().cpu()
-            found.append(logprobs.detach())
-    return total, found

@@ -143,8 +143,7 @@ def unguard(forward: Forward) -> Forward:
     return free
 
 
-# Module, which of `exact.SWITCHES` it belongs to, its exact forward.
-Replacement = tuple[nn.Module, str, Forward]
+Replacement = tuple[nn.Module, Forward]  # a module and its exact forward
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 PLAIN_VARIANT = "MiCALinearVariant"  # of peft's variants of LoRA the one whose forward is the plain one
 
@@ -158,18 +157,18 @@ def plan_of(model: nn.Module, ops: Ops) -> list[Replacement]:
         if any(name.startswith(f"{outer}.") for outer in whole):
             continue
         if name == tower:
-            plan.append((module, "vision", tower_forward(module)))
+            plan.append((module, tower_forward(module)))
             continue
         if tower is not None and name.startswith(f"{tower}.") and (form := tower_form(module, ops)) is not None:
-            plan.append((module, *form))
+            plan.append((module, form))
             continue
         if is_gated_delta(module):
             whole.append(name)
         known = exact_form(name, module, ops)
         if known is not None:
-            plan.append((module, *known))
+            plan.append((module, known))
         elif computes(name, module) and ".layers." in f".{name}":
-            plan.append((module, "functions", guard(name, ops, module.forward)))
+            plan.append((module, guard(name, ops, module.forward)))
     return plan
 
 
@@ -189,26 +188,26 @@ def computes(name: str, module: nn.Module) -> bool:
     return True
 
 
-def exact_form(name: str, module: Any, ops: Ops) -> tuple[str, Forward] | None:
+def exact_form(name: str, module: Any, ops: Ops) -> Forward | None:
     if is_gated_delta(module):
-        return "linear_attention", unguard(delta_forward(name, module, ops))
+        return unguard(delta_forward(name, module, ops))
     if all(hasattr(module, part) for part in ("base_layer", "lora_A", "lora_B", "scaling")):
-        return "linear", unguard(adapted_forward(name, module, ops))
+        return unguard(adapted_forward(name, module, ops))
     if isinstance(module, nn.Linear):
         if is_row_parallel(name):
-            return "linear", unguard(lambda x: row_linear(ops, x, module.weight, module.bias))
-        return "linear", unguard(lambda x: ops.linear(x, module.weight, module.bias))
+            return unguard(lambda x: row_linear(ops, x, module.weight, module.bias))
+        return unguard(lambda x: ops.linear(x, module.weight, module.bias))
     if type(module).__name__.endswith("RMSNorm"):
         eps, form = norm_kind(name, module)
-        return "rms_norm", unguard(lambda x: ops.rms_norm(x, module.weight, eps, form=form))
+        return unguard(lambda x: ops.rms_norm(x, module.weight, eps, form=form))
     if "RotaryEmbedding" in type(module).__name__:
-        return "rotary", rotary_forward(name, module, ops)
+        return rotary_forward(name, module, ops)
     if (kind := activation_kind(module)) is not None:
-        return "activation", unguard(lambda x: ops.activation(x, kind))
+        return unguard(lambda x: ops.activation(x, kind))
     if (normalise := softmax_router(module)) is not None:
-        return "router", router_forward(module, ops, normalise)
+        return router_forward(module, ops, normalise)
     if is_experts(dict(module.named_parameters(recurse=False))):
-        return "experts", unguard(experts_forward(name, module, ops))
+        return unguard(experts_forward(name, module, ops))
     return None
 
 

@@ -400,8 +400,11 @@ class Ops(ABC):
     def pack_low_ranks(self, stack: LowRankStack, count: int) -> None:  # noqa: B027
         """Prepares a faster form with the same bits, after the parts of `stack` (`count` slots) have changed."""
 
-    def add_low_ranks(self, y: Tensor, x: Tensor, stack: LowRankStack, rows: RowSlots) -> None:
-        """In place: `add_low_rank` of each row's adapter, per projection of the merged product y [T,N] of x [T,K]."""
+    def adapted_linear(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, stack: LowRankStack, rows: RowSlots
+    ) -> Tensor:
+        """The merged product [T,N] of x [T,K], with `add_low_rank` of each row's adapter per projection."""
+        y = self.linear(x, weight, bias)
         for slot, at in rows.by_slot.items():
             start = 0
             for low, end in zip(stack.parts.get(slot, ()), stack.ends, strict=False):
@@ -409,6 +412,7 @@ class Ops(ABC):
                     part = y[:, start:end].index_select(0, at)
                     y[at, start:end] = self.add_low_rank(part, x.index_select(0, at), low)
                 start = end
+        return y
 
     def route(self, logits: Tensor, top_k: int, normalise: bool, given: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(grad) Weights [T,k] in logits' dtype, and experts: softmax of logits [T,E] in float32, its `top_k` largest

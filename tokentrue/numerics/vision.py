@@ -126,19 +126,19 @@ def tower_forward(tower: Any) -> Callable[..., Any]:
     return forward
 
 
-def tower_form(module: Any, ops: Ops) -> tuple[str, Callable[..., Any]] | None:
+def tower_form(module: Any, ops: Ops) -> Callable[..., Any] | None:
     """Of a part of the tower that other models have none of."""
     if isinstance(module, nn.LayerNorm):
-        return "vision", lambda x: layer_norm(x, module)
+        return lambda x: layer_norm(x, module)
     if isinstance(module, nn.GELU) and module.approximate == "none":
-        return "vision", lambda x: ops.activation(x, "gelu")
+        return lambda x: ops.activation(x, "gelu")
     if isinstance(module, nn.Conv3d) and is_patch_product(module):
 
         def patches(x: Tensor) -> Tensor:
             flat = ops.linear(x.flatten(1), module.weight.flatten(1), module.bias)
             return flat[:, :, None, None, None]
 
-        return "vision", patches
+        return patches
     return None
 
 

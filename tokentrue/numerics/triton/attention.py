@@ -34,6 +34,8 @@ from tokentrue.numerics.triton.launch import (
 )
 
 LOG2E = 1.4426950408889634
+# Values of a program that decodes; those of a wider head have several.
+MOST_VALUES = 128
 
 
 class QueryTile(NamedTuple):
@@ -49,11 +51,13 @@ def key_block(dtype: torch.dtype) -> int:
     return 32 if dtype == torch.float32 else 64
 
 
-def tile_of(dtype: torch.dtype, *, streams: bool = False) -> QueryTile:
-    """One shape for training, prefill and decode. A decode that `streams` blocks from memory prefetches two."""
+def tile_of(dtype: torch.dtype, values: int, *, decodes: bool = False) -> QueryTile:
+    """For programs that sum as many values. Measured on an H200."""
     if dtype == torch.float32:  # plain multiply-adds spread a row over threads by the tile's shape
         return QueryTile(rows=16, warps=4, stages=2)
-    return QueryTile(rows=64, warps=4, stages=3 if streams else 2)
+    if values <= MOST_VALUES:
+        return QueryTile(rows=64, warps=4, stages=3)
+    return QueryTile(rows=64, warps=4, stages=2) if decodes else QueryTile(rows=128, warps=8, stages=2)
 
 
 class Tiles(NamedTuple):
@@ -170,12 +174,12 @@ def _token(start, path_ptr, key, length, TREE: tl.constexpr):
 ])  # fmt: skip
 def _forward_kernel(q_ptr, k_ptr, v_ptr, sink_ptr, o_ptr, lse_ptr, starts_ptr, context_ptr, tile_seq_ptr, tile_query_ptr, table_ptr,
                     branch_ptr, scale, stride_qt, stride_head, stride_key, stride_table, part_ptr, part_m_ptr, part_l_ptr, arrived_ptr, max_blocks,
-                    H: tl.constexpr, J: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, GP: tl.constexpr, BM: tl.constexpr,
-                    BN: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, LSE: tl.constexpr,
-                    SPLIT: tl.constexpr, DECODE: tl.constexpr, SINK: tl.constexpr, CAUSAL: tl.constexpr, TREE: tl.constexpr,
-                    PRECISION: tl.constexpr):  # fmt: skip
-    """Grid (tiles, J, splits). With SPLIT (one query a sequence) the last program to arrive folds the blocks of all, in
-    the order of a program that has them alone."""
+                    H: tl.constexpr, J: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, GP: tl.constexpr,
+                    BM: tl.constexpr, BN: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+                    LSE: tl.constexpr, SPLIT: tl.constexpr, DECODE: tl.constexpr, SINK: tl.constexpr, CAUSAL: tl.constexpr,
+                    TREE: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """Grid (tiles, J, splits, or parts of the values). With SPLIT (one query a sequence) the last program to arrive folds
+    the blocks of all, in the order of a program that has them alone."""
     wait_for_inputs()
     let_next_start()
     tile = tl.program_id(0)
@@ -215,7 +219,8 @@ def _forward_kernel(q_ptr, k_ptr, v_ptr, sink_ptr, o_ptr, lse_ptr, starts_ptr, c
         lowest = tl.maximum(first + query0 - WINDOW + 1, 0) // BN
     top = tl.full((BM,), float("-inf"), tl.float32)
     total = tl.zeros((BM,), tl.float32)
-    out = tl.zeros((BM, BD), tl.float32)
+    out = tl.zeros((BM, BV), tl.float32)
+    c = (0 if SPLIT else tl.program_id(2)) * BV + tl.arange(0, BV)
     step = 1
     if SPLIT:
         sharing = tl.minimum(tl.num_programs(2), num_blocks - lowest)
@@ -235,9 +240,9 @@ def _forward_kernel(q_ptr, k_ptr, v_ptr, sink_ptr, o_ptr, lse_ptr, starts_ptr, c
             page = tl.load(row_of_table + tl.minimum(block + step, num_blocks - 1) * BN // PAGE)
         else:
             at = _token(start, path_ptr, key, length, TREE) * stride_key + j * stride_head
-        ok = (key < length)[:, None] & (d < D)[None, :]
-        k = tl.load(k_ptr + at[:, None] + d[None, :], mask=ok, other=0.0)
-        v = tl.load(v_ptr + at[:, None] + d[None, :], mask=ok, other=0.0)
+        inside = (key < length)[:, None]
+        k = tl.load(k_ptr + at[:, None] + d[None, :], mask=inside & (d < D)[None, :], other=0.0)
+        v = tl.load(v_ptr + at[:, None] + c[None, :], mask=inside & (c < D)[None, :], other=0.0)
         m, partial, o = _block(q, k, v, row_pos, key, scale, WINDOW, SOFTCAP, PRECISION)
         if SPLIT:
             slot = ((s * J + j) * max_blocks + block) * GP
@@ -260,9 +265,9 @@ def _forward_kernel(q_ptr, k_ptr, v_ptr, sink_ptr, o_ptr, lse_ptr, starts_ptr, c
             top, total, out = _fold_sink(top, total, out, sink_ptr, j * G + g, row_ok)
         at_out = token * H + j * G + g
         tl.store(
-            o_ptr + at_out[:, None] * D + d[None, :],
+            o_ptr + at_out[:, None] * D + c[None, :],
             divide_rows(out, total, o_ptr.dtype.element_ty),
-            mask=row_ok[:, None] & (d < D)[None, :],
+            mask=row_ok[:, None] & (c < D)[None, :],
         )
         if LSE:
             tl.store(lse_ptr + at_out, top + tl.log2(total), mask=row_ok)
@@ -277,9 +282,9 @@ def copy_tiles(pairs: list[tuple[int, int]], device: torch.device) -> Tiles:
 
 
 def tile_starts(
-    counts: Sequence[int], *, skip: int = 0, heads: int, key_heads: int, dtype: torch.dtype
+    counts: Sequence[int], *, skip: int = 0, heads: int, key_heads: int, size: int, dtype: torch.dtype
 ) -> list[tuple[int, int]]:
-    group, rows = power_of_two(heads // key_heads), tile_of(dtype).rows
+    group, rows = power_of_two(heads // key_heads), tile_of(dtype, size).rows
     if group > rows:
         raise ExactnessError(f"{group} query heads for one key head have no exact form in {dtype}; the most is {rows}")
     return [(s, first) for s in range(skip, len(counts)) for first in range(0, counts[s], rows // group)]
@@ -297,13 +302,12 @@ def dense_heads(q: Tensor) -> Tensor:
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, spec: AttentionSpec, source: Packed | PagedBatch, tiles: Tiles | None, *,
-    lse: Tensor | None = None, splits: int = 1, arrived: Tensor | None = None, tile: QueryTile | None = None,
+    lse: Tensor | None = None, splits: int = 1, arrived: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Attention of q [T, H, D] into `out`: the queries of `tiles`, or (None) the decodes of a `PagedBatch`.
 
     Keys and values lie dense [T, J, D] beside the queries (`Packed`), or in contiguous pages [blocks, J, page, D].
-    `splits` programs share a decode's blocks; `arrived` int32 [S·J] is zero between launches. A `tile` with fewer than
-    16 rows a warp changes bits: only for benchmarks with exactness off.
+    `splits` programs share a decode's blocks; `arrived` int32 [S·J] is zero between launches.
     """
     _, heads, size = q.shape
     key_heads, group, width = k.shape[1], power_of_two(heads // k.shape[1]), power_of_two(size)
@@ -311,7 +315,8 @@ def attend(
     if programs == 0:
         return
     split, block = splits > 1, key_block(q.dtype)
-    tile = tile or tile_of(q.dtype, streams=tiles is None and not split)
+    values = min(width, MOST_VALUES) if tiles is None and not split else width
+    tile = tile_of(q.dtype, values, decodes=tiles is None)
     tree = source.branches if isinstance(source, Packed) else None
     if isinstance(source, Packed):
         starts = context = source.cu_seqlens
@@ -327,11 +332,11 @@ def attend(
         shape = {"dtype": torch.float32, "device": q.device}
         parts = (torch.empty((rows, width), **shape), *torch.empty((2, rows), **shape))
     launch(
-        _forward_kernel, (programs, key_heads, splits),
+        _forward_kernel, (programs, key_heads, splits * (width // values)),
         q, k, v, spec.sinks if spec.sinks is not None else q, out, lse if lse is not None else out, starts, context,
         tiles.sequence if tiles else table, tiles.query if tiles else table, table, starts if tree is None else tree.table,
         spec.scale if spec.softcap else spec.scale * LOG2E, q.stride(0), *strides, *parts, arrived if split else starts, blocks,
-        H=heads, J=key_heads, D=size, BD=width, GP=group, BM=tile.rows, BN=block,
+        H=heads, J=key_heads, D=size, BD=width, BV=values, GP=group, BM=tile.rows, BN=block,
         PAGE=page, WINDOW=spec.window or 0, SOFTCAP=float(spec.softcap or 0.0), LSE=lse is not None,
         SPLIT=split, DECODE=tiles is None, SINK=spec.sinks is not None, CAUSAL=spec.causal, TREE=tree is not None,
         PRECISION=precision_of(q.dtype),

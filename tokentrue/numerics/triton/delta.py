@@ -10,6 +10,8 @@ Legend: T tokens, S sequences, J key heads, G value heads for each, H = J·G, K 
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -17,7 +19,7 @@ from torch import Tensor
 
 from tokentrue.errors import ExactnessError
 from tokentrue.numerics.ops import DeltaInputs, DeltaStates, Packed
-from tokentrue.numerics.triton.elementwise import activate, reciprocal_rms, scale_row, warps_for
+from tokentrue.numerics.triton.elementwise import activate, scale_row, warps_for
 from tokentrue.numerics.triton.launch import (
     align_rows,
     cdiv,
@@ -31,6 +33,8 @@ BLOCK = 16
 TAPS = 4
 # Ends of sequences compared at a time.
 ENDS = 128
+# Tokens from which a program has several: starting it costs more than its work.
+MANY, EACH = 1024, 8
 
 
 @triton.jit
@@ -70,24 +74,36 @@ def _softplus(x):
 def _inputs_kernel(q_ptr, k_ptr, v_ptr, b_ptr, a_ptr, w_ptr, log_ptr, bias_ptr, history_ptr, slot_ptr, start_ptr, mixed_ptr, norm_ptr, gate_ptr,
                    T, S, stride_t, stride_b, stride_a, step_q, step_k, step_v, step_b, step_a, J: tl.constexpr, G: tl.constexpr,
                    K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr, ENDS: tl.constexpr,
-                   SINGLE: tl.constexpr):  # fmt: skip
-    """Grid (T, J, 2 + G): what the recurrence reads, of a query, a key or the values of a head. mixed [T, C] after the
+                   EACH: tl.constexpr):  # fmt: skip
+    """Grid (T / EACH, J, 2 + G): what the recurrence reads, of a query, a key or the values of a head. mixed [T, C] after the
     convolution; 1 / length of query and key [2, T, J]; factor of the state and beta [2, T, H]. `stride_*`: from token to
-    token; `step_*`: from key head to key head. SINGLE: every sequence has one token."""
+    token; `step_*`: from key head to key head. EACH: tokens of a program; 0: one, and every sequence has one."""
     wait_for_inputs()
     let_next_start()
-    t = tl.program_id(0).to(tl.int64)
-    j = tl.program_id(1)
-    part = tl.program_id(2)
-    s = tl.program_id(0)
-    if not SINGLE:
-        ends = tl.arange(0, ENDS)
+    if EACH == 0:
+        _token_inputs(q_ptr, k_ptr, v_ptr, b_ptr, a_ptr, w_ptr, log_ptr, bias_ptr, history_ptr, slot_ptr, start_ptr, mixed_ptr,
+                      norm_ptr, gate_ptr, T, tl.program_id(0), tl.program_id(0), stride_t, stride_b, stride_a, step_q, step_k,
+                      step_v, step_b, step_a, J, G, K, KP, V, VP)  # fmt: skip
+    ends = tl.arange(0, ENDS)
+    for i in range(EACH):
+        t = tl.program_id(0) * EACH + i
         s = 0
         for chunk in range(0, S, ENDS):  # sequences that end before this token
             end = tl.load(start_ptr + 1 + chunk + ends, mask=chunk + ends < S, other=2147483647)
             s += tl.sum((end <= t).to(tl.int32), 0)
-    if s >= S:  # padding
-        return
+        if (s < S) & (t < T):  # else padding
+            _token_inputs(q_ptr, k_ptr, v_ptr, b_ptr, a_ptr, w_ptr, log_ptr, bias_ptr, history_ptr, slot_ptr, start_ptr, mixed_ptr,
+                          norm_ptr, gate_ptr, T, t, s, stride_t, stride_b, stride_a, step_q, step_k, step_v, step_b, step_a,
+                          J, G, K, KP, V, VP)  # fmt: skip
+
+
+@triton.jit
+def _token_inputs(q_ptr, k_ptr, v_ptr, b_ptr, a_ptr, w_ptr, log_ptr, bias_ptr, history_ptr, slot_ptr, start_ptr, mixed_ptr, norm_ptr, gate_ptr,
+                  T, t, s, stride_t, stride_b, stride_a, step_q, step_k, step_v, step_b, step_a, J: tl.constexpr, G: tl.constexpr,
+                  K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr):  # fmt: skip
+    t = t.to(tl.int64)
+    j = tl.program_id(1)
+    part = tl.program_id(2)
     C: tl.constexpr = 2 * J * K + J * G * V
     kind = mixed_ptr.dtype.element_ty
     first = tl.load(start_ptr + s).to(tl.int64)
@@ -233,10 +249,11 @@ def delta_rule(inputs: DeltaInputs, sequences: Packed, states: DeltaStates | Non
         "V": size,
         "VP": power_of_two(size),
     }
+    each = 0 if sequences.lengths == (1,) * tokens else 1 if tokens <= MANY else EACH
     launch(
-        _inputs_kernel, (tokens, key_heads, 2 + group), q, k, v, b, a, align_rows(inputs.convolution), inputs.a_log, inputs.dt_bias, states.history,
+        _inputs_kernel, (cdiv(tokens, each or 1), key_heads, 2 + group), q, k, v, b, a, align_rows(inputs.convolution), inputs.a_log, inputs.dt_bias, states.history,
         *where, mixed, norms, gates, tokens, count, q.stride(0), b.stride(0), a.stride(0), *steps, b.stride(1), a.stride(1), **shape,
-        ENDS=ENDS, SINGLE=sequences.lengths == (1,) * tokens, num_warps=1,
+        ENDS=ENDS, EACH=each, num_warps=1,
     )  # fmt: skip
     launch(
         _rule_kernel, (count, heads, cdiv(size, BLOCK)), mixed, norms, gates, states.state, *where, out, q, k, v, states.history, tokens,
@@ -252,29 +269,29 @@ def dense(x: Tensor) -> Tensor:
 
 @triton.jit(do_not_specialize=["stride_t", "step_z"])
 def _gated_norm_kernel(x_ptr, z_ptr, w_ptr, y_ptr, eps, stride_t, step_z, H: tl.constexpr, G: tl.constexpr, V: tl.constexpr,
-                       BLOCK: tl.constexpr):  # fmt: skip
-    """Grid (T, H). The sum of `_norm_kernel`: same block, same warps, so same order."""
+                       BLOCK: tl.constexpr, HEADS: tl.constexpr):  # fmt: skip
+    """Grid (T, H / HEADS). A head has the warps of `_norm_kernel`, so that its sum has the same order."""
     wait_for_inputs()
     let_next_start()
     row = tl.program_id(0).to(tl.int64)
-    h = tl.program_id(1)
-    at = tl.arange(0, BLOCK)
+    h = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    at = tl.arange(0, BLOCK)[None, :]
     kind = y_ptr.dtype.element_ty
-    inside = None if BLOCK == V else at < V
-    zero = None if BLOCK == V else 0.0
-    x = tl.load(x_ptr + (row * H + h) * V + at, mask=inside, other=zero).to(tl.float32)
-    w = tl.load(w_ptr + at, mask=inside, other=zero)
-    y = scale_row(x, reciprocal_rms(x, V, eps), w, 0, kind)
-    z = tl.load(z_ptr + row * stride_t + (h // G) * step_z + (h % G) * V + at, mask=at < V, other=0.0).to(tl.float32)
-    tl.store(y_ptr + (row * H + h) * V + at, (y.to(tl.float32) * activate(z, 0)).to(kind), mask=at < V)
+    inside = (at < V) & (h >= 0)
+    x = tl.load(x_ptr + (row * H + h) * V + at, mask=inside, other=0.0).to(tl.float32)
+    rstd = tl.rsqrt(tl.sum(x * x, 1) / V + eps)[:, None]
+    y = scale_row(x, rstd, tl.load(w_ptr + at, mask=at < V, other=0.0), 0, kind)
+    z = tl.load(z_ptr + row * stride_t + (h // G) * step_z + (h % G) * V + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y_ptr + (row * H + h) * V + at, (y.to(tl.float32) * activate(z, 0)).to(kind), mask=inside)
 
 
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     (tokens, heads, size), gate = x.shape, dense(gate)
     y = torch.empty_like(x)
     if tokens:
+        together = math.gcd(heads, 8)
         launch(
-            _gated_norm_kernel, (tokens, heads), align_rows(x), gate, align_rows(weight), y, eps, gate.stride(0), gate.stride(1),
-            H=heads, G=heads // gate.shape[1], V=size, BLOCK=power_of_two(size), num_warps=warps_for(size),
+            _gated_norm_kernel, (tokens, heads // together), align_rows(x), gate, align_rows(weight), y, eps, gate.stride(0), gate.stride(1),
+            H=heads, G=heads // gate.shape[1], V=size, BLOCK=power_of_two(size), HEADS=together, num_warps=together * warps_for(size),
         )  # fmt: skip
     return y

@@ -166,12 +166,14 @@ def _add_bias(y, at, ok):
 @triton.jit(do_not_specialize=["P"])
 def _group_kernel(x_ptr, w_ptr, b_ptr, y_ptr, pair_ptr, expert_ptr, P, N, K, E, stride_x, stride_e, stride_n, stride_k, SLOTS: tl.constexpr,
                   BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
-                  INTERLEAVED: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+                  INTERLEAVED: tl.constexpr, BIAS: tl.constexpr, BESIDE: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Grid (tiles, N tiles). GATED: w [E, 2N, K] and x rows are tokens; else w [E, N, K] and x rows are pairs.
-    INTERLEAVED: the rows of gate and up in turn. Strides of w: expert, output, input."""
-    wait_for_inputs()
+    INTERLEAVED: the rows of gate and up in turn. Strides of w: expert, output, input. BESIDE: runs beside the kernel ahead,
+    which writes nothing that is read here."""
+    wait_for_inputs(BESIDE)
     e = tl.load(expert_ptr + tl.program_id(0))
     if e >= E:
+        wait_for_inputs(not BESIDE)
         return
     pair = tl.load(pair_ptr + tl.program_id(0) * BM + tl.arange(0, BM))
     ok = pair < P
@@ -191,17 +193,20 @@ def _group_kernel(x_ptr, w_ptr, b_ptr, y_ptr, pair_ptr, expert_ptr, P, N, K, E, 
     w_tile = w_expert + first[None, :].to(tl.int64) * stride_n
     up_tile = w_expert + second[None, :].to(tl.int64) * stride_n
     step = BK * stride_k
+    CACHE: tl.constexpr = ".cg" if BESIDE else ""
     acc = tl.zeros((BM, BN), tl.float32)
     up = tl.zeros((BM, BN), tl.float32)
     for k in range(0, K, BK):
         in_w = (cols < N)[None, :] & (ks < K - k)[:, None]
-        x = tl.load(x_tile, mask=ok[:, None] & (ks < K - k)[None, :], other=0.0).to(kind)
+        # BESIDE: past the first cache, which may hold what was there before the kernel ahead began.
+        x = tl.load(x_tile, mask=ok[:, None] & (ks < K - k)[None, :], other=0.0, cache_modifier=CACHE).to(kind)
         acc = tl.dot(x, tl.load(w_tile, mask=in_w, other=0.0), acc, input_precision=PRECISION)
         if GATED:
             up = tl.dot(x, tl.load(up_tile, mask=in_w, other=0.0), up, input_precision=PRECISION)
         x_tile += BK
         w_tile += step
         up_tile += step
+    wait_for_inputs(not BESIDE)
     let_next_start()
     y = acc.to(kind)
     u = up.to(kind)
@@ -325,7 +330,7 @@ def tile_for_group(rows: int, pairs: int, dtype: torch.dtype, *, gated: bool, de
 
 def multiply_groups(
     x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, groups: Groups, tile: Tile, *,
-    act: str | ClampedSwiglu | None = None, slots: int = 1, interleaved: bool = False,
+    act: str | ClampedSwiglu | None = None, slots: int = 1, interleaved: bool = False, beside: bool = False,
 ) -> None:  # fmt: skip
     """y[p] = x's row of pair p times its group's weight [E, outputs, K] (any strides); gated if `act` is given."""
     (number, _, inputs), (num_pairs, outputs) = weight.shape, y.shape
@@ -334,7 +339,7 @@ def multiply_groups(
         _group_kernel, (groups.experts.shape[0], cdiv(outputs, tile.n)),
         x, weight, bias if bias is not None else x, y, groups.pairs, groups.experts, num_pairs, outputs, inputs, number,
         x.stride(0), *weight.stride(), SLOTS=slots, BM=groups.rows, BN=tile.n, BK=tile.k, GATED=act is not None, ACT=branch,
-        ALPHA=alpha, LIMIT=limit, INTERLEAVED=interleaved, BIAS=bias is not None,
+        ALPHA=alpha, LIMIT=limit, INTERLEAVED=interleaved, BIAS=bias is not None, BESIDE=beside,
         PRECISION=precision_of(y.dtype), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 

@@ -44,9 +44,10 @@ def launch(
 
 
 @triton.jit
-def wait_for_inputs():
-    """First in every kernel: what the kernels ahead wrote is there, and what they read may be written."""
-    if FOLLOWS:
+def wait_for_inputs(LATER: tl.constexpr = False):
+    """First in every kernel: what the kernels ahead wrote is there, and what they read may be written. LATER: the kernel
+    reads nothing of the one ahead, and waits only before it writes."""
+    if FOLLOWS and not LATER:
         gdc_wait()
 
 
@@ -54,6 +55,13 @@ def wait_for_inputs():
 def let_next_start():
     """The next kernel's programs may take what is free of the chip. Too early, they are in the way."""
     if FOLLOWS:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def let_beside_start(EARLY: tl.constexpr):
+    """The next kernel waits only before it writes, and runs beside this one."""
+    if FOLLOWS and EARLY:
         gdc_launch_dependents()
 
 

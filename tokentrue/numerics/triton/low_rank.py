@@ -21,7 +21,6 @@ from tokentrue.numerics.ops import LowRank, LowRankStack, RowSlots
 from tokentrue.numerics.triton.experts import Groups, group, multiply_groups
 from tokentrue.numerics.triton.launch import (
     Tile,
-    align_rows,
     launch,
     let_next_start,
     power_of_two,
@@ -116,9 +115,10 @@ def columns_of(ends: tuple[int, ...]) -> int | None:
     return next((width for width in COLUMNS if all(end % width == 0 for end in ends)), None)
 
 
-def add_low_ranks(y: Tensor, x: Tensor, stack: LowRankStack, rows: RowSlots) -> None:
+def add_low_ranks(y: Tensor, x: Tensor, stack: LowRankStack, rows: RowSlots, *, beside: bool) -> None:
+    """`beside`: the kernel ahead is the product y itself; the first factor does not wait for it."""
     packed: PackedStack = stack.packed
-    x, count = align_rows(x), x.shape[0]
+    count = x.shape[0]
     if rows.groups is None:  # by the first product of a step
         rows.groups = group(rows.slots[:, None], rows.count, 16 if count <= 512 else 64)
     groups: Groups = rows.groups
@@ -129,7 +129,7 @@ def add_low_ranks(y: Tensor, x: Tensor, stack: LowRankStack, rows: RowSlots) -> 
     u = torch.empty((count, height), dtype=packed.a.dtype, device=x.device)
     tile = Tile(groups.rows, 32, 128, 4, 4) if groups.rows > 16 else Tile(16, 16, 512, 4, 3)  # measured on an H200
     tile = Tile(groups.rows, 32, 32, 4, 4) if packed.a.dtype == torch.float32 else tile
-    multiply_groups(x, packed.a, None, u, groups, tile)
+    multiply_groups(x, packed.a, None, u, groups, tile, beside=beside)
     ends = (*stack.ends[:-1], outputs, outputs)
     launch(
         _expand_kernel, (groups.experts.shape[0], outputs // columns), u, packed.b, packed.scales, packed.ranks, y, groups.pairs,

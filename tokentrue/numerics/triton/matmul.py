@@ -28,6 +28,7 @@ from tokentrue.numerics.triton.launch import (
     align_rows,
     cdiv,
     launch,
+    let_beside_start,
     let_next_start,
     power_of_two,
     precision_of,
@@ -53,9 +54,10 @@ def tile_at(pid, M, N, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
 @triton.jit
 def _linear_kernel(x_ptr, w_ptr, b_ptr, y_ptr, M, N, K, stride_x, stride_y, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
                    EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, BIAS: tl.constexpr, GROUP: tl.constexpr, GATED: tl.constexpr,
-                   ACT: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+                   ACT: tl.constexpr, EARLY: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """GATED: w holds N gate rows, then N up rows; one program computes the same columns of both."""
     wait_for_inputs()
+    let_beside_start(EARLY)
     m, n = tile_at(tl.program_id(0), M, N, BM, BN, GROUP)
     rows = m * BM + tl.arange(0, BM)
     cols = n * BN + tl.arange(0, BN)
@@ -121,9 +123,10 @@ def zeros_of_tile(BM: tl.constexpr, BN: tl.constexpr, TURNED: tl.constexpr):
 
 @triton.jit
 def _few_rows_kernel(x_desc, w_desc, y_desc, b_ptr, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BIAS: tl.constexpr,
-                     GROUP: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr):  # fmt: skip
+                     GROUP: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
     """One tile a program; prefetches as much of the weights as shared memory holds."""
     wait_for_inputs()
+    let_beside_start(EARLY)
     m, n = tile_at(tl.program_id(0), M, N, BM, BN, GROUP)
     kind: tl.constexpr = y_desc.dtype
     TURNED: tl.constexpr = BM < 64
@@ -224,7 +227,7 @@ def _vocabulary_tile(rows: int) -> Tile | None:
         return None
     if rows <= 64:
         return Tile(32, 128, 128, 4, 5) if rows <= 32 else ALONE[1]
-    return MIDDLE if rows <= 128 else LARGE
+    return Tile(128, 128, 64, 4, 3) if rows <= 128 else LARGE
 
 
 # Height -> depth and stages where one, two or three programs share a multiprocessor.
@@ -241,9 +244,10 @@ def _gated_tile(rows: int, outputs: int, processors: int) -> Tile:
 
 
 def product(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, act: str | None = None, tile: Tile | None = None
-) -> Tensor:
-    """x [M, K] @ weight[N, K].T + bias; with `act`, act(x @ gate.T) * (x @ up.T) for weight = [gate; up]."""
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, act: str | None = None, tile: Tile | None = None, early: bool = False
+) -> Tensor:  # fmt: skip
+    """x [M, K] @ weight[N, K].T + bias; with `act`, act(x @ gate.T) * (x @ up.T) for weight = [gate; up]. `early`: see
+    `let_beside_start`."""
     x, weight = align_rows(x), align_rows(weight)
     gated = act is not None
     (rows, inputs), outputs = x.shape, weight.shape[0] // 2 if gated else weight.shape[0]
@@ -255,7 +259,7 @@ def product(
     bias_or_x = bias if bias is not None else x
     options = {"num_warps": t.warps, "num_stages": t.stages}
     constants: dict[str, Any] = {"BM": t.m, "BN": t.n, "BK": t.k}
-    gate = {"GATED": gated, "ACT": branch_of(act) if act is not None else 0}
+    gate = {"GATED": gated, "ACT": branch_of(act) if act is not None else 0, "EARLY": early}
     programs = num_tiles(rows, outputs, t)
     if described is None:
         even = {"EVEN_K": inputs % t.k == 0, "EVEN_N": outputs % t.n == 0, "BIAS": bias is not None, "GROUP": 8}

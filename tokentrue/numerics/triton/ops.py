@@ -43,7 +43,7 @@ from tokentrue.numerics.ops import (
     same_bits,
 )
 from tokentrue.numerics.selftest import differing_cuts, differing_runs, fill_pages, paged_batch
-from tokentrue.numerics.triton.launch import Tile
+from tokentrue.numerics.triton.launch import Tile, align_rows
 
 # Most sequences × key heads of a decode step whose key blocks are shared out to several programs.
 MOST_SHARED = 64
@@ -67,7 +67,6 @@ class TritonOps(Ops):
         self.pinned: dict[tuple[int, int], Tile] = {}  # (K, N) whose tiles disagree here -> its one tile
         self.split_decode = True
         self.fused = True
-        self.tile: attention.QueryTile | None = None  # of decodes, in benchmarks with exactness off
         self._arrived: Tensor | None = None
         self._tiles: (
             tuple[Packed | PagedBatch, Mapping[str, object], attention.Tiles, attention.Tiles | None] | None
@@ -128,7 +127,7 @@ class TritonOps(Ops):
             splits = splits_for(decodes * key_heads) if self.split_decode else 1
             if splits > 1 and self._arrived is None:
                 self._arrived = torch.zeros(MOST_SHARED, dtype=torch.int32, device=q.device)
-            attention.attend(q, *pages, out, spec, batch, None, splits=splits, arrived=self._arrived, tile=self.tile)
+            attention.attend(q, *pages, out, spec, batch, None, splits=splits, arrived=self._arrived)
         if decodes < len(batch.q_lens):
             attention.attend(q, *pages, out, spec, batch, batch.plan or self.tiles_of(batch, q, key_heads)[0])
         return out
@@ -137,7 +136,7 @@ class TritonOps(Ops):
         self, source: Packed | PagedBatch, q: Tensor, key_heads: int
     ) -> tuple[attention.Tiles, attention.Tiles | None]:
         """Forward and backward; cached: the same for every layer of a pass or step."""
-        shape = {"heads": q.shape[1], "key_heads": key_heads, "dtype": q.dtype}
+        shape = {"heads": q.shape[1], "key_heads": key_heads, "size": q.shape[2], "dtype": q.dtype}
         if self._tiles is None or self._tiles[0] is not source or self._tiles[1] != shape:
             packed = isinstance(source, Packed)
             lengths, skip = (source.lengths, 0) if packed else (source.q_lens, source.num_decodes)
@@ -161,11 +160,15 @@ class TritonOps(Ops):
             return matmul.norm_product(h, residual, norm, weight, bias, kind)
         return super().norm_linear(h, residual, norm, weight, bias, kind)
 
-    def add_low_ranks(self, y: Tensor, x: Tensor, stack: LowRankStack, rows: RowSlots) -> None:
+    def adapted_linear(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, stack: LowRankStack, rows: RowSlots
+    ) -> Tensor:
         if stack.packed is None:
-            super().add_low_ranks(y, x, stack, rows)
-        else:
-            low_rank.add_low_ranks(y, x, stack, rows)
+            return super().adapted_linear(x, weight, bias, stack, rows)
+        x, grouped = align_rows(x), rows.groups is not None
+        y = matmul.product(x, weight, bias, tile=self.pinned.get((weight.shape[1], weight.shape[0])), early=grouped)
+        low_rank.add_low_ranks(y, x, stack, rows, beside=grouped)
+        return y
 
     def prepare_qkv(
         self, qkv: Tensor, heads: tuple[int, int, int], norm: HeadNorm | None, cos: Tensor | None, sin: Tensor | None,

@@ -68,19 +68,6 @@ def _whole_kernel(
     tl.store(out_ptr + row * V + at, out.to(out_ptr.dtype.element_ty), mask=at < V)
 
 
-@triton.jit(do_not_specialize=["R"])
-def _gather_kernel(z_ptr, stats_ptr, token_ptr, out_ptr, R, stride, BLOCK: tl.constexpr):
-    wait_for_inputs()
-    let_next_start()
-    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    ok = row < R
-    token = tl.load(token_ptr + row, mask=ok, other=0)
-    z = tl.load(z_ptr + row * stride + token, mask=ok, other=0.0)
-    top = tl.load(stats_ptr + row * 2, mask=ok, other=0.0)
-    log_total = tl.load(stats_ptr + row * 2 + 1, mask=ok, other=0.0)
-    tl.store(out_ptr + row, (z - top) - log_total, mask=ok)
-
-
 def row_stats(z: Tensor) -> Tensor:
     """[R, 2]: maximum and log-sum of each row of z."""
     rows, vocabulary = z.shape
@@ -117,12 +104,9 @@ def logits_gradient(logits: Tensor, tokens: Tensor, grads: Tensor) -> Tensor:
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
-    z, flat = rows_of(logits.float()), tokens.reshape(-1)
-    rows, out = z.shape[0], torch.empty(z.shape[0], dtype=torch.float32, device=z.device)
-    if rows:
-        args = (z, row_stats(z), flat, out, rows, z.stride(0))
-        launch(_gather_kernel, (cdiv(rows, 128),), *args, BLOCK=128, num_warps=4)
-    return out.reshape(tokens.shape)
+    z = rows_of(logits.float())
+    top, log_total = row_stats(z).unbind(-1)
+    return ((z.gather(-1, tokens.reshape(-1, 1))[:, 0] - top) - log_total).reshape(tokens.shape)
 
 
 SAMPLING_CHUNK = 1024

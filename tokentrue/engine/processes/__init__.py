@@ -1,1 +1,0 @@
-"""One model in several processes: by layers, or every layer in parts."""
