@@ -74,12 +74,12 @@ def test_a_finding_that_needs_an_earlier_session_is_replayed_with_it() -> None:
 def test_our_own_gateway_over_all_dialects(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A slice for `make test`; `make conformance` runs all cases."""
     page = tmp_path / "report.html"
-    code = run_command("conformance", ["tokentrue", "--turns", "2", "--levels", "0-1,4,9", "--json", "-o", str(page)])
+    code = run_command("conformance", ["tokentrue", "--turns", "2", "--levels", "0-1,4", "--json", "-o", str(page)])
     report = json.loads(capsys.readouterr().out)
     assert code == 0, report["findings"]
     assert not report["findings"]
     ran = {level["level"] for level in report["levels"] if level["verdict"] == "pass"}
-    assert ran == {0, 1, 4, 9}
+    assert ran == {0, 1, 4}
     assert report["levels"][1]["cases"] == 4 * len(CASES[1])
     assert "tokentrue" in page.read_text()
 

@@ -78,17 +78,12 @@ class Arena:
             "other": self.other,
             "abstract": self.abstract,
             "pid": os.getpid(),
-            "is_bwrap": os.environ.get("TOKENTRUE_TEST_SANDBOX", "bwrap") == "bwrap",
         }
         (self.folder / "agent").mkdir(exist_ok=True)
         path = self.folder / "agent" / "agent.py"
         path.write_text(f"ARENA = {known!r}\n{program}")
-        sandbox = os.environ.get("TOKENTRUE_TEST_SANDBOX", "bwrap")
-        python = sys.executable if sandbox == "bwrap" else "python3"
         settings: dict[str, Any] = {
-            "agent": f"{python} -u {path} {{task}}",
-            "sandbox": sandbox,
-            "image": os.environ.get("TOKENTRUE_TEST_IMAGE"),
+            "agent": f"{sys.executable} -u {path} {{task}}",
             "tasks": str(self.folder / "tasks.jsonl"),
             "directory": str(self.folder / "rollouts"),
             "transcripts": str(self.folder / "transcripts"),

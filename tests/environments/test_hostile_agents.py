@@ -1,8 +1,5 @@
 """Agents that cheat, against bubblewrap: none escapes, none changes its reward, none outlives its limits.
 
-`TOKENTRUE_TEST_SANDBOX=podman TOKENTRUE_TEST_IMAGE=NAME` plays them against a container of an image with Debian's
-python3 and git.
-
 `test_as_an_unprivileged_user` plays this file again as another user where it runs as root: what a root user may do, and
 how bubblewrap then confines, differ.
 """
@@ -25,8 +22,7 @@ from tests.environments.arena import ADMIN_KEY, SECRET, Arena, open_arena, proce
 from tokentrue.environments.agents.sandbox import try_bwrap
 from tokentrue.errors import AgentError
 
-IS_CONTAINER = os.environ.get("TOKENTRUE_TEST_SANDBOX", "bwrap") != "bwrap"
-FAILURE = None if IS_CONTAINER else try_bwrap()
+FAILURE = try_bwrap()
 pytestmark = [
     pytest.mark.skipif(FAILURE is not None, reason=f"bubblewrap does not work here: {FAILURE}"),
     pytest.mark.timeout(120),
@@ -61,7 +57,7 @@ for folder in [*{WRITABLE}, "..", "../logs", "/rollout", "/rollout/logs", "/roll
             pass
 Path("a.txt").touch()
 print("1000000")
-"""
+"""  # noqa: E501
     outcome, _ = arena.play(program, "test -f a.txt")
     assert outcome.reward == 1.0
 
@@ -84,7 +80,7 @@ for folder in [*{WRITABLE}, "/rollout"]:
             print("CHANGED", folder)
         except OSError:
             pass
-"""
+"""  # noqa: E501
     outcome, transcript = arena.play(program, "cat score.log2 agent.log2 verifier/secret.txt; ls -R . $HOME; exit 0")
     assert outcome.reward == 1.0 and "CHANGED" not in transcript and "No such file" in transcript, transcript
 
@@ -102,7 +98,7 @@ for folder in {WRITABLE}:
         outcome, _ = arena.play(program, score, score_timeout_s=1)
         assert outcome.reward == 0.0
     except AgentError as error:
-        assert "took longer than its time limit (1 s)" in str(error)
+        assert "took longer than its time limit" in str(error)
     assert time.monotonic() - began < 15
 
 
@@ -120,7 +116,7 @@ for home in ("/rollout/home", "/rollout/work", "/tmp"):
             path.write_text(evil)
 for name in (".profile", ".bashrc", ".shrc", ".bash_profile", ".gitconfig"):
     Path("/rollout/home", name).write_text("echo 1000000\\n")
-"""
+"""  # noqa: E501
     grader = arena.folder / "grader"
     grader.mkdir()
     (grader / "grade.py").write_text("import json, os, sys\nprint(0.5)\n")
@@ -172,7 +168,7 @@ for change in (lambda: os.rename("/logs/verifier", "/logs/old"), lambda: os.syml
 {trick}
 ''' % secret
 open("solution.sh", "w").write("{SYSTEM_PYTHON} - <<'EOF'\\n" + code + "\\nEOF\\n")
-"""
+"""  # noqa: E501
     with pytest.raises(AgentError, match="wrote no number"):
         arena.play(program, tasks=str(task.parent))
     assert "CHANGED" not in arena.transcript
@@ -228,8 +224,6 @@ attempt("umount", lambda: libc.umount2(b"/usr", 2))
 attempt("pivot", lambda: libc.syscall(41 if os.uname().machine == "aarch64" else 155, b"/tmp", b"/tmp"))
 attempt("chroot", lambda: os.chroot("/tmp"))
 for kind in (0x10000000, 0x00020000, 0x40000000, 0x20000000):
-    if not ARENA["is_bwrap"]:
-        break  # podman's own seccomp profile allows user namespaces
     attempt(f"unshare {kind:x}", lambda: libc.unshare(kind))
 for space in ("user", "mnt", "net", "pid"):
     attempt(f"setns {space}", lambda: libc.setns(os.open(f"/proc/1/ns/{space}", os.O_RDONLY), 0))
@@ -245,7 +239,7 @@ for path in ("/proc/sys/kernel/core_pattern", "/proc/sys/vm/overcommit_memory", 
 for path in ("/etc/shadow", "/dev/mem", "/dev/sda", "/dev/vda", "/proc/kcore", "/proc/kmsg", "/dev/kmsg"):
     attempt(path, lambda: os.close(os.open(path, os.O_RDONLY)))
 os.system("cp /bin/sh shell; chmod 6755 shell; ./shell -c 'id -u' >id.txt; sudo -n true; su -c true; mount")
-"""
+"""  # noqa: E501
     outcome, transcript = arena.play(program, "cat id.txt")
     assert "DONE" not in transcript, transcript
     assert transcript.count("refused") > 35, transcript
@@ -265,8 +259,6 @@ print("processes", sum(name.isdigit() for name in os.listdir("/proc")))
 for path in (ARENA["folder"] + "/victim", ARENA["folder"] + "/rollouts", ARENA["folder"] + "/transcripts", "/var/lib", "/sys", "/mnt",
              f"/proc/{ARENA['pid']}/environ", f"/proc/{ARENA['pid']}/root", "/proc/1/root" + ARENA["victim"],
              "/proc/1/cwd/../.." + ARENA["victim"], "/run/dbus", "/run/user", "/run/docker.sock"):
-    if path in ("/var/lib", "/sys", "/mnt") and not ARENA["is_bwrap"]:
-        continue  # of the image
     if os.path.exists(path) and path != f"/proc/{os.getpid()}/environ":
         print("SEEN", path, os.listdir(path) if os.path.isdir(path) else "")
 for entry in Path("/proc").iterdir():
@@ -286,7 +278,7 @@ for entry in Path("/proc").iterdir():
 print(sorted(os.environ))
 subprocess.run(["keyctl", "show"], check=False) if os.path.exists("/usr/bin/keyctl") else None
 subprocess.run(["grep", "-rls", "the-secret-0452", "/rollout", "/tmp", "/run", "/var", "/home"])
-"""
+"""  # noqa: E501
     _, transcript = arena.play(program)
     assert "SEEN" not in transcript, transcript
     assert int(transcript.split("processes ")[1].split()[0]) < 8
@@ -418,8 +410,8 @@ for path in alternate.rglob("*"):
         print("WRITTEN", path)
     except OSError:
         pass
-"""
-    outcome, transcript = arena.play(program, "test -f sum.txt", workspace="worktree")
+"""  # noqa: E501
+    outcome, transcript = arena.play(program, "test -f sum.txt")
     assert outcome.reward == 1.0 and " one" in transcript and "WRITTEN" not in transcript
     assert {path: path.read_bytes() for path in repository.rglob("*") if path.is_file()} == before
     subprocess.run(["git", "-C", str(repository), "status"], check=True, capture_output=True)
@@ -444,27 +436,28 @@ while True:
     began = time.monotonic()
     outcome, transcript = arena.play(program, "echo 0.5", processes=60, agent_timeout_s=2)
     assert time.monotonic() - began < 30
-    assert outcome.reward == 0.5 and outcome.note == "the agent took longer than its time limit (2 s)"
+    assert outcome.reward == 0.5 and outcome.note == "its time limit ended the agent"
     assert "Resource temporarily unavailable" in transcript and processes_named(f"{arena.folder}/agent") == []
 
 
 def test_memory_processes_and_files_have_limits(arena: Arena) -> None:
+    """The kernel refuses, and the agent says so in its output."""
     cases: dict[str, tuple[str, dict[str, Any]]] = {
-        "bytearray(b'x') * (1 << 30)": (
-            "was killed, perhaps for want of memory (memory_mib = 256)" if IS_CONTAINER else "met memory_mib = 256",
-            {"memory_mib": 256},
-        ),
-        "open('big', 'wb').write(bytes(30 << 20))": ("met file_mib = 8", {"file_mib": 8}),
+        "bytearray(b'x') * (1 << 30)": ("MemoryError", {"memory_mib": 256}),
+        "open('big', 'wb').write(bytes(30 << 20))": ("File too large", {"file_mib": 8}),
         "import threading; [threading.Thread(target=threading.Event().wait, daemon=True).start() for _ in range(99)]": (
-            "met processes = 30",
+            "can't start new thread",
             {"processes": 30},
         ),
-        "while True: print('x' * 65536)": ("printed more than output_mib = 1", {"output_mib": 1}),
     }
-    for program, (said, limits) in cases.items():
+    for program, (printed, limits) in cases.items():
         outcome, transcript = arena.play(program, **limits)
-        assert outcome.note == f"the agent {said}" and outcome.reward == 1.0, (program, outcome, transcript[-300:])
-        assert len(transcript) < 3 << 20
+        assert outcome.reward == 1.0 and printed in transcript, (program, outcome, transcript[-300:])
+
+
+def test_of_endless_output_the_first_part_is_kept(arena: Arena) -> None:
+    outcome, transcript = arena.play("while True: print('x' * 65536)", output_mib=1, agent_timeout_s=2)
+    assert outcome.note == "its time limit ended the agent" and 1 << 20 <= len(transcript) < 2 << 20
 
 
 def test_shared_memory_is_small(arena: Arena) -> None:
@@ -481,39 +474,9 @@ except OSError as error:
     assert "No space left on device" in transcript and "FILLED" not in transcript
 
 
-def test_the_disk_has_a_limit(arena: Arena) -> None:
-    program = """
-import os, time
-for number in range(10000):
-    folder = ["/rollout/work", "/rollout/home", "/tmp"][number % 3]
-    open(f"{folder}/{number}", "wb").write(os.urandom(1 << 20))
-    time.sleep(0.005)
-"""
-    outcome, _ = arena.play(program, "echo 0.5", disk_mib=64)
-    assert outcome.note == "the agent wrote more than disk_mib = 64" and outcome.reward == 0.5
-
-
-@pytest.mark.slow
-def test_a_folder_without_permissions_hides_nothing_from_the_limit(arena: Arena) -> None:
-    program = """
-import os, time
-os.mkdir("hidden")
-for number in range(60):
-    open(f"hidden/{number}", "wb").write(os.urandom(1 << 20))
-os.chmod("hidden", 0)
-time.sleep(60)
-"""
-    outcome, _ = arena.play(program, "echo 0.5", disk_mib=32)
-    assert outcome.note is not None and "disk_mib" in outcome.note
-
-
-def test_a_grader_meets_limits_too(arena: Arena) -> None:
-    for score, limits, said in (
-        ("yes", {"output_mib": 1}, "printed more than output_mib = 1"),
-        ("sleep 60", {"score_timeout_s": 1}, "took longer than its time limit"),
-    ):
-        with pytest.raises(AgentError, match=said):
-            arena.play("", score, **limits)
+def test_a_grader_has_a_time_limit_too(arena: Arena) -> None:
+    with pytest.raises(AgentError, match="took longer than its time limit"):
+        arena.play("", "sleep 60", score_timeout_s=1)
 
 
 def test_an_agent_that_ignores_its_end_is_ended(arena: Arena) -> None:
@@ -529,7 +492,7 @@ time.sleep(600)
     began = time.monotonic()
     outcome, transcript = arena.play(program, "test -f a.txt", agent_timeout_s=1)
     assert time.monotonic() - began < 20 and "so far" in transcript
-    assert outcome.reward == 1.0 and outcome.note == "the agent took longer than its time limit (1 s)"
+    assert outcome.reward == 1.0 and outcome.note == "its time limit ended the agent"
 
 
 def test_any_bytes_may_be_printed(arena: Arena) -> None:

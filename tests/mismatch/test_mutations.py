@@ -163,9 +163,14 @@ def _probe_losses(m: Any) -> None:
         near(float(value.detach()), (-0.5 - 1.2 + 4.0) / by)
     batch = make(3)
     penalised, _ = m.policy_loss(
-        batch.current, batch.trainer, None, batch.advantages * 0, batch.mask, m.LossConfig(penalty=m.Penalty(coefficient=2.0)),
+        batch.current,
+        batch.trainer,
+        None,
+        batch.advantages * 0,
+        batch.mask,
+        m.LossConfig(penalty=m.Penalty(coefficient=2.0)),
         reference_logprobs=batch.trainer,
-    )  # fmt: skip
+    )
     x = (batch.trainer - batch.current)[batch.mask]
     near(penalised, 2 * (x.exp() - 1 - x).mean())
     one = torch.tensor([[-1.0]], dtype=D, requires_grad=True)
@@ -191,10 +196,9 @@ def _probe_newer(m: Any) -> None:
         [True, False, False, False]
     ]
     _probe_centering(m)
-    loss, _ = m.policy_loss(
-        delta, zeros, None, a, None, m.loss_named("sapo", sapo=m.SapoTemperatures(negative=1.0), aggregate="token_sum")
-    )
-    near(loss, -(a * torch.sigmoid(delta.exp() - 1) * 4).sum())
+    loss, _ = m.policy_loss(delta, zeros, None, a, None, m.loss_named("sapo", aggregate="token_sum"))
+    tau = torch.where(a > 0, 1.0, 1.05)
+    near(loss, -(a * torch.sigmoid(tau * (delta.exp() - 1)) * 4 / tau).sum())
     loss, _ = m.policy_loss(delta, None, zeros, a, None, m.loss_named("vespo", aggregate="token_sum"))
     w, positive = math.exp(0.2), delta[0, :3].sum()
     near(loss, -(w**2 * math.exp(3 * (1 - w)) * positive - w**3 * math.exp(2 * (1 - w)) * delta[0, 3]))
@@ -215,9 +219,15 @@ def _probe_centering(m: Any) -> None:
         )
         near(loss, -2 * (own * p[1].log() - ((inner - rest * p[1:]) * p[1:].log()).sum()))
     loss, _ = m.policy_loss(
-        p[None].log(), None, q[None].log(), torch.tensor([1.0], dtype=D), None, m.PRESETS["a3po"],
-        versions=torch.tensor([[1, 3, 4]]), version=4,
-    )  # fmt: skip
+        p[None].log(),
+        None,
+        q[None].log(),
+        torch.tensor([1.0], dtype=D),
+        None,
+        m.PRESETS["a3po"],
+        versions=torch.tensor([[1, 3, 4]]),
+        version=4,
+    )
     prox = torch.stack((q[0] * (p[0] / q[0]) ** (2 / 3), q[1], q[2]))
     near(loss, -(prox / q * torch.minimum(p / prox, (p / prox).clamp(0.8, 1.2))).mean())
 
@@ -298,7 +308,7 @@ MUTANTS = [
     ("loss.py", "sums / float(config.fixed_length or 1)", "sums"),
     ("loss.py", "config.penalty.coefficient * reduce(divergence, paid)", "reduce(divergence, paid)"),
     ("advantages.py", "index) / (size - 1).clamp(min=1)).sqrt()", "index) / size).sqrt()"),
-    ("advantages.py", "made = centred * size / (size - 1).clamp(min=1)", "made = centred"),
+    ("advantages.py", "(centred * size / (size - 1).clamp(min=1))", "centred"),
 ]
 
 

@@ -25,11 +25,9 @@ from tokentrue.mismatch import (
     Outlier,
     Penalty,
     Reject,
-    SapoTemperatures,
     ScoreCentering,
     SecondMoment,
     Staleness,
-    VespoKernel,
     Veto,
     Weights,
     policy_loss,
@@ -58,9 +56,14 @@ class Hostile:
         gap[1, 0], gap[3, 2] = 15.0, -15.0
         noise = torch.randn(mask.shape, generator=generator, dtype=torch.float64)
         given = {
-            "trainer": trainer, "rollout": trainer - gap, "current": trainer + noise * 0.1, "advantages": noise.flip(0),
-            "reference": trainer * 0.9, "entropy": trainer.abs(), "support": -trainer.abs() * 0.01,
-        }  # fmt: skip
+            "trainer": trainer,
+            "rollout": trainer - gap,
+            "current": trainer + noise * 0.1,
+            "advantages": noise.flip(0),
+            "reference": trainer * 0.9,
+            "entropy": trainer.abs(),
+            "support": -trainer.abs() * 0.01,
+        }
         mask = mask & (not off)
         given = {name: torch.where(mask, values, torch.nan) for name, values in given.items()}
         if unscored:
@@ -92,9 +95,11 @@ def run(config: LossConfig, batch: Hostile) -> tuple[Tensor, Tensor, Any]:
     given = batch.given
     current = given["current"].clone().requires_grad_()
     rest = {
-        "reference_logprobs": given["reference"], "entropy": given["entropy"] if config.entropy_coefficient else None,
-        "versions": VERSIONS, "version": 7,
-    }  # fmt: skip
+        "reference_logprobs": given["reference"],
+        "entropy": given["entropy"] if config.entropy_coefficient else None,
+        "versions": VERSIONS,
+        "version": 7,
+    }
     if config.correction.centering is not None:
         rest["head_logprobs"] = torch.stack((current, given["reference"] - 1, given["trainer"] - 2), -1)
         rest["rollout_head_logprobs"] = torch.stack((given["rollout"], given["trainer"] - 1.5, given["trainer"]), -1)
@@ -144,14 +149,24 @@ def test_every_kind_of_weight() -> None:
     means: list[dict[str, Any] | None] = [None]
     means += [{"level": n, "over": o} for n, o in itertools.product(("token", "sequence"), ("kept", "valid", "raw"))]
     done = [
-        settle(lambda level=level, mode=mode, bounds=bounds, signal=signal, mean=mean: LossConfig(  # type: ignore[misc]
-            correction=Correction(
-                weights=Weights(level=level, mode=mode, signal=signal, normalise=None if mean is None else Normalise(**mean), **bounds),
-                surrogate="reinforce",
+        settle(
+            lambda level=level, mode=mode, bounds=bounds, signal=signal, mean=mean: LossConfig(  # type: ignore[misc]
+                correction=Correction(
+                    weights=Weights(
+                        level=level,
+                        mode=mode,
+                        signal=signal,
+                        normalise=None if mean is None else Normalise(**mean),
+                        **bounds,
+                    ),
+                    surrogate="reinforce",
+                )
             )
-        ))
-        for level, mode, bounds, signal, mean in itertools.product(get_args(Level), get_args(Mode), BOUNDS, SIGNALS, means)
-    ]  # fmt: skip
+        )
+        for level, mode, bounds, signal, mean in itertools.product(
+            get_args(Level), get_args(Mode), BOUNDS, SIGNALS, means
+        )
+    ]
     assert len(done) == 1008 and 300 < sum(done) < 900
 
 
@@ -160,11 +175,13 @@ def test_every_kind_of_rejection() -> None:
     bounds = (*BOUNDS, {"upper": 0.3}, {"lower": -0.3, "upper": 0.3})
     kinds = itertools.product(get_args(Estimator), get_args(Aggregate), bounds, SIGNALS, (False, True))
     done = [
-        settle(lambda e=e, a=a, b=b, s=s, i=i: LossConfig(  # type: ignore[misc]
-            correction=Correction(reject=(Reject(estimator=e, aggregate=a, signal=s, inverse=i, **b),))
-        ))
+        settle(
+            lambda e=e, a=a, b=b, s=s, i=i: LossConfig(  # type: ignore[misc]
+                correction=Correction(reject=(Reject(estimator=e, aggregate=a, signal=s, inverse=i, **b),))
+            )
+        )
         for e, a, b, s, i in kinds
-    ]  # fmt: skip
+    ]
     assert len(done) == 720 and 200 < sum(done) < 500
 
 
@@ -172,14 +189,18 @@ AXES: dict[str, tuple[Any, ...]] = {
     "denominator": ("trainer", "rollout", "interpolated"),
     "surrogate": get_args(Surrogate),
     "weights": (
-        None, *(lambda level=level: Weights(level=level, upper=1.5) for level in get_args(Level)),
-        lambda: Weights(mode="clip", **BOUNDS[3]), lambda: Weights(mode="mask", upper=1.5),
+        None,
+        *(lambda level=level: Weights(level=level, upper=1.5) for level in get_args(Level)),
+        lambda: Weights(mode="clip", **BOUNDS[3]),
+        lambda: Weights(mode="mask", upper=1.5),
         lambda: Weights(upper=2.0, signal="ppo_rollout"),
         lambda: Weights(upper=2.0, signal="ppo_train"),
-        lambda: Weights(mode="raw"), lambda: Weights(upper=2.0, normalise=Normalise()),
+        lambda: Weights(mode="raw"),
+        lambda: Weights(upper=2.0, normalise=Normalise()),
     ),
     "reject": (
-        (), (lambda: Reject(estimator="k3", aggregate="seq_mean", upper=1e-9)),
+        (),
+        (lambda: Reject(estimator="k3", aggregate="seq_mean", upper=1e-9)),
         (lambda: Reject(estimator="ratio", aggregate="token", upper=1.1)),
         (lambda: Reject(estimator="k2", aggregate="seq_max", upper=0.1)),
         (lambda: Reject(estimator="k1", aggregate="seq_sum", upper=0.1, signal="ppo_rollout")),
@@ -187,7 +208,11 @@ AXES: dict[str, tuple[Any, ...]] = {
     ),
     "veto": (None, lambda: Veto(below=1e-2)),
     "outlier": (None, lambda: Outlier(), lambda: Outlier(upper=1.05, signal="ppo_rollout")),
-    "off_policy_mask": (None, lambda: OffPolicyMask(threshold=0.0), lambda: OffPolicyMask(threshold=0.0, signal="corr")),
+    "off_policy_mask": (
+        None,
+        lambda: OffPolicyMask(threshold=0.0),
+        lambda: OffPolicyMask(threshold=0.0, signal="corr"),
+    ),
     "second_moment": (None, lambda: SecondMoment(), lambda: SecondMoment(threshold=0.0, signal="corr", tokens="all")),
     "staleness": (None, lambda: Staleness(limit=1)),
     "centering": (None, lambda: ScoreCentering()),
@@ -201,17 +226,18 @@ AXES: dict[str, tuple[Any, ...]] = {
     "dual_clip": (None, 3.0, 1.1),
     "ratio_cap": (None, 3.0),
     "gspo_gradient": ("token", "sequence"),
-    "sapo": (SapoTemperatures(), lambda: SapoTemperatures(positive=2.0, negative=0.5)),
-    "vespo": (VespoKernel(), lambda: VespoKernel(k_positive=0.0, lambda_negative=0.0)),
     "aggregate": get_args(Aggregation),
     "fixed_length": (None, 7),
     "penalty": (
-        None, *(lambda e=e: Penalty(coefficient=0.1, estimator=e) for e in ("k1", "k2", "k3", "unbiased")),
-        lambda: Penalty(coefficient=0.1, against="rollout", tokens="valid"), lambda: Penalty(coefficient=0.1, against="trainer"),
-        lambda: Penalty(coefficient=0.1, clamp=None), lambda: Penalty(coefficient=0.1, ceiling=10.0),
+        None,
+        *(lambda e=e: Penalty(coefficient=0.1, estimator=e) for e in ("k1", "k2", "k3", "unbiased")),
+        lambda: Penalty(coefficient=0.1, against="rollout", tokens="valid"),
+        lambda: Penalty(coefficient=0.1, against="trainer"),
+        lambda: Penalty(coefficient=0.1, clamp=None),
+        lambda: Penalty(coefficient=0.1, ceiling=10.0),
     ),
     "entropy_coefficient": (0.0, 0.1),
-}  # fmt: skip
+}
 OF_THE_LOSS = set(LossConfig.__dataclass_fields__) & set(AXES) - {"surrogate"}
 
 

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.viewer.world import build_store, store_samples
 from tokentrue.app.libraries import DTYPES
+from tokentrue.cli.diagnose import read_sealed
 from tokentrue.cli.main import run
 from tokentrue.ids import TokenIds
 from tokentrue.samples import write_samples
@@ -25,8 +27,9 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
-    shape = {"vocab_size": 97, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
-             "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 64}  # fmt: skip
+    shape = {"vocab_size": 97, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
+             "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
+             "max_position_embeddings": 64}  # fmt: skip
     folder = tmp_path_factory.mktemp("model")
     Qwen3ForCausalLM(Qwen3Config(**shape)).save_pretrained(folder)
     return folder
@@ -57,16 +60,19 @@ def make_samples(model_dir: Path, noise: float, temperature: float = 1.0, *, top
             values = score(model, ids, temperature=temperature, kept=kept if top_k else None)[0]
         values = (values.double() + noise * torch.randn(values.shape, generator=generator).double()).clamp(max=-1e-9)
         spans = (
-            Span(start=0, end=GIVEN, kind="given", role="user", turn=0, policy_version=None, trainable=False, why="prompt"),
-            Span(start=GIVEN, end=length, kind="sampled", role="assistant", turn=number % 2, policy_version=number // 4, trainable=True,
-                 why="sampled"),
+            Span(start=0, end=GIVEN, kind="given", role="user", turn=0, policy_version=None, trainable=False,
+                 why="prompt"),
+            Span(start=GIVEN, end=length, kind="sampled", role="assistant", turn=number % 2,
+                 policy_version=number // 4, trainable=True, why="sampled"),
         )  # fmt: skip
         sample = Sample(
             sample_id=f"s{number}", session_id=f"s{number}", group=f"g{number // 4}", token_ids=ids[0].tolist(),
-            loss_mask=[0] * GIVEN + [1] * (length - GIVEN), rollout_logprobs=[None] * GIVEN + values[GIVEN - 1 :].tolist(), spans=spans,
+            loss_mask=[0] * GIVEN + [1] * (length - GIVEN), spans=spans,
+            rollout_logprobs=[None] * GIVEN + values[GIVEN - 1 :].tolist(),
             reward=float(number % 2), finish_reason="stop",
             metadata={"tokentrue": {"nodes": [
-                {"given": GIVEN, "sampled": length - GIVEN, "temperature": temperature, "sampling": {"top_k": top_k} if top_k else {}}
+                {"given": GIVEN, "sampled": length - GIVEN, "temperature": temperature,
+                 "sampling": {"top_k": top_k} if top_k else {}}
             ]}},
             sampling_mask=SamplingMask.from_rows(rows) if top_k else None,
             certificate=Certificate(chain="", template="", tokenizer=""),
@@ -110,27 +116,22 @@ def test_a_correction_that_needs_rewards_is_left_out_without_them(
 
 def test_noise_is_measured_and_shown(model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_samples(make_samples(model_dir, 0.05), tmp_path / "s.jsonl")
-    page = tmp_path / "out" / "report.html"
+    page = tmp_path / "report.html"
     assert run("diagnose", [str(tmp_path / "s.jsonl"), "--trainer", str(model_dir), "--plain", "-o", str(page)]) == 0
     assert "K3 0.00" in capsys.readouterr().out
     found = answers_of(page)
     report = found["report"]
     assert [chart["title"] for chart in report["charts"]][:1] == ["K1 and K3 over steps"] and len(report["charts"]) == 4
-    titles = [table["title"] for table in report["tables"]]
-    assert (
-        titles[0] == "Ratio tails, raw and as applied"
-        and titles[1].startswith("Contribution C(r)")
-        and titles[2] == "Worst sequences"
-    )
+    assert [table["title"] for table in report["tables"]] == ["Training-inference mismatch", "Worst sequences"]
     assert found["mismatch"]["tokens"] == 100 and sum(found["mismatch"]["histogram"]["count"]) == 100
-    worst = report["tables"][2]["rows"][0][0]
+    worst = report["tables"][1]["rows"][0][0]
     assert found["sessions"][0] == worst  # to be read first
     assert "default-src 'none'" in page.read_text()
 
 
 def test_a_page_shows_one_contribution(model_dir: Path, tmp_path: Path) -> None:
-    """Its table and its plot have the same advantages: a session of three samples counts once, with its first sample's
-    reward, and an uncompared sample counts in its group's baseline."""
+    """Its numbers and its plot have the same advantages: a session of three samples counts once, with its first
+    sample's reward, and an uncompared sample counts in its group's baseline."""
     samples = [replace(s, session_id="several" if i < 3 else s.session_id, group="g" if i < 6 else None) for i, s in
                enumerate(make_samples(model_dir, 0.3))]  # fmt: skip
     samples[0] = replace(samples[0], reward=0.25)
@@ -142,15 +143,10 @@ def test_a_page_shows_one_contribution(model_dir: Path, tmp_path: Path) -> None:
     page = tmp_path / "report.html"
     assert run("diagnose", [str(tmp_path / "s.jsonl"), *given, "-o", str(page)]) == 1
     found = answers_of(page)
-    plot, (table,) = (
-        found["mismatch"]["contribution"],
-        [t for t in found["report"]["tables"] if t["title"].startswith("Contribution")],
-    )
-    shown = {label: row for label, *row in table["rows"]}
+    plot, numbers = found["mismatch"]["contribution"], dict(found["report"]["tables"][0]["rows"])
     for sign in ("positive", "negative"):
-        assert shown[f"rollout, {sign}"] == pytest.approx(
-            [plot[sign][key] for key in ("tokens", "mean", "std", "skew")], rel=1e-6
-        )
+        label = f"skew of contributions, {sign} advantages (contribution/rollout/{sign}/skew)"
+        assert numbers[label] == pytest.approx(plot[sign]["skew"], rel=1e-6)
 
 
 def test_a_gap_above_the_limit_is_found_wrong(
@@ -231,7 +227,7 @@ def test_the_verdict_says_how_little_was_compared(
     given = write_logprobs(tmp_path / "t.jsonl", [(samples[0].sample_id, few)])
     page = tmp_path / "report.html"
     assert run("diagnose", [str(tmp_path / "s.jsonl"), *given, "-o", str(page)]) == 0
-    assert "not measured" in page.read_text().partition("argmax flips")[2][:60]
+    assert page.read_text().partition("argmax flips (flips)")[2][:6] == '","-"]'
     said = capsys.readouterr().out
     assert "exact: all 1 log-probabilities are equal; compared 1 of 100 trained tokens, 1 of 8 samples" in " ".join(
         said.split()
@@ -290,7 +286,7 @@ def test_log_probabilities_that_are_none_are_refused_by_row(
         (["--trainer-logprobs", "short.jsonl"], "2 trainer log-probabilities for 14 tokens"),
         (["--trainer-logprobs", "none.jsonl"], "no sample has trained tokens"),
         (["--trainer-logprobs", "none.jsonl", "--correction", "nope"], "no preset 'nope'"),
-        (["--trainer-logprobs", "none.jsonl", "--max-k3", "nan"], "--max-k3: nan must be a number >= 0"),
+        (["--trainer-logprobs", "none.jsonl", "--max-k3", "nan"], "'--max-k3': Input should be greater"),
         (["--trainer-logprobs", "binary.jsonl"], "cannot be read as UTF-8"),
         (["--trainer", "MODEL", "--device", "bogus"], "device: 'bogus' is not supported; use cpu, cuda or cuda:N"),
         (["--trainer", "MODEL", "--dtype", "float64"], "dtype: 'float64' is not one of float32, bfloat16, float16"),
@@ -344,6 +340,19 @@ def test_text_that_utf8_cannot_hold_is_in_the_page_as_an_escape(model_dir: Path,
     assert json.loads(held)['["session","s0"]']["metadata"] == {"said": "cut \udcc3, née, \u2028", "long": 10**30}
 
 
+def test_a_sample_that_was_changed_after_it_was_sealed_is_refused(
+    tmp_path: Path, model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store_sample = next(iter(store_samples(build_store(tmp_path / "runs.sqlite"))))
+    path = tmp_path / "s.jsonl"
+    write_samples([store_sample], path)
+    assert [sample.sample_id for sample in read_sealed(path, None)] == [store_sample.sample_id]
+    write_samples([replace(store_sample, reward=0.75)], path)
+    assert run("diagnose", [str(path), "--trainer", str(model_dir)]) == 2
+    said = capsys.readouterr().err
+    assert "the seal is broken" in said and f"`tokentrue audit {path}` lists all" in said and said.count("\n") == 1
+
+
 def test_kept_ids_beyond_the_vocabulary_are_refused(
     model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -386,7 +395,7 @@ def test_samples_are_scored_together_and_kept(
     monkeypatch.setattr(ExactScorer, "__call__", counted)
     samples = make_samples(model_dir, 0.05)
     write_samples(samples, tmp_path / "s.jsonl")
-    kept = tmp_path / "out" / "trainer.jsonl"
+    kept = tmp_path / "trainer.jsonl"
     options = ["--trainer", str(model_dir), "--write-logprobs", str(kept), "--json"]
     assert run("diagnose", [str(tmp_path / "s.jsonl"), *options]) == 0
     first = json.loads(capsys.readouterr().out)
@@ -400,9 +409,10 @@ def test_samples_are_scored_together_and_kept(
 
 
 def test_a_failure_says_the_bound_and_the_likely_reason(
-    model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Samples of versions 0 and 1 against one model; then those of version 0, sampled by other weights."""
+    monkeypatch.setenv("COLUMNS", "300")  # one line for the verdict, whatever the terminal
     samples = make_samples(model_dir, 0.0)
     noisy = make_samples(model_dir, 0.5)
     write_samples([*samples[:4], *noisy[4:]], tmp_path / "s.jsonl")

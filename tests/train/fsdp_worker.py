@@ -1,9 +1,8 @@
-"""Run under torchrun by test_fsdp: a few exact steps on sharded weights; rank 0 writes what it saw."""
+"""One rank of test_fsdp: a few exact steps on sharded weights; rank 0 writes what it saw."""
 
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -76,7 +75,3 @@ def resumed(trainer: Trainer, ranks: Ranks, directory: Path) -> bool:
 def vars_of(report: object) -> dict[str, float]:
     found = report.agreement  # type: ignore[attr-defined]
     return {"compared": found.compared, "differing": found.differing}
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], is_staged="staged" in sys.argv[2:])

@@ -19,10 +19,10 @@ from tests.train.test_loop import Engine
 from tokentrue.app.wiring import ModelConfig
 from tokentrue.environments import SMALL_MODEL
 from tokentrue.errors import FileFormatError
-from tokentrue.mismatch import Penalty, loss_named
+from tokentrue.mismatch import loss_named
 from tokentrue.train import OptimConfig, Publisher, TrainConfig, Trainer, train
 from tokentrue.train.checkpoint import find_checkpoints, load, save
-from tokentrue.train.config import EvaluationConfig, KlConfig
+from tokentrue.train.config import EvaluationConfig
 from tokentrue.train.loop import Evaluator
 
 MIB = 1 / 1024  # of a GiB
@@ -108,22 +108,6 @@ def test_a_resumed_run_knows_its_best_version_and_its_patience(tmp_path: Path) -
     assert [path.name for path in find_checkpoints(tmp_path)] == ["step-000001", "step-000004"]
 
 
-def test_an_adapted_coefficient_is_resumed(tmp_path: Path) -> None:
-    def made() -> Trainer:
-        config = TrainConfig(exact=False, kl=KlConfig(target=1e-9, horizon=10))
-        loss = loss_named("dapo", penalty=Penalty(coefficient=0.1, against="trainer"))
-        return Trainer(small_model(), config=config, optim=OptimConfig(lr=1e-3), loss=loss)
-
-    trainer, resumed = made(), made()
-    for _ in range(2):
-        trainer.step(groups_for(small_model(), groups=2, size=3))
-    assert trainer.kl.value != 0.1
-    path = save(trainer, tmp_path, model=None, run_hash="h", rounds={}, keep=1)
-    assert path is not None
-    load(resumed, path, run_hash="h")
-    assert resumed.kl.value == trainer.kl.value and resumed.loss == trainer.loss
-
-
 def test_the_directory_of_a_run_stands_for_its_newest_checkpoint(tmp_path: Path) -> None:
     out = tmp_path / "run-7"
     save(trainer_of(), out / "checkpoints", model=str(SMALL_MODEL), run_hash="h", rounds={}, keep=1)
@@ -134,7 +118,7 @@ def test_the_directory_of_a_run_stands_for_its_newest_checkpoint(tmp_path: Path)
     assert ModelConfig(path=str(SMALL_MODEL)).path == str(SMALL_MODEL)
 
 
-# ---- speed -------------------------------------------------------------------------------------------------------------------------------
+# ---- speed -----------------------------------------------------------------------------------------------------------
 def test_speeds_and_shares_of_a_step() -> None:
     trainer = trainer_of(steps=1)
     engine = Engine(trainer)

@@ -1,12 +1,12 @@
-"""FSDP2 under torchrun (two processes, gloo): the losses of one process, and rollout log-probabilities still equal in
+"""FSDP2 in two processes (gloo): the losses of one process, and rollout log-probabilities still equal in
 every bit."""
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
-import subprocess
-import sys
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +18,27 @@ from tokentrue.mismatch import loss_named
 from tokentrue.train import OptimConfig, TrainConfig, Trainer
 from tokentrue.train.checkpoint import load
 
-ROOT = Path(__file__).parent.parent.parent
-
 
 def run_two(out: Path, *options: str) -> dict[str, Any]:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    command = [*launch, "-m", "tests.train.fsdp_worker", str(out), *options]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-3000:]
+    """Two processes with torchrun's variables, forks of one that has imported torch (tests/train/test_ranks.py has
+    torchrun itself)."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.train.fsdp_worker"])
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    ranks = [context.Process(target=run_rank, args=(rank, port, str(out), options)) for rank in range(2)]
+    for each in ranks:
+        each.start()
+    for each in ranks:
+        each.join(240)
+    assert [each.exitcode for each in ranks] == [0, 0]
     return json.loads(out.read_text())
+
+
+def run_rank(rank: int, port: str, out: str, options: tuple[str, ...]) -> None:
+    told = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {**told, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "CUDA_VISIBLE_DEVICES": ""}
+    fsdp_worker.main(out, is_staged="staged" in options)
 
 
 def test_two_ranks_train_as_one_and_stay_exact(tmp_path: Path) -> None:

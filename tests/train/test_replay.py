@@ -16,6 +16,7 @@ import torch
 
 import tokentrue as tt
 from tests.engine.world import VOCABULARY, build, engine_of
+from tests.marks import slow_except
 from tests.train.rows import sample_of, small_model
 from tokentrue.environments import SMALL_MODEL
 from tokentrue.errors import ConfigError, TokenContractError
@@ -84,9 +85,9 @@ def mean_ratio(model: torch.nn.Module, samples: Sequence[Sample], *, kept: bool)
     ]
 
 
-@pytest.mark.parametrize("filters", FILTERS.values(), ids=FILTERS)
-async def test_the_trainer_has_the_bits_of_a_filtered_rollout(model: torch.nn.Module, filters: dict[str, Any]) -> None:
-    samples = await rollouts(model, **filters)
+@pytest.mark.parametrize("name", slow_except({"all"}, FILTERS))
+async def test_the_trainer_has_the_bits_of_a_filtered_rollout(model: torch.nn.Module, name: str) -> None:
+    samples = await rollouts(model, **FILTERS[name])
     assert audit(samples).findings == []
     assert all(sample.sampling_mask is not None and len(sample.sampling_mask.token_ids) for sample in samples)
     report = trainer_of(model, is_exact=True).step([samples])
@@ -253,8 +254,8 @@ def centred_gradient(model: Any, sampler: Any, samples: Sequence[Sample], k: int
     ("preset", "cap", "filters", "is_exact"),
     [
         ("score_centering", None, {}, True),
-        ("score_centering_tis", 2.0, {}, False),
-        ("score_centering", None, {"top_k": 6}, False),
+        pytest.param("score_centering_tis", 2.0, {}, False, marks=pytest.mark.slow),
+        pytest.param("score_centering", None, {"top_k": 6}, False, marks=pytest.mark.slow),
         ("score_centering_tis", 2.0, {"top_k": 6}, True),
     ],
 )

@@ -20,7 +20,6 @@ BAD = [
     *(f"evaluation.temperature={value}" for value in ("nan", "inf", "-1.0")),
     *(f"evaluation.solved={value}" for value in ("nan", "inf")),
     "evaluation.patience=2",
-    "train.overlong.penalty=9.0",
 ]
 LIVE = [
     "evaluation.every=1",
@@ -52,7 +51,6 @@ def test_numbers_at_the_edge_and_settings_that_a_file_uses() -> None:
         TrainRun,
         sets=["evaluation.every=1", "evaluation.patience=2", "evaluation.solved=0.0"],
     )
-    read(TrainRun, sets=["train.overlong.max_tokens=9", "train.overlong.buffer=3", "train.overlong.penalty=0.5"])
     read(
         TrainRun,
         sets=[

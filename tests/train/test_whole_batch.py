@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.marks import slow_but_every
 from tests.train.rows import groups_for, sample_of, small_model
 from tokentrue.mismatch import (
     LOSSES,
@@ -31,7 +32,7 @@ from tokentrue.mismatch import (
     policy_loss,
 )
 from tokentrue.train import ExactScorer, OptimConfig, PlainScorer, Ranks, TrainConfig, Trainer
-from tokentrue.train.config import AdvantageConfig, KlConfig, OverlongConfig
+from tokentrue.train.config import OverlongConfig
 from tokentrue.train.rows import SessionRewards, rows_from_groups, session_advantages
 from tokentrue.types import Sample
 
@@ -158,7 +159,7 @@ def trained(
         try:
             ranks = ThreadRanks(rank, meeting) if world > 1 else Ranks()
             config = TrainConfig(exact=False, micro_tokens=budget, **settings)
-            other = copy.deepcopy(reference) if loss.penalty is not None or config.kl.reward_coefficient else None
+            other = copy.deepcopy(reference) if loss.penalty is not None else None
             scorer = ExactScorer() if packed else PlainScorer()
             trainer = Trainer(
                 copy.deepcopy(base),
@@ -186,7 +187,7 @@ def trained(
     return sum(flat for flat, _ in found) / world, found[0][1]  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", slow_but_every(5, CONFIGS))
 def test_every_cut_gives_the_gradient_of_the_whole_batch(
     base: torch.nn.Module, reference: torch.nn.Module, groups: list[list[Sample]], name: str
 ) -> None:
@@ -199,13 +200,8 @@ def test_every_cut_gives_the_gradient_of_the_whole_batch(
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "divergence in the reward": {"kl": KlConfig(reward_coefficient=0.1)},
-    "divergence in the reward, whitened by tokens": {
-        "kl": KlConfig(reward_coefficient=0.1, reward_estimator="k3"),
-        "baseline": "whitened_groups",
-        "advantages": AdvantageConfig(whiten_by="tokens", lone_group="reward"),
-    },
-    "overlong": {"overlong": OverlongConfig(mask=True, max_tokens=40, buffer=30), "baseline": "grpo_batch"},
+    "overlong": {"overlong": OverlongConfig(mask=True), "baseline": "grpo_batch"},
+    "whitened": {"baseline": "whitened"},
 }
 
 

@@ -16,13 +16,11 @@ from typing import Any
 import aiohttp
 
 from tokentrue.conformance.agents.dialects import Wire
-from tokentrue.conformance.agents.exchange import Heard
-from tokentrue.conformance.agents.habits import Losses, sort_keys
-from tokentrue.conformance.agents.messages import Message
-from tokentrue.conformance.agents.reassemble import Broken, assemble, is_shown
+from tokentrue.conformance.agents.messages import Losses, Message, sort_keys
+from tokentrue.conformance.agents.streams import Broken, Heard, assemble, is_shown
 from tokentrue.conformance.oracle import Row
 from tokentrue.conformance.play import LOOK, MOVE, Play, Stop, brief_json
-from tokentrue.conformance.standin.vision import draw_picture, see_picture
+from tokentrue.conformance.standin.vocabulary import draw_picture, see_picture
 
 LEVELS = {
     0: "reachable", 1: "rows sound", 2: "once", 3: "histories", 4: "streams", 5: "faults", 6: "policy", 7: "injection",
@@ -147,7 +145,7 @@ async def sub_agents(play: Play) -> None:
 async def first_token(play: Play) -> None:
     """The agent is shown the first tokens before the last one is sampled."""
     hold, output, messages = asyncio.Event(), play.output(calls=0), play.opening()
-    plan, heard = play.plan(output, hold=hold, after=len(output.ids) - 3), Heard(status=0)
+    plan, heard = play.plan(output, hold=hold, after=len(output.ids) - 3), Heard()
     task = asyncio.ensure_future(play.post(messages, stream=True, heard=heard))
     if not await _wait_for_text(heard, WAIT_S):
         play.fault("4.2", f"nothing was shown while the engine had sampled {plan.after} tokens", "warning")
@@ -223,7 +221,7 @@ async def disconnect(play: Play) -> None:
     messages = await play.turn(play.opening())
     hold, output = asyncio.Event(), play.output()
     play.plan(output, hold=hold, after=len(output.ids) // 2)
-    heard = Heard(status=0)
+    heard = Heard()
     task = asyncio.ensure_future(play.post(messages, stream=True, heard=heard))
     await _wait_for_text(heard, 0.5)
     task.cancel()

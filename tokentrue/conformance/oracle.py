@@ -9,7 +9,7 @@ from itertools import takewhile
 from typing import Any, Literal
 
 from tokentrue.conformance.standin.generation import Generation
-from tokentrue.conformance.standin.vision import ImagePlace
+from tokentrue.conformance.standin.vocabulary import ImagePlace
 from tokentrue.records import record
 
 Severity = Literal["fatal", "warning", "note"]
@@ -160,8 +160,8 @@ class Oracle:
     def judge_coverage(
         self, rows: Sequence[Row], reasons: Mapping[str, int], *, continued: set[int], excusable: set[int]
     ) -> Iterator[Fault]:
-        """Level 2, by numbers of generations: `continued` are those whose answer the agent sent back in a later request,
-        `excusable` those of which a reason can be true."""
+        """Level 2, by numbers of generations: `continued` are those whose answer the agent sent back later, `excusable`
+        those of which a reason can be true."""
         trained = self.trained(rows)
         missing = {one.number: sum((one.number, at) not in trained for at in range(one.delivered)) for one in self._log}
         lost = [missing[number] for number in continued if missing[number]]

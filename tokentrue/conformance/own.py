@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
+from tokentrue.conformance.agents.dialects import PATHS
 from tokentrue.conformance.oracle import Row
 from tokentrue.conformance.target import Session, Target
 from tokentrue.json_types import JsonObject
@@ -33,8 +34,7 @@ class TokenTrue(Target):
     def open(self) -> Session:
         made = self.post("/sessions", {}, KEY)
         url = f"{self.url}/sessions/{made['session_id']}"
-        paths = {"chat": "v1/chat/completions", "responses": "v1/responses", "anthropic": "v1/messages"}
-        urls = {name: f"{url}/{path}" for name, path in {**paths, "google": "v1beta"}.items()}
+        urls = {name: f"{url}/{path}" for name, path in PATHS.items()}
         return Session(id=made["session_id"], urls=urls, headers={"authorization": f"Bearer {made['api_key']}"})
 
     def rows(self, session: Session) -> Sequence[Row]:

@@ -11,20 +11,22 @@ from typing import Any
 
 import aiohttp
 
-from tokentrue.conformance.agents import dialects
-from tokentrue.conformance.agents.dialects import ANTHROPIC, CHAT, FINISHES, GOOGLE, RESPONSES, Wire
-from tokentrue.conformance.agents.exchange import Heard, read_events
-from tokentrue.conformance.agents.google import google_body
-from tokentrue.conformance.agents.habits import Losses, lose
-from tokentrue.conformance.agents.messages import Message, Tool
-from tokentrue.conformance.agents.reassemble import Broken, Unsound, assemble
+from tokentrue.conformance.agents.dialects import (
+    ANTHROPIC,
+    FINISHES,
+    Answer,
+    Wire,
+    read_answers,
+    read_signatures,
+    write_request,
+)
+from tokentrue.conformance.agents.messages import Losses, Message, Tool, lose
+from tokentrue.conformance.agents.streams import Broken, Heard, Unsound, assemble, read_events
 from tokentrue.conformance.oracle import Fault, Oracle, Row, find_uneven
 from tokentrue.conformance.standin.engine import Engine
-from tokentrue.conformance.standin.generation import Generation, Plan
-from tokentrue.conformance.standin.vision import draw_picture, is_same_picture, see_picture
-from tokentrue.conformance.standin.vocabulary import Vocabulary
+from tokentrue.conformance.standin.generation import Generation, Output, Plan, Writer
+from tokentrue.conformance.standin.vocabulary import Vocabulary, draw_picture, is_same_picture, see_picture
 from tokentrue.conformance.standin.wires import MODEL
-from tokentrue.conformance.standin.writer import Output, Writer
 from tokentrue.conformance.target import Session, Target, TargetProcess
 from tokentrue.records import record
 
@@ -138,24 +140,6 @@ class Play:
         results = [Message(role="tool", text=self.text(), answers=call.id) for call in answer.calls]
         return [*conversation, answer, *(results or [Message(role="user", text=self.text())])]
 
-    def body(
-        self, messages: Sequence[Message], tools: Sequence[Tool], wire: Wire, fields: Mapping[str, Any], *, stream: bool
-    ) -> tuple[str, dict[str, Any]]:
-        """The URL and the body in this play's dialect. A field that is None is left out."""
-        url, fields = self.session.urls[self.dialect], {"max_tokens": 4096, "temperature": 1.0, **fields}
-        fields = {name: value for name, value in fields.items() if value is not None}
-        if self.dialect == GOOGLE:
-            made = google_body(messages, tools, self._signatures, fields, inline=wire.inline)
-            return f"{url}/models/{MODEL}:{'streamGenerateContent?alt=sse' if stream else 'generateContent'}", made
-        if self.dialect == RESPONSES:
-            fields = {("max_output_tokens" if name == "max_tokens" else name): v for name, v in fields.items()}
-            made = dialects.responses_body(messages, tools, wire)
-        elif self.dialect == CHAT:
-            made = dialects.chat_body(messages, tools, wire)
-        else:
-            made = dialects.anthropic_body(messages, tools, wire, self._signatures)
-        return url, {"model": MODEL, **made, **fields, "stream": stream}
-
     # Asking.
     async def post(
         self,
@@ -170,19 +154,22 @@ class Play:
         heard: Heard | None = None,
     ) -> Heard:
         """Sends the request as this agent's habit makes it, and reads to the end of the answer; `heard` is filled
-        meanwhile."""
+        meanwhile. A field that is None is left out."""
         self._requests.append(messages)
         sent = lose(messages, losses, self.rng)
         if self.dialect == ANTHROPIC and not wire.inline:  # a thinking block needs the signature it was served with
             sent = [m if m.reasoning in self._signatures else replace(m, reasoning="") for m in sent]
-        url, body = self.body(sent, tools, wire, fields, stream=stream)
+        asked = {"model": MODEL, "max_tokens": 4096, "temperature": 1.0, **fields}
+        asked = {name: value for name, value in asked.items() if value is not None}
+        wire = replace(wire, signatures=self._signatures)
+        path, body = write_request(self.dialect, sent, tools, wire, asked, stream=stream)
+        url = self.session.urls[self.dialect] + path
         same = next((at for at, (a, b) in enumerate(zip(self._last, sent, strict=False)) if a != b), len(self._last))
         before = [f"{same} messages as before"] if same else []
         self.note(f"{self.dialect}{', streamed' if stream else ''}: " + " | ".join([*before, *map(brief, sent[same:])]))
-        self._last, heard = sent, heard or Heard(status=0)
+        self._last, heard = sent, heard or Heard()
         version = {"anthropic-version": "2023-06-01"} if self.dialect == ANTHROPIC else {}
         async with self.bench.http.post(url, json=body, headers={**version, **self.session.headers, **headers}) as got:
-            heard.status, heard.kind = got.status, got.content_type
             async for _ in read_events(got, heard):
                 pass
         return heard
@@ -203,9 +190,9 @@ class Play:
             raise Stop from error
         asked = (how.get("fields") or {}).get("temperature", 1.0)
         for one in self.log[start:]:
-            if abs(one.temperature - (1.0 if asked is None else asked)) > 1e-6:
+            if abs(one.asked.temperature - (1.0 if asked is None else asked)) > 1e-6:
                 wanted = "no temperature" if asked is None else f"temperature {asked}"
-                self.fault("1.4", f"the agent asked for {wanted}, the engine was asked for {one.temperature}")
+                self.fault("1.4", f"the agent asked for {wanted}, the engine was asked for {one.asked.temperature}")
         (answer,) = self.serve(messages, heard, [plan], start, streamed=bool(how.get("stream")))
         return answer
 
@@ -224,8 +211,8 @@ class Play:
             raise Stop
         try:
             whole = heard.whole if heard.whole is not None else assemble(self.dialect, heard.events)
-            answers = dialects.read_answers(self.dialect, whole)
-            self._signatures |= dialects.read_signatures(self.dialect, whole)
+            answers = read_answers(self.dialect, whole)
+            self._signatures |= read_signatures(self.dialect, whole)
         except (Broken, Unsound) as error:
             self.fault("4.3", f"the stream is not sound: {error}")
             raise Stop from error
@@ -247,7 +234,7 @@ class Play:
             self.served.append(Turn(asked=messages, answer=answer.message, generation=one, choice=choice, order=order))
         return [answer.message for answer in answers]
 
-    def _compare_shown(self, answer: dialects.Answer, one: Generation) -> None:
+    def _compare_shown(self, answer: Answer, one: Generation) -> None:
         """Rules 4.1 and 4.4, and 9.2 for what the engine was shown."""
         if not is_shown_as(answer.message, one):
             message = answer.message
@@ -332,8 +319,8 @@ class Play:
 
 
 def is_shown_as(message: Message, one: Generation) -> bool:
-    """Rule 4.1. Reasoning may be withheld, or shown as <think> text; what is shown of it must be what was sampled. Of an
-    answer that was cut, the parser says what is text."""
+    """Rule 4.1. Reasoning may be withheld, or shown as <think> text; what is shown of it must be what was sampled. Of
+    an answer that was cut, the parser says what is text."""
     if one.plan.output.expected is None or tuple(one.sampled) != one.plan.output.ids:
         return True
     reasoning, text, calls = one.plan.output.expected

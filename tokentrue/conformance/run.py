@@ -20,9 +20,8 @@ from tokentrue.conformance.levels import CASES, FEWEST_ROWS, LEVELS, ONE_DIALECT
 from tokentrue.conformance.oracle import Severity
 from tokentrue.conformance.play import Bench, Play, Score, Stop
 from tokentrue.conformance.standin.engine import Engine
-from tokentrue.conformance.standin.vision import write_vision_model
-from tokentrue.conformance.standin.vocabulary import Vocabulary
-from tokentrue.conformance.standin.writer import Writer
+from tokentrue.conformance.standin.generation import Writer
+from tokentrue.conformance.standin.vocabulary import Vocabulary, write_vision_model
 from tokentrue.conformance.target import Target, TargetProcess
 from tokentrue.errors import ConfigError
 from tokentrue.records import record
@@ -280,8 +279,8 @@ class Runner:
                     finding, replay=f"--case {','.join(map(write_case, cases))} --seed {self._settings.seed}"
                 )
         asked = self._settings
-        run = f"--levels 0-{finding.level} --dialects {','.join(asked.dialects)} --turns {asked.turns} --seed {asked.seed}"
-        return replace(finding, replay=run)
+        run = f"--levels 0-{finding.level} --dialects {','.join(asked.dialects)} --turns {asked.turns}"
+        return replace(finding, replay=f"{run} --seed {asked.seed}")
 
     def _score(self, name: str, dialect: str, turns: int, play: Play, score: Score) -> None:
         fewest = FEWEST_ROWS.get(name, 1)
@@ -292,8 +291,8 @@ class Runner:
         )  # fmt: skip
         self.habits.append(made)
         if known is not None and score.rows > known:
-            detail = f"{score.rows} rows, {score.tokens} tokens to forward, where {known} {'row is' if known == 1 else 'rows are'} enough"
-            play.fault("3.1", detail, "warning")
+            enough = f"{known} {'row is' if known == 1 else 'rows are'} enough"
+            play.fault("3.1", f"{score.rows} rows, {score.tokens} tokens to forward, where {enough}", "warning")
 
     async def _report(self, bench: Bench, case: PlayedCase, play: Play) -> None:
         """Each broken rule of a case once; the first time in a dialect, with the fewest turns that break it."""

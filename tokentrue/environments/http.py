@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import hashlib
 import re
 from collections import Counter
@@ -22,6 +23,7 @@ from tokentrue.client import AsyncClient, session_path
 from tokentrue.environments.runner import Plan, session_settings
 from tokentrue.errors import ConfigError, SessionConflict
 from tokentrue.json_types import JsonMapping, JsonObject
+from tokentrue.samples.images import ImageFolder
 
 END_S = 10.0  # to end the session of a failed rollout
 SESSION_IN_PATH = re.compile(r"/sessions/([^/]+)/v1/")
@@ -38,10 +40,15 @@ class GatewaySession:
     session_id: str
     client: Any
     admin: AsyncClient
+    images: ImageFolder | None = None
 
     async def finish(self, reward: float) -> tuple[Sequence[JsonObject], JsonMapping]:
         await self.admin.reward_session(self.session_id, reward)
         answer = await self.admin.call("GET", f"{session_path(self.session_id)}/samples")
+        if self.images is not None:
+            for name in {image["sha256"] for row in answer["samples"] for image in row.get("images", ())}:
+                if name not in self.images:
+                    self.images.add(name, await self.admin.session_image(self.session_id, name))
         return answer["samples"], answer["coverage"]
 
 
@@ -71,6 +78,7 @@ class GatewaySessions:
         self.base_url = base_url.rstrip("/")
         self._sampling, self._pin, self._side_requests, self._purge = dict(sampling), pin, side_requests, purge
         self._resume, self._is_retried = resume and admin_key is not None, is_retried
+        self._images: ImageFolder | None = None
         self._sent: Counter[tuple[str, str]] = Counter()
         self.admin = AsyncClient(base_url, admin_key, timeout_s=timeout_s, retries=retries)
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
@@ -79,6 +87,12 @@ class GatewaySessions:
         self._openai = openai.AsyncOpenAI(
             base_url=self.base_url, api_key="unset", http_client=http, max_retries=retries
         )
+
+    def saving(self, images: ImageFolder) -> GatewaySessions:
+        """The same connections; the images of finished rollouts are written to the folder."""
+        made = copy.copy(self)
+        made._images = images
+        return made
 
     async def __aenter__(self) -> GatewaySessions:
         return self
@@ -106,7 +120,7 @@ class GatewaySessions:
         session_id, base_url, api_key = await self._create(plan)
         try:
             client = self._openai.with_options(base_url=base_url, api_key=api_key)
-            yield GatewaySession(session_id, client, self.admin)
+            yield GatewaySession(session_id, client, self.admin, self._images)
         except BaseException as error:
             is_kept = self._resume and (not isinstance(error, Exception) or self._is_retried(error))
             if not is_kept:

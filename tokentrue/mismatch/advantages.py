@@ -11,7 +11,6 @@ from torch import Tensor
 from tokentrue.errors import InputError
 
 AdvantageScale: TypeAlias = Literal["group", "batch"]
-LoneGroup: TypeAlias = Literal["zero", "reward"]
 
 
 def grpo_advantages(
@@ -21,62 +20,34 @@ def grpo_advantages(
     std: bool = True,
     eps: float = 1e-6,
     scale: AdvantageScale = "group",
-    lone: LoneGroup = "zero",
 ) -> Tensor:
     """Reward less its group's mean, over the deviation (n - 1) of the group or of the "batch"; `std=False` is Dr. GRPO.
-
-    A group of equal rewards gives exactly 0, and so does a group of one; with `lone="reward"` that gives its reward, as
-    in verl.
-    """
+    A group of equal rewards gives exactly 0, and so does a group of one."""
     centred, index, size = _centre(rewards, groups)
-    values = rewards.double()
-    alone = values if lone == "reward" else torch.zeros_like(values)
     if not std:
-        return torch.where(size == 1, alone, centred).to(_kind(rewards))
+        return centred.to(_kind(rewards))
     if scale == "batch":
+        values = rewards.double()
         deviation = values.std() if values.numel() > 1 else torch.zeros_like(values)
     else:
         deviation = (_group_sums(centred * centred, index) / (size - 1).clamp(min=1)).sqrt()
     scaled = torch.where(centred == 0, 0.0, centred / (deviation + eps))  # also without eps
-    return torch.where(size == 1, alone / (1 + eps), scaled).to(_kind(rewards))
+    return scaled.to(_kind(rewards))
 
 
-def rloo_advantages(rewards: Tensor, groups: Sequence[Hashable] | Tensor, *, lone: LoneGroup = "zero") -> Tensor:
-    """Reward less the mean of the others of its group; a group of one gives 0, or its reward."""
+def rloo_advantages(rewards: Tensor, groups: Sequence[Hashable] | Tensor) -> Tensor:
+    """Reward less the mean of the others of its group; a group of one gives 0."""
     centred, _, size = _centre(rewards, groups)
-    made = centred * size / (size - 1).clamp(min=1)
-    return (torch.where(size == 1, rewards.double(), made) if lone == "reward" else made).to(_kind(rewards))
+    return (centred * size / (size - 1).clamp(min=1)).to(_kind(rewards))
 
 
-def whitened_advantages(
-    rewards: Tensor,
-    groups: Sequence[Hashable] | Tensor | None = None,
-    *,
-    eps: float = 1e-6,
-    tokens: Sequence[int] | Tensor | None = None,
-    lone: LoneGroup = "zero",
-) -> Tensor:
-    """REINFORCE++: zero mean and unit deviation over the batch; with `groups`, of group-centred rewards.
-
-    With `tokens` (trained tokens per row): (r - m) / sqrt(v + eps), m = sum(n r) / N, v = sum(n (r - m)^2) / (N - 1),
-    verl's `masked_whiten`.
-    """
+def whitened_advantages(rewards: Tensor, *, eps: float = 1e-6) -> Tensor:
+    """REINFORCE++: rewards less their mean, over their deviation (n - 1); equal rewards give exactly 0."""
     _require_finite(rewards)
-    values = rewards.double() if groups is None else grpo_advantages(rewards.double(), groups, std=False, lone=lone)
+    values = rewards.double()
     if values.numel() < 2 or bool((values == values[0]).all()):
         return torch.zeros_like(values).to(_kind(rewards))
-    if tokens is None:
-        return ((values - values.mean()) / (values.std() + eps)).to(_kind(rewards))
-    counts = torch.as_tensor(tokens, dtype=torch.float64, device=values.device)
-    if counts.shape != values.shape:
-        raise InputError(
-            f"tokens: {len(counts)} counts for {len(values)} rewards; pass each row's number of trained tokens"
-        )
-    if float(counts.sum()) < 2:
-        return torch.zeros_like(values).to(_kind(rewards))
-    centred = values - (counts * values).sum() / counts.sum()
-    variance = (counts * centred * centred).sum() / (counts.sum() - 1)
-    return (centred / (variance + eps).sqrt()).to(_kind(rewards))
+    return ((values - values.mean()) / (values.std() + eps)).to(_kind(rewards))
 
 
 def _centre(rewards: Tensor, groups: Sequence[Hashable] | Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -39,7 +39,7 @@ MISSING: Mapping[Need, str] = {
     "current": "logprobs: the current policy's log-probabilities are missing",
     "advantages": "advantages: missing",
     "versions": "versions, version: the policy version of each token (or row) and the current one are missing",
-    "head": "head_logprobs, rollout_head_logprobs: both policies' log-probabilities of the sampler's top ids are missing",
+    "head": "head_logprobs, rollout_head_logprobs: both policies' values at the sampler's top ids are missing",
 }
 
 _GRADIENT_CAP = Weights(upper=1.0, signal="ppo_rollout")

@@ -80,8 +80,8 @@ class DiagnoseOptions(BatchOptions, total=False):
 def diagnose(
     trainer_logprobs: Values, rollout_logprobs: Values, mask: Values | None = None, **options: Unpack[DiagnoseOptions]
 ) -> Diagnosis:
-    """Every metric of docs/mismatch.md; those whose inputs are not given have nothing counted. `logprobs` is the current
-    policy."""
+    """Every metric of docs/mismatch.md; those whose inputs are not given have nothing counted. `logprobs`: of the
+    current policy."""
     correction, corrected = options.get("correction"), None
     config = correction or Correction(non_finite=options.get("non_finite", "raise"))
     own = DiagnoseOptions.__annotations__.keys() - BatchOptions.__annotations__.keys()
@@ -264,9 +264,9 @@ def check_update(
     """Whether an update improves the policy that samples: the mean of (r - 1)·A is at least `min_gain`, r = updated ÷
     rollout.
 
-    Both log-probabilities are the engine's, of the samples that the update was made from. The principle is MIPU's (arXiv
-    2606.29526), the estimator our own; `check_update_mipu` is the paper's. Where no token has an advantage, `min_gain`
-    does not count.
+    Both log-probabilities are the engine's, of the samples that the update was made from. The principle is MIPU's
+    (arXiv 2606.29526), the estimator our own; `check_update_mipu` is the paper's. Where no token has an advantage,
+    `min_gain` does not count.
     """
     batch, x, per_token = _read_update(updated_logprobs, rollout_logprobs, advantages, mask, cu_seqlens)
     has_advantage = bool((per_token != 0).any())
@@ -287,8 +287,8 @@ def check_update_mipu(
     slack: tuple[float, float] = (1e-3, 0.0),
 ) -> UpdateCheck:
     """MIPU's second step (arXiv 2606.29526) on samples of the *new* engine policy on held-out prompts: the gain, minus
-    the mean over rows of ρ·Â, is at least -c. ρ is the length-normalised ratio of a row, updated trainer ÷ engine; c goes
-    from `slack[0]` to `slack[1]` in the first 100 steps.
+    the mean over rows of ρ·Â, is at least -c. ρ is the length-normalised ratio of a row, updated trainer ÷ engine; c
+    goes from `slack[0]` to `slack[1]` in the first 100 steps.
     """
     batch, x, per_token = _read_update(trainer_logprobs, engine_logprobs, advantages, mask, cu_seqlens)
     rows = batch.rows

@@ -48,24 +48,6 @@ class Penalty(Checked):
 
 
 @record
-class SapoTemperatures(Checked):
-    """SAPO's gate σ(τ(r - 1))·4/τ (arXiv 2511.20347): τ by the sign of the advantage."""
-
-    positive: Positive = 1.0
-    negative: Positive = 1.05
-
-
-@record
-class VespoKernel(Checked):
-    """VESPO's weight of a row (arXiv 2602.10693): φ(W) = W^k · e^(λ(1 - W)), k and λ by the sign of the advantage."""
-
-    k_positive: NotNegative = 2.0
-    lambda_positive: NotNegative = 3.0
-    k_negative: NotNegative = 3.0
-    lambda_negative: NotNegative = 2.0
-
-
-@record
 class LossConfig:
     """One policy loss. `surrogate=None` takes the correction's.
 
@@ -81,8 +63,6 @@ class LossConfig:
     dual_clip: Finite | None = None
     ratio_cap: Annotated[float, Meta(ge=1)] | None = None
     gspo_gradient: Literal["token", "sequence"] = "token"
-    sapo: SapoTemperatures = SapoTemperatures()
-    vespo: VespoKernel = VespoKernel()
     aggregate: Aggregation = "token_mean"
     fixed_length: AtLeastOne | None = None
     penalty: Penalty | None = None
@@ -101,10 +81,10 @@ class LossConfig:
                 f"clip_low: {low} leaves no lower bound on a ratio; it must be below 1 for {kind}": (
                     kind in ("ppo", "gspo") and (low or 0) >= 1
                 ),
+                "ratio_cap: belongs to dppo_tv": self.ratio_cap is not None and kind != "dppo_tv",
                 f"dual_clip: {dual!r} must be above 1 + clip_high, and belongs to ppo": (
                     dual is not None and (kind != "ppo" or dual <= 1 + (high or 0))
                 ),
-                "ratio_cap: belongs to dppo_tv": self.ratio_cap is not None and kind != "dppo_tv",
                 "vespo weighs rows by their whole ratio; use denominator='rollout' instead of weights": (
                     kind == "vespo" and self.correction.weights is not None
                 ),
@@ -216,16 +196,17 @@ def _count_clipped(hits: Tensor, is_high: Tensor) -> dict[str, Statistic]:
 
 
 def _sapo(t: Tokens, config: LossConfig) -> TokenLoss:
-    temperature = torch.where(t.advantages > 0, config.sapo.positive, config.sapo.negative)
+    """σ(τ(r - 1))·4/τ (arXiv 2511.20347), τ by the sign of the advantage."""
+    temperature = torch.where(t.advantages > 0, 1.0, 1.05)
     gate = torch.sigmoid(temperature * torch.expm1(t.log_ratio)) * 4 / temperature
     return -t.advantages * gate, {}
 
 
 def _vespo(t: Tokens, config: LossConfig) -> TokenLoss:
-    kernel, positive = config.vespo, t.advantages >= 0
+    """A row's weight φ(W) = W^k · e^(λ(1 - W)) (arXiv 2602.10693), k and λ by the sign of the advantage."""
+    positive = t.advantages >= 0
     log_w = t.rows.spread(t.rows.sum(t.log_ratio.detach()).clamp(math.log(1e-8), LOG_CLAMP))
-    k = torch.where(positive, kernel.k_positive, kernel.k_negative)
-    steepness = torch.where(positive, kernel.lambda_positive, kernel.lambda_negative)
+    k, steepness = torch.where(positive, 2.0, 3.0), torch.where(positive, 3.0, 2.0)
     weight = (k * log_w - steepness * torch.expm1(log_w)).exp()
     return -weight * t.advantages * t.current, {"vespo/weight": Mean.of(weight)}
 

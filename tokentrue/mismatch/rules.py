@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, ClassVar, Literal, TypeAlias
 
 import torch
 from msgspec import Meta
@@ -32,7 +32,7 @@ RATIO: dict[Signal, str] = {
     "ppo_train": "π_current/π_old",
     "ppo_rollout": "π_current/π_rollout",
 }
-POLICIES: dict[Signal, frozenset[Need]] = {
+POLICIES: Mapping[Signal | None, frozenset[Need]] = {
     "corr": frozenset({"old"}),
     "ppo_train": frozenset({"old", "current"}),
     "ppo_rollout": frozenset({"current"}),
@@ -44,10 +44,12 @@ class Rule(Checked, ABC):
 
     __slots__ = ()
 
+    also: ClassVar[frozenset[Need]] = frozenset()  # beside the two policies of the signal, if the rule has one
+
     @property
-    @abstractmethod
     def needs(self) -> frozenset[Need]:
         """What `correct` must be given beside the rollout's log-probabilities."""
+        return self.also | POLICIES.get(getattr(self, "signal", None), frozenset())
 
     @abstractmethod
     def explain(self) -> str:
@@ -78,10 +80,6 @@ class BoundedRule(Rule):
     lower: float | None = None
     upper: float | None = None
     signal: Signal = "corr"
-
-    @property
-    def needs(self) -> frozenset[Need]:
-        return POLICIES[self.signal]
 
     @property
     def is_bounded(self) -> bool:
@@ -254,11 +252,8 @@ class Reject(BoundedRule):
 class Veto(Rule):
     """Drops a whole row if any of its valid tokens is less likely than `below` under the trainer's policy."""
 
+    also: ClassVar[frozenset[Need]] = frozenset({"old"})
     below: Annotated[float, Meta(gt=0, lt=1)] = 1e-6
-
-    @property
-    def needs(self) -> frozenset[Need]:
-        return frozenset({"old"})
 
     def explain(self) -> str:
         return f"drop rows with a token below probability {self.below:g} under the trainer's policy"
@@ -288,12 +283,9 @@ class Outlier(BoundedRule):
 class OffPolicyMask(Rule):
     """DeepSeek-V3.2's off-policy mask: drops negative advantages in rows whose mean -log r exceeds `threshold`."""
 
+    also: ClassVar[frozenset[Need]] = frozenset({"advantages"})
     threshold: NotNegative
     signal: Signal = "ppo_rollout"
-
-    @property
-    def needs(self) -> frozenset[Need]:
-        return POLICIES[self.signal] | frozenset[Need]({"advantages"})
 
     def explain(self) -> str:
         return f"drop negative advantages in rows with mean -log {RATIO[self.signal]} > {self.threshold:g}"
@@ -319,7 +311,7 @@ class SecondMoment(Rule):
 
     @property
     def needs(self) -> frozenset[Need]:
-        return POLICIES[self.signal] | frozenset[Need]({"advantages"} if self.tokens == "harmful" else ())
+        return POLICIES[self.signal] | (frozenset({"advantages"}) if self.tokens == "harmful" else frozenset[Need]())
 
     def explain(self) -> str:
         squares = f"(log {RATIO[self.signal]})²"
@@ -342,9 +334,7 @@ class SecondMoment(Rule):
 class ScoreCentering(Rule):
     """Subtracts the sampler's expected score (arXiv 2609.20807): a term of the loss, with the weights' cap."""
 
-    @property
-    def needs(self) -> frozenset[Need]:
-        return frozenset({"head"})
+    also: ClassVar[frozenset[Need]] = frozenset({"head"})
 
     def explain(self) -> str:
         return "centre the score: add A·Σ_v (q·w(p/q) - α·p)·log p over the sampler's top ids v, α = ρ·w(1/ρ)"
@@ -367,11 +357,8 @@ class ScoreCentering(Rule):
 class Staleness(Rule):
     """Drops tokens that were sampled more than `limit` policy versions ago."""
 
+    also: ClassVar[frozenset[Need]] = frozenset({"versions"})
     limit: Count
-
-    @property
-    def needs(self) -> frozenset[Need]:
-        return frozenset({"versions"})
 
     def explain(self) -> str:
         return f"drop tokens sampled more than {self.limit} versions ago"

@@ -16,7 +16,7 @@ from tokentrue.json_types import JsonObject, JsonValue
 from tokentrue.records import record
 from tokentrue.types import AtLeastOne, Count, Finite, NotNegative, Positive, Share, check_fields, is_temperature
 
-Baseline: TypeAlias = Literal["grpo", "grpo_batch", "dr_grpo", "rloo", "whitened", "whitened_groups", "none"]
+Baseline: TypeAlias = Literal["grpo", "grpo_batch", "dr_grpo", "rloo", "whitened", "none"]
 RoutingReplay: TypeAlias = Literal["off", "experts", "weights"]
 LoggerName: TypeAlias = Literal["tensorboard", "wandb", "trackio"]
 # must divide logits; greedy rollouts have no gradient
@@ -51,11 +51,9 @@ class OptimConfig:
 
 @record
 class AdvantageConfig:
-    """Where frameworks divide differently; what TRL and verl do is in docs/training.md."""
+    """`epsilon` is added to the deviation that a baseline divides by; what TRL and verl do is in docs/training.md."""
 
     epsilon: NotNegative = 1e-6
-    lone_group: Literal["zero", "reward"] = "zero"
-    whiten_by: Literal["sessions", "tokens"] = "sessions"
 
     def __post_init__(self) -> None:
         check_fields(self, "train.advantages")
@@ -63,41 +61,9 @@ class AdvantageConfig:
 
 @record
 class OverlongConfig:
-    """Sessions that reach their limit of sampled tokens: not trained on (`mask`), or punished (DAPO's soft
-    punishment)."""
+    """Whether sessions that reach their limit of sampled tokens are left out of training."""
 
     mask: bool = False
-    max_tokens: Count = 0
-    buffer: Count = 0
-    penalty: NotNegative = 1.0
-
-    def __post_init__(self) -> None:
-        check_fields(self, "train.overlong")
-        if self.max_tokens and not 0 < self.buffer <= self.max_tokens:
-            raise ConfigError(
-                f"train.overlong: max_tokens {self.max_tokens} and buffer {self.buffer}: set max_tokens > 0 and a "
-                "buffer in [1, max_tokens], or neither"
-            )
-        if not self.max_tokens and (self.buffer or self.penalty != 1.0):
-            key = "buffer" if self.buffer else "penalty"
-            raise ConfigError(f"train.overlong.{key}: belongs to train.overlong.max_tokens, which is 0")
-
-
-@record
-class KlConfig:
-    """The divergence from the reference model: its cost in the reward, and a coefficient that follows a target.
-
-    After each step the coefficient in use is multiplied by 1 + clip(kl / target - 1, ±0.2) · sessions / horizon
-    (Ziegler et al., arXiv 1909.08593).
-    """
-
-    reward_coefficient: NotNegative = 0.0
-    reward_estimator: Literal["k1", "k2", "k3"] = "k1"
-    target: NotNegative = 0.0
-    horizon: AtLeastOne = 10_000
-
-    def __post_init__(self) -> None:
-        check_fields(self, "train.kl")
 
 
 @record
@@ -113,7 +79,6 @@ class TrainConfig:
     baseline: Baseline = "grpo"
     advantages: AdvantageConfig = AdvantageConfig()
     overlong: OverlongConfig = OverlongConfig()
-    kl: KlConfig = KlConfig()
     lora_rank: Count = 0  # > 0: trains a LoRA adapter of every linear layer but the head, with alpha twice the rank
     temperature: Temperature = 1.0
     minibatches: AtLeastOne = 1  # updates per batch; with several the ratio of PPO has something to clip

@@ -68,15 +68,15 @@ def require_exact(found: Agreement, *, version: int) -> None:
         raise ExactnessError(
             f"step {version}: the trainer's log-probability differs from the rollout's. First at {found.first}; "
             f"{found.differing} of {found.compared} tokens of policy version {version} differ, by at most "
-            f"{found.largest:.3g}. Score with the engine's operators (train.exact), the same temperature, dtype and leaves, or "
-            "set exact = false"
+            f"{found.largest:.3g}. Score with the engine's operators (train.exact), the same temperature, dtype and "
+            "leaves, or set exact = false"
         )
 
 
 def require_near(
     rows: Sequence[Row], trainer: Sequence[Tensor], limit: float | None, *, version: int, ranks: Ranks
 ) -> None:
-    """Raises EngineContractError, on every rank, at a row that an engine sampled with other weights than the trainer's."""
+    """Raises EngineContractError, on every rank, at a row that an engine with other weights sampled."""
     if limit is None:
         return
     trouble: EngineContractError | None = None

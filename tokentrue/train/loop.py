@@ -137,13 +137,15 @@ def pass_at_k(attempts: int, solved: int, k: int) -> float:
 
 @record
 class Store:
-    """Where a run keeps its checkpoints. `samples_digest` names the content of the file that it trains from."""
+    """Where a run keeps its checkpoints. `samples_digest` names the content of the file that it trains from; `on_kept`
+    gets the version of a checkpoint when it is whole."""
 
     directory: Path
     run_hash: str
     model: str | None  # whose tokenizer belongs to the weights
     samples_digest: str = ""
     made_from: JsonMapping = field(default_factory=JsonObject)  # what `run_hash` names
+    on_kept: Callable[[int], None] = lambda _: None
 
 
 async def train(
@@ -325,6 +327,8 @@ class Run:
             made_from=self.store.made_from,
         )
         self.kept, self.kept_at = self.trainer.version, time.monotonic()
+        if self.trainer.ranks.first:
+            self.store.on_kept(self.kept)
 
 
 async def finish(step: asyncio.Future[StepReport]) -> StepReport:

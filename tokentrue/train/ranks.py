@@ -120,26 +120,38 @@ def leave() -> None:
 
 
 def shard(model: nn.Module, ranks: Ranks) -> nn.Module:
-    """FSDP2: each decoder layer is a unit, and the rest is one.
+    """FSDP2: each decoder layer is a unit, and the rest, a vision tower included, is one.
 
     Parameters are gathered whole before use, so that the operators see the numbers of one process. Gradients are summed
-    in float32.
+    in float32; those of a rank whose rows show no image are 0 in the tower.
     """
     if ranks.world == 1:
         return model
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    if not lists:
-        raise ConfigError(f"{type(model).__name__} has no list of layers; FSDP2 would have one unit only")
     mesh = init_device_mesh("cuda" if next(model.parameters()).is_cuda else "cpu", (ranks.world,))
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
-    for unit in (*max(lists, key=len), model):  # the longest list is that of the layers
+    for unit in (*find_layers(model), model):
         fully_shard(unit, mesh=mesh, mp_policy=policy)
         if isinstance(unit, FSDPModule) and "nccl" not in torch.distributed.get_backend():
             unit.set_force_sum_reduction_for_comms(True)  # gloo has no mean
+    if hasattr(getattr(model, "config", None), "vision_config"):
+        if not hasattr(model, "set_reduce_scatter_unused_params"):
+            raise ConfigError(
+                f"several ranks train images with torch 2.13, here is {torch.__version__}; start one process"
+            )
+        model.set_reduce_scatter_unused_params(True)  # type: ignore[operator]
     return model
+
+
+def find_layers(model: nn.Module) -> nn.ModuleList:
+    """Those of the decoder: the longest list outside of a vision tower, which runs as often as the rank's rows need."""
+    found = ((name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList))
+    lists = [module for name, module in found if "vis" not in name]
+    if not lists:
+        raise ConfigError(f"{type(model).__name__} has no list of layers; FSDP2 would have one unit only")
+    return max(lists, key=len)
 
 
 def whole(value: Tensor) -> Tensor:

@@ -78,8 +78,8 @@ def step_mismatch(found: Metrics) -> dict[str, float]:
 
 
 def find_falling(rows: Sequence[Mapping[str, float]]) -> list[str]:
-    """A line for each watched metric of which four fifths of the pairs of the last steps fall, and the last five are below
-    half of the first five: the usual sign of a collapse to come."""
+    """A line for each watched metric of which four fifths of the pairs of the last steps fall, and the last five are
+    below half of the first five: the usual sign of a collapse to come."""
     if len(rows) < FALL_STEPS or len(rows) % (FALL_STEPS // 2):  # no line for every step of a fall
         return []
     lines: list[str] = []

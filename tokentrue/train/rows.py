@@ -12,6 +12,7 @@ import random
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import torch
@@ -26,7 +27,7 @@ from tokentrue.records import record
 from tokentrue.routing_replay import FREE
 from tokentrue.samples.groups import group_sessions
 from tokentrue.samples.recorded_turns import read_turns, scoring_temperatures
-from tokentrue.train.config import AdvantageConfig, Baseline, OverlongConfig
+from tokentrue.train.config import AdvantageConfig, Baseline
 from tokentrue.types import Finish, PromptImage, Sample
 
 Groups = list[list[Sample]]
@@ -147,8 +148,9 @@ def rows_from_groups(
     groups: Sequence[Sequence[Sample]], temperature: float = 1.0, images: ReadImage | None = None
 ) -> list[Row]:
     """All rows in order; a group without a name gets one from its place."""
+    read = images and cache(images)  # most images are in many rows
     return [
-        row_from_sample(sample, sample.group or f"group-{number}", temperature, images)
+        row_from_sample(sample, sample.group or f"group-{number}", temperature, read)
         for number, group in enumerate(groups)
         for sample in group
     ]
@@ -189,40 +191,13 @@ class SessionRewards:
 
     rewards: Tensor  # float64
     groups: Sequence[str]
-    sampled: Sequence[int]  # tokens
-    trained: Sequence[int]  # tokens with loss
     of_row: Sequence[int]
 
     @staticmethod
     def of(rows: Sequence[Row]) -> SessionRewards:
         found = group_sessions((*row.session, row.reward) for row in rows)
-        sampled, trained = [0] * len(found.groups), [0] * len(found.groups)
-        for row, number in zip(rows, found.of_sample, strict=True):
-            sampled[number] += int(row.sampled.sum())
-            trained[number] += int(row.mask.sum())
-        return SessionRewards(
-            rewards=torch.tensor(found.rewards, dtype=torch.float64),
-            groups=found.groups,
-            sampled=sampled,
-            trained=trained,
-            of_row=found.of_sample,
-        )
-
-    def less(self, cost: Tensor) -> SessionRewards:
-        return replace(self, rewards=self.rewards - cost)
-
-    def sum_rows(self, values: Mapping[int, float]) -> Tensor:
-        """One number per session from one number per row."""
-        found = torch.zeros_like(self.rewards)
-        for row, value in sorted(values.items()):
-            found[self.of_row[row]] += value
-        return found
-
-
-def overlong_cost(sampled: Sequence[int], config: OverlongConfig) -> Tensor:
-    """DAPO's soft punishment: 0 up to max_tokens - buffer, then linear up to `penalty` at max_tokens."""
-    over = torch.tensor(sampled, dtype=torch.float64) - (config.max_tokens - config.buffer)
-    return config.penalty * (over / max(config.buffer, 1)).clamp(0.0, 1.0)
+        rewards = torch.tensor(found.rewards, dtype=torch.float64)
+        return SessionRewards(rewards=rewards, groups=found.groups, of_row=found.of_sample)
 
 
 def is_truncated(row: Row) -> bool:
@@ -242,15 +217,13 @@ def session_advantages(
     sessions: SessionRewards, baseline: Baseline, config: AdvantageConfig | None = None
 ) -> list[float]:
     config = config or AdvantageConfig()
-    values, groups, eps, lone = sessions.rewards, sessions.groups, config.epsilon, config.lone_group
-    tokens = sessions.trained if config.whiten_by == "tokens" else None
+    values, groups, eps = sessions.rewards, sessions.groups, config.epsilon
     ways: Mapping[Baseline, Callable[[], Tensor]] = {
-        "grpo": lambda: grpo_advantages(values, groups, eps=eps, lone=lone),
-        "grpo_batch": lambda: grpo_advantages(values, groups, eps=eps, lone=lone, scale="batch"),
-        "dr_grpo": lambda: grpo_advantages(values, groups, std=False, lone=lone),
-        "rloo": lambda: rloo_advantages(values, groups, lone=lone),
-        "whitened": lambda: whitened_advantages(values, eps=eps, tokens=tokens),
-        "whitened_groups": lambda: whitened_advantages(values, groups, eps=eps, tokens=tokens, lone=lone),
+        "grpo": lambda: grpo_advantages(values, groups, eps=eps),
+        "grpo_batch": lambda: grpo_advantages(values, groups, eps=eps, scale="batch"),
+        "dr_grpo": lambda: grpo_advantages(values, groups, std=False),
+        "rloo": lambda: rloo_advantages(values, groups),
+        "whitened": lambda: whitened_advantages(values, eps=eps),
         "none": lambda: values,
     }
     made = ways[baseline]().tolist()

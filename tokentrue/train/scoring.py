@@ -30,8 +30,8 @@ class Scores:
 
 
 class Scorer(Protocol):
-    """Scores rows in their order. `active()` wraps a training step. `is_padded`: a pass costs rows × longest row; `tree`:
-    shared prefixes cost once."""
+    """Scores rows in their order. `active()` wraps a training step. `is_padded`: a pass costs rows × longest row;
+    `tree`: shared prefixes cost once."""
 
     is_padded: bool
     tree: bool

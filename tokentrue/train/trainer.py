@@ -34,7 +34,6 @@ from tokentrue.train.rows import (
     ScoredRow,
     SessionRewards,
     mask_truncated,
-    overlong_cost,
     plan_minibatches,
     rows_from_groups,
     session_advantages,
@@ -50,12 +49,10 @@ from tokentrue.train.scoring import (
 )
 from tokentrue.train.update import (
     Batch,
-    KlCoefficient,
     LossScale,
     MasterWeights,
     MinibatchCorrection,
     correct_minibatch,
-    divergence_sums,
 )
 from tokentrue.types import Sample
 
@@ -91,23 +88,17 @@ class Trainer:
         """`images` reads the bytes of the samples' images by their SHA-256."""
         if loss.penalty is not None and loss.penalty.against == "reference" and reference is None:
             raise ConfigError("loss.penalty: against='reference' needs a reference model")
-        if config.kl.reward_coefficient and reference is None:
-            raise ConfigError("train.kl.reward_coefficient: needs a reference model")
         if loss.correction.centering is not None and config.baseline == "grpo":
             raise ConfigError(
                 "train.baseline: score centering needs advantages that are not divided by a group's deviation; choose "
                 "dr_grpo or rloo"
             )
-        if images is not None and ranks is not None and ranks.world > 1:
-            # A rank whose rows show no image would have no gradients of the tower to sum.
-            raise ConfigError("images: trained by one process only")
         if optim.lr is None:
             optim = replace(optim, lr=default_learning_rate(sum(each.numel() for each in model.parameters())))
         self.model = model
         self.config = config
         self.optim = optim
         self.loss = loss
-        self.kl = KlCoefficient.of(config.kl, loss)
         self.ranks = ranks or Ranks()
         self.reference = None if reference is None else reference.eval()
         self.images = images
@@ -146,11 +137,7 @@ class Trainer:
                 parts = enumerate(batch.parts * self.config.epochs)
                 done = [self.update(batch, part, is_first=not number) for number, part in parts]
         self.version += 1
-        report = self.report(batch, found, measured, done, seconds)
-        if self.config.kl.target and "kl/mean" in report.metrics:
-            self.kl.adapt(report.metrics["kl/mean"], int(report.metrics["sessions"]))
-            self.set_kl_coefficient(self.kl.value)
-        return report
+        return self.report(batch, found, measured, done, seconds)
 
     @contextmanager
     def scoring(self) -> Iterator[None]:
@@ -176,13 +163,11 @@ class Trainer:
             "version": self.version,
             "updates": self.updates,
             "loss_scale": [self.scale.value, self.scale.good],
-            "kl_coefficient": self.kl.value,
         }
 
     def set_counters(self, counters: JsonMapping) -> None:
         self.version, self.updates = int(counters["version"]), int(counters["updates"])
         self.scale.value, self.scale.good = counters.get("loss_scale", [1.0, 0])
-        self.set_kl_coefficient(counters.get("kl_coefficient", self.kl.value))
 
     @torch.no_grad()
     def score(self, ids: Sequence[int]) -> Tensor:
@@ -207,13 +192,7 @@ class Trainer:
 
     def find_trained(self, rows: Sequence[Row], advantages: Sequence[float]) -> list[bool]:
         """Whether each row gets a forward and a backward pass."""
-        # With a cost of divergence, advantages are known only after the rows are scored.
-        always = (
-            self.loss.penalty is not None
-            or self.loss.entropy_coefficient != 0
-            or self.config.kl.reward_coefficient != 0
-            or not self.config.drop_idle_rows
-        )
+        always = self.loss.penalty is not None or self.loss.entropy_coefficient != 0 or not self.config.drop_idle_rows
         return [bool(row.mask.any()) and (always or a != 0.0) for row, a in zip(rows, advantages, strict=True)]
 
     def plan(self, rows: Sequence[Row], advantages: Sequence[float]) -> list[Minibatch]:
@@ -247,26 +226,16 @@ class Trainer:
     def recompute(self, rows: Sequence[Row]) -> Batch:
         config = self.config
         sessions = SessionRewards.of(rows)
-        if config.overlong.max_tokens:
-            sessions = sessions.less(overlong_cost(sessions.sampled, config.overlong))
         advantages = session_advantages(sessions, config.baseline, config.advantages)
         parts = self.plan(rows, advantages)
         mine = self.score_parts(self.model, rows, parts)
         reference = {} if self.reference is None else self.score_parts(self.reference, rows, parts)
-        kl = 0.0
-        if config.kl.reward_coefficient:
-            sums = divergence_sums(rows, mine, reference, config.kl, self.ranks)
-            kl = sum(sums.values()) / max(1, sum(sessions.trained))
-            sessions = sessions.less(self.kl.value * sessions.sum_rows(sums))
-            advantages = session_advantages(sessions, config.baseline, config.advantages)
         return Batch(
             rows=rows,
             parts=parts,
             recomputed=mine,
             reference=reference,
             advantages=advantages,
-            shaped_reward=float(sessions.rewards.mean()),
-            reward_kl=kl,
         )
 
     @torch.no_grad()
@@ -413,16 +382,8 @@ class Trainer:
         }
         if not self.scale.is_fixed:
             metrics["update/loss_scale"] = self.scale.value
-        if self.config.overlong.max_tokens or self.config.kl.reward_coefficient:
-            metrics["reward_shaped"] = batch.shaped_reward
-        if self.kl.value:
-            metrics["kl/coefficient"] = self.kl.value
-            metrics["kl/mean"] = batch.reward_kl if self.config.kl.reward_coefficient else merged["loss/kl"]
+        if self.loss.penalty is not None:
+            metrics["kl/mean"] = merged["loss/kl"]
         return StepReport(
             step=self.version - 1, version=self.version, metrics=metrics, agreement=found, seconds=seconds
         )
-
-    def set_kl_coefficient(self, value: float) -> None:
-        self.kl.value = value
-        if self.config.kl.target and self.loss.penalty is not None and not self.config.kl.reward_coefficient:
-            self.loss = replace(self.loss, penalty=replace(self.loss.penalty, coefficient=value))

@@ -1,14 +1,13 @@
-"""What one optimiser update needs beside scores: the correction of its minibatch, the coefficient of the divergence
-from the reference model, and master weights.
+"""What one optimiser update needs beside scores: the correction of its minibatch, and master weights.
 
 Some rules look at the minibatch as a whole (a mean that weights are normalised by, M2PO's second moment, the counts
 that a loss divides by). So every rank gathers the log-probabilities of all rows, corrects the whole minibatch in one
 call, and takes its own rows from it. Log-probabilities are four bytes a token; correcting is 0.2% of a step.
 
 The optimiser works in float32 whatever the model computes in: a bfloat16 weight of 0.05 moves in steps of 2.4e-4, and
-an update of 1e-6 is lost in it. So a model in bfloat16 or float16 gets a float32 copy of every parameter, which collects
-the gradients and takes the updates. The model's own parameters are the copy rounded: what is scored with and published,
-bit for bit what the engine has.
+an update of 1e-6 is lost in it. So a model in bfloat16 or float16 gets a float32 copy of every parameter, which
+collects the gradients and takes the updates. The model's own parameters are the copy rounded: what is scored with and
+published, bit for bit what the engine has.
 """
 
 from __future__ import annotations
@@ -19,15 +18,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from tokentrue.errors import ConfigError
 from tokentrue.mismatch import Corrected, LossConfig, Metrics, correct
-from tokentrue.mismatch.metrics import ESTIMATORS
 from tokentrue.records import record
-from tokentrue.train.config import KlConfig
 from tokentrue.train.ranks import Ranks
 from tokentrue.train.rows import Minibatch, Row, list_sessions
 
-LARGEST_KL_ERROR = 0.2  # of kl / target - 1
 START_SCALE = 2.0**15
 GROW_AFTER = 200  # updates without overflow
 
@@ -41,8 +36,6 @@ class Batch:
     recomputed: Mapping[int, Tensor]
     reference: Mapping[int, Tensor]
     advantages: Sequence[float]
-    shaped_reward: float  # mean over sessions, after what lengths and divergence cost
-    reward_kl: float  # per trained token, where it costs reward
 
     def columns(self, numbers: Sequence[int], device: torch.device) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """Rollout log-probabilities, advantages and masks of some rows."""
@@ -122,45 +115,6 @@ def gather_rows(values: Mapping[int, Tensor], part: Minibatch, ranks: Ranks) -> 
 
 def per_token(row: Row, value: float, device: torch.device) -> Tensor:
     return torch.full((row.length,), value, dtype=torch.float64, device=device)
-
-
-@dataclass(slots=True)
-class KlCoefficient:
-    """Of the reward's divergence, or of the loss's penalty."""
-
-    config: KlConfig
-    value: float
-
-    @staticmethod
-    def of(config: KlConfig, loss: LossConfig) -> KlCoefficient:
-        penalty = 0.0 if loss.penalty is None else loss.penalty.coefficient
-        if config.target and config.reward_coefficient and penalty:
-            raise ConfigError(
-                "train.kl.target: adapts one coefficient; use train.kl.reward_coefficient or loss.penalty, not both"
-            )
-        if config.target and not (config.reward_coefficient or penalty):
-            raise ConfigError(
-                "train.kl.target: there is no coefficient to adapt; set train.kl.reward_coefficient or loss.penalty"
-            )
-        return KlCoefficient(config=config, value=config.reward_coefficient or penalty)
-
-    def adapt(self, kl: float, sessions: int) -> None:
-        """After a step whose mean divergence was `kl`; without a target nothing changes."""
-        if self.config.target:
-            error = max(-LARGEST_KL_ERROR, min(LARGEST_KL_ERROR, kl / self.config.target - 1))
-            self.value *= 1 + error * sessions / self.config.horizon
-
-
-def divergence_sums(
-    rows: Sequence[Row], policy: Mapping[int, Tensor], reference: Mapping[int, Tensor], config: KlConfig, ranks: Ranks
-) -> dict[int, float]:
-    """Over each row's trained tokens, for the rows of all ranks."""
-    estimate = ESTIMATORS[config.reward_estimator]
-    mine: dict[int, float] = {}
-    for i, values in policy.items():
-        x = reference[i].double() - values.double()
-        mine[i] = float(estimate(x)[rows[i].mask.to(x.device)].sum())
-    return ranks.merge(mine)
 
 
 @dataclass(slots=True)

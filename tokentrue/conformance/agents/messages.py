@@ -1,9 +1,12 @@
-"""A conversation without a dialect: what agents send and what they are served."""
+"""A conversation without a dialect: what agents send, what they are served, and what harnesses lose of it on its way
+back. A gateway that matches by what it served sees through all of these losses."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tokentrue.json_types import JsonObject
@@ -46,10 +49,37 @@ class Tool:
         return {"name": self.name, "description": self.description, "parameters": self.parameters}
 
 
-def visible_text(message: Message, *, inline: bool) -> str:
-    """`inline`: reasoning is written as <think> text."""
-    thought = f"<think>\n{message.reasoning}\n</think>\n\n" if inline and message.reasoning else ""
-    return thought + message.text
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Losses:
+    """Of the conversation itself; `Wire` has those of how it is written. `arguments` writes a call's JSON another way,
+    `whitespace` a text."""
+
+    reasoning: bool = False
+    ids: bool = False
+    arguments: Callable[[str], str] = str
+    whitespace: Callable[[str], str] = str
+
+
+def lose(messages: Sequence[Message], losses: Losses, rng: random.Random) -> list[Message]:
+    """The same conversation as a lossy harness sends it back. The client's own messages stay as they are."""
+    renamed: dict[str, str] = {}
+
+    def lose_call(call: Call) -> Call:
+        if losses.ids:
+            renamed[call.id] = f"call_{rng.getrandbits(40):x}"
+        return replace(call, id=renamed.get(call.id, call.id), arguments=losses.arguments(call.arguments))
+
+    def lose_one(message: Message) -> Message:
+        if message.served:
+            text, reasoning = losses.whitespace(message.text), "" if losses.reasoning else message.reasoning
+            return replace(message, text=text, reasoning=reasoning, calls=tuple(map(lose_call, message.calls)))
+        return replace(message, answers=renamed.get(message.answers, message.answers))
+
+    return list(map(lose_one, messages))
+
+
+def sort_keys(arguments: str) -> str:
+    return json.dumps(json.loads(arguments), sort_keys=True, ensure_ascii=False)
 
 
 def load_finite(text: str) -> Any:

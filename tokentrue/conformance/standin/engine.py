@@ -13,22 +13,13 @@ import random
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from struct import pack, unpack
-from typing import Any, ClassVar
+from typing import Any
 
 from aiohttp import web
 
-from tokentrue.conformance.standin.generation import Finished, Generation, Plan
+from tokentrue.conformance.standin.generation import EngineRequest, Finished, Generation, Output, Plan
 from tokentrue.conformance.standin.vocabulary import Vocabulary
-from tokentrue.conformance.standin.wires import (
-    MODEL,
-    EngineRequest,
-    EngineWire,
-    SGLang,
-    VLLMChat,
-    VLLMCompletions,
-    VLLMGenerate,
-)
-from tokentrue.conformance.standin.writer import Output
+from tokentrue.conformance.standin.wires import MODEL, ROUTES, EngineWire
 
 
 def new_stream() -> web.StreamResponse:
@@ -51,6 +42,9 @@ class Exchange:
     async def send(self, value: Any) -> None:
         await self.response.write(b"data: " + json.dumps(value).encode() + b"\n\n")
 
+    def is_open(self) -> bool:
+        return self.request.transport is not None and not self.request.transport.is_closing()
+
     def hang_up(self) -> None:
         if self.request.transport is not None:
             self.request.transport.close()
@@ -58,13 +52,6 @@ class Exchange:
 
 class Engine:
     """`plans` are by session; a request without a plan gets `fallback`, or 400."""
-
-    ROUTES: ClassVar[dict[str, tuple[str, type[EngineWire]]]] = {
-        "sglang": ("/generate", SGLang),
-        "chat": ("/v1/chat/completions", VLLMChat),
-        "completions": ("/v1/completions", VLLMCompletions),
-        "generate": ("/inference/v1/generate", VLLMGenerate),
-    }
 
     def __init__(self, vocabulary: Vocabulary, seed: int) -> None:
         self._vocabulary = vocabulary
@@ -75,24 +62,22 @@ class Engine:
         self.fallback: Output | None = None  # of requests that nobody planned, such as a gateway's probes
         self.version = "1"  # of plans that name none
         self._count = 0
-        self._aborted: dict[str, asyncio.Event] = {}
-        self._stopping = asyncio.Event()
+        self._aborted: set[str] = set()
+        self._is_stopping = False
 
     async def start(self) -> str:
         app = web.Application(client_max_size=1 << 28)
-        app.add_routes([web.post(path, self._handler(wire(self._vocabulary))) for path, wire in self.ROUTES.values()])
+        app.add_routes([web.post(path, self._handler(wire(self._vocabulary))) for path, wire in ROUTES.items()])
         app.add_routes([web.post("/abort_request", self._abort), web.get("/v1/models", self._models)])
         app.add_routes([web.get(path, self._info) for path in ("/model_info", "/get_model_info", "/health")])
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
-        await site.start()
-        port = self._runner.addresses[0][1]
-        return f"http://127.0.0.1:{port}"
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        return f"http://127.0.0.1:{self._runner.addresses[0][1]}"
 
     async def stop(self) -> None:
         """Also what it holds back is ended."""
-        self._stopping.set()
+        self._is_stopping = True
         await self._runner.cleanup()
 
     async def _info(self, request: web.Request) -> web.Response:
@@ -104,24 +89,18 @@ class Engine:
         return web.json_response({"object": "list", "data": [served]})
 
     async def _abort(self, request: web.Request) -> web.Response:
-        self._aborted.setdefault((await request.json())["rid"], asyncio.Event()).set()
+        self._aborted.add((await request.json())["rid"])
         return web.Response()
 
     def session_key(self, asked: EngineRequest) -> str:
         """The key of `plans` and `log`. A black box names no session to its engine: all have one queue."""
         return ""
 
-    def next_plan(self, session: str) -> Plan | None:
-        if self.plans[session]:
-            return self.plans[session].popleft()
-        return Plan(output=self.fallback) if self.fallback is not None else None
-
     def _handler(self, wire: EngineWire) -> Any:
         async def handle(request: web.Request) -> web.StreamResponse:
             try:
-                body = await request.json()
-                asked = wire.read(body)
-                made = [self._begin(body, asked) for _ in range(asked.several)]
+                asked = wire.read(await request.json())
+                made = [self._begin(asked) for _ in range(asked.several)]
             except (KeyError, TypeError, ValueError) as error:  # such as a probe with an empty body
                 return web.json_response({"error": {"message": f"no such request: {error!r}"}}, status=400)
             several = [Exchange(request=request, wire=wire, generation=one) for one in made]
@@ -130,44 +109,40 @@ class Engine:
                     generation.ended = "refused"
                     status = int(generation.plan.fault[7:])
                     return web.json_response({"error": {"message": "made to fail"}}, status=status)
-            if asked.stream and len(several) == 1:
-                aborted = self._aborted.setdefault(asked.rid, asyncio.Event()) if asked.rid else asyncio.Event()
-                return await self._stream(several[0], aborted)
-            return await self._whole(several)
+            return await (self._stream(several[0]) if asked.stream and len(several) == 1 else self._whole(several))
 
         return handle
 
-    def _begin(self, body: dict[str, Any], asked: EngineRequest) -> Generation:
+    def _begin(self, asked: EngineRequest) -> Generation:
         session = self.session_key(asked)
         prompt, images = self._vocabulary.expand_images(asked.prompt, asked.images)
-        plan = self.next_plan(session)
-        if plan is None:
+        if self.plans[session]:
+            plan = self.plans[session].popleft()
+        elif self.fallback is not None:
+            plan = Plan(output=self.fallback)
+        else:
             raise ValueError("nothing planned")
         self._count += 1
         plan.version = plan.version or self.version
-        generation = Generation(
-            number=self._count, session=session, prompt=prompt, images=images, streamed=asked.stream, plan=plan,
-            body=body, temperature=asked.temperature, seed=asked.seed, stops=asked.stops,
-        )  # fmt: skip
-        self.log[session].append(generation)
-        self._sample(generation, asked)
-        return generation
+        made = Generation(number=self._count, session=session, asked=asked, plan=plan, prompt=prompt, images=images)
+        self.log[session].append(made)
+        self._sample(made)
+        return made
 
-    def _sample(self, generation: Generation, asked: EngineRequest) -> None:
+    def _sample(self, generation: Generation) -> None:
         """Cuts the planned output where the request's own limits end it."""
         ids = list(generation.plan.output.ids)
         if ids and ids[-1] == self._vocabulary.stop:
             generation.finish = Finished(reason="stop", matched=self._vocabulary.stop)
-        for stop in asked.stops:
+        for stop in generation.asked.stops:
             for count in range(1, len(ids) + 1):
                 if stop in self._vocabulary.text(ids[:count]):
                     ids, generation.finish = ids[:count], Finished(reason="stop", matched=stop)
                     break
-        generation.sampled = self._limit(generation, ids, asked.limit)
+        generation.sampled = self._limit(generation, ids, generation.asked.limit)
         generation.logprobs = [self._draw_logprob() for _ in generation.sampled]
-        if asked.is_filtered:
+        if generation.asked.is_filtered:
             generation.kept = [sorted({token, (token + 7) % self._vocabulary.size}) for token in generation.sampled]
-            generation.raw = [value - 1.0 for value in generation.logprobs]
 
     def _draw_logprob(self) -> float:
         """A float32, as engines report them, that no other token has: it identifies the token."""
@@ -185,11 +160,10 @@ class Engine:
     async def _whole(self, several: list[Exchange]) -> web.StreamResponse:
         answers: list[Any] = []
         for exchange in several:
-            generation, plan = exchange.generation, exchange.generation.plan
+            generation = exchange.generation
             generation.arrived.set()
-            if plan.hold is not None:
-                await self._held(exchange, plan.hold, self._stopping)
-            if plan.fault:
+            await self._hold(exchange)
+            if generation.plan.fault:
                 return await self._misbehave_whole(exchange)
             generation.delivered, generation.ended = len(generation.sampled), "finished"
             answers.append(exchange.answer(generation.delivered, new=generation.delivered))
@@ -201,7 +175,7 @@ class Engine:
         exchange.hang_up()
         return web.Response()
 
-    async def _stream(self, exchange: Exchange, aborted: asyncio.Event) -> web.StreamResponse:
+    async def _stream(self, exchange: Exchange) -> web.StreamResponse:
         generation, plan, response = exchange.generation, exchange.generation.plan, exchange.response
         total = len(generation.sampled)
         until = min(plan.after, total - 1) if plan.fault or plan.hold else total
@@ -209,33 +183,29 @@ class Engine:
             await response.prepare(exchange.request)
             await self._send(exchange, 0, until)
             generation.arrived.set()
-            if plan.hold is not None and not await self._held(exchange, plan.hold, aborted):
+            if not await self._hold(exchange):
                 generation.ended = "gone"
-                return response
-            if plan.fault:
+            elif plan.fault:
                 generation.ended = "failed"
                 await self._misbehave(exchange, until)
-                return response
-            await self._send(exchange, until, total)
-            generation.ended = "finished"
-            await response.write(b"data: [DONE]\n\n")
+            else:
+                await self._send(exchange, until, total)
+                generation.ended = "finished"
+                await response.write(b"data: [DONE]\n\n")
         except (ConnectionError, RuntimeError):
             generation.ended = "gone"
         return response
 
-    async def _held(self, exchange: Exchange, hold: asyncio.Event, aborted: asyncio.Event) -> bool:
-        """Waits until the driver sets `hold`; False when the gateway has aborted or hung up."""
-        waits = [asyncio.ensure_future(hold.wait()), asyncio.ensure_future(aborted.wait())]
-        try:
-            while not any(wait.done() for wait in waits):
-                await asyncio.wait(waits, timeout=0.02, return_when=asyncio.FIRST_COMPLETED)
-                transport = exchange.request.transport
-                if self._stopping.is_set() or transport is None or transport.is_closing():
-                    return False
-            return not aborted.is_set()
-        finally:
-            for wait in waits:
-                wait.cancel()
+    async def _hold(self, exchange: Exchange) -> bool:
+        """Waits until the driver sets the plan's `hold`; False when the gateway has aborted or hung up."""
+        hold = exchange.generation.plan.hold
+        request_id = exchange.generation.asked.body.get("rid")
+        while hold is not None and not hold.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(hold.wait(), 0.02)
+            if request_id in self._aborted or self._is_stopping or not exchange.is_open():
+                return False
+        return True
 
     async def _send(self, exchange: Exchange, start: int, end: int, *, ended: bool = True) -> None:
         """Events for the tokens from `start` to `end`; the last token of all carries the finish reason if `ended`."""

@@ -1,15 +1,26 @@
-"""What the engine is to answer, and what it was asked and answered."""
+"""What the model samples (reasoning, text and calls, in ids that the tokenizer would not have chosen), how the engine
+is to answer, and what it was asked and answered."""
 
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Any
+from typing import Any, ClassVar
 
-from tokentrue.conformance.standin.vision import ImagePlace
-from tokentrue.conformance.standin.writer import Output
+from tokentrue.conformance.standin.vocabulary import ImagePlace, Vocabulary
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """`expected` is what a client must be shown: (reasoning, text, calls as (name, arguments)); None where that is the
+    parser's to say."""
+
+    ids: tuple[int, ...]
+    text: str
+    expected: tuple[str, str, tuple[tuple[str, str], ...]] | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -34,28 +45,39 @@ class Finished:
     matched: int | str | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineRequest:
+    """What every route asks for. `prompt` has one placeholder for each image."""
+
+    body: dict[str, Any]
+    prompt: tuple[int, ...]
+    stream: bool
+    temperature: float
+    limit: int | None = None
+    stops: tuple[str, ...] = ()
+    seed: int | None = None
+    is_filtered: bool = False  # top-p, top-k or min-p
+    several: int = 1  # answers
+    images: tuple[bytes, ...] = ()
+
+
 @dataclass(slots=True, kw_only=True)
 class Generation:
-    """One request to the engine, and what it answered. `delivered` counts the tokens of whole events that were written
-    to the socket."""
+    """One request to the engine, and what it answered. `prompt` has all placeholders of images. `delivered` counts the
+    tokens of whole events that were written to the socket."""
 
     number: int
     session: str
-    prompt: tuple[int, ...]
-    streamed: bool
+    asked: EngineRequest
     plan: Plan
-    body: dict[str, Any]
-    temperature: float
+    prompt: tuple[int, ...]
     images: Sequence[ImagePlace] = ()
     sampled: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
     finish: Finished = field(default_factory=lambda: Finished(reason="length"))
     kept: list[list[int]] = field(default_factory=list[list[int]])  # by token, where the request had a filter
-    raw: list[float] = field(default_factory=list[float])  # log-probabilities before the filter
     delivered: int = 0
     ended: str = "running"
-    seed: int | None = None
-    stops: tuple[str, ...] = ()
     doubtful: bool = False  # it is open whether what was delivered can be taken for tokens
     arrived: asyncio.Event = field(default_factory=asyncio.Event)  # the first tokens are out
 
@@ -74,3 +96,34 @@ class Generation:
             spans.append({"start": at, "end": end, "version": version})
             at = end
         return spans
+
+
+class Writer:
+    """Random outputs for one case."""
+
+    WORDS: ClassVar[Sequence[str]] = (
+        "the", "shelf", "door", "café", "東京", "слово", "🧪", "x=1;", '"quoted"', "\\back", "[1, 2]", "tokenization",
+        "ok",
+    )  # fmt: skip
+
+    def __init__(self, vocabulary: Vocabulary, rng: random.Random) -> None:
+        self._vocabulary, self._rng = vocabulary, rng
+
+    def words(self, most: int = 8) -> str:
+        return " ".join(self._rng.choice(self.WORDS) for _ in range(self._rng.randint(1, most)))
+
+    def structured(
+        self, reasoning: str, text: str, calls: Sequence[tuple[str, str]], *, split: float | None = None
+    ) -> Output:
+        """`split`: the share of tokens that are cut in two; None is a random one."""
+        raw = f"<think>\n{reasoning}\n</think>\n\n" if reasoning else ""
+        raw += text
+        for index, (name, arguments) in enumerate(calls):
+            raw += "\n" if text or index else ""
+            raw += f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+        return replace(self.sampled(raw, split=split), expected=(reasoning, text, tuple(calls)))
+
+    def sampled(self, raw: str, *, split: float | None = None) -> Output:
+        ids = self._vocabulary.encode(raw)
+        ids = self._vocabulary.split(ids, self._rng, self._rng.choice((0.0, 0.1, 0.5)) if split is None else split)
+        return Output(ids=(*ids, self._vocabulary.stop), text=raw)

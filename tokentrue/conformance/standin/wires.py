@@ -6,46 +6,54 @@ from __future__ import annotations
 import base64
 import json
 import re
+from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from tokentrue.conformance.standin.generation import Finished, Generation
+from tokentrue.conformance.standin.generation import EngineRequest, Finished, Generation
 from tokentrue.conformance.standin.vocabulary import Vocabulary
 
 Json = dict[str, Any]
 MODEL = "standin"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineRequest:
-    """What every wire asks for. `prompt` has one placeholder for each image."""
+class EngineWire:
+    """What vLLM's three routes share."""
 
-    prompt: tuple[int, ...]
-    stream: bool
-    temperature: float
-    limit: int | None = None
-    stops: tuple[str, ...] = ()
-    seed: int | None = None
-    rid: str = ""
-    session: str = ""
-    is_filtered: bool = False  # top-p, top-k or min-p
-    several: int = 1  # answers
-    images: tuple[bytes, ...] = ()
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.vocabulary = vocabulary
 
-
-class EngineWire(Protocol):
-    def __init__(self, vocabulary: Vocabulary) -> None: ...
-
+    @abstractmethod
     def read(self, body: Json) -> EngineRequest: ...
 
+    @abstractmethod
     def answer(self, generation: Generation, count: int, finish: Finished | None, *, new: int) -> Json:
         """The event after `count` tokens, `new` of them in no event before; a whole answer has them all."""
-        ...
 
     def join(self, answers: list[Json]) -> Any:
         """One body for all answers to one request."""
-        ...
+        return {**answers[0], "choices": [{**one["choices"][0], "index": at} for at, one in enumerate(answers)]}
+
+    def rows(self, generation: Generation, first: int, count: int) -> list[Json]:
+        pairs = zip(generation.sampled[first:count], generation.logprobs[first:count], strict=True)
+        return [
+            {
+                "token": f"token_id:{token}",
+                "token_id": token,
+                "logprob": value,
+                "bytes": list(self.vocabulary.text([token]).encode()),
+                "top_logprobs": [],
+            }
+            for token, value in pairs
+        ]
+
+    def envelope(self, generation: Generation, kind: str, choice: Json, finish: Finished | None) -> Json:
+        if finish is not None:
+            choice["stop_reason"] = None if finish.matched == self.vocabulary.stop else finish.matched
+        usage = {"prompt_tokens": len(generation.prompt), "completion_tokens": len(generation.sampled)}
+        usage["total_tokens"] = sum(usage.values())
+        made = {"id": f"{kind}-{generation.number}", "object": kind, "created": 1, "model": MODEL}
+        return {**made, "choices": [{"index": 0, **choice}], "usage": usage if finish is not None else None}
 
 
 def read_request(
@@ -55,24 +63,20 @@ def read_request(
     stops = params.get("stop") or ()
     top_p, top_k, min_p = (params.get(name) for name in ("top_p", "top_k", "min_p"))
     return EngineRequest(
+        body=body,
         prompt=tuple(prompt),
         stream=bool(body.get("stream")),
         temperature=1.0 if params.get("temperature") is None else params["temperature"],
         limit=params.get("max_completion_tokens") or params.get(limit),
         stops=(stops,) if isinstance(stops, str) else tuple(stops),
         seed=params.get("sampling_seed", params.get("seed")),
-        rid=str(body.get("rid", "")),
-        session=str(body.get("routing_key")),
         is_filtered=(top_p or 1.0) < 1.0 or (top_k or 0) > 0 or (min_p or 0.0) > 0.0,
         several=params.get("n") or 1,
         images=tuple(base64.b64decode(url.partition(",")[2]) for url in images),
     )
 
 
-class SGLang:
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        self._vocabulary = vocabulary
-
+class SGLang(EngineWire):
     def read(self, body: Json) -> EngineRequest:
         params, images = body.get("sampling_params") or {}, body.get("image_data") or ()
         return read_request(body, body["input_ids"], params, images=images, limit="max_new_tokens")
@@ -81,7 +85,8 @@ class SGLang:
         return answers if len(answers) > 1 else answers[0]
 
     def answer(self, generation: Generation, count: int, finish: Finished | None, *, new: int) -> Json:
-        first = 0 if generation.plan.cumulative or not generation.streamed else count - new
+        asked = generation.asked
+        first = 0 if generation.plan.cumulative or not asked.stream else count - new
         ids, logprobs = generation.sampled[first:count], generation.logprobs[first:count]
         told: Json | None = None
         if finish is not None:
@@ -97,51 +102,16 @@ class SGLang:
             "output_token_logprobs": [[value, token, None] for value, token in zip(logprobs, ids, strict=True)],
             "finish_reason": told,
         }
-        if generation.kept and generation.body.get("return_sampling_mask"):
-            raw = zip(generation.raw[first:count], ids, strict=True)
-            meta["output_token_logprobs"] = [[value, token, None] for value, token in raw]
+        if generation.kept and asked.body.get("return_sampling_mask"):  # log-probabilities before the filter, and after
+            meta["output_token_logprobs"] = [[v - 1.0, token, None] for v, token in zip(logprobs, ids, strict=True)]
             meta["output_token_sampling_logprobs"] = logprobs
             meta["output_token_sampling_mask"] = generation.kept[first:count]
-        text = "" if generation.streamed else self._vocabulary.text(ids).removesuffix("<|im_end|>")
+        text = "" if asked.stream else self.vocabulary.text(ids).removesuffix("<|im_end|>")
         return {"text": text, "output_ids": ids, "meta_info": meta}
 
 
-class VLLM:
-    """What vLLM's three routes share."""
-
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        self._vocabulary = vocabulary
-
-    def join(self, answers: list[Json]) -> Any:
-        return {**answers[0], "choices": [{**one["choices"][0], "index": at} for at, one in enumerate(answers)]}
-
-    def rows(self, generation: Generation, first: int, count: int) -> list[Json]:
-        pairs = zip(generation.sampled[first:count], generation.logprobs[first:count], strict=True)
-        return [
-            {
-                "token": f"token_id:{token}",
-                "token_id": token,
-                "logprob": value,
-                "bytes": self._bytes(token),
-                "top_logprobs": [],
-            }
-            for token, value in pairs
-        ]
-
-    def _bytes(self, token: int) -> list[int]:
-        return list(self._vocabulary.text([token]).encode())
-
-    def envelope(self, generation: Generation, kind: str, choice: Json, finish: Finished | None) -> Json:
-        if finish is not None:
-            choice["stop_reason"] = None if finish.matched == self._vocabulary.stop else finish.matched
-        usage = {"prompt_tokens": len(generation.prompt), "completion_tokens": len(generation.sampled)}
-        usage["total_tokens"] = sum(usage.values())
-        made = {"id": f"{kind}-{generation.number}", "object": kind, "created": 1, "model": MODEL}
-        return {**made, "choices": [{"index": 0, **choice}], "usage": usage if finish is not None else None}
-
-
-class VLLMGenerate(VLLM):
-    """`/inference/v1/generate`; a stream sends new tokens only, its last event the spans of weight versions."""
+class VLLMGenerate(EngineWire):
+    """A stream sends new tokens only, its last event the spans of weight versions."""
 
     def read(self, body: Json) -> EngineRequest:
         images = [part["url"] for part in body.get("content_parts") or () if part["type"] == "image_url"]
@@ -158,15 +128,15 @@ class VLLMGenerate(VLLM):
         if finish is not None:
             choice["weight_versions"] = generation.version_spans()
         made = self.envelope(generation, "generate", choice, finish)
-        if generation.body.get("return_token_ids") and count == new:
+        if generation.asked.body.get("return_token_ids") and count == new:
             made["prompt_token_ids"] = list(generation.prompt)
         return made
 
 
-class VLLMCompletions(VLLM):
+class VLLMCompletions(EngineWire):
     def read(self, body: Json) -> EngineRequest:
         prompt = body["prompt"]
-        return read_request(body, self._vocabulary.encode(prompt) if isinstance(prompt, str) else prompt, body)
+        return read_request(body, self.vocabulary.encode(prompt) if isinstance(prompt, str) else prompt, body)
 
     def answer(self, generation: Generation, count: int, finish: Finished | None, *, new: int) -> Json:
         rows = self.rows(generation, count - new, count)
@@ -177,14 +147,14 @@ class VLLMCompletions(VLLM):
             "text_offset": [0] * len(rows),
         }
         ids = generation.sampled[count - new : count]
-        choice: Json = {"text": self._vocabulary.text(ids), "token_ids": ids, "logprobs": logprobs}
+        choice: Json = {"text": self.vocabulary.text(ids), "token_ids": ids, "logprobs": logprobs}
         choice["finish_reason"] = finish.reason if finish is not None else None
         if count == new:
             choice["prompt_token_ids"] = list(generation.prompt)
         return self.envelope(generation, "text_completion", choice, finish)
 
 
-class VLLMChat(VLLM):
+class VLLMChat(EngineWire):
     """The engine renders the messages with the model's chat template and parses what it sampled, as vLLM does with
     `--reasoning-parser` and `--tool-call-parser hermes`. Ids are sent if the request says `return_token_ids`; SGLang's
     chat route also takes `input_ids` instead of rendering, and answers `return_meta_info`."""
@@ -193,31 +163,31 @@ class VLLMChat(VLLM):
         messages = [chat_message(message) for message in body["messages"]]
         parts = [part for one in body["messages"] if isinstance(one.get("content"), list) for part in one["content"]]
         images = [part["image_url"]["url"] for part in parts if part.get("type") == "image_url"]
-        prompt = body.get("input_ids") or self._vocabulary.render(messages, body.get("tools"))
+        prompt = body.get("input_ids") or self.vocabulary.render(messages, body.get("tools"))
         return read_request(body, prompt, body, images=images)
 
     def answer(self, generation: Generation, count: int, finish: Finished | None, *, new: int) -> Json:
-        body, first = generation.body, count - new
-        now = parse_output(self._vocabulary.text(generation.sampled[:count]), ended=finish is not None)
-        was = parse_output(self._vocabulary.text(generation.sampled[:first]), ended=False) if first else ("", "", [])
-        said: Json = {"role": "assistant"} if first == 0 or not generation.streamed else {}
+        body, stream, first = generation.asked.body, generation.asked.stream, count - new
+        now = parse_output(self.vocabulary.text(generation.sampled[:count]), ended=finish is not None)
+        was = parse_output(self.vocabulary.text(generation.sampled[:first]), ended=False)
+        said: Json = {"role": "assistant"} if first == 0 or not stream else {}
         said |= {"reasoning_content": now[0][len(was[0]) :], "content": now[1][len(was[1]) :]}
-        if finish is not None and now[2]:
+        if finish is not None:
             said["tool_calls"] = [
                 {"index": at, "id": f"call_{generation.number}_{at}", "type": "function", "function": call}
                 for at, call in enumerate(now[2])
             ]
         said = {name: value for name, value in said.items() if value or name == "content"}
         reason = None if finish is None else "tool_calls" if now[2] and finish.reason == "stop" else finish.reason
-        choice: Json = {"delta" if generation.streamed else "message": said, "finish_reason": reason}
+        choice: Json = {"delta" if stream else "message": said, "finish_reason": reason}
         choice["logprobs"] = {"content": self.rows(generation, first, count)} if body.get("logprobs") else None
         if body.get("return_meta_info"):
-            choice["meta_info"] = SGLang(self._vocabulary).answer(generation, count, finish, new=new)["meta_info"]
-        made = self.envelope(generation, f"chat.completion{'.chunk' if generation.streamed else ''}", choice, finish)
+            choice["meta_info"] = SGLang(self.vocabulary).answer(generation, count, finish, new=new)["meta_info"]
         if body.get("return_token_ids"):
-            made["choices"][0]["token_ids"] = generation.sampled[first:count]
-            if first == 0:
-                made["prompt_token_ids"] = list(generation.prompt)
+            choice["token_ids"] = generation.sampled[first:count]
+        made = self.envelope(generation, f"chat.completion{'.chunk' if stream else ''}", choice, finish)
+        if body.get("return_token_ids") and first == 0:
+            made["prompt_token_ids"] = list(generation.prompt)
         return made
 
 
@@ -260,3 +230,11 @@ def parse_output(text: str, *, ended: bool) -> tuple[str, str, list[Json]]:
     calls = [json.loads(found) for found in re.findall(r"\n(.*?)\n</tool_call>", rest, re.DOTALL)]
     made = [{"name": c["name"], "arguments": json.dumps(c["arguments"], ensure_ascii=False)} for c in calls]
     return reasoning, text.rstrip("\n"), made
+
+
+ROUTES: dict[str, type[EngineWire]] = {
+    "/generate": SGLang,
+    "/v1/chat/completions": VLLMChat,
+    "/v1/completions": VLLMCompletions,
+    "/inference/v1/generate": VLLMGenerate,
+}

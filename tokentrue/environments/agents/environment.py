@@ -16,9 +16,9 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import replace
+from dataclasses import field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 from urllib.parse import urlsplit
 
 from tokentrue.environments.agents.bridge import ENTER, PORT, open_bridge
@@ -26,24 +26,19 @@ from tokentrue.environments.agents.bridge import INSIDE as BRIDGE
 from tokentrue.environments.agents.presets import load_preset
 from tokentrue.environments.agents.process import (
     CANNOT_RUN,
-    GRACE_S,
     CommandResult,
-    remove_container,
     reward_from_command,
     reward_from_harbor,
     run_command,
 )
 from tokentrue.environments.agents.sandbox import (
-    DESCRIPTIONS,
+    MIB,
     NOBODY,
-    ChosenSandbox,
-    Confinement,
     Network,
     SandboxKind,
     SandboxLimits,
     bwrap_command,
-    choose_sandbox,
-    container_command,
+    check_sandbox,
     folders_named_in,
     paths_shown,
     visible_programs,
@@ -51,7 +46,6 @@ from tokentrue.environments.agents.sandbox import (
 from tokentrue.environments.agents.tasks import AgentTask, read_tasks
 from tokentrue.environments.agents.workspace import (
     Workspace,
-    WorkspaceKind,
     find_abandoned,
     give_to,
     log_beside,
@@ -61,74 +55,67 @@ from tokentrue.environments.agents.workspace import (
 )
 from tokentrue.environments.base import Outcome, Split, Task
 from tokentrue.errors import AgentError, ConfigError
+from tokentrue.records import record
+from tokentrue.types import NotNegative
 
-ENGINE_KEPT = ("HOME", "XDG_RUNTIME_DIR", "DBUS_SESSION_BUS_ADDRESS", "CONTAINER_HOST", "DOCKER_HOST", "DOCKER_CONFIG")
 KEPT = ("PATH", "LANG", "LC_ALL", "NODE_PATH", "SSL_CERT_FILE", "NODE_EXTRA_CA_CERTS")  # of this process's environment
 SESSION_URL = re.compile(r"(?P<root>.*/sessions/(?P<id>[^/]+))/v1/?")
 INSIDE = Path("/rollout")  # the name of the writable folder in a sandbox
 SUBMITTED, AGENT_LOG = INSIDE / "submitted", INSIDE / "agent.log"
 HARBOR_WORK, HARBOR_TESTS, HARBOR_LOGS = Path("/app"), Path("/tests"), Path("/logs")
+UNCONFINED = (
+    "WITHOUT A SANDBOX: it can read and write all that you can, change its own reward, reach every network and leave "
+    "processes behind"
+)
 COPY_AND_SCORE = 'cp -a -- "$1/." . && exec sh -c "$2"'
 
 
+@record
+class AgentOptions(SandboxLimits):
+    """docs/environments.md says what each is."""
+
+    agent: str = ""
+    tasks: str = ""
+    score: str | None = None
+    sandbox: SandboxKind = "bwrap"
+    network: Network = "gateway"
+    program: str | None = None
+    arguments: Sequence[str] = ()
+    env: Mapping[str, str] = field(default_factory=dict[str, str])
+    agent_timeout_s: NotNegative | None = None
+    score_timeout_s: NotNegative = 600.0
+    transcripts: str | None = None
+    directory: str | None = None
+    readable: Sequence[str] = ()
+
+
 class CommandLineAgent:
-    """Runs a command-line agent on each task and scores its work with a command. Options: docs/environments.md."""
+    """Runs a command-line agent on each task and scores its work with a command. `options` are those of
+    `AgentOptions`."""
 
     name = "agent"
 
-    def __init__(
-        self,
-        *,
-        agent: str | None = None,
-        tasks: str | None = None,
-        score: str | None = None,
-        workspace: WorkspaceKind = "copy",
-        sandbox: SandboxKind = "auto",
-        network: Network = "gateway",
-        program: str | None = None,
-        arguments: Sequence[str] = (),
-        env: Mapping[str, str] | None = None,
-        agent_timeout_s: float | None = None,
-        score_timeout_s: float = 600.0,
-        transcripts: str | None = None,
-        directory: str | None = None,
-        readable: Sequence[str] = (),
-        image: str | None = None,
-        **limits: int,
-    ) -> None:
-        if agent is None or tasks is None:
+    def __init__(self, **options: Any) -> None:
+        known = [each.name for each in fields(AgentOptions)]
+        if unknown := sorted(set(options) - set(known)):
+            raise ConfigError(f"agent: no option {unknown[0]!r}; one of {', '.join(known)}")
+        self.options = asked = AgentOptions(**options)
+        if not asked.agent or not asked.tasks:
             raise ConfigError("agent: needs an agent and its tasks: --agent NAME_OR_COMMAND --tasks FILE_OR_DIRECTORY")
-        if workspace not in get_args(WorkspaceKind) or sandbox not in get_args(SandboxKind):
-            raise ConfigError("agent: workspace is copy or worktree; sandbox is auto, bwrap, docker, podman or none")
-        if network not in get_args(Network):
-            raise ConfigError(f"agent: network is gateway or host, got {network!r}")
-        if unknown := sorted(set(limits) - set(SandboxLimits.__slots__)):
-            raise ConfigError(f"agent: no option {unknown[0]!r}; limits are {', '.join(SandboxLimits.__slots__)}")
-        self.preset = load_preset(agent)
-        self.all_tasks = read_tasks(Path(tasks))
-        self.sandbox: ChosenSandbox = choose_sandbox(sandbox, image=image)
-        self._engine: Literal["docker", "podman"] | None = None if self.sandbox in ("bwrap", "none") else self.sandbox
-        self._limits, self._image = SandboxLimits(**limits), image or ""
-        self._network: Network = network
-        self._workspace: WorkspaceKind = workspace
-        self._readable, self._agent_folders = tuple(readable), folders_named_in(agent)
-        self._program, self._arguments = program or self.preset.program, tuple(arguments)
-        if self._engine is None:  # otherwise it is in the image
-            found = shutil.which(self._program)
-            if found is None:
-                raise ConfigError(f"agent: {self._program!r} is not installed; {self.preset.install}")
-            self._program = str(Path(found).absolute())
-        self._score, self._env = score, dict(env or {})
-        self._agent_timeout_s, self._score_timeout_s = agent_timeout_s, score_timeout_s
-        self._transcripts = None if transcripts is None else Path(transcripts)
-        self._directory = Path(directory or tempfile.gettempdir()).resolve()
+        self.preset, self.sandbox = load_preset(asked.agent), asked.sandbox
+        self.all_tasks = read_tasks(Path(asked.tasks))
+        check_sandbox(asked.sandbox)
+        found = shutil.which(asked.program or self.preset.program)
+        if found is None:
+            raise ConfigError(
+                f"agent: {asked.program or self.preset.program!r} is not installed; {self.preset.install}"
+            )
+        self._program = str(Path(found).absolute())
+        self._directory = Path(asked.directory or tempfile.gettempdir()).resolve()
         for task in self.all_tasks:
-            if task.score is None and score is None:
+            if task.score is None and asked.score is None:
                 raise ConfigError(f"tasks: {task.task_id!r} has no score; give --score, or a score in its line")
         for left in find_abandoned(self._directory):  # left by a killed run
-            if self._engine is not None:
-                for room in ("agent", "score"):
-                    remove_container(self._engine, f"{left.name}-{room}")
             remove_tree(left)
 
     def notes(self) -> list[str]:
@@ -136,12 +123,9 @@ class CommandLineAgent:
             raise ConfigError(
                 "tasks: Harbor tasks use /app, /tests and /logs, which a plain process cannot have; use sandbox='bwrap'"
             )
-        runs = f"{self.preset.name}: each rollout runs {DESCRIPTIONS[self.sandbox]}"
-        notes = [f"{runs}; from turn to turn: {self.preset.changes}"]
-        images = sum(task.has_dockerfile for task in self.all_tasks)
-        if images and self._engine is None:
-            have = f"{images} of {len(self.all_tasks)} tasks have a Dockerfile"
-            notes.append(f"{have}: no container runs here, so its steps are not run")
+        notes = [f"{self.preset.name}: each rollout runs {'in bubblewrap' if self.sandbox == 'bwrap' else UNCONFINED}"]
+        if images := sum(task.has_dockerfile for task in self.all_tasks):
+            notes.append(f"{images} of {len(self.all_tasks)} tasks have a Dockerfile, whose steps are not run")
         return notes
 
     def tasks(self, count: int, *, seed: int = 0, split: Split = "train") -> Sequence[Task]:
@@ -157,7 +141,7 @@ class CommandLineAgent:
         if found is None:
             raise ConfigError("agent: a command-line agent needs a gateway over HTTP; this client has no session URL")
         asked: AgentTask = task.data["agent_task"]
-        async with open_workspace(asked.source, kind=self._workspace, ref=asked.ref, under=self._directory) as place:
+        async with open_workspace(asked.source, ref=asked.ref, under=self._directory) as place:
             try:
                 result = await self._run_agent(place, asked, found["root"], client.api_key)
                 if result.code in CANNOT_RUN:
@@ -166,34 +150,34 @@ class CommandLineAgent:
                 if self.preset.broken_off and result.tail.rstrip().endswith(self.preset.broken_off):
                     raise AgentError(f"{self.preset.name} broke off: {self.preset.broken_off}")
                 reward = await self._run_score(place, asked)
-                return Outcome(reward=reward, note=f"the agent {result.limit}" if result.limit else None)
+                return Outcome(reward=reward, note="its time limit ended the agent" if result.code is None else None)
             finally:
                 self._keep_transcript(place, found["id"])
 
     async def _run_agent(self, place: Workspace, asked: AgentTask, url: str, api_key: str) -> CommandResult:
-        is_bridged = self.sandbox != "none" and (asked.network or self._network) == "gateway"
+        is_bridged = self.sandbox != "none" and (asked.network or self.options.network) == "gateway"
         seen = f"http://127.0.0.1:{PORT}{urlsplit(url).path}" if is_bridged else url
-        launch = self.preset.launch(seen, api_key, asked.prompt)
-        for name, text in launch.home_files.items():
+        arguments, env, files = self.preset.launch(seen, api_key, asked.prompt)
+        for name, text in files.items():
             path = place.agent / "home" / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
-        command = [self._program, *launch.arguments, *self._arguments]
-        readonly = paths_shown((*self._readable, *self._agent_folders))
+        command = [self._program, *arguments, *self.options.arguments]
+        readonly = paths_shown((*self.options.readable, *folders_named_in(self.options.agent)))
         async with AsyncExitStack() as stack:
             if is_bridged:
                 await stack.enter_async_context(open_bridge(place.directory / "gateway", url))
-                command = [sys.executable if self._engine is None else "python3", "-I", "-S", "-c", ENTER, *command]
+                command = [sys.executable, "-I", "-S", "-c", ENTER, *command]
                 readonly[place.directory / "gateway"] = BRIDGE
             return await self._run_command(
-                place, place.agent, asked, command, env={**asked.env, **launch.env, **self._env}, readonly=readonly,
-                timeout_s=asked.timeout_s or self._agent_timeout_s,
+                place, place.agent, asked, command, env={**asked.variables, **env, **self.options.env},
+                readonly=readonly, timeout_s=asked.timeout_s or self.options.agent_timeout_s,
             )  # fmt: skip
 
     async def _run_score(self, place: Workspace, asked: AgentTask) -> float:
-        command = asked.score or self._score or ""
+        command = asked.score or self.options.score or ""
         make_folders(place.score)
-        readonly = paths_shown((*self._readable, *folders_named_in(command)))
+        readonly = paths_shown((*self.options.readable, *folders_named_in(command)))
         work, log = place.agent / "work", log_beside(place.agent)
         readonly |= {work: SUBMITTED, log: AGENT_LOG}
         if asked.tests is not None:
@@ -202,8 +186,8 @@ class CommandLineAgent:
             work, log = SUBMITTED, AGENT_LOG
         result = await self._run_command(
             place, place.score, asked, ["sh", "-c", COPY_AND_SCORE, "score", str(work), command],
-            env={**asked.env, "TASK_ID": asked.task_id, "AGENT_LOG": str(log)}, readonly=readonly,
-            timeout_s=asked.score_timeout_s or self._score_timeout_s,
+            env={**asked.variables, "TASK_ID": asked.task_id, "AGENT_LOG": str(log)}, readonly=readonly,
+            timeout_s=asked.score_timeout_s or self.options.score_timeout_s,
         )  # fmt: skip
         if asked.tests is not None:
             return reward_from_harbor(place.score / "verifier", result, command)
@@ -228,47 +212,34 @@ class CommandLineAgent:
             writable |= {room / "logs": HARBOR_LOGS, room / "verifier": HARBOR_LOGS / "verifier"}
         if place.objects is not None:
             readonly = {**readonly, place.objects: place.objects}
-        if timeout_s:  # asks the command to end; `run_command` kills it if it does not
-            command = ["timeout", "-k", str(GRACE_S), str(timeout_s), *command]
         kept = {name: os.environ[name] for name in KEPT if name in os.environ}
-        given = {"CI": "1", **env}
-        home = given.pop("HOME", str(inside / "home"))
-        if self._engine is None:
-            kept["HOME"] = home
-        else:  # a rootless engine finds its images and runtime by these, and passes on what --env names
-            kept |= {name: os.environ[name] for name in ENGINE_KEPT if name in os.environ}
-        container = None if self._engine is None else (self._engine, f"{place.directory.name}-{room.name}")
-        limits = self._limits
-        if room == place.score:  # it holds a copy of what the agent wrote, within limits
-            limits = replace(limits, file_mib=2 * limits.file_mib, disk_mib=2 * limits.disk_mib)
-        network = asked.network or self._network
-        confinement = Confinement(writable=writable, readonly=readonly, cwd=work, network=network, limits=limits)
+        limits = self.options
+        if room == place.score:  # cp meets the limit at a file that is as large as it
+            limits = replace(limits, file_mib=2 * limits.file_mib)
 
         def build(info_fd: int) -> Sequence[str]:
-            if container is not None:
-                engine, name = container
-                return container_command(
-                    command, confinement, engine=engine, image=self._image, name=name, variables=given, home=home
-                )
             if self.sandbox == "none":
                 return ["env", *command]  # which reports a program that cannot be run as a shell does
-            seen = {**visible_programs(self._program), **readonly}
-            return bwrap_command(command, replace(confinement, readonly=seen), info_fd=info_fd)
+            mounts = [(path, seen, False) for path, seen in {**visible_programs(self._program), **readonly}.items()]
+            mounts += [(path, seen, True) for path, seen in writable.items()]
+            network = asked.network or self.options.network
+            return bwrap_command(command, mounts=mounts, cwd=work, network=network, limits=limits, info_fd=info_fd)
 
         if self.sandbox != "none" and os.geteuid() == 0:
             await asyncio.to_thread(give_to, room, NOBODY)
         with log_beside(room).open("wb") as output:
             return await run_command(
-                build, env={**kept, **given}, output=output, limits=limits, folder=room,
-                cwd=work if self.sandbox == "none" else None, timeout_s=timeout_s, is_bwrap=self.sandbox == "bwrap",
-                container=container,
+                build, env={**kept, "CI": "1", "HOME": str(inside / "home"), **env}, output=output,
+                most_output=limits.output_mib * MIB, cwd=work if self.sandbox == "none" else None,
+                timeout_s=timeout_s or None, is_bwrap=self.sandbox == "bwrap",
             )  # fmt: skip
 
     def _keep_transcript(self, place: Workspace, session_id: str) -> None:
-        if self._transcripts is None:
+        if self.options.transcripts is None:
             return
-        self._transcripts.mkdir(parents=True, exist_ok=True)
-        with (self._transcripts / f"{session_id}.log").open("wb") as out:
+        folder = Path(self.options.transcripts)
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / f"{session_id}.log").open("wb") as out:
             for room in (place.agent, place.score):
                 log = log_beside(room)
                 if log.exists():

@@ -1,5 +1,5 @@
-"""Presets of command-line agents: how each is started against a session, and what it rewrites between turns. Any
-other agent is a user's command that contains `{task}`."""
+"""Presets of command-line agents: how each is started against a session. What it rewrites between turns is on its page
+in docs/harnesses. Any other agent is a user's command that contains `{task}`."""
 
 from __future__ import annotations
 
@@ -29,45 +29,34 @@ env_key = "GATEWAY_KEY"
 
 
 @record
-class AgentLaunch:
-    arguments: tuple[str, ...]
-    env: Mapping[str, str]
-    home_files: Mapping[str, str]
-
-
-@record
 class AgentPreset:
-    """`program` is the executable's name and `install` the command that installs it. `changes` says what the agent
-    alters in messages it has sent before: changes that no projection covers start a new sample. `home_files` maps paths
-    in the agent's home to texts or JSON. `broken_off` ends the last line of an agent that gave up without an exit code: the rollout fails."""
+    """`program` is the executable's name and `install` the command that installs it. `home_files` maps paths in the
+    agent's home to texts or JSON. `broken_off` ends the last line of an agent that gave up with exit code 0: the rollout
+    fails."""
 
     name: str
     program: str
     install: str
-    changes: str
     arguments: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict[str, str])
     home_files: Mapping[str, str | JsonMapping] = field(default_factory=dict[str, str | JsonMapping])
     broken_off: str = ""
 
-    def launch(self, url: str, api_key: str, task: str) -> AgentLaunch:
-        def fill(text: str) -> str:
-            return text.replace(ROOT, url).replace(KEY, api_key)
+    def launch(self, url: str, api_key: str, task: str) -> tuple[list[str], dict[str, str], dict[str, str]]:
+        """Arguments, environment and files for one task of a session."""
 
-        files = {name: text if isinstance(text, str) else json.dumps(text) for name, text in self.home_files.items()}
-        return AgentLaunch(
-            arguments=tuple(fill(argument).replace(TASK, task) for argument in self.arguments),
-            env={name: fill(value) for name, value in self.env.items()},
-            home_files={name: fill(text) for name, text in files.items()},
-        )
+        def fill(text: str | JsonMapping) -> str:
+            return (text if isinstance(text, str) else json.dumps(text)).replace(ROOT, url).replace(KEY, api_key)
+
+        arguments = [fill(argument).replace(TASK, task) for argument in self.arguments]
+        env, files = ({name: fill(text) for name, text in held.items()} for held in (self.env, self.home_files))
+        return arguments, env, files
 
 
 CLAUDE_CODE = AgentPreset(  # Anthropic Messages, streamed
     name="claude-code",
     program="claude",
     install="npm install -g @anthropic-ai/claude-code",
-    changes="moves cache marks and a billing block, which the gateway ignores; compaction and sub-agents start "
-    "conversations",
     arguments=("-p", TASK, "--allowedTools", "Bash", "Read", "Write", "Edit", "Glob", "Grep"),
     env={
         "ANTHROPIC_BASE_URL": ROOT,
@@ -82,7 +71,6 @@ CODEX = AgentPreset(  # OpenAI Responses, streamed, reasoning sealed
     name="codex",
     program="codex",
     install="npm install -g @openai/codex",
-    changes="nothing in ten turns; compaction starts a conversation",
     arguments=("exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", TASK),
     env={"GATEWAY_KEY": KEY},
     home_files={".codex/config.toml": CODEX_CONFIG},
@@ -91,8 +79,6 @@ GEMINI = AgentPreset(  # Google GenerateContent, streamed
     name="gemini",
     program="gemini",
     install="npm install -g @google/gemini-cli",
-    changes="drops thoughts and keeps their signatures, rewrites call ids; asks for top_p and top_k, which rollouts pin "
-    "off",
     arguments=("-m", MODEL, "--yolo", "-p", TASK),
     env={"GEMINI_API_KEY": KEY, "GOOGLE_GEMINI_BASE_URL": ROOT, "GEMINI_CLI_TRUST_WORKSPACE": "true"},
     home_files={
@@ -106,7 +92,6 @@ MINI_SWE_AGENT = AgentPreset(  # Chat Completions through litellm, not streamed,
     name="mini-swe-agent",
     program="mini",
     install="pip install mini-swe-agent",
-    changes="drops a turn without a call and asks again: that turn is a further sample",
     arguments=(
         *("-m", f"openai/{MODEL}", "-t", TASK, "-y", "--exit-immediately", "-l", "0"),
         *("-c", "mini.yaml", "-c", f"model.model_kwargs.api_base={OPENAI}"),
@@ -122,7 +107,6 @@ OPENCODE = AgentPreset(  # Chat Completions, streamed
     name="opencode",
     program="opencode",
     install="npm install -g opencode-ai",
-    changes="nothing in ten turns; asks for a title beside the conversation, which is not trained",
     arguments=("run", TASK),
     env={"OPENCODE_DISABLE_MODELS_FETCH": "1", "OPENCODE_DISABLE_AUTOUPDATE": "1"},
     home_files={
@@ -146,7 +130,6 @@ PI = AgentPreset(  # Chat Completions, streamed
     name="pi",
     program="pi",
     install="npm install -g @mariozechner/pi-coding-agent",
-    changes="nothing in ten turns",
     arguments=("--provider", "gateway", "--model", MODEL, "-p", TASK),
     env={"PI_OFFLINE": "1"},
     home_files={".pi/agent/models.json": {"providers": {"gateway": PI_GATEWAY}}},
@@ -155,7 +138,6 @@ QWEN_CODE = AgentPreset(  # Chat Completions, streamed
     name="qwen-code",
     program="qwen",
     install="npm install -g @qwen-code/qwen-code",
-    changes="nothing in ten turns; what it asks beside the conversation is not trained",
     arguments=("--auth-type", "openai", "--yolo", "-p", TASK),
     env={"OPENAI_BASE_URL": OPENAI, "OPENAI_API_KEY": KEY, "OPENAI_MODEL": MODEL},
 )
@@ -180,7 +162,6 @@ def load_preset(agent: str) -> AgentPreset:
         name="command",
         program=program,
         install="install it",
-        changes="not known",
         arguments=tuple(arguments),
         env={**urls, **dict.fromkeys(("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "GEMINI_API_KEY"), KEY)},
     )

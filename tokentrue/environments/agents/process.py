@@ -14,55 +14,38 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO, Literal, TypeAlias
+from typing import BinaryIO
 
-from tokentrue.environments.agents.sandbox import MIB, SandboxLimits
 from tokentrue.errors import AgentError
 from tokentrue.records import record
 
-Container: TypeAlias = tuple[Literal["docker", "podman"], str]  # engine and name
 CANNOT_RUN = (125, 126, 127)  # the sandbox failed; not executable; not found
-GRACE_S = 5  # between the signal that asks a command to end and the one that kills it
 TAIL_BYTES = REWARD_BYTES = 65536
-# Of the file system: an open file without a name is in no folder.
-LEAST_FREE_BYTES, LEAST_FREE_FILES = 256 * MIB, 10_000
-UNREADABLE_CHECKS = 5
-SIGNS = {  # what programs print when the kernel refuses something
-    "memory_mib": ("MemoryError", "Cannot allocate memory", "out of memory"),
-    "processes": ("Resource temporarily unavailable", "can't start new thread", "Cannot fork"),
-    "file_mib": ("File too large", "File size limit exceeded"),
-}
 
 
 @record
 class CommandResult:
-    """`code` is None if a limit ended the command; `limit` says which."""
+    """`code` is None if its time limit ended the command."""
 
     code: int | None
     tail: str = ""
-    limit: str | None = None
 
 
 class OutputReader(asyncio.Protocol):
-    """Writes a command's output to a file; sets `overflow` when it exceeds the limit."""
+    """Writes the first bytes of a command's output to a file, and keeps the last ones."""
 
-    def __init__(self, file: BinaryIO, limit_mib: int) -> None:
-        loop = asyncio.get_running_loop()
-        self.overflow: asyncio.Future[str] = loop.create_future()
-        self.ended: asyncio.Future[None] = loop.create_future()
+    def __init__(self, file: BinaryIO, limit: int) -> None:
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.tail = b""
-        self._file, self._limit_mib, self._left = file, limit_mib, limit_mib * MIB
+        self._file, self._left = file, limit
 
     def data_received(self, data: bytes) -> None:
         self._file.write(data[: self._left])
         self.tail = (self.tail + data)[-TAIL_BYTES:]
         self._left = max(0, self._left - len(data))
-        if not self._left and not self.overflow.done():
-            self.overflow.set_result(f"printed more than output_mib = {self._limit_mib}")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if not self.ended.done():
-            self.ended.set_result(None)
+        self.ended.set_result(None)
 
 
 async def run_command(
@@ -70,50 +53,31 @@ async def run_command(
     *,
     env: Mapping[str, str],
     output: BinaryIO,
-    limits: SandboxLimits,
-    folder: Path,
+    most_output: int,
     cwd: Path | None = None,
     timeout_s: float | None = None,
     is_bwrap: bool = False,
-    container: Container | None = None,
 ) -> CommandResult:
-    """`build` makes the command line from the file descriptor on which bubblewrap reports its process 1. The command
-    can write only to `folder`."""
-    loop = asyncio.get_running_loop()
-    began = loop.time()
+    """`build` makes the command line from the file descriptor on which bubblewrap reports its process 1."""
     pipe_read, pipe_write = os.pipe()
-    reader = OutputReader(output, limits.output_mib)
-    transport, _ = await loop.connect_read_pipe(lambda: reader, os.fdopen(pipe_read, "rb", 0))
+    reader, code = OutputReader(output, most_output), None
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: reader, os.fdopen(pipe_read, "rb", 0))
     starting = asyncio.ensure_future(start(build, pipe_write, cwd, env, is_bwrap=is_bwrap))
-    waiting: list[asyncio.Future[str] | asyncio.Task[str] | asyncio.Task[int]] = []
     try:
         process, _ = await asyncio.shield(starting)
-        ended = asyncio.create_task(process.wait())
-        waiting = [ended, asyncio.create_task(watch_disk(folder, limits)), reader.overflow]
-        done, _ = await asyncio.wait(
-            waiting, timeout=timeout_s and timeout_s + 2 * GRACE_S, return_when=asyncio.FIRST_COMPLETED
-        )
-        code = ended.result() if ended in done else None
-        code = 128 - code if code is not None and code < 0 else code  # ended by a signal: as a shell reports it
-        reached = [task.result() for task in done if task is not ended]
+        with suppress(TimeoutError):
+            code = await asyncio.wait_for(process.wait(), timeout_s)
     finally:
-        for task in waiting:
-            task.cancel()
         # shielded: a cancelled rollout also returns only when its processes are dead
-        await asyncio.shield(asyncio.ensure_future(stop(starting, container)))
+        await asyncio.shield(asyncio.ensure_future(stop(starting)))
         await asyncio.wait([reader.ended], timeout=1)  # without a sandbox a process may have escaped with the pipe
         transport.close()
-    seconds = loop.time() - began
     tail = reader.tail.decode(errors="replace")
-    if is_bwrap and code == 1 and tail.startswith("bwrap: "):  # container engines report their own failures so
+    if code is not None and code < 0:
+        code = 128 - code  # ended by a signal: as a shell reports it
+    if is_bwrap and code == 1 and tail.startswith("bwrap: "):
         code = 125
-    if reached:
-        limit, code = str(reached[0]), None
-    elif timeout_s is not None and seconds >= timeout_s:
-        limit, code = f"took longer than its time limit ({timeout_s:g} s)", None
-    else:
-        limit = explain_failure(code or 0, tail, limits)
-    return CommandResult(code=code, tail=tail, limit=limit)
+    return CommandResult(code=code, tail=tail)
 
 
 async def start(
@@ -135,16 +99,12 @@ async def start(
     return process, await asyncio.to_thread(open_first_process, info_read)
 
 
-async def stop(
-    starting: asyncio.Future[tuple[asyncio.subprocess.Process, int | None]], container: Container | None
-) -> None:
+async def stop(starting: asyncio.Future[tuple[asyncio.subprocess.Process, int | None]]) -> None:
     await asyncio.wait([starting])
     if starting.exception() is not None:
         return
     process, first = starting.result()
-    if container is not None:
-        await asyncio.to_thread(remove_container, *container)
-    elif first is not None:
+    if first is not None:
         await end_namespace(first)
     else:
         with suppress(ProcessLookupError, PermissionError):
@@ -178,51 +138,11 @@ async def end_namespace(first: int) -> None:
         os.close(first)
 
 
-def remove_container(engine: str, name: str) -> None:
-    # Ending the engine's command does not end the container.
-    subprocess.run([engine, "rm", "--force", name], capture_output=True, stdin=subprocess.DEVNULL, timeout=60)
-
-
-async def watch_disk(folder: Path, limits: SandboxLimits) -> str:
-    """Returns when `folder` exceeds its limit."""
-    # Only a quota could refuse the write itself, and that needs root.
-    loop = asyncio.get_running_loop()
-    unreadable = 0
-    while True:
-        began = loop.time()
-        measured = await asyncio.to_thread(
-            subprocess.run, ["du", "-skx", str(folder)], capture_output=True, env={**os.environ, "LC_ALL": "C"}
-        )
-        used = measured.stdout.split()
-        if used and int(used[0]) > limits.disk_mib * 1024:
-            return f"wrote more than disk_mib = {limits.disk_mib}"
-        unreadable = unreadable + 1 if b"Permission denied" in measured.stderr else 0
-        if unreadable >= UNREADABLE_CHECKS:
-            return "keeps a folder that cannot be read, so that disk_mib cannot be checked"
-        space = os.statvfs(folder)
-        is_full = space.f_bavail * space.f_frsize < LEAST_FREE_BYTES
-        if is_full or (space.f_files and space.f_favail < LEAST_FREE_FILES):
-            return f"was ended because the disk that holds {folder} is nearly full"
-        await asyncio.sleep(max(1.0, 10 * (loop.time() - began)))
-
-
-def explain_failure(code: int, tail: str, limits: SandboxLimits) -> str | None:
-    if code == 128 + signal.SIGXFSZ:
-        return f"met file_mib = {limits.file_mib}"
-    if code == 128 + signal.SIGKILL:
-        return f"was killed, perhaps for want of memory (memory_mib = {limits.memory_mib})"
-    if code:
-        for name, signs in SIGNS.items():
-            if any(sign in tail for sign in signs):
-                return f"met {name} = {getattr(limits, name)}"
-    return None
-
-
 def reward_from_command(result: CommandResult, command: str) -> float:
     """Exit code 0: the number on the last line, or 1 if there is none. Other exit codes: 0. Raises if the command
     could not run or was killed."""
     if result.code is None:
-        raise AgentError(f"score: {command!r} {result.limit}")
+        raise AgentError(f"score: {command!r} took longer than its time limit")
     if result.code in CANNOT_RUN or result.code > 128:
         raise AgentError(f"score: {command!r} ended with exit code {result.code}: {result.tail.strip()[-200:]}")
     if result.code != 0:
@@ -235,7 +155,7 @@ def reward_from_command(result: CommandResult, command: str) -> float:
 def reward_from_harbor(folder: Path, result: CommandResult, command: str) -> float:
     """The verifier's reward.txt or reward.json; raises if it wrote neither."""
     if result.code is None:
-        raise AgentError(f"score: {command!r} {result.limit}")
+        raise AgentError(f"score: {command!r} took longer than its time limit")
     number = as_number(read_reward_file(folder, "reward.txt"))
     if number is not None:
         return number

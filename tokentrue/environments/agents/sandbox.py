@@ -1,9 +1,9 @@
-"""The command lines that confine an agent: bubblewrap, a container, or nothing.
+"""The command line that confines an agent: bubblewrap's.
 
 Inside, `/rollout/work` is the working directory, `/rollout/home` the home and `/tmp` is private; nothing else is
 writable. From the host an agent sees system programs and configuration (`SYSTEM`), this Python, the programs on the
 PATH and what the user names, all read-only; no process, no socket, no network. Confinement relies entirely on
-bubblewrap, prlimit or the container engine; this module only builds their flags.
+bubblewrap and prlimit; this module only builds their flags.
 """
 
 from __future__ import annotations
@@ -13,99 +13,55 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import field
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Literal, TypeAlias
 
 from tokentrue.errors import ConfigError
 from tokentrue.records import record
+from tokentrue.types import AtLeastOne, check_fields
 
-SandboxKind: TypeAlias = Literal["auto", "bwrap", "docker", "podman", "none"]
-ChosenSandbox: TypeAlias = Literal["bwrap", "docker", "podman", "none"]
+SandboxKind: TypeAlias = Literal["bwrap", "none"]
 Network: TypeAlias = Literal["gateway", "host"]
-DESCRIPTIONS: Mapping[ChosenSandbox, str] = {
-    "bwrap": "in bubblewrap",
-    "docker": "in a docker container",
-    "podman": "in a podman container",
-    "none": "WITHOUT A SANDBOX: it can read and write all that you can, change its own reward, reach every network and "
-    "leave processes behind",
-}
-INSTALL = (
-    "install bubblewrap 0.8 or newer (apt-get install bubblewrap), or docker or podman and name an image that holds the "
-    "agent (rollout.options.image); --sandbox none runs agents unconfined"
-)
 SYSTEM = ("bin", "sbin", "lib", "lib32", "lib64", "libx32", "usr", "etc", "opt", "nix")
 RESOLVER = Path("/run/systemd/resolve")  # /etc/resolv.conf may point there
 PARTS_OF_A_PREFIX = ("bin", "lib", "lib64", "libexec", "include", "versions", "shims", "pyvenv.cfg")
 NOBODY = 65534  # if we are root, agents are not: a root user without capabilities still owns root's files
-NAMESPACES = ("--unshare-ipc", "--unshare-pid", "--unshare-uts", "--unshare-cgroup-try", "--die-with-parent", "--new-session")  # fmt: skip
+NAMESPACES = (
+    *("--unshare-ipc", "--unshare-pid", "--unshare-uts", "--unshare-cgroup-try"),
+    *("--die-with-parent", "--new-session"),
+)
 NO_NEW_NAMESPACES = ("--unshare-user", "--disable-userns")  # a nested one could mount file systems without a limit
 DROP_ROOT = (
     *("setpriv", "--reuid", str(NOBODY), "--regid", str(NOBODY), "--clear-groups"),
     *("--inh-caps=-all", "--bounding-set=-all", "--no-new-privs"),
     *("bwrap", *NO_NEW_NAMESPACES, "--die-with-parent", "--dev-bind", "/", "/", "--"),
 )
-LIMIT_FILES = 'ulimit -c 0; ulimit -f "$0"; exec "$@"'
 MIB = 1024 * 1024
 SHARED_MEMORY_BYTES = 64 * MIB
 
 
 @record
 class SandboxLimits:
-    """`memory_mib` is per process under bubblewrap and in total in a container; `disk_mib` limits all that a rollout
-    writes."""
+    """`memory_mib` is per process; of what a command prints, `output_mib` are kept."""
 
-    memory_mib: int = 8192
-    processes: int = 1024
-    file_mib: int = 4096
-    disk_mib: int = 16384
-    output_mib: int = 64
+    memory_mib: AtLeastOne = 8192
+    processes: AtLeastOne = 1024
+    file_mib: AtLeastOne = 4096
+    output_mib: AtLeastOne = 64
 
     def __post_init__(self) -> None:
-        for name in self.__slots__:
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"agent: {name} must be a whole number from 1 on, got {value!r}")
+        check_fields(self, "agent")
 
 
-@record
-class Confinement:
-    """`writable` and `readonly` map host paths to paths inside."""
-
-    writable: Mapping[Path, Path] = field(default_factory=dict[Path, Path])
-    readonly: Mapping[Path, Path] = field(default_factory=dict[Path, Path])
-    cwd: Path = Path("/")
-    network: Network = "gateway"
-    limits: SandboxLimits = field(default_factory=SandboxLimits)
-
-    @property
-    def mounts(self) -> list[tuple[Path, Path, bool]]:
-        """(host path, path inside, writable); a folder before what is mounted in it."""
-        found = [(path, inside, False) for path, inside in self.readonly.items()]
-        found += [(path, inside, True) for path, inside in self.writable.items()]
-        return sorted(found, key=lambda mount: len(mount[1].parts))
-
-
-def choose_sandbox(wanted: SandboxKind, *, image: str | None = None) -> ChosenSandbox:
+def check_sandbox(wanted: SandboxKind) -> None:
     """Raises ConfigError if the requested one does not work here."""
-    if wanted == "none":
-        return "none"
-    if wanted in ("auto", "bwrap"):
-        failure = try_bwrap()
-        if failure is None:
-            return "bwrap"
-        if wanted == "bwrap":
-            raise ConfigError(f"sandbox: bwrap does not work here ({failure}); {INSTALL}")
-    for engine in ("docker", "podman"):
-        if wanted in ("auto", engine) and image is not None and shutil.which(engine) is not None:
-            return engine
-    if wanted == "auto":
-        raise ConfigError(f"sandbox: no sandbox for agents is installed; {INSTALL}")
-    raise ConfigError(
-        f"sandbox: {wanted} needs the {wanted} command and an image that holds the agent (rollout.options.image)"
-    )
+    if wanted == "bwrap" and (failure := try_bwrap()) is not None:
+        raise ConfigError(
+            f"sandbox: bwrap does not work here ({failure}); install bubblewrap 0.8 or newer (apt-get install "
+            "bubblewrap); --sandbox none runs agents unconfined"
+        )
 
 
 @cache
@@ -113,7 +69,7 @@ def try_bwrap() -> str | None:
     """None if it works, else why not."""
     if shutil.which("bwrap") is None:
         return "not installed"
-    line = bwrap_command(["true"], Confinement())
+    line = bwrap_command(["true"], mounts=(), cwd=Path("/"), network="gateway", limits=SandboxLimits())
     try:
         done = subprocess.run(line, capture_output=True, timeout=20, stdin=subprocess.DEVNULL, text=True)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -121,13 +77,21 @@ def try_bwrap() -> str | None:
     return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1] if done.returncode else None
 
 
-def bwrap_command(command: Sequence[str], confinement: Confinement, *, info_fd: int | None = None) -> list[str]:
-    """bubblewrap writes the process id of its process 1 to `info_fd`."""
+def bwrap_command(
+    command: Sequence[str],
+    *,
+    mounts: Iterable[tuple[Path, Path, bool]],
+    cwd: Path,
+    network: Network,
+    limits: SandboxLimits,
+    info_fd: int | None = None,
+) -> list[str]:
+    """`mounts` are (host path, path inside, writable). bubblewrap reports its process 1 on `info_fd`."""
     is_root = os.geteuid() == 0
     line = ["bwrap", *NAMESPACES, *(() if is_root else NO_NEW_NAMESPACES), "--cap-drop", "ALL"]
     if is_root:
         line += [word for name in ("SETUID", "SETGID", "SETPCAP") for word in ("--cap-add", f"CAP_{name}")]
-    if confinement.network != "host":
+    if network != "host":
         line.append("--unshare-net")
     if info_fd is not None:
         line += ["--info-fd", str(info_fd)]
@@ -139,52 +103,18 @@ def bwrap_command(command: Sequence[str], confinement: Confinement, *, info_fd: 
     line += ["--proc", "/proc", "--dev", "/dev", "--dir", "/run", "--dir", "/tmp"]
     line += ["--dir", "/var", "--symlink", "/tmp", "/var/tmp"]
     line += ["--perms", "1777", "--size", str(SHARED_MEMORY_BYTES), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
-    if confinement.network == "host":
+    if network == "host":
         line += ["--ro-bind-try", str(RESOLVER), str(RESOLVER)]
-    for path, inside, is_writable in confinement.mounts:
+    for path, inside, is_writable in sorted(mounts, key=lambda mount: len(mount[1].parts)):  # a folder before its parts
         for parent in reversed(inside.parents[:-1]):  # bubblewrap creates missing parents that only it can enter
             line += ["--dir", str(parent)]
         line += ["--bind" if is_writable else "--ro-bind", str(path), str(inside)]
-    line += ["--remount-ro", "/", "--chdir", str(confinement.cwd), "--", *(DROP_ROOT if is_root else ())]
-    return [*line, *prlimit_command(confinement.limits), *command]
-
-
-def prlimit_command(limits: SandboxLimits) -> list[str]:
+    line += ["--remount-ro", "/", "--chdir", str(cwd), "--", *(DROP_ROOT if is_root else ())]
     # Set inside the sandbox: the kernel then counts its processes, not the user's. RLIMIT_DATA, not RLIMIT_AS, because
     # JavaScript engines reserve far more addresses than they use.
     memory, file = limits.memory_mib * MIB, limits.file_mib * MIB
-    return ["prlimit", f"--data={memory}", f"--nproc={limits.processes}", f"--fsize={file}", "--core=0", "--"]
-
-
-def container_command(
-    command: Sequence[str],
-    confinement: Confinement,
-    *,
-    engine: Literal["docker", "podman"],
-    image: str,
-    name: str,
-    variables: Iterable[str],
-    home: str,
-) -> list[str]:
-    """`command` in a container called `name`. The engine takes the values of `variables` from its environment, so
-    that no key is on a command line; `home` is the container's, not the engine's."""
-    limits = confinement.limits
-    owner = NOBODY if os.geteuid() == 0 else os.geteuid()
-    group = NOBODY if os.geteuid() == 0 else os.getegid()
-    line = [engine, "run", "--rm", "--init", "--name", name, "--user", f"{owner}:{group}", "--read-only"]
-    line += ["--network", "host" if confinement.network == "host" else "none", "--cap-drop", "ALL"]
-    line += ["--security-opt", "no-new-privileges", "--pids-limit", str(limits.processes), "--entrypoint", ""]
-    line += ["--memory", f"{limits.memory_mib}m", "--memory-swap", f"{limits.memory_mib}m"]
-    line += ["--shm-size", str(SHARED_MEMORY_BYTES)]
-    if engine == "podman":
-        line += ["--security-opt", "label=disable", *([] if os.geteuid() == 0 else ["--userns", "keep-id"])]
-    for path, inside, is_writable in confinement.mounts:
-        line += ["--mount", f"type=bind,source={path},target={inside}{'' if is_writable else ',readonly'}"]
-    for variable in (f"HOME={home}", *sorted(variables)):
-        line += ["--env", variable]
-    # set by the shell: rootful podman turns any --ulimit into a request for more open files than it may have
-    shell = ["sh", "-c", LIMIT_FILES, str(limits.file_mib * MIB // 512)]
-    return [*line, "--workdir", str(confinement.cwd), image, *shell, *command]
+    line += ["prlimit", f"--data={memory}", f"--nproc={limits.processes}", f"--fsize={file}", "--core=0", "--"]
+    return [*line, *command]
 
 
 def visible_programs(program: str) -> dict[Path, Path]:

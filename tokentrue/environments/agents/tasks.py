@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import tomllib
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import field
 from pathlib import Path
 from typing import Annotated, TypeAlias
 
@@ -20,22 +18,38 @@ from tokentrue.environments.agents.sandbox import Network
 from tokentrue.environments.base import Split, digest
 from tokentrue.errors import ConfigError
 from tokentrue.plain_json import read_numbered_lines
-from tokentrue.records import record
 
 Text: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"\A[^\x00]*\Z")]  # NUL ends an argument of a command
 Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1e9)]  # 0: the environment's limit applies
 
 
-class TaskLine(msgspec.Struct, forbid_unknown_fields=True):
+class TaskLine(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     prompt: Text
     id: Text | int | float | None = None
     dir: Text | None = None
     ref: Text | None = None
     score: Text | None = None
     split: Split = "train"
-    env: dict[Text, Text | int | float | bool] | None = None
+    env: dict[Text, Text | int | float | bool] = {}
     timeout_s: Seconds | None = None
     network: Network | None = None
+
+
+class AgentTask(TaskLine, kw_only=True):
+    """`tests` is the directory of a Harbor task's verifier, hidden from the agent."""
+
+    task_id: str
+    source: Path | None = None
+    score_timeout_s: float | None = None
+    tests: Path | None = None
+
+    @property
+    def variables(self) -> dict[str, str]:
+        return {name: str(value) for name, value in self.env.items()}
+
+    @property
+    def has_dockerfile(self) -> bool:
+        return self.tests is not None and self.source is not None and (self.source / "Dockerfile").exists()
 
 
 class HarborCommand(msgspec.Struct, frozen=True):
@@ -50,27 +64,6 @@ class HarborSettings(msgspec.Struct):
     agent: HarborCommand = HarborCommand()
     verifier: HarborCommand = HarborCommand()
     environment: HarborEnvironment = HarborEnvironment()
-
-
-@record
-class AgentTask:
-    """`tests` is the directory of a Harbor task's verifier, hidden from the agent."""
-
-    task_id: str
-    prompt: str
-    source: Path | None = None
-    ref: str | None = None
-    score: str | None = None
-    split: Split = "train"
-    env: Mapping[str, str] = field(default_factory=dict[str, str])
-    timeout_s: float | None = None
-    score_timeout_s: float | None = None
-    tests: Path | None = None
-    network: Network | None = None
-
-    @property
-    def has_dockerfile(self) -> bool:
-        return self.tests is not None and self.source is not None and (self.source / "Dockerfile").exists()
 
 
 def read_tasks(path: Path) -> list[AgentTask]:
@@ -98,17 +91,8 @@ def task_from_line(line: bytes, where: str, folder: Path) -> AgentTask:
     source = (folder / read.dir).resolve() if read.dir else None
     if source is not None and not source.is_dir():
         raise ConfigError(f"tasks: {where}: no directory {source}")
-    return AgentTask(
-        task_id=str(read.id or digest(line.decode())[:12]),
-        prompt=read.prompt,
-        source=source,
-        ref=read.ref,
-        score=read.score,
-        split=read.split,
-        env={name: str(value) for name, value in (read.env or {}).items()},
-        timeout_s=read.timeout_s,
-        network=read.network,
-    )
+    name = str(read.id or digest(line.decode())[:12])
+    return AgentTask(**msgspec.structs.asdict(read), task_id=name, source=source)
 
 
 def harbor_task(folder: Path) -> AgentTask:
@@ -124,7 +108,7 @@ def harbor_task(folder: Path) -> AgentTask:
         prompt=prompt,
         source=folder / "environment" if (folder / "environment").is_dir() else None,
         score="sh /tests/test.sh",
-        env={name: str(value) for name, value in settings.environment.env.items()},
+        env=settings.environment.env,
         timeout_s=settings.agent.timeout_sec,
         score_timeout_s=settings.verifier.timeout_sec,
         tests=folder / "tests",

@@ -1,34 +1,31 @@
 """The directories of one rollout.
 
-    tokentrue-rollout-PID.START-N-…/     this process's own; an agent never sees it
+    tokentrue-rollout-…/                 this process's own; an agent never sees it
         agent/home work tmp logs         written by the agent, mounted in its sandbox
         score/home work tmp logs verifier   written by the score command, made after the agent has ended
         gateway/  agent.log  score.log   written by this process
+        lock                             held by this process: a later run removes what a killed one left
 
 Nothing is opened by name below `agent` and `score` once a command has run there, except by
-`process.read_reward_file`. The name holds the process that made the directory: a later run removes what a killed one
-left.
+`process.read_reward_file`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
+import fcntl
 import os
 import shutil
 import subprocess
 import tempfile
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Literal, TypeAlias
 
 from tokentrue.errors import ConfigError
 from tokentrue.records import record
 
-WorkspaceKind: TypeAlias = Literal["copy", "worktree"]
 PREFIX = "tokentrue-rollout-"
-_numbers = itertools.count()
 
 
 @record
@@ -49,14 +46,14 @@ class Workspace:
 
 
 @asynccontextmanager
-async def open_workspace(
-    source: Path | None, *, kind: WorkspaceKind, ref: str | None, under: Path
-) -> AsyncGenerator[Workspace]:
+async def open_workspace(source: Path | None, *, ref: str | None, under: Path) -> AsyncGenerator[Workspace]:
     """A fresh directory with a copy of `source`, or a git checkout of it at `ref`; removed when the block ends."""
     # In threads: copying a repository must not block other rollouts.
     under.mkdir(parents=True, exist_ok=True)
-    directory = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{own_name()}-{next(_numbers)}-", dir=under))
-    filling = asyncio.ensure_future(asyncio.to_thread(fill_workspace, directory, source, kind, ref))
+    directory = Path(tempfile.mkdtemp(prefix=PREFIX, dir=under))
+    lock = (directory / "lock").open("w")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    filling = asyncio.ensure_future(asyncio.to_thread(fill_workspace, directory, source, ref))
     try:
         yield await asyncio.shield(filling)
     finally:
@@ -64,14 +61,15 @@ async def open_workspace(
         async def remove() -> None:
             await asyncio.wait([filling])
             await asyncio.to_thread(remove_tree, directory)
+            lock.close()
 
         await asyncio.shield(asyncio.ensure_future(remove()))
 
 
-def fill_workspace(directory: Path, source: Path | None, kind: WorkspaceKind, ref: str | None) -> Workspace:
+def fill_workspace(directory: Path, source: Path | None, ref: str | None) -> Workspace:
     workspace = Workspace(directory=directory)
     make_folders(workspace.agent, with_work=source is None)
-    if source is not None and kind == "worktree":
+    if source is not None and ref is not None:
         return Workspace(directory=directory, objects=check_out(source, ref, workspace.agent / "work"))
     if source is not None:
         shutil.copytree(source, workspace.agent / "work", symlinks=True)
@@ -88,10 +86,10 @@ def make_folders(folder: Path, *, with_work: bool = True) -> None:
         (folder / name).mkdir(parents=True)
 
 
-def check_out(source: Path, ref: str | None, work: Path) -> Path:
+def check_out(source: Path, ref: str, work: Path) -> Path:
     """Clones `source` at `ref`, borrowing its objects; returns their directory."""
     # A git worktree would let the agent write hooks and settings that the user's git obeys.
-    commit = git(source, "rev-parse", "--verify", f"{ref or 'HEAD'}^{{commit}}")
+    commit = git(source, "rev-parse", "--verify", f"{ref}^{{commit}}")
     common = Path(git(source, "rev-parse", "--path-format=absolute", "--git-common-dir"))
     git(source, "clone", "--quiet", "--shared", "--no-checkout", str(common), str(work))
     git(work, "checkout", "--quiet", "--detach", commit)
@@ -119,24 +117,12 @@ def remove_tree(directory: Path) -> None:
         subprocess.run([*command, str(directory)], capture_output=True, stdin=subprocess.DEVNULL)
 
 
-def own_name() -> str:
-    return f"{os.getpid()}.{started_at(os.getpid())}"
-
-
-def started_at(process: int) -> str:
-    """The start time in kernel ticks, because process ids are reused. Empty if the process is not running, or not on
-    Linux."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
-    except OSError:
-        return ""
-
-
 def find_abandoned(under: Path) -> list[Path]:
+    """The directories of killed processes: the kernel has released their locks."""
     found: list[Path] = []
     for directory in under.glob(f"{PREFIX}*"):
-        process, _, started = directory.name.removeprefix(PREFIX).split("-")[0].partition(".")
-        is_ours = directory.lstat().st_uid == os.geteuid() and not directory.is_symlink()
-        if is_ours and process.isdigit() and started and started_at(int(process)) != started:
-            found.append(directory)
+        if not directory.is_symlink() and directory.lstat().st_uid == os.geteuid():
+            with suppress(OSError), (directory / "lock").open() as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                found.append(directory)
     return found
