@@ -12,7 +12,16 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "examples" / "conformance" / "results"
 MARK = {"pass": "pass", "warn": "warn", "fail": "**fail**", "not applicable": "–", "not run": ""}
-HABITS = ("verbatim", "reasoning_dropped", "ids_renamed", "arguments_reordered", "retry", "compaction", "sub_agents", "tools_a_b")
+HABITS = (
+    "verbatim",
+    "reasoning_dropped",
+    "ids_renamed",
+    "arguments_reordered",
+    "retry",
+    "compaction",
+    "sub_agents",
+    "tools_a_b",
+)
 RULES = {
     "1.1": "trains tokens that the engine did not sample there", "1.2": "other log-probabilities than the engine reported",
     "1.3": "trains tokens in a context that the engine was not given", "1.4": "another temperature than the agent asked for",
@@ -28,15 +37,21 @@ def main() -> int:
     reports = [json.loads(path.read_text()) for path in RESULTS.glob("*.json")]
     reports.sort(key=lambda one: (one["target"] != "tokentrue", one["target"]))
     pages = {
-        ROOT / "docs" / "comparison.md": "\n".join([*verdicts(reports), "", *histories(reports), "", *findings(reports), "", *commands(reports)]),
+        ROOT / "docs" / "comparison.md": "\n".join(
+            [*verdicts(reports), "", *histories(reports), "", *findings(reports), "", *commands(reports)]
+        ),
         ROOT / "README.md": "\n".join(verdicts(reports)),
     }
     wrong = 0
     for page, text in pages.items():
         old = page.read_text()
-        new = re.sub(r"(<!-- scoreboard -->\n).*?(<!-- end -->)", lambda m: f"{m[1]}{text}\n{m[2]}", old, flags=re.DOTALL)
+        new = re.sub(
+            r"(<!-- scoreboard -->\n).*?(<!-- end -->)", lambda m: f"{m[1]}{text}\n{m[2]}", old, flags=re.DOTALL
+        )
         if new != old and "--check" in sys.argv:
-            print(f"{page.relative_to(ROOT)} is not what {RESULTS.relative_to(ROOT)} says: run python scripts/scoreboard.py")
+            print(
+                f"{page.relative_to(ROOT)} is not what {RESULTS.relative_to(ROOT)} says: run python scripts/scoreboard.py"
+            )
             wrong = 1
         elif new != old:
             page.write_text(new)

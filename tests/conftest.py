@@ -12,6 +12,7 @@ import os
 import sys
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +24,28 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 settings.register_profile("fast", max_examples=30, deadline=None)
 settings.register_profile("thorough", max_examples=100, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fast"))
+
+
+ROOT = Path(__file__).resolve().parent.parent
+AT_START = pytest.StashKey[set[str]]()
+
+
+def list_names() -> set[str]:
+    """Of the repository's folder, without what building makes there (.gitignore)."""
+    made = {"build", "dist", "site", "tokentrue.egg-info"}
+    return {path.name for path in ROOT.iterdir() if not path.name.startswith(".")} - made
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    session.config.stash[AT_START] = list_names()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A test that writes into the repository's folder fails the run: one that starts a program there gives it a
+    directory of its own."""
+    if not hasattr(session.config, "workerinput") and (new := list_names() - session.config.stash[AT_START]):
+        print(f"\nThe tests have left files in {ROOT}: {', '.join(sorted(new))}", file=sys.stderr)
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_collection_finish() -> None:

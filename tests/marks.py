@@ -28,8 +28,17 @@ def slow_except(fast: Collection[str], values: Iterable[Any], *, name: Callable[
     missing = set(fast) - {name(value) for value in values}
     assert not missing, f"no such parameter: {sorted(missing)}"
     return [
-        pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.slow)
-        if name(value) not in fast
-        else value
-        for value in values
+        pytest.param(*as_tuple(value), marks=pytest.mark.slow) if name(value) not in fast else value for value in values
     ]
+
+
+def slow_but_every(step: int, values: Iterable[Any], *, start: int = 0) -> list[Any]:
+    """`values` as parameters, all slow but every `step`-th, for tables whose rows are alike."""
+    return [
+        value if (at - start) % step == 0 else pytest.param(*as_tuple(value), marks=pytest.mark.slow)
+        for at, value in enumerate(values)
+    ]
+
+
+def as_tuple(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)

@@ -8,7 +8,6 @@ import os
 import subprocess
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,12 +18,10 @@ from transformers import Qwen2VLImageProcessorPil, Qwen3VLForConditionalGenerati
 from tests import vision
 from tokentrue.errors import ConfigError, TokenContractError
 from tokentrue.hub import load_causal_model
-from tokentrue.mismatch import loss_named
 from tokentrue.numerics import exact, score, see_rows
 from tokentrue.pixels import PixelReader, check_runs, find_images, processor_identity
 from tokentrue.protocols import Seeing
 from tokentrue.providers.hf import HFProvider
-from tokentrue.train import OptimConfig, TrainConfig, Trainer
 from tokentrue.train.rows import ScoredRow
 from tokentrue.train.scoring import ExactScorer, PlainScorer
 from tokentrue.types import Sampling
@@ -129,19 +126,6 @@ def test_pixels_that_are_not_the_recorded_ones_are_refused(folder: str, tmp_path
         )
     with pytest.raises(ConfigError, match="no directory"):
         PixelReader("").read(image)
-
-
-def test_several_ranks_train_no_images(model: Any) -> None:
-    ranks: Any = SimpleNamespace(world=2)
-    with pytest.raises(ConfigError, match="one process only"):
-        Trainer(
-            model,
-            config=TrainConfig(),
-            optim=OptimConfig(),
-            loss=loss_named("grpo"),
-            ranks=ranks,
-            images={}.__getitem__,
-        )
 
 
 def test_orientation_of_a_photo_is_honoured(reader: PixelReader) -> None:

@@ -82,7 +82,8 @@ def _raise_unreachable(url: httpx.URL, error: Exception) -> NoReturn:
     if isinstance(error, GatewayUnreachable):  # it responded, with an error status
         raise error
     raise GatewayUnreachable(
-        f"no gateway is reachable at {str(url).rstrip('/')}: {error or type(error).__name__}; is `tokentrue serve` running?"
+        f"no gateway is reachable at {str(url).rstrip('/')}: {error or type(error).__name__}; "
+        "is `tokentrue serve` running?"
     ) from error
 
 
@@ -174,6 +175,18 @@ class _SessionAddress:
         self._sdks.append(kind(**{"base_url": address, "api_key": self.api_key, **options}))
         return self._sdks[-1]
 
+    def _refuse(self, sdk: Any) -> None:
+        """Makes a closed client say that the session has ended; by itself it would name a connection error."""
+        kind = next(kind for kind in type(sdk._client).__mro__ if kind.__name__ in ("Client", "AsyncClient"))
+        http: Any = import_module(kind.__module__.partition(".")[0])  # each SDK has its own httpx
+        text = f"session {self.id} has ended, and its clients are closed: open another session"
+        error = {"type": "conflict", "code": "session_ended", "message": text}
+
+        def answer(request: Any) -> Any:
+            return http.Response(409, headers={"x-should-retry": "false"}, json={"type": "error", "error": error})
+
+        sdk._client = getattr(http, kind.__name__)(transport=http.MockTransport(answer))
+
 
 class ClientSession(_SessionAddress):
     """One session of a gateway."""
@@ -216,7 +229,9 @@ class ClientSession(_SessionAddress):
     def close(self) -> None:
         """Closes the SDK clients and leaves the session open."""
         while self._sdks:
-            self._sdks.pop().close()
+            sdk = self._sdks.pop()
+            sdk.close()
+            self._refuse(sdk)
 
 
 class Client:
@@ -329,7 +344,9 @@ class AsyncClientSession(_SessionAddress):
 
     async def close(self) -> None:
         while self._sdks:
-            await self._sdks.pop().close()
+            sdk = self._sdks.pop()
+            await sdk.close()
+            self._refuse(sdk)
 
 
 class AsyncClient:

@@ -1,7 +1,7 @@
 """What a trainer replays to compute the rollout's distribution: the routed experts, the ids that sampling filters
 kept, and the sampler's most likely ids with their log-probabilities.
 
-All are raw little-endian bytes, recorded, hashed and exported bit for bit. Standard library only.
+All are raw little-endian bytes, recorded, hashed and exported bit for bit.
 """
 
 from __future__ import annotations
@@ -11,11 +11,16 @@ from collections.abc import Mapping, Sequence
 from heapq import nlargest
 from itertools import accumulate, pairwise
 from math import prod
+from typing import Annotated, TypeAlias
+
+from msgspec import Meta
 
 from tokentrue.errors import TokenContractError
 from tokentrue.ids import EMPTY, TokenIds
 from tokentrue.records import record
 
+Count: TypeAlias = Annotated[int, Meta(ge=0)]
+Width: TypeAlias = Annotated[int, Meta(ge=1, le=4096)]  # bounded: a damaged number must not allocate gigabytes
 FREE = -1
 """Unknown expert: the trainer's router chooses at this position."""
 _FREE_BYTES = FREE.to_bytes(2, "little", signed=True)
@@ -32,9 +37,9 @@ class RoutedExperts:
     engine does not report them.
     """
 
-    shape: tuple[int, int, int]
+    shape: tuple[Count, Width, Width]
     data: bytes
-    start: int = 0
+    start: Count = 0
     weights: bytes | None = None
 
     def __post_init__(self) -> None:
@@ -140,8 +145,8 @@ class SamplingMask:
 
 @record
 class TopLogprobs(SamplingMask):
-    """The sampler's most likely ids of each token and their log-probabilities, little-endian float64. An empty row means
-    that nothing was sampled, or that the engine was not asked."""
+    """The sampler's most likely ids of each token and their log-probabilities, little-endian float64. An empty row
+    means that nothing was sampled, or that the engine was not asked."""
 
     logprobs: bytes = b""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from collections.abc import Iterator
@@ -66,25 +67,25 @@ def config(url: str, model: str | None) -> ServeConfig:
 def test_without_a_model_the_engines_own_must_be_here(engine: tuple[type[SGLang], str]) -> None:
     handler, url = engine
     with pytest.raises(ConfigError, match=r"serves 'elsewhere/other-model'.*give --model"):
-        identify_model(config(url, None))
+        asyncio.run(identify_model(config(url, None)))
     handler.model = str(SMALL_MODEL)
-    assert identify_model(config(url, None)).model.path == str(SMALL_MODEL)
+    assert asyncio.run(identify_model(config(url, None))).model.path == str(SMALL_MODEL)
 
 
 def test_another_tokenizer_is_refused(engine: tuple[type[SGLang], str]) -> None:
     handler, url = engine
     handler.tokens = [1, 2, 3]
     with pytest.raises(ConfigError, match="another tokenizer than --model"):
-        identify_model(config(url, str(SMALL_MODEL)))
+        asyncio.run(identify_model(config(url, str(SMALL_MODEL))))
     assert handler.asked == PROBE
     handler.tokens = list(load_renderer(str(SMALL_MODEL)).encode_sampled(PROBE))
-    assert identify_model(config(url, str(SMALL_MODEL))).model.path == str(SMALL_MODEL)
+    assert asyncio.run(identify_model(config(url, str(SMALL_MODEL)))).model.path == str(SMALL_MODEL)
 
 
 def test_an_engine_that_cannot_tokenise_is_believed(engine: tuple[type[SGLang], str]) -> None:
     handler, url = engine
     for handler.refusal in (404, 422):  # no such route, or one that takes another request
-        assert identify_model(config(url, str(SMALL_MODEL))).model.path == str(SMALL_MODEL)
+        assert asyncio.run(identify_model(config(url, str(SMALL_MODEL)))).model.path == str(SMALL_MODEL)
 
 
 def test_the_key_is_the_environments_unless_the_options_have_one(
@@ -93,12 +94,12 @@ def test_the_key_is_the_environments_unless_the_options_have_one(
     handler, url = engine
     asked = config(url, str(SMALL_MODEL))
     monkeypatch.setenv("TOKENTRUE_ENGINE_KEY", "from-environment")
-    identify_model(asked)
+    asyncio.run(identify_model(asked))
     assert handler.key == "Bearer from-environment"
-    identify_model(replace(asked, engine=replace(asked.engine, options={"retries": 0, "api_key": "own"})))
+    asyncio.run(identify_model(replace(asked, engine=replace(asked.engine, options={"retries": 0, "api_key": "own"}))))
     assert handler.key == "Bearer own"
 
 
 def test_no_engine_is_one_line() -> None:
     with pytest.raises(ConfigError, match=r"no engine is reachable at http://127.0.0.1:9"):
-        identify_model(config("http://127.0.0.1:9", str(SMALL_MODEL)))
+        asyncio.run(identify_model(config("http://127.0.0.1:9", str(SMALL_MODEL))))

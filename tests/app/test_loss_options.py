@@ -23,7 +23,6 @@ from tokentrue.mismatch import (
     Weights,
     loss_named,
 )
-from tokentrue.train.update import KlCoefficient
 
 
 def plain(value: Any) -> Any:
@@ -59,10 +58,7 @@ baseline = "grpo_batch"
 [train.advantages]
 epsilon = 1e-4
 [train.overlong]
-max_tokens = 100
-buffer = 20
-[train.kl]
-reward_coefficient = 0.001
+mask = true
 [loss]
 name = "dapo"
 [loss.options]
@@ -85,11 +81,7 @@ upper = 0.001
 """)
     run = read(TrainRun, path)
     made = loss_for(run.loss)
-    assert (
-        run.train.advantages.epsilon == 1e-4
-        and run.train.overlong.buffer == 20
-        and run.train.kl.reward_coefficient == 0.001
-    )
+    assert run.train.advantages.epsilon == 1e-4 and run.train.overlong.mask
     assert made.clip_high == 0.3 and made.penalty == Penalty(coefficient=0.02, ceiling=10.0, clamp=None)
     assert made.correction.loss_counts == "kept"
     assert made.correction.weights == dataclasses.replace(
@@ -106,7 +98,7 @@ def test_the_files_of_the_documentation(tmp_path: Path) -> None:
     for block in blocks:
         (tmp_path / "train.toml").write_text(block)
         run = read(TrainRun, tmp_path / "train.toml")
-        KlCoefficient.of(run.train.kl, loss_for(run.loss))
+        loss_for(run.loss)
 
 
 def test_a_table_without_preset_changes_the_losss_own_correction() -> None:
@@ -125,9 +117,13 @@ def test_a_table_without_preset_changes_the_losss_own_correction() -> None:
         )
     )
     assert both == LossConfig(
-        correction=Correction(surrogate="reinforce", weights=Weights(mode="clip", upper=2.0, lower=0.5, signal="ppo_rollout")),
-        surrogate="reinforce", clip_low=0.2, clip_high=0.28,
-    )  # fmt: skip
+        correction=Correction(
+            surrogate="reinforce", weights=Weights(mode="clip", upper=2.0, lower=0.5, signal="ppo_rollout")
+        ),
+        surrogate="reinforce",
+        clip_low=0.2,
+        clip_high=0.28,
+    )
 
 
 @pytest.mark.parametrize(
@@ -139,7 +135,6 @@ def test_a_table_without_preset_changes_the_losss_own_correction() -> None:
         ({"options": {"penalty": {"coefficient": 0.1, "kind": "k3"}}}, r"loss\.options\.penalty\.kind: unknown key"),
         ({"options": {"penalty": {}}}, r"loss\.options\.penalty\.coefficient: is needed"),
         ({"options": {"penalty": {"coefficient": -1}}}, r"loss\.options\.penalty\.coefficient: must be a number >= 0"),
-        ({"options": {"sapo": {"positive": 0}}}, r"loss\.options\.sapo\.\w+: must be a number > 0"),
         ({"options": {"aggregate": "mean"}}, r"loss\.options\.aggregate: must be one of token_mean"),
         ({"options": {"correction": {}}}, r"loss\.options\.correction: belongs to loss\.correction"),
         ({"correction": "tis"}, r"loss\.correction: no preset 'tis'"),

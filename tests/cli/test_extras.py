@@ -30,7 +30,7 @@ def run_without(modules: set[str], *arguments: str) -> subprocess.CompletedProce
         (("demo",), "train"),
         (("train",), "train"),
         (("view", "http://127.0.0.1:1"), "gateway"),
-        (("diagnose", "x.jsonl", "--trainer", "y"), "engine"),
+        (("doctor", "--engine", "exact", "--model", "calculator"), "engine"),
     ],
 )
 def test_the_missing_extra_is_named(command: tuple[str, ...], extra: str) -> None:
@@ -55,7 +55,8 @@ def test_every_help_text_needs_no_extra() -> None:
     """In one process, on the base install: each command's options, no word about what is not installed, and none of the
     modules whose import takes a tenth of a second or more."""
     hide = "; ".join(f"sys.modules[{name!r}] = None" for name in sorted(set().union(*EXTRAS.values())))
-    code = f"import sys; {hide}; from tokentrue.cli.main import COMMANDS, run\nfor name in COMMANDS: print(run(name, ['--help']))"
+    code = f"import sys; {hide}; from tokentrue.cli.main import COMMANDS, run\n"
+    code += "for name in COMMANDS: print(run(name, ['--help']))"
     code += f"\nprint('slow:', sorted({SLOW!r} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stderr == "" and done.stdout.count("Usage: tokentrue ") == len(COMMANDS), done.stderr

@@ -122,6 +122,10 @@ def test_what_is_called_wrong_is_one_line(server: Server, tmp_path: Path, capsys
     wrong = [
         ("sessions", [store, "burn"], "no action 'burn'"),
         ("sessions", [store, "show"], "needs a session id"),
+        ("sessions", [store, "list", "x"], "`list` takes no session id; `show ID` has one"),
+        ("sessions", [str(tmp_path)], f"is a directory; name the journal in it: {tmp_path / 'journal.sqlite'}"),
+        ("samples", [store, "-o", "s.csv"], "no format writes .csv files; name it .jsonl"),
+        ("samples", [store, "-o", "nowhere/s.jsonl"], "directory nowhere does not exist"),
         ("sessions", [store, "show", "\udcff"], "the session id: '\\udcff' is not UTF-8 text"),
         ("sessions", [store, "delete", "\udcff"], "the session id: '\\udcff' is not UTF-8 text"),
         ("sessions", [server.url, "show", "\udcff"], "the session id: '\\udcff' is not UTF-8 text"),

@@ -8,12 +8,13 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import anthropic
 import openai
 import pytest
 
 import tokentrue as tt
 from tests.gateway.world import Server, sampled_by, scripted_server
-from tokentrue.cli.samples import session_names
+from tokentrue.cli.sessions import session_ids
 from tokentrue.client import AsyncClientSession, ClientSession
 from tokentrue.errors import (
     ConfigError,
@@ -43,7 +44,7 @@ def server(one_server: Server) -> Iterator[Server]:
         if sum(map(float, turns)) % 2:
             with client.session(session_id="even") as s:
                 s.openai().chat.completions.create(model="policy", messages=[{"role": "user", "content": "2+2?"}])
-        for session_id in list(session_names(client, None)):
+        for session_id in list(session_ids(client)):
             client.delete_session(session_id)
     yield one_server
 
@@ -51,12 +52,12 @@ def server(one_server: Server) -> Iterator[Server]:
 def ask(client: tt.Client) -> tuple[list[tt.Sample], str]:
     with client.session(group="task-7", metadata={"task": 7}) as s:
         history = [{"role": "user", "content": "2+2?"}]
-        first = s.openai().chat.completions.create(model="policy", messages=history)  # pyright: ignore[reportArgumentType]
+        first = s.openai().chat.completions.create(model="policy", messages=history)  # pyright: ignore
         history += [
             {"role": "assistant", "content": first.choices[0].message.content or ""},
             {"role": "user", "content": "+1?"},
         ]
-        second = s.anthropic().messages.create(model="policy", max_tokens=64, messages=history)  # pyright: ignore[reportArgumentType]
+        second = s.anthropic().messages.create(model="policy", max_tokens=64, messages=history)  # pyright: ignore
         assert (first.choices[0].message.content, second.content[0].text) == tuple(TEXTS)  # pyright: ignore
         s.reward(0.5, metadata={"judge": "exact"})
         assert s.coverage().ratio == 1.0
@@ -137,6 +138,25 @@ async def test_a_session_without_its_block_says_what_to_write() -> None:
         assert not hasattr(client.session(), "__deepcopy__")
 
 
+def test_a_client_of_an_ended_session_says_so(server: Server) -> None:
+    history: list[Any] = [{"role": "user", "content": "2+2?"}]
+    with tt.Client(server.url, "a-long-admin-key") as client:
+        with client.session(session_id="over") as s:
+            llm, claude = s.openai(), s.anthropic()
+        with pytest.raises(openai.ConflictError, match="session over has ended, and its clients are closed"):
+            llm.chat.completions.create(model="policy", messages=history)
+        with pytest.raises(anthropic.ConflictError, match="session over has ended"):
+            claude.messages.create(model="policy", max_tokens=64, messages=history)
+
+
+async def test_an_asynchronous_client_of_an_ended_session_says_so(server: Server) -> None:
+    async with tt.AsyncClient(server.url, "a-long-admin-key") as client:
+        async with client.session(session_id="over") as s:
+            llm = s.openai()
+        with pytest.raises(openai.ConflictError, match="session over has ended, and its clients are closed"):
+            await llm.chat.completions.create(model="policy", messages=[{"role": "user", "content": "2+2?"}])
+
+
 def test_what_goes_wrong_is_typed(server: Server) -> None:
     with tt.Client(server.url, "another-key-of-some-length") as client, pytest.raises(ConfigError, match="admin_key"):
         client.open()
@@ -157,7 +177,8 @@ def test_what_goes_wrong_is_typed(server: Server) -> None:
 
 
 def test_it_needs_neither_torch_nor_transformers() -> None:
-    code = "import sys, tokentrue; tokentrue.Client; print(sorted({'torch', 'transformers', 'tokenizers', 'starlette'} & set(sys.modules)))"
+    heavy = {"torch", "transformers", "tokenizers", "starlette"}
+    code = f"import sys, tokentrue; tokentrue.Client; print(sorted({heavy} & set(sys.modules)))"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
 
 
@@ -169,7 +190,7 @@ def test_a_pinned_system_prompt_over_http(server: Server) -> None:
                 history: list[tt.types.Message] = [{"role": "user", "content": "2+2?"}]
                 for turn in range(2):
                     asked = [{"role": "system", "content": f"It is 10:0{turn}."}, *history]
-                    reply = s.openai().chat.completions.create(model="policy", messages=asked)  # pyright: ignore[reportArgumentType]
+                    reply = s.openai().chat.completions.create(model="policy", messages=asked)  # pyright: ignore
                     history += [
                         {"role": "assistant", "content": reply.choices[0].message.content},
                         {"role": "user", "content": "+1?"},
@@ -192,11 +213,12 @@ def test_a_session_named_by_a_header_is_opened_by_its_first_request(server: Serv
         with sdk:
             for name in ("rollout-1", "rollout-2", "rollout-1"):
                 headers = {"X-Session-ID": name}
-                sdk.chat.completions.create(model="policy", messages=asked, extra_headers=headers)  # pyright: ignore[reportArgumentType]
+                sdk.chat.completions.create(model="policy", messages=asked, extra_headers=headers)  # pyright: ignore
             with pytest.raises(openai.BadRequestError, match="X-Session-ID"):
-                sdk.chat.completions.create(model="policy", messages=asked)  # pyright: ignore[reportArgumentType]
+                sdk.chat.completions.create(model="policy", messages=asked)  # pyright: ignore
             with pytest.raises(openai.BadRequestError, match="session_id"):
-                sdk.chat.completions.create(model="policy", messages=asked, extra_headers={"X-Session-ID": "../x"})  # pyright: ignore[reportArgumentType]
+                bad = {"X-Session-ID": "../x"}
+                sdk.chat.completions.create(model="policy", messages=asked, extra_headers=bad)  # pyright: ignore
         client.reward_session("rollout-1", 0.5, group="task-7")
         client.end_session("rollout-1")
         assert {(sample.group, sample.reward) for sample in client.session_samples("rollout-1").samples} == {
@@ -210,7 +232,7 @@ def test_a_session_named_by_a_header_is_opened_by_its_first_request(server: Serv
                 base_url=f"{server.url}/v1", api_key=s.api_key, default_headers={"X-Session-ID": "rollout-2"}
             )
             with other:  # a session's own key opens that session alone
-                other.chat.completions.create(model="policy", messages=asked)  # pyright: ignore[reportArgumentType]
+                other.chat.completions.create(model="policy", messages=asked)  # pyright: ignore
             assert len(s.samples()) == 1 and len(client.session_samples("rollout-2").samples) == 1
 
 
@@ -231,7 +253,7 @@ def test_a_list_that_is_read_page_by_page_gives_each_session_once_while_others_c
 def test_an_export_leaves_out_what_is_purged_meanwhile_and_nothing_else(server: Server) -> None:
     with tt.Client(server.url, "a-long-admin-key") as client:
         opened = [client.open(session_id=f"s{i:03}").id for i in range(103)]
-        names = session_names(client, None)
+        names = session_ids(client)
         first = [next(names) for _ in range(50)]
         for session_id in opened[100:102]:
             client.delete_session(session_id)

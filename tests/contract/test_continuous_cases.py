@@ -7,6 +7,7 @@ added, as given.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -136,10 +137,12 @@ def says(text: str, **more: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": text, **more}
 
 
+@cache
 def gpt_oss() -> Any:
     return tt.load_renderer(str(parts.tokenizer_dir("gpt-oss")))
 
 
+@cache
 def gemma_4() -> Any:
     template = carriers.all_templates().get("llama.cpp/google-gemma-4-31B-it.jinja")
     if template is None:

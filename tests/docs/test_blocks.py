@@ -1,6 +1,6 @@
 """Every code block of README.md and docs/ is run or, where its program cannot run here, parsed: fences.py says which is
-which, commands.py and dry.py how, and reader.py what stands in for what. `make test` runs README's Python and the
-first commands of docs/start.md, `make test-slow` the others."""
+which, commands.py and dry.py how, and reader.py what stands in for what. `make test` runs README's Python,
+`make test-slow` the others."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.docs.fences import CONSOLE, KNOWN, PAGES, ROOT, Block, blocks_of, nam
 from tests.docs.reader import KEY, Record, furnish, recorded
 from tokentrue.app.background import BackgroundGateway
 
-FIRST = {"python": "README.md", "console": "docs/start.md"}  # in `make test`
+FIRST = "README.md"  # in `make test`
 # The first answers of the shipped model are right, by arithmetic.
 SAID = {
     "README.md": (
@@ -71,7 +71,7 @@ def test_data_blocks_are_whole(page: Path) -> None:
 
 
 def python_pages() -> list[Any]:
-    marks = {page: () if name_of(page) == FIRST["python"] else (pytest.mark.slow,) for page in pages_with("python")}
+    marks = {page: () if name_of(page) == FIRST else (pytest.mark.slow,) for page in pages_with("python")}
     return [pytest.param(page, marks=mark, id=name_of(page)) for page, mark in marks.items()]
 
 
@@ -95,16 +95,12 @@ def check_python_blocks(page: Path, folder: Path, record: Record) -> None:
     assert rewards is None or len(set(rewards[1].split(", "))) > 1, "no advantage: all rewards are equal"
 
 
-def run_console_blocks(page: Path, folder: Path, record: Record, *, most: int | None = None) -> None:
+def run_console_blocks(page: Path, folder: Path, record: Record) -> None:
     write_titled(page, folder, record)
-    for block in [block for block in blocks_of(page) if block.kind == "console"][:most]:
+    for block in [block for block in blocks_of(page) if block.kind == "console"]:
         with Shell(folder, record) as shell:
             for command in block.commands:
                 shell.run(command)
-
-
-def test_the_first_console_blocks_run(folder: Path, record: Record) -> None:
-    run_console_blocks(ROOT / FIRST["console"], folder, record, most=2)
 
 
 @pytest.mark.slow

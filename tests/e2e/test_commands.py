@@ -40,6 +40,7 @@ def test_a_rollout_is_resumed_where_it_was_cut(tmp_path: Path, capsys: pytest.Ca
     assert len(again) == 6 and len(rows(tmp_path / "rollouts.jsonl")) == 6
 
 
+@pytest.mark.slow
 def test_a_run_that_died_in_its_first_group_plays_that_group_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -105,7 +106,8 @@ def losses(text: str) -> list[dict[str, object]]:
     ]
 
 
-@pytest.mark.parametrize("lag", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("lag", [0, 1])
 def test_a_live_training_run_resumes_bit_for_bit(tmp_path: Path, capsys: pytest.CaptureFixture[str], lag: int) -> None:
     settings = (*TRAIN, "--set", f"train.lag={lag}", "--set", "train.steps=3")
     assert command("train", ["--out", str(tmp_path / "whole"), *settings]) == 0
@@ -158,7 +160,8 @@ def test_training_from_a_file_of_samples(tmp_path: Path, capsys: pytest.CaptureF
     assert found[1]["exact_compared"] == 0 and found[1]["staleness_max"] == 1
 
 
-@pytest.mark.parametrize("name", ["Shop", pytest.param("Ledger", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Shop", "Ledger"])
 def test_the_other_environments_are_covered_too(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     assert rollout(tmp_path, "--set", f"rollout.environment=examples.environments.long_tasks:{name}") == 0
     summary = json.loads(capsys.readouterr().out)

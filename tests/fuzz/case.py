@@ -21,14 +21,13 @@ from tests.fuzz.messages import Fit, fit
 from tests.fuzz.native import Tool, Wire, custom_input, drop_result_ids, make_native, make_plain, read_node
 from tests.fuzz.oracle import Judge, Sampled, Turn, Violation, join_parts, short
 from tests.fuzz.outputs import MARKERS, Writer
-from tokentrue.conformance.agents import dialects, reassemble
-from tokentrue.conformance.agents.dialects import ANTHROPIC, CHAT, GOOGLE, PATHS, RESPONSES
-from tokentrue.conformance.agents.exchange import Heard
-from tokentrue.conformance.agents.google import google_body
-from tokentrue.conformance.agents.habits import lose
-from tokentrue.conformance.agents.messages import Message
+from tests.fuzz.streams import assemble_strictly
+from tokentrue.conformance.agents import dialects
+from tokentrue.conformance.agents.dialects import ANTHROPIC, CHAT, GOOGLE, PATHS, RESPONSES, write_request
+from tokentrue.conformance.agents.messages import Message, lose
+from tokentrue.conformance.agents.streams import Broken, Heard, Unsound
+from tokentrue.conformance.standin.generation import Output
 from tokentrue.conformance.standin.vocabulary import Vocabulary
-from tokentrue.conformance.standin.writer import Output
 
 ENGINE_AT_FAULT = {502, 503, 504}
 
@@ -150,26 +149,21 @@ class Case:
         if asked.previous is not None:
             system = messages[:1] if messages[0].role == "system" else []
             messages = [*system, *messages[-asked.new :]]
-        if asked.dialect == GOOGLE:
-            wire = asked.wire
-            body = google_body(messages, asked.tools, self.signatures, asked.fields, inline=wire.inline)
-            return drop_result_ids(body) if wire.bare else body
-        if asked.dialect == CHAT:
-            body = dialects.chat_body(messages, asked.tools, asked.wire)
-            body |= {"n": asked.n} if asked.n > 1 else {}
-        elif asked.dialect == RESPONSES:
-            body = dialects.responses_body(messages, asked.tools, asked.wire)
-            body = make_native(body, asked.tools) if asked.wire.native else body
+        fields = {**asked.fields, **({"n": asked.n} if asked.n > 1 else {})}
+        wire = replace(asked.wire, signatures=self.signatures)
+        _, body = write_request(asked.dialect, messages, asked.tools, wire, fields, stream=asked.stream)
+        if asked.dialect == GOOGLE and wire.bare:
+            return drop_result_ids(body)
+        if asked.dialect == RESPONSES:
+            body = make_native(body, asked.tools) if wire.native else body
             body |= {"previous_response_id": asked.previous} if asked.previous is not None else {}
-        else:
-            body = dialects.anthropic_body(messages, asked.tools, asked.wire, self.signatures)
-        return {**body, **asked.fields, "stream": asked.stream}
+        return body
 
     def path(self, asked: Asked) -> str:
         if asked.dialect == GOOGLE:
             method = "streamGenerateContent?alt=sse" if asked.stream else "generateContent"
             return f"/sessions/{self.session}/v1beta/models/{asked.fields.get('model', 'm')}:{method}"
-        return f"/sessions/{self.session}/v1/{PATHS[asked.dialect]}"
+        return f"/sessions/{self.session}/{PATHS[asked.dialect]}"
 
     def plan(self, output: Output | None = None, **how: Any) -> Plan:
         """Queues the next generation."""
@@ -224,7 +218,7 @@ class Case:
         if len(answers) != asked.n or len(sampled) != asked.n:
             raise Violation("n answers to n", f"asked {asked.n}, {len(answers)} answers, {len(sampled)} generations")
         self.signatures |= dialects.read_signatures(asked.dialect, whole)
-        sampled = sorted(sampled, key=lambda one: one.parts[0].seed or 0)  # choice i is sampled with seed + i
+        sampled = sorted(sampled, key=lambda one: one.parts[0].asked.seed or 0)  # choice i is sampled with seed + i
         continued = [self.judge_prompt(asked, one) for one in sampled]
         made = [self._turn(asked, *each, whole) for each in zip(answers, sampled, continued, strict=True)]
         for answer, one in zip(answers, sampled, strict=True):
@@ -260,10 +254,10 @@ class Case:
         if heard.whole is not None:
             return heard.whole
         try:
-            return reassemble.assemble(asked.dialect, heard.events)
-        except reassemble.Unsound as error:
+            return assemble_strictly(asked.dialect, heard.events)
+        except Unsound as error:
             raise Violation("a stream is sound", str(error)) from None
-        except reassemble.Broken as error:
+        except Broken as error:
             raise Violation("a good request is answered", f"the stream broke: {error} {heard.broken}") from None
 
     def _turn(

@@ -5,18 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tokentrue.conformance.agents.dialects import CHAT, GOOGLE, RESPONSES, Json
-from tokentrue.conformance.agents.google import google_message
+from tokentrue.conformance.agents.dialects import CHAT, GOOGLE, RESPONSES, Json, read_answers
 
 
 def comparable(dialect: str, whole: Json) -> Any:
     if dialect == CHAT:
         choices = sorted(whole["choices"], key=lambda choice: choice["index"])
-        rows = [
-            (c["index"], c["finish_reason"], c["message"].get("content") or "", c["message"].get("reasoning_content") or "",
-             c["message"].get("tool_calls") or [])
-            for c in choices
-        ]  # fmt: skip
+        names = ("content", "reasoning_content", "tool_calls")
+        rows = [(c["index"], c["finish_reason"], *(c["message"].get(name) or "" for name in names)) for c in choices]
         return whole["id"], whole["model"], rows
     if dialect == RESPONSES:
         return whole["id"], whole["status"], whole["incomplete_details"], whole["usage"], by_kind(whole["output"])
@@ -48,7 +44,7 @@ def by_kind(parts: Sequence[Json]) -> tuple[str, str, list[Json]]:
 
 def comparable_google(whole: Json) -> Any:
     (candidate,) = whole["candidates"]
-    message = google_message(candidate["content"]["parts"])
+    message = read_answers(GOOGLE, whole)[0].message
     calls = [(call.id, call.name, call.arguments) for call in message.calls]
     return (
         whole["responseId"],

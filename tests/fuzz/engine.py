@@ -16,9 +16,7 @@ from tests.fuzz.malformed import MALFORMED, SHAPELESS
 from tokentrue.conformance.standin import engine as base
 from tokentrue.conformance.standin import generation as base_generation
 from tokentrue.conformance.standin.engine import Exchange
-from tokentrue.conformance.standin.generation import Generation
-from tokentrue.conformance.standin.wires import EngineRequest
-from tokentrue.conformance.standin.writer import Output
+from tokentrue.conformance.standin.generation import EngineRequest, Generation, Output
 
 __all__ = ["Engine", "Generation", "Plan"]
 
@@ -49,7 +47,7 @@ class Engine(base.Engine):
         return await super()._abort(request)
 
     def session_key(self, asked: EngineRequest) -> str:
-        return asked.session
+        return str(asked.body.get("routing_key"))
 
     def _limit(self, generation: Generation, ids: list[int], limit: int | None) -> list[int]:
         if generation.plan.fault != "excess":

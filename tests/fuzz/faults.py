@@ -10,9 +10,9 @@ from typing import Any
 from tests.fuzz.case import ENGINE_AT_FAULT, Asked, Case, next_messages, until
 from tests.fuzz.engine import STREAM_FAULTS, VERSIONS, WHOLE_FAULTS
 from tests.fuzz.oracle import Violation, join_parts, short
-from tokentrue.conformance.agents import reassemble
+from tests.fuzz.streams import assemble_strictly
 from tokentrue.conformance.agents.dialects import CHAT
-from tokentrue.conformance.agents.exchange import Heard
+from tokentrue.conformance.agents.streams import Broken, Heard, Unsound
 
 MUST_FAIL = ("error_event", "garbage", "no_finish", "rewrite_final", "disagree", "malformed")
 
@@ -56,10 +56,10 @@ def expect_failure(case: Case, asked: Asked, heard: Heard) -> None:
 def broke(asked: Asked, heard: Heard) -> bool:
     """The stream ended in an error."""
     try:
-        reassemble.assemble(asked.dialect, heard.events)
-    except reassemble.Broken:
+        assemble_strictly(asked.dialect, heard.events)
+    except Broken:
         return True
-    except reassemble.Unsound as error:
+    except Unsound as error:
         raise Violation("a stream is sound", str(error)) from None
     return False
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import aiohttp
 
-from tokentrue.conformance.agents.exchange import Heard, decoded, read_events
+from tokentrue.conformance.agents.streams import Heard, decoded, read_events
 
 ROOT = Path(__file__).resolve().parents[2]
 ADMIN = "fuzz-admin-key"

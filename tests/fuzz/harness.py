@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tests.fuzz.native import ARGUMENTS, Tool, Wire, pad
-from tokentrue.conformance.agents.habits import Losses
-from tokentrue.conformance.agents.messages import Message
+from tokentrue.conformance.agents.messages import Losses, Message
 
 AT = {"type": "object", "properties": {"at": {"type": "string"}}}
 FLAG = {"type": "object", "properties": {"flag": {"type": "boolean", "default": True}}}

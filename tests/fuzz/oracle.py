@@ -170,10 +170,8 @@ class Judge:
         text, got = self._vocabulary.normal(template.text_of(expected)), self._vocabulary.text(ids)
         if text != got:
             at = shared(text, got)
-            raise Violation(
-                rule,
-                f"at character {at}: expected {text[max(0, at - 40) : at + 60]!r}, the engine was sent {got[max(0, at - 40) : at + 60]!r}",
-            )
+            near = slice(max(0, at - 40), at + 60)
+            raise Violation(rule, f"at character {at}: expected {text[near]!r}, the engine was sent {got[near]!r}")
         markers = [token for token in ids if token in self._vocabulary.added_ids]
         if markers != template.markers_of(expected, self._vocabulary):
             raise Violation(
@@ -201,8 +199,8 @@ class Judge:
         output = sampled.parts[0].plan.output
         if output.expected is None or sampled.ids != output.ids:
             return
-        if any(stop in self._vocabulary.text(sampled.ids) for stop in sampled.parts[0].stops):
-            return  # resumed in the middle of a stop string, the engine did not see it: the answer is cut there all the same
+        if any(stop in self._vocabulary.text(sampled.ids) for stop in sampled.parts[0].asked.stops):
+            return  # resumed in the middle of a stop string, the engine did not see it: the answer is cut there as well
         reasoning, text, calls = output.expected
         served = [(call.name, loaded(call.arguments)) for call in message.calls]
         normal = self._vocabulary.normal

@@ -8,20 +8,28 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from tokentrue.conformance.standin import writer as base
-from tokentrue.conformance.standin.writer import Output
+from tokentrue.conformance.standin import generation as base
+from tokentrue.conformance.standin.generation import Output
 
 # Combining marks (also in another order, or with nothing to combine with), ligatures, the two normal forms of one text,
 # and characters that compatibility forms replace: a tokenizer may compose, a harness must not.
 UNICODE = (
-    "caf\u00e9\u0301", "cafe\u0301", "caf\u00e9", "\u0301alone", "q\u0323\u0307", "q\u0307\u0323", "\ufb01n", "o\ufb03ce", "\ufb05",
-    "\u212b", "\u00c5", "A\u030a", "\u1112\u1161\u11ab", "\ud55c", "\uff21\uff22", "\u00bd", "\u2460", "x\u00b2", "\u2126", "\u0344",
-    "\u0958", "e\u0301\u0301\u0301", "\u1e69", "s\u0323\u0307", "\U0001f468\u200d\U0001f469\u200d\U0001f467", "\u2764\ufe0f", "n\u0303",
+    "caf\u00e9\u0301", "cafe\u0301", "caf\u00e9", "\u0301alone", "q\u0323\u0307", "q\u0307\u0323", "\ufb01n",
+    "o\ufb03ce",
+    "\ufb05",
+    "\u212b", "\u00c5", "A\u030a", "\u1112\u1161\u11ab", "\ud55c", "\uff21\uff22", "\u00bd", "\u2460", "x\u00b2",
+    "\u2126",
+    "\u0344",
+    "\u0958", "e\u0301\u0301\u0301", "\u1e69", "s\u0323\u0307", "\U0001f468\u200d\U0001f469\u200d\U0001f467",
+    "\u2764\ufe0f",
+    "n\u0303",
     "\u00a0", "\u3000wide", "\ufeffbom", "\u1e9b\u0323", "\U0001d15e",
 )  # fmt: skip
 WORDS = (
-    "the", "shelf", "door", "café", "東京", "слово", "🙂", "🧪", "naïve", "x=1;", '"quoted"', "\\back", "1e3", "a\tb", "{brace}",
-    "[1, 2]", "λ", "⏎", "them", "tokenization", "...", "—", "`code`", "</p>", "100%", "e\u0301", "\u200bzero", "한국어", "ok",
+    "the", "shelf", "door", "café", "東京", "слово", "🙂", "🧪", "naïve", "x=1;", '"quoted"', "\\back", "1e3",
+    "a\tb", "{brace}",
+    "[1, 2]", "λ", "⏎", "them", "tokenization", "...", "—", "`code`", "</p>", "100%", "e\u0301", "\u200bzero",
+    "한국어", "ok",
     "nul\x00", "\r\n", "line\u2028", *UNICODE,
 )  # fmt: skip
 MARKERS = (

@@ -13,8 +13,8 @@ from tests.fuzz.case import Asked, Case, all_of, next_messages, until
 from tests.fuzz.comparable import comparable
 from tests.fuzz.engine import Generation
 from tests.fuzz.oracle import Violation, join_parts, short
-from tokentrue.conformance.agents.exchange import Heard
 from tokentrue.conformance.agents.messages import Message
+from tokentrue.conformance.agents.streams import Heard
 
 
 async def expect_recorded(case: Case, asked: Asked, whole: dict[str, Any], **headers: str) -> None:

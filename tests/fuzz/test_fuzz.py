@@ -15,7 +15,7 @@ import pytest
 from tests.fuzz.run import Settings, run
 from tests.parts import shared
 
-SLICE: dict[str, Any] = {"seconds": 12.0, "turns": 500}  # on a slow machine the first cases of the same sequence
+SLICE: dict[str, Any] = {"seconds": 10.0, "turns": 350}  # on a slow machine the first cases of the same sequence
 
 
 def play(settings: Settings) -> None:

@@ -95,7 +95,7 @@ def test_an_adapter_is_a_model_name(folder: Path) -> None:
             '{"r": 4, "lora_alpha": 8, "init_lora_weights": "pissa"}',
             "path_initial_model_for_weight_conversion",
         ),
-        ("adapter_config.json", '{"r": 4, "lora_alpha": 8, "alora_invocation_tokens": [5]}', "aLoRA"),
+        ("adapter_config.json", '{"r": 4, "lora_alpha": 8, "alora_invocation_tokens": [5]}', "alora_invocation_tokens"),
         ("adapter_model.safetensors", "xx", "is damaged"),
     ],
 )

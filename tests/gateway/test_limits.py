@@ -249,6 +249,7 @@ print(before, after, release_freed_memory(), resident(), resource.getrusage(reso
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/lib/x86_64-linux-gnu/libc.so.6"), reason="the allocator is not glibc's")
 def test_freed_memory_goes_back_to_the_system() -> None:
     done = subprocess.run([sys.executable, "-c", FREED], capture_output=True, text=True, cwd=ROOT, check=True)

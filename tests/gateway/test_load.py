@@ -199,7 +199,7 @@ def storm(folder: Path, sessions: int, turns: int, kills: int) -> dict[str, floa
 
 
 def test_a_small_crowd(tmp_path: Path) -> None:
-    calm(tmp_path, sessions=20, turns=4)
+    calm(tmp_path, sessions=10, turns=3)
 
 
 @pytest.mark.load

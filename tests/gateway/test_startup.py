@@ -85,7 +85,10 @@ def test_template_refused(tmp_path: Path) -> None:
         (("--store", "postgres:x"), ("sqlite:PATH",)),
     ],
 )
-def test_wrong_settings(arguments: tuple[str, ...], words: tuple[str, ...]) -> None:
+def test_wrong_settings(
+    arguments: tuple[str, ...], words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     one_line(serve("--port", "0", *arguments), *words)
 
 
@@ -133,7 +136,7 @@ def test_a_gateway_in_front_of_another_process_never_loads_torch(tmp_path: Path)
     maps = Path("/proc/self/maps")
     if not maps.is_file():
         pytest.skip("needs /proc")
-    server = scripted_server(tmp_path, ["<think>\nhm\n</think>\n\nok"] * 3)
+    server = scripted_server(tmp_path, ["<think>\nhm\n</think>\n\nok"] * 3, is_fork=False)
     try:
         session = server.session()
         said = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}

@@ -6,15 +6,14 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.gateway.world import ROOT, Server, model_dir, write_script
+from tests import zygote
+from tests.gateway.world import Server, model_dir, write_script
 from tests.marks import slow_except
 from tokentrue.errors import ConfigError
 from tokentrue.sessions.journal import open_journal
@@ -81,16 +80,12 @@ def test_a_store_that_cannot_be_read_is_not_quoted(store: str) -> None:
 def test_errors_at_start_do_not_hold_it(form: str, tmp_path: Path) -> None:
     store, env = give(form, tmp_path, 1)
     flags = ["--engine", "scripted", "--script", str(write_script(tmp_path, ["a"])), "--model", str(model_dir())]
-    started = subprocess.run(
-        [sys.executable, "-m", "tokentrue", "serve", "--port", "0", "--store", store, *flags],
-        env={**os.environ, "PYTHONPATH": str(ROOT), **env},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    said = started.stdout + started.stderr
-    assert started.returncode in (1, 2) and "start the server" in said
-    assert "sesame" not in said and len(started.stderr.strip().splitlines()) <= 2
+    arguments = ["serve", "--port", "0", "--store", store, *flags]
+    started = zygote.start("tokentrue", arguments, env={**os.environ, **env}, log=tmp_path / "errors")
+    said, code = started.communicate(timeout=120)[0], started.wait()
+    errors = (tmp_path / "errors").read_text()
+    assert code in (1, 2) and "start the server" in said + errors
+    assert "sesame" not in said + errors and len(errors.strip().splitlines()) <= 2
 
 
 @pytest.fixture(params=slow_except({"environment"}, FORMS))

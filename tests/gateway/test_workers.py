@@ -6,8 +6,6 @@ import http.client
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,8 +15,9 @@ from typing import Any
 import pytest
 
 from benchmarks.servers import standin_settings
+from tests import zygote
 from tests.gateway.inside import gateway
-from tests.gateway.world import ROOT, Made, Server, model_dir, wait_until
+from tests.gateway.world import Made, Server, model_dir, wait_until
 from tokentrue.gateway.serving.forwarding import Peers, find_owner
 from tokentrue.gateway.serving.processes import share_admin_state
 
@@ -29,15 +28,12 @@ class Engine:
     def __init__(self, folder: Path, **settings: Any) -> None:
         path = folder / f"standin-{len(list(folder.iterdir()))}.json"
         path.write_text(json.dumps(standin_settings(str(model_dir()), **settings)))
-        command = [sys.executable, "-m", "benchmarks.standin", str(path)]
-        self.process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-        assert self.process.stdout is not None
+        self.process = zygote.start("benchmarks.standin", [str(path)], env=os.environ)
         self.url = f"http://{settings.get('host', '127.0.0.1')}:{int(self.process.stdout.readline())}"
 
     def stop(self) -> None:
         self.process.kill()
         self.process.wait()
-        assert self.process.stdout is not None
         self.process.stdout.close()
 
 

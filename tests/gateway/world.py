@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 import tokentrue as tt
+from tests import zygote
 from tests.parts import own_dir, tokenizer_dir
 from tokentrue.providers.scripted import invent_logprob
 
@@ -104,8 +105,12 @@ class Server:
         env: dict[str, str] | None = None,
         admin_key: str | None = None,
         prefix: Sequence[str] = (),  # runs it somewhere else: `ip netns exec NAME`
+        is_fork: bool = True,  # where it can be one (tests/zygote.py)
     ) -> None:
         self._arguments, self._prefix = arguments, prefix
+        # A fork has read the other variables when it was started, and has no torch.
+        own = all(name.startswith("TOKENTRUE_") for name in env or {})
+        self._is_forked = is_fork and own and not prefix and bool({"scripted", "sglang", "vllm"} & set(arguments))
         self._env = {**os.environ, "PYTHONPATH": str(ROOT), **(env or {})}
         self._env.pop("TOKENTRUE_ADMIN_KEY", None)
         self.admin_key = ""  # chosen, or read from what the server prints
@@ -117,20 +122,16 @@ class Server:
 
     def start(self) -> None:
         """Again on the same port after a kill."""
-        command = [
-            *self._prefix,
-            sys.executable,
-            "-m",
-            "tokentrue",
-            "serve",
-            "--port",
-            str(self.port),
-            *self._arguments,
-        ]
-        with self.log.open("ab") as err:
-            self.process = subprocess.Popen(
-                command, cwd=ROOT, env=self._env, stdout=subprocess.PIPE, stderr=err, text=True
-            )
+        arguments = ["serve", "--port", str(self.port), *self._arguments]
+        self.process: zygote.Started | subprocess.Popen[str]
+        if self._is_forked:
+            self.process = zygote.start("tokentrue", arguments, env=self._env, log=self.log)
+        else:
+            command = [*self._prefix, sys.executable, "-m", "tokentrue", *arguments]
+            with self.log.open("ab") as err:
+                self.process = subprocess.Popen(
+                    command, cwd=ROOT, env=self._env, stdout=subprocess.PIPE, stderr=err, text=True
+                )
         assert self.process.stdout is not None
         first = self.process.stdout.readline()
         assert first.startswith("tokentrue gateway on "), f"{first!r}\n{self.log.read_text()[-2000:]}"

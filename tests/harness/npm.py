@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-INSTALL_S = 400
-PACKAGES = {  # of presets: npm package and executable
+INSTALL_S = 900
+PACKAGES = {  # npm package and executable
     "claude-code": ("@anthropic-ai/claude-code", "claude"),
+    "cline": ("cline", "cline"),
     "codex": ("@openai/codex", "codex"),
     "gemini": ("@google/gemini-cli", "gemini"),
     "opencode": ("opencode-ai", "opencode"),

@@ -1,13 +1,15 @@
 """Command-line agents, unchanged, against a real gateway process with a real tokenizer: ten turns, nine of them with
 tools, streamed.
 
-Each agent starts from its preset, as its page says it. What is checked: the agent did its work, every sampled token of the
-conversation is trained exactly once, and the conversation is one chain. Side requests are left out, with their reason.
+Each agent starts from its preset, as its page says it. What is checked: the agent did its work, every sampled token of
+the conversation is trained exactly once, and the conversation is one chain. Side requests are left out, with their
+reason.
 """
 
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -84,12 +86,12 @@ def start(
 ) -> subprocess.CompletedProcess[str]:
     """Starts a preset's agent with a home of its own."""
     _, home, work = folders
-    launch = PRESETS[name].launch(session.anthropic_base_url, session.api_key, task)
-    for path, text in launch.home_files.items():
+    arguments, own, files = PRESETS[name].launch(session.anthropic_base_url, session.api_key, task)
+    for path, text in files.items():
         (home / path).parent.mkdir(parents=True, exist_ok=True)
         (home / path).write_text(text)
-    command = [str(program(*PACKAGES[name])), *launch.arguments, *more]
-    return run(command, home=home, cwd=work, env={**launch.env, **(env or {})})
+    command = [str(program(*PACKAGES[name])), *arguments, *more]
+    return run(command, home=home, cwd=work, env={**own, **(env or {})})
 
 
 NO_FILTERS = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
@@ -119,6 +121,25 @@ def test_ten_turns_are_one_chain(
         assert name != "gemini" or not any("reasoning" in node["projection"] for node in nodes)
     finally:
         server.stop()
+
+
+def test_cline_as_its_page_starts_it(
+    folders: tuple[Path, Path, Path],
+    played_server: tuple[Server, Player],
+    record_property: Callable[[str, Any], None],
+) -> None:
+    (server, player), (_, home, work) = played_server, folders
+    turns = [call("run_commands", json.dumps({"commands": [command]}, ensure_ascii=False)) for command in COMMANDS]
+    player.turns = ["<think>\nFirst.\n</think>\n\n" + turns[0], "Beside it." + turns[1], *turns[2:], LAST]
+    session = server.session()
+    known = {"SESSION_URL": session.base_url, "SESSION_KEY": session.api_key, "the task": TASK}
+    page = Path(__file__).parents[2] / "docs" / "harnesses" / "other-agents.md"
+    for line in [line for line in page.read_text().splitlines() if line.startswith("$ cline ")]:
+        _, *words = (known.get(word.removeprefix("$"), word) for word in shlex.split(line.removeprefix("$ ")))
+        done = run([str(program(*PACKAGES["cline"])), *words], home=home, cwd=work, env={})
+    assert "It is 4." in done.stdout, done.stdout[-2000:] + done.stderr[-2000:]
+    assert check_beside(server, session, player.turns, work) == []
+    add_row(record_property, "cline", server.samples(session.session_id))
 
 
 def check_several(server: Server, session: Made, turns: Sequence[str], work: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 from tests.gateway.world import scripted_server
 from tests.harness.npm import PACKAGES, program
 from tokentrue.environments.agents import CommandLineAgent
+from tokentrue.environments.agents.presets import PRESETS
 from tokentrue.environments.agents.sandbox import try_bwrap
 
 pytestmark = [
@@ -22,7 +23,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("preset", [*PACKAGES, "mini-swe-agent"])
+@pytest.mark.parametrize("preset", list(PRESETS))
 def test_in_bubblewrap(tmp_path: Path, preset: str) -> None:
     found = program(*PACKAGES[preset]) if preset in PACKAGES else Path(sys.executable).parent / "mini"
     (tmp_path / "repo").mkdir()

@@ -29,8 +29,11 @@ FRAMEWORKS = {
             "torchdata",
         ),
     ],
-    "skyrl": ["skyrl==0.3.0", "skyrl-gym", "loguru"],
-    "areal": ["areal==1.0.4"],
+    "skyrl": ["skyrl==0.3.0", "skyrl-gym", "loguru", "jaxtyping"],
+    "areal": [
+        *("areal==1.0.4", "aiofiles", "blinker", "colorlog", "einops", "flask", "itsdangerous", "lark", "llvmlite"),
+        "numba",
+    ],
     "openrlhf": ["openrlhf==0.11.2"],
     "tinker": ["tinker==0.36.0"],
 }
@@ -50,9 +53,10 @@ def newer_python() -> str:
     """A Python that Harbor accepts, 3.12 or newer."""
     if sys.version_info >= (3, 12):
         return sys.executable
-    for name in ("python3.12", "python3.13"):
-        found = shutil.which(name)
-        if found and subprocess.run([found, "-c", ""], capture_output=True).returncode == 0:  # pyenv's shims may fail
+    on_path = [found for name in ("python3.12", "python3.13") if (found := shutil.which(name))]
+    of_pyenv = map(str, sorted(Path.home().glob(".pyenv/versions/3.1[2-9].*/bin/python")))
+    for found in (*on_path, *of_pyenv):
+        if subprocess.run([found, "-c", ""], capture_output=True).returncode == 0:  # pyenv's shims may fail
             return found
     return ""
 

@@ -19,6 +19,7 @@ import tokentrue as tt
 from tests.gateway.world import model_dir, renderer
 from tokentrue.samples import write_samples
 
+pytestmark = pytest.mark.timeout(1200)  # OpenEnv takes seconds to import
 ROOT = Path(__file__).parent.parent.parent
 PROGRAM = ROOT / "examples" / "trainers" / "openenv_trace.py"
 PYTHON = shutil.which(os.environ.get("TOKENTRUE_OPENENV_PYTHON", ""))

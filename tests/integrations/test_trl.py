@@ -102,6 +102,7 @@ def test_two_real_ranks_get_rollouts_of_their_own(tmp_path: Path) -> None:
     assert [len(set(rollouts)) for rollouts in groups.values()] == [8, 8], groups
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_rows_are_equal_to_the_record_and_weights_are_published(tmp_path: Path) -> None:
     assert len(train(2, tmp_path, rows=16)) >= 2

@@ -116,7 +116,7 @@ async def test_an_answer_without_end_is_read_within_a_bound(engine: tuple[Engine
     assert server.sent < 96 * MIB
 
 
-@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("streamed", [pytest.param(False, marks=pytest.mark.slow), True])
 async def test_more_tokens_than_asked_for_are_the_engines_fault(
     engine: tuple[Engine, Provider], streamed: bool
 ) -> None:

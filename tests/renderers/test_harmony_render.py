@@ -12,6 +12,7 @@ import pytest
 import tokentrue as tt
 from tests import parts
 from tests.contract.outside_reasons import harmony_ids
+from tests.marks import slow_but_every
 from tests.renderers.talk import loaded, stop_id
 
 DATE = "2025-01-15"
@@ -76,9 +77,11 @@ def library(messages: list[dict[str, Any]], tools: list[dict[str, Any]], effort:
     return harmony_ids(messages, tools, effort=effort, date=DATE, generate=True)
 
 
-@pytest.mark.parametrize("talk", TALKS)
-@pytest.mark.parametrize("tools", [[], TOOLS], ids=["bare", "tools"])
-@pytest.mark.parametrize("effort", ["low", "high"])
+@pytest.mark.parametrize("talk", slow_but_every(2, TALKS, start=1))
+@pytest.mark.parametrize(
+    "tools", [pytest.param([], id="bare", marks=pytest.mark.slow), pytest.param(TOOLS, id="tools")]
+)
+@pytest.mark.parametrize("effort", ["low", pytest.param("high", marks=pytest.mark.slow)])
 def test_render_is_the_librarys(talk: str, tools: list[dict[str, Any]], effort: str) -> None:
     kwargs = {"conversation_start_date": DATE, "reasoning_effort": effort}
     found = loaded("real:gpt-oss").render(TALKS[talk], tools or None, template_kwargs=kwargs)

@@ -12,6 +12,7 @@ from jinja2 import nodes
 
 import tokentrue as tt
 from tests import parts
+from tests.marks import slow_but_every
 from tests.renderers.hostile_templates import CHATML, HOSTILE
 from tests.renderers.standins import standin
 from tests.renderers.talk import OWN, TOOLS, calls, folder_of, judge, result, says, stop_id, user
@@ -157,19 +158,19 @@ def count_differences(tokenizer: Any, source: str | None, folder: Path | None, c
     return wrong, done
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", slow_but_every(4, SMALL))
 def test_small_templates(name: str) -> None:
     wrong, done = count_differences(standin(SMALL[name]), SMALL[name], None, 120)
     assert wrong == 0 and (done > 60) == (name != "length")  # that one is refused: the turn's length is in its text
     assert (not history_use.analyse(SMALL[name]).why) == (name in UNDERSTOOD)
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("name", slow_but_every(6, HOSTILE))
 def test_hostile_templates(name: str) -> None:
     assert count_differences(standin(HOSTILE[name]), HOSTILE[name], None, 40)[0] == 0
 
 
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("name", slow_but_every(3, OWN))
 def test_templates_of_our_own(name: str) -> None:
     wrong, done = count_differences(judge(name), None, folder_of(name), 60)
     assert wrong == 0 and done > 20

@@ -13,6 +13,7 @@ import pytest
 from transformers.utils import chat_template_utils as theirs
 
 from tests import parts
+from tests.marks import slow_but_every
 from tests.renderers.talk import TOOLS, calls, judge, result, user
 from tokentrue.errors import TemplateError, TemplateLimitError
 from tokentrue.renderers import renderer_of
@@ -49,7 +50,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("name", slow_but_every(3, HOSTILE))
 def test_a_costly_template_ends(name: str) -> None:
     template = Template(HOSTILE[name], variables={})
     with pytest.raises(TemplateLimitError) as caught:
@@ -57,7 +58,7 @@ def test_a_costly_template_ends(name: str) -> None:
     assert str(caught.value).startswith("chat_template: ") and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["nested ranges", "a string times a number"])
+@pytest.mark.parametrize("name", [pytest.param("nested ranges", marks=pytest.mark.slow), "a string times a number"])
 def test_a_costly_template_is_refused_at_load(name: str) -> None:
     """Whole, and not once for each of the hundreds of conversations of the proof; no process is left over."""
     source = "{% for m in messages %}{{ m.role }}{{ m.content }}<|im_end|>{% endfor %}" + HOSTILE[name]

@@ -1,5 +1,5 @@
-"""One flipped token, mask bit or log-probability is found, and located. Each mutation here is a way that data goes bad
-in real life."""
+"""One flipped token, mask bit or log-probability is found, and located in its turn. Each mutation here is a way that
+data goes bad in real life."""
 
 from __future__ import annotations
 
@@ -123,8 +123,8 @@ def impossible_logprob(rows: Any) -> tuple[int, int]:
 
 
 LOCATED: list[Callable[[Any], tuple[int, int]]] = [
-    flip_sampled, flip_given, flip_logprob, round_logprobs, flip_mask_off, flip_mask_on, swap_tokens, fill_given, drop_logprob,
-    impossible_logprob,
+    flip_sampled, flip_given, flip_logprob, round_logprobs, flip_mask_off, flip_mask_on, swap_tokens, fill_given,
+    drop_logprob, impossible_logprob,
 ]  # fmt: skip
 
 
@@ -133,7 +133,10 @@ async def test_it_is_found_and_located(rows: list[dict[str, Any]], mutate: Calla
     broken = copy.deepcopy(rows)
     number, at = mutate(broken)
     placed = [f for f in findings(broken) if f.sample == rows[number]["sample_id"] and f.start is not None]
-    assert any(f.start <= at < f.end and f.end - f.start <= 64 for f in placed), placed
+    turn = next(span["turn"] for span in rows[number]["spans"] if span["start"] <= at < span["end"])
+    within = [span for span in rows[number]["spans"] if span["turn"] == turn]
+    start, end = min(span["start"] for span in within), max(span["end"] for span in within)
+    assert any(start <= f.start <= at < f.end <= end for f in placed), placed
 
 
 def retrain_shared(rows: Any) -> None:
@@ -191,8 +194,8 @@ def no_evidence(rows: Any) -> None:
 
 
 FOUND: list[Callable[[Any], None]] = [
-    retrain_shared, other_version, other_reward, lose_a_sample, twice, other_chain, other_template, hide_tokens, cut_the_end, shift_spans,
-    no_evidence,
+    retrain_shared, other_version, other_reward, lose_a_sample, twice, other_chain, other_template, hide_tokens,
+    cut_the_end, shift_spans, no_evidence,
 ]  # fmt: skip
 
 

@@ -16,14 +16,14 @@ from typing import Any
 import pytest
 from playwright.sync_api import expect
 
-from tests.gateway.world import Server, renderer, scripted_server, ten_turns
+from tests.gateway.world import Server, scripted_server, ten_turns
 from tests.viewer.browser import SIZE, Watched, open_browser
-from tokentrue.errors import ConfigError
+from tokentrue.errors import ConfigError, SessionNotFound
 from tokentrue.gateway.app import view_routes
 from tokentrue.gateway.asgi import HttpError
 from tokentrue.gateway.auth import ApiKeys
 from tokentrue.samples import sample_from_json
-from tokentrue.viewer import GatewaySource, SampleList, ViewerData
+from tokentrue.viewer import GatewayData, SampleList, ViewerData
 
 KEY = "the-admin-key"
 
@@ -120,17 +120,25 @@ def test_a_gateway_is_read_over_its_public_http(server: Server) -> None:
     session = server.session(session_id="read", group="over-http")
     history = chat(server, session, [{"role": "user", "content": "Begin."}])
     chat(server, session, history)
-    data = ViewerData(GatewaySource(server.url, key=KEY), renderer=renderer())
-    row = next(one for one in data.index()["sessions"] if one["session_id"] == "read")
+    data = GatewayData(server.url, key=KEY)
+    row = next(one for one in data.ask("index")["sessions"] if one["session_id"] == "read")
     assert (row["turns"], row["group"], row["trained"]) == (2, "over-http", row["sampled"])
-    shown = data.session("read")
-    branch = data.branch("read", shown["branches"][0]["sample_id"])
+    shown = data.ask("session", session="read")
+    names = {"session": "read", "sample": shown["branches"][0]["sample_id"]}
+    branch = data.ask("branch", **names)
     assert [block["role"] for block in branch["blocks"] if block["kind"] == "sampled"] == ["assistant", "assistant"]
     assert branch["token_ids"] == server.samples("read")["samples"][0]["token_ids"]
-    assert len(data.group("over-http")["rollouts"]) == 1
-    data.source.close()
+    assert branch["blocks"][0]["message"]["content"] == "Begin." and row["task"] == "Begin."
+    assert data.ask("breaks", **names)["mode"] == "render"
+    assert data.ask("search", text="Begin")["matches"]
+    assert len(data.ask("group", group="over-http")["rollouts"]) == 1
+    with pytest.raises(SessionNotFound):
+        data.ask("session", session="nobody")
+    with pytest.raises(ConfigError, match="--trainer-logprobs"):
+        data.ask("mismatch")
+    data.close()
     with pytest.raises(ConfigError, match="TOKENTRUE_ADMIN_KEY"):
-        GatewaySource(server.url, key="wrong")
+        GatewayData(server.url, key="wrong")
 
 
 def test_every_source_and_view_shows_one_reward(server: Server) -> None:
@@ -139,9 +147,9 @@ def test_every_source_and_view_shows_one_reward(server: Server) -> None:
     session = server.session(session_id="leaves", group="leaves")
     chat(server, session, chat(server, session, [{"role": "user", "content": "Begin."}]))
     chat(server, session, [{"role": "user", "content": "Another one."}])
-    over_http = GatewaySource(server.url, key=KEY)
+    over_http = GatewayData(server.url, key=KEY)
     assert server.ask("POST", "/sessions/leaves/reward", {"reward": 1.0})[0] == 200
-    leaf = over_http.load_session("leaves").branches[0].leaf
+    leaf = over_http.ask("session", session="leaves")["branches"][0]["leaf"]
     assert server.ask("POST", "/sessions/leaves/reward", {"reward": 0.25, "leaf": leaf})[0] == 200
     samples = [sample_from_json(item) for item in server.samples("leaves")["samples"]]
     assert sorted(sample.reward or 0.0 for sample in samples) == [0.25, 1.0]
@@ -150,9 +158,9 @@ def test_every_source_and_view_shows_one_reward(server: Server) -> None:
         return json.loads(fetch(f"{server.url}/view/data/{path}", authorization=f"Bearer {KEY}")[2])
 
     answers = [(own_page("index?offset=0"), own_page("session?session=leaves"))]
-    for data in (ViewerData(over_http), ViewerData(SampleList(samples, name="file"))):
-        answers.append((data.index(), data.session("leaves")))
-        data.source.close()
+    for data in (over_http, ViewerData(SampleList(samples, name="file"))):
+        answers.append((data.ask("index"), data.ask("session", session="leaves")))
+    over_http.close()
     rows = [
         one
         for index, shown in answers

@@ -15,7 +15,15 @@ from collections.abc import AsyncGenerator, Coroutine, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from tokentrue.app.wiring import ADMIN_KEY, EngineConfig, ModelConfig, ServeConfig, ServerConfig, gateway_for
+from tokentrue.app.wiring import (
+    ADMIN_KEY,
+    EngineConfig,
+    ModelConfig,
+    ServeConfig,
+    ServerConfig,
+    gateway_for,
+    identify_model,
+)
 from tokentrue.records import record
 
 if TYPE_CHECKING:
@@ -43,6 +51,7 @@ async def embedded_gateway(settings: ServeConfig) -> AsyncGenerator[Embedded, No
 
     log_to_stderr(enabled=False)
     admin_key = os.environ.get(ADMIN_KEY) or new_admin_key()
+    settings = await identify_model(settings)
     public = listen(settings.server.host, settings.server.port, admin_key=admin_key)
     base_url = find_url(settings.server.host, public)
     settings = replace(settings, server=replace(settings.server, address=settings.server.address or base_url))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -37,6 +38,7 @@ from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.plain_json import dumps, loads, read_numbered_lines
 from tokentrue.records import record
 from tokentrue.samples import sample_from_json
+from tokentrue.samples.images import ImageFolder
 from tokentrue.sessions.journal.database import describe_store, is_postgres
 from tokentrue.types import AtLeastOne, Sample
 
@@ -197,7 +199,8 @@ async def open_sessions(settings: RolloutRun) -> AsyncGenerator[GatewaySessions,
             serve = ServeConfig(model=settings.model, engine=settings.engine, server=ServerConfig(port=0, store=store))
             here = await stack.enter_async_context(embedded_gateway(serve))
             url, admin_key = here.base_url, here.admin_key
-        yield await stack.enter_async_context(sessions_on(url, settings.rollout, admin_key))
+        sessions = await stack.enter_async_context(sessions_on(url, settings.rollout, admin_key))
+        yield sessions.saving(ImageFolder(settings.out / "samples.jsonl"))
 
 
 @record
@@ -211,6 +214,21 @@ class Share:
         return tasks[len(tasks) * self.rank // self.world : len(tasks) * (self.rank + 1) // self.world]
 
 
+class RoundImages:
+    """The images of rounds that are not trained on yet, in a folder for each round that every rank reads."""
+
+    def __init__(self, out: Path) -> None:
+        self._out = out / "rounds"
+
+    def folder(self, number: int) -> ImageFolder:
+        return ImageFolder(self._out / f"{number:06d}")
+
+    def drop_before(self, number: int) -> None:
+        for path in self._out.glob("*.images"):
+            if int(path.stem) < number:
+                shutil.rmtree(path, ignore_errors=True)
+
+
 class RolloutRounds:
     """Round j draws tasks and seeds only from the run's seed and j, so a resumed run samples the same rounds. With
     several ranks each runs whole groups of its `share`: results do not depend on which rank runs a task."""
@@ -222,11 +240,13 @@ class RolloutRounds:
         *,
         on_groups: Callable[[Sequence[Sequence[Rollout]]], None] = lambda _: None,
         share: Share | None = None,
+        images: RoundImages | None = None,
     ) -> None:
-        """`on_groups` gets the rollouts of a round, also ones that are replaced."""
+        """`on_groups` gets the rollouts of a round, also ones that are replaced. `images` keeps those of a gateway's
+        sessions."""
         self.config = config
         self.environment = load_environment(config.environment, config.options)
-        self._play = player_in(self.environment, sessions, timeout_s=config.timeout_s)
+        self._sessions, self._images = sessions, images
         self._on_groups = on_groups
         self._share = share or Share()
         self._counts: dict[int, dict[str, float]] = {}
@@ -264,7 +284,11 @@ class RolloutRounds:
         drawn = [task for place, task in enumerate(self._share.of(tasks)) if place in places]
         tag = "-".join([f"round-{number:05d}", *map(str, again)])
         plans = plan_groups(drawn, n=self.config.group_size, seed=self.config.seed, tag=tag)
-        groups = await run_groups(self._play, plans, concurrency=self.config.concurrency)
+        sessions = self._sessions
+        if self._images is not None and isinstance(sessions, GatewaySessions):
+            sessions = sessions.saving(self._images.folder(number))
+        play = player_in(self.environment, sessions, timeout_s=self.config.timeout_s)
+        groups = await run_groups(play, plans, concurrency=self.config.concurrency)
         self._on_groups(groups)
         return groups
 

@@ -1,4 +1,4 @@
-"""A training run from its configuration: settings of `tokentrue train`, trainer, checkpoint store, source of batches."""
+"""A training run from its configuration: settings of `tokentrue train`, trainer, store, source of batches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from tokentrue.app.background import Embedded, embedded_gateway
 from tokentrue.app.configuration import NONE, Checks, build
 from tokentrue.app.libraries import read_vocabulary_size, require_dtype, require_samples_of
-from tokentrue.app.rollouts import RolloutRounds, Share, evaluate, sessions_on
+from tokentrue.app.rollouts import RolloutRounds, RoundImages, Share, evaluate, sessions_on
 from tokentrue.app.wiring import EngineConfig, ModelConfig, ServeConfig, ServerConfig, check_gateway
 from tokentrue.environments import SMALL_MODEL, RolloutConfig, load_environment
 from tokentrue.errors import ConfigError, FileFormatError
@@ -22,6 +22,7 @@ from tokentrue.providers.registry import REMOTE, find_address
 from tokentrue.records import record
 from tokentrue.samples.files import read_sound_samples
 from tokentrue.samples.groups import group_of
+from tokentrue.samples.images import ImageFolder
 from tokentrue.train.config import (
     EvaluationConfig,
     LoggerName,
@@ -152,17 +153,19 @@ def trainer_for(settings: TrainRun, ranks: Ranks) -> tuple[Trainer, JsonMapping]
         model = add_adapter(model, config.lora_rank)
     if config.checkpoint_activations:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    wants_reference = bool(config.kl.reward_coefficient) or (
-        loss.penalty is not None and loss.penalty.against == "reference"
-    )
+    wants_reference = loss.penalty is not None and loss.penalty.against == "reference"
     reference = shard(load().requires_grad_(False), ranks) if wants_reference else None
     options: JsonMapping = settings.engine.options if settings.engine.name == "exact" else {}
     leaves = leaves_for(options.get("tensor"), options.get("leaves"))
+    file, played = settings.samples, RoundImages(settings.out)
+
+    def read_image(sha256: str) -> bytes:  # the round of a step has the number of the weights that it trains
+        return (played.folder(trainer.version) if file is None else ImageFolder(file)).read(sha256)[0]
+
     trainer = Trainer(
-        shard(model, ranks), config=config, optim=optim, loss=loss, ranks=ranks, reference=reference,
+        shard(model, ranks), config=config, optim=optim, loss=loss, ranks=ranks, reference=reference, images=read_image,
         scorer=ExactScorer(leaves=leaves, tree=config.tree) if config.exact and leaves > 1 else None,
     )  # fmt: skip
-    file = settings.samples
     facts = {
         "dtype": settings.dtype,
         "device": settings.device.partition(":")[0],
@@ -208,8 +211,9 @@ def store_for(settings: TrainRun, made_from: JsonMapping) -> tuple[Store, int]:
         else read_state(newest, run_hash=run_hash, samples_digest=digest, made_from=made_from)["version"]
     )
     return Store(
-        directory=directory, run_hash=run_hash, model=settings.model_path, samples_digest=digest, made_from=made_from
-    ), first
+        directory=directory, run_hash=run_hash, model=settings.model_path, samples_digest=digest, made_from=made_from,
+        on_kept=RoundImages(settings.out).drop_before,
+    ), first  # fmt: skip
 
 
 class SampleFile:
@@ -267,7 +271,7 @@ async def source_for(
             embedded_gateway(serve) as here,
             sessions_on(here.base_url, settings.rollout, here.admin_key, purge=True) as sessions,
         ):
-            rounds = RolloutRounds(settings.rollout, sessions, share=share)
+            rounds = RolloutRounds(settings.rollout, sessions, share=share, images=RoundImages(settings.out))
             yield rounds, publisher_for(settings, here.provider), evaluator_for(settings, here, ranks, share)
 
 

@@ -4,11 +4,12 @@ for a remote engine starts without torch."""
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import socket
-from collections.abc import AsyncGenerator, Callable
-from contextlib import AbstractContextManager, asynccontextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from dataclasses import field, fields, replace
 from functools import cache
 from pathlib import Path
@@ -21,7 +22,7 @@ from tokentrue.app.libraries import require_device, require_device_name, require
 from tokentrue.environments import SMALL_MODEL
 from tokentrue.errors import ConfigError, EngineError, EngineUnreachable
 from tokentrue.gateway.config import GatewayConfig, GatewayLimits, ServingConfig
-from tokentrue.hub import check_model
+from tokentrue.hub import check_model, find_directory
 from tokentrue.ids import TokenIds
 from tokentrue.images import ImageSettings
 from tokentrue.json_types import JsonMapping, JsonObject
@@ -177,14 +178,42 @@ def check_engine_settings(config: EngineConfig) -> None:
     checks.finish()
 
 
-def check_gateway(checks: Checks, model: ModelConfig, engine: EngineConfig, store: str | None) -> None:
-    """Checks what a gateway starts with, in a fraction of the time that loading it takes."""
+def check_gateway(
+    checks: Checks, model: ModelConfig, engine: EngineConfig, store: str | None, *, reach: bool = True
+) -> None:
+    """Checks what a gateway starts with, in a fraction of the time that loading it takes. `reach=False` if the gateway
+    runs on another machine, from which the engine may be reachable."""
     from tokentrue.sessions.journal.opening import check_store
 
-    checks(check_model, model.path or SMALL_MODEL)
-    checks(check_engine_settings, engine)
+    path = model.path or SMALL_MODEL
+    checks(check_model, path)
+    checks(check_engine, engine, path, reach)
     if store is not None:
         checks(check_store, store)
+
+
+def check_engine(engine: EngineConfig, model: str | Path, reach: bool = True) -> None:
+    check_engine_settings(engine)
+    if is_remote(engine) and reach:
+        asyncio.run(ask_engines(engine))
+    elif engine.name == "exact":
+        check_parts(engine.options, model)
+
+
+def check_parts(options: JsonMapping, model: str | Path) -> None:
+    """Raises if no exact engine can be cut so; the model's `config.json` says how many layers it has."""
+    checks, layers = Checks(), None
+    for name in ("pipeline", "tensor"):
+        parts = options.get(name, 1)
+        checks.require(isinstance(parts, int) and parts > 0, f"{name}: must be a whole number >= 1, got {parts!r}")
+    checks.finish()
+    with suppress(OSError, ValueError, ConfigError):  # a wrong model is reported by `check_model`
+        if folder := find_directory(model):
+            layers = json.loads((folder / "config.json").read_text()).get("num_hidden_layers")
+    stages, ranks = options.get("pipeline", 1), options.get("tensor", 1)
+    checks.require(stages <= (layers or stages), f"pipeline={stages}: choose 1 to {layers}, one for each layer")
+    checks.require(ranks in (1, 2, 4, 8), f"tensor={ranks}: choose 1, 2, 4 or 8")
+    checks.finish()
 
 
 def is_remote(engine: EngineConfig) -> bool:
@@ -278,26 +307,15 @@ def gateway_for(
         raise
 
 
-def identify_model(config: ServeConfig) -> ServeConfig:
+async def identify_model(config: ServeConfig) -> ServeConfig:
     """Checks that every replica of a remote engine serves the model whose tokenizer we use, by its tokenisation of a
     probe text, if it offers one. Without `--model` the engine's model must be a local directory."""
     if not is_remote(config.engine):
         return config
-    return asyncio.run(_identify(config, config.engine))
-
-
-async def _identify(config: ServeConfig, engine: EngineConfig) -> ServeConfig:
-    names: set[str] = set()
-    tokenised: dict[str, TokenIds] = {}  # by URL; a server may have no such route
-    for url in engine.urls:
-        async with _connected(engine, url) as provider:
-            facts = await provider.health()
-            names.add(str(facts.get("path") or facts.get("model")))
-            if isinstance(provider, Tokenizing) and (ids := await provider.tokenize(PROBE)) is not None:
-                tokenised[url] = ids
+    names, tokenised = await ask_engines(config.engine)
     model = config.model
     if model.path is None:
-        model = replace(model, path=_find_directory(engine, names))
+        model = replace(model, path=_find_directory(config.engine, names))
     ours = TokenIds(renderer_for(model)(model.history).encode_sampled(PROBE))
     for url, theirs in tokenised.items():
         if theirs != ours:
@@ -309,17 +327,23 @@ async def _identify(config: ServeConfig, engine: EngineConfig) -> ServeConfig:
     return replace(config, model=model)
 
 
-@asynccontextmanager
-async def _connected(engine: EngineConfig, url: str) -> AsyncGenerator[Provider, None]:
-    provider = connect_engine(engine, url)
-    try:
-        yield provider
-    except EngineUnreachable as error:
-        raise ConfigError(str(error)) from error
-    except EngineError as error:
-        raise ConfigError(f"the engine at {url} cannot be used: {error}") from error
-    finally:
-        await provider.close()
+async def ask_engines(engine: EngineConfig) -> tuple[set[str], dict[str, TokenIds]]:
+    """The models that the replicas serve, and by URL the ids of `PROBE`, where a server has such a route."""
+    names: set[str] = set()
+    tokenised: dict[str, TokenIds] = {}
+    for url in engine.urls:
+        provider = connect_engine(engine, url)
+        try:
+            facts = await provider.health()
+            names.add(str(facts.get("path") or facts.get("model")))
+            if isinstance(provider, Tokenizing) and (ids := await provider.tokenize(PROBE)) is not None:
+                tokenised[url] = ids
+        except EngineError as error:
+            why = "" if isinstance(error, EngineUnreachable) else f"the engine at {url} cannot be used: "
+            raise ConfigError(f"{why}{error}") from error
+        finally:
+            await provider.close()
+    return names, tokenised
 
 
 def _find_directory(engine: EngineConfig, names: set[str]) -> str:

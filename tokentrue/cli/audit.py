@@ -30,10 +30,15 @@ def command(
         shown = images if result.images else {}
         print_json({**counts, **shown, "sessions": len(result.sessions), "findings": findings})
         return 0 if result.ok else 1
-    for finding in result.findings[:limit]:
-        print(str(finding).encode(errors="backslashreplace").decode())  # a damaged name may hold what UTF-8 cannot
-    if len(result.findings) > limit:
-        print(f"… and {len(result.findings) - limit} more (--limit)")
+    alike: dict[str, list[AuditFinding]] = {}  # of whole samples: one line for all of a doubled file
+    for finding in result.findings:
+        key = finding.what if finding.start is None and "session " not in finding.sample else str(finding)
+        alike.setdefault(key, []).append(finding)
+    for first, *others in list(alike.values())[:limit]:
+        more = f" (and {pluralise(len(others), 'more sample')})" if others else ""
+        print(f"{first}{more}".encode(errors="backslashreplace").decode())  # a damaged name may hold what UTF-8 cannot
+    if len(alike) > limit:
+        print(f"… and {len(alike) - limit} more (--limit)")
     verdict = "OK: verified" if result.ok else f"FAIL: {pluralise(len(result.findings), 'finding')} in"
     counted = f"{pluralise(result.samples, 'sample')} of {pluralise(len(result.sessions), 'session')}"
     trained = f"{pluralise(result.tokens, 'token')}, {result.trained:,} trained, coverage {show_share(result.coverage)}"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -27,19 +29,27 @@ if TYPE_CHECKING:
     from tokentrue.client import Client
     from tokentrue.renderers import Renderer
     from tokentrue.sessions.journal import Journal
+    from tokentrue.viewer import Report
 
 T = TypeVar("T")
 SUBJECT = "model: "  # what `tokentrue.hub` and `load_renderer` begin with
 ADVICE = "give what `tokentrue serve --store` was given: sqlite:PATH or postgresql://…"
 PIPED_WIDTH = 1000  # columns; a table takes what it needs
 MAGIC = b"SQLite format 3\0"
+STYLES = {  # of cells and verdicts
+    **dict.fromkeys(("ok", "pass", "proven"), "green"),
+    **dict.fromkeys(("fault", "fail", "wrong"), "bold red"),
+    **dict.fromkeys(("warn", "cannot tell", "history"), "yellow"),
+    **dict.fromkeys(("not applicable", "not run", "unsupported"), "dim"),
+    "refused": "red",
+}
 STEP_PARTS = ("wait", "recompute", "measure", "update", "publish")  # `wait`: rollouts run and nothing is trained
 
 AsJson: TypeAlias = Annotated[bool, Option("--json", help="print JSON")]
 ConfigFile: TypeAlias = Annotated[Path | None, Option("--config", help="a TOML file; flags win over it")]
 Settings: TypeAlias = Annotated[list[str] | None, Option("--set", help="any setting: key.path=value; may be repeated")]
-OutFolder: TypeAlias = Annotated[Path | None, Option("--out", help="output directory; resumes an existing run")]
-ReportPage: TypeAlias = Annotated[Path | None, Option("-o", "--output", help="write the report as one HTML page")]
+OutFolder: TypeAlias = Annotated[Path | None, Option("-o", "--out", help="output directory; resumes an existing run")]
+ReportPage: TypeAlias = Annotated[Path | None, Option("-o", "--out", help="write the report as one HTML page")]
 ModelName: TypeAlias = Annotated[
     str | None, Option("--model", help="a model's directory or hub id (default: the small model that ships)")
 ]
@@ -76,6 +86,13 @@ def name_option(option: str) -> Generator[None, None, None]:
         raise ConfigError(f"{option}: {str(error).removeprefix(SUBJECT)}") from error
 
 
+def check_model_of(option: str, model: str | None, check: Callable[[str], object]) -> None:
+    """`check` the model of an option, if one is given."""
+    if model is not None:
+        with name_option(option):
+            check(model)
+
+
 def renderer_from(option: str, model: str | None) -> Renderer | None:
     if model is None:
         return None
@@ -110,8 +127,12 @@ def require_store(source: str) -> str:
     if is_postgres(source):
         return source
     path = Path(source.removeprefix("sqlite:"))
+    if path.is_dir():
+        held = ", ".join(map(str, sorted(path.glob("*.sqlite")))) or "none is in it"
+        raise FileFormatError(f"{path} is a directory; name the journal in it: {held}")
     if not path.is_file():
-        raise FileFormatError(f"no journal at {path}; {ADVICE}")
+        advice = f"write http://{source} for a gateway" if re.fullmatch(r"[\w.-]+:\d+(/.*)?", source) else ADVICE
+        raise FileFormatError(f"no journal at {path}; {advice}")
     with path.open("rb") as file:
         if file.read(len(MAGIC)) not in (b"", MAGIC):
             raise FileFormatError(f"{path} is not a journal (no SQLite file); {ADVICE}")
@@ -134,7 +155,7 @@ def show_coverage(share: float, sampled: int) -> str:
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Without any escape under NO_COLOR, not even bold. Wide enough for whole tables where the output is no terminal."""
+    """Without escapes under NO_COLOR, not even bold. Wide enough for whole tables where the output is no terminal."""
     from rich.console import Console
 
     piped = not (sys.stderr if stderr else sys.stdout).isatty()
@@ -150,9 +171,9 @@ def print_json(value: JsonValue) -> None:
 
 
 def print_table(
-    title: str | None, columns: Sequence[str], rows: Iterable[Sequence[str | tuple[str, str]]], *, whole: int = 0
+    title: str | None, columns: Sequence[str], rows: Iterable[Sequence[str | float]], *, whole: int = 0
 ) -> None:
-    """A cell is its text, or (text, style); the first column is at least `whole` wide."""
+    """The first column is at least `whole` wide."""
     from rich.table import Table
     from rich.text import Text
 
@@ -160,12 +181,40 @@ def print_table(
     for number, column in enumerate(columns):
         table.add_column(column, overflow="fold", min_width=whole if number == 0 else None)
     for row in rows:
-        table.add_row(*(Text(cell) if isinstance(cell, str) else Text(*cell) for cell in row))
+        cells = [f"{cell:.6g}" if isinstance(cell, float) else str(cell) for cell in row]
+        table.add_row(*(Text(cell, STYLES.get(cell, "")) for cell in cells))
     console().print(table)
 
 
 def print_verdict(text: str, *, ok: bool) -> None:
     console().print(text, style="green" if ok else "red", markup=False, highlight=False)
+
+
+def print_report(report: Report, out: Path | None, *, tables: int) -> None:
+    """The first tables and the verdict of a report, and where its page is."""
+    for table in report.tables[:tables]:
+        print_table(table.title, table.columns, table.rows)
+    print_verdict(report.verdict, ok=report.ok)
+    if out is not None:
+        print(f"report: {out}")
+
+
+def require_file(option: str, path: Path | None) -> None:
+    """Raises if no file can be written there, before anything is computed for it. Directories are only made by
+    commands whose output is a directory."""
+    if path is not None and (path.is_dir() or not path.name):
+        raise ConfigError(f"{option} {path}: is a directory; name a file in it")
+    if path is not None and not os.access(path.parent, os.W_OK):
+        why = "is not writable" if path.parent.is_dir() else "does not exist"
+        raise ConfigError(f"{option} {path}: directory {path.parent} {why}")
+
+
+def require_folder(folder: Path) -> None:
+    """Raises what creating `folder` would raise, and creates nothing: a run that is refused later leaves no files."""
+    nearest = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+        kind = errno.EACCES if nearest.is_dir() else errno.ENOTDIR
+        raise OSError(kind, os.strerror(kind), str(folder))
 
 
 @contextmanager
@@ -212,9 +261,10 @@ def lines_of_progress(title: str, total: int, every_s: float) -> Callable[[str],
 
 
 def time_left(began: float, done: int, total: int) -> str:
-    """`0:01:20 left`, if the others take as long as these; from the first on."""
+    """`0:01:20 left`, if the others take as long as these. Not for the first, which waited for the engine, nor before a
+    twentieth: pieces may run side by side."""
     seconds = round((time.monotonic() - began) / done * (total - done))
-    return f"{timedelta(seconds=seconds)} left" if done < total else ""
+    return f"{timedelta(seconds=seconds)} left" if max(2, total / 20) <= done < total else ""
 
 
 def count_items(items: Iterable[T], noun: str, *, quiet: bool = False) -> Iterator[T]:

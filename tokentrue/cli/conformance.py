@@ -10,13 +10,21 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
-from tokentrue.cli.common import AsJson, ReportPage, pluralise, print_json, print_table, print_verdict, show_status
+from tokentrue.cli.common import (
+    AsJson,
+    ReportPage,
+    pluralise,
+    print_json,
+    print_report,
+    require_file,
+    show_status,
+)
 from tokentrue.errors import ConfigError
 
 if TYPE_CHECKING:
     from tokentrue.conformance.run import ConformanceReport
+    from tokentrue.viewer import Report
 
-COLOURS = {"pass": "green", "warn": "yellow", "fail": "bold red", "not applicable": "dim", "not run": "dim"}
 MODEL = Path(__file__).parent.parent / "assets" / "calculator"
 
 
@@ -25,7 +33,7 @@ def command(
     levels: Annotated[str | None, Option(help="such as 0-3,5 (default: all)")] = None,
     dialects: Annotated[str | None, Option(help="such as chat,anthropic (default: all that the target serves)")] = None,
     seed: Annotated[int, Option(help="the same seed sends the same requests")] = 1,
-    turns: Annotated[int, Option(help="turns of a conversation")] = 8,
+    turns: Annotated[int, Option(min=1, help="turns of a conversation")] = 8,
     case: Annotated[
         str | None, Option(help="replay one case, LEVEL.NAME.DIALECT.TURNS, or several with commas")
     ] = None,
@@ -33,10 +41,11 @@ def command(
         str | None, Option(help="a Python that has the target installed (default: one is made and kept)")
     ] = None,
     as_json: AsJson = False,
-    output: ReportPage = None,
+    out: ReportPage = None,
 ) -> int:
     """Exit 0: no fatal finding. 1: a fatal finding, with the smallest conversation that shows it. 2: called wrongly, or
     the target did not start."""
+    require_file("-o", out)
     from tokentrue.app.libraries import quiet_libraries
     from tokentrue.conformance.run import DIALECTS, ConformanceSettings, parse_case, run, with_levels
     from tokentrue.conformance.target import load_target
@@ -44,8 +53,6 @@ def command(
     chosen = DIALECTS if dialects is None else tuple(dialects.split(","))
     if unknown := set(chosen) - set(DIALECTS):
         raise ConfigError(f"--dialects: no dialect {', '.join(sorted(unknown))}; choose of {', '.join(DIALECTS)}")
-    if turns < 1:
-        raise ConfigError("--turns: at least 1")
     settings = with_levels(ConformanceSettings(dialects=chosen, turns=turns, seed=seed, case=case), levels)
     for one in case.split(",") if case is not None else ():
         parse_case(one)
@@ -54,46 +61,56 @@ def command(
         raise ConfigError("level 9 draws pictures: pip install 'tokentrue[images]', or --levels 0-8")
     quiet_libraries()
     with show_status(f"starting {loaded.name}", quiet=as_json or not sys.stderr.isatty()) as update:
-        report = asyncio.run(run(loaded, settings, model=MODEL, on_case=update))
-    if output is not None:
-        from tokentrue.cli.reports import write_conformance_report
+        found = asyncio.run(run(loaded, settings, model=MODEL, on_case=update))
+    report = report_from(found, target)
+    if out is not None:
+        from tokentrue.viewer import write_report
 
-        write_conformance_report(report, target, output)
+        write_report(out, report)
     if as_json:
-        print_json(report.to_json())
+        print_json(found.to_json())
     else:
-        print_report(report, target)
-        if output is not None:
-            print(f"report: {output}")
-    return report.exit_code
+        for one in found.to_json()["findings"]:
+            lines = one["conversation"] if one["severity"] == "fatal" else ()
+            replay = f"  replay: tokentrue conformance {target} {one['replay']}"
+            print(f"{one['severity']} {one['rule']} in {one['case']}: {one['detail']}", replay, sep="\n")
+            print(*(f"    {line}\n" for line in lines), sep="", end="")
+        print_report(report, out, tables=2 if found.habits else 1)
+    return found.exit_code
 
 
-def print_report(report: ConformanceReport, target: str) -> None:
-    shown = report.to_json()
-    for one in shown["findings"]:
-        print(f"{one['severity']} {one['rule']} in {one['case']}: {one['detail']}")
-        print(f"  replay: tokentrue conformance {target} {one['replay']}")
-        if one["severity"] == "fatal":
-            print("".join(f"    {line}\n" for line in one["conversation"]), end="")
-    rows = [
-        (
-            f"{level['level']} {level['name']}",
-            (level["verdict"], COLOURS[level["verdict"]]),
-            level["why"]
-            or "; ".join(
-                [
-                    pluralise(level["cases"], "case"),
-                    *(f"not {one}: {why}" for one, why in level["not_promised"].items()),
-                ]
-            ),
-        )
-        for level in shown["levels"]
-        if level["verdict"] != "not run"
+def report_from(found: ConformanceReport, target: str) -> Report:
+    from tokentrue.viewer import Report, ReportTable
+
+    shown = found.to_json()
+    findings = [
+        (one["rule"], one["severity"], one["detail"], f"tokentrue conformance {target} {one['replay']}")
+        for one in shown["findings"]
     ]
-    print_table(f"{report.target} {report.version}", ("level", "verdict", ""), rows)
-    if report.habits:
-        scores = [
-            (one.habit, one.dialect, f"{one.coverage:.1%}", str(one.rows), f"{one.tokens:,}") for one in report.habits
-        ]
-        print_table("Histories", ("habit", "dialect", "trained", "rows", "tokens to forward"), scores)
-    print_verdict(report.summary, ok=report.exit_code == 0)
+    talks = [(one["case"], "\n".join(one["conversation"])) for one in shown["findings"] if one["conversation"]]
+    levels = [
+        (
+            f"{one['level']} {one['name']}",
+            one["verdict"],
+            one["why"] or "; ".join([pluralise(one["cases"], "case"), *map(": ".join, one["not_promised"].items())]),
+        )
+        for one in shown["levels"]
+        if one["verdict"] != "not run"
+    ]
+    habits = [
+        (one.habit, one.dialect, f"{one.coverage:.1%}", one.rows, f"{one.tokens:,}", one.fewest_rows or "")
+        for one in found.habits
+    ]
+    tables = [
+        (f"{found.target} {found.version}", ("level", "verdict", ""), levels),
+        ("Histories", ("habit", "dialect", "trained", "rows", "tokens to forward", "rows enough"), habits),
+        ("Findings", ("rule", "severity", "what", "replay"), findings),
+        ("Smallest conversations", ("case", "requests and answers"), talks),
+    ]
+    return Report(
+        title=f"Conformance: {found.target} {found.version}",
+        verdict=found.summary,
+        ok=found.exit_code == 0,
+        facts=[("command", found.command), ("seed", str(found.settings.seed)), ("engine route", found.engine)],
+        tables=[ReportTable(title=title, columns=columns, rows=rows) for title, columns, rows in tables if rows],
+    )

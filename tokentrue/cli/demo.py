@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
@@ -25,13 +25,12 @@ from tokentrue.records import record
 from tokentrue.types import Coverage
 
 if TYPE_CHECKING:
+    from tokentrue.app.training import TrainRun
     from tokentrue.environments import Rollout
     from tokentrue.environments.http import GatewaySessions
     from tokentrue.train.reporting import StepReport
-    from tokentrue.viewer.records import ViewRenderer
 
 STEPS = 14  # how many the reward of the demo is judged by; fewer show coverage and exactness alone
-GROUPS_SHOWN = 2  # in the report, of the first step and of the last
 PROMISE = "the reward must rise, coverage must be 100% and no bit may differ"
 STORE = "sessions.sqlite"
 LEFT_BEHIND = (STORE, f"{STORE}-wal", f"{STORE}-shm", "metrics.jsonl", "samples.jsonl", "report.html")
@@ -41,8 +40,6 @@ LEFT_BEHIND = (STORE, f"{STORE}-wal", f"{STORE}-shm", "metrics.jsonl", "samples.
 class DemoResult:
     """`ok`: reward up (if judged), every token covered, no bit different."""
 
-    model: str
-    parameters: int
     steps: int
     seed: int
     tasks: int
@@ -74,7 +71,9 @@ def command(
     steps: Annotated[int, Option(min=1, help="GRPO steps")] = STEPS,
     tasks: Annotated[int, Option(min=1, help="tasks per step, with 8 rollouts each")] = 8,
     heldout: Annotated[int, Option(min=1, help="held-out tasks to judge by")] = 64,
-    out: Annotated[Path, Option(help="directory for the report, the samples and the metrics")] = Path("out/demo"),
+    out: Annotated[Path, Option("-o", "--out", help="directory for the report, the samples and the metrics")] = Path(
+        "out/demo"
+    ),
     threads: Annotated[int, Option(min=1, help="threads for the engine and the trainer")] = 2,
     as_json: AsJson = False,
 ) -> int:
@@ -95,7 +94,8 @@ def command(
 async def run(*, seed: int, steps: int, tasks: int, heldout: int, out: Path, quiet: bool) -> DemoResult:
     from tokentrue.app.background import embedded_gateway
     from tokentrue.app.rollouts import RolloutRounds, evaluate
-    from tokentrue.app.wiring import ServeConfig, ServerConfig, renderer_for
+    from tokentrue.app.training import TrainRun
+    from tokentrue.app.wiring import ServeConfig, ServerConfig
     from tokentrue.environments import RolloutConfig
     from tokentrue.environments.http import GatewaySessions
     from tokentrue.mismatch import loss_named
@@ -153,8 +153,6 @@ async def run(*, seed: int, steps: int, tasks: int, heldout: int, out: Path, qui
         writer.close()
         after = await measure_reward("after")
     result = DemoResult(
-        model="calculator",
-        parameters=sum(p.numel() for p in trainer.model.parameters()),
         steps=steps,
         seed=seed,
         is_judged=steps >= STEPS,
@@ -168,20 +166,16 @@ async def run(*, seed: int, steps: int, tasks: int, heldout: int, out: Path, qui
         cost_line=describe_costs(costs),
         report=str(out / "report.html"),
     )
-    renderer: Any = renderer_for(settings.model)(settings.model.history)
-    write_demo_report(result, store=settings.server.store, renderer=renderer)
+    write_demo_report(result, TrainRun(out=out))
     return result
 
 
-def write_demo_report(result: DemoResult, *, store: str, renderer: ViewRenderer) -> None:
-    from tokentrue.cli.reports import compare_ends, read_metrics, training_charts
-    from tokentrue.sessions.journal import open_journal
-    from tokentrue.viewer import Report, SessionList, StoreSource, write_report
+def write_demo_report(result: DemoResult, settings: TrainRun) -> None:
+    from tokentrue.cli.reports import write_training_report
 
-    path = Path(result.report)
-    rows = read_metrics(path.parent / "metrics.jsonl")
     verdict = "The reward rose, every sampled token was trained, and no log-probability differs in any bit between "
-    report = Report(
+    write_training_report(
+        settings,
         title="tokentrue demo",
         verdict=f"{verdict}rollout and trainer." if result.ok else f"Not as promised: {PROMISE}.",
         ok=result.ok,
@@ -191,45 +185,16 @@ def write_demo_report(result: DemoResult, *, store: str, renderer: ViewRenderer)
             (f"coverage: {result.trained:,} of {result.sampled:,} sampled tokens", show_share(result.coverage)),
             (f"of {result.compared:,} log-probabilities differ", f"{result.differing:,}"),
         ],
-        note="A tool-calling agent over HTTP, the exact engine, GRPO. Groups and sessions of the first and the last "
-        "step are in this file.",
-        facts=[
-            ("model", f"{result.model}, {result.parameters:,} parameters"),
-            ("rollouts", f"{result.rollouts:,}, {result.failed} failed"),
-            ("seed", str(result.seed)),
-            ("a step", result.cost_line),
-            ("time", f"{result.seconds:.0f} s"),
-        ],
-        charts=list(training_charts(rows)),
-        tables=[compare_ends(rows)],
+        note="A tool-calling agent over HTTP, the exact engine, GRPO. The newest rollouts are in this file.",
     )
-    recorded = StoreSource(open_journal(store, read_only=True), name="rollouts of the first and the last step")
-    try:
-        views = [recorded.load_session(name) for name in pick_sessions(path.parent / "samples.jsonl")]
-        write_report(path, report, SessionList(views, name=recorded.name, kind="store"), renderer=renderer)
-    finally:
-        recorded.close()
-
-
-def pick_sessions(samples: Path) -> list[str]:
-    """Sessions of the first and last groups in the file."""
-    from tokentrue.samples import read_samples
-
-    groups: dict[str, dict[str, None]] = {}
-    for sample in read_samples(samples):
-        groups.setdefault(sample.group or sample.session_id, {})[sample.session_id] = None
-    names = list(groups)
-    chosen = dict.fromkeys([*names[:GROUPS_SHOWN], *names[-GROUPS_SHOWN:]])
-    return [session for name in chosen for session in groups[name]]
 
 
 def print_result(result: DemoResult) -> None:
     differ = f"of {result.compared:,} log-probabilities of rollout and trainer differ in any bit"
     print(f"  held-out reward after    {result.reward_after:.2f}   ({pluralise(result.tasks, 'task')}, greedy)")
     rollouts = pluralise(result.rollouts, "rollout")
-    print(
-        f"  coverage   {show_share(result.coverage)}   {result.trained:,} of {result.sampled:,} sampled tokens, {rollouts}"
-    )
+    tokens = f"{result.trained:,} of {result.sampled:,} sampled tokens"
+    print(f"  coverage   {show_share(result.coverage)}   {tokens}, {rollouts}")
     print(f"  mismatch   {result.differing}   {differ}")
     print(f"  a step     {result.cost_line}")
     print(f"  time       {result.seconds:.0f} s for {pluralise(result.steps, 'step')}")

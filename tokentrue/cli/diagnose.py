@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar
 
@@ -18,30 +18,56 @@ from tokentrue.cli.common import (
     ReportPage,
     SamplesFile,
     TrainerFile,
+    check_model_of,
     name_option,
     pluralise,
     print_json,
-    print_table,
+    print_report,
     renderer_from,
+    require_file,
     show_status,
 )
-from tokentrue.errors import InputError, TokenContractError, did_you_mean
-from tokentrue.hub import load_causal_model
+from tokentrue.errors import AuditError, InputError, TokenContractError, did_you_mean
 from tokentrue.records import record
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from tokentrue.mismatch import Correction, Diagnosis
-    from tokentrue.mismatch.diagnosis import WorstRow
     from tokentrue.samples.trainer_logprobs import TrainerLogprobs
     from tokentrue.types import Sample
+    from tokentrue.viewer import Chart, Report
 
 BATCH_TOKENS = 8192
 PADDED_TOKENS = 2048  # of a forward pass with --plain, which holds all logits at once
+PAGE_TOKENS = 200_000
 ALARM_K3 = 0.015
 ORDINARY = "K3 of ordinary engines"
 YARDSTICKS = "1e-5 to 1e-3 for dense models, 1e-3 to 1e-1 for mixtures"
+NUMBERS = {
+    "tokens": "tokens", "rows": "sequences", "delta/mean": "mean δ", "delta/abs_mean": "mean |δ|",
+    "delta/min": "smallest δ", "delta/max": "largest δ", "delta/quantile/abs_p50": "median |δ|",
+    "delta/quantile/abs_p99": "99% of |δ| below", "delta/quantile/abs_p99.9": "99.9% of |δ| below",
+    "corr/k1": "K1", "corr/k2": "K2", "corr/k3": "K3", "ppl/trainer": "perplexity, trainer",
+    "ppl/rollout": "perplexity, rollout", "ppl/ratio": "their ratio", "chi2/token": "χ² per token",
+    "chi2/sequence": "χ² per sequence", "ratio/raw/ess": "effective sample share, tokens",
+    "ratio/sequence/ess": "effective sample share, sequences", "ratio/applied/ess": "the same as corrected, tokens",
+    "tail/raw/above_1.1": "tokens with r > 1.1", "tail/raw/above_2": "tokens with r > 2",
+    "tail/raw/above_10": "tokens with r > 10", "tail/raw/below_1/2": "tokens with r < 1/2",
+    "tail/applied/above_2": "tokens with r > 2 as corrected", "flips": "argmax flips",
+    "fraction/rejected": "tokens rejected by the correction",
+    "contribution/rollout/positive/skew": "skew of contributions, positive advantages",
+    "contribution/rollout/negative/skew": "skew of contributions, negative advantages",
+}  # fmt: skip
+WORST = {
+    "row": "sequence", "tokens": "tokens", "score": "mean K3", "sum_k3": "ΣK3", "mean_delta": "mean δ",
+    "max_abs_delta": "max |δ|", "position": "at token", "log_product": "log of the ratios' product",
+}  # fmt: skip
+PLACES = {
+    "by_probability": "probability of the token under the rollout",
+    "by_position": "sampled tokens before it",
+    "by_kind": "turn",
+}
 T = TypeVar("T")
 Scored: TypeAlias = "tuple[TrainerLogprobs, list[int] | None]"
 """The trainer's log-probabilities, and its most likely tokens if known."""
@@ -64,7 +90,7 @@ def command(
     samples: SamplesFile,
     trainer: Annotated[str | None, Option(help="the trainer's model, a directory or a hub id, scored here")] = None,
     trainer_logprobs: TrainerFile = None,
-    output: ReportPage = None,
+    out: ReportPage = None,
     plain: Annotated[
         bool, Option("--plain", help="with --trainer: the model's own forward pass, not the exact operators")
     ] = False,
@@ -74,7 +100,7 @@ def command(
         str | None, Option(help="with -o: a model's directory or hub id, to show tokens as text")
     ] = None,
     correction: Annotated[str, Option(help="preset whose effect is shown")] = "decoupled_token_is",
-    max_k3: Annotated[float, Option(help="exit 1 where the mean K3 per token is above this")] = ALARM_K3,
+    max_k3: Annotated[float, Option(min=0.0, help="exit 1 where the mean K3 per token is above this")] = ALARM_K3,
     policy_version: Annotated[
         int | None, Option(help="only samples that this version of the weights sampled from first to last token")
     ] = None,
@@ -86,48 +112,49 @@ def command(
 ) -> int:
     """Mismatch report: δ, K1/K3, ratio tails, ESS, argmax flips, contribution skew; a table, and plots with -o."""
     from tokentrue.app.configuration import Checks
-    from tokentrue.app.libraries import require_device, require_dtype, require_samples_of
-    from tokentrue.mismatch import PRESETS
+    from tokentrue.app.libraries import require_device_name, require_dtype
+    from tokentrue.hub import find_directory
+    from tokentrue.samples.trainer_logprobs import read_trainer_logprobs
 
     checks = Checks()
-    listed = f"choose one of {', '.join(PRESETS)}{did_you_mean(correction, PRESETS)}"
-    checks.require(correction in PRESETS, f"--correction: no preset {correction!r}; {listed}")
     sides = "pass either --trainer MODEL or --trainer-logprobs FILE: the trainer's side of the comparison"
     checks.require((trainer is None) != (trainer_logprobs is None), sides)
-    checks.require(max_k3 >= 0, f"--max-k3: {max_k3:g} must be a number >= 0")
     needs = "--write-logprobs writes what --trainer computes; give --trainer MODEL"
     checks.require(write_logprobs is None or trainer is not None, needs)
     checks(require_dtype, dtype)
-    checks(require_device, device)
+    checks(require_device_name, device)
+    checks(require_file, "-o", out)
+    checks(require_file, "--write-logprobs", write_logprobs)
+    for option, model in {"--trainer": trainer, "--tokenizer": tokenizer}.items():
+        checks(check_model_of, option, model, find_directory)
+    found = checks(read_sealed, samples, policy_version) or []
+    given = {} if trainer_logprobs is None else checks(read_trainer_logprobs, str(trainer_logprobs)) or {}
     checks.finish()
-    from tokentrue.samples import read_samples
-    from tokentrue.samples.trainer_logprobs import read_trainer_logprobs
+    # From here on torch is loaded.
+    from tokentrue.app.libraries import require_device, require_samples_of
+    from tokentrue.mismatch import PRESETS
+    from tokentrue.viewer import SampleList, write_report
     from tokentrue.viewer.records import check_names
 
-    renderer: Any = None if output is None else renderer_from("--tokenizer", tokenizer)
-    found = list(read_samples(samples))
-    versions = {sample.sample_id: sampled_by(sample) for sample in found}
-    if policy_version is not None:
-        found = [sample for sample in found if versions[sample.sample_id] == {policy_version}]
-        if not found:
-            known = ", ".join(map(str, sorted(set[int]().union(*versions.values())))) or "none is recorded"
-            raise InputError(f"{samples}: no sample of policy version {policy_version}; versions in the file: {known}")
-    if output is not None:  # refuse names that the page cannot hold now, not after minutes of scoring
-        for sample in found:
-            check_names(sample)
+    listed = f"choose one of {', '.join(PRESETS)}{did_you_mean(correction, PRESETS)}"
+    checks.require(correction in PRESETS, f"--correction: no preset {correction!r}; {listed}")
+    checks(require_device, device)
+    checks.finish()
+    renderer: Any = None if out is None else renderer_from("--tokenizer", tokenizer)
+    for sample in found if out is not None else ():  # refused now, not after minutes of scoring
+        check_names(sample)
     if trainer is None:
-        given = read_trainer_logprobs(str(trainer_logprobs))
         side = {"trainer": str(trainer_logprobs)}
         known = [sample for sample in found if sample.sample_id in given]
         rows, refused = score_all(known, lambda each: [(given[sample.sample_id], None) for sample in each], quiet=True)
     else:
         side = {"trainer": trainer}
         side["scored"] = f"{'the model’s own forward pass' if plain else 'exact operators'}, {dtype}, {device}"
+        with name_option("--trainer"):
+            require_samples_of(found, trainer)
         score = load_scorer(trainer, plain=plain, dtype=dtype, device=device)
-        require_samples_of(found, trainer)
         rows, refused = score_all(found, score, tokens=PADDED_TOKENS if plain else BATCH_TOKENS, quiet=as_json)
         if write_logprobs is not None:
-            write_logprobs.parent.mkdir(parents=True, exist_ok=True)
             write_logprobs.write_text("".join(row.scores.to_line(row.sample) for row in rows), encoding="utf-8")
     if not rows:
         why = "no sample has trained tokens with log-probabilities of both sides"
@@ -141,56 +168,55 @@ def command(
         "trained_tokens_in_file": sum(sum(map(bool, sample.loss_mask)) for sample in found),
     }
     whole, steps, shown = diagnose_steps(rows, found, correction)
-    facts = {
-        "samples": f"{len(rows):,} of {len(found):,} in {samples.name}",
-        "trained tokens": f"{counts['trained_tokens']:,} of {counts['trained_tokens_in_file']:,}",
-        "correction shown": shown,
-        ORDINARY: YARDSTICKS,
-        **side,
-    }
+    facts = {"file": samples.name, **side, "correction shown": shown, ORDINARY: YARDSTICKS}
     if left_out := len(found) - len(rows) - len(refused):
         missing = "without trained tokens or without the trainer's log-probabilities"
         facts["left out"] = f"{pluralise(left_out, 'sample')} {missing}"
     if refused:
         facts["not scored"] = f"{pluralise(len(refused), 'sample')}; the first: {refused[0]}"
-    spread = set[int]().union(*(versions[row.sample.sample_id] for row in rows))
+    spread = set[int]().union(*(sampled_by(row.sample) for row in rows))
     verdict, alarm = judge(whole, counts, max_k3, spread if trainer is not None else set())
-    if output is not None:
-        from tokentrue.cli.reports import diagnosis_report, write_diagnosis
-
-        report = diagnosis_report(whole, steps, verdict=verdict, ok=not alarm, facts=facts)
-        write_diagnosis(output, report, whole, found, {row.sample.sample_id: row.scores for row in rows}, renderer)
     metrics: dict[str, float | None] = dict(whole.metrics.items())
     if rows[0].flips is None:  # the exact operators and a file of log-probabilities report no argmax
         metrics["flips"] = None
+    report = replace(report_from(whole, steps, metrics, facts), verdict=verdict, ok=not alarm)
+    if out is not None:
+        scores = {row.sample.sample_id: row.scores for row in rows}
+        source = SampleList(sort_by_worst(found, whole, scores), name="worst sequences first")
+        write_report(out, report, source, renderer=renderer, trainer=scores, most_tokens=PAGE_TOKENS)
     if as_json:
         head = {"verdict": verdict, "ok": not alarm, "facts": facts, "compared": counts}
         print_json({**head, "metrics": metrics, "worst": [asdict(row) for row in whole.worst]})
     else:
-        print_metrics(metrics, whole.worst[:3])
+        print_report(report, out, tables=1)
         lines = {
             **{name: facts.get(name) for name in (ORDINARY, "not scored")},
-            "report": output,
             "log-probabilities": write_logprobs,
         }
-        print("\n".join([verdict, *(f"{name}: {text}" for name, text in lines.items() if text)]))
+        print("\n".join(f"{name}: {text}" for name, text in lines.items() if text))
     return 1 if alarm else 0
 
 
-def print_metrics(metrics: Mapping[str, float | None], worst: Sequence[WorstRow]) -> None:
-    from tokentrue.cli.reports import NUMBERS
+def read_sealed(path: Path, policy_version: int | None) -> list[Sample]:
+    """The samples, those of one policy version if it is given. One that is sealed must be as it was sealed: its session
+    may be incomplete."""
+    from tokentrue.samples import audit
+    from tokentrue.samples.files import read_all
 
-    cells: list[tuple[str, str]] = []
-    for key in (key for key in NUMBERS if key in metrics):
-        value = metrics[key]
-        cells.append((f"{NUMBERS[key]} ({key})", "-" if value is None else f"{value:.6g}"))
-    for key, value in metrics.items():
-        if key.startswith("by_kind/turn") and value is not None:
-            cells.append((f"mean |δ| in {key.removeprefix('by_kind/')}", f"{value:.6g}"))
-    for row in worst:
-        most = f"mean K3 {row.score:.3g}, max |δ| {row.max_abs_delta:.3g} at token {row.position}"
-        cells.append((f"worst: {row.row}", most))
-    print_table("training-inference mismatch", ("metric", "value"), cells)
+    found = read_all(path)
+    for sample in found:
+        if "seal" in sample.metadata.get("tokentrue", {}):
+            broken = [each for each in audit([sample]).findings if each.sample == sample.sample_id]
+            if broken:
+                raise AuditError(f"{path}: {broken[0]}; `tokentrue audit {path}` lists all that does not hold")
+    if policy_version is None:
+        return found
+    chosen = [sample for sample in found if sampled_by(sample) == {policy_version}]
+    if not chosen:
+        versions = sorted(set[int]().union(*map(sampled_by, found)))
+        known = ", ".join(map(str, versions)) or "none is recorded"
+        raise InputError(f"{path}: no sample of policy version {policy_version}; versions in the file: {known}")
+    return chosen
 
 
 def sampled_by(sample: Sample) -> set[int]:
@@ -206,7 +232,7 @@ def score_all(
     quiet: bool,
     tokens: int = BATCH_TOKENS,
 ) -> tuple[list[Row], list[str]]:
-    """Samples with numbers of both sides, and why others cannot be scored. `score` gets up to `tokens` tokens at once."""
+    """Samples with numbers of both sides, and why others cannot be scored. `score` gets up to `tokens` at once."""
     from tokentrue.samples.recorded_turns import scoring_temperatures
 
     rows: dict[int, Row] = {}
@@ -258,11 +284,11 @@ def compare(sample: Sample, scores: TrainerLogprobs, tops: Sequence[int] | None)
 
 
 def load_scorer(model: str, *, plain: bool, dtype: str, device: str) -> Callable[[Sequence[Sample]], list[Scored]]:
-    """Log-probabilities as `tokentrue train` computes them, several samples in one pass: at the turn's temperature, over
-    the ids that its filters kept.
-    """
+    """Log-probabilities as `tokentrue train` computes them, several samples in one pass: at the turn's temperature,
+    over the ids that its filters kept."""
     import torch
 
+    from tokentrue.hub import load_causal_model
     from tokentrue.pixels import find_images
     from tokentrue.samples.recorded_turns import scoring_temperatures
     from tokentrue.samples.trainer_logprobs import TrainerLogprobs
@@ -325,15 +351,9 @@ def diagnose_steps(
     def in_order(label: str) -> tuple[int, float, str]:
         return (0, float(label), "") if label.lstrip("-").isdigit() else (1, 0.0, label)
 
-    def tokens_of(row: Row) -> int:
-        return len(row.trainer)
-
-    steps: dict[str, Diagnosis] = {}
-    for label in sorted(by_step, key=in_order):
-        first, *others = [
-            diagnose_rows(batch, advantages, kinds, correction) for batch in cut_batches(by_step[label], tokens_of)
-        ]
-        steps[label] = first.merge(*others)
+    steps = {
+        label: diagnose_rows(by_step[label], advantages, kinds, correction) for label in sorted(by_step, key=in_order)
+    }
     first, *others = steps.values()
     return first.merge(*others), steps, preset
 
@@ -398,3 +418,68 @@ def judge(whole: Diagnosis, counts: Mapping[str, int], max_k3: float, versions: 
     if (compared, samples) != (trained, all_samples):
         text += f"; compared {compared:,} of {trained:,} trained tokens, {samples:,} of {all_samples:,} samples"
     return text, alarm
+
+
+def sort_by_worst(samples: Sequence[Sample], whole: Diagnosis, compared: Mapping[str, object]) -> list[Sample]:
+    """All samples, for the groups' baselines. A session's stay together and in order: its reward is its first one's."""
+    worst = {row.row: number for number, row in enumerate(whole.worst)}
+    rank: dict[str, int] = {}
+    for sample in samples:
+        place = worst.get(sample.sample_id, len(worst) + (sample.sample_id not in compared))
+        rank[sample.session_id] = min(place, rank.get(sample.session_id, place))
+    return sorted(samples, key=lambda sample: rank[sample.session_id])
+
+
+def report_from(
+    whole: Diagnosis, steps: Mapping[str, Diagnosis], metrics: Mapping[str, float | None], facts: Mapping[str, str]
+) -> Report:
+    from tokentrue.mismatch.metrics import Mean
+    from tokentrue.viewer import Report, ReportTable
+
+    numbers: list[tuple[str, str | float]] = []
+    by_turn = {key: f"mean |δ| in {key.removeprefix('by_kind/')}" for key in metrics if key.startswith("by_kind/turn")}
+    for key, label in {**NUMBERS, **by_turn}.items():
+        measured, known = whole.metrics.statistics.get(key), metrics.get(key)
+        if known is None or (isinstance(measured, Mean) and not measured.count):
+            known = "-"
+        numbers.append((f"{label} ({key})" if key in NUMBERS else label, known))
+    for row in whole.worst[:3]:
+        most = f"mean K3 {row.score:.3g}, max |δ| {row.max_abs_delta:.3g} at token {row.position}"
+        numbers.append((f"worst: {row.row}", most))
+    title = "Training-inference mismatch"
+    worst = [tuple(getattr(row, name) for name in WORST) for row in whole.worst]
+    return Report(
+        title=title,
+        highlights=[
+            ("tokens compared", f"{int(whole['tokens']):,}"),
+            ("K3 per token", f"{whole['corr/k3']:.3g}"),
+            ("mean |δ|", f"{whole['delta/abs_mean']:.3g}"),
+        ],
+        note="δ = trainer − rollout log-probability, r = exp(δ). Sessions are in this file with the worst sequences "
+        "first.",
+        charts=list(mismatch_charts(whole, steps)),
+        facts=list(facts.items()),
+        tables=[
+            ReportTable(title=title, columns=("metric", "value"), rows=numbers),
+            *([ReportTable(title="Worst sequences", columns=list(WORST.values()), rows=worst)] if worst else ()),
+        ],
+    )
+
+
+def mismatch_charts(whole: Diagnosis, steps: Mapping[str, Diagnosis]) -> Iterator[Chart]:
+    from tokentrue.mismatch.metrics import Mean
+    from tokentrue.viewer import Chart
+
+    if len(steps) > 1:
+        series = {"|K1|": [abs(d["corr/k1"]) for d in steps.values()], "K3": [d["corr/k3"] for d in steps.values()]}
+        title, labels = "K1 and K3 over steps", list(steps)
+        yield Chart(title=title, x_label="step", y_label="per token", labels=labels, series=series, log_y=True)
+    for prefix, place in PLACES.items():
+        bars: dict[str, float] = {}
+        for name, stat in whole.metrics.statistics.items():
+            if name.startswith(f"{prefix}/") and isinstance(stat, Mean) and stat.count:
+                bars[name.partition("/")[2]] = stat.value
+        if any(bars.values()):
+            series, labels = {"mean |δ|": list(bars.values())}, list(bars)
+            title, y_label = f"|δ| by {place}", "mean |δ|"
+            yield Chart(title=title, x_label=place, y_label=y_label, labels=labels, kind="bars", series=series)

@@ -37,7 +37,10 @@ EXTRAS: dict[str, set[str]] = {  # the optional extra that brings a library
     "postgres": {"psycopg"},
     "otel": {"opentelemetry"},
 }
-NEEDS = dict.fromkeys(("train", "rollout", "demo"), "train")  # the extra with everything that a command uses
+NEEDS: dict[str, str] = {  # the extra with everything that a command uses
+    **dict.fromkeys(("train", "rollout", "demo"), "train"),
+    **dict.fromkeys(("diagnose", "doctor"), "engine"),
+}
 SUGGESTED = {  # words of others for what a command does
     "coverage": "; `tokentrue sessions STORE_OR_URL` has it per session, `tokentrue audit FILE` for exported samples",
     "export": "; `tokentrue samples STORE_OR_URL -o FILE` exports",

@@ -30,6 +30,7 @@ from tokentrue.cli.common import (
     pluralise,
     print_json,
     progress_bar,
+    require_folder,
     rollout_log,
     show_coverage,
     show_status,
@@ -58,7 +59,7 @@ def command(
     ] = None,
     tasks: Annotated[Path | None, Option(help="of --agent: a JSON-lines file, or Harbor task directories")] = None,
     score: Annotated[str | None, Option(help="of --agent: a shell command; its exit code or last number")] = None,
-    sandbox: Annotated[str | None, Option(help="of --agent: auto, bwrap, docker, podman or none")] = None,
+    sandbox: Annotated[str | None, Option(help="of --agent: bwrap or none")] = None,
     pin: Annotated[list[str] | None, Option(help="`system`: keep the first system prompt of each conversation")] = None,
     ray: RayAddress = None,
     nodes: RayNodes = None,
@@ -85,7 +86,8 @@ def command(
         if not named:
             checks(reach_gateway, settings.url)
     else:
-        check_gateway(checks, settings.model, settings.engine, settings.store)
+        check_gateway(checks, settings.model, settings.engine, settings.store, reach=ray is None)
+    checks(require_folder, settings.out)
     checks.finish()
     settings.out.mkdir(parents=True, exist_ok=True)
     with rollout_log(settings.out) as log:

@@ -16,19 +16,17 @@ from tokentrue.cli.common import (
     connect,
     count_items,
     is_url,
-    open_recorded,
     pluralise,
     print_json,
+    require_file,
     require_utf8,
     show_coverage,
 )
+from tokentrue.cli.sessions import JournalSource, session_ids
 from tokentrue.errors import ConfigError, SessionNotFound
-from tokentrue.json_types import JsonObject
 from tokentrue.types import Coverage
 
 if TYPE_CHECKING:
-    from tokentrue.client import Client, SessionSamples
-    from tokentrue.samples import Assembly
     from tokentrue.samples.images import ImageFolder
     from tokentrue.types import Sample
 
@@ -46,12 +44,11 @@ def command(
     as_json: AsJson = False,
 ) -> int:
     """Export training samples."""
-    from tokentrue.samples import assemble, write_samples
+    from tokentrue.samples import write_samples
     from tokentrue.samples.images import ImageFolder
-    from tokentrue.sessions.journal.journal import load_tree
 
-    format = format or {".parquet": "parquet", ".safetensors": "safetensors"}.get(out.suffix, "jsonl")
-    require_suffix(out, format)
+    format = choose_format(out, format)
+    require_file("-o", out)
     for name in session or ():
         require_utf8("--session", name)
     require_utf8("--group", group)
@@ -60,41 +57,28 @@ def command(
     counts: Counter[str] = Counter(sessions=0, sampled=0, trained=0)
     reasons: Counter[str] = Counter()
 
-    folder = ImageFolder(out)
+    with closing(connect(source) if is_url(source) else JournalSource(source)) as opened:
+        folder = ImageFolder(out)
 
-    def collect(
-        load: Callable[[str], Assembly | SessionSamples],
-        listed: Iterable[str],
-        read_image: Callable[[str, str], bytes],
-    ) -> Iterator[Sample]:
-        for name in session or listed:
-            try:
-                made = load(name)
-            except SessionNotFound:
-                if session:
-                    raise
-                continue  # it was listed, and has been purged since
-            counts.update(sessions=1, sampled=made.coverage.sampled, trained=made.coverage.trained)
-            reasons.update(made.coverage.untrained_by_reason)
-            yield from keep_images(made.samples, out, folder, read_image)
-        if group is not None and not counts["sessions"]:  # an error, not an empty file
-            raise SessionNotFound(f"no session of group {group!r}; `tokentrue sessions` lists them")
+        def collect() -> Iterator[Sample]:
+            for name in session or session_ids(opened, group):
+                try:
+                    made = (
+                        opened.assemble(name, max_tokens=max_tokens, include_abandoned=abandoned)
+                        if isinstance(opened, JournalSource)
+                        else opened.session_samples(name)
+                    )
+                except SessionNotFound:
+                    if session:
+                        raise
+                    continue  # it was listed, and has been purged since
+                counts.update(sessions=1, sampled=made.coverage.sampled, trained=made.coverage.trained)
+                reasons.update(made.coverage.untrained_by_reason)
+                yield from keep_images(made.samples, folder, out, opened.session_image)
+            if group is not None and not counts["sessions"]:  # an error, not an empty file
+                raise SessionNotFound(f"no session of group {group!r}; `tokentrue sessions` lists them")
 
-    def read_all() -> Iterator[Sample]:
-        if is_url(source):
-            with connect(source) as client:
-                yield from collect(client.session_samples, session_names(client, group), client.session_image)
-            return
-        with closing(open_recorded(source)) as journal:
-
-            def load(name: str) -> Assembly:
-                record, tree = load_tree(journal, name)
-                return assemble(tree, record, max_tokens=max_tokens, include_abandoned=abandoned)
-
-            names = (record.id for record in journal.all_sessions(group=group))
-            yield from collect(load, names, lambda name, sha256: journal.read_image(name, sha256)[0])
-
-    count = write_samples(count_items(read_all(), "sample"), out, format=format)
+        count = write_samples(count_items(collect(), "sample"), out, format=format)
     ratio = Coverage(sampled=counts["sampled"], trained=counts["trained"]).ratio
     if as_json:
         print_json({"out": str(out), "samples": count, **counts, "coverage": ratio, "untrained": reasons})
@@ -110,24 +94,23 @@ def command(
     return 0
 
 
-def require_suffix(out: Path, format: str) -> None:
-    """Refuses a name that says another kind of file."""
+def choose_format(out: Path, format: str | None) -> str:
+    """`format`, or the one that the file's name says; refuses a name that says another kind of file."""
     from tokentrue.samples.files import MEDIA_TYPES, find_format
 
-    wanted, named = find_format(format).suffix, ".jsonl" if out.suffix == ".json" else out.suffix
-    if named in MEDIA_TYPES and named != wanted:
+    named = ".jsonl" if out.suffix in ("", ".json") else out.suffix
+    if format is None:
+        if named not in MEDIA_TYPES:
+            raise ConfigError(f"-o {out}: no format writes {named} files; name it .jsonl, or choose --format {NAMES}")
+        return named.removeprefix(".")
+    wanted = find_format(format).suffix
+    if out.suffix and named in MEDIA_TYPES and named != wanted:
         raise ConfigError(f"-o {out}: format {format} writes a {wanted} file; name it {out.with_suffix(wanted).name}")
-
-
-def session_names(client: Client, group: str | None) -> Iterator[str]:
-    last: JsonObject | None = None
-    while page := client.sessions(after=last, group=group):
-        yield from (item["session_id"] for item in page)
-        last = page[-1]
+    return format
 
 
 def keep_images(
-    samples: Iterable[Sample], out: Path, folder: ImageFolder, read: Callable[[str, str], bytes]
+    samples: Iterable[Sample], folder: ImageFolder, out: Path, read: Callable[[str, str], bytes]
 ) -> Iterator[Sample]:
     from tokentrue.samples.files import is_stream
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import tempfile
 from collections.abc import Callable
@@ -93,12 +94,12 @@ def command(
         remote = f"--workers needs a remote engine ({list_names(REMOTE)}), not {chosen!r}"
         checks.require(chosen in REMOTE, remote)
         checks.require(server.store != "memory", "--workers needs --store sqlite:PATH: workers share the journal")
-    check_gateway(checks, settings.model, settings.engine, server.store)
+    check_gateway(checks, settings.model, settings.engine, server.store, reach=False)  # `identify_model` asks engines
     checks(lambda: listen(server.host, server.port, admin_key=admin_key).close())
     checks.finish()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads would be missing in the child; we encode one by one
     with without_torch(chosen):
-        settings = identify_model(settings)
+        settings = asyncio.run(identify_model(settings))
     return serve(settings, admin_key, is_new_key=given_key is None)
 
 

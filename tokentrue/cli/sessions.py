@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import closing, suppress
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from typer import Argument, Option
 
@@ -28,6 +28,7 @@ from tokentrue.json_types import JsonObject
 
 if TYPE_CHECKING:
     from tokentrue.client import Client
+    from tokentrue.samples import Assembly
     from tokentrue.sessions.journal import SessionRecord
     from tokentrue.sessions.tree import Tree
 
@@ -45,9 +46,10 @@ def command(
 ) -> int:
     """List, show or delete recorded sessions."""
     if action not in ACTIONS:
-        raise ConfigError(f"no action {action!r}; choose one of {', '.join(ACTIONS)}")
-    if action != "list" and session_id is None:
-        raise ConfigError(f"`{action}` needs a session id; `tokentrue sessions {source}` lists them")
+        raise ConfigError(f"no action {action!r}; choose one of list, show ID, delete ID")
+    if (action == "list") != (session_id is None):
+        needs = f"needs a session id; `tokentrue sessions {source}` lists them"
+        raise ConfigError(f"`{action}` {'takes no session id; `show ID` has one' if session_id else needs}")
     if limit < 0:
         raise ConfigError(f"--limit: {limit} must be at least 0")
     require_utf8("the session id", session_id)
@@ -79,16 +81,23 @@ def show_session(opened: Client | JournalSource, name: str) -> JsonObject:
     try:
         return opened.session_state(name)
     except SessionNotFound as error:
-        from tokentrue.cli.samples import session_names
-
-        ids = opened.session_ids() if isinstance(opened, JournalSource) else session_names(opened, None)
-        found = [each for each in ids if each.startswith(name)]
+        found = [each for each in session_ids(opened) if each.startswith(name)]
         if len(found) == 1:
             return opened.session_state(found[0])
         if not found:
             raise
         listed = f"{', '.join(found[:3])}{', …' if len(found) > 3 else ''}"
         raise SessionNotFound(f"{error}: {len(found)} begin with it: {listed}") from error
+
+
+def session_ids(opened: Client | JournalSource, group: str | None = None) -> Iterator[str]:
+    if isinstance(opened, JournalSource):
+        yield from opened.session_ids(group)
+        return
+    last: JsonObject | None = None
+    while page := opened.sessions(after=last, group=group):
+        yield from (item["session_id"] for item in page)
+        last = page[-1]
 
 
 class JournalSource:
@@ -110,8 +119,18 @@ class JournalSource:
                 found.append(summarise_session(*self._load(record.id)))
         return found
 
-    def session_ids(self) -> Iterator[str]:
-        return (record.id for record in self._journal.all_sessions())
+    def session_ids(self, group: str | None) -> Iterator[str]:
+        return (record.id for record in self._journal.all_sessions(group=group))
+
+    def session_image(self, session_id: str, sha256: str) -> bytes:
+        return self._journal.read_image(session_id, sha256)[0]
+
+    def assemble(self, session_id: str, **options: Any) -> Assembly:
+        from tokentrue.samples import assemble
+        from tokentrue.sessions.journal.journal import load_tree
+
+        record, tree = load_tree(self._journal, session_id)
+        return assemble(tree, record, **options)
 
     def session_state(self, session_id: str) -> JsonObject:
         from tokentrue.sessions.description import describe_session

@@ -8,9 +8,7 @@ and its part of the rollouts, and all ranks train. The output directory has chec
 from __future__ import annotations
 
 import asyncio
-import errno
 import json
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -31,6 +29,7 @@ from tokentrue.cli.common import (
     describe_costs,
     pluralise,
     progress_bar,
+    require_folder,
     rollout_log,
     show_status,
 )
@@ -38,7 +37,7 @@ from tokentrue.plain_json import dumps
 from tokentrue.providers.registry import IN_PROCESS, REMOTE, list_names
 
 if TYPE_CHECKING:
-    from tokentrue.app.training import TrainRun
+    from tokentrue.app.training import SampleFile, TrainRun
     from tokentrue.train.ranks import Ranks
     from tokentrue.train.reporting import StepReport
 
@@ -71,15 +70,16 @@ def command(
     """Train with REINFORCE, GRPO, PPO or any loss of tokentrue.mismatch; exact, resumable, reproducible."""
     from tokentrue.app.configuration import Checks, read
     from tokentrue.app.libraries import quiet_libraries, require_device, require_device_name
-    from tokentrue.app.training import TrainRun, check_run, loss_for
+    from tokentrue.app.training import TrainRun, check_run, file_for, loss_for
 
     flags = {"out": out, "samples": samples, "train.steps": steps, "model.path": model, "engine.name": engine}
     settings = read(TrainRun, config, sets or (), {**flags, "device": device, "dtype": dtype})
     checks = Checks()
-    checks(require_writable, settings.out)
+    checks(require_folder, settings.out)
     checks(require_device_name, settings.device)
     check_run(checks, settings)
     checks.finish()
+    file = file_for(settings, trust=trust)
     checks(require_device, settings.device)
     checks(loss_for, settings.loss)
     checks.finish()
@@ -89,30 +89,20 @@ def command(
     ranks = join(settings.device)
     try:
         with rollout_log(settings.out):
-            asyncio.run(run(replace(settings, device=ranks.device), ranks, as_json=as_json, trust=trust))
+            asyncio.run(run(replace(settings, device=ranks.device), ranks, file, as_json=as_json))
     finally:
         leave()
     return 0
 
 
-def require_writable(folder: Path) -> None:
-    """Raises what creating `folder` would raise, before anything is loaded. Creates nothing: a run that is refused
-    later leaves no files."""
-    nearest = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
-        kind = errno.EACCES if nearest.is_dir() else errno.ENOTDIR
-        raise OSError(kind, os.strerror(kind), str(folder))
-
-
-async def run(settings: TrainRun, ranks: Ranks, *, as_json: bool, trust: bool) -> None:
+async def run(settings: TrainRun, ranks: Ranks, file: SampleFile | None, *, as_json: bool) -> None:
     from tokentrue.app.configuration import as_mapping
-    from tokentrue.app.training import file_for, source_for, store_for, trainer_for
+    from tokentrue.app.training import source_for, store_for, trainer_for
     from tokentrue.cli.reports import write_training_report
     from tokentrue.train import MetricsWriter, train
     from tokentrue.train.reporting import find_falling, replace_text
 
     quiet = as_json or not ranks.first
-    file = file_for(settings, trust=trust)
     if file is not None and ranks.first:
         print(*(f"  {note}" for note in file.notes), sep="\n", file=sys.stderr)
     with show_status(f"loading {settings.model.shown}, {settings.dtype} on {settings.device}", quiet=quiet):

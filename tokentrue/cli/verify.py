@@ -16,10 +16,9 @@ from tokentrue.json_types import JsonObject
 if TYPE_CHECKING:
     from tokentrue.renderers import Verification
 
-COLOURS = {"proven": "green", "history": "yellow", "refused": "red", "wrong": "bold red", "unsupported": "dim"}
 MEANINGS = {
     "proven": "the new message's tokens follow the recorded ones, for every conversation of this shape",
-    "history": "they do, computed from the real conversation each time: a short stand-in for it gives other tokens",
+    "history": "they do, too: the tokens are computed with the whole conversation as context each time",
     "refused": "such a message cannot be appended; the conversation is rendered whole, as a new root",
     "wrong": "the appended tokens are not those of the template",
     "unsupported": "the template does not take such a message",
@@ -76,7 +75,7 @@ def print_proof(found: Verification) -> None:
     roles = [
         (
             role,
-            (result, COLOURS[result]),
+            result,
             repr(found.boundary[role]) if role in found.boundary else "-",
             "yes" if found.rewrites.get(role) else "no",
             found.why.get(role, ""),
@@ -84,12 +83,12 @@ def print_proof(found: Verification) -> None:
         for role, result in found.roles.items()
     ]
     print_table(f"{found.model} (family: {found.family})", columns, roles)
-    cases: list[tuple[str | tuple[str, str], ...]] = []
+    cases: list[tuple[str, str, str, str]] = []
     for case in found.cases:
         why = f"{case.why}: {case.detail}" if case.detail else case.why
-        cases.append((case.role, case.shape, (case.outcome, COLOURS[case.outcome]), why))
+        cases.append((case.role, case.shape, case.outcome, why))
     print_table("shapes", ("role appended", "conversation ends with", "result", "why"), cases)
-    used = {result for _, _, (result, _), *_ in cases} | set(found.roles.values())
+    used = {case.outcome for case in found.cases} | set(found.roles.values())
     print(*(f"{result}: {meaning}" for result, meaning in MEANINGS.items() if result in used), sep="\n")
     print_table("parse inverts render", ("turn", "result"), found.parse.items())
     if found.images:

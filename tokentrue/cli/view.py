@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
-from tokentrue.cli.common import TrainerFile, is_url, open_recorded, pluralise, renderer_from
+from tokentrue.cli.common import TrainerFile, is_url, open_recorded, pluralise, renderer_from, require_file
 from tokentrue.errors import ConfigError
 
 if TYPE_CHECKING:
-    from tokentrue.viewer import ViewerData
+    from tokentrue.viewer import GatewayData, ViewerData
     from tokentrue.viewer.records import RecordSource
 
-HOST = "127.0.0.1"
+HOST, ADMIN_KEY = "127.0.0.1", "TOKENTRUE_ADMIN_KEY"
 
 
 def command(
@@ -28,21 +28,32 @@ def command(
         str | None, Option(help="a model's directory or hub id: shows tokens as text and what would have broken")
     ] = None,
     trainer_logprobs: TrainerFile = None,
-    export: Annotated[Path | None, Option(help="write one self-contained HTML file instead of serving")] = None,
+    export: Annotated[
+        Path | None, Option("--export", "-o", "--out", help="write one HTML file instead of serving")
+    ] = None,
 ) -> int:
     """The viewer: sessions, token trees, mismatch plots. Read-only."""
     if not 0 <= port <= 65535:
         raise ConfigError(f"--port must be between 0 and 65535, got {port}")
+    require_file("--export", export)
     from tokentrue.samples.trainer_logprobs import read_trainer_logprobs
-    from tokentrue.viewer import ViewerData, write_export
+    from tokentrue.viewer import GatewayData, ViewerData, write_export
 
-    trainer = None if trainer_logprobs is None else read_trainer_logprobs(trainer_logprobs)
-    with closing(open_source(source)) as opened:
+    if is_url(source):
+        if model is not None or trainer_logprobs is not None:
+            raise ConfigError(
+                "--model and --trainer-logprobs: a gateway shows its own model; they are for a store or a file"
+            )
+        opened = data = GatewayData(source, key=os.environ.get(ADMIN_KEY) or None)
+    else:
+        trainer = None if trainer_logprobs is None else read_trainer_logprobs(trainer_logprobs)
+        opened = open_source(source)
         data = ViewerData(opened, renderer=renderer_from("--model", model), trainer=trainer)
+    with closing(opened):
         if export is None:
-            serve(data, port)
+            serve(data, opened.name, port)
         else:
-            count, total = write_export(data, export), data.index(limit=1)["total"]
+            count, total = write_export(data, export), data.ask("index", limit="1")["total"]
             size = export.stat().st_size / 1e6
             print(f"{export}: {count} of {pluralise(total, 'session')}, {size:.1f} MB")
     return 0
@@ -50,17 +61,15 @@ def command(
 
 def open_source(source: str) -> RecordSource:
     from tokentrue.sessions.journal import is_postgres
-    from tokentrue.viewer import FileSource, GatewaySource, StoreSource
+    from tokentrue.viewer import FileSource, StoreSource
 
-    if is_url(source):
-        return GatewaySource(source, key=os.environ.get("TOKENTRUE_ADMIN_KEY") or None)
     if is_postgres(source) or source.startswith("sqlite:") or source.endswith(".sqlite"):
         journal = open_recorded(source)
         return StoreSource(journal, name=Path(journal.target.removeprefix("sqlite:")).name)
     return FileSource(source)
 
 
-def serve(data: ViewerData, port: int) -> None:
+def serve(data: ViewerData | GatewayData, name: str, port: int) -> None:
     import secrets
     import socket
 
@@ -68,10 +77,10 @@ def serve(data: ViewerData, port: int) -> None:
     from starlette.middleware.trustedhost import TrustedHostMiddleware
     from starlette.routing import Mount, Router
 
-    from tokentrue.viewer import create_app
+    from tokentrue.viewer import GatewayData, create_app
 
     # A gateway shows its conversations to holders of the admin key alone: others on this machine must guess the path.
-    path = f"{secrets.token_urlsafe(24)}/" if data.source.kind == "gateway" else ""
+    path = f"{secrets.token_urlsafe(24)}/" if isinstance(data, GatewayData) else ""
     page = Router(routes=[Mount(f"/{path}".rstrip("/"), create_app(data))])
     # A page from elsewhere must not read it by DNS rebinding.
     app = TrustedHostMiddleware(page, allowed_hosts=[HOST, "localhost"])
@@ -80,6 +89,6 @@ def serve(data: ViewerData, port: int) -> None:
     except OSError as error:
         raise ConfigError(f"cannot listen on {HOST}:{port}: {error.strerror}; choose another --port") from error
     url = f"http://{HOST}:{listener.getsockname()[1]}/{path}"
-    print(f"viewer: {url}   ({data.source.name}; Ctrl-C stops it)", flush=True)
+    print(f"viewer: {url}   ({name}; Ctrl-C stops it)", flush=True)
     config = uvicorn.Config(app, log_level="warning", access_log=False, ws="none", lifespan="off")
     uvicorn.Server(config).run(sockets=[listener])

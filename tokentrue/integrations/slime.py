@@ -16,6 +16,7 @@ import numpy as np
 from tokentrue.errors import ConfigError
 from tokentrue.integrations.rollouts import Agent, GatewayRollouts, group_name, scored_settings
 from tokentrue.json_types import JsonMapping
+from tokentrue.samples.groups import group_sessions
 from tokentrue.samples.trainer_rows import slime_row
 
 FIELDS = ("tokens", "response_length", "loss_mask", "rollout_log_probs", "weight_versions")
@@ -56,12 +57,12 @@ def _filled(sample: Any, recorded: JsonMapping) -> Any:
 def group_rewards(args: Any, samples: Sequence[Any]) -> tuple[list[float], list[float]]:
     """Raw rewards, and rewards centred in their prompt's group, where each rollout counts once."""
     raw = [float(sample.get_reward_value(args)) for sample in samples]
-    groups: dict[Any, dict[Any, float]] = {}
-    for sample, reward in zip(samples, raw, strict=True):
-        groups.setdefault(sample.group_index, {})[sample.rollout_id] = reward
-    centred: list[float] = []
-    for sample, reward in zip(samples, raw, strict=True):
-        rewards = groups[sample.group_index].values()
+    sessions = group_sessions(
+        (str(sample.group_index), str(sample.rollout_id), reward) for sample, reward in zip(samples, raw, strict=True)
+    )
+
+    def centre(rewards: list[float]) -> list[float]:
         scale = stdev(rewards) + 1e-6 if args.grpo_std_normalization and len(rewards) > 1 else 1.0
-        centred.append((reward - fmean(rewards)) / scale)
-    return raw, centred
+        return [(reward - fmean(rewards)) / scale for reward in rewards]
+
+    return raw, sessions.advantages(centre)

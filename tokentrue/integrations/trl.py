@@ -1,8 +1,8 @@
 """TRL: rows that are the gateway's record, for both of its GRPO trainers.
 
-`rollout_func` is for `GRPOTrainer`, which takes one row per rollout: the sample that trains most tokens; `tokens_left_out`
-counts the others (examples/trl_grpo.py). `rollout_worker` is for `AsyncGRPOTrainer`: every sample of a rollout is a row,
-with the oldest policy version of its trained tokens (examples/trl_async_grpo.py).
+`rollout_func` is for `GRPOTrainer`, which takes one row per rollout: the sample that trains most tokens;
+`tokens_left_out` counts the others (examples/trl_grpo.py). `rollout_worker` is for `AsyncGRPOTrainer`: every sample of
+a rollout is a row, with the oldest policy version of its trained tokens (examples/trl_async_grpo.py).
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""verl: an agent loop whose rollouts go through a gateway (`rollout.agent.agent_loop_config_path`), or a manager of such
-loops (`rollout.agent.agent_loop_manager_class`), which needs no file of loops.
+"""verl: an agent loop whose rollouts go through a gateway (`rollout.agent.agent_loop_config_path`), or a manager of
+such loops (`rollout.agent.agent_loop_manager_class`), which needs no file of loops.
 
 `agent(client, row)` gets the dataset's row. The v1 trainer takes every sample of a rollout, the older one the sample
 that trains most tokens.

@@ -5,7 +5,7 @@ No request leaves the machine: the content security policy allows only this serv
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -15,8 +15,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tokentrue.errors import InputError, SessionNotFound, TokenTrueError
-from tokentrue.json_types import JsonValue
-from tokentrue.viewer.data import PAGE, ViewerData
+from tokentrue.viewer.data import GatewayData, ViewerData
 from tokentrue.viewer.page import STATIC, encode_json
 
 POLICY = (
@@ -32,26 +31,11 @@ HEADERS = [
 STATUS: Mapping[type[TokenTrueError], int] = {SessionNotFound: 404, InputError: 422, TokenTrueError: 500}
 
 
-def create_app(data: ViewerData) -> ASGIApp:
-    views: dict[str, Callable[[Request], JsonValue]] = {
-        "index": lambda request: data.index(
-            offset=_whole(request, "offset", 0), limit=min(_whole(request, "limit", PAGE), PAGE)
-        ),
-        "search": lambda request: data.search(_text(request, "text"), offset=_whole(request, "offset", 0)),
-        "session": lambda request: data.session(_text(request, "session")),
-        "branch": lambda request: data.branch(_text(request, "session"), _text(request, "sample")),
-        "breaks": lambda request: data.breaks(_text(request, "session"), _text(request, "sample")),
-        "image": lambda request: data.image(_text(request, "session"), _text(request, "sha256")),
-        "group": lambda request: data.group(_text(request, "group")),
-        "mismatch": lambda request: data.mismatch(),
-    }
-
+def create_app(data: ViewerData | GatewayData) -> ASGIApp:
     def answer(request: Request) -> Response:  # a plain function: Starlette runs it in a thread
-        view = views.get(request.path_params["view"])
         try:
-            if view is None:
-                raise SessionNotFound(f"no such view; one of {', '.join(views)}")
-            return Response(encode_json(view(request)), media_type="application/json")
+            found = data.ask(request.path_params["view"], **request.query_params)
+            return Response(encode_json(found), media_type="application/json")
         except TokenTrueError as error:
             status = next(status for kind, status in STATUS.items() if isinstance(error, kind))
             return Response(encode_json({"error": str(error)}), status, media_type="application/json")
@@ -72,17 +56,3 @@ def create_app(data: ViewerData) -> ASGIApp:
         await app(scope, receive, send_guarded)
 
     return with_headers
-
-
-def _text(request: Request, name: str) -> str:
-    value = request.query_params.get(name)
-    if value is None:
-        raise InputError(f"{name}: missing")
-    return value
-
-
-def _whole(request: Request, name: str, default: int) -> int:
-    text = request.query_params.get(name, str(default))
-    if not text.isascii() or not text.isdigit() or len(text) > 9:
-        raise InputError(f"{name}: must be a whole number from 0 up")
-    return int(text)

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
-from tokentrue.comparison import compare
 from tokentrue.comparison.alignment import align
 from tokentrue.errors import TokenTrueError
 from tokentrue.json_types import JsonMapping, JsonObject
@@ -72,7 +71,6 @@ def breaks_to_json(branch: Branch, renderer: ViewRenderer) -> JsonObject:
         "names": [
             {"name": name, **counts} for name, counts in sorted(by_name.items(), key=lambda item: -item[1]["lost"])
         ],
-        "graded": Counter(mismatch.kind for mismatch in compare(other, list(ids), renderer=renderer)),
         "sampled": sum(has_logprob),
         "lost": total["lost"],
         "unsampled": total["unsampled"],

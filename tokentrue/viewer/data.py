@@ -17,8 +17,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from typing import Any
+from urllib.parse import urlencode
 
-from tokentrue.errors import ConfigError, SessionNotFound
+from tokentrue.client import Client
+from tokentrue.errors import ConfigError, GatewayError, InputError, SessionNotFound
 from tokentrue.images import find_media_type
 from tokentrue.json_types import JsonObject
 from tokentrue.samples.recorded_turns import read_record
@@ -32,12 +34,24 @@ from tokentrue.viewer.records import Branch, RecordSource, SessionSummary, Sessi
 
 FORMAT = 1
 PAGE = 500
+NUMBERS = ("offset", "limit")
+VIEWS: Mapping[str, tuple[str, ...]] = {  # the arguments of each
+    "index": NUMBERS,
+    "search": ("text", "offset"),
+    "session": ("session",),
+    "branch": ("session", "sample"),
+    "breaks": ("session", "sample"),
+    "image": ("session", "sha256"),
+    "group": ("group",),
+    "mismatch": (),
+}
 STRIP = 1000  # points of a rollout's strip in the group view
 SEARCH_S, MATCHES, AROUND = 1.5, 50, 60  # of one search request; messages, and characters beside the text
+TIMEOUT_S = 60.0  # of one call to a gateway
 FRESH_S = 2.0  # seconds for which a live source's advantages are cached
 TEXT = 2000  # characters of a message in the group view
 NO_MODEL = "this needs the model's tokenizer and chat template: start the viewer with --model DIR"
-NO_TRAINER = "no trainer log-probabilities: start the viewer with --trainer-logprobs FILE"
+NO_TRAINER = "no trainer log-probabilities: view a store or a samples file with --trainer-logprobs FILE"
 
 
 class ViewerData:
@@ -53,8 +67,22 @@ class ViewerData:
         self.source, self._renderer, self._trainer = source, renderer, dict(trainer or {})
         self._groups: dict[str, tuple[float, dict[str, float]]] = {}  # when they were computed, advantages by sample id
 
+    def ask(self, view: str, /, **query: str) -> JsonObject:
+        """The response of the view of this name; `query` has its arguments."""
+        if view not in VIEWS:
+            raise SessionNotFound(f"no such view; one of {', '.join(VIEWS)}")
+        given: JsonObject = {}
+        for name in VIEWS[view]:
+            if name in NUMBERS:
+                given |= {name: _whole(name, query[name])} if name in query else {}
+            elif name not in query:
+                raise InputError(f"{name}: missing")
+            else:
+                given[name] = query[name]
+        return getattr(self, view)(**given)
+
     def index(self, *, offset: int = 0, limit: int = PAGE) -> JsonObject:
-        rows, total = self.source.list_sessions(offset=offset, limit=limit)
+        rows, total = self.source.list_sessions(offset=offset, limit=min(limit, PAGE))
         return {
             "format": FORMAT,
             "source": {
@@ -87,67 +115,66 @@ class ViewerData:
         at = offset + done
         return {"matches": found, "searched": at, "total": total, "next": at if at < total and done else None}
 
-    def session(self, session_id: str) -> JsonObject:
-        view = self.source.load_session(session_id)
+    def session(self, session: str) -> JsonObject:
+        view = self.source.load_session(session)
         advantages = self._advantages(view)
         heads = [_head(branch, advantages.get(branch.sample.sample_id)) for branch in view.branches]
         return {"session": _row(view.summary), "metadata": view.metadata, "nodes": list(view.nodes), "branches": heads}
 
-    def branch(self, session_id: str, sample_id: str) -> JsonObject:
-        view, branch = self._find(session_id, sample_id)
-        sample, entropy = branch.sample, branch.entropy
-        trainer = self._trainer.get(sample_id)
+    def branch(self, session: str, sample: str) -> JsonObject:
+        view, branch = self._find(session, sample)
+        shown, entropy = branch.sample, branch.entropy
+        trainer = self._trainer.get(sample)
         if trainer is not None:
-            trainer.check(sample)
+            trainer.check(shown)
             entropy = entropy if trainer.entropy is None else trainer.entropy
         return {
-            **_head(branch, self._advantages(view).get(sample_id)),
-            "session_id": sample.session_id,
-            "group": sample.group,
-            "token_ids": list(sample.token_ids),
-            "rollout_logprobs": list(sample.rollout_logprobs),
+            **_head(branch, self._advantages(view).get(sample)),
+            "session_id": shown.session_id,
+            "group": shown.group,
+            "token_ids": list(shown.token_ids),
+            "rollout_logprobs": list(shown.rollout_logprobs),
             "trainer_logprobs": None if trainer is None else list(trainer.logprobs),
             "entropy": None if entropy is None else list(entropy),
-            "untrained": _ranges([0 if mask else 1 for mask in sample.loss_mask]),
+            "untrained": _ranges([0 if mask else 1 for mask in shown.loss_mask]),
             "spans": [
-                [s.start, s.end, s.kind, s.role, s.turn, s.policy_version, int(s.trainable), s.why]
-                for s in sample.spans
+                [s.start, s.end, s.kind, s.role, s.turn, s.policy_version, int(s.trainable), s.why] for s in shown.spans
             ],
-            "images": [[run.start, run.count, run.sha256, list(run.grid)] for run in sample.images],
+            "images": [[run.start, run.count, run.sha256, list(run.grid)] for run in shown.images],
             "inserted": self._inserted(branch),
             "blocks": self._blocks(branch),
             "malformed_calls": [
-                {"turn": call.turn, "status": call.status} for call in read_record(sample).malformed_calls
+                {"turn": call.turn, "status": call.status} for call in read_record(shown).malformed_calls
             ],
-            "pieces": self._pieces(sample.token_ids),
-            "certificate": {name: getattr(sample.certificate, name) for name in ("chain", "template", "tokenizer")},
+            "pieces": self._pieces(shown.token_ids),
+            "certificate": {name: getattr(shown.certificate, name) for name in ("chain", "template", "tokenizer")},
         }
 
-    def breaks(self, session_id: str, sample_id: str) -> JsonObject:
+    def breaks(self, session: str, sample: str) -> JsonObject:
         if self._renderer is None:
             raise ConfigError(NO_MODEL)
-        _, branch = self._find(session_id, sample_id)
-        found, sample = breaks_to_json(branch, self._renderer), branch.sample
+        _, branch = self._find(session, sample)
+        found, ids = breaks_to_json(branch, self._renderer), list(branch.sample.token_ids)
         return {
             **found,
-            "sample_id": sample_id,
-            "token_ids": list(sample.token_ids),
-            "rollout_logprobs": list(sample.rollout_logprobs),
-            "pieces": self._pieces([*sample.token_ids, *found["other_ids"]]),
+            "sample_id": sample,
+            "token_ids": ids,
+            "rollout_logprobs": list(branch.sample.rollout_logprobs),
+            "pieces": self._pieces([*ids, *found["other_ids"]]),
         }
 
-    def image(self, session_id: str, sha256: str) -> JsonObject:
-        data = self.source.load_image(session_id, sha256)
+    def image(self, session: str, sha256: str) -> JsonObject:
+        data = self.source.load_image(session, sha256)
         return {"url": f"data:{find_media_type(data)};base64,{encode_bytes(data)}"}
 
-    def group(self, name: str) -> JsonObject:
-        views = self.source.load_group(name)
+    def group(self, group: str) -> JsonObject:
+        views = self.source.load_group(group)
         if not views:
-            raise SessionNotFound(f"no session of group {name!r}")
+            raise SessionNotFound(f"no session of group {group!r}")
         branches = [branch for view in views for branch in view.branches if branch.abandoned is None]
         advantages = compute_advantages([branch.sample for branch in branches])
         totals = {name: sum(getattr(view.summary, name) for view in views) for name in ("sampled", "trained")}
-        return {"group": name, **totals, "rollouts": [self._rollout(branch, advantages) for branch in branches]}
+        return {"group": group, **totals, "rollouts": [self._rollout(branch, advantages) for branch in branches]}
 
     def mismatch(self) -> JsonObject:
         if not self._trainer:
@@ -238,6 +265,31 @@ class ViewerData:
             "strip": known if len(known) <= STRIP else [min(known[a:b]) for a, b in pairwise(edges)],
             "messages": [{**message, "content": message["content"][:TEXT]} for message in messages],
         }
+
+
+class GatewayData:
+    """The same API, answered by a running gateway's own viewer. `key` is the gateway's admin key."""
+
+    def __init__(self, url: str, *, key: str | None) -> None:
+        address = url.rstrip("/").removesuffix("/v1").removesuffix("/view")
+        self.name, self._client = address.partition("://")[2], Client(address, key, timeout_s=TIMEOUT_S)
+        self.close = self._client.close
+        try:
+            self.ask("index", limit="1")
+        except (ConfigError, GatewayError) as error:  # a wrong address or key is a start-up error
+            self.close()
+            raise ConfigError(str(error)) from error
+
+    def ask(self, view: str, /, **query: str) -> JsonObject:
+        if view == "mismatch":
+            raise ConfigError(NO_TRAINER)
+        return self._client.call("GET", f"/view/data/{view}?{urlencode(query)}")
+
+
+def _whole(name: str, text: str) -> int:
+    if not text.isascii() or not text.isdigit() or len(text) > 9:
+        raise InputError(f"{name}: must be a whole number from 0 up")
+    return int(text)
 
 
 def _advantages(views: Sequence[SessionView]) -> dict[str, float]:

@@ -20,7 +20,7 @@ from tokentrue.errors import FileFormatError, TokenTrueError
 from tokentrue.json_types import JsonObject, JsonValue
 from tokentrue.records import record
 from tokentrue.samples.trainer_logprobs import TrainerLogprobs
-from tokentrue.viewer.data import PAGE, ViewerData
+from tokentrue.viewer.data import GatewayData, ViewerData
 from tokentrue.viewer.records import RecordSource, ViewRenderer
 from tokentrue.viewer.sources import SessionList
 
@@ -45,7 +45,7 @@ def encode_json(value: JsonValue) -> bytes:
 
 
 def write_export(
-    data: ViewerData, path: str | Path, *, most_tokens: int = MOST_TOKENS, report: Report | None = None
+    data: ViewerData | GatewayData, path: str | Path, *, most_tokens: int = MOST_TOKENS, report: Report | None = None
 ) -> int:
     """Writes the first sessions that together fit into `most_tokens`; returns their number."""
     answers, count = collect_answers(data, most_tokens=most_tokens)
@@ -61,9 +61,9 @@ def write_export(
     return count
 
 
-def collect_answers(data: ViewerData, *, most_tokens: int) -> tuple[JsonObject, int]:
+def collect_answers(data: ViewerData | GatewayData, *, most_tokens: int) -> tuple[JsonObject, int]:
     """The responses that the page will request, by `answer_key`, and the number of sessions."""
-    index = data.index(limit=PAGE)
+    index = data.ask("index")
     answers: JsonObject = {}
     kept: list[JsonValue] = []
     tokens = image_bytes = 0
@@ -72,22 +72,22 @@ def collect_answers(data: ViewerData, *, most_tokens: int) -> tuple[JsonObject, 
         if kept and tokens > most_tokens:
             break
         name = row["session_id"]
-        answers[answer_key("session", name)] = session = data.session(name)
+        answers[answer_key("session", name)] = session = data.ask("session", session=name)
         kept.append(session["session"])
         for sample in (head["sample_id"] for head in session["branches"]):
-            answers[answer_key("branch", name, sample)] = branch = data.branch(name, sample)
+            answers[answer_key("branch", name, sample)] = branch = data.ask("branch", session=name, sample=sample)
             for sha256 in {image[2] for image in branch["images"]}:
                 with suppress(TokenTrueError):  # the page says that it is not here
-                    shown = data.image(name, sha256)
+                    shown = data.ask("image", session=name, sha256=sha256)
                     image_bytes += len(shown["url"])
                     if image_bytes <= MOST_IMAGE_BYTES:
                         answers[answer_key("image", name, sha256)] = shown
             if index["has_text"]:
-                answers[answer_key("breaks", name, sample)] = data.breaks(name, sample)
+                answers[answer_key("breaks", name, sample)] = data.ask("breaks", session=name, sample=sample)
     for group in {row["group"] for row in kept if row["group"] is not None}:
-        answers[answer_key("group", group)] = data.group(group)
+        answers[answer_key("group", group)] = data.ask("group", group=group)
     if index["has_trainer"]:
-        answers[answer_key("mismatch")] = data.mismatch()
+        answers[answer_key("mismatch")] = data.ask("mismatch")
     shown = {"source": {**index["source"], "live": False}, "sessions": kept, "left_out": index["total"] - len(kept)}
     answers[answer_key("index", "0")] = {**index, **shown}
     return answers, len(kept)

@@ -1,27 +1,25 @@
-"""The viewer's sources: a samples file or list, a durable store, a running gateway.
+"""The viewer's sources: a samples file or list, a durable store.
 
 A samples file has neither messages nor abandoned branches; a store has both, and what the engine reported for each
-token; a gateway is read over its public HTTP.
+token.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
 
-from tokentrue.errors import ConfigError, GatewayError, SessionNotFound
-from tokentrue.json_types import JsonMapping, JsonObject
+from tokentrue.errors import SessionNotFound
+from tokentrue.json_types import JsonObject
 from tokentrue.samples import assemble, read_samples
-from tokentrue.samples.assemble import reward_of_path
 from tokentrue.samples.images import ImageFolder
 from tokentrue.samples.recorded_turns import read_record
-from tokentrue.samples.shape import decode
 from tokentrue.sessions import Journal, SessionRecord, Tree
 from tokentrue.sessions.description import describe_node
 from tokentrue.sessions.journal.journal import load_tree
@@ -38,11 +36,9 @@ from tokentrue.viewer.records import (
     view_node,
 )
 
-STORE_S, OWN_GATEWAY_S, GATEWAY_S = 0.5, 0.1, 1.0  # for summaries in one request; a gateway has other work to do
+STORE_S, GATEWAY_S = 0.5, 0.1  # for summaries in one request; a gateway has other work to do
 TASK_CHARS = 120
 ACTIVE_S = 60.0
-TIMEOUT_S = 60.0  # of one call to a gateway
-GATEWAY_PAGE = 200
 
 
 class SessionList(RecordSource):
@@ -57,22 +53,16 @@ class SessionList(RecordSource):
             view.summary.session_id: (view.summary.group, lambda view=view: view) for view in views
         }
 
-    def _refresh(self) -> None:
-        pass
-
     def list_sessions(self, *, offset: int, limit: int) -> tuple[list[SessionSummary], int]:
-        self._refresh()
         page = islice(self._sessions.values(), offset, offset + limit)
         return [load().summary for _, load in page], len(self._sessions)
 
     def load_session(self, session_id: str) -> SessionView:
-        self._refresh()
         if session_id not in self._sessions:
             raise SessionNotFound(f"no session {session_id!r} in {self.name}")
         return self._sessions[session_id][1]()
 
     def load_group(self, group: str) -> list[SessionView]:
-        self._refresh()
         return [load() for known, load in self._sessions.values() if known == group]
 
 
@@ -88,42 +78,15 @@ class SampleList(SessionList):
 
 
 class FileSource(SampleList):
-    """A samples file in any format, its last sessions first; reloaded when it changes."""
-
-    live = True
+    """A samples file in any format, its last sessions first. It is read once: the store shows how a run grows."""
 
     def __init__(self, path: str | Path) -> None:
-        self._path = Path(path)
-        self._stamp = self._stat()
-        self._load(self._path.name)
-
-    def _load(self, name: str) -> None:
-        super().__init__(read_samples(self._path), name=name)
+        super().__init__(read_samples(path), name=Path(path).name)
         self._sessions = dict(reversed(self._sessions.items()))
-
-    def is_active(self) -> bool:
-        return is_recent(self._path)
+        self._images = ImageFolder(path)
 
     def load_image(self, session_id: str, sha256: str) -> bytes:
-        return ImageFolder(self._path).read(sha256)[0]
-
-    def _stat(self) -> tuple[int, int] | None:
-        if not self._path.is_file():
-            return None
-        facts = self._path.stat()
-        return facts.st_mtime_ns, facts.st_size
-
-    def _refresh(self) -> None:
-        stamp = self._stat()
-        if stamp is not None and stamp != self._stamp:
-            self._load(self.name)
-            self._stamp = stamp
-
-
-def is_recent(*paths: Path) -> bool:
-    """Whether one of the files was written within a minute; True if there is none, as for PostgreSQL."""
-    there = [path.stat().st_mtime for path in paths if path.is_file()]
-    return not there or time.time() - max(there) < ACTIVE_S
+        return self._images.read(sha256)[0]
 
 
 def view_from_samples(samples: Sequence[Sample]) -> SessionView:
@@ -216,7 +179,7 @@ class StoreSource(RecordSource):
 
     def __init__(self, journal: Journal, *, name: str, kind: SourceKind = "store") -> None:
         self.name, self.kind, self._journal = name, kind, journal
-        self._summaries = SummaryCache(STORE_S if kind == "store" else OWN_GATEWAY_S)
+        self._summaries = SummaryCache(STORE_S if kind == "store" else GATEWAY_S)
 
     def list_sessions(self, *, offset: int, limit: int) -> tuple[list[SessionSummary], int]:
         total, records = self._journal.count(), self._journal.sessions(offset=offset, limit=limit)
@@ -224,8 +187,10 @@ class StoreSource(RecordSource):
         return self._summaries.read(heads, lambda name: self.load_session(name).summary), total
 
     def is_active(self) -> bool:
+        """Whether it is a gateway's, was written within a minute, or is no file (PostgreSQL)."""
         path = self._journal.target.removeprefix("sqlite:")
-        return self.kind == "gateway" or is_recent(Path(path), Path(f"{path}-wal"))
+        written = [each.stat().st_mtime for each in (Path(path), Path(f"{path}-wal")) if each.is_file()]
+        return self.kind == "gateway" or not written or time.time() - max(written) < ACTIVE_S
 
     def load_session(self, session_id: str) -> SessionView:
         return view_from_tree(*load_tree(self._journal, session_id))
@@ -314,75 +279,3 @@ def branch_from_tree(tree: Tree, sample: Sample, abandoned: str | None) -> Branc
         projection=path[-1].projection,
         abandoned=abandoned,
     )
-
-
-class GatewaySource(RecordSource):
-    """`key` is the gateway's admin key."""
-
-    kind = "gateway"
-
-    def __init__(self, url: str, *, key: str | None) -> None:
-        from tokentrue.client import Client
-
-        address = url.rstrip("/").removesuffix("/v1").removesuffix("/view")
-        self.name = address.partition("://")[2]
-        self._client = Client(address, key, timeout_s=TIMEOUT_S)
-        self._summaries = SummaryCache(GATEWAY_S)
-        try:
-            self._client.sessions(limit=1)
-        except (ConfigError, GatewayError) as error:  # a wrong address or key is a start-up error
-            self.close()
-            raise ConfigError(str(error)) from error
-
-    def list_sessions(self, *, offset: int, limit: int) -> tuple[list[SessionSummary], int]:
-        page = self._client.call("GET", f"/sessions?offset={offset}&limit={limit}")
-        heads = [(summary_head_from_json(listed), listed) for listed in page["sessions"]]
-
-        def load(name: str) -> SessionSummary:
-            return view_from_json(self._client.session_state(name)).summary
-
-        return self._summaries.read(heads, load), page["total"]
-
-    def load_session(self, session_id: str) -> SessionView:
-        view = view_from_json(self._client.session_state(session_id))
-        samples = self._client.session_samples(session_id).samples
-        return replace(view, branches=view_from_samples(samples).branches) if samples else view
-
-    def load_group(self, group: str) -> list[SessionView]:
-        found: list[SessionView] = []
-        page: list[JsonObject] = []
-        while page := self._client.sessions(limit=GATEWAY_PAGE, group=group, after=page[-1] if page else None):
-            found += [self.load_session(item["session_id"]) for item in page if item["group"] == group]
-        return found
-
-    def load_image(self, session_id: str, sha256: str) -> bytes:
-        return self._client.session_image(session_id, sha256)
-
-    def close(self) -> None:
-        self._client.close()
-
-
-def summary_head_from_json(shown: JsonMapping) -> SessionSummary:
-    known = {name: shown[name] for name in ("session_id", "group", "state", "created", "reward")}
-    return SessionSummary(**known, in_flight=shown.get("in_flight", 0))
-
-
-def view_from_json(shown: JsonMapping) -> SessionView:
-    coverage = decode(shown["coverage"], Coverage, f"session {shown['session_id']}: coverage")
-    reasons = {item.node: item.why for item in coverage.untrained}
-    nodes = tuple(view_node(node, reasons) for node in shown["nodes"])
-    rewards = [reward_of_path(path, shown["leaf_rewards"], shown["reward"]) for path in trained_paths(nodes)]
-    summary = summarise(summary_head_from_json(shown), nodes, coverage, rewards)
-    return SessionView(summary=summary, nodes=nodes, branches=(), metadata=dict(shown["metadata"]))
-
-
-def trained_paths(nodes: Sequence[JsonMapping]) -> Iterator[list[str]]:
-    parents = {node["id"]: node["parent"] for node in nodes}
-    trained = [node["id"] for node in nodes if node["untrained"] is None]
-    continued = {parents[node] for node in trained}
-    for leaf in trained:
-        if leaf not in continued:
-            path = [leaf]
-            while (parent := parents[path[-1]]) is not None:
-                path.append(parent)
-            yield path[::-1]

@@ -25,7 +25,7 @@ MESSAGES = [{"role": "user", "content": QUESTION}]
 async def run_verl() -> int:
     kind = importlib.import_module("verl_loop").GatewayLoop
     loop = kind.__new__(kind)  # verl's constructor wants its servers; the rollout does not
-    loop.rollout_config = SimpleNamespace(prompt_length=512, response_length=512)
+    loop.rollout_config, loop.processor = SimpleNamespace(prompt_length=512, response_length=512), None
     made = await loop.run({"temperature": 1.0}, raw_prompt=MESSAGES, reward_model={"ground_truth": EXPECTED}, uid="q")
     return sum(made.response_mask)
 

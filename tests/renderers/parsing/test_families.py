@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests import parts
+from tests.marks import slow_but_every
 from tokentrue.renderers.families import FAMILIES, Clues, family_for
 
 REAL = {
@@ -50,7 +51,7 @@ PINNED = {
 NOBODY = SimpleNamespace(added_tokens_decoder={})
 
 
-@pytest.mark.parametrize("name", REAL)
+@pytest.mark.parametrize("name", slow_but_every(4, REAL))
 def test_real_templates_are_recognised(name: str) -> None:
     template = parts.templates().get(name)
     if template is None:

@@ -18,10 +18,15 @@ export function Report({ index }) {
     <div class="charts">${charts.map((chart) => html`<${Chart} key=${chart.title} ...${chart} />`)}</div>
     ${index.has_trainer && html`<${Compared} />`}
     <${Facts} items=${facts} />
-    ${tables.map((table) => html`<section key=${table.title}><h2>${table.title}</h2><div class="scroll-x" tabindex="0" role="region" aria-label=${table.title}><table class="list">
-      <thead><tr>${table.columns.map((column, i) => html`<th key=${column} scope="col" class=${i ? "num" : ""}>${column}</th>`)}</tr></thead>
-      <tbody>${table.rows.map((row, r) => html`<tr key=${r}>${row.map((cell, i) => html`<td key=${i} class=${i ? "num" : ""}>${typeof cell === "number" ? compact(cell) : cell}</td>`)}</tr>`)}</tbody></table></div></section>`)}
+    ${tables.map((table) => html`<section key=${table.title}><h2>${table.title}</h2><div class="scroll-x" tabindex="0" role="region" aria-label=${table.title}><table class="list report">
+      <thead><tr>${table.columns.map((column, i) => html`<th key=${column} scope="col" class=${isNumeric(table, i) ? "num" : ""}>${column}</th>`)}</tr></thead>
+      <tbody>${table.rows.map((row, r) => html`<tr key=${r}>${row.map((cell, i) => html`<td key=${i} class=${isNumeric(table, i) ? "num" : ""}>${typeof cell === "number" ? compact(cell) : cell}</td>`)}</tr>`)}</tbody></table></div></section>`)}
   </main>`;
+}
+
+// Columns of text stay on the left; a figure may be a string ("0.52 [0.44, 0.60]", "–").
+function isNumeric(table, column) {
+  return column > 0 && table.rows.every((row) => typeof row[column] === "number" || /^([-+−]?[.\d]|[–-]?$)/.test(row[column] ?? ""));
 }
 
 function Compared() {

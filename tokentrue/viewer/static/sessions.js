@@ -31,7 +31,8 @@ export function Sessions({ index, go, query }) {
   }, []);
   const all = useAllRows(index);
   const sort = { column: filter.sort.replace(/^-/, "") || null, down: filter.sort.startsWith("-") };
-  const rows = sorted(all.filter((s) => passes(s, filter)), sort);
+  const named = new Set(found?.matches.map((m) => m.session_id)); // sessions whose messages hold the text stay in the list
+  const rows = sorted(all.filter((s) => passes(s, filter, named)), sort);
   const states = [...new Set(all.map((s) => s.state))];
   const rewards = all.map((s) => s.reward).filter((r) => r != null);
   const range = [Math.min(0, ...rewards), Math.max(1, ...rewards)];
@@ -160,8 +161,8 @@ function Curves({ rows }) {
   return html`<div class="charts curves">${made.map((chart) => html`<${Chart} key=${chart.title} ...${chart} />`)}</div>`;
 }
 
-function passes(s, f) {
-  if (f.text && !`${s.session_id} ${s.group ?? ""} ${s.task}`.toLowerCase().includes(f.text.toLowerCase())) return false;
+function passes(s, f, named) {
+  if (f.text && !named.has(s.session_id) && !`${s.session_id} ${s.group ?? ""} ${s.task}`.toLowerCase().includes(f.text.toLowerCase())) return false;
   if (f.state && s.state !== f.state) return false;
   if (f.partial && s.trained === s.sampled) return false;
   if (f.forked && s.forks === 0) return false;

@@ -71,8 +71,9 @@ export function Facts({ items }) {
 }
 
 export function Coverage({ sampled, trained }) {
-  const share = sampled ? trained / sampled : 0;
-  const full = sampled > 0 && trained === sampled;
+  if (!sampled) return html`<span class="num">–</span>`;
+  const share = trained / sampled;
+  const full = trained === sampled;
   return html`<span class=${full ? "coverage full" : "coverage"}>
     <span class="bar" aria-hidden="true"><span style=${{ width: `${100 * share}%` }}></span></span>
     <span class="num">${percent(trained, sampled)}</span>
