@@ -7,7 +7,7 @@ JOBS   ?= 3
 # Of `make experiments`: cpu or cuda.
 DEVICE ?= cpu
 
-BROWSER := $(VENV)/.browser
+PROGRAMS := $(VENV)/.programs
 
 .PHONY: demo test docs check bench experiments clean package wheels images test-slow test-load test-many-gateways test-day test-lowest test-postgres test-partitions test-hostile test-fuzz conformance test-harness test-vllm test-frameworks test-gpu
 
@@ -21,15 +21,15 @@ $(VENV)/.dev: $(VENV)/.base
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
 	touch $@
 
-# The viewer's tests drive a real browser.
-$(BROWSER): $(VENV)/.dev
-	sh scripts/install_browser.sh $(BIN)/python
+# Programs that tests run: a browser, bubblewrap, PostgreSQL.
+$(PROGRAMS): $(VENV)/.dev
+	sh scripts/install_programs.sh $(BIN)/python
 	touch $@
 
 demo: $(VENV)/.base
 	$(BIN)/tokentrue demo
 
-test: $(VENV)/.dev $(BROWSER)
+test: $(VENV)/.dev $(PROGRAMS)
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow and not gpu and not vllm and not harness and not load and not fuzz and not frameworks"
 
 # What takes minutes, or needs a real engine, a GPU or npm, has a target of its own.

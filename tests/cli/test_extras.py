@@ -42,6 +42,11 @@ def test_the_missing_extra_is_named(command: tuple[str, ...], extra: str) -> Non
 LIGHT = [("--version",), ("--help",), ("audit", "nothing.jsonl"), ("samples", "sqlite:nothing.sqlite", "-o", "x")]
 
 
+def test_the_demo_that_lacks_its_extra_leaves_no_directory(tmp_path: Path) -> None:
+    done = run_without(set().union(*EXTRAS.values()), "demo", "--out", str(tmp_path / "out" / "demo"))
+    assert done.returncode == 2 and not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("command", LIGHT)
 def test_the_base_has_what_a_trainer_needs(command: tuple[str, ...]) -> None:
     done = run_without(set().union(*EXTRAS.values()), *command)

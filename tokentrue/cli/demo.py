@@ -18,7 +18,15 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
-from tokentrue.cli.common import AsJson, describe_costs, pluralise, print_json, progress_bar, show_share
+from tokentrue.cli.common import (
+    AsJson,
+    describe_costs,
+    pluralise,
+    print_json,
+    progress_bar,
+    require_folder,
+    show_share,
+)
 from tokentrue.hub import SMALL_MODEL, load_causal_model
 from tokentrue.plain_json import dumps
 from tokentrue.records import record
@@ -79,7 +87,7 @@ def command(
 ) -> int:
     """A tool-calling agent over HTTP against the exact engine: rollouts, samples, GRPO, report. Under three minutes on
     two cores."""
-    out.mkdir(parents=True, exist_ok=True)  # before anything is loaded: report a bad path at once
+    require_folder(out)  # before anything is loaded: report a bad path at once
     from tokentrue.app.libraries import quiet_libraries
 
     quiet_libraries(threads)
@@ -102,6 +110,7 @@ async def run(*, seed: int, steps: int, tasks: int, heldout: int, out: Path, qui
     from tokentrue.train import MetricsWriter, OptimConfig, Publisher, TrainConfig, Trainer, config_hash, train
 
     began = time.perf_counter()
+    out.mkdir(parents=True, exist_ok=True)
     for name in LEFT_BEHIND:  # by an earlier demo
         (out / name).unlink(missing_ok=True)
     shutil.rmtree(out / "tensorboard", ignore_errors=True)
