@@ -37,7 +37,7 @@ def open_browser() -> Iterator[Browser]:
         path = find_browser()
         if path is None and not Path(playwright.chromium.executable_path).exists():
             pytest.fail(
-                "no browser: run `sh scripts/install_browser.sh .venv/bin/python`, or set TOKENTRUE_BROWSER to a Chromium"
+                "no browser: run `sh scripts/install_programs.sh .venv/bin/python`, or set TOKENTRUE_BROWSER to a Chromium"
             )
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
         try:
