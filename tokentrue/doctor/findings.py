@@ -28,16 +28,17 @@ class Finding:
     fault: str = ""
     detail: str = ""
     confidence: Confidence = "high"
+    alternatives: tuple[str, ...] = ()  # other names that no measurement here separates from `fault`
 
     @property
     def cause(self) -> str:
-        return CAUSES[self.fault][0] if self.fault else ""
+        return "; or ".join(CAUSES[name][0] for name in (self.fault, *self.alternatives) if name)
 
     @property
     def cure(self) -> str:
         return CAUSES[self.fault][1] if self.fault else ""
 
-    def to_json(self) -> dict[str, str]:
+    def to_json(self) -> dict[str, object]:
         return {**asdict(self), "verdict": self.verdict.value, "cause": self.cause, "cure": self.cure}
 
 
@@ -45,8 +46,17 @@ def ok(figure: str, *, detail: str = "", probe: str = "") -> Finding:
     return Finding(probe=probe, verdict=Verdict.OK, figure=figure, detail=detail)
 
 
-def fault(name: str, figure: str, *, confidence: Confidence = "high", detail: str = "") -> Finding:
-    return Finding(verdict=Verdict.FAULT, figure=figure, fault=name, confidence=confidence, detail=detail)
+def fault(
+    name: str, figure: str, *, confidence: Confidence = "high", detail: str = "", alternatives: tuple[str, ...] = ()
+) -> Finding:
+    return Finding(
+        verdict=Verdict.FAULT,
+        figure=figure,
+        fault=name,
+        confidence=confidence,
+        detail=detail,
+        alternatives=alternatives,
+    )
 
 
 def cannot_tell(why: str, *, figure: str = "-", probe: str = "") -> Finding:
@@ -202,6 +212,5 @@ FOLLOWS: Mapping[str, Sequence[str]] = {
     "unstable": (*REPEATS, *NAMED, *LEFT, *MEANING),
     **dict.fromkeys(("batch_variant", "prefix_cache"), ("unknown", "prefill_decode", *MEANING)),
     "unknown": ("prefill_decode",),  # a symptom of whatever it is
-    "routing": ("unknown",),
 }
 """What each fault explains: findings of these names beside it are its consequences."""

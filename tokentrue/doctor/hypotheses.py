@@ -673,7 +673,9 @@ def _rebuild_rope(trial: Trial, x: float, *, rope_type: str, is_whole: bool = Tr
 def _sizes(reference: Reference) -> Iterator[Hypothesis]:
     """What any part returns, times a number."""
     inner = _find(reference.model, r"(proj|norm|self_attn|mlp)$")
-    for kind, units in by_kind(_hook_all(inner, lambda inputs, output, x: output * x)):
+    scaled = _hook_all(inner, lambda inputs, output, x: output * x)
+    added = {at: unit for at, unit in scaled.items() if at.endswith(("self_attn", "mlp"))}
+    for kind, units in (("attention and MLP", added), *by_kind(scaled)):
         label = f"what {kind} returns times {{x:.4g}}"
         yield Hypothesis("weight_scale", label, units, (*FAR, 0.0), "real", 1.0, is_general=True)
 

@@ -105,7 +105,7 @@ def _judge(exam: Examination, seen: Sequence[tuple[list[PromptImage], Observatio
             left.append((float(measure().mean()), "image_cache", "features of the previous weights"))
     size, name, what = min(left)
     rival = min(each for each, other, _ in left if other != name)
-    is_named = size <= max(limit, 0.05 * float(gaps.mean())) and rival > 2 * size
+    is_named = size <= limit and rival > 2 * size
     return fault(
         name if is_named else "unknown", figure, detail=f"{what} leaves {size:.2g}, the next cause {rival:.2g}"
     )

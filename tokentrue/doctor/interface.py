@@ -121,7 +121,8 @@ async def gather_observations(exam: Examination) -> Finding:
         if counted := re.search(r"counted (\d+) prompt tokens where (\d+) were sent", str(error)):
             theirs, sent = map(int, counted.groups())
             known = "bos_added" if theirs == sent + 1 else "context_truncated" if theirs < sent else "prompt_changed"
-            found = fault(known, f"{theirs} prompt tokens of {sent}", detail=str(error))
+            others = () if known == "prompt_changed" else ("prompt_changed",)  # a count does not say where
+            found = fault(known, f"{theirs} prompt tokens of {sent}", detail=str(error), alternatives=others)
     except (EngineError, InputError) as error:
         found = fault("engine_refused", "no answer", detail=str(error))
     return replace(found, probe="contract: ids and log-probabilities")
@@ -154,17 +155,17 @@ def _uncertain(prompts: Sequence[Sequence[int]], completions: Sequence[Completio
     return [prefix for _, prefix in sorted(found)[:4]]
 
 
-OTHER_REPORTS = "the draws are always the same, and not what is reported as likeliest"
+OTHER_REPORTS = "the draws hardly vary, and are not what is reported as likeliest"
 
 
 async def probe_meaning(exam: Examination) -> list[Finding]:
     tops = await _read_tops(exam)
     if tops.verdict != "ok":
         return [tops, await _wire(exam)]
-    found = [tops, await _temperature(exam), await _low_temperature(exam)]
-    if found[-1].detail == OTHER_REPORTS:
-        return [*found, await _wire(exam)]
-    return [*found[1:], *[await ask(exam) for ask in (_filters, _wire)]]
+    found = [await _temperature(exam), await _low_temperature(exam)]
+    if found[-1].detail == OTHER_REPORTS:  # no reading of the reports is tried on draws of another distribution
+        return [tops, cannot_tell(found[0].figure, probe=found[0].probe), found[1], await _wire(exam)]
+    return [*found, *[await ask(exam) for ask in (_filters, _wire)]]
 
 
 @probe("meaning")
@@ -186,15 +187,17 @@ async def _temperature(exam: Examination) -> Finding:
     except SamplingError as error:
         return fault("raw_logprobs", "refused by the adapter", detail=str(error))
     ratios: list[float] = []
+    doubts: list[float] = []  # how far rounding may move each ratio
     for warm, completion in zip(exam.tops, found, strict=True):
         cold, first = (completion.top_logprobs or ({},))[0], _likeliest(warm)
         both = [t for t in warm if first in cold and t in cold and warm[first] - warm[t] > CLEAR_GAP]
         ratios += [(cold[first] - cold[t]) / (warm[first] - warm[t]) for t in both]
+        doubts += [0.03 + 3 * exam.mean_limit / (warm[first] - warm[t]) for t in both]
     if not ratios:
         return cannot_tell("no prompt has two tokens that are told apart")
     middle = median(ratios)
     figure = f"gaps grow {middle:.3f}-fold at T = 0.5, expected 2"
-    if sum(abs(ratio / middle - 1) < 0.15 for ratio in ratios) < 0.8 * len(ratios):
+    if any(abs(ratio - middle) > doubt * max(1.0, middle) for ratio, doubt in zip(ratios, doubts, strict=True)):
         return cannot_tell("gaps between log-probabilities do not grow together", figure=figure)
     if abs(middle - 2.0) < 0.1:
         return ok(figure)
@@ -205,7 +208,7 @@ async def _temperature(exam: Examination) -> Finding:
 async def _low_temperature(exam: Examination) -> Finding:
     """At temperature 0.02 the likeliest token is sampled, where it is clearly likelier."""
     drawn: dict[int, list[int]] = {}
-    for n in range(3):
+    for n in range(4):
         found = await exam.generate(exam.open_prompts(), Sampling(temperature=0.02, max_tokens=1, seed=exam.seed + n))
         for number, (top, completion) in enumerate(zip(exam.tops, found, strict=True)):
             first, second = sorted(top.values(), reverse=True)[:2]
@@ -215,10 +218,12 @@ async def _low_temperature(exam: Examination) -> Finding:
         return cannot_tell("no prompt has a clearly likeliest first token")
     hits = [token == _likeliest(exam.tops[number]) for number, tokens in drawn.items() for token in tokens]
     figure = f"{sum(hits)} of {len(hits)} samples are the likeliest token at T = 0.02"
-    if not all(hits) and all(len(set(tokens)) == 1 for tokens in drawn.values()):
+    if all(hits):
+        return ok(figure)
+    if sum(len(set(tokens)) > 1 for tokens in drawn.values()) < len(drawn) / 2:
         # Draws that ignore the temperature vary: these follow it, and the reports are of another distribution.
         return cannot_tell(OTHER_REPORTS, figure=figure)
-    return ok(figure) if all(hits) else fault("temperature_ignored", figure)
+    return fault("temperature_ignored", figure)
 
 
 def _likeliest(top: Mapping[int, float]) -> int:

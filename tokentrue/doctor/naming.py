@@ -11,7 +11,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -47,6 +47,7 @@ FEW = 6  # layers that are tried one by one
 MANY = 40  # parts of a model that are tried one by one
 FINALISTS = 8
 CHANCE = 1e-6  # of draws that look like another distribution by themselves
+UNEVEN = 1.63  # Kolmogorov's distance times the root of the count; true draws are beyond it once in a hundred times
 LIKELIEST = 1024  # tokens that a filter may keep
 
 
@@ -80,6 +81,7 @@ class Evidence:
         self.position = torch.tensor([at for seen in self.observations for at in seen.positions])[self.row]
         self.held = self.row % 2 == 1
         self.mean_limit, self.largest_limit = 5e-5, 1e-3  # of |e| of chosen tokens: beyond this it is no rounding
+        self.honest = 1.0  # the size of a difference that is nothing but rounding; `limit` leaves room for other orders
         self.coarseness = 1.0  # the coarsest order of rounding ÷ the one that trials can use
         self.spread, self.limit = self._measure_spread()
 
@@ -130,6 +132,7 @@ class Evidence:
         )
         sizes = [self.size(one) for one in found]
         self.coarseness = max(sizes) / max(sizes[0], 1e-12)
+        self.honest = 1.25 * max(sizes)
         return self.spread, BAND * max(sizes)
 
     def size(self, residual: Tensor, where: Tensor | None = None) -> float:
@@ -211,6 +214,10 @@ class Fit:
     x: float
     left: float
     residual: Tensor
+    own: float | None = None  # size of what the cause leaves in another order of rounding, where it is known
+
+    def predicted(self, data: Evidence) -> Tensor:
+        return data.e - self.residual
 
     @property
     def fault(self) -> str:
@@ -240,25 +247,43 @@ def judge(
         everything = range(len(data.observations))
         fits = [*(try_value(data, one, 0.0, everything, ~data.held) for one in more), *fits]
         confirmed = [one for one in fits if is_confirmed(data, one, departs=departs)]
+    if not confirmed and departs and data.is_exact:
+        fits = [*fit_dtypes(data), *fits]
+        confirmed = [one for one in fits if is_confirmed(data, one, departs=departs)]
     confirmed.sort(key=lambda one: one.hypothesis.is_general)
-    best = confirmed[0] if confirmed else None
-    least = math.inf if best is None else data.gain(best.residual) - TIE
-    rivals = [
-        one for one in fits
-        if best and one.fault != best.fault and data.gain(one.residual) > least
-        and one.hypothesis.is_general <= best.hypothesis.is_general
-    ]  # fmt: skip
-    if best is not None and not rivals:
-        part = f"{100 * share(data, best):.0f}% of the difference on tokens that the fit has not seen"
-        confidence = "high" if departs else "medium"
-        return fault(best.fault, figure, detail=f"{best.label}: explains {part}", confidence=confidence)
+    for best in confirmed[:1]:
+        rivals = [
+            one for one in fits if one.fault != best.fault and data.gain(one.residual) > data.gain(best.residual) - TIE
+        ]
+        # What predicts the same numbers is the same computation: no measurement of log-probabilities separates them.
+        apart = data.limit if data.is_exact else data.honest / 2
+        same = [one for one in rivals if data.size(one.residual - best.residual) < apart]
+        if len(same) < len(rivals) or has_more(data, best, fits):
+            break
+        words = f"{best.label}: explains {100 * share(data, best):.0f}% of the difference on tokens that the fit has not seen"
+        others = {one.fault: one.label for one in same}
+        words += "".join(f"; the same numbers as {label} ({name})" for name, label in others.items())
+        confidence = "high" if departs and not others else "medium"
+        return fault(best.fault, figure, detail=words, confidence=confidence, alternatives=tuple(others))
     if not departs:
         return ok(figure)
-    if best is None and (words := reports_differ(data)):
+    if not confirmed and (words := reports_differ(data)):
         return fault("other_reports", figure, confidence="medium", detail=words)
-    if best is None and data.is_exact and (rounding := name_dtype(data)):
-        return fault(rounding[0], figure, confidence="medium", detail=rounding[1])
-    return describe_unknown(data, [best, *rivals] if best else fits, figure, advice, is_tie=best is not None)
+    return describe_unknown(data, fits, figure, advice, is_tie=bool(confirmed))
+
+
+def has_more(data: Evidence, best: Fit, fits: Sequence[Fit]) -> bool:
+    """Whether what the cause leaves contains another one: then it is not the whole cause."""
+    if data.size(best.residual, data.held) <= data.honest:
+        return False
+    for one in fits:
+        more = one.predicted(data)
+        per = data.weight * (more.abs() < WORST) / data.spread.square() * ~data.held
+        part = float((per * more * best.residual).sum() / (per * more.square()).sum().clamp(min=1e-30))
+        gain = data.gain(best.residual - part * more) - data.gain(best.residual)
+        if one.fault != best.fault and part > 0.05 and gain > EVIDENCE:
+            return True
+    return False
 
 
 def share(data: Evidence, fit: Fit) -> float:
@@ -293,13 +318,14 @@ def fit_all(data: Evidence, hypotheses: Iterable[Hypothesis]) -> list[Fit]:
             if hypothesis.is_partial:
                 chosen = choose_units(data, hypothesis, hypothesis.grid[0], first, inside)
                 hypothesis = replace(chosen, details=hypothesis.details)
-            best = fit_number(data, hypothesis, first, inside, alike)
+            best = fit_number(data, hypothesis, first, inside, 0.4 if data.is_exact else alike)
         except RuntimeError:
             continue  # shapes of this model do not allow it
         found.append(best)
         is_whole = best.left < data.limit / 2 if data.is_exact else best.left < min(data.limit, 0.1 * whole)
         if is_whole and visible >= 2 * TOKENS and explains_all(data, best):
-            break  # nothing but rounding is left on many tokens: what else leaves nothing is the same computation
+            found += list_equals(data, best, queue)
+            break
         if best.left > 0.9 * whole and min(one.left for one in found) < 0.3 * whole:
             continue  # another cause explains most already
         predicted = data.e - best.residual
@@ -325,6 +351,20 @@ def fit_all(data: Evidence, hypotheses: Iterable[Hypothesis]) -> list[Fit]:
     return sort_again(data, found[:FINALISTS], range(len(data.observations)), ~data.held)
 
 
+def list_equals(data: Evidence, best: Fit, others: Iterable[Hypothesis]) -> Iterator[Fit]:
+    """Once a cause leaves nothing but rounding on many tokens, only what computes the same can do so, too."""
+    first, inside = choose_first(data, 6)
+    for hypothesis in others:
+        if hypothesis.fault == best.fault or not hypothesis.units:
+            continue
+        with suppress(RuntimeError):  # shapes of this model do not allow it
+            if hypothesis.is_partial:
+                hypothesis = choose_units(data, hypothesis, hypothesis.grid[0], first, inside)
+            fit = fit_number(data, hypothesis, first, inside, 0.5)
+            if fit.left < max(2 * best.left, data.limit):
+                yield fit
+
+
 def explains_all(data: Evidence, fit: Fit) -> bool:
     residual = try_value(data, fit.hypothesis, fit.x, range(len(data.observations)), ~data.held).residual
     return data.size(residual) < (data.limit if data.is_exact else 0.3 * data.size(data.e))
@@ -335,7 +375,7 @@ def fit_number(data: Evidence, hypothesis: Hypothesis, first: Sequence[int], ins
     whole = data.size(data.e, inside)
     tried = [try_value(data, hypothesis, x, first, inside) for x in hypothesis.grid[::3]]
     likeness = max(correlate(data, data.e - one.residual, inside) for one in tried)
-    if likeness > (0.2 if data.is_exact else alike / 2) or min(one.left for one in tried) < PROMISING * whole:
+    if likeness > alike / 2 or min(one.left for one in tried) < PROMISING * whole:
         rest = [x for n, x in enumerate(hypothesis.grid) if n % 3]
         tried += [try_value(data, hypothesis, x, first, inside) for x in rest]
     best = min(tried, key=lambda one: one.left)
@@ -365,6 +405,9 @@ def reports_differ(data: Evidence) -> str:
     of e^n in favour of any other distribution has a chance of e^-n."""
     mine = data.is_chosen & ~data.is_prompt
     ratio = -float(data.e[mine].sum())
+    visible = data.row[data.e.abs() > 3 * data.spread].unique()
+    if int(torch.isin(data.row[mine], visible).sum()) < 0.8 * int(mine.sum()):
+        return ""  # the reports of the other tokens are those of the reference
     low = torch.stack([data.e[data.row == row].min() for row in data.row[mine].tolist()])
     if ratio < -math.log(CHANCE) or float((data.e[mine] - low).mean()) < 0.2 * float(data.e[mine].abs().mean()):
         return ""
@@ -397,12 +440,13 @@ def search_edits(data: Evidence, prefixes: Sequence[tuple[int, ...]]) -> list[Hy
             ends = sorted({*range(min(6, sent)), *range(max(0, sent - 6), sent + 1)})
             tried += [(at, drop, put) for at in ends for put in prefixes for drop in (0, 1)]
         targets = short.targets
+        is_fitted = targets[0] % 2 == 0
         costs: list[float] = []
         for start in range(0, len(tried), 64):
             some = [_edit(short, *one) for one in tried[start : start + 64]]
             for logits in compute_batch(data.reference.model, some):
                 off = read_entries(short, logits) - targets[2]
-                costs.append(float((off.abs() / data.spread.median()).clamp(max=WORST).mean()))
+                costs.append(float((off[is_fitted].abs() / data.spread.median()).clamp(max=WORST).mean()))
         best = min(range(len(costs)), key=lambda at: costs[at], default=-1)
         if best >= 0 and costs[best] < (data.limit if data.is_exact else 2 * data.limit):
             at, drop, put = tried[best]
@@ -531,28 +575,30 @@ def is_confirmed(data: Evidence, fit: Fit, *, departs: bool) -> bool:
     multiple = float((per * predicted * e).sum() / (per * predicted.square()).sum().clamp(min=1e-30))
     if not SIZE[0] <= multiple <= SIZE[1]:
         return False
-    left = data.size(fit.residual, held)
-    if left <= data.limit:
+    left, before = data.size(fit.residual, held), data.size(e, held)
+    if left <= min(data.limit, data.honest + 0.1 * before):
         return True
     # A large change rounds differently, and quantisation makes steps of roundings: what the cause itself leaves.
-    again = data.predict(fit.hypothesis, fit.x, range(len(data.observations)), again=True)
-    own, part = data.size(again - (data.engine - fit.residual), held), share(data, fit)
+    if (own := fit.own) is None:
+        again = data.predict(fit.hypothesis, fit.x, range(len(data.observations)), again=True)
+        own = data.size(again - (data.engine - fit.residual), held)
+    part = 1 - left / before
     # Where nearly all is explained, what is left may be that of the coarsest order.
     return part > 0.5 and left <= (DEPARTS if data.is_exact else BAND) * own * (data.coarseness if part > 0.85 else 1)
 
 
-def name_dtype(data: Evidence) -> tuple[str, str] | None:
-    """A coarser dtype, by the signs of its rounding; the size of a difference names nothing."""
+def fit_dtypes(data: Evidence) -> list[Fit]:
+    """A coarser dtype in several orders of rounding; how far these are apart is what it may leave."""
+    found: list[Fit] = []
     for dtype in ("bfloat16", "float16"):
-        for order in data.orders(dtype):
-            where = data.held & data.is_chosen & (order.abs() >= order[data.is_chosen].abs().median())
-            same = float((order[where].sign() == data.e[where].sign()).double().mean())
-            ratio = float(data.e[where].abs().median() / order[where].abs().median().clamp(min=1e-12))
-            if not 0.2 < ratio < 5:
-                break  # other orders differ by about as much
-            if same > 0.66 and (same - 0.5) * 2 * math.sqrt(int(where.sum())) > 4 and 0.5 < ratio < 2:
-                return f"dtype_{dtype}", f"{100 * same:.0f}% of the differences have the sign of rounding to {dtype}"
-    return None
+        _, *orders = data.orders(dtype)  # the first rounds no weights
+        own = max(data.size(one - other, data.held) for one in orders for other in orders)
+        for order in orders:
+            residual = data.e - order
+            hypothesis = Hypothesis(f"dtype_{dtype}", f"weights and operators in {dtype}", {})
+            left = data.size(residual, ~data.held)
+            found.append(Fit(hypothesis=hypothesis, x=0.0, left=left, residual=residual, own=own))
+    return sorted(found, key=lambda one: one.left)
 
 
 def describe_unknown(data: Evidence, fits: Sequence[Fit], figure: str, advice: str, *, is_tie: bool = False) -> Finding:
@@ -603,10 +649,14 @@ def judge_draws(data: Evidence) -> Finding:
     held = torch.arange(len(chosen)) % 2 == 1
     plain = drawn.double() - logits.logsumexp(dim=-1, keepdim=True)
     found: dict[tuple[str, ...], list[tuple[float, float, str]]] = {}
+    spread: dict[str, float] = {}  # of the draws' places in each distribution, from those of true draws
+    luck = torch.rand(len(chosen), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     for t in TEMPERATURES:
         total = (logits / t).logsumexp(dim=-1, keepdim=True)
         own, probs = drawn.double() / t - total, (likeliest / t - total).exp()
         mass = probs.cumsum(dim=-1).log()
+        place = rank.clamp(max=probs.shape[-1] - 1)
+        above = (mass.exp() - probs).gather(1, place) + luck[:, None] * probs.gather(1, place)
         for name, x in (("", 0.0), *((name, x) for name, grid in FILTERS.items() for x in grid)):
             gains = own - plain
             if name:
@@ -615,6 +665,9 @@ def judge_draws(data: Evidence) -> Finding:
             parts = [("temperature_ignored", f"temperature {t:g}")] * (t != 1)
             parts += [("sampled_filters", f"{name} {x:g}")] * bool(name)
             causes, words = tuple(cause for cause, _ in parts), " and ".join(word for _, word in parts)
+            top = mass.gather(1, kept - 1).exp() if name else torch.ones_like(above)
+            even = (above / top).clamp(max=1).flatten().sort().values
+            spread[words] = float((even - torch.linspace(0, 1, len(even))).abs().max()) * math.sqrt(len(even))
             halves = float(gains[~held].sum()), float(gains[held].sum())
             found.setdefault(causes, []).append((*halves, words))
     # Each half is tried under what fits the other one best.
@@ -632,4 +685,7 @@ def judge_draws(data: Evidence) -> Finding:
     figure = f"{len(chosen)} draws; e^{gain:.0f} times likelier under {words}"
     if other > gain - TIE / 2:
         return fault("unknown", figure, confidence="low", detail=f"cannot be told apart from {tested[rival][1]}")
+    if spread[words] > UNEVEN:
+        why = f"nearest: {words}, under which such draws would be rare, too. Next: compare the sampler's settings"
+        return fault("unknown", figure, confidence="low", detail=why)
     return fault(causes[0], figure, detail=f"draws of {words}, which the log-probabilities do not contain")

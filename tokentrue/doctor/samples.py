@@ -44,10 +44,10 @@ async def probe_samples(exam: Examination, samples: Sequence[Sample]) -> list[Fi
     groups = {
         "position": [_bucket(position) for _, one in chosen for position in one.positions],
         "turn": _keys(chosen, lambda span: str(span.turn)),
-        "policy version": _keys(chosen, lambda span: str(span.policy_version)),
+        "policy version": _keys(chosen, _version),
     }
     means = {label: mean_by_key(seen.e, keys) for label, keys in groups.items()}
-    verdict = _one_version(seen.mean_limit, means["policy version"]) or await judge_causes(exam, seen)
+    verdict = judge_version(exam, seen, chosen, means["policy version"]) or judge_causes(exam, seen)
     rows = [
         ok(", ".join(f"{key}: {mean:.2g}" for key, mean in found.items()), probe=f"samples: mean |δ| by {label}")
         for label, found in means.items()
@@ -81,17 +81,27 @@ def why_not_comparable(sample: Sample) -> str:
     return ""
 
 
-def _one_version(limit: float, means: dict[str, float]) -> Finding | None:
-    """The difference is that of one policy version: its samples were drawn with other weights."""
+def judge_version(
+    exam: Examination, seen: Evidence, chosen: Sequence[tuple[Sample, Observation]], means: dict[str, float]
+) -> Finding | None:
+    """The difference is that of one policy version: its samples were drawn with other weights, or otherwise."""
     if len(means) < 2:
         return None
-    worst = max(means, key=lambda version: means[version])
+    limit, worst = seen.mean_limit, max(means, key=lambda version: means[version])
     rest = max(mean for version, mean in means.items() if version != worst)
     if means[worst] <= limit or means[worst] < STALE_FACTOR * max(rest, limit / STALE_FACTOR):
         return None
+    own = [one for pair in chosen if {*_keys([pair], _version)} == {worst} for one in pair[1:]]
+    drawn = judge_causes(exam, Evidence(exam.reference, own, exam.dtype), is_output=True) if own else None
     figure = f"version {worst}: mean |δ| {means[worst]:.2g}; all others at most {rest:.2g}"
-    detail = f"samples of version {worst} were drawn with other weights"
+    if drawn is not None and drawn.fault not in ("", "unknown"):
+        return replace(drawn, figure=figure)
+    detail = f"samples of version {worst} were drawn with other weights: no setting of the sampler explains them"
     return fault("stale_weights", figure, confidence="medium", detail=detail)
+
+
+def _version(span: Span) -> str:
+    return str(span.policy_version)
 
 
 def _keys(chosen: Sequence[tuple[Sample, Observation]], key: Callable[[Span], str]) -> list[str]:

@@ -35,11 +35,16 @@ async def probe_weights(exam: Examination) -> list[Finding]:
         joined = Evidence(exam.reference, [*joined.observations, *prompt.observations], exam.dtype)
     elif prompt is not None and prompt.departs:
         joined = prompt
-    verdict = await probe("weights: log-probabilities against the model directory")(judge_causes)(exam, joined)
+    verdict = await probe("weights: log-probabilities against the model directory")(_judge)(exam, joined)
     return [verdict, row, await probe("meaning: draws follow the reported distribution")(_draws)(exam, verdict)]
 
 
-async def judge_causes(exam: Examination, evidence: Evidence) -> Finding:
+async def _judge(exam: Examination, evidence: Evidence) -> Finding:
+    return judge_causes(exam, evidence)
+
+
+def judge_causes(exam: Examination, evidence: Evidence, *, is_output: bool = False) -> Finding:
+    """`is_output`: by the hypotheses about logits and reports alone."""
     hypotheses = list_hypotheses(
         exam.reference,
         previous=exam.previous,
@@ -47,7 +52,8 @@ async def judge_causes(exam: Examination, evidence: Evidence) -> Finding:
         stops=exam.renderer.stop_token_ids,
         dtype=exam.dtype,
     )
-    return judge(evidence, hypotheses, advice=advise(exam), prefixes=exam.prefixes())
+    chosen = (one for one in hypotheses if one.is_output or not is_output)
+    return judge(evidence, chosen, advice=advise(exam), prefixes=exam.prefixes())
 
 
 def advise(exam: Examination) -> str:
