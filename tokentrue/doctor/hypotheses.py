@@ -31,7 +31,7 @@ from tokentrue.doctor.reference import (
     rounding_cache,
 )
 
-Apply: TypeAlias = Callable[[Trial, float], object]
+Apply: TypeAlias = Callable[[Trial, Any], object]
 Units: TypeAlias = Mapping[str, Apply]
 Span: TypeAlias = Callable[[Observation, Any], tuple[int, int]]
 FAR = (

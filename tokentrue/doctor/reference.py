@@ -75,6 +75,12 @@ class Observation:
         rows, ids, values = zip(*entries, strict=True)
         return torch.tensor(rows), torch.tensor(ids), torch.tensor(values, dtype=torch.float64)
 
+    def first(self, count: int) -> Observation:
+        """Its first positions, without what follows them."""
+        kept = self.positions[:count]
+        own = {name: getattr(self, name)[:count] for name in ("logprobs", "temperatures", "kept", "tops")}
+        return replace(self, token_ids=self.token_ids[: kept[-1] + 1], positions=kept, **own)
+
     @property
     def is_prompt(self) -> bool:
         return not self.positions or self.positions[0] < self.prompt_tokens
