@@ -168,12 +168,6 @@ expert_weights | the engine weighs experts differently | compare norm_topk_prob 
 router_dtype | the router computes in a coarser dtype | run it in float32, or record the routing and replay it
 adapter_missing | the engine scales the adapter differently, or to 0 | load the adapter; compare lora_alpha and r
 stale_weights | the engine still has previous weights, all or some | check that each replica took the whole update
-int8_weights | the engine's weights are quantised to int8 | serve unquantised weights, or correct for the mismatch
-int4_weights | the engine's weights are quantised to 4 bits | serve unquantised weights, or correct for the mismatch
-fp8_weights | the engine's weights are quantised to float8 | serve unquantised weights, or correct for the mismatch
-int8_kv_cache | the engine's KV cache is quantised to int8 | set the engine's KV-cache dtype to the model's
-int4_kv_cache | the engine's KV cache is quantised to 4 bits | set the engine's KV-cache dtype to the model's
-fp8_kv_cache | the engine's KV cache is quantised to float8 | set the engine's KV-cache dtype to the model's
 # left
 unknown | the engine computes something else than the model directory | make the measurement that the detail names
 routing | the engine's router chooses other experts | record the routing and replay it in the trainer
@@ -188,10 +182,18 @@ batch_variant | numbers depend on what else is in the batch, beyond rounding | u
 prefix_cache | a cached prefix gives other numbers than a computed one | flush the prefix cache at every weight update
 prefill_decode | prefill and decode disagree beyond rounding | check chunked prefill, attention backend, KV dtype
 """
+QUANTISED = {"int8": "int8", "int4": "4 bits", "fp8": "float8"}
 _SECTIONS = {
     kind: [line.split(" | ") for line in lines]
     for kind, *lines in (section.strip().splitlines() for section in TABLE.replace("|\n  ", "| ").split("# ")[1:])
 }
+for _kind, _words in QUANTISED.items():
+    _weights = (
+        f"the engine's weights are quantised to {_words}",
+        "serve unquantised weights, or correct for the mismatch",
+    )
+    _cache = f"the engine's KV cache is quantised to {_words}", "set the engine's KV-cache dtype to the model's"
+    _SECTIONS["compared"] += [[f"{_kind}_weights", *_weights], [f"{_kind}_kv_cache", *_cache]]
 CAUSES: Mapping[str, tuple[str, str]] = {
     name: (cause, cure) for rows in _SECTIONS.values() for name, cause, cure in rows
 }

@@ -408,13 +408,11 @@ def _in_spans(whole: Hypothesis) -> Iterator[Hypothesis]:
 
 
 def _exchange(one: nn.Module, other: nn.Module, trial: Trial, x: float) -> None:
-    """x = 1: the other keeps its own."""
     for a, b in zip(one.parameters(), other.parameters(), strict=False):
         if a.shape == b.shape:
             first, second = a.data, b.data
             trial.set(a, "data", second)
-            if x == 0:
-                trial.set(b, "data", first)
+            trial.set(b, "data", first)
 
 
 def _parts(reference: Reference, specials: Sequence[int]) -> Iterator[Hypothesis]:
@@ -429,20 +427,11 @@ def _parts(reference: Reference, specials: Sequence[int]) -> Iterator[Hypothesis
     skipped |= _hook_all(_find(model, r"\.(self_attn|mlp|shared_experts?)$"), lambda inputs, output, x: output * 0)
     yield some("layer_skipped", "left out", skipped)
     pairs = [*(combinations(layers, 2) if len(layers) < 9 else pairwise(layers))]
-    copies = {(a, b): partial(_exchange, layers[a], layers[b]) for pair in pairs for a, b in (pair, pair[::-1])}
-    yield some(
-        "layer_order", "one like another", {f"{a} with the weights of {b}": copies[a, b] for a, b in copies}, (1,)
-    )
-    inside = {end for name in layers for end, one in layers[name].named_modules() if isinstance(one, nn.Linear)}
-    for end in ("", *(f".{one}" for one in sorted(inside) if len(layers) < 9)):
-        both = [(a + end, b + end) for a, b in pairs if a + end in named and b + end in named]
-        yield some(
-            "layer_order", "exchanged", {f"{a} and {b}": partial(_exchange, named[a], named[b]) for a, b in both}
-        )
-    for words, first, second in (("gate and up", "gate_proj", "up_proj"), ("key and value", "k_proj", "v_proj")):
-        owners = _having(model, first, second)
-        units = {at: partial(_exchange, getattr(one, first), getattr(one, second)) for at, one in owners.items()}
-        yield Hypothesis("projection_order", f"{words} projections exchanged", units)
+    swaps = {f"{a} and {b}": partial(_exchange, layers[a], layers[b]) for a, b in pairs}
+    yield some("layer_order", "exchanged", swaps)
+    gated = _having(model, "gate_proj", "up_proj")
+    units = {at: partial(_exchange, one.gate_proj, one.up_proj) for at, one in gated.items()}
+    yield Hypothesis("projection_order", "gate and up projections exchanged", units)
     # Sums over the inner size, in the shards of tensor parallelism or by heads.
     cut: dict[str, Apply] = {}
     for at, one in places.items():
@@ -533,12 +522,6 @@ def _orders(reference: Reference) -> Iterator[Hypothesis]:
         yield from each(attentions, parts, ROWS)
     for parts in (("gate_proj",), ("up_proj",), ("down_proj",), ("gate_proj", "up_proj")):
         yield from each(mlps, parts, ROWS)
-    matrices = {at: one for at, one in list_places(reference.model).items() if one.weight.dim() == 2}
-    square = {at: one for at, one in matrices.items() if one.weight.shape[0] == one.weight.shape[1]}
-    ends = {at: one for at, one in matrices.items() if one.weight.shape[0] == reference.vocab_size}
-    rows = {words: _put_all(ends, lambda own, x, order=order: _reorder(own, order)) for words, order in ROWS.items()}
-    for words, units in {"transposed": _put_all(square, lambda own, x: own.T), **rows}.items():
-        yield Hypothesis("projection_order", words, units, is_partial=True)
     fused = {at: partial(_split_fused, one) for at, one in mlps.items()}
     label = "gate and up rows joined in shards of {x:.0f}, split as halves"
     yield Hypothesis("projection_order", label, fused, (2, 4, 8, 10**9))
@@ -598,10 +581,8 @@ def _settings(reference: Reference) -> Iterator[Hypothesis]:
     off = _hook_all(norms, lambda inputs, output, x: inputs[0])
     heads = {at: one for at, one in off.items() if at.endswith(("q_norm", "k_norm"))}
     ones, more = (_put_all(weights, to) for to in (lambda own, x: torch.ones_like(own), lambda own, x: own + x))
-    centred = _hook_all(norms, lambda inputs, output, x: output - output.mean(dim=-1, keepdim=True))
     yield Hypothesis("norm_missing", "norms without their weights", ones, is_partial=True)
     yield Hypothesis("norm_missing", "{x:+.0f} added to the weights of norms", more, (1, -1))
-    yield Hypothesis("norm_missing", "the mean taken from what norms return", centred)
     for kind, units in {"norms of queries and keys": heads, **by_kind(off)}.items():
         yield Hypothesis("norm_missing", f"{kind} left out", units)
     embedded = _hook_all({"embedding": model.get_input_embeddings()}, lambda inputs, output, x: output * x)
@@ -614,8 +595,6 @@ def _settings(reference: Reference) -> Iterator[Hypothesis]:
     label = "the residual is taken after the norm (1: attention, 2: MLP, 3: both)"
     units = {at: partial(_residual_after_norm, one) for at, one in split.items()}
     yield Hypothesis("residual", label, units, (1, 2, 3), is_local=True)
-    units = {at: partial(_parallel, one) for at, one in split.items()}
-    yield Hypothesis("residual", "attention and MLP side by side", units, is_local=True)
 
 
 def _set(owner: Any, name: str, change: Callable[[Any, Any], Any], trial: Trial, x: float) -> None:
@@ -629,12 +608,6 @@ def _residual_after_norm(layer: Any, trial: Trial, x: int) -> None:
             held: list[Tensor] = []
             trial.hook(norm, lambda inputs, output, held=held: (held.append(output - inputs[0]), output)[1])
             trial.hook(branch, lambda inputs, output, held=held: output + held.pop())
-
-
-def _parallel(layer: Any, trial: Trial, x: float) -> None:
-    held: list[Tensor] = []
-    trial.hook(layer.input_layernorm, lambda inputs, output: (held.append(inputs[0]), output)[1])
-    trial.hook_inputs(layer.post_attention_layernorm, lambda given: held.pop())
 
 
 def _rebuild_rope(trial: Trial, x: float, *, rope_type: str, is_whole: bool = True) -> None:
@@ -680,14 +653,6 @@ def _experts(model: nn.Module) -> Iterator[Hypothesis]:
     weights = {f"{at}.{name}": Place(own, "") for at, one in model.named_modules() if "Experts" in type(one).__name__
                for name, own in one.named_parameters(recurse=False) if len(own) == count}  # fmt: skip
     every = torch.arange(count)
-    orders = {
-        "in reverse": every.flip(0),
-        "moved on by one": every.roll(1),
-        "in halves exchanged": every.roll(count // 2),
-    }
-    for words, order in orders.items():
-        moved = _put_all(weights, lambda own, x, order=order: own[order])
-        yield Hypothesis("expert_order", f"experts {words}", moved)
     exchanged, missing = dict[str, Apply](), dict[str, Apply]()
     for a, b in combinations(range(count), 2) if count <= 16 else ():
         order = torch.where(every == a, b, torch.where(every == b, a, every))

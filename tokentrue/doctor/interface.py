@@ -15,7 +15,7 @@ from statistics import median
 import torch
 
 from tokentrue.doctor.exam import QUESTIONS, Examination, probe
-from tokentrue.doctor.findings import Finding, cannot_tell, fault, ok
+from tokentrue.doctor.findings import Finding, Verdict, cannot_tell, fault, ok
 from tokentrue.doctor.reference import Observation
 from tokentrue.errors import (
     EngineContractError,
@@ -155,7 +155,7 @@ def _uncertain(prompts: Sequence[Sequence[int]], completions: Sequence[Completio
     return [prefix for _, prefix in sorted(found)[:4]]
 
 
-OTHER_REPORTS = "the draws hardly vary, and are not what is reported as likeliest"
+OTHER_REPORTS = "such draws are those of the reports neither at this temperature nor at 1"
 
 
 async def probe_meaning(exam: Examination) -> list[Finding]:
@@ -164,7 +164,9 @@ async def probe_meaning(exam: Examination) -> list[Finding]:
         return [tops, await _wire(exam)]
     found = [await _temperature(exam), await _low_temperature(exam)]
     if found[-1].detail == OTHER_REPORTS:  # no reading of the reports is tried on draws of another distribution
-        return [tops, cannot_tell(found[0].figure, probe=found[0].probe), found[1], await _wire(exam)]
+        if found[0].fault != "raw_logprobs":  # which the reports alone show
+            found[0] = cannot_tell(found[0].figure, probe=found[0].probe)
+        return [tops, *found, await _wire(exam)]
     return [*found, *[await ask(exam) for ask in (_filters, _wire)]]
 
 
@@ -206,22 +208,23 @@ async def _temperature(exam: Examination) -> Finding:
 
 @probe("meaning: sampling follows the temperature")
 async def _low_temperature(exam: Examination) -> Finding:
-    """At temperature 0.02 the likeliest token is sampled, where it is clearly likelier."""
-    drawn: dict[int, list[int]] = {}
-    for n in range(4):
+    """At temperature 0.02 the likeliest token is sampled, where it is clearly likelier; if the temperature is ignored,
+    as often as at temperature 1."""
+    hits, chances = list[bool](), list[float]()
+    for n in range(8):
         found = await exam.generate(exam.open_prompts(), Sampling(temperature=0.02, max_tokens=1, seed=exam.seed + n))
-        for number, (top, completion) in enumerate(zip(exam.tops, found, strict=True)):
+        for top, completion in zip(exam.tops, found, strict=True):
             first, second = sorted(top.values(), reverse=True)[:2]
             if completion.token_ids and first - second > CLEAR_GAP:
-                drawn.setdefault(number, []).append(completion.token_ids[0])
-    if not drawn:
+                hits.append(completion.token_ids[0] == _likeliest(top))
+                chances.append(math.exp(first))
+    if not hits:
         return cannot_tell("no prompt has a clearly likeliest first token")
-    hits = [token == _likeliest(exam.tops[number]) for number, tokens in drawn.items() for token in tokens]
     figure = f"{sum(hits)} of {len(hits)} samples are the likeliest token at T = 0.02"
     if all(hits):
         return ok(figure)
-    if sum(len(set(tokens)) > 1 for tokens in drawn.values()) < len(drawn) / 2:
-        # Draws that ignore the temperature vary: these follow it, and the reports are of another distribution.
+    deviation = math.sqrt(sum(chance * (1 - chance) for chance in chances))
+    if sum(hits) == 0 or abs(sum(hits) - sum(chances)) > 3 * deviation:
         return cannot_tell(OTHER_REPORTS, figure=figure)
     return fault("temperature_ignored", figure)
 
@@ -285,30 +288,42 @@ async def probe_stability(exam: Examination) -> list[Finding]:
     return [await ask(exam) for ask in (_repeat, _batch, _prefix_cache, _prefill)]
 
 
+async def _compare(
+    exam: Examination, known: str, prompt: Sequence[int], tokens: int, others: Sequence[Sequence[int]] = ()
+) -> Finding:
+    """The same greedy request twice, the second time beside others; where the answers differ, it is made once more:
+    what does not answer the same way twice in the same situation is unstable, whatever the situation."""
+    sampling = Sampling(temperature=0.0, max_tokens=tokens)
+    first = await exam.provider.generate(prompt, sampling)
+    second, *_ = await exam.generate([prompt, *others], sampling)
+    found = compare_runs(exam, known, first, second)
+    if found.verdict is Verdict.FAULT:
+        third = await exam.provider.generate(prompt, sampling)
+        steady = compare_runs(exam, "unstable", first if others else second, third)
+        return steady if steady.verdict is Verdict.FAULT else found
+    return found
+
+
 @probe("stability: same request twice")
 async def _repeat(exam: Examination) -> Finding:
     prompt, sampling = exam.prompts()[0], Sampling(temperature=1.0, max_tokens=16, seed=exam.seed)
-    first, second = [await exam.provider.generate(prompt, sampling) for _ in range(2)]
-    return compare_runs(exam, "unstable", first, second)
+    runs = [await exam.provider.generate(prompt, sampling) for _ in range(4)]
+    found = [compare_runs(exam, "unstable", runs[0], other) for other in runs[1:]]
+    return next((one for one in found if one.verdict is Verdict.FAULT), found[0])
 
 
 @probe("stability: alone and in a batch")
 async def _batch(exam: Examination) -> Finding:
     """The same greedy request alone, and beside others of other lengths."""
-    sampling = Sampling(temperature=0.0, max_tokens=12)
     prompts = exam.prompts()
-    alone = await exam.provider.generate(prompts[1], sampling)
     others = [prompt[: len(prompt) - shorter] for shorter, prompt in enumerate(prompts * 2)][: BATCH - 1]
-    together = await exam.generate([prompts[1], *others], sampling)
-    return compare_runs(exam, "batch_variant", alone, together[0])
+    return await _compare(exam, "batch_variant", prompts[1], 12, others)
 
 
 @probe("stability: prefix cache cold and warm")
 async def _prefix_cache(exam: Examination) -> Finding:
     """A prompt that was never sent, then again: the second time its prefix may come from the cache."""
-    prompt, sampling = exam.fresh_prompt(160, 0), Sampling(temperature=0.0, max_tokens=12)
-    cold, warm = [await exam.provider.generate(prompt, sampling) for _ in range(2)]
-    return compare_runs(exam, "prefix_cache", cold, warm)
+    return await _compare(exam, "prefix_cache", exam.fresh_prompt(160, 0), 12)
 
 
 @probe("stability: prefill and decode")

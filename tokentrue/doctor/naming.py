@@ -282,10 +282,11 @@ def is_confirmed(data: Evidence, fit: Fit) -> bool:
     if left <= min(data.limit, data.honest + 0.1 * before):
         return True
     # A large change rounds differently, and quantisation makes steps of roundings: what the cause itself leaves.
-    if (own := fit.own) is None:
-        again = data.predict(fit.hypothesis, fit.x, range(len(data.observations)), again=True)
-        own = data.size(again - (data.engine - fit.residual), held)
     part = 1 - left / before
+    if fit.own is not None:
+        return part > 0.5 and left <= fit.own
+    again = data.predict(fit.hypothesis, fit.x, range(len(data.observations)), again=True)
+    own = data.size(again - (data.engine - fit.residual), held)
     # Where nearly all is explained, what is left may be that of the coarsest order.
     return part > 0.5 and left <= (DEPARTS if data.is_exact else BAND) * own * (data.coarseness if part > 0.85 else 1)
 
