@@ -95,9 +95,8 @@ HARBOR_PYTHON     ?= .venv-harbor/bin/python
 OPENENV_PYTHON    ?= .venv-openenv/bin/python
 test-frameworks: $(VENV)/.dev
 	$(BIN)/python -m tests.integrations.environments $(FRAMEWORKS_PYTHON) $(VERIFIERS_PYTHON) $(HARBOR_PYTHON) $(OPENENV_PYTHON)
-	TOKENTRUE_FRAMEWORKS_PYTHON=$(FRAMEWORKS_PYTHON) TOKENTRUE_VERIFIERS_PYTHON=$(VERIFIERS_PYTHON) $(BIN)/python -m pytest -m frameworks tests/integrations
-	TOKENTRUE_HARBOR_PYTHON=$(HARBOR_PYTHON) TOKENTRUE_OPENENV_PYTHON=$(OPENENV_PYTHON) \
-		$(BIN)/python -m pytest tests/integrations/test_harbor.py tests/integrations/test_openenv.py
+	TOKENTRUE_FRAMEWORKS_PYTHON=$(FRAMEWORKS_PYTHON) TOKENTRUE_VERIFIERS_PYTHON=$(VERIFIERS_PYTHON) \
+		TOKENTRUE_HARBOR_PYTHON=$(HARBOR_PYTHON) TOKENTRUE_OPENENV_PYTHON=$(OPENENV_PYTHON) $(BIN)/python -m pytest tests/integrations
 
 test-gpu: $(VENV)/.dev
 	$(BIN)/python -m pytest -m gpu tests/gpu

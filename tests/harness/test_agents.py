@@ -72,7 +72,7 @@ def add_row(record: Callable[[str, Any], None], name: str, answer: dict[str, Any
     aside = sum(item["tokens"] for item in untrained if item["why"] == "side_request")
     record("harness", f"{name} {version_of(PACKAGES[name][0])}")
     record("samples", len(answer["samples"]))
-    record("coverage", coverage["trained"] / (coverage["sampled"] - aside))
+    record("coverage", f"{coverage['trained'] / (coverage['sampled'] - aside):.2%}")
     record("note", f"{aside} tokens of side requests left out" if aside else "")
 
 

@@ -84,7 +84,7 @@ def test_the_script_of_the_page_is_one_sample(
     package = requirements[0].partition("[")[0]
     record_property("harness", f"{package} {version_of(python, package)}")
     record_property("samples", len(answer["samples"]))
-    record_property("coverage", answer["coverage"]["ratio"])
+    record_property("coverage", f"{answer['coverage']['ratio']:.2%}")
 
 
 FAILS = "I add a line.\n\nsum.py\n```python\n<<<<<<< SEARCH\nx = 3\n=======\nx = 2 + 2\nprint(x)\n>>>>>>> REPLACE\n```"
@@ -117,4 +117,4 @@ def test_aider_changes_the_users_message_from_turn_to_turn(
     assert sorted(trained) == sorted(sampled_by([turn])[0] for turn in turns)
     record_property("harness", f"aider-chat {version_of(python, 'aider-chat')}")
     record_property("samples", len(answer["samples"]))
-    record_property("coverage", answer["coverage"]["ratio"])
+    record_property("coverage", f"{answer['coverage']['ratio']:.2%}")

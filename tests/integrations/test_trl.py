@@ -8,6 +8,8 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -110,9 +112,14 @@ def test_rows_are_equal_to_the_record_and_weights_are_published(tmp_path: Path) 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_reward_rises(tmp_path: Path) -> None:
+def test_reward_rises(tmp_path: Path, add_row: Callable[..., None]) -> None:
     rewards = [entry["reward"] for entry in train(5, tmp_path)]
     assert sum(rewards[-2:]) / 2 > rewards[0] + 0.1, rewards
+    add_row(f"trl {version('trl')}", 5 * 64, 5 * 64, f"GRPOTrainer, reward {shown(rewards)}")
+
+
+def shown(rewards: list[float]) -> str:
+    return " ".join(f"{reward:.2f}" for reward in rewards)
 
 
 def test_a_rollout_without_a_reward_is_refused() -> None:
@@ -219,9 +226,12 @@ def test_transfers_are_counted_as_trl_counts_versions() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_reward_rises_with_the_asynchronous_trainer(tmp_path: Path) -> None:
+def test_reward_rises_with_the_asynchronous_trainer(tmp_path: Path, add_row: Callable[..., None]) -> None:
     told = run("trl_async_run.py", 5, tmp_path, 64)
     assert told["rows"] == told["equal"] >= 5 * 64
+    assert all(row == recorded for row, recorded in told["versions"])
+    assert len(set(row for row, _ in told["versions"])) >= 4, "the weights of every step but the last sampled rows"
     assert told["log"][0]["kl"] < 1e-6, "of the first step, whose rows the same weights sampled"
     rewards = [entry["reward"] for entry in told["log"]]
     assert sum(rewards[-2:]) / 2 > rewards[0] + 0.1, rewards
+    add_row(f"trl {version('trl')}", told["rows"], told["equal"], f"AsyncGRPOTrainer, reward {shown(rewards)}")
