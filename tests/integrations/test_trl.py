@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests.gateway.world import scripted_server
 from tests.integrations.seeing import make_model
 from tokentrue.app.background import BackgroundGateway
 from tokentrue.client import Client
@@ -210,6 +211,24 @@ def test_what_trl_does_not_score_with_is_refused() -> None:
             rollout_worker(two_conversations, ["a"], SimpleNamespace(**{**ARGS, name: value}), url="http://x")
     with pytest.raises(ConfigError, match="at least one task"):
         rollout_worker(two_conversations, [], SimpleNamespace(**ARGS), url="http://x")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_versions_of_an_engine_that_reports_none_are_announced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    server = scripted_server(tmp_path, [f"answer {place}" for place in range(200)])
+    try:
+        settings = SimpleNamespace(**ARGS)
+        more = {"url": server.url, "admin_key": server.admin_key, "announce_versions": True}
+        worker = rollout_worker(two_conversations, ["a"], settings, **more)
+        worker.update_model_version(5)
+        worker.start()
+        found = {worker.rollout_buffer.get(timeout=120).model_version for _ in range(6)}
+        worker.stop()
+        assert found == {5}
+    finally:
+        server.stop()
 
 
 def test_transfers_are_counted_as_trl_counts_versions() -> None:
