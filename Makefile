@@ -85,7 +85,7 @@ test-harness: $(VENV)/.dev
 
 VLLM_PYTHON ?= $(error set VLLM_PYTHON to the Python of an environment with vllm, see docs/engines.md)
 test-vllm: $(VENV)/.dev
-	TOKENTRUE_VLLM_PYTHON=$(VLLM_PYTHON) $(BIN)/python -m pytest -m vllm
+	TOKENTRUE_VLLM_PYTHON=$(abspath $(VLLM_PYTHON)) $(BIN)/python -m pytest -m vllm
 
 # Other trainers' and harnesses' own code, in environments that the first run makes beside .venv. Frameworks that cannot be
 # installed are named at the end; slime, Miles and prime-rl are not on PyPI: TOKENTRUE_FRAMEWORKS_SOURCES names their source trees.
@@ -95,9 +95,9 @@ HARBOR_PYTHON     ?= .venv-harbor/bin/python
 OPENENV_PYTHON    ?= .venv-openenv/bin/python
 test-frameworks: $(VENV)/.dev
 	$(BIN)/python -m tests.integrations.environments $(FRAMEWORKS_PYTHON) $(VERIFIERS_PYTHON) $(HARBOR_PYTHON) $(OPENENV_PYTHON)
-	TOKENTRUE_FRAMEWORKS_PYTHON=$(FRAMEWORKS_PYTHON) TOKENTRUE_VERIFIERS_PYTHON=$(VERIFIERS_PYTHON) $(BIN)/python -m pytest -m frameworks tests/integrations
-	TOKENTRUE_HARBOR_PYTHON=$(HARBOR_PYTHON) TOKENTRUE_OPENENV_PYTHON=$(OPENENV_PYTHON) \
-		$(BIN)/python -m pytest tests/integrations/test_harbor.py tests/integrations/test_openenv.py
+	TOKENTRUE_FRAMEWORKS_PYTHON=$(abspath $(FRAMEWORKS_PYTHON)) TOKENTRUE_VERIFIERS_PYTHON=$(abspath $(VERIFIERS_PYTHON)) \
+		TOKENTRUE_HARBOR_PYTHON=$(abspath $(HARBOR_PYTHON)) TOKENTRUE_OPENENV_PYTHON=$(abspath $(OPENENV_PYTHON)) \
+		$(BIN)/python -m pytest tests/integrations
 
 test-gpu: $(VENV)/.dev
 	$(BIN)/python -m pytest -m gpu tests/gpu

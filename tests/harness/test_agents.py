@@ -11,12 +11,15 @@ from __future__ import annotations
 import json
 import shlex
 import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.gateway.test_mini_swe_agent import TEN_TURNS
 from tests.gateway.world import Made, Server, call, check_recorded, model_dir, renderer, sampled_by, scripted_server
 from tests.harness.npm import PACKAGES, program, run, version_of
 from tests.harness.player import Player
@@ -66,13 +69,17 @@ def check_chain(server: Server, session: Made, turns: Sequence[str], work: Path)
     return answer
 
 
-def add_row(record: Callable[[str, Any], None], name: str, answer: dict[str, Any]) -> None:
+def add_npm_row(record: Callable[[str, Any], None], name: str, answer: dict[str, Any]) -> None:
+    note(record, f"{name} {version_of(PACKAGES[name][0])}", answer)
+
+
+def note(record: Callable[[str, Any], None], name: str, answer: dict[str, Any]) -> None:
     """To the table at the end (conftest.py). Coverage is that of the conversation: side requests are left out."""
     untrained, coverage = answer["coverage"]["untrained"], answer["coverage"]
     aside = sum(item["tokens"] for item in untrained if item["why"] == "side_request")
-    record("harness", f"{name} {version_of(PACKAGES[name][0])}")
+    record("harness", name)
     record("samples", len(answer["samples"]))
-    record("coverage", coverage["trained"] / (coverage["sampled"] - aside))
+    record("coverage", f"{coverage['trained'] / (coverage['sampled'] - aside):.2%}")
     record("note", f"{aside} tokens of side requests left out" if aside else "")
 
 
@@ -115,7 +122,7 @@ def test_ten_turns_are_one_chain(
         session = server.session(sampling=NO_FILTERS)
         done = start(name, session, folders)
         assert "It is 4." in done.stdout, done.stdout[-2000:] + done.stderr[-2000:]
-        add_row(record_property, name, check_chain(server, session, CHAINS[name], work))
+        add_npm_row(record_property, name, check_chain(server, session, CHAINS[name], work))
         nodes = server.ask("GET", f"/sessions/{session.session_id}")[1]["nodes"]
         assert {node["model"] for node in nodes} == {"policy"}
         assert name != "gemini" or not any("reasoning" in node["projection"] for node in nodes)
@@ -139,7 +146,22 @@ def test_cline_as_its_page_starts_it(
         done = run([str(program(*PACKAGES["cline"])), *words], home=home, cwd=work, env={})
     assert "It is 4." in done.stdout, done.stdout[-2000:] + done.stderr[-2000:]
     assert check_beside(server, session, player.turns, work) == []
-    add_row(record_property, "cline", server.samples(session.session_id))
+    add_npm_row(record_property, "cline", server.samples(session.session_id))
+
+
+def test_mini_swe_agent(folders: tuple[Path, Path, Path], record_property: Callable[[str, Any], None]) -> None:
+    """A program of this environment, not of npm."""
+    folder, home, work = folders
+    server = scripted_server(folder, TEN_TURNS)
+    try:
+        session = server.session()
+        arguments, env, _ = PRESETS["mini-swe-agent"].launch(session.anthropic_base_url, session.api_key, TASK)
+        done = run([str(Path(sys.executable).parent / "mini"), *arguments], home=home, cwd=work, env=env)
+        assert (work / "sum.py").read_text() == "x = 2 + 2\n", done.stdout[-2000:] + done.stderr[-2000:]
+        answer = check_recorded(server, session.session_id, TEN_TURNS)
+    finally:
+        server.stop()
+    note(record_property, f"mini-swe-agent {metadata.version('mini-swe-agent')}", answer)
 
 
 def check_several(server: Server, session: Made, turns: Sequence[str], work: Path) -> None:
@@ -254,7 +276,7 @@ def test_what_is_asked_beside_the_conversation_is_not_trained(
     done = start(name, session, folders, env=env)
     assert "It is 4." in done.stdout, done.stdout[-2000:] + done.stderr[-2000:]
     sides = check_beside(server, session, player.turns, work)
-    add_row(record_property, name, server.samples(session.session_id))
+    add_npm_row(record_property, name, server.samples(session.session_id))
     assert [node["side_request"] for node in sides] == (["title"] if name != "qwen-code" else [])
 
 

@@ -16,6 +16,7 @@ from tests.docs.fences import ROOT, blocks_of
 from tests.gateway.world import call, check_recorded, sampled_by, scripted_server
 from tests.harness.npm import run
 from tests.harness.pip import python_with, version_of
+from tests.harness.test_agents import note
 from tests.integrations.environments import newer_python
 
 pytestmark = [pytest.mark.harness, pytest.mark.timeout(1200)]
@@ -30,6 +31,7 @@ REQUIREMENTS = {  # of each script; the first is the one whose version is shown
     "crewai.py": ("crewai",),
     "google_adk.py": ("google-adk", "litellm", "mcp"),
     "langchain.py": ("langgraph", "langchain", "langchain-openai"),
+    "openai_agents.py": ("openai-agents",),
     "openhands.py": ("openhands-sdk", "openhands-tools"),
     "pydantic_ai.py": ("pydantic-ai-slim[openai]",),
     "autogen.py": ("autogen-agentchat", "autogen-ext[openai]"),
@@ -82,9 +84,7 @@ def test_the_script_of_the_page_is_one_sample(
     finally:
         server.stop()
     package = requirements[0].partition("[")[0]
-    record_property("harness", f"{package} {version_of(python, package)}")
-    record_property("samples", len(answer["samples"]))
-    record_property("coverage", answer["coverage"]["ratio"])
+    note(record_property, f"{package} {version_of(python, package)}", answer)
 
 
 FAILS = "I add a line.\n\nsum.py\n```python\n<<<<<<< SEARCH\nx = 3\n=======\nx = 2 + 2\nprint(x)\n>>>>>>> REPLACE\n```"
@@ -115,6 +115,4 @@ def test_aider_changes_the_users_message_from_turn_to_turn(
         for sample in answer["samples"]
     ]
     assert sorted(trained) == sorted(sampled_by([turn])[0] for turn in turns)
-    record_property("harness", f"aider-chat {version_of(python, 'aider-chat')}")
-    record_property("samples", len(answer["samples"]))
-    record_property("coverage", answer["coverage"]["ratio"])
+    note(record_property, f"aider-chat {version_of(python, 'aider-chat')}", answer)

@@ -36,6 +36,7 @@ FRAMEWORKS = {
     ],
     "openrlhf": ["openrlhf==0.11.2"],
     "tinker": ["tinker==0.36.0"],
+    "what prime-rl imports": ["prime-pydantic-config==0.4.3"],
 }
 VERIFIERS = {"verifiers": ["verifiers==0.4.0", "uv", "orjson", "msgspec"]}
 HARBOR = {"harbor": ["harbor==0.24.0"]}

@@ -25,6 +25,7 @@ import pytest
 
 from tests.gateway.test_mini_swe_agent import TEN_TURNS
 from tests.gateway.world import call, sampled_by, scripted_server
+from tests.harness.pip import version_of
 
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "harbor"
 PYTHON = shutil.which(os.environ.get("TOKENTRUE_HARBOR_PYTHON", ""))
@@ -228,7 +229,7 @@ open(sys.argv[2], "w").write(json.dumps(made.to_json_dict()))
 
 @pytest.mark.harness
 @pytest.mark.skipif(find_spec("minisweagent") is None, reason="mini-swe-agent is not installed")
-def test_a_run_of_mini_swe_agent_as_harbor_converts_it(tmp_path: Path) -> None:
+def test_a_run_of_mini_swe_agent_as_harbor_converts_it(tmp_path: Path, add_row: Callable[..., None]) -> None:
     if not PYTHON:
         pytest.skip("NOT RUN: TOKENTRUE_HARBOR_PYTHON names no Python with harbor (make test-frameworks)")
     server = scripted_server(tmp_path, TEN_TURNS)
@@ -262,5 +263,6 @@ def test_a_run_of_mini_swe_agent_as_harbor_converts_it(tmp_path: Path) -> None:
             del other["steps"][at]
             code, found = check(run, other, tmp_path)
             assert code == 1 and found, f"turn {at} was dropped"
+        add_row(f"harbor {version_of(Path(PYTHON), 'harbor')}", 10, 10, "turns of mini-swe-agent as ATIF")
     finally:
         assert server.stop() == 0

@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 
 import tokentrue as tt
 from tests.gateway.world import model_dir, renderer
+from tests.harness.pip import version_of
 from tokentrue.samples import write_samples
 
 pytestmark = pytest.mark.timeout(1200)  # OpenEnv takes seconds to import
@@ -63,7 +65,7 @@ async def written(folder: Path) -> tuple[dict[str, Any], list[list[int]]]:
     return json.loads((folder / "trace.json").read_text()), prompts
 
 
-async def test_samples_in_openenvs_training_contract(tmp_path: Path) -> None:
+async def test_samples_in_openenvs_training_contract(tmp_path: Path, add_row: Callable[..., None]) -> None:
     trace, prompts = await written(tmp_path)
     stop = renderer().stop_token_ids[0]
     expected = [
@@ -83,6 +85,7 @@ async def test_samples_in_openenvs_training_contract(tmp_path: Path) -> None:
         (tmp_path / "trace.json").write_text(json.dumps(trace))
         refused = subprocess.run([PYTHON, "-c", READ, str(tmp_path / "trace.json")], capture_output=True, text=True)
         assert refused.returncode and "invalid training turn" in refused.stderr
+        add_row(f"openenv {version_of(Path(PYTHON), 'openenv')}", 3, 3, "turns in its training contract")
 
 
 @pytest.mark.frameworks

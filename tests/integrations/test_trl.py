@@ -8,12 +8,15 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests.gateway.world import scripted_server
 from tests.integrations.seeing import make_model
 from tokentrue.app.background import BackgroundGateway
 from tokentrue.client import Client
@@ -110,9 +113,14 @@ def test_rows_are_equal_to_the_record_and_weights_are_published(tmp_path: Path) 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_reward_rises(tmp_path: Path) -> None:
+def test_reward_rises(tmp_path: Path, add_row: Callable[..., None]) -> None:
     rewards = [entry["reward"] for entry in train(5, tmp_path)]
     assert sum(rewards[-2:]) / 2 > rewards[0] + 0.1, rewards
+    add_row(f"trl {version('trl')}", 5 * 64, 5 * 64, f"GRPOTrainer, reward {shown(rewards)}")
+
+
+def shown(rewards: list[float]) -> str:
+    return " ".join(f"{reward:.2f}" for reward in rewards)
 
 
 def test_a_rollout_without_a_reward_is_refused() -> None:
@@ -205,6 +213,24 @@ def test_what_trl_does_not_score_with_is_refused() -> None:
         rollout_worker(two_conversations, [], SimpleNamespace(**ARGS), url="http://x")
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_versions_of_an_engine_that_reports_none_are_announced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    server = scripted_server(tmp_path, [f"answer {place}" for place in range(200)])
+    try:
+        settings = SimpleNamespace(**ARGS)
+        more = {"url": server.url, "admin_key": server.admin_key, "announce_versions": True}
+        worker = rollout_worker(two_conversations, ["a"], settings, **more)
+        worker.update_model_version(5)
+        worker.start()
+        found = {worker.rollout_buffer.get(timeout=120).model_version for _ in range(6)}
+        worker.stop()
+        assert found == {5}
+    finally:
+        server.stop()
+
+
 def test_transfers_are_counted_as_trl_counts_versions() -> None:
     import torch
 
@@ -219,9 +245,12 @@ def test_transfers_are_counted_as_trl_counts_versions() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_reward_rises_with_the_asynchronous_trainer(tmp_path: Path) -> None:
+def test_reward_rises_with_the_asynchronous_trainer(tmp_path: Path, add_row: Callable[..., None]) -> None:
     told = run("trl_async_run.py", 5, tmp_path, 64)
     assert told["rows"] == told["equal"] >= 5 * 64
+    assert all(row == recorded for row, recorded in told["versions"])
+    assert len(set(row for row, _ in told["versions"])) >= 4, "the weights of every step but the last sampled rows"
     assert told["log"][0]["kl"] < 1e-6, "of the first step, whose rows the same weights sampled"
     rewards = [entry["reward"] for entry in told["log"]]
     assert sum(rewards[-2:]) / 2 > rewards[0] + 0.1, rewards
+    add_row(f"trl {version('trl')}", told["rows"], told["equal"], f"AsyncGRPOTrainer, reward {shown(rewards)}")

@@ -23,6 +23,7 @@ from tokentrue.types import Sample
 
 RECORDED: dict[tuple[int, ...], list[Sample]] = {}  # rollouts may repeat each other
 TAKEN: list[dict[str, Any]] = []
+VERSIONS: list[tuple[int, int]] = []  # of a row in the queue, and of its record
 
 
 def attend(
@@ -55,7 +56,11 @@ def main(steps: int, out: str, rows: int) -> None:
     def recording(samples: Any, **more: Any) -> Any:
         for sample in samples:
             RECORDED.setdefault(tuple(sample.token_ids), []).append(sample)
-        return build(samples, **more)
+        rows = build(samples, **more)
+        for row, sample in zip(rows, samples, strict=True):
+            oldest = min(span.policy_version for span in sample.spans if span.kind == "sampled")
+            VERSIONS.append((row.model_version, oldest))
+        return rows
 
     def watched(self: Any) -> Any:
         for row in take(self):
@@ -66,7 +71,7 @@ def main(steps: int, out: str, rows: int) -> None:
     async_grpo_trainer.RolloutQueueDataset.__iter__ = watched
     log = trl_async_grpo.train(steps, out, rows, use_cpu=True)
     equal = sum(any(is_equal(row, sample) for sample in RECORDED[tuple(row["input_ids"].tolist())]) for row in TAKEN)
-    print("RESULT " + json.dumps({"log": log, "rows": len(TAKEN), "equal": equal}))
+    print("RESULT " + json.dumps({"log": log, "rows": len(TAKEN), "equal": equal, "versions": VERSIONS}))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from areal.infra.workflow_executor import check_trajectory_format
 from areal.utils.data import concat_padded_tensors
-from common import GATEWAY, TASKS, logprobs_of, record, sampled, solve_twice, tell
+from common import GATEWAY, TASKS, VERSION, logprobs_of, record, sampled, solve_twice, tell
 
 from tokentrue.integrations.areal import workflow
 
@@ -32,7 +32,7 @@ async def main() -> None:
         mask = batch["loss_mask"][row].tolist()
         numbers = sampled(batch["logprobs"][row].tolist(), mask)
         versions = set(sampled(batch["versions"][row].tolist(), mask))
-        equal += numbers == torch.tensor(logprobs_of(sample)).tolist() and versions == {0}
+        equal += numbers == torch.tensor(logprobs_of(sample)).tolist() and versions == {VERSION}
     tell(rows=len(batch["input_ids"]), equal=equal)
 
 

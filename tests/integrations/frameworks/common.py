@@ -15,6 +15,7 @@ from tokentrue.types import RoutedExperts, Sample
 
 GATEWAY: dict[str, Any] = {"url": os.environ["TOKENTRUE_URL"], "admin_key": os.environ["TOKENTRUE_ADMIN_KEY"]}
 MODEL = os.environ["TOKENTRUE_MODEL"]
+VERSION = 7  # of the weights that the test published
 ENVIRONMENT = load_environment("calculator", {})
 TASKS = {task.prompt: task for task in ENVIRONMENT.tasks(4, seed=5)}
 
@@ -62,7 +63,11 @@ def count_equal(rows: Sequence[Any], data: Mapping[str, Sequence[Any]]) -> int:
     for place, row in enumerate(rows):
         sample = known[row.metadata["sample_id"]]
         numbers = sampled(data["rollout_log_probs"][place], data["loss_masks"][place])
-        equal += data["tokens"][place] == list(sample.token_ids) and numbers == logprobs_of(sample)
+        equal += (
+            data["tokens"][place] == list(sample.token_ids)
+            and numbers == logprobs_of(sample)
+            and row.weight_versions == [str(VERSION)]
+        )
     return equal
 
 

@@ -1,4 +1,4 @@
-"""Every file of examples/trainers does a rollout with its framework's own types."""
+"""A file of examples/trainers does a rollout with its framework's own types: `python examples_run.py FOLDER NAME`."""
 
 from __future__ import annotations
 
@@ -64,10 +64,19 @@ async def run_openrlhf() -> int:
     return sum(end - start for start, end in made["action_ranges"])
 
 
+async def run_tinker() -> int:
+    return len(await asyncio.to_thread(importlib.import_module("tinker_datums").make_datums))
+
+
+async def run_prime_rl() -> int:
+    return len(await asyncio.to_thread(importlib.import_module("prime_rl_samples").make_samples))
+
+
+RUNS = {
+    "verl": run_verl, "slime": run_slime, "skyrl": run_skyrl, "areal": run_areal, "openrlhf": run_openrlhf,
+    "tinker": run_tinker, "prime_rl": run_prime_rl,
+}  # fmt: skip
+
 if __name__ == "__main__":
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    runs = (run_verl, run_slime, run_skyrl, run_areal, run_openrlhf)
-    found = {run.__name__.removeprefix("run_"): asyncio.run(run()) for run in runs}
-    found["tinker"] = len(importlib.import_module("tinker_datums").make_datums())
-    found["prime_rl"] = len(importlib.import_module("prime_rl_samples").make_samples())
-    tell(**found)
+    tell(made=asyncio.run(RUNS[sys.argv[2]]()))

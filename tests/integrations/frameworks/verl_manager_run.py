@@ -13,7 +13,7 @@ import numpy as np
 import ray
 import torch
 import transfer_queue as tq
-from common import GATEWAY, TASKS, logprobs_of, record, sampled, solve, solve_twice, tell
+from common import GATEWAY, TASKS, VERSION, logprobs_of, record, sampled, solve, solve_twice, tell
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 from tensordict import NonTensorData, NonTensorStack, TensorDict
@@ -109,7 +109,10 @@ def newer() -> tuple[int, int]:
         mask = row["response_mask"][0].tolist()
         numbers = sampled(row["rollout_log_probs"][0].tolist(), mask)
         expected = torch.tensor(logprobs_of(sample), dtype=torch.float32).tolist()
-        equal += row["input_ids"][0].tolist() == list(sample.token_ids) and numbers == expected
+        versions = {extra[f"{end}_global_steps"] for end in ("min", "max")}
+        equal += (
+            row["input_ids"][0].tolist() == list(sample.token_ids) and numbers == expected and versions == {VERSION}
+        )
     tq.close()
     return len(keys), equal
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import GATEWAY, MODEL, TASKS, logprobs_of, record, routed, sampled, solve, solve_twice, tell
+from common import GATEWAY, MODEL, TASKS, VERSION, logprobs_of, record, routed, sampled, solve, solve_twice, tell
 from hydra import compose, initialize_config_module
 from transformers import AutoModelForCausalLM
 from verl import DataProto
@@ -83,7 +83,9 @@ def equal_rows(batch: DataProto) -> int:
         mask = batch.batch["response_mask"][i].tolist()
         numbers = sampled(batch.batch["rollout_log_probs"][i].tolist(), mask)
         expected = torch.tensor(logprobs_of(sample), dtype=torch.float32).tolist()
-        equal += ids == list(sample.token_ids) and numbers == expected and sum(mask) == sum(sample.loss_mask)
+        versions = {int(batch.non_tensor_batch[f"{end}_global_steps"][i]) for end in ("min", "max")}
+        is_record = ids == list(sample.token_ids) and numbers == expected and versions == {VERSION}
+        equal += is_record and sum(mask) == sum(sample.loss_mask)
     return equal
 
 
