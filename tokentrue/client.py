@@ -5,9 +5,7 @@
         s.reward(1.0)
         samples = s.samples()
 
-`AsyncClient` is the same with `await`. Neither imports torch or transformers, so both work inside any trainer's
-environment.
-"""
+`AsyncClient` is the same with `await`."""
 
 from __future__ import annotations
 
@@ -99,7 +97,6 @@ def _encode_body(body: JsonMapping | None) -> JsonObject:
 
 
 def _decode_answer(method: str, path: str, response: httpx.Response) -> JsonValue:
-    """Raises a typed error with the gateway's message unless the response is a success."""
     if response.is_success:
         if response.headers.get("content-type", "").startswith("image/"):
             return response.content
@@ -176,7 +173,7 @@ class _SessionAddress:
         return self._sdks[-1]
 
     def _refuse(self, sdk: Any) -> None:
-        """Makes a closed client say that the session has ended; by itself it would name a connection error."""
+        """Makes a closed client say that the session has ended, not name a connection error."""
         kind = next(kind for kind in type(sdk._client).__mro__ if kind.__name__ in ("Client", "AsyncClient"))
         http: Any = import_module(kind.__module__.partition(".")[0])  # each SDK has its own httpx
         text = f"session {self.id} has ended, and its clients are closed: open another session"
@@ -418,8 +415,6 @@ class AsyncClient:
 
 
 class _Block:
-    """What `session()` returns; the session is opened where the block begins."""
-
     _keyword = "with"
 
     def __init__(self, client: Any, settings: SessionSettings) -> None:

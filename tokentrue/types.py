@@ -1,12 +1,9 @@
-"""The data types that every package shares: frozen records, standard library only.
+"""The data types that every package shares: frozen records.
 
 Glossary: `token_ids` any ids; `prompt_ids` the engine's input; `sampled_ids` what the model chose (its stop token
 included); `rollout_logprobs` reported by the sampler; `trainer_logprobs` recomputed by the trainer. A session has
-turns, and a turn has one node per choice.
-Messages and tools are plain mappings in the OpenAI Chat Completions shape: `role`, `content` (string, parts or
-None), `reasoning_content`, `tool_calls[].{id,function.{name,arguments}}`, `tool_call_id`, `name`. A read conversation
-has an image as the part `{"type": "image", "sha256", "media_type", "width", "height"}`, without its bytes.
-"""
+turns, and a turn has one node per choice. Messages and tools are plain mappings in the OpenAI Chat Completions
+shape; a read conversation has an image as the part `{"type": "image", "sha256", "media_type", "width", "height"}`."""
 
 from __future__ import annotations
 
@@ -49,12 +46,12 @@ def is_temperature(value: float) -> bool:
 
 
 def choice_seed(seed: int, index: int) -> int:
-    """`seed + index`, wrapping around after the largest seed: no two choices share a seed."""
+    """`seed + index`, wrapping around after the largest seed."""
     return (seed + index + MAX_INT64 + 1) % 2**64 - MAX_INT64 - 1
 
 
 def is_logprob(value: float) -> bool:
-    """Finite, not positive, and not a sentinel: engines write -9999 for a missing value."""
+    """Finite, not positive, and no sentinel: engines write -9999 for a missing value."""
     return are_logprobs((value,))
 
 
@@ -119,8 +116,8 @@ _SAMPLING_RULES: Mapping[str, tuple[tuple[type, ...], Callable[[Any], bool], str
 
 @record
 class Sampling:
-    """Sampling settings; defaults mean "off". `stop_token_ids` are added to the renderer's. `extra` holds settings
-    that a provider either knows by name or refuses."""
+    """Defaults mean "off". `stop_token_ids` are added to the renderer's. `extra` holds settings that a provider
+    either knows by name or refuses."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -194,8 +191,8 @@ def spans_from_runs(runs: Iterable[tuple[int, int]]) -> tuple[VersionSpan, ...]:
 
 @record
 class Completion:
-    """One generation, exactly as the engine reported it: not invented, padded or trimmed. `logprobs` are those of
-    the distribution sampled from; `versions` covers the tokens without gap or overlap."""
+    """One generation, exactly as the engine reported it. `logprobs` are those of the distribution sampled from;
+    `versions` covers the tokens without gap or overlap."""
 
     token_ids: TokenIds
     logprobs: tuple[float, ...]
@@ -305,9 +302,9 @@ class Rendered:
 @record
 class Extension:
     """The recorded prefix, untouched, plus `added_ids`: all given, none sampled. `spans` and `images` count from the
-    start of `added_ids`. `join` says how the recorded turn ended: at the template's stop token, at an alias of it
-    (harmony's <|return|>), at a foreign stop token or at none; then `added_ids` begins with the template's closing of
-    the turn."""
+    start of `added_ids`. `join`: how the recorded turn ended: at the template's stop token, at an alias of it
+    (harmony's <|return|>), at a foreign stop token or at none; then `added_ids` begins with the template's closing
+    of the turn."""
 
     prefix_ids: TokenIds
     added_ids: TokenIds
@@ -390,10 +387,9 @@ class Delta(Struct, frozen=True, kw_only=True, gc=False):
 
 @record
 class TurnRequest:
-    """An agent's next model call in the OpenAI shape, with the whole conversation. `request_key` identifies the
-    request for retries: the same key, or the same content while the first is in flight, is the same turn. `continues`
-    is the node whose answer the caller says it continues. `prompt_ids` is the exact prompt of a caller that renders by
-    itself."""
+    """An agent's next model call, with the whole conversation. `request_key` identifies the request for retries.
+    `continues` is the node whose answer the caller says it continues. `prompt_ids` is the exact prompt of a caller
+    that renders by itself."""
 
     messages: Messages
     tools: Tools | None = None
@@ -415,7 +411,7 @@ class TurnRequest:
 
 @record
 class Reply:
-    """A committed turn, as the client receives it. `message` is what was served (call ids included)."""
+    """A committed turn. `message` is what was served (call ids included)."""
 
     node: str
     message: Message
@@ -509,7 +505,7 @@ class Untrained:
 @record
 class Coverage:
     """`pinned_turns` were sampled under a pinned system prompt; `rejoined_turns` after turns that were sampled
-    elsewhere and are given, untrained, where they are repeated."""
+    elsewhere and are given, untrained."""
 
     sampled: int
     trained: int

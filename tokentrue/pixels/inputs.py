@@ -1,5 +1,4 @@
-"""What images add to a row of ids: their bytes, and the inputs of the model's own forward. A placeholder without its
-pixels is refused: the model would be blind, and nothing would fail."""
+"""What images add to a row of ids: their bytes, and the inputs of the model's own forward."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ ReadImage = Callable[[str], bytes]  # SHA-256 (hex) of a file -> its bytes
 
 
 def find_images(runs: Sequence[ImageRun], read: ReadImage | None, where: str) -> tuple[PromptImage, ...]:
-    """The images of a record with their bytes; raises if one has none, for its tokens mean nothing without pixels."""
+    """The images of a record with their bytes; raises if one has none."""
     if runs and read is None:
         raise TokenContractError(f"{where} has {len(runs)} images and no bytes for them; say where they are (images=)")
     found: list[PromptImage] = []
@@ -49,8 +48,8 @@ def check_runs(ids: Any, images: Sequence[PromptImage], config: Any, where: str 
 def plain_inputs(
     model: Any, ids_BT: Any, rows: Sequence[Sequence[PromptImage]], reader: PixelReader | None
 ) -> dict[str, Any]:
-    """What the model's own forward takes besides `ids_BT`, rows padded on the right: pixels, the kinds of its tokens,
-    and positions by transformers' own rule."""
+    """What the model's own forward takes besides `ids_BT`, rows padded on the right: pixels, the kinds of its
+    tokens, and positions."""
     import torch
 
     images = [image for row in rows for image in row]

@@ -1,8 +1,6 @@
-"""The pixels of a prompt's images, from transformers' own image processor, checked against the record.
-
-Equal ids do not mean equal pixels: another backend, library version or setting of one class of processor changes most
-values at equal grids. So a record names its processor, and no other one computes pixels for it.
-"""
+"""The pixels of a prompt's images, from transformers' own image processor. Equal ids do not mean equal pixels:
+another backend, library version or setting changes most values at equal grids. So a record names its processor, and
+no other one computes pixels for it."""
 
 from __future__ import annotations
 
@@ -23,7 +21,6 @@ KEPT_BYTES = 512 << 20
 
 
 def load_processor(model: str | Path, backend: str = "pil") -> Any:
-    """The image processor of a model's directory or hub id, from its settings alone."""
     try:
         from transformers import AutoImageProcessor
 
@@ -41,18 +38,16 @@ def processor_identity(processor: Any) -> str:
 
 
 class PixelReader:
-    """Reads images by the processor that their record names. Keeps the newest results; calls from several threads are
-    safe. Tensors are shared: they must not be changed."""
+    """Reads images by the processor that their record names. Keeps the newest results; thread-safe. Tensors are
+    shared: they must not be changed."""
 
     def __init__(self, model: str | Path) -> None:
-        """`model`: a directory or hub id."""
         self.model = model
         self._processors: dict[str, tuple[Any, str]] = {}
         self._kept: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
         self._lock = threading.Lock()
 
     def processor(self, backend: str = "pil") -> tuple[Any, str]:
-        """The processor and its identity."""
         with self._lock:
             if backend not in self._processors:
                 if not str(self.model):
@@ -85,8 +80,7 @@ class PixelReader:
         return found
 
     def pixels(self, images: Sequence[PromptImage]) -> dict[str, Any]:
-        """What the model's own forward takes for `images`, in their order: `pixel_values`, and `image_grid_thw` where
-        the processor makes grids."""
+        """What the model's own forward takes for `images`."""
         import torch
 
         made = {"pixel_values": torch.cat([self.read(image) for image in images])}

@@ -1,5 +1,4 @@
-"""An in-process OpenAI client, backed by a session instead of HTTP. `await client(messages, tools=None)` is the short
-form and returns a `Reply`."""
+"""An in-process OpenAI client, backed by a session. `await client(messages, tools=None)` returns a `Reply`."""
 
 from __future__ import annotations
 

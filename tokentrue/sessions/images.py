@@ -1,5 +1,5 @@
-"""The images of one session. A request brings the bytes of its images each time, except for those of an earlier reply's
-conversation: they are read from the journal. A session without a journal keeps the bytes in memory."""
+"""The images of one session. A request brings the bytes of its images, except those of an earlier reply's
+conversation: they are read from the journal, or without one from memory."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class SessionImages:
         return new
 
     def add(self, images: Sequence[ImageFile]) -> None:
-        """Call it when they are in the journal. Another turn may have added some meanwhile."""
+        """Call it when they are in the journal."""
         for image in images:
             if image.sha256 not in self.reader.recorded:
                 self._bytes += len(image.data)
@@ -66,7 +66,6 @@ class SessionImages:
                     self._kept[image.sha256] = image
 
     def read(self, sha256: str) -> tuple[bytes, str]:
-        """Blocks."""
         if self._journal is not None:
             return self._journal.read_image(self._session, sha256)
         if sha256 not in self._kept:
@@ -74,7 +73,6 @@ class SessionImages:
         return self._kept[sha256].data, self._kept[sha256].media_type
 
     async def load(self, runs: Sequence[ImageRun], files: Mapping[str, ImageFile]) -> list[PromptImage]:
-        """`files` are those of the request."""
         found = {name: (file.data, file.media_type) for name, file in files.items()}
         for name in {run.sha256 for run in runs} - found.keys():
             found[name] = await asyncio.to_thread(self.read, name)

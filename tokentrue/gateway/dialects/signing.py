@@ -8,7 +8,7 @@ import hmac
 
 
 class ReasoningSigner:
-    """Signs with a session's secret, unknown to its client; also accepts signatures by any of `older`."""
+    """Signs with a session's secret; also accepts signatures by any of `older`."""
 
     MARK = "tt1"
 

@@ -1,8 +1,7 @@
 """uvicorn's HTTP/1.1 protocol within `GatewayLimits`.
 
-uvicorn does not limit a request's head or trailers, merges trailers into the headers, and waits forever for a head, a
-body and a client that reads. What exceeds a limit gets 400 or a closed connection, and never reaches the application.
-"""
+uvicorn does not limit a head or trailers, merges trailers into the headers, and waits forever for a head, a body and
+a client that reads. What exceeds a limit gets 400 or a closed connection."""
 
 from __future__ import annotations
 
@@ -107,7 +106,7 @@ class BoundedHttp(HttpToolsProtocol):
             self._limit_time(self.limits.head_s)
 
     def send_400_response(self, msg: str) -> None:
-        """A complete request before what is not HTTP still gets its reply; then closes."""
+        """A complete request before what is not HTTP still gets its reply."""
         current = self._current
         if current is None or current.response_complete or (self._in_body and not current.response_started):
             super().send_400_response(msg)

@@ -1,9 +1,8 @@
 """Gives each new connection to the worker that owns its session.
 
-The parent of several workers looks at the first bytes of a connection, without taking them, for a session in the path
-or in the key, and passes the socket to that session's owner: most clients use a connection for one session, so their
-requests are not forwarded. One that names no session goes to the next worker in turn. Where the look was wrong, or a
-later request is for another session, the worker forwards it (`forwarding`)."""
+The parent looks at the first bytes of a connection, without taking them, for a session, and passes the socket to its
+owner: most clients use a connection for one session. Where the look was wrong, the worker forwards the request
+(`forwarding`)."""
 
 from __future__ import annotations
 
@@ -33,8 +32,8 @@ def find_session(head: bytes) -> str | None:
 
 
 class Dispatcher:
-    """`receivers[n]` is where worker `n` takes its sockets. The parent keeps both ends of the channels open, so that a
-    restarted worker finds what was sent to the one before it."""
+    """`receivers[n]` is where worker `n` takes its sockets. The parent keeps both ends open: a restarted worker
+    finds what was sent to the one before it."""
 
     def __init__(self, public: socket.socket, workers: int) -> None:
         self._public = public

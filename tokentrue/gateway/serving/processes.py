@@ -28,10 +28,10 @@ Serve = Callable[[int, Callable[[], None]], None]
 
 
 class AdminState(ctypes.Structure):
-    """Pause and policy version, in memory shared by the parent and its gateways.
+    """Pause and policy version, shared by the parent and its gateways.
 
-    A worker writes an operation here, then asks the others to apply it. A starting worker reads this after it listens
-    to the others and before it serves a request, so it sees each operation here or on its socket."""
+    A worker writes here, then asks the others to apply it. A starting worker reads this after it listens to the
+    others and before it serves, so it misses nothing."""
 
     # No lock: a killed worker would never release it. Each value is one aligned word, written atomically.
     _fields_ = (("paused", ctypes.c_int64), ("version", ctypes.c_int64))
@@ -44,8 +44,8 @@ def share_admin_state() -> AdminState:
 
 
 class RenderDeadline:
-    """One rendering per thread. If it takes longer than `seconds`, SIGALRM kills the process: while one call into C
-    holds the interpreter, no thread and no signal handler of the process runs."""
+    """One rendering per thread. If it takes longer than `seconds`, SIGALRM kills the process: one call into C may
+    hold the interpreter, and then no thread and no signal handler runs."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -97,8 +97,7 @@ class Child:
 
 
 class Supervisor:
-    """Runs `serve(number, say_up)` in `count` processes, and restarts one that was up and is killed. With several the
-    parent accepts the connections to `public`."""
+    """Runs `serve(number, say_up)` in `count` processes, and restarts one that was up and is killed."""
 
     def __init__(self, serve: Serve, count: int, public: socket.socket, dispatcher: Dispatcher | None) -> None:
         self._serve, self._count, self._public, self._dispatcher = serve, count, public, dispatcher

@@ -92,8 +92,8 @@ class JsonLines(logging.Formatter):
 
 
 class Server(uvicorn.Server):
-    """Shuts down on one of `signals` and exits 0; uvicorn would raise the signal again. Also serves the connections
-    that the parent passes through `receiver` (`dispatch`)."""
+    """Shuts down on one of `signals` and exits 0; uvicorn would raise the signal again. Also serves connections
+    passed through `receiver`."""
 
     def __init__(
         self, config: uvicorn.Config, signals: Sequence[signal.Signals], receiver: socket.socket | None

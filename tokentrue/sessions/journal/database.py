@@ -1,5 +1,4 @@
-"""The connection protocol of a store (`sqlite3.Connection` implements it, `postgres.Connection` adapts to it), and its
-name."""
+"""The connection protocol of a store, which `sqlite3.Connection` implements, and its name."""
 
 from __future__ import annotations
 
@@ -45,7 +44,7 @@ def read_address(store: str) -> Mapping[str, str]:
 
 
 def describe_store(store: str) -> str:
-    """The store's name without secrets: of a PostgreSQL URL only user, host and database."""
+    """Without secrets: of a PostgreSQL URL only user, host and database."""
     if not is_postgres(store):
         return store
     try:

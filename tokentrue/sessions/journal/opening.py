@@ -21,8 +21,7 @@ def open_journal(
     address: str = "",
     lease_s: float = 15.0,
 ) -> Journal:
-    """`sqlite:PATH`, `postgresql://…` or `memory`. `lock=False` is for workers, whose supervisor holds the lock.
-    `name`, `address` and `lease_s` apply to PostgreSQL."""
+    """`sqlite:PATH`, `postgresql://…` or `memory`. `name`, `address` and `lease_s` apply to PostgreSQL."""
     require_kind(store)
     if is_postgres(store):
         from tokentrue.sessions.journal.postgres import PostgresJournal
@@ -39,7 +38,7 @@ def require_kind(store: str) -> None:
 
 
 def check_store(store: str) -> None:
-    """Raises if a server cannot write to this file: it is in use, or no journal. Reads no session."""
+    """Raises if a server cannot write to this file."""
     require_kind(store)
     if store.startswith("sqlite:"):
         StoreLock(store).release()

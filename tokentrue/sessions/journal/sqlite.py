@@ -1,8 +1,7 @@
 """SQLite stores: their file, their tables with migrations, and their locks.
 
-A server holds an exclusive lock on a file beside the store while the store is open for writing; the lock ends with the
-process. Its workers share a second lock. If the supervisor is killed, its workers first finish what they generate, and
-the next server waits for them: two processes never write one session."""
+A server holds an exclusive lock beside the store, its workers share a second one. If the supervisor is killed, its
+workers first finish what they generate, and the next server waits for them: two processes never write one session."""
 
 from __future__ import annotations
 
