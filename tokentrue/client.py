@@ -186,8 +186,6 @@ class _SessionAddress:
 
 
 class ClientSession(_SessionAddress):
-    """One session of a gateway."""
-
     def __init__(self, client: Client, opened: JsonMapping) -> None:
         super().__init__(opened)
         self._client = client
@@ -215,7 +213,6 @@ class ClientSession(_SessionAddress):
         return self._client.session_image(self.id, sha256)
 
     def state(self) -> JsonObject:
-        """The response of GET /sessions/{id}."""
         return self._client.session_state(self.id)
 
     def end(self, *, purge: bool = False) -> None:
@@ -263,7 +260,6 @@ class Client:
         return self.call(*_list_request(limit, offset, group, after))["sessions"]
 
     def session_state(self, session_id: str) -> JsonObject:
-        """The response of GET /sessions/{id}."""
         return self.call("GET", session_path(session_id))
 
     def session_samples(self, session_id: str) -> SessionSamples:
@@ -277,7 +273,6 @@ class Client:
         self.call(*_reward_request(session_id, reward=reward, group=group))
 
     def end_session(self, session_id: str) -> None:
-        """Admits no further turn; samples stay readable."""
         self.call(*_end_request(session_id, purge=False))
 
     def delete_session(self, session_id: str) -> None:
@@ -285,7 +280,6 @@ class Client:
         self.call(*_end_request(session_id, purge=True))
 
     def wait_until_ready(self, *, timeout_s: float = 60.0) -> None:
-        """Raises GatewayUnreachable after `timeout_s`."""
         end = time.monotonic() + timeout_s
         while True:
             try:
@@ -305,8 +299,6 @@ class Client:
 
 
 class AsyncClientSession(_SessionAddress):
-    """`ClientSession` with `await`."""
-
     def __init__(self, client: AsyncClient, opened: JsonMapping) -> None:
         super().__init__(opened)
         self._client = client

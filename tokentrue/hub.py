@@ -55,7 +55,6 @@ def load_causal_model(model: str | Path, *, dtype: str, **options: Any) -> Any:
 
 
 def load_config(model: str | Path) -> Any:
-    """Without weights."""
     from transformers import AutoConfig
 
     return _load(AutoConfig, model)
@@ -142,7 +141,6 @@ def is_hub_id(model: str) -> bool:
 
 
 def why_unreachable() -> str | None:
-    """None if the hub responds, with any status."""
     import httpx
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session

@@ -34,8 +34,6 @@ class HashState(Protocol):
 
 
 class TokenIds(Sequence[int]):
-    """Built from any iterable of integers."""
-
     __slots__ = ("_hash", "view")
     view: memoryview  # a read-only buffer of int32 over bytes, for numpy and torch without a copy
     _hash: HashState | None  # SHA-256 over the ids, once requested; concatenations continue from it
@@ -78,7 +76,6 @@ class TokenIds(Sequence[int]):
         return self.view.tolist()
 
     def sha256(self) -> bytes:
-        """The digest of `tobytes()`, computed once."""
         known = self._hash
         if known is None:
             known = sha256(self.view)
@@ -111,7 +108,6 @@ class TokenIds(Sequence[int]):
         return TokenIds.concat((TokenIds(other), self))
 
     def __eq__(self, other: object) -> bool:
-        """Equal to a TokenIds with the same bytes, and to a tuple or list of the same integers."""
         if isinstance(other, TokenIds):
             # bytes compare by memcmp; two memoryviews would be compared item by item.
             return self.view is other.view or (len(self) == len(other) and self.startswith(other))
@@ -140,7 +136,6 @@ class TokenIds(Sequence[int]):
 
 
 def _pack(ids: Iterable[int]) -> bytes:
-    """Refuses anything that is not a token id and names its position."""
     if not isinstance(ids, (list, tuple, array)):
         tolist: Any = getattr(ids, "tolist", None)  # numpy arrays and tensors convert at once
         ids = tolist() if tolist is not None else list(ids)

@@ -53,7 +53,6 @@ class RoutedExperts:
         return self.start + self.shape[0]
 
     def cut(self, start: int, end: int) -> RoutedExperts:
-        """The known rows of positions `[start, end)`."""
         _, layers, top_k = self.shape
         first = max(start, self.start)
         count = max(0, min(end, self.end) - first)
@@ -64,7 +63,6 @@ class RoutedExperts:
         )
 
     def known(self) -> list[bool]:
-        """For each row, whether the engine reported it."""
         step = 2 * self.shape[1] * self.shape[2]
         return [self.data[at : at + 2] != _FREE_BYTES for at in range(0, len(self.data), step)] if step else []
 
@@ -123,13 +121,11 @@ class SamplingMask:
         return [self.row(index) for index in range(len(self))]
 
     def cut(self, start: int, end: int) -> SamplingMask:
-        """Rows `[start, end)`."""
         first = self.offsets[start]
         offsets = [value - first for value in self.offsets[start : end + 1]]
         return SamplingMask(token_ids=self.token_ids[first : self.offsets[end]], offsets=TokenIds(offsets))
 
     def first_missing(self, sampled_ids: Sequence[int]) -> int | None:
-        """The first sampled token that is missing from its non-empty row."""
         rows = enumerate(zip(sampled_ids, self.rows(), strict=False))
         return next((index for index, (token, row) in rows if row and token not in row), None)
 

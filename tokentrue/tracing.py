@@ -42,7 +42,6 @@ def start_tracing(url: str, *, exporter: SpanExporter | None = None) -> None:
 
 
 def stop_tracing() -> None:
-    """Flushes spans. Blocks."""
     provider, _Tracing.provider, _Tracing.tracer = _Tracing.provider, None, None
     if provider is not None:
         provider.shutdown()

@@ -65,15 +65,11 @@ History = Literal["keep", "template"]
 
 @dataclass(frozen=True, slots=True)
 class JoinedTurn:
-    """A request equal to one in flight: it waits for the same turn."""
-
     turn: InFlightTurn
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedTurn:
-    """A request whose key was answered before, by `nodes`."""
-
     nodes: Sequence[Node]
 
 
@@ -315,7 +311,6 @@ class Session:
         return replies
 
     async def _load_images(self, turn: InFlightTurn, prompt: Prompt) -> Sequence[PromptImage]:
-        """Of the whole prompt. Raises if the session may not have more, or the engine takes none."""
         if not prompt.images and not self.images.reader.recorded:
             return ()
         files, start = turn.conversation.files, len(prompt.ids) - len(prompt.given_ids)
@@ -327,7 +322,6 @@ class Session:
         return await self.images.load(runs, files)
 
     async def _generate(self, turn: InFlightTurn, prompt: Prompt, images: Sequence[PromptImage]) -> list[Choice]:
-        """If a choice fails or the turn is cancelled, all end and the received tokens are committed."""
         choices = [Choice(index, turn, prompt.ids, self.renderer, images) for index in range(turn.request.n)]
         try:
             await generation.generate_all(choices, self.provider, self.id)
@@ -375,7 +369,6 @@ class Session:
         self.revision += 1
 
     async def _close_turn(self, turn: InFlightTurn, node_ids: Sequence[str]) -> None:
-        """Records the keys that joined during the commit; from then on the turn cannot be joined."""
         # A crash before this loses only the late keys: their retries are generated again.
         while late := [key for key in turn.request_keys if key not in self.tree.nodes_by_key]:
             await run_to_completion(self._record_late_keys(dict.fromkeys(late, node_ids)))
@@ -401,7 +394,6 @@ class Session:
         ).samples
 
     async def assembly(self) -> Assembly:
-        """The current `samples` and `coverage`, built in a thread."""
         return await asyncio.to_thread(assemble, self.tree.snapshot(), self.record)
 
     def coverage(self, *, max_tokens: int | None = None, include_abandoned: bool = False) -> Coverage:

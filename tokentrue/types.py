@@ -46,7 +46,6 @@ def is_temperature(value: float) -> bool:
 
 
 def choice_seed(seed: int, index: int) -> int:
-    """`seed + index`, wrapping around after the largest seed."""
     return (seed + index + MAX_INT64 + 1) % 2**64 - MAX_INT64 - 1
 
 
@@ -63,7 +62,6 @@ def are_logprobs(values: Sequence[float]) -> bool:
 
 
 def require_mask(mask: SamplingMask | None, token_ids: Sequence[int]) -> None:
-    """Requires of a mask one row per token; a non-empty row must contain its token."""
     if mask is None:
         return
     if len(mask) != len(token_ids):
@@ -75,8 +73,6 @@ def require_mask(mask: SamplingMask | None, token_ids: Sequence[int]) -> None:
 
 
 class Finish(StrEnum):
-    """Why an engine stopped sampling."""
-
     STOP = "stop"  # a stop token (kept in the sampled ids) or a stop string
     LENGTH = "length"  # the token limit: the turn is left open
     ABORT = "abort"  # cancelled by the caller or the engine: the sampled tokens are kept and labelled
@@ -153,7 +149,6 @@ class Sampling:
 
     @property
     def filters(self) -> tuple[str, ...]:
-        """The active settings among `FILTERS`."""
         return tuple(name for name, rest in _FILTERS_AT_REST.items() if getattr(self, name) != rest)
 
 
@@ -234,7 +229,6 @@ class Completion:
 
     @property
     def policy_versions(self) -> tuple[int, ...]:
-        """One per sampled token."""
         return tuple(span.version for span in self.versions for _ in range(span.start, span.end))
 
 
@@ -280,8 +274,6 @@ def shift_images(images: Iterable[ImageRun], by: int) -> list[ImageRun]:
 
 @record
 class PromptImage:
-    """An image as an engine gets it."""
-
     run: ImageRun
     data: bytes
     media_type: str
@@ -289,8 +281,6 @@ class PromptImage:
 
 @record
 class Rendered:
-    """A whole prompt, its generation prompt included."""
-
     token_ids: TokenIds
     spans: tuple[PromptSpan, ...] = ()
     images: tuple[ImageRun, ...] = ()
@@ -355,8 +345,6 @@ class Attempt:
 
 
 class Ended(StrEnum):
-    """How a sampled turn ended, judged by its ids."""
-
     STOP = "stop"  # at a stop token
     OPEN = "open"  # no stop token: a length cut-off, a stop string or an abort
 
@@ -438,8 +426,6 @@ class TurnEvent(Struct, frozen=True, kw_only=True, gc=False):
 
 @record
 class Span:
-    """Tokens `[start, end)` of a sample."""
-
     start: Count
     end: Count
     kind: Literal["given", "sampled"]
@@ -495,8 +481,6 @@ class Sample:
 
 @record
 class Untrained:
-    """Sampled tokens of `node` that no sample trains, and why."""
-
     node: str
     tokens: int
     why: str
@@ -537,8 +521,6 @@ Utf8: TypeAlias = Annotated[str, Meta(pattern=r"^[^\ud800-\udfff]*$")]
 
 
 class Checked:
-    """Checks its fields on construction."""
-
     __slots__ = ()
 
     def __post_init__(self) -> None:

@@ -29,8 +29,6 @@ def has_images(messages: Any) -> bool:
 
 @record
 class ReadImages:
-    """Messages with references, and the files by hash."""
-
     messages: list[Message]
     files: Mapping[str, ImageFile]
 

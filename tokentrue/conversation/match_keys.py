@@ -68,7 +68,6 @@ def reasoning_of(message: Message) -> str:
 
 
 def _reasoning_text(value: JsonValue) -> str:
-    """Mistral writes a list of text parts."""
     if value is None or isinstance(value, (str, list, tuple)):
         return text_of(value)
     return json.dumps(value, sort_keys=True, default=str)
@@ -126,7 +125,7 @@ def note_calls(seen: dict[str, CallRef], index: int, call_ids: tuple[str | None,
 
 
 class _NoDouble(str):
-    """A number that no double can represent, as JSON text."""
+    pass
 
 
 Harness: TypeAlias = Literal["same", "python", "javascript", "go", "any"]

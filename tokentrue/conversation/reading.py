@@ -91,7 +91,6 @@ class Conversation(Sequence[Message]):
 
     @property
     def size(self) -> int:
-        """Estimated bytes in memory."""
         return self.messages_size + 3 * len(self.tools_source)
 
     def __len__(self) -> int:
@@ -109,7 +108,6 @@ class Conversation(Sequence[Message]):
 
     @property
     def digest(self) -> bytes:
-        """Identifies messages and tools exactly."""
         return digest(b"".join(read.digest for read in self.facts), self.tools_digest)
 
     @property
@@ -118,11 +116,9 @@ class Conversation(Sequence[Message]):
 
     @property
     def files(self) -> dict[str, ImageFile]:
-        """By hash."""
         return {image.sha256: image for read in self.facts for image in read.images}
 
     def name_first(self, depth: int) -> bytes:
-        """Identifies the first `depth` messages exactly."""
         return digest(b"".join(read.digest for read in self.facts[:depth]))
 
     def append(
@@ -181,7 +177,6 @@ def own_source(message: Message) -> Raw:
 
 
 def shorten_source(source: Raw) -> Raw:
-    """A long source becomes its hash."""
     data = memoryview(source)
     return Raw(_HASHED + sha256(data).digest()) if len(data) > _LONG_SOURCE else source
 
@@ -267,7 +262,6 @@ class Conversations:
         return replace(conversation, tools=own, tools_source=source, tools_digest=digest(source))
 
     def _keep(self, conversation: Conversation) -> None:
-        """Replaces the conversations that it continues."""
         size = conversation.size
         if size > self._limit:
             return

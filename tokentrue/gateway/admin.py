@@ -98,8 +98,6 @@ class SamplesQuery(msgspec.Struct):
 
 @record
 class AdminRequest:
-    """A handler returns a response, or the JSON of one."""
-
     services: Services
     request: Request
     raw_body: bytes
@@ -187,7 +185,6 @@ class AdminRequest:
         return await asyncio.to_thread(samples_response, self.session_id, assembly, self.query.format[:40])
 
     async def image(self) -> Response:
-        """Files do not change, so any process may read them."""
         journal = self.services.journal
         access = self.services.keys.authenticate(self.request.headers.raw, self.session_id)
         with access.hide_session():
@@ -315,8 +312,6 @@ def admin_routes(services: Services) -> list[Route]:
 
 
 class AdminEndpoint:
-    """One path as an ASGI application."""
-
     def __init__(self, services: Services, methods: Mapping[str, AdminOperation]) -> None:
         self._services, self._methods = services, methods
 

@@ -44,7 +44,6 @@ class AdmissionGate:
         self.queued = 0
 
     async def drain(self, timeout_s: float) -> bool:
-        """False if something is in flight after `timeout_s`."""
         try:
             await asyncio.wait_for(self._idle.wait(), timeout_s)
         except TimeoutError:

@@ -36,8 +36,6 @@ EVICT_EVERY_S = 15.0
 
 
 class Gateway:
-    """`renderer_for` returns the renderer of a history policy; `view` builds the `/view` page."""
-
     def __init__(
         self,
         *,

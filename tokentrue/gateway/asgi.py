@@ -57,7 +57,6 @@ LONGEST = 600
 
 
 def problem_from(error: BaseException) -> HttpError:
-    """What the client sees of an exception."""
     if isinstance(error, HttpError):
         return error
     if not isinstance(error, TokenTrueError):
@@ -94,8 +93,6 @@ def read_header(headers: Iterable[tuple[bytes, bytes]], wanted: bytes) -> str | 
 
 
 class BodyBudget:
-    """Limit on the bytes of request bodies held by this process."""
-
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self.used = 0
@@ -119,7 +116,6 @@ class BodyBudget:
 
 
 async def read_body(scope: Scope, receive: Receive, limit: int, take: Callable[[int], None] | None = None) -> bytes:
-    """Refuses a body as soon as it exceeds `limit`."""
     too_large = HttpError(413, "body_too_large", f"the body is larger than {limit} bytes (limits.body_bytes)")
     declared = read_header(scope["headers"], b"content-length")
     if declared is not None and declared.isdecimal() and int(declared) > limit:
@@ -220,8 +216,6 @@ class EventStream:
 
     @contextmanager
     def keep_alive(self, every_s: float) -> Generator[None, None, None]:
-        """Sends a keep-alive after every `every_s` seconds without output."""
-
         async def ping() -> None:
             while True:
                 await asyncio.sleep(max(0.0, self._last_write + every_s - time.monotonic()))
@@ -235,7 +229,6 @@ class EventStream:
             pings.cancel()
 
     async def end(self, problem: HttpError | None = None) -> None:
-        """With the dialect's error event if there is a problem."""
         await self._write(self._encoder.finish() if problem is None else self._encoder.error(problem))
         self.ended = True
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})

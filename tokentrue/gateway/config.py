@@ -44,8 +44,6 @@ class GatewayLimits:
 
 @record
 class ServingConfig:
-    """Settings shared by `[server]` of the configuration file and a gateway."""
-
     base_url: str = ""
     training: bool = True
     pin: tuple[Literal["system"], ...] = ()  # default for sessions: keeps each conversation's first system prompt
@@ -57,8 +55,6 @@ class ServingConfig:
 
 @record
 class GatewayConfig(ServingConfig):
-    """`model`: the name that /v1/models shows."""
-
     model: str
     admin_key: str
     limits: GatewayLimits = field(default_factory=GatewayLimits)

@@ -179,7 +179,6 @@ def engine_families(engine: Measured) -> list[Metric]:
 
 
 def build_page(families: Iterable[Metric]) -> bytes:
-    """Families of the same name are summed."""
     merged: dict[str, Metric] = {}
     values: dict[tuple[str, str, tuple[tuple[str, str], ...]], float] = {}
     for family in families:

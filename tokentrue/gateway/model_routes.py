@@ -55,8 +55,6 @@ SESSION_ROOT = "/sessions/{session_id}"
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """`path` is below `/v1`; `streams` is None if the body decides."""
-
     path: str
     dialect: type[Dialect]
     does: Literal["generate", "count", "list", "nothing"]
@@ -92,7 +90,6 @@ _UNKNOWN = (
 
 
 def model_routes(services: Services) -> list[Route]:
-    """With and without a session in the URL and a trailing slash."""
     return [
         Route(f"{root}/{version}/{operation.path}{end}", ModelEndpoint(operation, services))
         for operation in (*OPERATIONS, *_UNKNOWN)
@@ -284,7 +281,6 @@ def log_line(event: str, **fields: Any) -> None:
 
 
 def list_models(names: Sequence[str]) -> JsonObject:
-    """Has the fields of OpenAI's list and of Anthropic's page."""
     kind = {"object": "model", "type": "model", "created": 0, "owned_by": "tokentrue"}
     data = [{"id": name, **kind, "created_at": "1970-01-01T00:00:00Z", "display_name": name} for name in names]
     return {"object": "list", "data": data, "has_more": False, "first_id": names[0], "last_id": names[-1]}

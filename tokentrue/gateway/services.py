@@ -21,8 +21,6 @@ RendererFor = Callable[[str], Renderer]
 
 
 class Services:
-    """`renderer_for` returns the renderer of a history policy."""
-
     def __init__(
         self,
         *,
@@ -55,7 +53,6 @@ class Services:
         )
 
     def new_session(self, session_id: str, **settings: Any) -> Session:
-        """Not in the journal yet; settings that are not given are the gateway's."""
         for name in ("history", "training", "pin", "side_requests"):
             if settings.get(name) is None:
                 settings[name] = getattr(self.config, name)

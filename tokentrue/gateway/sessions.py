@@ -60,8 +60,6 @@ def fit_in_memory(session_limits: SessionLimits, limits: GatewayLimits) -> Sessi
 
 
 class SessionHandle:
-    """A session in memory with its HTTP state: dialects, which sign with its secret, and keys of retries."""
-
     def __init__(self, session: Session, limits: GatewayLimits, budget: ByteBudget, secret: StoreSecret) -> None:
         self.session = session
         self.users = 0  # requests that hold it
@@ -81,7 +79,6 @@ class SessionHandle:
 
     # Requests.
     async def parse(self, dialect: Dialect, body: bytes) -> tuple[RequestHead, Conversation]:
-        """Awaits only while images are read."""
         decoded = dialect.decode(body)
         conversation, head = await self.read_conversation(dialect, decoded), decoded.head
         choice = head.sampling.extra.get("tool_choice")
@@ -205,8 +202,6 @@ class CoverageTotals:
 
 
 class SessionRegistry:
-    """Least recently used first."""
-
     def __init__(
         self, open_session: Callable[[str], Awaitable[Session]], limits: GatewayLimits, journal: Journal
     ) -> None:
@@ -250,7 +245,6 @@ class SessionRegistry:
             self._make_room()
 
     async def open(self, session_id: str, create: NewSession | None = None) -> SessionHandle:
-        """`create` makes the session if the journal has none."""
         while True:
             handle = self._live.get(session_id)
             if handle is not None and handle.lease_number == self._journal.lease_number:
@@ -310,7 +304,6 @@ class SessionRegistry:
             self.forget(handle.session.id)
 
     async def totals(self) -> CoverageTotals:
-        """Coverage of all sessions since start."""
         for handle in list(self._live.values()):
             await asyncio.sleep(0)  # let other requests run
             handle.coverage()

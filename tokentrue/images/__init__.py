@@ -60,8 +60,6 @@ class ImageSettings(Checked):
 
 @record
 class ImageFile:
-    """`width` and `height` are those of the upright picture."""
-
     sha256: str
     media_type: str
     width: int
@@ -70,7 +68,6 @@ class ImageFile:
 
     @property
     def part(self) -> JsonObject:
-        """How messages refer to it."""
         names = ("sha256", "media_type", "width", "height")
         return {"type": "image", **{name: getattr(self, name) for name in names}}
 
@@ -87,7 +84,6 @@ def open_image(data: bytes) -> Any:
 
 
 def is_turned(data: bytes) -> bool:
-    """True if EXIF turns or mirrors the picture."""
     image = import_pillow().open(BytesIO(data), formats=[_FORMATS[find_media_type(data)][0]])
     return image.getexif().get(_ORIENTATION) in range(2, 9)
 
@@ -259,7 +255,6 @@ _FORMATS: Mapping[str, tuple[str, re.Pattern[bytes], Callable[[bytes], int]]] = 
 
 # URLs.
 def read_url(url: str, settings: ImageSettings) -> tuple[bytes, str | None]:
-    """The bytes, and the declared media type."""
     return _decode_data_url(url, settings) if url[:5].lower() == "data:" else fetch_url(url, settings)
 
 
@@ -280,7 +275,6 @@ def _decode_data_url(url: str, settings: ImageSettings) -> tuple[bytes, str | No
 
 
 def fetch_url(url: str, settings: ImageSettings) -> tuple[bytes, str | None]:
-    """Blocks. Connects to the address that was checked."""
     try:
         parts = urlsplit(url)
         host, port = (parts.hostname or "").rstrip("."), parts.port or {"http": 80, "https": 443}.get(parts.scheme, 0)

@@ -117,7 +117,6 @@ class SGLangProvider(RemoteEngine):
             return await self._http.read_as(WeightInfo, "GET", "/get_model_info")
 
     async def tokenize(self, text: str) -> TokenIds | None:
-        """Older servers have no /tokenize."""
         return await read_tokens(self._http, "/tokenize", {"prompt": text, "add_special_tokens": False})
 
     async def pause_for_weights(self) -> None:

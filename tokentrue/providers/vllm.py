@@ -102,8 +102,6 @@ class VLLMUsage(msgspec.Struct):
 
 
 class VLLMEvent(msgspec.Struct):
-    """The event with the usage has no choices."""
-
     choices: list[VLLMChoice] = []
     usage: VLLMUsage | None = None
     prompt_token_ids: list[int] | None = None  # where they were requested, in the first event
@@ -163,7 +161,6 @@ class VLLMProvider(RemoteEngine):
         return await read_tokens(self._http, "/tokenize", body)
 
     async def score(self, token_ids: Ids) -> Sequence[float]:
-        """At temperature 1 without filters; bypasses the engine's prefix cache."""
         model, path = self._find_adapter(Sampling()) or (await self._served_model()).id, "/v1/completions"
         asked = {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0, "add_special_tokens": False}
         body = {"model": model, "prompt": list(token_ids), **asked}
@@ -393,7 +390,6 @@ def rows_from_columns(logprobs: VLLMLogprobs) -> list[VLLMToken]:
 
 
 def _id_in(token: str) -> int:
-    """-1, which is not an id, for any form but "token_id:N"."""
     number = token.removeprefix("token_id:")
     return int(number) if number != token and number.isdecimal() else -1
 

@@ -28,8 +28,6 @@ class Turns(Protocol):
 
 
 class Fields(SimpleNamespace):
-    """Fields as attributes, as items, or as plain data."""
-
     def __getitem__(self, name: str) -> Any:
         return self.__dict__[name]
 
@@ -60,8 +58,6 @@ def _fields(value: Any) -> Any:
 
 
 class InProcessClient:
-    """One object is the client, its `chat` and its `chat.completions`."""
-
     def __init__(self, session: Turns) -> None:
         self._session = session
 

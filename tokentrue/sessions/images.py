@@ -22,7 +22,6 @@ _THREADS = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokentrue-image
 
 
 async def add_parsed(conversations: Conversations, parsed: ParsedConversation) -> Conversation:
-    """A conversation without new images is added without awaiting."""
     images = None
     if has_images(parsed.messages):
         images = await asyncio.get_running_loop().run_in_executor(_THREADS, conversations.read_images, parsed)
@@ -47,7 +46,6 @@ class SessionImages:
         self._bytes = journal.count_image_bytes(session_id) if journal is not None and self.reader.recorded else 0
 
     def find_new(self, messages: Iterable[Message], files: Mapping[str, ImageFile]) -> list[ImageFile]:
-        """The files that `messages` refer to and the record lacks. Raises if the session may not have so many."""
         names = dict.fromkeys(part["sha256"] for part in find_references(messages))
         new = [files[name] for name in names if name not in self.reader.recorded]
         total = self._bytes + sum(len(image.data) for image in new)

@@ -89,8 +89,6 @@ class Match:
 
 
 class Matcher:
-    """`pending`: the keys of the turns that are being generated."""
-
     def __init__(self, tree: Tree, renderer: Renderer) -> None:
         self.tree, self.renderer, self.index = tree, renderer, CandidateIndex(tree)
         self.pending: list[TurnKey] = []
@@ -152,7 +150,6 @@ class Matcher:
     def root_after(
         self, node: Node, tail: Sequence[Given], tools: Tools | None, *, edge_reason: str, detail: str
     ) -> Resolution:
-        """Renders the conversation of `node` and `tail` again."""
         given = (*self.tree.conversation(node), *tail)
         return self._build(None, given, turn_key(None, given, tools), lambda: (edge_reason, detail), origin=node)
 
@@ -220,7 +217,6 @@ class _Search:
         self._fits: dict[str, PathFit | None] = {}  # of this request, by node
 
     async def find_deepest(self) -> Match | None:
-        """Under the request's own tools if possible."""
         other: Match | None = None
         for at in range(len(self._conversation.facts) - 1, -1, -1):
             if self._conversation.facts[at].role != "assistant":
@@ -250,7 +246,6 @@ class _Search:
         return self._choose(same, other=other)
 
     def _find_elsewhere(self, found: Match) -> Match:
-        """Finds later turns under other system prompts."""
         facts = self._conversation.facts
         first = (found.elsewhere or found).fit.depth
         if all(read.role != "assistant" for read in facts[first:]):
@@ -369,7 +364,6 @@ class _Search:
         return tools_key(self._conversation.tools)
 
     async def _renders_alike(self, node: Node) -> bool:
-        """True if the path's given messages, as written in this request, render to the recorded ids."""
         recorded, now = self._tree.messages(node), list[Message]()
         for item, message in zip(self._tree.conversation(node), recorded, strict=True):
             sent = message if isinstance(item, ServedRef) else self._conversation.facts[len(now)].message
@@ -393,7 +387,6 @@ class _Search:
         return await run_by_size(compare, count_chars(recorded) + count_chars(now))
 
     def build_tail(self, match: Match) -> tuple[Given, ...]:
-        """Recorded messages and references up to `match.elsewhere`, then the request's own."""
         # Tool results get the call ids that were served: templates may print them, and sampled tokens may contain them.
         depth = self._index.places[match.node.id].depth
         recorded: list[Given] = []

@@ -45,7 +45,6 @@ RULES = (
 
 
 def find_side_requests(tree: Tree) -> dict[str, str]:
-    """Node id -> the rule that it fits."""
     found = {node.id: rule for node in tree.nodes.values() if (rule := _find_named(tree, node)) is not None}
     task = [node for node in tree.nodes.values() if node.id not in found]
     return {**found, **dict.fromkeys(_find_other_model(tree, task), OTHER_MODEL)} if task else {}
@@ -122,7 +121,6 @@ def _count_system(root: Node) -> int:
 
 
 def _asked(root: Node) -> bytes:
-    """Identifies a root's messages after its system prompt."""
     items = root.given[_count_system(root) :]
     return digest([{"served": item.node} if isinstance(item, ServedRef) else item for item in items])
 

@@ -48,7 +48,6 @@ class InFlightTurn:
             task.exception()  # retrieved here, because there may be no caller left to raise it to
 
     def emit(self, event: TurnEvent) -> None:
-        """Drops the event if the streaming caller has left."""
         if self._is_read:
             self._events.append(event)
             self._wake_reader()
@@ -98,7 +97,6 @@ class InFlightTurn:
             await self.cancel("disconnected")
 
     async def cancel(self, outcome: Outcome) -> None:
-        """Returns when the sampled tokens are recorded."""
         if self._task.done():
             return
         # A second cancellation would interrupt the commit of what was sampled.

@@ -101,7 +101,6 @@ class Node:
 
     @property
     def length(self) -> int:
-        """Prompt and sampled tokens."""
         return self.prompt_length + len(self.sampled_ids)
 
     @property
@@ -142,8 +141,6 @@ def turn_key(
 
 
 class Tree:
-    """Append-only, through `add`."""
-
     def __init__(self, *, template: str, tokenizer: str) -> None:
         self.template, self.tokenizer = template, tokenizer
         self.nodes: dict[str, Node] = {}
@@ -164,7 +161,6 @@ class Tree:
         return len(self.nodes)
 
     def reserve(self, nodes: Sequence[Node]) -> None:
-        """Checks nodes that are about to be written, all or none, and reserves their places."""
         self._reserved |= {node.seq: (node, self.check(node)) for node in nodes}
         self.next_seq += len(nodes)
 
@@ -186,7 +182,6 @@ class Tree:
         return None if node.parent is None else self.nodes[node.parent]
 
     def path(self, node: Node | None) -> list[Node]:
-        """Root first."""
         found: list[Node] = []
         while node is not None:
             found.append(node)
@@ -194,7 +189,6 @@ class Tree:
         return found[::-1]
 
     def predecessors(self, node: Node) -> list[str]:
-        """Its parent and its origin."""
         return [name for name in (node.parent, node.origin) if name is not None]
 
     def conversation(self, node: Node) -> list[Given]:
@@ -254,11 +248,9 @@ class Tree:
         return max(best, key=lambda node: (node.outcome == "served", node.seq), default=None)
 
     def find_arguments(self, call_id: str) -> Sequence[str]:
-        """As the model wrote them, oldest first."""
         return self._arguments.get(call_id, ())
 
     def answers_like(self, node: Node) -> list[Node]:
-        """Every answer to the same turn, `node` included."""
         return self.answers[self._turn_keys[node.id]]
 
     # Certificates and digests.
@@ -279,7 +271,7 @@ class Tree:
         return state
 
     def check(self, node: Node) -> HashState:
-        """Raises unless `node` may enter the record. Returns the SHA-256 state of its prompt."""
+        """Returns the SHA-256 state of the prompt."""
         if node.id in self.nodes:
             raise SessionConflict(f"node {node.id} is already in the record")
         if node.parent is not None and node.parent not in self.nodes:
@@ -339,7 +331,6 @@ class Tree:
         return sorted(self.nodes.values(), key=lambda node: node.seq)
 
     def last_activity(self) -> dict[str, int]:
-        """For each node the largest `seq` among itself and its descendants."""
         newest = {node.id: node.seq for node in self.nodes.values()}
         for node in reversed(self.in_order()):
             for before in self.predecessors(node):
@@ -354,7 +345,6 @@ _START = b"tokentrue certificate 1"
 
 
 def start_link(*, template: str, tokenizer: str) -> bytes:
-    """Binds the chain to the template and tokenizer that rendered it."""
     state = sha256(_START)
     for name in (template, tokenizer):
         data = name.encode()
@@ -380,7 +370,6 @@ def next_link(
 
 
 def check_images(node: Node) -> None:
-    """Raises unless the images are within the given ids, in order, and those of the given messages."""
     end = 0
     for run in node.images:
         if run.start < end or not run.count:

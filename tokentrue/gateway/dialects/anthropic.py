@@ -355,7 +355,6 @@ def has_billing(block: JsonValue) -> bool:
 
 
 def read_tools(given: CountBody) -> tuple[JsonObject, tuple[JsonObject, ...] | None]:
-    """What the engine must enforce, and the prompt's tools."""
     tools: list[JsonObject] = []
     for index, declared in enumerate(given.tools or ()):
         if declared.get("type", "custom") not in ("custom", None):

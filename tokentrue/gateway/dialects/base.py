@@ -77,15 +77,11 @@ class RequestHead:
 
 
 class DecodedBody(NamedTuple):
-    """A head, and the raw bytes of each conversation item."""
-
     head: RequestHead
     items: Sequence[Raw]
 
 
 class Encoder:
-    """One streamed turn as server-sent events."""
-
     ping: ClassVar[bytes] = b": keep-alive\n\n"
 
     def __init__(self, dialect: Dialect, head: RequestHead, text_of: TextOf) -> None:
@@ -254,7 +250,6 @@ def parse_json(raw: bytes, path: str, *, most_levels: int = MAX_DEPTH) -> JsonVa
 
 
 def describe_item(*roles: str) -> msgspec.Meta:
-    """OpenAPI metadata of an item, which is decoded separately."""
     item: JsonObject = {"type": "object", "required": ["role"], "properties": {"role": {"enum": list(roles)}}}
     return msgspec.Meta(extra_json_schema=item)
 
@@ -266,8 +261,6 @@ def require_items(items: Sequence[Raw], key: str) -> Sequence[Raw]:
 
 
 class OpenAIBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What the bodies of Chat Completions and Responses have in common."""
-
     model: str = ""
     stream: bool | None = False
     temperature: float | None = None
@@ -290,7 +283,6 @@ def require_object(value: object, path: str) -> JsonObject:
 
 
 def sampling_from(given: msgspec.Struct, **renamed: Any) -> Sampling:
-    """The fields that `given` has under our names, and those `renamed`."""
     fields: JsonObject = {name: getattr(given, name, None) for name in SAMPLING} | renamed
     for name in ("stop", "stop_token_ids"):
         fields[name] = tuple(fields.get(name) or ())
@@ -338,7 +330,6 @@ def call_entry(call_id: str, name: str, arguments: str) -> JsonObject:
 
 
 def user_and_tool_messages(parts: Iterable[str | Message]) -> tuple[Message, ...]:
-    """Results stay tool messages; what is between them becomes user messages."""
     out: list[Message] = []
     for is_result, group in groupby(parts, key=lambda part: isinstance(part, dict) and "role" in part):
         found: list[JsonValue] = list(group)
@@ -347,7 +338,6 @@ def user_and_tool_messages(parts: Iterable[str | Message]) -> tuple[Message, ...
 
 
 def image_part(url: str, path: str) -> JsonObject:
-    """An image before it is read; `path` names it in errors."""
     return {"type": SENT, SENT: {"url": url}, "field": path}
 
 
@@ -356,7 +346,6 @@ def base64_image(media_type: str, data: str, path: str) -> JsonObject:
 
 
 def join_content(parts: Sequence[str | JsonObject], *, glue: str) -> str | list[JsonObject]:
-    """One string, or with images a list of parts."""
     out: list[JsonObject] = []
     for is_text, group in groupby(parts, key=lambda part: isinstance(part, str)):
         found: list[JsonValue] = list(group)
@@ -371,14 +360,12 @@ ReadImage: TypeAlias = Callable[[JsonObject, str], JsonObject]
 
 
 def join_text(parts: JsonValue, kinds: tuple[str, ...], path: str, *, glue: str) -> str | None:
-    """Refuses anything that is not text by name."""
     return cast("str | None", join_parts(parts, kinds, path, glue=glue, images={}))
 
 
 def join_parts(
     parts: JsonValue, kinds: tuple[str, ...], path: str, *, glue: str, images: Mapping[str, ReadImage]
 ) -> str | list[JsonObject] | None:
-    """`kinds` are the types of text parts, `images` those of images."""
     if parts is None or isinstance(parts, str):
         return parts
     if not isinstance(parts, list):

@@ -237,6 +237,8 @@ class FunctionDeclaration(GoogleStruct):
 
 
 class GoogleTool(GoogleStruct):
+    """Other kinds of tool run on Google's servers."""
+
     function_declarations: list[FunctionDeclaration] = []
 
 
@@ -251,6 +253,8 @@ class ToolConfig(GoogleStruct):
 
 
 class ThinkingConfig(GoogleStruct):
+    """Only `includeThoughts` has an effect."""
+
     include_thoughts: bool = False
     thinking_budget: Hint = None
     thinking_level: Hint = None
@@ -369,7 +373,6 @@ class Google(Dialect):
 
     @staticmethod
     def build_error(problem: HttpError) -> JsonObject:
-        """`code` is the HTTP status in this protocol."""
         info = {
             "@type": "type.googleapis.com/google.rpc.ErrorInfo",
             "reason": problem.code,
@@ -386,7 +389,6 @@ def camel_case(name: str) -> str:
 
 
 def camel_keys(value: JsonValue, path: str) -> JsonValue:
-    """Converts the protocol's keys to camelCase and drops nulls."""
     if isinstance(value, list):
         return [camel_keys(item, f"{path}[{index}]") for index, item in enumerate(cast("list[JsonValue]", value))]
     if not isinstance(value, dict):
@@ -499,7 +501,6 @@ def user_part(part: Part, where: str) -> str | Message:
 
 
 def result_text(response: JsonObject) -> str:
-    """A result with only `output`, `result` or `error` is that text; any other object is its JSON."""
     if len(response) == 1 and next(iter(response)) in PLAIN_RESULTS:
         value = next(iter(response.values()))
         return value if isinstance(value, str) else encode(value).decode()

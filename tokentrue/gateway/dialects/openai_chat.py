@@ -300,8 +300,6 @@ class OpenAIChat(Dialect):
 
 
 class OpenAIChatTokens(OpenAIChat):
-    """Ids in, ids out, as Prime's inference server has it."""
-
     name = "openai_tokens"
 
     def decode(self, body: bytes) -> DecodedBody:

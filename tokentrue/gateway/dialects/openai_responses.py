@@ -339,8 +339,6 @@ class ResponsesBody(OpenAIBody, kw_only=True):
 
 
 class ItemName(msgspec.Struct):
-    """What identifies an item's author."""
-
     id: object = None
     role: object = "assistant"
     type: object = None
@@ -360,8 +358,6 @@ class OutputOfCall(msgspec.Struct):
 
 
 class InputImage(msgspec.Struct, forbid_unknown_fields=True):
-    """`detail` is a hint for OpenAI's own resizing."""
-
     image_url: str
     type: Hint = None
     detail: Hint = None
@@ -412,7 +408,6 @@ class OpenAIResponses(Dialect):
         return DecodedBody(replace(head, last_node=self._find_last_node(items) or head.continues), items)
 
     def _find_last_node(self, items: Sequence[msgspec.Raw]) -> str | None:
-        """Of the last item written by a model; None if it is not of this session."""
         for raw in reversed(items):
             try:
                 item = msgspec.json.decode(raw, type=ItemName)
@@ -537,7 +532,6 @@ def model_name(namespace: str | None, name: str) -> str:
 
 
 def tools_from_responses(tools: list[JsonObject] | None) -> tuple[tuple[JsonObject, ...] | None, dict[str, ServedTool]]:
-    """The tools as functions, and how calls of each are served."""
     out: list[JsonObject] = []
     served: dict[str, ServedTool] = {}
     for where, namespace, tool in flatten_namespaces(tools or ()):

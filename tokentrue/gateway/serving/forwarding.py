@@ -93,7 +93,6 @@ class Peers:
     async def ask_workers(
         self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None
     ) -> list[bytes | None]:
-        """Replies of all other workers; None for one that refuses or times out."""
         others = [UNIX + socket for number, socket in enumerate(self._sockets) if number != self._me]
         return list(await asyncio.gather(*(self._ask(url, method, path, body, headers) for url in others)))
 

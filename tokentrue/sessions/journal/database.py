@@ -24,7 +24,6 @@ def is_postgres(store: str) -> bool:
 
 
 def read_address(store: str) -> Mapping[str, str]:
-    """The connection parameters of a `postgresql://` URL, parsed by libpq."""
     # An invalid URL is not quoted in the error: it may hold a password.
     import psycopg
     from psycopg.conninfo import conninfo_to_dict

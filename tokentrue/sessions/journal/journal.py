@@ -106,7 +106,6 @@ class Journal:
         self._writer = Writer(connection)
 
     def close(self) -> None:
-        """Waits for queued writes."""
         self._writer.close()
         with self._reading:
             self._closed = True
@@ -172,8 +171,6 @@ class Journal:
             raise JournalError(f"the journal {self.target} could not be read: {error}") from error
 
     def read_secret(self, name: str) -> StoreSecret:
-        """Created on first use."""
-
         def write(db: Database) -> StoreSecret:
             values = (name, secrets.token_bytes(32), time.time())
             db.execute("INSERT INTO secrets(name, value, created) VALUES (?,?,?) ON CONFLICT (name) DO NOTHING", values)
@@ -261,7 +258,6 @@ class Journal:
         return await self.write(write)
 
     def _delete_sessions(self, db: Database, session_ids: Sequence[str]) -> None:
-        """With the images that no other session refers to."""
         images: set[str] = set()
         for session_id in session_ids:
             images.update(
@@ -329,7 +325,6 @@ class Journal:
         return int(self.read(lambda db: db.execute(sql, values).fetchone()[0]))
 
     def rows(self, session_id: str) -> list[Row]:
-        """In commit order."""
         # One statement, so one snapshot; a session without nodes has one row, of nulls.
         sql = f"""
             SELECT sessions.nodes, {", ".join(f"nodes.{name}" for name in Row._fields)}, nodes.digest
@@ -443,7 +438,6 @@ def _typed(error: BaseException) -> BaseException:
 
 
 def tree_from_rows(record: SessionRecord, rows: list[Row]) -> Tree:
-    """Checks every node as on commit."""
     tree = Tree(template=record.template, tokenizer=record.tokenizer)
     for row in rows:
         parent = None if row.parent is None else tree.get(row.parent)

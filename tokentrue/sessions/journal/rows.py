@@ -59,7 +59,6 @@ class Row(NamedTuple):
 
 
 def row_from_node(node: Node, parent: Node | None) -> Row:
-    """Raises if the node cannot be stored exactly."""
     body: JsonObject = {
         **{name: getattr(node, name) for name in _ALWAYS},
         **{name: value for name, default in _OPTIONAL.items() if (value := getattr(node, name)) != default},
@@ -230,7 +229,6 @@ RECORD = f"{', '.join(COLUMNS)}, digest"
 
 
 def values_from_record(record: SessionRecord) -> tuple[Any, ...]:
-    """In the order of `RECORD`."""
     stored = ("metadata", "sampling", "history", "training", "template", "tokenizer")
     body: JsonObject = {name: getattr(record, name) for name in stored}
     body |= {name: value for name in ("first_key_hash", "pin", "late_keys") if (value := getattr(record, name))}
@@ -256,7 +254,6 @@ def record_from_values(row: tuple[Any, ...]) -> SessionRecord:
 
 
 def row_digest(values: Sequence[Any]) -> bytes:
-    """Types included."""
     parts: list[bytes] = []
     for value in values:
         data = value if isinstance(value, bytes) else repr(value).encode("utf-8", "surrogatepass")

@@ -149,7 +149,7 @@ class Choice:
             self.served = serve_message(self.parsed, self.node_id, stops=self.sampling.stop)
 
     async def parse_partial(self, outcome: Outcome) -> bool:
-        """Parses the tokens received so far; False if there are none. `outcome`: why they are not served."""
+        """False if nothing was received. `outcome`: why the tokens are not served."""
         if not self._is_complete:
             received = self._received.completion(len(self._prompt_ids))
             if received is None:
@@ -180,8 +180,6 @@ def _check_version(version: int) -> None:
 
 
 class _Received:
-    """At most `limit` tokens."""
-
     def __init__(self, limit: int) -> None:
         self._room = limit
         self._token_ids, self._logprobs = array("i"), array("d")
@@ -212,7 +210,6 @@ class _Received:
         return is_same and array("d", final.logprobs) == self._logprobs
 
     def completion(self, prompt_tokens: int) -> Completion | None:
-        """Aborted; None if nothing was received."""
         if not self._token_ids:
             return None
         versions = spans_from_runs(self._runs)
@@ -228,7 +225,6 @@ class _Received:
 
 @traced("generate")
 async def generate_all(choices: Sequence[Choice], provider: Provider, session_id: str) -> None:
-    """Raises the first failure after cancelling and awaiting the other choices."""
     if len(choices) == 1:
         return await choices[0].generate(provider, session_id)
     tasks = [asyncio.create_task(choice.generate(provider, session_id)) for choice in choices]
@@ -253,7 +249,6 @@ def choose_call_id(written: str, node_id: str, index: int) -> str:
 
 
 def serve_message(parsed: Parsed, node_id: str, *, stops: Sequence[str]) -> Message:
-    """Visible text ends before the first stop string."""
     message: JsonObject = dict(parsed.message)
     if calls := calls_of(message):
         message["tool_calls"] = [
@@ -319,7 +314,6 @@ class StreamedMessage:
 
 
 def deltas_from_message(message: Message) -> list[Delta]:
-    """A whole message as the deltas of a stream."""
     reasoning, content = message.get("reasoning_content"), message.get("content") or ""
     deltas = [Delta(reasoning=reasoning)] if reasoning else []
     if content or not deltas:

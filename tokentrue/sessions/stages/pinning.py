@@ -47,7 +47,6 @@ class PinnedPrompts:
             self._roots[_root_key(messages[length], digest(node.tools))].append(node)
 
     def apply(self, conversation: Conversation, *, retried: tuple[Message, ...] = ()) -> PinnedRequest:
-        """`retried` is the prompt of the earlier request with the same key."""
         length = count_system(read.role for read in conversation.facts) if self._is_on else 0
         if not 0 < length < len(conversation):
             return PinnedRequest(conversation=conversation)

@@ -135,7 +135,6 @@ def _extend_by_parts(
 async def _has_same_context(
     renderer: Renderer, tree: Tree, node: Node, tools: Tools | None, template_kwargs: TemplateKwargs
 ) -> bool:
-    """True if these template settings change only the end of the generation prompt."""
     root = tree.path(node)[0]
     messages = tree.given_messages(root)
 

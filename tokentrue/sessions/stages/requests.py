@@ -52,7 +52,6 @@ async def check_truthful(sampling: Sampling, provider: Provider) -> None:
 
 
 def identify_request(request: TurnRequest, conversation: Conversation, sampling: Sampling) -> bytes:
-    """A digest of everything that makes the request exact."""
     settings = dumps([sampling_to_json(sampling), request.template_kwargs])
     named = () if request.continues is None else (request.continues.encode(),)
     if request.prompt_ids is not None:
