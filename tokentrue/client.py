@@ -5,9 +5,7 @@
         s.reward(1.0)
         samples = s.samples()
 
-`AsyncClient` is the same with `await`. Neither imports torch or transformers, so both work inside any trainer's
-environment.
-"""
+`AsyncClient` is the same with `await`."""
 
 from __future__ import annotations
 
@@ -99,7 +97,6 @@ def _encode_body(body: JsonMapping | None) -> JsonObject:
 
 
 def _decode_answer(method: str, path: str, response: httpx.Response) -> JsonValue:
-    """Raises a typed error with the gateway's message unless the response is a success."""
     if response.is_success:
         if response.headers.get("content-type", "").startswith("image/"):
             return response.content
@@ -176,7 +173,7 @@ class _SessionAddress:
         return self._sdks[-1]
 
     def _refuse(self, sdk: Any) -> None:
-        """Makes a closed client say that the session has ended; by itself it would name a connection error."""
+        """Makes a closed client say that the session has ended, not name a connection error."""
         kind = next(kind for kind in type(sdk._client).__mro__ if kind.__name__ in ("Client", "AsyncClient"))
         http: Any = import_module(kind.__module__.partition(".")[0])  # each SDK has its own httpx
         text = f"session {self.id} has ended, and its clients are closed: open another session"
@@ -189,8 +186,6 @@ class _SessionAddress:
 
 
 class ClientSession(_SessionAddress):
-    """One session of a gateway."""
-
     def __init__(self, client: Client, opened: JsonMapping) -> None:
         super().__init__(opened)
         self._client = client
@@ -218,7 +213,6 @@ class ClientSession(_SessionAddress):
         return self._client.session_image(self.id, sha256)
 
     def state(self) -> JsonObject:
-        """The response of GET /sessions/{id}."""
         return self._client.session_state(self.id)
 
     def end(self, *, purge: bool = False) -> None:
@@ -266,7 +260,6 @@ class Client:
         return self.call(*_list_request(limit, offset, group, after))["sessions"]
 
     def session_state(self, session_id: str) -> JsonObject:
-        """The response of GET /sessions/{id}."""
         return self.call("GET", session_path(session_id))
 
     def session_samples(self, session_id: str) -> SessionSamples:
@@ -280,7 +273,6 @@ class Client:
         self.call(*_reward_request(session_id, reward=reward, group=group))
 
     def end_session(self, session_id: str) -> None:
-        """Admits no further turn; samples stay readable."""
         self.call(*_end_request(session_id, purge=False))
 
     def delete_session(self, session_id: str) -> None:
@@ -288,7 +280,6 @@ class Client:
         self.call(*_end_request(session_id, purge=True))
 
     def wait_until_ready(self, *, timeout_s: float = 60.0) -> None:
-        """Raises GatewayUnreachable after `timeout_s`."""
         end = time.monotonic() + timeout_s
         while True:
             try:
@@ -308,8 +299,6 @@ class Client:
 
 
 class AsyncClientSession(_SessionAddress):
-    """`ClientSession` with `await`."""
-
     def __init__(self, client: AsyncClient, opened: JsonMapping) -> None:
         super().__init__(opened)
         self._client = client
@@ -418,8 +407,6 @@ class AsyncClient:
 
 
 class _Block:
-    """What `session()` returns; the session is opened where the block begins."""
-
     _keyword = "with"
 
     def __init__(self, client: Any, settings: SessionSettings) -> None:

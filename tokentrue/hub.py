@@ -1,9 +1,7 @@
-"""Locates and loads a model's files: a directory, the name of the model that ships with the package, or a hub id whose
-files come from the hub or its cache.
+"""Locates and loads a model's files: a directory, the name of the model that ships with the package, or a hub id.
 
-transformers requests file after file from an unreachable hub, each six times over 23 seconds. One request in advance
-shows whether the hub responds; if not, the cache is used, or the error says what to do.
-"""
+transformers requests file after file from an unreachable hub, each six times over 23 seconds: one request in advance
+shows whether the hub responds."""
 
 from __future__ import annotations
 
@@ -47,8 +45,8 @@ def require_tokenizer(model: str | Path, folder: Path) -> None:
 
 
 def load_causal_model(model: str | Path, *, dtype: str, **options: Any) -> Any:
-    """Loads to host memory, with the vision tower where transformers has no decoder without it (Qwen3-VL, Qwen2.5-VL).
-    `options` are those of transformers."""
+    """Loads to host memory, with the vision tower where transformers has no decoder without it. `options` are those
+    of transformers."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     kind = type(load_config(model))
@@ -57,7 +55,6 @@ def load_causal_model(model: str | Path, *, dtype: str, **options: Any) -> Any:
 
 
 def load_config(model: str | Path) -> Any:
-    """Without weights."""
     from transformers import AutoConfig
 
     return _load(AutoConfig, model)
@@ -74,7 +71,6 @@ def _load(kind: Any, model: str | Path, **options: Any) -> Any:
 
 @contextmanager
 def _without_progress_bar(*, is_local: bool) -> Generator[None, None, None]:
-    """A download keeps its bar; reading weights from disk has none."""
     from transformers.utils import logging
 
     hidden = is_local and logging.is_progress_bar_enabled()
@@ -135,7 +131,6 @@ def _download(model: str, reason: str | None, **options: Any) -> str:
 
 
 def is_hub_id(model: str) -> bool:
-    """Any other name is a path, for which no hub is queried."""
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
     try:
@@ -146,7 +141,6 @@ def is_hub_id(model: str) -> bool:
 
 
 def why_unreachable() -> str | None:
-    """None if the hub responds, with any status."""
     import httpx
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session

@@ -1,13 +1,9 @@
-"""TokenIds: the representation of token ids outside tensors.
-
-An immutable sequence of int32 over `bytes`. A slice is a view of the same bytes; prefix test, equality and hash work on
-bytes; the journal stores `tobytes()` unchanged. Ids cannot change after construction, so what was checked is what is
-sent, and what was sent is what is recorded.
+"""TokenIds: token ids outside tensors, an immutable sequence of int32 over `bytes`. What was checked is what is sent,
+and what was sent is what is recorded.
 
 >>> ids = TokenIds([151644, 872, 198, 17])
 >>> ids[1:3], ids.startswith(ids[:2]), ids == (151644, 872, 198, 17)
-(TokenIds([872, 198]), True, True)
-"""
+(TokenIds([872, 198]), True, True)"""
 
 from __future__ import annotations
 
@@ -38,14 +34,11 @@ class HashState(Protocol):
 
 
 class TokenIds(Sequence[int]):
-    """Immutable token ids. Build from any iterable of integers, or from stored bytes with `from_bytes`."""
-
     __slots__ = ("_hash", "view")
     view: memoryview  # a read-only buffer of int32 over bytes, for numpy and torch without a copy
     _hash: HashState | None  # SHA-256 over the ids, once requested; concatenations continue from it
 
     def __new__(cls, ids: Iterable[int] = ()) -> TokenIds:
-        """Returns the same object if `ids` is a TokenIds already."""
         return ids if isinstance(ids, TokenIds) else cls._of(_view_of_bytes(_pack(ids)))
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -53,14 +46,13 @@ class TokenIds(Sequence[int]):
 
     @classmethod
     def from_bytes(cls, data: bytes) -> TokenIds:
-        """From little-endian int32 bytes, as `tobytes` returns them."""
         if len(data) % _SIZE:
             raise TokenContractError(f"{len(data)} bytes are not a whole number of token ids ({_SIZE} bytes each)")
         return cls._of(_view_of_bytes(data))
 
     @classmethod
     def concat(cls, parts: Iterable[TokenIds]) -> TokenIds:
-        """Concatenates in one copy. If the SHA-256 state of the first part is known, only the others are hashed."""
+        """If the SHA-256 state of the first part is known, only the others are hashed."""
         parts = [part for part in parts if len(part.view)]
         known = parts[0]._hash if parts else None
         if known is not None:
@@ -84,7 +76,6 @@ class TokenIds(Sequence[int]):
         return self.view.tolist()
 
     def sha256(self) -> bytes:
-        """The digest of `tobytes()`, computed once."""
         known = self._hash
         if known is None:
             known = sha256(self.view)
@@ -117,7 +108,6 @@ class TokenIds(Sequence[int]):
         return TokenIds.concat((TokenIds(other), self))
 
     def __eq__(self, other: object) -> bool:
-        """Equal to a TokenIds with the same bytes, and to a tuple or list of the same integers."""
         if isinstance(other, TokenIds):
             # bytes compare by memcmp; two memoryviews would be compared item by item.
             return self.view is other.view or (len(self) == len(other) and self.startswith(other))
@@ -146,7 +136,6 @@ class TokenIds(Sequence[int]):
 
 
 def _pack(ids: Iterable[int]) -> bytes:
-    """Refuses anything that is not a token id and names its position."""
     if not isinstance(ids, (list, tuple, array)):
         tolist: Any = getattr(ids, "tolist", None)  # numpy arrays and tensors convert at once
         ids = tolist() if tolist is not None else list(ids)

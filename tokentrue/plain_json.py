@@ -1,9 +1,7 @@
 """JSON values as the record stores them: `freeze` copies and checks them, `dumps` and `loads` round-trip exactly.
 
 Values that JSON cannot represent exactly (NaN, a set, a key that is not a string), or that are nested too deeply,
-are refused before anything is generated or committed: later readers fail on deep values, orjson at 254 levels,
-Python at about a thousand calls.
-"""
+are refused before anything is generated: later readers fail on deep values, orjson at 254 levels."""
 
 from __future__ import annotations
 
@@ -57,7 +55,7 @@ def loads(data: bytes) -> JsonValue:
 
 
 def read_numbered_lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
-    """The lines of a JSON-lines file that are not blank, without line ends, numbered from 1."""
+    """The lines of a JSON-lines file that are not blank, numbered from 1."""
     # Bytes, not text: a line that a crash cut inside a character is only that line's error, and `str.splitlines` also
     # cuts at U+2028, U+0085 and six more characters, which JSON strings hold as they are.
     with Path(path).open("rb") as file:

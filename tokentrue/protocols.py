@@ -1,5 +1,4 @@
-"""Interfaces between packages, and what other packages add by the entry points `tokentrue.providers`, `.exporters`,
-`.families`, `.vision` and `.environments`."""
+"""Interfaces between packages, and plug-ins by entry point."""
 
 from __future__ import annotations
 
@@ -44,7 +43,7 @@ class TurnParser(Protocol):
         ...
 
     def finish(self) -> tuple[list[Delta], Parsed]:
-        """The deltas held back, and the whole turn; all deltas add up to its message."""
+        """The deltas held back, and the whole turn."""
         ...
 
 
@@ -121,7 +120,6 @@ class Streaming(Protocol):
     async def generate(
         self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None, **images: Any
     ) -> Completion:
-        """`images`, if any, is passed on to `stream` (see `Seeing`)."""
         final = None
         async for chunk in self.stream(prompt_ids, sampling, session=session, whole=True, **images):
             final = chunk.final or final
@@ -139,7 +137,7 @@ class Provider(Streaming, Protocol):
     @property
     def truthful_filters(self) -> frozenset[str] | None:
         """Filters under which the reported log-probabilities are those of the sampled distribution; None until
-        `health()` has queried the engine."""
+        `health()`."""
         ...
 
     async def health(self) -> JsonMapping:
@@ -170,7 +168,7 @@ class AdapterSink(Protocol):
     async def publish_adapter(
         self, weights: NamedWeights, config: PretrainedAdapter, *, version: int, name: str
     ) -> bool:
-        """Returns True when every later token is sampled with this LoRA adapter and stamped with `version`, unless its
+        """True when every later token is sampled with this LoRA adapter and stamped with `version`, unless its
         request names another; False if the engine serves none. `config` and the weights' names are peft's."""
         ...
 
@@ -221,9 +219,7 @@ class Adapting(Protocol):
     """An engine with LoRA adapters; a request names one in `Sampling.extra["adapter"]`."""
 
     @property
-    def adapters(self) -> Sequence[str]:
-        """Names of the loaded adapters."""
-        ...
+    def adapters(self) -> Sequence[str]: ...
 
 
 @runtime_checkable

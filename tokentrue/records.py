@@ -11,5 +11,5 @@ T = TypeVar("T")
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 def record(cls: type[T] | None = None, /, *, eq: bool = True) -> Callable[[type[T]], type[T]]:
-    """Use it bare, or with `eq=False` for records that hold tensors or are compared by identity."""
+    """With `eq=False` for records that hold tensors or are compared by identity."""
     return dataclass(cls, frozen=True, slots=True, kw_only=True, eq=eq)

@@ -1,8 +1,5 @@
-"""What a trainer replays to compute the rollout's distribution: the routed experts, the ids that sampling filters
-kept, and the sampler's most likely ids with their log-probabilities.
-
-All are raw little-endian bytes, recorded, hashed and exported bit for bit.
-"""
+"""What a trainer replays to compute the rollout's distribution: routed experts, the ids that sampling filters kept,
+and the sampler's most likely ids. All are raw little-endian bytes, recorded, hashed and exported bit for bit."""
 
 from __future__ import annotations
 
@@ -32,10 +29,8 @@ class RoutedExperts:
     """Routed experts by position. `data` is little-endian int16 of `shape` `[positions, layers, top_k]`, experts in
     slot order.
 
-    Row i belongs to position `start + i` of prompt and sampled ids. The last sampled token is never an input, so it
-    has no row. `weights`, little-endian float32 of the same shape, multiplied the experts' outputs; None if the
-    engine does not report them.
-    """
+    Row i belongs to position `start + i` of prompt and sampled ids; the last sampled token is never an input, so it
+    has no row. `weights`, little-endian float32 of the same shape, multiplied the experts' outputs."""
 
     shape: tuple[Count, Width, Width]
     data: bytes
@@ -58,7 +53,6 @@ class RoutedExperts:
         return self.start + self.shape[0]
 
     def cut(self, start: int, end: int) -> RoutedExperts:
-        """The known rows of positions `[start, end)`."""
         _, layers, top_k = self.shape
         first = max(start, self.start)
         count = max(0, min(end, self.end) - first)
@@ -69,13 +63,12 @@ class RoutedExperts:
         )
 
     def known(self) -> list[bool]:
-        """For each row, whether the engine reported it."""
         step = 2 * self.shape[1] * self.shape[2]
         return [self.data[at : at + 2] != _FREE_BYTES for at in range(0, len(self.data), step)] if step else []
 
 
 def join_routing(parts: Sequence[RoutedExperts]) -> RoutedExperts:
-    """One table from the first part's start; parts are in order of position, and gaps between them are FREE."""
+    """One table; parts are in order of position, and gaps between them are FREE."""
     if len({part.shape[1:] for part in parts}) != 1:
         raise TokenContractError(f"routed experts differ in shape: {sorted({part.shape[1:] for part in parts})}")
     _, layers, top_k = parts[0].shape
@@ -97,15 +90,11 @@ def join_routing(parts: Sequence[RoutedExperts]) -> RoutedExperts:
 @record
 class SamplingMask:
     """The ids that top-p, top-k and min-p kept, as compressed sparse rows: row i is `token_ids[offsets[i]:offsets[i +
-    1]]`.
-
-    In a completion row i belongs to sampled token i, in a sample to token i. An empty row means that nothing was
-    removed, or nothing was sampled.
+    1]]`. An empty row means that nothing was removed, or nothing was sampled.
 
     >>> mask = SamplingMask.from_rows([[5, 9], [], [7]])
     >>> mask.offsets, mask.row(0)
-    (TokenIds([0, 2, 2, 3]), TokenIds([5, 9]))
-    """
+    (TokenIds([0, 2, 2, 3]), TokenIds([5, 9]))"""
 
     token_ids: TokenIds
     offsets: TokenIds
@@ -132,21 +121,18 @@ class SamplingMask:
         return [self.row(index) for index in range(len(self))]
 
     def cut(self, start: int, end: int) -> SamplingMask:
-        """Rows `[start, end)`."""
         first = self.offsets[start]
         offsets = [value - first for value in self.offsets[start : end + 1]]
         return SamplingMask(token_ids=self.token_ids[first : self.offsets[end]], offsets=TokenIds(offsets))
 
     def first_missing(self, sampled_ids: Sequence[int]) -> int | None:
-        """The first sampled token that is missing from its non-empty row; None if there is none."""
         rows = enumerate(zip(sampled_ids, self.rows(), strict=False))
         return next((index for index, (token, row) in rows if row and token not in row), None)
 
 
 @record
 class TopLogprobs(SamplingMask):
-    """The sampler's most likely ids of each token and their log-probabilities, little-endian float64. An empty row
-    means that nothing was sampled, or that the engine was not asked."""
+    """The sampler's most likely ids of each token and their log-probabilities, little-endian float64."""
 
     logprobs: bytes = b""
 
@@ -159,8 +145,8 @@ class TopLogprobs(SamplingMask):
 
     @classmethod
     def from_tops(cls, tops: Sequence[tuple[Mapping[int, float], int]]) -> TopLogprobs:
-        """From each token's log-probabilities and how many were asked for: engines add the sampled id to those, which
-        would bias an expectation over the set."""
+        """From each token's log-probabilities and how many were asked for: engines add the sampled id to those,
+        which would bias an expectation over the set."""
         known = [[(token, value) for token, value in top.items() if -9000.0 < value <= 0.0] for top, _ in tops]
         chosen = [nlargest(count, row, key=lambda pair: pair[1]) for row, (_, count) in zip(known, tops, strict=True)]
         mask = SamplingMask.from_rows([[token for token, _ in row] for row in chosen])
@@ -188,10 +174,7 @@ def empty_rows(count: int) -> SamplingMask:
 
 def own_routing(routing: RoutedExperts | None, *, parent_length: int, length: int) -> RoutedExperts | None:
     """What a turn adds to its parent's routing, including the parent's last sampled token, which was not an input
-    before.
-
-    `parent_length` and `length` count prompt and sampled tokens; 0 without a parent.
-    """
+    before. `parent_length` and `length` count prompt and sampled tokens."""
     if routing is None:
         return None
     if routing.end > max(0, length - 1):

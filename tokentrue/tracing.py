@@ -1,8 +1,5 @@
-"""OpenTelemetry traces: a span for each model request and each stage of its turn (resolve, prompt, generate, parse,
-commit).
-
-Off, at one comparison per stage, until `start_tracing` is called, which needs the `otel` extra. Spans hold ids, counts
-and times, but no keys and no conversation text."""
+"""OpenTelemetry traces: a span for each model request and each stage of its turn. Off, at one comparison per stage,
+until `start_tracing`, which needs the `otel` extra. Spans hold no keys and no conversation text."""
 
 from __future__ import annotations
 
@@ -23,8 +20,6 @@ SERVICE = "tokentrue"
 
 
 class _Tracing:
-    """Spans find their parent through the task's context."""
-
     tracer: Tracer | None = None
     provider: TracerProvider | None = None
 
@@ -47,7 +42,6 @@ def start_tracing(url: str, *, exporter: SpanExporter | None = None) -> None:
 
 
 def stop_tracing() -> None:
-    """Flushes spans. Blocks on the collector: do not call it on an event loop."""
     provider, _Tracing.provider, _Tracing.tracer = _Tracing.provider, None, None
     if provider is not None:
         provider.shutdown()
@@ -90,7 +84,7 @@ def is_traced() -> bool:
 
 @contextmanager
 def trace_request(name: str, headers: Iterable[tuple[bytes, bytes]]) -> Generator[None, None, None]:
-    """A child of the caller's span if the headers carry a `traceparent`. Requires `is_traced()`."""
+    """A child of the caller's span if the headers carry a `traceparent`."""
     from opentelemetry.trace import SpanKind
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 

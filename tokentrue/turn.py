@@ -1,22 +1,16 @@
 """One turn of an agent, and the first file to read: resolve → prompt → generate → parse → commit.
 
-Over HTTP, `gateway/turns.TurnHandler` calls `Session.turn` or `Session.stream`; `gateway/dialects` convert to and from
-the client's JSON. A `Session` records conversations as exact token ids and has an engine to continue them.
 `Session._start_or_join` checks whether a request retries a recorded turn or equals one in flight; if not,
 `Session._run_turn` runs it:
 1. resolve  (`sessions/matching`): find the recorded turn that the messages continue
 2. prompt   (`sessions/stages/prompts`): its recorded ids, untouched, plus what the renderer adds for the new messages
 3. generate (`sessions/stages/generation`): the engine samples n choices; a stream emits events as tokens arrive
 4. parse    (`sessions/stages/generation`): sampled ids become the served message; a stream is parsed incrementally
-5. commit   (`sessions/stages/commits`): check the nodes, write them to the journal, add them to the tree, record the
-   keys of equal requests that joined meanwhile; only then return the reply
+5. commit   (`sessions/stages/commits`): check the nodes, write them to the journal, add them to the tree; then reply
 
-A turn that ends early is committed with its reason and the tokens received so far; for a turn that is not streamed, a
-remote engine reports no tokens before its end. `providers/pool` resumes a generation that breaks off at one engine;
-only failures that it gave up on arrive here.
-Everything runs on the event loop, except: rendering above 16,000 characters and parsing above 4,000 ids run in a
-thread (`sessions/limits`), and the journal has a writer thread.
-"""
+A turn that ends early is committed with its reason and the tokens received so far. `providers/pool` resumes a
+generation that breaks off at one engine. Everything runs on the event loop, except large renderings and parses
+(`sessions/limits`) and the journal's writer."""
 
 from __future__ import annotations
 
@@ -71,23 +65,19 @@ History = Literal["keep", "template"]
 
 @dataclass(frozen=True, slots=True)
 class JoinedTurn:
-    """A request equal to one in flight: it waits for the same turn."""
-
     turn: InFlightTurn
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedTurn:
-    """A request whose key was answered before, by `nodes`."""
-
     nodes: Sequence[Node]
 
 
 class Session:
     """A record of conversations: a tree, since histories are edited and sub-agents share a session. `sampling`
     overrides the client's values; `training=False` allows settings that no trainer can score. `pin=("system",)`
-    keeps each conversation's first system prompt (`sessions/stages/pinning`); `side_requests="train"` also trains what
-    a harness asks beside the task (`sessions/side_requests`)."""
+    keeps each conversation's first system prompt; `side_requests="train"` also trains what a harness asks beside the
+    task."""
 
     def __init__(
         self,
@@ -209,8 +199,8 @@ class Session:
         )[0]
 
     async def turn(self, request: TurnRequest) -> tuple[Reply, ...]:
-        """The n replies to one request. Equal requests in flight share one turn: use `n` or different seeds for several
-        samples. A request key that was answered before gets the recorded replies."""
+        """The n replies to one request. Equal requests in flight share one turn: use `n` or different seeds for
+        several samples. A request key that was answered before gets the recorded replies."""
         found = self._start_or_join(await self._read(request), streamed=False)
         return await found.wait() if isinstance(found, InFlightTurn) else await self._wait_or_read(found)
 
@@ -231,7 +221,7 @@ class Session:
 
     def stream_batches(self, request: TurnRequest) -> AsyncGenerator[list[TurnEvent], None]:
         """`stream`, with events that are ready together in one list. The turn starts at once: the iterator must be
-        read. Blocks while images are decoded, unless the messages are a `Conversation`."""
+        read."""
         found = self._start_or_join(request, streamed=True)
         return found.events() if isinstance(found, InFlightTurn) else self._stream_again(found)
 
@@ -321,7 +311,6 @@ class Session:
         return replies
 
     async def _load_images(self, turn: InFlightTurn, prompt: Prompt) -> Sequence[PromptImage]:
-        """Of the whole prompt. Raises if the session may not have more, or the engine takes none."""
         if not prompt.images and not self.images.reader.recorded:
             return ()
         files, start = turn.conversation.files, len(prompt.ids) - len(prompt.given_ids)
@@ -333,7 +322,6 @@ class Session:
         return await self.images.load(runs, files)
 
     async def _generate(self, turn: InFlightTurn, prompt: Prompt, images: Sequence[PromptImage]) -> list[Choice]:
-        """If a choice fails or the turn is cancelled, all choices end and the received tokens are committed."""
         choices = [Choice(index, turn, prompt.ids, self.renderer, images) for index in range(turn.request.n)]
         try:
             await generation.generate_all(choices, self.provider, self.id)
@@ -353,7 +341,7 @@ class Session:
 
     @traced("commit")
     async def _commit(self, choices: Sequence[Choice], turn: InFlightTurn, prompt: Prompt) -> tuple[Reply, ...]:
-        """Writes all or nothing: the journal first, then the tree. A complete turn can no longer be cancelled."""
+        """Writes all or nothing: the journal first, then the tree."""
         # If the journal fails, the tree is unchanged and the callers get the error. The write may still have happened,
         # so `SessionRegistry.keep_loaded` drops the session, and the next request reads it from the journal.
         nodes, parent = commits.reserve_nodes(choices, turn, prompt, self.tree), prompt.resolution.parent
@@ -381,7 +369,6 @@ class Session:
         self.revision += 1
 
     async def _close_turn(self, turn: InFlightTurn, node_ids: Sequence[str]) -> None:
-        """Records the keys that joined during the commit, then removes the turn so that it cannot be joined."""
         # A crash before this loses only the late keys: their retries are generated again.
         while late := [key for key in turn.request_keys if key not in self.tree.nodes_by_key]:
             await run_to_completion(self._record_late_keys(dict.fromkeys(late, node_ids)))
@@ -400,14 +387,13 @@ class Session:
         include_abandoned: bool = False,
         metadata: JsonMapping | None = None,
     ) -> list[Sample]:
-        """One contiguous sample per leaf that was not replaced; every sampled token is trained once or accounted for in
-        `coverage`."""
+        """One contiguous sample per leaf that was not replaced; every sampled token is trained once or accounted for
+        in `coverage`."""
         return assemble(
             self.tree, self.record, max_tokens=max_tokens, include_abandoned=include_abandoned, metadata=metadata
         ).samples
 
     async def assembly(self) -> Assembly:
-        """The current `samples` and `coverage`, built in a thread."""
         return await asyncio.to_thread(assemble, self.tree.snapshot(), self.record)
 
     def coverage(self, *, max_tokens: int | None = None, include_abandoned: bool = False) -> Coverage:
@@ -443,8 +429,7 @@ class Session:
         )
 
     async def end(self) -> None:
-        """Ends turns in flight: received tokens are recorded as "deleted", and callers get `SessionConflict`. The
-        record stays readable."""
+        """Ends turns in flight: received tokens are recorded as "deleted", and callers get `SessionConflict`."""
         self._is_ending = True
         try:
             await self._single_flight.cancel_all("deleted")
@@ -467,11 +452,8 @@ def count_tokens(node: Node) -> int:
 
 
 async def rollout(agent: Callable[[InProcessClient, Any], Awaitable[Any]], task: Any, session: Session) -> Sample:
-    """Runs an agent function on a task and returns a training sample (of the newest leaf, if there are several).
-
-    The agent gets one object that is both a chat callable and an OpenAI-like client. If it returns a number, that is
-    the reward.
-    """
+    """Runs an agent function on a task and returns a training sample (of the newest leaf). The agent gets one object
+    that is both a chat callable and an OpenAI-like client. If it returns a number, that is the reward."""
     outcome = await agent(InProcessClient(session), task)
     if isinstance(outcome, (int, float)):
         await session.reward(float(outcome))

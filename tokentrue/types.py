@@ -1,12 +1,9 @@
-"""The data types that every package shares: frozen records, standard library only.
+"""The data types that every package shares: frozen records.
 
 Glossary: `token_ids` any ids; `prompt_ids` the engine's input; `sampled_ids` what the model chose (its stop token
 included); `rollout_logprobs` reported by the sampler; `trainer_logprobs` recomputed by the trainer. A session has
-turns, and a turn has one node per choice.
-Messages and tools are plain mappings in the OpenAI Chat Completions shape: `role`, `content` (string, parts or
-None), `reasoning_content`, `tool_calls[].{id,function.{name,arguments}}`, `tool_call_id`, `name`. A read conversation
-has an image as the part `{"type": "image", "sha256", "media_type", "width", "height"}`, without its bytes.
-"""
+turns, and a turn has one node per choice. Messages and tools are plain mappings in the OpenAI Chat Completions
+shape; a read conversation has an image as the part `{"type": "image", "sha256", "media_type", "width", "height"}`."""
 
 from __future__ import annotations
 
@@ -49,12 +46,11 @@ def is_temperature(value: float) -> bool:
 
 
 def choice_seed(seed: int, index: int) -> int:
-    """`seed + index`, wrapping around after the largest seed: no two choices share a seed."""
     return (seed + index + MAX_INT64 + 1) % 2**64 - MAX_INT64 - 1
 
 
 def is_logprob(value: float) -> bool:
-    """Finite, not positive, and not a sentinel: engines write -9999 for a missing value."""
+    """Finite, not positive, and no sentinel: engines write -9999 for a missing value."""
     return are_logprobs((value,))
 
 
@@ -66,7 +62,6 @@ def are_logprobs(values: Sequence[float]) -> bool:
 
 
 def require_mask(mask: SamplingMask | None, token_ids: Sequence[int]) -> None:
-    """Requires of a mask one row per token; a non-empty row must contain its token."""
     if mask is None:
         return
     if len(mask) != len(token_ids):
@@ -78,8 +73,6 @@ def require_mask(mask: SamplingMask | None, token_ids: Sequence[int]) -> None:
 
 
 class Finish(StrEnum):
-    """Why an engine stopped sampling."""
-
     STOP = "stop"  # a stop token (kept in the sampled ids) or a stop string
     LENGTH = "length"  # the token limit: the turn is left open
     ABORT = "abort"  # cancelled by the caller or the engine: the sampled tokens are kept and labelled
@@ -119,8 +112,8 @@ _SAMPLING_RULES: Mapping[str, tuple[tuple[type, ...], Callable[[Any], bool], str
 
 @record
 class Sampling:
-    """Sampling settings; defaults mean "off". `stop_token_ids` are added to the renderer's. `extra` holds settings
-    that a provider either knows by name or refuses."""
+    """Defaults mean "off". `stop_token_ids` are added to the renderer's. `extra` holds settings that a provider
+    either knows by name or refuses."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -156,7 +149,6 @@ class Sampling:
 
     @property
     def filters(self) -> tuple[str, ...]:
-        """The active settings among `FILTERS`."""
         return tuple(name for name, rest in _FILTERS_AT_REST.items() if getattr(self, name) != rest)
 
 
@@ -194,8 +186,8 @@ def spans_from_runs(runs: Iterable[tuple[int, int]]) -> tuple[VersionSpan, ...]:
 
 @record
 class Completion:
-    """One generation, exactly as the engine reported it: not invented, padded or trimmed. `logprobs` are those of
-    the distribution sampled from; `versions` covers the tokens without gap or overlap."""
+    """One generation, exactly as the engine reported it. `logprobs` are those of the distribution sampled from;
+    `versions` covers the tokens without gap or overlap."""
 
     token_ids: TokenIds
     logprobs: tuple[float, ...]
@@ -237,7 +229,6 @@ class Completion:
 
     @property
     def policy_versions(self) -> tuple[int, ...]:
-        """One per sampled token."""
         return tuple(span.version for span in self.versions for _ in range(span.start, span.end))
 
 
@@ -283,8 +274,6 @@ def shift_images(images: Iterable[ImageRun], by: int) -> list[ImageRun]:
 
 @record
 class PromptImage:
-    """An image as an engine gets it."""
-
     run: ImageRun
     data: bytes
     media_type: str
@@ -292,8 +281,6 @@ class PromptImage:
 
 @record
 class Rendered:
-    """A whole prompt, its generation prompt included."""
-
     token_ids: TokenIds
     spans: tuple[PromptSpan, ...] = ()
     images: tuple[ImageRun, ...] = ()
@@ -305,9 +292,9 @@ class Rendered:
 @record
 class Extension:
     """The recorded prefix, untouched, plus `added_ids`: all given, none sampled. `spans` and `images` count from the
-    start of `added_ids`. `join` says how the recorded turn ended: at the template's stop token, at an alias of it
-    (harmony's <|return|>), at a foreign stop token or at none; then `added_ids` begins with the template's closing of
-    the turn."""
+    start of `added_ids`. `join`: how the recorded turn ended: at the template's stop token, at an alias of it
+    (harmony's <|return|>), at a foreign stop token or at none; then `added_ids` begins with the template's closing
+    of the turn."""
 
     prefix_ids: TokenIds
     added_ids: TokenIds
@@ -358,8 +345,6 @@ class Attempt:
 
 
 class Ended(StrEnum):
-    """How a sampled turn ended, judged by its ids."""
-
     STOP = "stop"  # at a stop token
     OPEN = "open"  # no stop token: a length cut-off, a stop string or an abort
 
@@ -390,10 +375,9 @@ class Delta(Struct, frozen=True, kw_only=True, gc=False):
 
 @record
 class TurnRequest:
-    """An agent's next model call in the OpenAI shape, with the whole conversation. `request_key` identifies the
-    request for retries: the same key, or the same content while the first is in flight, is the same turn. `continues`
-    is the node whose answer the caller says it continues. `prompt_ids` is the exact prompt of a caller that renders by
-    itself."""
+    """An agent's next model call, with the whole conversation. `request_key` identifies the request for retries.
+    `continues` is the node whose answer the caller says it continues. `prompt_ids` is the exact prompt of a caller
+    that renders by itself."""
 
     messages: Messages
     tools: Tools | None = None
@@ -415,7 +399,7 @@ class TurnRequest:
 
 @record
 class Reply:
-    """A committed turn, as the client receives it. `message` is what was served (call ids included)."""
+    """A committed turn. `message` is what was served (call ids included)."""
 
     node: str
     message: Message
@@ -442,8 +426,6 @@ class TurnEvent(Struct, frozen=True, kw_only=True, gc=False):
 
 @record
 class Span:
-    """Tokens `[start, end)` of a sample."""
-
     start: Count
     end: Count
     kind: Literal["given", "sampled"]
@@ -499,8 +481,6 @@ class Sample:
 
 @record
 class Untrained:
-    """Sampled tokens of `node` that no sample trains, and why."""
-
     node: str
     tokens: int
     why: str
@@ -509,7 +489,7 @@ class Untrained:
 @record
 class Coverage:
     """`pinned_turns` were sampled under a pinned system prompt; `rejoined_turns` after turns that were sampled
-    elsewhere and are given, untrained, where they are repeated."""
+    elsewhere and are given, untrained."""
 
     sampled: int
     trained: int
@@ -541,8 +521,6 @@ Utf8: TypeAlias = Annotated[str, Meta(pattern=r"^[^\ud800-\udfff]*$")]
 
 
 class Checked:
-    """Checks its fields on construction."""
-
     __slots__ = ()
 
     def __post_init__(self) -> None:

@@ -10,8 +10,8 @@ from multiprocessing.connection import wait
 import pytest
 
 from tokentrue.gateway.auth import new_session_key
-from tokentrue.gateway.serving.dispatch import Dispatcher
 from tokentrue.gateway.serving.forwarding import find_owner
+from tokentrue.gateway.serving.processes import Dispatcher
 
 WORKERS = 3
 

@@ -20,7 +20,7 @@ import uvicorn
 from tests.gateway.world import wait_until
 from tokentrue.gateway.asgi import ClientGone, HttpError, read_body, send_bytes, send_json
 from tokentrue.gateway.config import GatewayLimits
-from tokentrue.gateway.serving.bounded_http import bounded_http
+from tokentrue.gateway.serving.server import bounded_http
 
 LOG = logging.getLogger("uvicorn.error")
 LIMIT = 3_000_000

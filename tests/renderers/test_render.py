@@ -3,6 +3,7 @@ it is."""
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -167,9 +168,9 @@ def test_arguments_as_text_or_object_are_the_same() -> None:
     assert renderer.render([user("a"), as_text]).token_ids == renderer.render([user("a"), as_object]).token_ids
 
 
-@pytest.mark.parametrize("block", [1, 3, 4096])
-def test_spans_cover_the_prompt(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spans, "BLOCK_IDS", block)
+@pytest.mark.parametrize("compared", [1, 4, 4096])
+def test_spans_cover_the_prompt(compared: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spans, "COMPARED_IDS", compared)
     renderer = loaded("qwen3-like")
     talk = [{"role": "system", "content": "user"}, user("one é"), says("two <think>"), user("three")]
     rendered = renderer.render(talk)
@@ -179,6 +180,17 @@ def test_spans_cover_the_prompt(block: int, monkeypatch: pytest.MonkeyPatch) -> 
     found = {span.message: renderer.decode(rendered.token_ids[span.start : span.end]) for span in content}
     assert found == {0: "user", 1: "one é", 2: "two <think>", 3: "three"}
     assert {span.message: span.role for span in content} == {0: "system", 1: "user", 2: "assistant", 3: "user"}
+
+
+@pytest.mark.parametrize("name", ["qwen3-like", "harmony-like", "real:gpt-oss", "real:gemma-3"])
+def test_spans_are_those_of_every_token_compared(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Token ends from the table of lengths are those that following the text token by token finds."""
+    renderer, words = loaded(name), ["read", " é ", "東京", "🫨", "<think>", "\n\n", "e\u0301", "  ", "<|im_end|>"]
+    choose = random.Random(5)
+    talks = [[user("".join(choose.choices(words, k=choose.randrange(40))))] for _ in range(20)]
+    from_lengths = [renderer.render(talk).spans for talk in talks]
+    monkeypatch.setattr(spans, "_find_plain_ends", lambda *_: None)
+    assert [renderer.render(talk).spans for talk in talks] == from_lengths
 
 
 @pytest.mark.parametrize("name", ["real:gemma-3", "real:llama-2"])

@@ -183,7 +183,7 @@ def check_gateway(
 ) -> None:
     """Checks what a gateway starts with, in a fraction of the time that loading it takes. `reach=False` if the gateway
     runs on another machine, from which the engine may be reachable."""
-    from tokentrue.sessions.journal.opening import check_store
+    from tokentrue.sessions.journal import check_store
 
     path = model.path or SMALL_MODEL
     checks(check_model, path)

@@ -107,9 +107,8 @@ def serve(settings: ServeConfig, admin_key: str, *, is_new_key: bool) -> int:
     """Runs gateway processes, one or several, until a signal ends them."""
     from tokentrue.app.libraries import without_torch
     from tokentrue.app.wiring import gateway_for
-    from tokentrue.gateway.serving.dispatch import Dispatcher
     from tokentrue.gateway.serving.forwarding import Peers
-    from tokentrue.gateway.serving.processes import RenderDeadline, Supervisor, share_admin_state
+    from tokentrue.gateway.serving.processes import Dispatcher, RenderDeadline, Supervisor, share_admin_state
     from tokentrue.gateway.serving.server import (
         find_url,
         listen,

@@ -22,9 +22,8 @@ def find_changes(served: Message, replayed: Message) -> tuple[str, ...] | None:
     """The changes, sorted, if `replayed` is a known lossy projection of `served`; `()` if nothing visible differs; None
     if it is an edit.
 
-    A wrong match is worse than a fork, so a replay that *adds* to what was served (new reasoning, one more call) is an
-    edit too. The served text is never split: a think tag in it is text that the model wrote. Only the replay is
-    searched for the served reasoning, inlined before the served text."""
+    A wrong match is worse than a fork: a replay that *adds* to what was served is an edit too. A think tag in the
+    served text is text that the model wrote: only the replay is searched for inlined reasoning."""
     if served is replayed:
         return ()
     text, calls = _text_changes(served, replayed), _call_changes(served, replayed)
@@ -71,7 +70,7 @@ def _text_changes(served: Message, replayed: Message) -> set[str] | None:
 
 
 def _find_inlined(replayed: str, *, thought: str, text: str) -> str | None:
-    """The reasoning before `text` in a replay: `thought`, or "" for an empty block; None if neither is there."""
+    """The reasoning before `text` in a replay: `thought`, or "" for an empty block."""
     for tag in _TAGS:
         if replayed.startswith(f"<{tag}>"):
             for block, rest in _split_at(replayed[len(tag) + 2 :], f"</{tag}>"):
@@ -83,7 +82,6 @@ def _find_inlined(replayed: str, *, thought: str, text: str) -> str | None:
 
 
 def _split_at(text: str, mark: str) -> Iterator[tuple[str, str]]:
-    """The stripped texts before and after each `mark`."""
     at = text.find(mark)
     while at >= 0:
         yield text[:at].strip(), text[at + len(mark) :].strip()
@@ -110,6 +108,6 @@ def _call_changes(served: Message, replayed: Message) -> set[str] | None:
 
 
 def format_changes(changes: tuple[str, ...], *, ambiguous: bool = False) -> str:
-    """`"exact"`, or the changes joined by `+`, marked if the choice between siblings is ambiguous."""
+    """`"exact"`, or the changes joined by `+`, marked if siblings fit equally well."""
     names = list(changes) or ["exact"]
     return "+".join([*names, "ambiguous"] if ambiguous else names)

@@ -1,7 +1,5 @@
-"""Replaces the images of messages by references: the one place through which images enter a session.
-
-`{"type": "image_url", "image_url": {"url": …}}` becomes `{"type": "image", "sha256", "media_type", "width", "height"}`;
-the files travel beside the messages."""
+"""Replaces the images of messages, `{"type": "image_url", "image_url": {"url": …}}`, by references, `{"type":
+"image", "sha256", "media_type", "width", "height"}`: the one place through which images enter a session."""
 
 from __future__ import annotations
 
@@ -31,22 +29,19 @@ def has_images(messages: Any) -> bool:
 
 @record
 class ReadImages:
-    """Messages with references, and the files by hash."""
-
     messages: list[Message]
     files: Mapping[str, ImageFile]
 
 
 class ImageReader:
-    """`recorded` are the references of the session's record, by hash. `refusal`: why the model takes no images."""
+    """`recorded`: the references of the session's record, by hash. `refusal`: why the model takes no images."""
 
     def __init__(self, settings: ImageSettings | None = None, *, refusal: str | None = None) -> None:
         self.settings, self.refusal = settings or ImageSettings(), refusal
         self.recorded: dict[str, JsonObject] = {}
 
     def read(self, messages: Messages, *, first: int = 0, before: int = 0) -> ReadImages:
-        """`first` is the index of `messages[0]`, `before` the number of images in earlier messages of the request.
-        Blocks: decodes, and fetches URLs of allowed hosts."""
+        """`first` is the index of `messages[0]`, `before` the number of images in earlier messages. Blocks."""
         most = self.settings.max_per_request
         count = before + sum(len(list_parts(message, SENT, REFERENCE)) for message in messages)
         if count > most:

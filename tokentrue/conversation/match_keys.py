@@ -1,9 +1,7 @@
 """Loose keys of messages: hashes of what no known lossy projection changes, chained over a conversation.
 
-A key only finds candidates. For an assistant message it omits what a harness may drop or rewrite (reasoning, call ids,
-spacing of arguments, outer whitespace); for other roles it covers the text. `"4"` and `[{"type": "text", "text": "
-4"}]` have one key from an assistant and two from a user.
-"""
+A key only finds candidates. Of an assistant message it omits what a harness may drop or rewrite (reasoning, call
+ids, spacing of arguments, outer whitespace); for other roles it covers the text."""
 
 from __future__ import annotations
 
@@ -59,8 +57,7 @@ def _canonical_json(value: JsonMapping) -> str:
 
 
 def reasoning_of(message: Message) -> str:
-    """Reasoning in separate fields and parts (`find_changes` finds reasoning inlined into the text). Harnesses repeat
-    one text in several of these places; different texts are joined."""
+    """Reasoning in fields and parts. Harnesses repeat one text in several places; different texts are joined."""
     texts = [_reasoning_text(message.get(field)) for field in ("reasoning_content", "reasoning")]
     content, in_parts = message.get("content"), ""
     for part in content if isinstance(content, (list, tuple)) else ():
@@ -71,7 +68,6 @@ def reasoning_of(message: Message) -> str:
 
 
 def _reasoning_text(value: JsonValue) -> str:
-    """Mistral writes a list of text parts. Anything else is represented by its JSON."""
     if value is None or isinstance(value, (str, list, tuple)):
         return text_of(value)
     return json.dumps(value, sort_keys=True, default=str)
@@ -96,8 +92,7 @@ def name_and_arguments(call: JsonMapping) -> tuple[str, JsonValue]:
 
 
 def read_written_calls(text: str, calls: Sequence[JsonMapping]) -> tuple[str, Sequence[JsonMapping]]:
-    """Text and calls of a message whose calls smolagents wrote into its text, as Python prints them; any other message
-    is unchanged."""
+    """Text and calls of a message whose calls smolagents wrote into its text, as Python prints them."""
     before, mark, written = text.rpartition(_WRITTEN_CALLS)
     if calls or not mark or (before and not before.endswith("\n")) or len(written) > _LONGEST_WRITTEN:
         return text, calls
@@ -124,14 +119,13 @@ def call_ids_of(message: Message) -> tuple[str | None, ...]:
 
 
 def note_calls(seen: dict[str, CallRef], index: int, call_ids: tuple[str | None, ...]) -> None:
-    """A later call with the same id replaces an earlier one."""
     for position, call_id in enumerate(call_ids):
         if call_id is not None:
             seen[call_id] = (index, position)
 
 
 class _NoDouble(str):
-    """A number that no double can represent, as JSON text."""
+    pass
 
 
 Harness: TypeAlias = Literal["same", "python", "javascript", "go", "any"]
@@ -139,9 +133,8 @@ Harness: TypeAlias = Literal["same", "python", "javascript", "go", "any"]
 
 
 def repeats_arguments(served: JsonValue, replayed: JsonValue) -> bool:
-    """True if `replayed` are the served arguments, up to key order, spacing, escapes, number format, and empty versus
-    `{}`, which also replaces served text that is no JSON. This applies only to served values: `null` that comes back
-    as a number is an edit."""
+    """True if `replayed` are the served arguments, up to key order, spacing, escapes, number format, and empty
+    versus `{}`, which also replaces served text that is no JSON."""
     now = _loosen_arguments(replayed, "same")
     if now == "{}" and _loosen_arguments(served, "same").startswith("\0"):
         return True
@@ -149,8 +142,8 @@ def repeats_arguments(served: JsonValue, replayed: JsonValue) -> bool:
 
 
 def _respell(value: str, harness: Harness) -> JsonValue:
-    """A number beyond all doubles (`1e400`) comes back as `Infinity` from Python and as `null` from JavaScript, a lone
-    surrogate as U+FFFD from Go."""
+    """A number beyond all doubles (`1e400`) comes back as `Infinity` from Python and as `null` from JavaScript, a
+    lone surrogate as U+FFFD from Go."""
     if not isinstance(value, _NoDouble):
         return _LONE_SURROGATE.sub("\ufffd", value) if harness in ("go", "any") else value
     if harness in ("javascript", "any"):
@@ -210,17 +203,15 @@ def read_role(message: Message, field: str = "messages[]") -> str:
 
 
 def count_system(roles: Iterable[str]) -> int:
-    """Number of leading system messages."""
     return sum(takewhile(bool, (role == "system" for role in roles)))
 
 
 def message_key(message: Message) -> bytes:
-    """Also covers the speaker's name: distinguishes sub-agents by their first message."""
+    """Also covers the speaker's name: distinguishes sub-agents."""
     return candidate_key(message) + _hash([str(message.get("name") or "")])
 
 
 def candidate_key(message: Message, field: str = "messages[]") -> bytes:
-    """Malformed messages are refused by `field`."""
     role, text = read_role(message, field), text_of(message.get("content"), f"{field}.content")
     check_calls(message, field)
     if role != "assistant":
@@ -241,7 +232,7 @@ def chain_key(previous: bytes, key: bytes, reference: CallRef | str | None) -> b
 
 
 def tools_key(tools: Tools | None) -> bytes:
-    """Equal for tool sets that differ only in order or JSON formatting: these may still render alike."""
+    """Equal for tool sets that differ only in order or JSON formatting."""
     return _hash(sorted(map(_canonical_json, tools or ())))
 
 

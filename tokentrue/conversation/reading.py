@@ -1,7 +1,7 @@
-"""`Conversation`: a request's messages, parsed once; pinning, identity, matching and rendering work on it.
+"""`Conversation`: a request's messages, parsed once.
 
-An agent sends its whole conversation with every turn. `Conversations` caches the last eight of a session; leading
-messages with the same bytes (`sources`) as a cached one are shared, only the rest is parsed and keyed."""
+An agent sends its whole conversation with every turn. `Conversations` caches the last ones of a session; leading
+messages with the same bytes (`sources`) as a cached one are shared."""
 
 from __future__ import annotations
 
@@ -38,8 +38,7 @@ _HASHED, _LONG_SOURCE = b"\1", 1 << 16  # a longer source is kept as its hash: i
 
 
 class ConversationMessage:
-    """`digest` identifies it exactly, `key` loosely (`match_keys`). `images` are the files that the request had for it;
-    those of an earlier reply's conversation are only in the record."""
+    """`digest` identifies it exactly, `key` loosely. `images`: the files that the request had for it."""
 
     __slots__ = ("call_id", "call_ids", "digest", "images", "key", "message", "num_images", "role", "size")
 
@@ -60,7 +59,7 @@ class ConversationMessage:
 
 
 def _comparable(value: JsonMapping) -> JsonObject:
-    """Without what no template prints: cache marks, and the call id, which is restored to the served one."""
+    """Without cache marks, which no template prints, and the call id, which is restored to the served one."""
     fields = {name: item for name, item in value.items() if name not in ("tool_call_id", "cache_control")}
     if isinstance(content := fields.get("content"), list):
         fields["content"] = [
@@ -76,8 +75,7 @@ class Conversation(Sequence[Message]):
 
     `sources` are the bytes of the messages, in the items of dialect `format`; `ends[i]` counts the messages of the
     first i + 1 of them. It is None while the turn of item i continues, and from the first unsettled item on: what
-    follows is not shared with later requests.
-    """
+    follows is not shared."""
 
     facts: Sequence[ConversationMessage] = ()
     keys: Sequence[bytes] = ()
@@ -93,7 +91,6 @@ class Conversation(Sequence[Message]):
 
     @property
     def size(self) -> int:
-        """Estimated bytes in memory."""
         return self.messages_size + 3 * len(self.tools_source)
 
     def __len__(self) -> int:
@@ -111,7 +108,6 @@ class Conversation(Sequence[Message]):
 
     @property
     def digest(self) -> bytes:
-        """Identifies messages and tools exactly."""
         return digest(b"".join(read.digest for read in self.facts), self.tools_digest)
 
     @property
@@ -120,11 +116,9 @@ class Conversation(Sequence[Message]):
 
     @property
     def files(self) -> dict[str, ImageFile]:
-        """By hash."""
         return {image.sha256: image for read in self.facts for image in read.images}
 
     def name_first(self, depth: int) -> bytes:
-        """Identifies the first `depth` messages exactly."""
         return digest(b"".join(read.digest for read in self.facts[:depth]))
 
     def append(
@@ -152,7 +146,6 @@ class Conversation(Sequence[Message]):
         )
 
     def replace_first(self, length: int, messages: Messages) -> Conversation:
-        """The result has no sources: it was not sent so."""
         first = [ConversationMessage(message, f"messages[{index}]") for index, message in enumerate(messages)]
         if [read.digest for read in first] == [read.digest for read in self.facts[:length]]:
             return self
@@ -167,7 +160,6 @@ class Conversation(Sequence[Message]):
         return shared
 
     def cut(self, num_sources: int) -> Conversation:
-        """The conversation of the first `num_sources` sources, without tools."""
         if num_sources == len(self.sources):
             return self
         depth = (self.ends[num_sources - 1] or 0) if num_sources else 0
@@ -181,20 +173,17 @@ def count_equal(one: Sequence[Raw], other: Sequence[Raw]) -> int:
 
 
 def own_source(message: Message) -> Raw:
-    """The source of a message that already has our shape."""
     return shorten_source(Raw(_OWN + dumps(message)))
 
 
 def shorten_source(source: Raw) -> Raw:
-    """A long source becomes its hash."""
     data = memoryview(source)
     return Raw(_HASHED + sha256(data).digest()) if len(data) > _LONG_SOURCE else source
 
 
 @record(eq=False)
 class ParsedConversation:
-    """The cached `base` that a request begins with, and its further messages as its dialect parsed them, with images
-    as they were sent."""
+    """The cached `base` that a request begins with, and its further messages as its dialect parsed them."""
 
     base: Conversation
     messages: Messages
@@ -204,7 +193,7 @@ class ParsedConversation:
 
 
 class ByteBudget:
-    """Bytes of the conversations cached by all sessions of this process."""
+    """Of all sessions of this process."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -247,13 +236,12 @@ class Conversations:
         return best.cut(most)
 
     def read_images(self, parsed: ParsedConversation) -> ReadImages:
-        """Blocks while images are decoded. May run in another thread."""
+        """Blocks. May run in another thread."""
         base = parsed.base
         return self._images.read(parsed.messages, first=len(base), before=base.num_images)
 
     def add(self, parsed: ParsedConversation, images: ReadImages | None = None) -> Conversation:
-        """Caches the result: the messages must not be modified any more. `images` are those that `read_images` read
-        before."""
+        """Caches the result: the messages must not be modified any more."""
         base, read = parsed.base, images or self.read_images(parsed)
         facts = [
             ConversationMessage(message, f"messages[{at}]", read.files)
@@ -274,7 +262,6 @@ class Conversations:
         return replace(conversation, tools=own, tools_source=source, tools_digest=digest(source))
 
     def _keep(self, conversation: Conversation) -> None:
-        """Replaces the conversations that it continues."""
         size = conversation.size
         if size > self._limit:
             return
@@ -297,7 +284,7 @@ class Conversations:
         self.budget.used -= conversation.size
 
     def close(self) -> None:
-        """A request may still be using the session: nothing is cached any more."""
+        """A request may still be using the session."""
         self._limit = 0
         while self._kept:
             self._drop(self._kept[-1])

@@ -1,5 +1,5 @@
-"""Sessions, rewards and samples; pause, resume and policy version around a weight update; health and metrics. The table
-`ADMIN` defines the routes and the OpenAPI document."""
+"""Administration: sessions, rewards, samples, weight updates, health and metrics. `ADMIN` defines the routes and the
+OpenAPI document."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ class GiveReward(AdminBody):
 
 
 class Pause(AdminBody):
-    """`drain`: reply only when nothing is in flight, or after `timeout_s`. `abort`: interrupt what the engine is
-    sampling; it continues after resume."""
+    """`drain`: reply when nothing is in flight, or after `timeout_s`. `abort`: interrupt what is sampled; it
+    continues after resume."""
 
     drain: bool = False
     abort: bool = False
@@ -98,8 +98,6 @@ class SamplesQuery(msgspec.Struct):
 
 @record
 class AdminRequest:
-    """A handler returns a response, or the JSON of one with its operation's status."""
-
     services: Services
     request: Request
     raw_body: bytes
@@ -187,7 +185,6 @@ class AdminRequest:
         return await asyncio.to_thread(samples_response, self.session_id, assembly, self.query.format[:40])
 
     async def image(self) -> Response:
-        """Any process reads it: files do not change."""
         journal = self.services.journal
         access = self.services.keys.authenticate(self.request.headers.raw, self.session_id)
         with access.hide_session():
@@ -308,7 +305,6 @@ ADMIN = (
 
 
 def admin_routes(services: Services) -> list[Route]:
-    """The last one is of every other path."""
     routes: dict[str, dict[str, AdminOperation]] = {}
     for operation in ADMIN:
         routes.setdefault(operation.path, {})[operation.method] = operation
@@ -316,8 +312,6 @@ def admin_routes(services: Services) -> list[Route]:
 
 
 class AdminEndpoint:
-    """One path as an ASGI application."""
-
     def __init__(self, services: Services, methods: Mapping[str, AdminOperation]) -> None:
         self._services, self._methods = services, methods
 

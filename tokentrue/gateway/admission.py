@@ -1,8 +1,6 @@
 """Admission control: the limit on generations in flight, the queue before it, and the pause while weights change.
 
-A paused gateway holds generations back: to the harness a weight update looks like a slow token. A full one queues them,
-in order within a session and round-robin over sessions, so that no client starves.
-"""
+A full gateway queues in order within a session and round-robin over sessions, so that no client starves."""
 
 from __future__ import annotations
 
@@ -46,7 +44,6 @@ class AdmissionGate:
         self.queued = 0
 
     async def drain(self, timeout_s: float) -> bool:
-        """False if something is in flight after `timeout_s`."""
         try:
             await asyncio.wait_for(self._idle.wait(), timeout_s)
         except TimeoutError:
@@ -55,8 +52,7 @@ class AdmissionGate:
 
     @asynccontextmanager
     async def admit(self, session_id: str) -> AsyncGenerator[None, None]:
-        """Holds one slot for the block; call it after `wait_for_resume`. Queues while the gateway is full; refuses when
-        it is closing, when the queue is full, and after `limits.queue_s`."""
+        """Holds one slot for the block; call it after `wait_for_resume`."""
         if self.in_flight < self._limits.in_flight and not self._queue and not self.closing:
             self._begin()
         else:
@@ -71,7 +67,6 @@ class AdmissionGate:
         self._idle.clear()
 
     def _end(self) -> None:
-        """Admits the oldest request of the session that has waited longest for its turn."""
         self.in_flight -= 1
         while self._queue and self.in_flight < self._limits.in_flight:
             session_id, waiting = next(iter(self._queue.items()))

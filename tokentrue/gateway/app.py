@@ -36,8 +36,6 @@ EVICT_EVERY_S = 15.0
 
 
 class Gateway:
-    """`renderer_for` returns the renderer of a history policy; `view` builds the `/view` page."""
-
     def __init__(
         self,
         *,
@@ -108,7 +106,6 @@ class Gateway:
             await asyncio.to_thread(release_freed_memory)
 
     async def purge_old(self) -> list[str]:
-        """Removes ended sessions past their age; logs one line for each."""
         purged = await self.services.journal.purge(older_than_s=self.config.purge_after_s)
         for session_id in purged:
             self.services.sessions.forget(session_id)
@@ -145,9 +142,8 @@ def view_routes(keys: ApiKeys, load: LoadPage) -> list[BaseRoute]:
 
 
 class AdminPage:
-    """A read-only web page, built on first request. Browsers cannot send a bearer token when they open an address: this
-    path alone accepts HTTP Basic, too. They repeat that password by themselves, so only GET and HEAD are allowed and
-    nothing here may change state."""
+    """A read-only web page, built on first request. Browsers send no bearer token for an address: this path alone
+    accepts HTTP Basic, too. They repeat that password by themselves, so nothing here may change state."""
 
     def __init__(self, keys: ApiKeys, load: LoadPage) -> None:
         self._keys, self._load = keys, load

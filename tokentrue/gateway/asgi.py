@@ -57,7 +57,6 @@ LONGEST = 600
 
 
 def problem_from(error: BaseException) -> HttpError:
-    """What the client sees of an exception."""
     if isinstance(error, HttpError):
         return error
     if not isinstance(error, TokenTrueError):
@@ -94,15 +93,12 @@ def read_header(headers: Iterable[tuple[bytes, bytes]], wanted: bytes) -> str | 
 
 
 class BodyBudget:
-    """Limit on the bytes of request bodies held by this process."""
-
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self.used = 0
 
     @asynccontextmanager
     async def read(self, scope: Scope, receive: Receive, limit: int) -> AsyncGenerator[bytes, None]:
-        """The bytes are released on exit."""
         taken = 0
 
         def take(size: int) -> None:
@@ -120,7 +116,6 @@ class BodyBudget:
 
 
 async def read_body(scope: Scope, receive: Receive, limit: int, take: Callable[[int], None] | None = None) -> bytes:
-    """Refuses a body as soon as it exceeds `limit`. `take` gets the size of every part."""
     too_large = HttpError(413, "body_too_large", f"the body is larger than {limit} bytes (limits.body_bytes)")
     declared = read_header(scope["headers"], b"content-length")
     if declared is not None and declared.isdecimal() and int(declared) > limit:
@@ -162,8 +157,8 @@ async def answer_errors(
     dialect: type[Dialect],
     errors: Any,
 ) -> None:
-    """Turns exceptions of `app` into a reply in the dialect, or into the last event of a started stream. `errors`
-    counts them."""
+    """Turns exceptions of `app` into a reply in the dialect, or into the last event of a started stream; counts
+    them."""
     watched = send if isinstance(send, WatchedSend) else WatchedSend(send)
     try:
         await app(scope, receive, watched)
@@ -194,8 +189,8 @@ async def answer_errors(
 
 
 class EventStream:
-    """Turn events in, the dialect's server-sent events out. Holds the status back until the first token or keep-alive,
-    so that early failures have their own status."""
+    """Turn events in, server-sent events out. Holds the status back until the first token or keep-alive: early
+    failures have their own status."""
 
     def __init__(self, send: Send, encoder: Encoder) -> None:
         self._send, self._encoder = send, encoder
@@ -221,8 +216,6 @@ class EventStream:
 
     @contextmanager
     def keep_alive(self, every_s: float) -> Generator[None, None, None]:
-        """While the block runs, sends a keep-alive after every `every_s` seconds without output."""
-
         async def ping() -> None:
             while True:
                 await asyncio.sleep(max(0.0, self._last_write + every_s - time.monotonic()))
@@ -236,7 +229,6 @@ class EventStream:
             pings.cancel()
 
     async def end(self, problem: HttpError | None = None) -> None:
-        """With the dialect's error event if there is a problem."""
         await self._write(self._encoder.finish() if problem is None else self._encoder.error(problem))
         self.ended = True
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -244,7 +236,7 @@ class EventStream:
 
 @contextmanager
 def cancel_on_disconnect(receive: Receive) -> Generator[None, None, None]:
-    """Cancels the block when the client disconnects and raises `ClientGone`. The body must have been read before."""
+    """Raises `ClientGone` in the block when the client disconnects. The body must have been read before."""
     work = asyncio.current_task()
     assert work is not None
     disconnected = False

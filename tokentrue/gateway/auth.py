@@ -1,6 +1,5 @@
 """API keys. A session key contains the session's id, so that any worker finds its owner, and a secret whose hash is
-stored. Comparisons are constant-time; keys are never logged.
-"""
+stored. Comparisons are constant-time; keys are never logged."""
 
 from __future__ import annotations
 
@@ -82,8 +81,8 @@ class ApiKeys:
         return hmac.compare_digest(presented.encode(), self._admin)
 
     def authenticate(self, headers: Headers, named: str | None, in_url: str | None = None) -> SessionAccess:
-        """The session is `named` in the path, or in the key, or, with the admin key, in the header `X-Session-ID`.
-        `in_url` is a key from the query (Google)."""
+        """The session is `named` in the path, or in the key, or, with the admin key, in a header. `in_url` is a key
+        from the query (Google)."""
         presented = read_key(headers) or in_url
         if presented is None:
             raise HttpError(
@@ -120,7 +119,6 @@ def session_from_key(presented: str) -> str | None:
 
 
 def read_key(headers: Headers, *, basic: bool = False) -> str | None:
-    """`basic`: takes the password of HTTP Basic authentication, too."""
     bearer = None
     for name, value in headers:
         kind, _, credentials = value.partition(b" ")

@@ -17,9 +17,8 @@ Seconds = Annotated[float, msgspec.Meta(gt=0)]
 
 @record
 class GatewayLimits:
-    """Beyond a size: 413; beyond a number or a sum in flight: 429 with Retry-After; beyond a time: the connection is
-    closed, or 504. An evicted session stays in the journal.
-    """
+    """Beyond a size: 413; beyond a number or a sum in flight: 429 with Retry-After; beyond a time: a closed
+    connection or 504."""
 
     body_bytes: Count = 64 << 20
     bodies_bytes: Count = 512 << 20  # of all requests being read by one process
@@ -45,8 +44,6 @@ class GatewayLimits:
 
 @record
 class ServingConfig:
-    """Settings shared by `[server]` of the configuration file and a gateway."""
-
     base_url: str = ""
     training: bool = True
     pin: tuple[Literal["system"], ...] = ()  # default for sessions: keeps each conversation's first system prompt
@@ -58,8 +55,6 @@ class ServingConfig:
 
 @record
 class GatewayConfig(ServingConfig):
-    """`model`: the name that /v1/models shows. `admin_key`: key of `/sessions*` and `/admin*`."""
-
     model: str
     admin_key: str
     limits: GatewayLimits = field(default_factory=GatewayLimits)

@@ -29,8 +29,7 @@ LARGEST = {"tokentrue_paused", "tokentrue_policy_version"}  # the rest adds up o
 
 
 class TurnClock:
-    """`engine_s`: wall seconds with at least one engine call running, as the calls of n choices overlap; the rest of
-    the turn is the gateway's overhead."""
+    """`engine_s`: seconds with at least one engine call running, as the calls of n choices overlap."""
 
     def __init__(self) -> None:
         self.started = time.perf_counter()
@@ -54,7 +53,7 @@ CLOCK: ContextVar[TurnClock | None] = ContextVar("tokentrue_turn_clock", default
 
 
 class MeteredProvider(Streaming):
-    """Measures the engine's time, and sets the policy version of /admin/version if the engine reports none."""
+    """Measures the engine's time; sets the version of /admin/version if the engine reports none."""
 
     def __init__(self, inner: EngineControl, *, version: int = UNVERSIONED) -> None:
         self.inner = inner
@@ -143,8 +142,8 @@ class Metrics:
             self.tokens.labels(kind)
 
     def note_turn(self, dialect: str, reply: Reply, sampled: int, clock: TurnClock, *, streamed: bool) -> float | None:
-        """`reply` is the turn's first choice. Returns the seconds outside of the engine; None for a reply from the
-        record, which may have waited for another's call."""
+        """`reply` is the first choice. Returns the seconds outside of the engine; None for a reply from the record,
+        which may have waited for another's call."""
         total_s = time.perf_counter() - clock.started
         self.turn_time.observe(total_s)
         if clock.first_byte is not None:
@@ -180,7 +179,6 @@ def engine_families(engine: Measured) -> list[Metric]:
 
 
 def build_page(families: Iterable[Metric]) -> bytes:
-    """Families of the same name are summed."""
     merged: dict[str, Metric] = {}
     values: dict[tuple[str, str, tuple[tuple[str, str], ...]], float] = {}
     for family in families:

@@ -1,9 +1,8 @@
 """Model requests: `OPERATIONS` defines the routes and the OpenAPI document; `ModelEndpoint` checks the key and finds
-the session, `ModelRequest` reads the body, runs the turn and replies in the dialect.
+the session, `ModelRequest` reads the body, runs the turn and replies.
 
-Invariants: `OPERATIONS` lists all generating paths, and each runs a recorded turn; any other path below `/v1` and
-`/v1beta` is refused. Keys are checked before bodies are read; no reply and no last event before the turn is durable;
-every turn writes one log line and its metrics."""
+Invariants: only paths of `OPERATIONS` generate, and each runs a recorded turn; keys are checked before bodies are
+read; no reply and no last event before the turn is durable; every turn writes one log line."""
 
 from __future__ import annotations
 
@@ -56,8 +55,6 @@ SESSION_ROOT = "/sessions/{session_id}"
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """`path` is below `/v1`, in Starlette's syntax; `streams` is None if the body decides."""
-
     path: str
     dialect: type[Dialect]
     does: Literal["generate", "count", "list", "nothing"]
@@ -93,7 +90,6 @@ _UNKNOWN = (
 
 
 def model_routes(services: Services) -> list[Route]:
-    """With and without a session in the URL; a trailing slash is ignored."""
     return [
         Route(f"{root}/{version}/{operation.path}{end}", ModelEndpoint(operation, services))
         for operation in (*OPERATIONS, *_UNKNOWN)
@@ -104,8 +100,6 @@ def model_routes(services: Services) -> list[Route]:
 
 
 class ModelEndpoint:
-    """One operation as an ASGI application; sends errors in its dialect."""
-
     def __init__(self, operation: Operation, services: Services) -> None:
         self._operation, self._services, self._dialect = operation, services, operation.dialect
 
@@ -149,7 +143,7 @@ class ModelEndpoint:
 
 
 class ModelRequest:
-    """One request of a session, whose key has been checked. Read `run` first."""
+    """One request, whose key has been checked. Read `run` first."""
 
     is_running = False
 
@@ -287,7 +281,6 @@ def log_line(event: str, **fields: Any) -> None:
 
 
 def list_models(names: Sequence[str]) -> JsonObject:
-    """Has the fields of both vendors: OpenAI's list and Anthropic's page."""
     kind = {"object": "model", "type": "model", "created": 0, "owned_by": "tokentrue"}
     data = [{"id": name, **kind, "created_at": "1970-01-01T00:00:00Z", "display_name": name} for name in names]
     return {"object": "list", "data": data, "has_more": False, "first_id": names[0], "last_id": names[-1]}

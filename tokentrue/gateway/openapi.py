@@ -1,4 +1,4 @@
-"""The OpenAPI document, built from the route tables and the records that bodies are decoded into."""
+"""The OpenAPI document, built from the route tables and the structs of bodies."""
 
 from __future__ import annotations
 

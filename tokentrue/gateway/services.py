@@ -21,8 +21,6 @@ RendererFor = Callable[[str], Renderer]
 
 
 class Services:
-    """`renderer_for` returns the renderer of a history policy ("keep" or "template")."""
-
     def __init__(
         self,
         *,
@@ -55,7 +53,6 @@ class Services:
         )
 
     def new_session(self, session_id: str, **settings: Any) -> Session:
-        """A session that the journal does not hold yet; settings that are not given are the gateway's."""
         for name in ("history", "training", "pin", "side_requests"):
             if settings.get(name) is None:
                 settings[name] = getattr(self.config, name)
@@ -79,8 +76,7 @@ class Services:
         self.restore_admin_state()
 
     def restore_admin_state(self, *, has_weights: bool = True) -> None:
-        """Applies what is stored and writes nothing: an administrator may change it meanwhile. `has_weights`: the
-        engine has the weights of that version."""
+        """Applies what is stored. `has_weights`: the engine has the weights of that version."""
         paused = self.admin_state.paused
         for gate in (self.admission, self.provider.inner):
             if paused:

@@ -1,7 +1,5 @@
-"""Sessions in memory: loaded from the journal on first use, evicted when idle, too many or too large.
-
-A handle in use (`keep_loaded`) is not evicted, so a session has one live object.
-"""
+"""Sessions in memory: loaded from the journal on first use, evicted when idle, too many or too large; never while in
+use, so a session has one live object."""
 
 from __future__ import annotations
 
@@ -56,14 +54,12 @@ NODE_BYTES = 4096
 
 
 def fit_in_memory(session_limits: SessionLimits, limits: GatewayLimits) -> SessionLimits:
-    """Half of `live_sessions_bytes` for one session: one in use cannot be evicted and could evict all others."""
+    """Half of `live_sessions_bytes` for one session: one in use cannot be evicted."""
     most = limits.live_sessions_bytes // 2 // TOKEN_BYTES
     return replace(session_limits, max_tokens=min(most, session_limits.max_tokens or most))
 
 
 class SessionHandle:
-    """A session in memory with its HTTP state: dialects, which sign with its secret, and keys of retries."""
-
     def __init__(self, session: Session, limits: GatewayLimits, budget: ByteBudget, secret: StoreSecret) -> None:
         self.session = session
         self.users = 0  # requests that hold it
@@ -83,7 +79,6 @@ class SessionHandle:
 
     # Requests.
     async def parse(self, dialect: Dialect, body: bytes) -> tuple[RequestHead, Conversation]:
-        """Awaits only while images are read."""
         decoded = dialect.decode(body)
         conversation, head = await self.read_conversation(dialect, decoded), decoded.head
         choice = head.sampling.extra.get("tool_choice")
@@ -118,8 +113,8 @@ class SessionHandle:
 
     # Names of retried requests.
     def find_request_key(self, scope: Scope, dialect: Dialect, body: bytes) -> str | None:
-        """A key that a request shares only with its retries: the client's `Idempotency-Key`; for SDKs that send
-        `x-stainless-retry-count`, the body's digest and a counter of requests that are not retries; else None."""
+        """A key that a request shares only with its retries: the client's `Idempotency-Key`, or, for SDKs that send
+        `x-stainless-retry-count`, the body's digest and a counter."""
         given = read_header(scope["headers"], b"idempotency-key")
         retries = read_header(scope["headers"], b"x-stainless-retry-count")
         if given:
@@ -138,7 +133,6 @@ class SessionHandle:
         return f"{digest}#{numbers[digest]}"
 
     def warn_of_retries(self, node_id: str) -> None:
-        """Once per session."""
         tree = self.session.tree
         node = tree.nodes.get(node_id)
         if self._has_warned or node is None:
@@ -178,7 +172,7 @@ class SessionHandle:
 
 
 def build_signer(record: SessionRecord, secret: StoreSecret) -> ReasoningSigner:
-    """Accepts signatures of sessions older than the store's secret, made with a hash that their client can compute."""
+    """Sessions older than the store's secret were signed with a hash that their client can compute."""
     of_session = hmac.digest(secret.value, record.id.encode(), hashlib.sha256)
     guessable = (record.first_key_hash or record.key_hash or record.id).encode()
     return ReasoningSigner(of_session, *([guessable] if record.created < secret.created else []))
@@ -186,7 +180,6 @@ def build_signer(record: SessionRecord, secret: StoreSecret) -> ReasoningSigner:
 
 @lru_cache(maxsize=8)
 def ignores_tools(renderer: Renderer) -> bool:
-    """True if the template renders the same prompt with and without a tool."""
     asked: list[Message] = [{"role": "user", "content": "x"}]
     tools = [function_tool("probe", "", {"type": "object", "properties": {}})]
     try:
@@ -209,8 +202,6 @@ class CoverageTotals:
 
 
 class SessionRegistry:
-    """Least recently used first."""
-
     def __init__(
         self, open_session: Callable[[str], Awaitable[Session]], limits: GatewayLimits, journal: Journal
     ) -> None:
@@ -254,7 +245,6 @@ class SessionRegistry:
             self._make_room()
 
     async def open(self, session_id: str, create: NewSession | None = None) -> SessionHandle:
-        """`create` makes the session if the journal has none."""
         while True:
             handle = self._live.get(session_id)
             if handle is not None and handle.lease_number == self._journal.lease_number:
@@ -314,7 +304,6 @@ class SessionRegistry:
             self.forget(handle.session.id)
 
     async def totals(self) -> CoverageTotals:
-        """Coverage of all sessions since start."""
         for handle in list(self._live.values()):
             await asyncio.sleep(0)  # let other requests run
             handle.coverage()

@@ -1,9 +1,8 @@
-"""Image files of requests: settings, checks, bytes, and the URLs that they come from.
+"""Image files of requests: settings, checks, and the URLs that they come from.
 
-The first bytes decide an image's format, and Pillow, imported with the first image, is given only that one. A file ends
-where its picture ends: a file that is also an archive or a script is refused. Remote URLs are fetched from hosts that
-the operator allows: no redirect, no private address.
-"""
+The first bytes decide the format, and Pillow is given only that one. A file ends where its picture ends: a file that
+is also an archive or a script is refused. Remote URLs are fetched from hosts that the operator allows: no redirect,
+no private address."""
 
 from __future__ import annotations
 
@@ -47,8 +46,8 @@ _CHUNK = 1 << 16
 
 @record
 class ImageSettings(Checked):
-    """`fetch`: hosts whose URLs the gateway fetches; empty: none. `fetch_s` is for one URL, redirects are not followed.
-    The numbers per request count repeated images, those per session do not."""
+    """`fetch`: hosts whose URLs the gateway fetches. The numbers per request count repeated images, those per
+    session do not."""
 
     fetch: tuple[str, ...] = ()
     fetch_s: Positive = 10.0
@@ -61,8 +60,6 @@ class ImageSettings(Checked):
 
 @record
 class ImageFile:
-    """A checked file. `width` and `height` are those of the upright picture."""
-
     sha256: str
     media_type: str
     width: int
@@ -71,7 +68,6 @@ class ImageFile:
 
     @property
     def part(self) -> JsonObject:
-        """How messages refer to it."""
         names = ("sha256", "media_type", "width", "height")
         return {"type": "image", **{name: getattr(self, name) for name in names}}
 
@@ -81,14 +77,13 @@ def hash_image(data: bytes) -> str:
 
 
 def open_image(data: bytes) -> Any:
-    """The upright first frame as an RGB `PIL.Image`. Everything that makes pixels must use this: engines and libraries
-    that open files by themselves may ignore EXIF orientation."""
+    """The upright first frame as an RGB `PIL.Image`. Everything that makes pixels must use this: others may ignore
+    EXIF."""
     image = import_pillow().open(BytesIO(data), formats=[_FORMATS[find_media_type(data)][0]])
     return import_module("PIL.ImageOps").exif_transpose(image).convert("RGB")
 
 
 def is_turned(data: bytes) -> bool:
-    """True if EXIF turns or mirrors the picture."""
     image = import_pillow().open(BytesIO(data), formats=[_FORMATS[find_media_type(data)][0]])
     return image.getexif().get(_ORIENTATION) in range(2, 9)
 
@@ -260,7 +255,6 @@ _FORMATS: Mapping[str, tuple[str, re.Pattern[bytes], Callable[[bytes], int]]] = 
 
 # URLs.
 def read_url(url: str, settings: ImageSettings) -> tuple[bytes, str | None]:
-    """The bytes, and the declared media type."""
     return _decode_data_url(url, settings) if url[:5].lower() == "data:" else fetch_url(url, settings)
 
 
@@ -281,7 +275,6 @@ def _decode_data_url(url: str, settings: ImageSettings) -> tuple[bytes, str | No
 
 
 def fetch_url(url: str, settings: ImageSettings) -> tuple[bytes, str | None]:
-    """Blocks. Connects to the address that was checked, so a second answer of the name server changes nothing."""
     try:
         parts = urlsplit(url)
         host, port = (parts.hostname or "").rstrip("."), parts.port or {"http": 80, "https": 443}.get(parts.scheme, 0)
@@ -351,7 +344,6 @@ def _get(
 
 
 def is_public(address: str) -> bool:
-    """False for loopback, private, link-local, shared, multicast and tunnelled addresses."""
     ip = ip_address(address.partition("%")[0])
     if ip.version == 6:
         if ip.sixtofour or ip.teredo:

@@ -40,8 +40,8 @@ class CompletionBuilder:
     def __init__(
         self, engine: str, prompt_ids: TokenIds, *, version: int | None = None, must_count: bool = False
     ) -> None:
-        """`version`: of the adapter that samples, whatever the engine reports of its base weights. `must_count`: the
-        engine expands images itself, so it must report how many tokens the prompt had."""
+        """`version`: of the adapter that samples. `must_count`: the engine expands images itself, so it must report
+        how many tokens the prompt had."""
         self.engine, self.prompt_ids, self._version, self._must_count = engine, prompt_ids, version, must_count
         self.ids: list[int] = []
         self.logprobs: list[float] = []
@@ -61,7 +61,7 @@ class CompletionBuilder:
     def append(
         self, ids: Sequence[int], logprobs: Sequence[float | None], *, version: int, kept: KeptRows | None = None
     ) -> None:
-        """Appends tokens of one policy version, all or none."""
+        """Tokens of one policy version, all or none."""
         if len(ids) != len(logprobs):
             raise EngineContractError(f"{self.engine} returned {len(ids)} ids and {len(logprobs)} log-probabilities")
         if not ids:
@@ -98,8 +98,7 @@ class CompletionBuilder:
             )
 
     def take_read(self, events: Iterable[bytes], add: Callable[[bytes], None]) -> Iterator[Chunk]:
-        """The chunks of one read from the engine. If `add` refuses an event, yields the tokens of earlier events
-        first."""
+        """The chunks of one read. If `add` refuses an event, yields the tokens of earlier events first."""
         try:
             for event in events:
                 add(event)
@@ -107,7 +106,7 @@ class CompletionBuilder:
             yield from self.take()
 
     def check_prompt(self, seen: Sequence[int]) -> None:
-        """`seen` are the ids of the prompt as the engine expanded it."""
+        """`seen`: the prompt's ids as the engine expanded them."""
         if seen != (ours := self.prompt_ids.tolist()):
             place = next((at for at, pair in enumerate(zip(seen, ours, strict=False)) if pair[0] != pair[1]), None)
             where = "" if place is None else f" and differ first at {place}"
@@ -124,7 +123,7 @@ class CompletionBuilder:
         routed_experts: RoutedExperts | None = None,
         versions: Sequence[VersionSpan] | None = None,
     ) -> Completion:
-        """`finish` is the engine's word, `prompt_tokens` its count, which must equal ours."""
+        """`finish` is the engine's word, `prompt_tokens` its count."""
         if finish is None:
             raise EngineContractError(f"{self.engine} ended its answer without a finish reason")
         if finish not in set(Finish):
@@ -155,7 +154,7 @@ class CompletionBuilder:
 
 
 def collapse_images(engine: str, ids: TokenIds, images: Sequence[PromptImage]) -> TokenIds:
-    """The ids with one placeholder for each image, for engines that expand them; by the recorded places."""
+    """The ids with one placeholder for each image, for engines that expand them."""
     pieces: list[TokenIds] = []
     done = 0
     for run in (image.run for image in images):
@@ -183,7 +182,6 @@ def refuse_unknown_extra(engine: str, sampling: Sampling, known: frozenset[str])
 
 
 def refuse_constraints(engine: str, extra: JsonMapping) -> None:
-    """For engines that sample without a mask."""
     for name in sorted(CONSTRAINTS & extra.keys()):
         cure = "leave it out, or serve the model with sglang or vllm"
         raise SamplingError(f"{name}: engine {engine!r} cannot force its output into a format; {cure}")

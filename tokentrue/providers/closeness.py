@@ -10,7 +10,7 @@ from tokentrue.types import Completion, Ids, Sampling
 
 @record
 class Closeness:
-    """`compared` tokens of the common prefix; `first_difference` is the first differing token, or None."""
+    """`first_difference` is the first differing token, or None."""
 
     close: bool
     exact: bool

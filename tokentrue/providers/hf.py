@@ -1,8 +1,5 @@
-"""Hugging Face transformers, one forward pass per token with a KV cache: slow and plain, the ground truth for tests.
-
-Log-probabilities are those of the sampled distribution, after temperature, top-k, top-p and min-p; greedy reports
-temperature 1.
-"""
+"""Hugging Face transformers, one forward pass per token: slow and plain, the ground truth for tests.
+Log-probabilities are those of the sampled distribution, after temperature and filters; greedy reports temperature 1."""
 
 from __future__ import annotations
 
@@ -137,8 +134,7 @@ class HFProvider(Streaming):
 def pick(
     logits_V: torch.Tensor, sampling: Sampling, generator: torch.Generator
 ) -> tuple[int, float, Mapping[int, float], list[int]]:
-    """A token, its log-probability under the sampled distribution, the top few, and the ids that filters kept (none:
-    all)."""
+    """A token, its log-probability, the top few, and the ids that filters kept (none: all)."""
     if sampling.temperature == 0:
         logprobs_V = torch.log_softmax(logits_V, dim=-1)
         token = int(logprobs_V.argmax())
@@ -154,7 +150,7 @@ def pick(
 
 
 def filter_logprobs(logprobs_V: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Top-k, then top-p, then min-p, renormalised; removed ids have log-probability -inf."""
+    """Top-k, then top-p, then min-p, renormalised."""
     keep = torch.ones_like(logprobs_V, dtype=torch.bool)
     ordered, order = torch.sort(logprobs_V, descending=True, stable=True)
     if sampling.top_k:

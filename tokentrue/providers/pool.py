@@ -1,9 +1,8 @@
 """Several replicas of one engine as one Provider: sticky by session, health-checked, with failover.
 
-Token ids are sent, so any replica continues any session exactly; stickiness only preserves the prefix cache. A
-generation that breaks off (a crash, an abort for a weight update) is resumed from the tokens received, on this
-replica or another: spans keep their policy versions, and no token is sampled twice.
-"""
+Any replica continues any session exactly; stickiness only preserves the prefix cache. A generation that breaks off
+(a crash, an abort for a weight update) is resumed from the tokens received: spans keep their policy versions, and no
+token is sampled twice."""
 
 from __future__ import annotations
 
@@ -50,7 +49,7 @@ CHECK_S = 5.0  # between two health checks
 
 
 class Pool(Streaming):
-    """A Provider and an EngineControl. `pause()` holds new and aborted generations until `resume()`."""
+    """`pause()` holds new and aborted generations until `resume()`."""
 
     def __init__(self, replicas: Sequence[Provider]) -> None:
         if not replicas:
@@ -70,7 +69,7 @@ class Pool(Streaming):
 
     @property
     def truthful_filters(self) -> frozenset[str] | None:
-        """The filters that are truthful at every replica that has reported."""
+        """Those that are truthful at every replica that has reported."""
         known = [filters for replica in self._replicas if (filters := replica.truthful_filters) is not None]
         return known[0].intersection(*known) if known else None
 
@@ -92,16 +91,13 @@ class Pool(Streaming):
         self._not_paused.set()
 
     def metrics(self) -> Mapping[str, float]:
-        """Metrics of an embedded engine; remote engines have their own metrics pages."""
+        """Of an embedded engine; remote ones have their own metrics pages."""
         only = self._replicas[0] if len(self._replicas) == 1 else None
         return only.metrics() if isinstance(only, Measured) else {}
 
     async def interrupt(self) -> int:
-        """Pauses, and aborts generations at engines that must be idle to load weights. Returns how many were aborted.
-
-        They continue after `resume()` from the tokens received. An engine that loads weights between two tokens is
-        not interrupted.
-        """
+        """Pauses, and aborts generations at engines that must be idle to load weights; they continue after
+        `resume()`. Returns how many were aborted."""
         self.pause()
         return sum(
             await asyncio.gather(
@@ -156,7 +152,6 @@ class Pool(Streaming):
                 await replica.check_images()
 
     async def health(self) -> JsonMapping:
-        """Queries every replica; raises if none responds."""
         answers = await asyncio.gather(*(replica.health() for replica in self._replicas), return_exceptions=True)
         failed = {i for i, answer in enumerate(answers) if isinstance(answer, BaseException)}
         for answer in answers:
@@ -173,7 +168,7 @@ class Pool(Streaming):
         return {**alive[0], "replicas": len(answers), "healthy": len(alive)}
 
     async def publish(self, weights: NamedWeights, *, version: int) -> None:
-        """Generations wait meanwhile. Replicas that are unreachable are not used until they have the weights."""
+        """Generations wait meanwhile. Unreachable replicas are not used until they have the weights."""
         sinks = [replica for replica in self._replicas if isinstance(replica, WeightSink)]
         if len(sinks) != len(self._replicas):
             raise ConfigError(f"engine {self.name!r} takes no weights")
@@ -231,7 +226,6 @@ class Pool(Streaming):
         await asyncio.gather(*(replica.close() for replica in self._replicas))
 
     def watch(self) -> None:
-        """Starts health checks; a recovered replica gets its sessions back."""
         self._checker = asyncio.create_task(self._watch())
 
     async def _watch(self) -> None:
@@ -262,9 +256,9 @@ class Pool(Streaming):
 
 
 class _Generation:
-    """One generation across aborts and failures. `done`: the pieces sampled so far. `ids`, `rest`: prompt and
-    settings for the remainder; `rest` is None when the generation is over. `end`: the finish of one that broke off
-    right at a stop token or its token limit."""
+    """One generation across aborts and failures. `done`: the pieces so far. `ids`, `rest`: prompt and settings for
+    the remainder; `rest` is None when it is over. `end`: the finish of one that broke off right at a stop token or
+    its token limit."""
 
     def __init__(self, prompt_ids: TokenIds, sampling: Sampling) -> None:
         self._prompt_ids, self._sampling = prompt_ids, sampling
@@ -303,7 +297,6 @@ class _Generation:
 
 
 def join_pieces(pieces: Sequence[Completion], prompt_ids: TokenIds) -> Completion:
-    """Drops what not every piece has (top log-probabilities, for example)."""
     if len(pieces) == 1:
         return pieces[0]
     runs: list[tuple[int, int]] = []

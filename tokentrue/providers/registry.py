@@ -1,5 +1,4 @@
-"""The table of engines. Loading an engine imports only its adapter; commands, help texts and docs derive their lists
-from here."""
+"""The table of engines; commands, help texts and docs derive their lists from here."""
 
 from __future__ import annotations
 
@@ -14,8 +13,8 @@ from tokentrue.records import record
 
 @record
 class EngineKind:
-    """`remote`: a server, reached by `--url`, which may have replicas. `needs_torch`: the model is loaded into this
-    process. `options`: its settings, so that a wrong name is found before torch is loaded."""
+    """`remote`: a server, reached by `--url`. `needs_torch`: the model is loaded into this process. `options`: its
+    settings, checked before torch is loaded."""
 
     address: str
     options: tuple[str, ...] = ()
@@ -76,8 +75,7 @@ def check_options(name: str, settings: Iterable[str]) -> None:
 
 
 def load(name: str, **settings: Any) -> Provider:
-    """The provider `name`, built with its settings (`url=` for servers, `model=` for embedded engines, `script=`).
-    Other packages add theirs as entry points."""
+    """The provider `name`, built with its settings. Other packages add theirs as entry points."""
     module, _, attribute = find_address(name).partition(":")
     check_options(name, settings)
     try:

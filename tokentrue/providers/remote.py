@@ -1,11 +1,9 @@
 """Engines that are servers: HTTP by aiohttp, typed responses, and the adapters' common base.
 
-A request is retried only until its response begins. A generation that is not streamed responds when it is complete:
-if it breaks off, it is sampled again, since none of its tokens arrived. Later failures are the caller's to handle. A
-body, and a line of an event stream, has at most `limit` bytes; reading stops there. A response of the wrong shape is
-an `EngineContractError` that quotes the engine; unknown fields are ignored, because engines add them with every
-release.
-"""
+A request is retried only until its response begins. A generation that is not streamed and breaks off is sampled
+again, since none of its tokens arrived. A body, and a line of an event stream, has at most `limit` bytes. A response
+of the wrong shape is an `EngineContractError` that quotes the engine; unknown fields are ignored, because engines
+add them with every release."""
 
 from __future__ import annotations
 
@@ -69,7 +67,7 @@ NO_ADAPTERS = "LoRA is not enabled"  # how both engines refuse an adapter if the
 
 
 class EngineHttp:
-    """One engine's base URL. `timeout_s` bounds the silence between two reads, `connect_s` the connection."""
+    """`timeout_s` bounds the silence between two reads, `connect_s` the connection."""
 
     def __init__(
         self, url: str, *, timeout_s: float, connect_s: float, retries: int, api_key: str | None = None
@@ -100,7 +98,7 @@ class EngineHttp:
         retry: bool = True,
         limit: int = BODY_BYTES,
     ) -> bytes:
-        """The body of a 2xx response; any other response raises a typed error that quotes the engine."""
+        """The body of a 2xx response; any other raises a typed error that quotes the engine."""
         parts: list[bytes] = []
         size = 0
         async with await self._respond(method, path, body, self._retries if retry else 0) as response:
@@ -118,8 +116,7 @@ class EngineHttp:
     async def answers(
         self, path: str, body: bytes, *, whole: bool = False, limit: int = BODY_BYTES
     ) -> AsyncGenerator[list[bytes]]:
-        """The data of the server-sent events up to [DONE], in one list per read. With `whole`, the single body of a
-        response that is not streamed."""
+        """The data of the server-sent events up to [DONE], in one list per read. With `whole`, the single body."""
         if whole:
             yield [await self.read("POST", path, body, limit=limit)]
             return
@@ -168,7 +165,7 @@ class EngineHttp:
     async def _respond(
         self, method: str, path: str, body: JsonMapping | bytes | None, retries: int
     ) -> aiohttp.ClientResponse:
-        """A 2xx response. Leaving its block early closes the connection, which cancels the request."""
+        """Leaving a response's block early closes the connection, which cancels the request."""
         data, where = body if isinstance(body, bytes | None) else orjson.dumps(body), self.url + path
         if self._session is None:  # created on first use, because aiohttp binds it to the running event loop
             connector, jar = aiohttp.TCPConnector(limit=0), aiohttp.DummyCookieJar()
@@ -202,7 +199,7 @@ class EngineHttp:
 
 
 def rejected(message: str) -> EngineRejected:
-    """The engine's refusal, quoted. vLLM and SGLang report a prompt that is too long only in the text."""
+    """vLLM and SGLang report a prompt that is too long only in the text."""
     return PromptTooLong(f"prompt is too long: {message}") if TOO_LONG.search(message) else EngineRejected(message)
 
 
@@ -217,20 +214,16 @@ def _refusal(where: str, status: int, words: str) -> EngineError:
 
 # ---- responses -------------------------------------------------------------------------------------------------------
 class EngineFault(msgspec.Struct):
-    """The error object of both engines; some versions send plain text instead."""
+    """Of both engines; some versions send plain text instead."""
 
     message: str | None = None
 
 
 class Tokenized(msgspec.Struct):
-    """/tokenize of both engines."""
-
     tokens: list[int]
 
 
 class ServedModel(msgspec.Struct):
-    """Of /v1/models; an adapter's `parent` is the base model."""
-
     id: str
     root: str | None = None
     parent: str | None = None
@@ -242,8 +235,6 @@ class ServedModels(msgspec.Struct):
 
 
 class WeightInfo(msgspec.Struct):
-    """SGLang's /model_info and vLLM's /weight_info."""
-
     model_path: str | None = None
     weight_version: str | int | None = None
     has_image_understanding: bool | None = None
@@ -275,7 +266,7 @@ def version_from(text: str | int | None) -> int:
 
 
 async def read_tokens(http: EngineHttp, path: str, body: JsonMapping) -> TokenIds | None:
-    """None if the server has no such route, or a different one of that name."""
+    """None if the server has no such route."""
     try:
         return TokenIds((await http.read_as(Tokenized, "POST", path, body, retry=False)).tokens)
     except (EngineContractError, EngineRejected):
@@ -294,7 +285,7 @@ class WrittenWeights:
 
 
 def write_weights(weights: NamedWeights, root: Path, *, version: int, keep: Sequence[Path] = ()) -> WrittenWeights:
-    """Writes a version completely, then removes all others but those in `keep`. Blocks: call it in a thread."""
+    """Writes a version completely, then removes all others but those in `keep`. Blocks."""
     kept = copy_finite(weights, version)
     embedding = next((tensor for name, tensor in kept.items() if name.endswith(EMBEDDING)), None)
     if HEAD not in kept and embedding is not None:
@@ -313,7 +304,7 @@ def write_weights(weights: NamedWeights, root: Path, *, version: int, keep: Sequ
 
 
 def write_adapter(weights: NamedWeights, config: PretrainedAdapter, directory: Path, *, version: int) -> None:
-    """`config` is peft's. Blocks: call it in a thread."""
+    """Blocks."""
     save_tensors(copy_finite(weights, version), directory / "adapter_model.safetensors")
     config.save_pretrained(directory)
 
@@ -337,13 +328,9 @@ def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
 class Answer(Protocol):
     builder: CompletionBuilder
 
-    def add(self, event: bytes) -> None:
-        """Appends one event, or a whole response."""
-        ...
+    def add(self, event: bytes) -> None: ...
 
-    def complete(self) -> Completion:
-        """Raises if the engine has not reported the end of the generation."""
-        ...
+    def complete(self) -> Completion: ...
 
 
 def adapter_version(name: str) -> int:
@@ -352,7 +339,7 @@ def adapter_version(name: str) -> int:
 
 
 class RemoteOptions(TypedDict, total=False):
-    """Keywords of every remote engine, passed on to `RemoteEngine`, which has their defaults."""
+    """Keywords of every remote engine; `RemoteEngine` has their defaults."""
 
     timeout_s: float
     connect_s: float
@@ -364,10 +351,7 @@ class RemoteOptions(TypedDict, total=False):
 
 class RemoteEngine(Streaming):
     """A server that generates, aborts by request id, and loads weights from a shared directory (`weights_dir`).
-
-    If a request's caller leaves or fails, the request is aborted at the engine. `adapter` names the LoRA adapter of
-    requests that name none.
-    """
+    `adapter` names the LoRA adapter of requests that name none."""
 
     name: str
     bans_tokens = True  # takes extra["logit_bias"]
@@ -421,8 +405,7 @@ class RemoteEngine(Streaming):
         stream: bool,
         urls: Sequence[orjson.Fragment],
     ) -> tuple[str, bytes]:
-        """The route and body of a request; `adapter` is the server's name of it. `urls`: the images, each one
-        placeholder in `ids`."""
+        """The route and body of a request. `urls`: the images, each one placeholder in `ids`."""
 
     @abstractmethod
     async def check_images(self) -> None: ...
@@ -435,8 +418,7 @@ class RemoteEngine(Streaming):
 
     @abstractmethod
     async def load_from_disk(self, written: WrittenWeights) -> None:
-        """Loads the weights, drops caches of older ones, and stamps the version; raises EngineError if any of it
-        fails."""
+        """Loads the weights, drops caches of older ones, and stamps the version."""
 
     @abstractmethod
     async def resume_with_weights(self) -> None: ...
@@ -486,7 +468,7 @@ class RemoteEngine(Streaming):
         yield Chunk(final=completion)
 
     async def _encode_image(self, image: PromptImage) -> orjson.Fragment:
-        """Its data URL. Encoding takes milliseconds per megabyte, so it is done once, and beside the event loop."""
+        """Its data URL. Encoding takes milliseconds per megabyte, so it is done once, and in a thread."""
         found = self._images.pop(image.run.sha256, None)
         if found is None:
             self._check_image(image)
@@ -498,8 +480,7 @@ class RemoteEngine(Streaming):
         return orjson.Fragment(found)
 
     async def interrupt(self) -> int:
-        """Aborts all our generations at the engine and waits until each has returned its tokens; returns their
-        number."""
+        """Aborts all our generations and waits until each has returned its tokens; returns their number."""
         running, end = len(self._running), time.monotonic() + ABORT_S
         while self._running:
             if time.monotonic() > end:
@@ -522,8 +503,8 @@ class RemoteEngine(Streaming):
     async def publish_adapter(
         self, weights: NamedWeights, config: PretrainedAdapter, *, version: int, name: str
     ) -> bool:
-        """Each publication has a new name at the server: generations in flight keep the adapter that they began with,
-        and share no cached block with later ones. vLLM's `load_inplace` would change it under them."""
+        """Each publication has a new name at the server: generations in flight keep the adapter that they began
+        with, and share no cached block with later ones. vLLM's `load_inplace` would change it under them."""
         served, root = f"{name}@{version}.{uuid4().hex[:6]}", self._publishing_root()
         async with self._loading:
             await asyncio.to_thread(write_adapter, weights, config, root / served, version=version)
@@ -571,7 +552,6 @@ class RemoteEngine(Streaming):
         return self._weights_dir
 
     async def rejoin(self) -> None:
-        """Loads the last written weights into a server that missed their publication."""
         async with self._loading:
             if self._written is not None:
                 await self._load(self._written)
@@ -581,8 +561,8 @@ class RemoteEngine(Streaming):
                     raise EngineRejected(f"{self.name} at {self.url} was restarted without LoRA")
 
     async def _load(self, written: WrittenWeights) -> None:
-        """If the server refuses, it gets the previous version again. Without one it stays paused: it may hold half of
-        the new weights."""
+        """If the server refuses, it gets the previous version again. Without one it stays paused: it may hold half
+        of the new weights."""
         before, said = self._published, f"{self.name} did not take version {written.version} and"
         await self.pause_for_weights()
         try:
@@ -619,11 +599,11 @@ def common_params(
     tag: Callable[[str], JsonObject],
     schema: Callable[[JsonMapping | None], JsonObject],
 ) -> JsonObject:
-    """The sampling settings that both engines name alike. `own`: the engine's own constraints; `tag` and `schema` write
-    a structural tag and a JSON schema (None: any object) as the engine wants them.
+    """The settings that both engines name alike. `own`: the engine's own constraints; `tag` and `schema` write a
+    structural tag and a JSON schema (None: any object) as the engine wants them.
 
-    The mask that enforces a constraint is part of the sampled distribution, so the reported log-probabilities are those
-    under the mask."""
+    A mask that enforces a constraint is part of the sampled distribution: log-probabilities are those under the
+    mask."""
     extra = sampling.extra
     params: JsonObject = {
         "temperature": sampling.temperature,
@@ -665,7 +645,7 @@ def _object(value: object) -> JsonMapping:
 
 
 def dump_settings(value: object) -> bytes:
-    """Values that JSON cannot hold come from the client, so they are its error."""
+    """Values that JSON cannot hold come from the client: they are its error."""
     try:
         return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
     except TypeError as error:

@@ -2,10 +2,7 @@
 
 One line per generation: `{"text": …}` or `{"token_ids": […]}`, optional `logprobs`, `finish_reason` (stop, length,
 abort), `delay_s` (before the first token), `status` (an HTTP status to fail with). A text that ends with "stop" gets
-the model's stop token appended, as a model would sample it. Missing log-probabilities are derived reproducibly from id
-and position.
-The whole script is checked and encoded on construction; errors name the line.
-"""
+the model's stop token appended. Missing log-probabilities are derived reproducibly from id and position."""
 
 from __future__ import annotations
 
@@ -56,10 +53,8 @@ class ScriptedTurn:
 
 
 class ScriptedProvider(Streaming):
-    """`encode` turns script texts into ids (a renderer's `encode_sampled`); `stop_id` is appended to them.
-
-    `seen` keeps the received prompts. With `loop=True` the script restarts at its end.
-    """
+    """`encode` turns script texts into ids (a renderer's `encode_sampled`); `stop_id` is appended to them. `seen`
+    keeps the received prompts. With `loop=True` the script restarts at its end."""
 
     name = "scripted"
     truthful_filters = FILTERS

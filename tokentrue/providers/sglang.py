@@ -1,9 +1,8 @@
 """SGLang's native /generate: ids in, ids and log-probabilities out, streamed.
 
-SGLang reports log softmax(logits / temperature). Filters change the distribution further; recent versions return the
-renormalised log-probabilities with `return_sampling_mask`, which is requested whenever a filter is on. A server
-started with SGLANG_RETURN_ORIGINAL_LOGPROB=1 always reports temperature 1: do not set it for training.
-"""
+SGLang reports log softmax(logits / temperature). Under filters, recent versions return the renormalised
+log-probabilities with `return_sampling_mask`. A server started with SGLANG_RETURN_ORIGINAL_LOGPROB=1 always reports
+temperature 1: do not set it for training."""
 
 from __future__ import annotations
 
@@ -70,8 +69,6 @@ class SGLangMeta(msgspec.Struct):
 
 
 class SGLangEvent(msgspec.Struct):
-    """A whole response of /generate, or one event of its stream."""
-
     meta_info: SGLangMeta | None = None
     output_ids: list[int] | None = None
     error: EngineFault | str | None = None
@@ -83,7 +80,7 @@ class SGLangUpdate(msgspec.Struct):
 
 
 class SGLangProvider(RemoteEngine):
-    """`routed_experts=(layers, top_k)` requests a MoE server's routing, for all positions but the last."""
+    """`routed_experts=(layers, top_k)` requests a MoE server's routing."""
 
     name = "sglang"
 
@@ -104,7 +101,6 @@ class SGLangProvider(RemoteEngine):
         return frozenset(TRUNCATIONS) if self._sampling_mask else frozenset()
 
     async def health(self) -> JsonMapping:
-        """Facts of /model_info; a server without a weight version cannot stamp policies."""
         info = await self._info()
         self._takes_images = info.has_image_understanding is not False
         if info.weight_version is None:
@@ -121,7 +117,6 @@ class SGLangProvider(RemoteEngine):
             return await self._http.read_as(WeightInfo, "GET", "/get_model_info")
 
     async def tokenize(self, text: str) -> TokenIds | None:
-        """Older servers have no /tokenize."""
         return await read_tokens(self._http, "/tokenize", {"prompt": text, "add_special_tokens": False})
 
     async def pause_for_weights(self) -> None:

@@ -1,9 +1,8 @@
 """vLLM: ids in, ids out, streamed; over /inference/v1/generate if the server has it, else over /v1/completions.
 
-Start the server with `--logprobs-mode processed_logprobs` (vLLM's default reports temperature 1 without filters,
-whatever was sampled) and, for exact version spans, with `--enable-scale-out`. The first `health()` or generation
-detects which of the two the server reports; requests whose log-probabilities would be wrong are refused.
-"""
+Start the server with `--logprobs-mode processed_logprobs` (the default reports temperature 1 without filters) and,
+for exact version spans, with `--enable-scale-out`. The first `health()` or generation detects what the server
+reports; requests whose log-probabilities would be wrong are refused."""
 
 from __future__ import annotations
 
@@ -103,8 +102,6 @@ class VLLMUsage(msgspec.Struct):
 
 
 class VLLMEvent(msgspec.Struct):
-    """A whole response, or one event of a stream; the event with the usage has no choices."""
-
     choices: list[VLLMChoice] = []
     usage: VLLMUsage | None = None
     prompt_token_ids: list[int] | None = None  # where they were requested, in the first event
@@ -112,12 +109,10 @@ class VLLMEvent(msgspec.Struct):
 
 
 class VLLMProvider(RemoteEngine):
-    """Publishing needs a server that was started with VLLM_SERVER_DEV_MODE=1, of an adapter with --enable-lora and
-    VLLM_ALLOW_RUNTIME_LORA_UPDATING=1.
+    """Publishing needs VLLM_SERVER_DEV_MODE=1, of an adapter --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1.
 
-    With `cache_salt` requests share cached blocks with requests of the same publication alone. The cache is not reset
-    then, and generations in flight keep their keys and values.
-    """
+    With `cache_salt` requests share cached blocks with requests of the same publication alone: the cache is not
+    reset, and generations in flight keep their keys and values."""
 
     name = "vllm"
     adapter_routes = "/v1"
@@ -148,7 +143,6 @@ class VLLMProvider(RemoteEngine):
         return None if self._is_processed is None else FILTERS if self._is_processed else frozenset()
 
     async def health(self) -> JsonMapping:
-        """Always queries the server; detects its abilities the first time."""
         served = await self._served_model()
         await self._learn()
         return {
@@ -167,7 +161,6 @@ class VLLMProvider(RemoteEngine):
         return await read_tokens(self._http, "/tokenize", body)
 
     async def score(self, token_ids: Ids) -> Sequence[float]:
-        """At temperature 1 without filters, whatever the request says; bypasses the engine's prefix cache."""
         model, path = self._find_adapter(Sampling()) or (await self._served_model()).id, "/v1/completions"
         asked = {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0, "add_special_tokens": False}
         body = {"model": model, "prompt": list(token_ids), **asked}
@@ -186,7 +179,7 @@ class VLLMProvider(RemoteEngine):
 
     async def load_from_disk(self, written: WrittenWeights) -> None:
         """Reloads, recomputes every cached key and value (or leaves them to the requests of their salt), stamps the
-        version and verifies it. Every step must succeed."""
+        version and verifies it."""
         await self._post(
             "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(written.directory)}}
         )
@@ -242,7 +235,7 @@ class VLLMProvider(RemoteEngine):
             )
 
     async def check_images(self) -> None:
-        """Images go over the token route only, as raw parts beside ids with one placeholder each."""
+        """Images go over the token route only, as raw parts beside ids."""
         await self._learn()
         if self._takes_images is None:
             known = await self._http.read("GET", "/openapi.json")
@@ -257,7 +250,6 @@ class VLLMProvider(RemoteEngine):
         return VLLMAnswer(self, builder, sampling)
 
     async def _learn(self) -> None:
-        """Detects what the server can do, once."""
         async with self._probing:
             if self._is_processed is None:
                 self._model_id = (await self._served_model()).id
@@ -285,7 +277,7 @@ class VLLMProvider(RemoteEngine):
         return True
 
     async def _probe_logprobs(self) -> bool:
-        """Compares one prompt at two temperatures: processed log-probabilities differ, raw ones do not."""
+        """One prompt at two temperatures: processed log-probabilities differ, raw ones do not."""
         ids, best = TokenIds([0]), list[float]()
         for temperature in (1.0, 0.5):
             sampling = Sampling(temperature=temperature, max_tokens=1, top_logprobs=2, seed=1)
@@ -398,13 +390,12 @@ def rows_from_columns(logprobs: VLLMLogprobs) -> list[VLLMToken]:
 
 
 def _id_in(token: str) -> int:
-    """-1, which is not an id, for any form but "token_id:N"."""
     number = token.removeprefix("token_id:")
     return int(number) if number != token and number.isdecimal() else -1
 
 
 def routed_experts(encoded: str | None, tokens: int) -> RoutedExperts | None:
-    """vLLM sends a .npy of all prompt and sampled positions but the last, without weights."""
+    """A .npy of all prompt and sampled positions but the last, without weights."""
     if not encoded:
         return None
     try:

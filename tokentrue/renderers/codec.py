@@ -14,6 +14,8 @@ from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+import numpy as np
+
 from tokentrue.errors import MessageError, TokenizerError
 from tokentrue.ids import TokenIds
 from tokentrue.json_types import JsonValue, is_object
@@ -158,6 +160,7 @@ class TokenBytes(dict[int, bytes]):
         self.added: dict[int, str] = {id_: token.content for id_, token in tokenizer.get_added_tokens_decoder().items()}
         decoder = tokenizer.decoder
         self._byte_level = decoder is not None and '"ByteLevel"' in decoder.__getstate__().decode()
+        self._lengths = np.full(0, -1, np.int64)  # by id; -1: not known yet
 
     def __missing__(self, token_id: int) -> bytes:
         piece = self[token_id] = self._spell(token_id)
@@ -168,6 +171,19 @@ class TokenBytes(dict[int, bytes]):
 
     def join(self, token_ids: Ids) -> bytes:
         return b"".join(self.split(token_ids))
+
+    def lengths(self, token_ids: TokenIds) -> np.ndarray:
+        """Of each token, in bytes."""
+        ids = np.asarray(token_ids)
+        known, most = self._lengths, int(ids.max(initial=-1)) + 1
+        if most > len(known):
+            known = self._lengths = np.concatenate([known, np.full(most - len(known), -1)])
+        found = known[ids]
+        if found.min(initial=0) < 0:
+            for unknown in np.unique(ids[found < 0]).tolist():
+                known[unknown] = len(self[unknown])
+            found = known[ids]
+        return found
 
     def _spell(self, token_id: int) -> bytes:
         added = self.added.get(token_id)

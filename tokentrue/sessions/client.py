@@ -1,5 +1,4 @@
-"""An in-process OpenAI client, backed by a session instead of HTTP. `await client(messages, tools=None)` is the short
-form and returns a `Reply`."""
+"""An in-process OpenAI client, backed by a session. `await client(messages, tools=None)` returns a `Reply`."""
 
 from __future__ import annotations
 
@@ -29,8 +28,6 @@ class Turns(Protocol):
 
 
 class Fields(SimpleNamespace):
-    """Fields as attributes, as items, or as plain data."""
-
     def __getitem__(self, name: str) -> Any:
         return self.__dict__[name]
 
@@ -61,8 +58,6 @@ def _fields(value: Any) -> Any:
 
 
 class InProcessClient:
-    """One object is the client, its `chat` and its `chat.completions`."""
-
     def __init__(self, session: Turns) -> None:
         self._session = session
 

@@ -1,5 +1,5 @@
-"""The images of one session. A request brings the bytes of its images each time, except for those of an earlier reply's
-conversation: they are read from the journal. A session without a journal keeps the bytes in memory."""
+"""The images of one session. A request brings the bytes of its images, except those of an earlier reply's
+conversation: they are read from the journal, or without one from memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ _THREADS = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokentrue-image
 
 
 async def add_parsed(conversations: Conversations, parsed: ParsedConversation) -> Conversation:
-    """A conversation without new images is added without awaiting."""
     images = None
     if has_images(parsed.messages):
         images = await asyncio.get_running_loop().run_in_executor(_THREADS, conversations.read_images, parsed)
@@ -47,7 +46,6 @@ class SessionImages:
         self._bytes = journal.count_image_bytes(session_id) if journal is not None and self.reader.recorded else 0
 
     def find_new(self, messages: Iterable[Message], files: Mapping[str, ImageFile]) -> list[ImageFile]:
-        """The files that `messages` refer to and the record lacks. Raises if the session may not have so many."""
         names = dict.fromkeys(part["sha256"] for part in find_references(messages))
         new = [files[name] for name in names if name not in self.reader.recorded]
         total = self._bytes + sum(len(image.data) for image in new)
@@ -57,7 +55,7 @@ class SessionImages:
         return new
 
     def add(self, images: Sequence[ImageFile]) -> None:
-        """Call it when they are in the journal. Another turn may have added some meanwhile."""
+        """Call it when they are in the journal."""
         for image in images:
             if image.sha256 not in self.reader.recorded:
                 self._bytes += len(image.data)
@@ -66,7 +64,6 @@ class SessionImages:
                     self._kept[image.sha256] = image
 
     def read(self, sha256: str) -> tuple[bytes, str]:
-        """Blocks."""
         if self._journal is not None:
             return self._journal.read_image(self._session, sha256)
         if sha256 not in self._kept:
@@ -74,7 +71,6 @@ class SessionImages:
         return self._kept[sha256].data, self._kept[sha256].media_type
 
     async def load(self, runs: Sequence[ImageRun], files: Mapping[str, ImageFile]) -> list[PromptImage]:
-        """`files` are those of the request."""
         found = {name: (file.data, file.media_type) for name, file in files.items()}
         for name in {run.sha256 for run in runs} - found.keys():
             found[name] = await asyncio.to_thread(self.read, name)

@@ -1,8 +1,7 @@
-"""Size limits of one session, all configurable, and the choice of thread for rendering and parsing.
+"""Size limits of one session, and the choice of thread for rendering and parsing.
 
-Small inputs run inline and large ones in a thread, so that one long document does not stall other sessions. Encoding
-a text takes about a hundred times its size in memory: huge ones run one at a time in a dedicated thread.
-"""
+Large inputs run in a thread, so that they do not stall other sessions. Encoding a text takes about a hundred times
+its size in memory: huge ones run one at a time."""
 
 from __future__ import annotations
 
@@ -20,9 +19,8 @@ from tokentrue.types import MAX_CHOICES
 
 @record
 class SessionLimits:
-    """None means no limit. `max_tokens` counts recorded tokens, `max_in_flight` turns being generated, `max_new_chars`
-    a request's characters that are not recorded yet. `conversation_bytes` bounds the cache of recent requests'
-    conversations; 0 disables it."""
+    """None means no limit. `max_tokens` counts recorded tokens, `max_new_chars` a request's characters that are not
+    recorded yet. `conversation_bytes` bounds the cache of conversations; 0 disables it."""
 
     max_nodes: int | None = 10_000
     max_tokens: int | None = 20_000_000

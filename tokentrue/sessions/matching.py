@@ -1,19 +1,16 @@
 """Finds the recorded turn that a request continues, without changing the record.
 
-The whole list of messages is matched against the current tree, in four steps:
-1. chained loose keys (`CandidateIndex`) find the nodes whose conversation may be a prefix of the request (deepest
-   first);
-2. every served turn on a candidate's path must be replayed exactly or with a known loss (`find_changes`);
+The whole list of messages is matched against the tree, in four steps:
+1. chained loose keys (`CandidateIndex`) find nodes whose conversation may be a prefix of the request, deepest first;
+2. every served turn on the path must be replayed exactly or with a known loss (`find_changes`);
 3. every given message and the tools must be equal as JSON, or else render to the same ids;
 4. candidates that fit are ranked: served whole, fewest given messages written differently, fewest changes, named by the
-   request, not asked again since, not continued by this very request before, newest. If several are equal in both
-   counts and none is named, the match is marked ambiguous.
+request, not asked again since, not continued by this very request before, newest. If several are equal in both counts
+and none is named, the match is marked ambiguous.
 
-An agent may alternate between tool sets or system prompts (plan and act, a sub-agent with fewer tools). A request
-then rejoins the deepest turn under its own tools and system prompt. The later turns were sampled elsewhere: steps 1
-to 4 find them under any tools (or, if equal to the letter, under any system prompt), and they become references to
-their nodes. The only state kept between requests is how exactly their messages fit a path (`Matcher.fits`).
-"""
+An agent may alternate between tool sets or system prompts. A request then rejoins the deepest turn under its own
+ones. Later turns were sampled elsewhere: steps 1 to 4 find them under any tools (or, if equal to the letter, any
+system prompt), and they become references."""
 
 from __future__ import annotations
 
@@ -54,10 +51,10 @@ _MAX_KNOWN_FITS = 64
 @record
 class Resolution:
     """A request continues `parent` with the new messages `given`, whose call ids are those that were served; or, if
-    `parent` is None, nothing recorded can be continued token by token, and `given` is the whole conversation.
+    `parent` is None, `given` is the whole conversation.
 
-    `edge_reason` is None if nothing had continued `parent` before. `origin` is the node whose conversation is continued
-    with other tokens: of a root, or the last turn of `given` that was sampled elsewhere."""
+    `edge_reason` is None if nothing had continued `parent` before. `origin` is the node whose conversation is
+    continued with other tokens: of a root, or the last turn of `given` that was sampled elsewhere."""
 
     parent: Node | None
     given: tuple[Given, ...]
@@ -71,8 +68,8 @@ class Resolution:
 
 @record
 class PathFit:
-    """How the first `depth` messages of a request fit the path to a node: the changes in replayed served messages,
-    and the number of given messages that are written differently."""
+    """How the first `depth` messages of a request fit the path to a node: changes in replayed served messages, and
+    given messages that are written differently."""
 
     depth: int = 0
     num_changes: int = 0
@@ -92,8 +89,6 @@ class Match:
 
 
 class Matcher:
-    """`pending` holds the keys of the turns that are being generated."""
-
     def __init__(self, tree: Tree, renderer: Renderer) -> None:
         self.tree, self.renderer, self.index = tree, renderer, CandidateIndex(tree)
         self.pending: list[TurnKey] = []
@@ -102,8 +97,8 @@ class Matcher:
 
     @traced("resolve")
     async def resolve(self, conversation: Conversation, *, named: str | None = None) -> Resolution:
-        """`named` is the node that the request says it continues. Awaits only if long histories must be rendered to be
-        compared; turns committed meanwhile are not candidates."""
+        """`named` is the node that the request says it continues. Awaits only if long histories must be rendered;
+        turns committed meanwhile are not candidates."""
         search = _Search(self, conversation, named)
         found = await search.find_deepest()
         if found is None:
@@ -155,7 +150,6 @@ class Matcher:
     def root_after(
         self, node: Node, tail: Sequence[Given], tools: Tools | None, *, edge_reason: str, detail: str
     ) -> Resolution:
-        """Renders the conversation of `node` and `tail` again; served messages become references."""
         given = (*self.tree.conversation(node), *tail)
         return self._build(None, given, turn_key(None, given, tools), lambda: (edge_reason, detail), origin=node)
 
@@ -169,7 +163,6 @@ class Matcher:
         projection: str = "root",
         origin: Node | None = None,
     ) -> Resolution:
-        """`classify` returns the edge's reason, unless the turn was asked before."""
         if key in self.pending:
             edge_reason, detail = "parallel", "another request for this turn was in flight"
         elif answers := self.tree.answers.get(key):
@@ -224,7 +217,6 @@ class _Search:
         self._fits: dict[str, PathFit | None] = {}  # of this request, by node
 
     async def find_deepest(self) -> Match | None:
-        """Under the request's own tools if possible."""
         other: Match | None = None
         for at in range(len(self._conversation.facts) - 1, -1, -1):
             if self._conversation.facts[at].role != "assistant":
@@ -236,7 +228,6 @@ class _Search:
         return other
 
     async def _find_at(self, at: int, other: Match | None) -> Match | None:
-        """Once `other` is found, turns under other tools are ignored."""
         nodes = self._index.ends.get(self._conversation.keys[at], ())
         if other is not None:
             nodes = [node for node in nodes if self._may_have_same_tools(node)]
@@ -255,7 +246,6 @@ class _Search:
         return self._choose(same, other=other)
 
     def _find_elsewhere(self, found: Match) -> Match:
-        """Finds later turns under other system prompts, where nothing else may differ."""
         facts = self._conversation.facts
         first = (found.elsewhere or found).fit.depth
         if all(read.role != "assistant" for read in facts[first:]):
@@ -321,8 +311,7 @@ class _Search:
         return is_replaced, key in self._tree.answers or key in self._matcher.pending, -node.seq
 
     def _fit(self, node: Node) -> PathFit | None:
-        """None if a turn on the path was edited. Fits are cached: siblings, and the next request, reuse their
-        parent's."""
+        """None if a turn on the path was edited. Siblings, and the next request, reuse their parent's fit."""
         fits, known, name_first = self._fits, self._matcher.fits, self._conversation.name_first
         if node.id not in fits:
             parent, before = self._tree.parent(node), PathFit()
@@ -375,7 +364,6 @@ class _Search:
         return tools_key(self._conversation.tools)
 
     async def _renders_alike(self, node: Node) -> bool:
-        """True if the given messages on the path, as written in this request, render to the recorded ids."""
         recorded, now = self._tree.messages(node), list[Message]()
         for item, message in zip(self._tree.conversation(node), recorded, strict=True):
             sent = message if isinstance(item, ServedRef) else self._conversation.facts[len(now)].message
@@ -383,7 +371,6 @@ class _Search:
         return await self._renders_equal(node, recorded[:-1], now[:-1], node.tools)
 
     async def _renders_equal(self, node: Node, recorded: Messages, now: Messages, tools: Tools | None) -> bool:
-        """True if `now` under `tools` renders as `recorded` under the tools of `node`."""
         render, kwargs = self._matcher.renderer.render, dict(node.template_kwargs) or None
 
         def compare() -> bool:
@@ -400,7 +387,6 @@ class _Search:
         return await run_by_size(compare, count_chars(recorded) + count_chars(now))
 
     def build_tail(self, match: Match) -> tuple[Given, ...]:
-        """Recorded messages and references up to `match.elsewhere`, then the request's own."""
         # Tool results get the call ids that were served: templates may print them, and sampled tokens may contain them.
         depth = self._index.places[match.node.id].depth
         recorded: list[Given] = []
@@ -418,7 +404,7 @@ class _Search:
 def _restore(
     tree: Tree, node: Node, depth: int, recorded: Sequence[Message], item: Given, reference: CallRef | str | None
 ) -> Given:
-    """`recorded` holds the messages from index `depth` on that were recorded elsewhere."""
+    """`recorded`: the messages from index `depth` on that were recorded elsewhere."""
     if isinstance(item, ServedRef) or not isinstance(reference, tuple) or reference[0] >= depth + len(recorded):
         return item  # no tool result, or one that answers a call of the request's own messages
     at, position = reference
@@ -432,8 +418,8 @@ def _restore(
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The key of the conversation after a node's served message, and its number of messages. `turns_key` excludes
-    the `num_system` messages of the system prompt. `tools` identifies the tools exactly, `loose_tools` in any order."""
+    """The key of the conversation after a node's served message, and its length. `turns_key` excludes the
+    `num_system` messages of the system prompt. `loose_tools` identifies the tools in any order."""
 
     key: bytes = START_KEY
     depth: int = 0
@@ -444,8 +430,7 @@ class Place:
 
 
 class CandidateIndex:
-    """From a conversation's loose key, with and without its system prompt, to the recorded turns that end there. Call
-    `add` for every node after it was added to the tree."""
+    """From a conversation's loose key, with and without its system prompt, to the recorded turns that end there."""
 
     def __init__(self, tree: Tree) -> None:
         self._tree = tree
@@ -503,7 +488,7 @@ class CandidateIndex:
 
 
 def chain_turns(previous: bytes, key: bytes, reference: CallRef | str | None, index: int, num_system: int) -> bytes:
-    """`chain_key` without the system prompt: message indices are counted from after it."""
+    """`chain_key` without the system prompt."""
     if index < num_system:
         return START_KEY
     if isinstance(reference, tuple):

@@ -1,10 +1,10 @@
 """Finds side requests: what a harness asks beside the task (a title, a guess of the next message), which must not be
 trained with the task's reward. Judged from the record alone, and only if something else remains to train.
 
-`RULES` name what known harnesses ask. `other_model` holds for any harness: one turn without tools, asked under a model
-name that no turn with tools was asked under. It does not apply if anything suggests that the task needs the answer: the
-answer was given to another conversation (a planner, a sub-agent), it began after every turn with tools was over (a last
-word), it repeats what a conversation with tools was asked (a fallback), or a loaded adapter sampled it (a policy)."""
+`RULES` name what known harnesses ask. `other_model` holds for any: one turn without tools, under a model name that
+no turn with tools has. It does not apply if the task may need the answer: it was given to another conversation, it
+began after every turn with tools was over, it repeats what a conversation with tools was asked, or a loaded adapter
+sampled it."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _NOT_LETTERS = re.compile(r"\\[nrt]|[\W_]+")  # what quoting, escaping and wrapp
 
 @dataclass(frozen=True, slots=True)
 class SideRule:
-    """`where` is "system": a line of the system prompt begins with `opening`, and the conversation is one turn without
-    tools; or "last": the last message begins with it, after earlier turns, and nothing continues the answer."""
+    """ "system": a line of the system prompt begins with `opening`, in one turn without tools; "last": the last
+    message begins with it, after earlier turns, and nothing continues the answer."""
 
     name: str
     where: Literal["system", "last"]
@@ -45,7 +45,6 @@ RULES = (
 
 
 def find_side_requests(tree: Tree) -> dict[str, str]:
-    """Node id -> the rule that it fits; empty if nothing else is in the record."""
     found = {node.id: rule for node in tree.nodes.values() if (rule := _find_named(tree, node)) is not None}
     task = [node for node in tree.nodes.values() if node.id not in found]
     return {**found, **dict.fromkeys(_find_other_model(tree, task), OTHER_MODEL)} if task else {}
@@ -122,7 +121,6 @@ def _count_system(root: Node) -> int:
 
 
 def _asked(root: Node) -> bytes:
-    """Identifies a root's messages after its system prompt."""
     items = root.given[_count_system(root) :]
     return digest([{"served": item.node} if isinstance(item, ServedRef) else item for item in items])
 
@@ -133,7 +131,7 @@ def _texts(message: Message) -> list[str]:
 
 
 def _pieces(texts: Iterable[str]) -> list[str]:
-    """What a harness may pass on by itself: lines and quoted strings. A short answer counts only as a whole."""
+    """What a harness may pass on: lines and quoted strings. A short answer counts only as a whole."""
     pieces = [_letters(piece) for text in texts for piece in re.split(r'\n|"|\\n', text)]
     whole = "".join(pieces)
     return [piece for piece in pieces if len(piece) >= SHORTEST_PIECE] or ([whole] if whole else [])

@@ -1,10 +1,8 @@
-"""Single-flight: concurrent equal requests share one turn, generated once.
+"""Single-flight: concurrent equal requests share one turn.
 
-A turn runs in a task. It is cancelled when its last caller leaves; from then on it cannot be joined, and the same
-request starts a new turn even while the engine is still aborting. A complete turn that is being written is not
-cancelled: a returning caller joins it, so no key ever names two answers. If its session ends, the turn is cancelled
-and its callers get `SessionConflict`.
-"""
+A turn runs in a task, which is cancelled when its last caller leaves; from then on the same request starts a new
+turn. A complete turn that is being written is not cancelled: a returning caller joins it, so no key names two
+answers. If its session ends, the callers get `SessionConflict`."""
 
 from __future__ import annotations
 
@@ -23,8 +21,8 @@ Work: TypeAlias = Coroutine[None, None, T]
 
 
 class InFlightTurn:
-    """What is asked (`request` with the sampling that applies, as `identity` names it), and who waits for the answer.
-    If the first caller streams, `emit` buffers events until they are read."""
+    """What is asked (`identity` names it), and who waits for the answer. If the first caller streams, `emit` buffers
+    events."""
 
     def __init__(
         self, identity: bytes, request: TurnRequest, sampling: Sampling, pinned: PinnedRequest, *, streamed: bool
@@ -50,7 +48,6 @@ class InFlightTurn:
             task.exception()  # retrieved here, because there may be no caller left to raise it to
 
     def emit(self, event: TurnEvent) -> None:
-        """Drops the event if the streaming caller has left."""
         if self._is_read:
             self._events.append(event)
             self._wake_reader()
@@ -100,7 +97,6 @@ class InFlightTurn:
             await self.cancel("disconnected")
 
     async def cancel(self, outcome: Outcome) -> None:
-        """Returns when the sampled tokens are recorded."""
         if self._task.done():
             return
         # A second cancellation would interrupt the commit of what was sampled.

@@ -1,8 +1,7 @@
 """The record of one session: a forest of immutable nodes, each of which stores only what it adds.
 
-Invariants, checked when a node is added: `prompt_ids(node) == prompt_ids(parent) + sampled_ids(parent) +
-given_ids(node)`, bit for bit, one log-probability per sampled id, and `prompt_digest` is the SHA-256 of those prompt
-ids. Nodes are never changed or removed."""
+Checked when a node is added: `prompt_ids(node) == prompt_ids(parent) + sampled_ids(parent) + given_ids(node)`, bit
+for bit, one log-probability per sampled id, and `prompt_digest` is the SHA-256 of those prompt ids."""
 
 from __future__ import annotations
 
@@ -46,8 +45,8 @@ TurnKey: TypeAlias = tuple[str | None, bytes]
 
 @dataclass(frozen=True, slots=True)
 class ServedRef:
-    """A given message that repeats what node `node` served. In a root the message is rendered again; after a parent
-    the node's sampled ids are repeated unchanged, given there and trained only at `node`."""
+    """A given message that repeats what node `node` served. In a root it is rendered again; after a parent the
+    node's sampled ids are repeated unchanged, trained only at `node`."""
 
     node: str
 
@@ -58,8 +57,8 @@ Given: TypeAlias = Message | ServedRef
 @record
 class Node:
     """One choice of one turn. `seq` is the commit order, `started` the tree's `committed_seq` when its request was
-    resolved: `a` was over before `b` began if and only if `a.seq < b.started`. `edge_reason` says why it is not a
-    plain continuation (None: nothing had continued its parent before)."""
+    resolved: `a` was over before `b` began if and only if `a.seq < b.started`. `edge_reason`: why it is no plain
+    continuation."""
 
     id: str
     seq: int
@@ -102,7 +101,6 @@ class Node:
 
     @property
     def length(self) -> int:
-        """Tokens from the start of the conversation to the end of the sampled ids."""
         return self.prompt_length + len(self.sampled_ids)
 
     @property
@@ -135,7 +133,7 @@ TOKEN_IDS = "token_ids"  # the projection of a turn whose caller sent the ids of
 def turn_key(
     parent: Node | None, given: tuple[Given, ...], tools: Tools | None, given_ids: TokenIds | None = None
 ) -> TurnKey:
-    """Exact: the parent and every message given after it (of a root, also the tools), or the ids that a caller sent."""
+    """The parent and every message given after it (of a root, also the tools), or the ids that a caller sent."""
     if given_ids is not None:
         return None if parent is None else parent.id, digest(given_ids.tobytes())
     items = [{"served": item.node} if isinstance(item, ServedRef) else item for item in given]
@@ -143,8 +141,6 @@ def turn_key(
 
 
 class Tree:
-    """Append-only, through `add`."""
-
     def __init__(self, *, template: str, tokenizer: str) -> None:
         self.template, self.tokenizer = template, tokenizer
         self.nodes: dict[str, Node] = {}
@@ -165,7 +161,6 @@ class Tree:
         return len(self.nodes)
 
     def reserve(self, nodes: Sequence[Node]) -> None:
-        """Checks nodes that are about to be written, all or none, and reserves their places."""
         self._reserved |= {node.seq: (node, self.check(node)) for node in nodes}
         self.next_seq += len(nodes)
 
@@ -175,7 +170,7 @@ class Tree:
 
     @property
     def committed_seq(self) -> int:
-        """Every node with a smaller `seq` is in the tree; nodes that are being written are not."""
+        """Every node with a smaller `seq` is in the tree."""
         return min(self._reserved, default=self.next_seq)
 
     def get(self, node_id: str) -> Node:
@@ -187,7 +182,6 @@ class Tree:
         return None if node.parent is None else self.nodes[node.parent]
 
     def path(self, node: Node | None) -> list[Node]:
-        """Root first."""
         found: list[Node] = []
         while node is not None:
             found.append(node)
@@ -195,7 +189,6 @@ class Tree:
         return found[::-1]
 
     def predecessors(self, node: Node) -> list[str]:
-        """Its parent and its origin."""
         return [name for name in (node.parent, node.origin) if name is not None]
 
     def conversation(self, node: Node) -> list[Given]:
@@ -219,11 +212,11 @@ class Tree:
         return self.expand(node.given)
 
     def messages(self, node: Node | None) -> list[Message]:
-        """The conversation up to and including what `node` served, as recorded (not as a client replayed it)."""
+        """The conversation up to and including what `node` served, as recorded."""
         return [] if node is None else list(self._full_path(node).messages)
 
     def _full_path(self, node: Node) -> _Path:
-        """Walks back to the root or to the cached path, so the next turn of a conversation costs only what it adds."""
+        """Walks back to the root or to the cached path: the next turn costs only what it adds."""
         known, steps, at = self._newest, list[Node](), node
         while at.id != known.node:
             steps.append(at)
@@ -255,11 +248,9 @@ class Tree:
         return max(best, key=lambda node: (node.outcome == "served", node.seq), default=None)
 
     def find_arguments(self, call_id: str) -> Sequence[str]:
-        """As the model wrote them, oldest first."""
         return self._arguments.get(call_id, ())
 
     def answers_like(self, node: Node) -> list[Node]:
-        """Every answer to the same turn, `node` included."""
         return self.answers[self._turn_keys[node.id]]
 
     # Certificates and digests.
@@ -275,13 +266,12 @@ class Tree:
         )
 
     def hash_prompt(self, parent: Node | None, given_ids: TokenIds) -> HashState:
-        """Hashes only the new ids."""
         state = sha256() if parent is None else self._hashes[parent.id].copy()
         state.update(given_ids.tobytes())
         return state
 
     def check(self, node: Node) -> HashState:
-        """Raises unless `node` may enter the record. Returns the SHA-256 state of its prompt."""
+        """Returns the SHA-256 state of the prompt."""
         if node.id in self.nodes:
             raise SessionConflict(f"node {node.id} is already in the record")
         if node.parent is not None and node.parent not in self.nodes:
@@ -304,7 +294,6 @@ class Tree:
         return state
 
     def add(self, node: Node) -> None:
-        """A reserved node was checked already, and the tree never changes what it was checked against."""
         # A reserved node was checked already, and the tree never changes what it was checked against.
         reserved, state = self._reserved.pop(node.seq, (None, None))
         if state is None or reserved is not node:
@@ -327,7 +316,6 @@ class Tree:
                     self.nodes_by_key[request_key].append(node)
 
     def add_key(self, request_key: str, node_ids: Sequence[str]) -> None:
-        """The session's record stores the key."""
         self.nodes_by_key[request_key] = [self.get(node_id) for node_id in node_ids]
 
     def snapshot(self) -> Tree:
@@ -343,7 +331,6 @@ class Tree:
         return sorted(self.nodes.values(), key=lambda node: node.seq)
 
     def last_activity(self) -> dict[str, int]:
-        """For each node the largest `seq` among itself and its descendants."""
         newest = {node.id: node.seq for node in self.nodes.values()}
         for node in reversed(self.in_order()):
             for before in self.predecessors(node):
@@ -358,7 +345,6 @@ _START = b"tokentrue certificate 1"
 
 
 def start_link(*, template: str, tokenizer: str) -> bytes:
-    """Binds the chain to the template and tokenizer that rendered it."""
     state = sha256(_START)
     for name in (template, tokenizer):
         data = name.encode()
@@ -375,7 +361,6 @@ def next_link(
     versions: Sequence[VersionSpan],
     images: Sequence[ImageRun] = (),
 ) -> bytes:
-    """Images count their starts from the start of `given_ids`."""
     lengths = len(given_ids).to_bytes(8, "little") + len(sampled_ids).to_bytes(8, "little")
     parts = [previous, lengths, given_ids.tobytes(), sampled_ids.tobytes(), logprobs.tobytes()]
     parts += [b"%d,%d,%d;" % (span.start, span.end, span.version) for span in versions]
@@ -385,7 +370,6 @@ def next_link(
 
 
 def check_images(node: Node) -> None:
-    """Raises unless the images are within the given ids, in order, and those that the given messages refer to."""
     end = 0
     for run in node.images:
         if run.start < end or not run.count:

@@ -1,6 +1,5 @@
-"""Anthropic Messages. Reasoning is sent as thinking blocks with a signature; a block that comes back changed is
-refused, as by Anthropic's server. Claude Code's billing block changes with every request and is no part of the prompt:
-it is removed from the system prompt."""
+"""Anthropic Messages. Reasoning is sent as signed thinking blocks; one that comes back changed is refused. Claude
+Code's billing block changes with every request: it is removed from the system prompt."""
 
 from __future__ import annotations
 
@@ -92,7 +91,7 @@ def tool_use(call: Delta, arguments: JsonObject) -> JsonObject:
 
 
 class AnthropicEncoder(Encoder):
-    """Arguments are sent when complete: only then is it known whether they are an object that a client can parse."""
+    """Arguments are sent when complete: only then is it known whether they are an object."""
 
     ping = b'event: ping\ndata: {"type":"ping"}\n\n'
     _open: tuple[str, int | None] | None = None  # kind and call of the open block
@@ -356,7 +355,6 @@ def has_billing(block: JsonValue) -> bool:
 
 
 def read_tools(given: CountBody) -> tuple[JsonObject, tuple[JsonObject, ...] | None]:
-    """What the engine must enforce, and the prompt's tools."""
     tools: list[JsonObject] = []
     for index, declared in enumerate(given.tools or ()):
         if declared.get("type", "custom") not in ("custom", None):

@@ -1,7 +1,4 @@
-"""What the dialects share: the records that they parse to and build from, and errors that name a field.
-
-Invariant: a field that is neither understood nor listed as a hint is refused by name; nothing is dropped silently.
-"""
+"""What the dialects share. Invariant: a field that is neither understood nor listed as a hint is refused by name."""
 
 from __future__ import annotations
 
@@ -61,9 +58,9 @@ class HttpError(TokenTrueError):
 
 @record
 class RequestHead:
-    """A request without its conversation, which follows `leading_messages`. `options`: what the reply's shape depends
-    on. `continues`: the node of an earlier reply whose conversation comes first, without its `instructions` if
-    `was_instructed`; `last_node`: the last recorded turn that the request names by id."""
+    """A request without its conversation, which follows `leading_messages`. `options`: what the reply's shape
+    depends on. `continues`: the node whose conversation comes first, without its `instructions` if `was_instructed`;
+    `last_node`: the last recorded turn that the request names."""
 
     model: str
     stream: bool = False
@@ -80,15 +77,11 @@ class RequestHead:
 
 
 class DecodedBody(NamedTuple):
-    """A request's head, and the raw bytes of each conversation item, not parsed yet."""
-
     head: RequestHead
     items: Sequence[Raw]
 
 
 class Encoder:
-    """Turns one streamed turn into the dialect's server-sent events."""
-
     ping: ClassVar[bytes] = b": keep-alive\n\n"
 
     def __init__(self, dialect: Dialect, head: RequestHead, text_of: TextOf) -> None:
@@ -96,7 +89,6 @@ class Encoder:
         self.node = ""  # of the first choice, once the stream has begun
 
     def feed(self, event: TurnEvent) -> bytes:
-        """The last event of a choice also closes it."""
         out = b""
         if not self.node:
             self.node = event.node_id
@@ -117,7 +109,6 @@ class Encoder:
         raise NotImplementedError
 
     def finish(self) -> bytes:
-        """After every choice has its reply."""
         return b""
 
     def error(self, problem: HttpError) -> bytes:
@@ -125,9 +116,9 @@ class Encoder:
 
 
 class Dialect:
-    """A wire format. `items_key`: the top-level array with the conversation; `splits_turns`: one assistant message
-    arrives as several consecutive items; `refuses_prefill`: the protocol continues a last assistant message, which
-    would put words into the sampled turn."""
+    """A wire format. `items_key`: the array with the conversation; `splits_turns`: one assistant message is several
+    consecutive items; `refuses_prefill`: the protocol continues a last assistant message, which would put words into
+    the sampled turn."""
 
     name: ClassVar[str]
     items_key: ClassVar[str] = "messages"
@@ -173,7 +164,7 @@ class Dialect:
         self, decoded: DecodedBody, earlier: Conversations, *, history: Messages = ()
     ) -> ParsedConversation:
         """`history` precedes the items. An assistant turn of several items is shared with an earlier request only if
-        all of them are equal."""
+        all are equal."""
         all_sources = [*map(own_source, history), *map(shorten_source, decoded.items)]
         base = earlier.find(self.name, all_sources)
         messages, known = list(base), len(base.sources)
@@ -206,7 +197,7 @@ class Dialect:
 
 
 def pair_results(messages: list[Message], first: int) -> None:
-    """A result without a call id (Google) gets that of its function's first unanswered call in the turn before."""
+    """A result without a call id (Google) gets that of its function's first unanswered call."""
     for index in range(first, len(messages)):
         if messages[index]["role"] != "tool" or "tool_call_id" in messages[index]:
             continue
@@ -259,7 +250,6 @@ def parse_json(raw: bytes, path: str, *, most_levels: int = MAX_DEPTH) -> JsonVa
 
 
 def describe_item(*roles: str) -> msgspec.Meta:
-    """OpenAPI metadata of an item, which is decoded separately."""
     item: JsonObject = {"type": "object", "required": ["role"], "properties": {"role": {"enum": list(roles)}}}
     return msgspec.Meta(extra_json_schema=item)
 
@@ -271,8 +261,6 @@ def require_items(items: Sequence[Raw], key: str) -> Sequence[Raw]:
 
 
 class OpenAIBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What the bodies of Chat Completions and Responses have in common."""
-
     model: str = ""
     stream: bool | None = False
     temperature: float | None = None
@@ -295,7 +283,6 @@ def require_object(value: object, path: str) -> JsonObject:
 
 
 def sampling_from(given: msgspec.Struct, **renamed: Any) -> Sampling:
-    """The fields that `given` has under our names, and those `renamed`; what the client did not set has its default."""
     fields: JsonObject = {name: getattr(given, name, None) for name in SAMPLING} | renamed
     for name in ("stop", "stop_token_ids"):
         fields[name] = tuple(fields.get(name) or ())
@@ -309,8 +296,6 @@ def check_choices(count: int | None, field: str) -> int:
 
 
 class FunctionTool(msgspec.Struct):
-    """A tool definition of Chat Completions, as every dialect checks it."""
-
     name: Annotated[str, msgspec.Meta(min_length=1)]
     description: str | None = None
     parameters: JsonObject | None = None
@@ -324,7 +309,6 @@ def function_tool(name: str, description: str | None, parameters: JsonObject) ->
 
 
 def named_function(name: JsonValue) -> JsonObject:
-    """A tool choice of Chat Completions."""
     return {"type": "function", "function": {"name": name}}
 
 
@@ -346,7 +330,6 @@ def call_entry(call_id: str, name: str, arguments: str) -> JsonObject:
 
 
 def user_and_tool_messages(parts: Iterable[str | Message]) -> tuple[Message, ...]:
-    """Results stay tool messages; the text and images between them become user messages."""
     out: list[Message] = []
     for is_result, group in groupby(parts, key=lambda part: isinstance(part, dict) and "role" in part):
         found: list[JsonValue] = list(group)
@@ -355,7 +338,6 @@ def user_and_tool_messages(parts: Iterable[str | Message]) -> tuple[Message, ...
 
 
 def image_part(url: str, path: str) -> JsonObject:
-    """An image before it is read; `path` names it in errors."""
     return {"type": SENT, SENT: {"url": url}, "field": path}
 
 
@@ -364,7 +346,6 @@ def base64_image(media_type: str, data: str, path: str) -> JsonObject:
 
 
 def join_content(parts: Sequence[str | JsonObject], *, glue: str) -> str | list[JsonObject]:
-    """One string, or with images a list of parts, in which adjacent texts are one."""
     out: list[JsonObject] = []
     for is_text, group in groupby(parts, key=lambda part: isinstance(part, str)):
         found: list[JsonValue] = list(group)
@@ -379,14 +360,12 @@ ReadImage: TypeAlias = Callable[[JsonObject, str], JsonObject]
 
 
 def join_text(parts: JsonValue, kinds: tuple[str, ...], path: str, *, glue: str) -> str | None:
-    """Refuses anything that is not text by name."""
     return cast("str | None", join_parts(parts, kinds, path, glue=glue, images={}))
 
 
 def join_parts(
     parts: JsonValue, kinds: tuple[str, ...], path: str, *, glue: str, images: Mapping[str, ReadImage]
 ) -> str | list[JsonObject] | None:
-    """`kinds` are the types of text parts, `images` those of images."""
     if parts is None or isinstance(parts, str):
         return parts
     if not isinstance(parts, list):
@@ -428,9 +407,8 @@ def sse(data: JsonObject, event: str = "") -> bytes:
 
 
 def arguments_object(text: str) -> JsonObject:
-    """A call's arguments as a JSON object. A value that is no object, looks like this wrapping, or is nested too deeply
-    to be sent back is wrapped whole as `_raw_arguments`.
-    """
+    """Arguments as a JSON object. A value that is no object, looks like this wrapping, or is nested too deeply to
+    come back is wrapped whole as `_raw_arguments`."""
     try:
         most = MAX_DEPTH - LEVELS_AROUND_ARGUMENTS
         value: JsonValue = parse_json(text.encode(), "arguments", most_levels=most) if text.strip() else {}

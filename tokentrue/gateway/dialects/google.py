@@ -1,8 +1,8 @@
 """Google GenerateContent. Fields may be camelCase or snake_case.
 
-Calls and results may come without ids: the k-th call of a function in one turn is then `name#k`, and the matcher
-restores the id that was served. Reasoning is sent as parts with `thought` if requested. The part after it carries it
-sealed, as `thoughtSignature`: clients drop thoughts from their history and keep signatures."""
+Without ids, the k-th call of a function in one turn is `name#k`, and the matcher restores the served id. Reasoning
+is sent as `thought` parts if requested, and sealed in the `thoughtSignature` of the part after it: clients drop
+thoughts and keep signatures."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def build_usage(replies: Sequence[Reply]) -> JsonObject:
 
 
 class Candidate:
-    """Turns the deltas of one reply into parts. Calls are sent when complete: the protocol has no partial arguments."""
+    """Deltas of one reply to parts. Calls are sent when complete: the protocol has no partial arguments."""
 
     def __init__(self, dialect: Dialect, head: RequestHead) -> None:
         self._signer, self._shows_thoughts = dialect.signer, head.options.thoughts
@@ -150,8 +150,7 @@ NO_PARTS: list[JsonObject] = [{"text": ""}]  # SDKs take a content without parts
 
 
 class GoogleEncoder(Encoder):
-    """Each chunk is a whole response. A keep-alive is an empty line, because Google's SDKs parse comments as JSON; an
-    error is bare JSON, as Google's server sends it."""
+    """Each chunk is a whole response. SDKs parse comments as JSON, so a keep-alive is an empty line."""
 
     ping = b"\n"
 
@@ -282,8 +281,6 @@ class GenerationConfig(GoogleStruct):
 
 
 class GenerateHead(GoogleStruct):
-    """All top-level fields except `contents`."""
-
     system_instruction: str | Content | None = None
     tools: list[GoogleTool] | None = None
     tool_config: ToolConfig | None = None
@@ -296,8 +293,6 @@ class GenerateHead(GoogleStruct):
 
 
 class GenerateBody(GenerateHead, kw_only=True):
-    """For the OpenAPI document."""
-
     contents: list[msgspec.Raw]
 
 
@@ -351,7 +346,7 @@ class Google(Dialect):
         return {**message, SEALED: "".join(sealed)} if sealed else message
 
     def join_turn(self, parts: Sequence[Message]) -> Message:
-        """Includes the reasoning in the turn's signatures; numbers calls without ids."""
+        """Restores the reasoning from the signatures; numbers calls without ids."""
         message: JsonObject = {**super().join_turn(parts)}
         shown, sealed = message.get("reasoning_content"), "".join(part.get(SEALED, "") for part in parts)
         if shown and sealed and shown != sealed:
@@ -378,7 +373,6 @@ class Google(Dialect):
 
     @staticmethod
     def build_error(problem: HttpError) -> JsonObject:
-        """`code` is the HTTP status in this protocol; the gateway's code and the field are in `details`."""
         info = {
             "@type": "type.googleapis.com/google.rpc.ErrorInfo",
             "reason": problem.code,
@@ -395,7 +389,6 @@ def camel_case(name: str) -> str:
 
 
 def camel_keys(value: JsonValue, path: str) -> JsonValue:
-    """Converts the protocol's keys to camelCase and drops nulls."""
     if isinstance(value, list):
         return [camel_keys(item, f"{path}[{index}]") for index, item in enumerate(cast("list[JsonValue]", value))]
     if not isinstance(value, dict):
@@ -508,7 +501,6 @@ def user_part(part: Part, where: str) -> str | Message:
 
 
 def result_text(response: JsonObject) -> str:
-    """A result with only `output`, `result` or `error` is that text; any other object is its JSON."""
     if len(response) == 1 and next(iter(response)) in PLAIN_RESULTS:
         value = next(iter(response.values()))
         return value if isinstance(value, str) else encode(value).decode()
@@ -529,7 +521,6 @@ def tools_from_google(tools: Sequence[GoogleTool] | None) -> tuple[JsonObject, .
 def choose_schema(
     openapi: JsonObject | None, json_schema: JsonObject | None, where: str, kind: str
 ) -> JsonObject | None:
-    """The JSON schema, given as such or as Google's subset of OpenAPI."""
     name = kind if kind == "parameters" else f"{kind}Schema"
     if openapi is not None and json_schema is not None:
         raise MessageError(f"send {name} or {kind}JsonSchema, not both", field=f"{where}.{kind}JsonSchema")
@@ -537,7 +528,7 @@ def choose_schema(
 
 
 def json_schema_from_openapi(value: JsonValue, where: str) -> JsonObject:
-    """Types in lower case, `nullable` as a second type, counts (int64, which JSON may write as strings) as numbers."""
+    """Types in lower case, `nullable` as a second type, counts, which JSON may write as strings, as numbers."""
     schema = {camel_case(name): item for name, item in require_object(value, where).items()}
     out: JsonObject = {}
     for name, item in schema.items():

@@ -94,9 +94,8 @@ def build_usage(replies: Sequence[Reply]) -> dict[str, int]:
 
 
 class ChatEncoder(Encoder):
-    """Chunks: the role, deltas, the finish reason; usage in a separate chunk if requested; `[DONE]` last.
-    Log-probabilities are sent token by token; with alternatives they come in the last chunk of a choice, because
-    engines report those with the whole completion."""
+    """Log-probabilities are sent token by token; with alternatives in the last chunk of a choice, because engines
+    report those with the whole completion."""
 
     def __init__(self, dialect: Dialect, head: RequestHead, text_of: TextOf) -> None:
         super().__init__(dialect, head, text_of)
@@ -187,7 +186,7 @@ class ChatBody(OpenAIBody, kw_only=True):
 
 
 class TokensBody(ChatBody, kw_only=True):
-    """The exact prompt; the messages are what it says, for the record and for parsing."""
+    """The exact prompt; the messages say what it is."""
 
     tokens: Annotated[list[Annotated[int, msgspec.Meta(ge=0, lt=2**31)]], msgspec.Meta(min_length=1)]
 
@@ -301,8 +300,6 @@ class OpenAIChat(Dialect):
 
 
 class OpenAIChatTokens(OpenAIChat):
-    """Ids in, ids out, as Prime's inference server has it."""
-
     name = "openai_tokens"
 
     def decode(self, body: bytes) -> DecodedBody:

@@ -1,9 +1,8 @@
 """OpenAI Responses.
 
-One model turn is several items here; consecutive ones are one assistant message, unless their ids show that two turns
-of this session served them. Reasoning is sent as `reasoning_text` and, sealed, as `encrypted_content`, for clients that
-keep only the latter. The model sees a custom (free-form) tool as a function with one string, and the tools of a
-namespace as `namespace__name`; calls are served in the client's form."""
+Consecutive items of a model are one assistant message, unless their ids show that two turns served them. Reasoning
+is sent as `reasoning_text` and sealed, as `encrypted_content`. The model sees a custom (free-form) tool as a
+function with one string, and tools of a namespace as `namespace__name`."""
 
 from __future__ import annotations
 
@@ -87,7 +86,7 @@ class ResponsesOptions(msgspec.Struct, frozen=True):
 
 
 class CustomInput:
-    """Decodes a custom tool's arguments as they are sampled; `feed` returns new text that is certain."""
+    """Decodes a custom tool's arguments as they are sampled; `feed` returns the text that is certain."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -110,7 +109,6 @@ class CustomInput:
 
 
 def custom_input(arguments: str) -> str:
-    """Arguments other than `{"input": "…` are served unchanged."""
     decoder = CustomInput()
     return decoder.feed(arguments) + decoder.finish()
 
@@ -141,8 +139,7 @@ class OutputItem:
         return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": list(self.logprobs)}
 
     def build(self, signer: ReasoningSigner, status: str) -> JsonObject:
-        """`status`: "in_progress" for the item without its text, else that of reasoning or text; a call is incomplete
-        if its arguments broke off."""
+        """`status`: "in_progress" for the item without its text. A call is incomplete if its arguments broke off."""
         is_new = status == "in_progress"
         if self.kind == "reasoning":
             item: JsonObject = {"type": "reasoning", "id": self.id, "summary": [], "status": status}
@@ -342,8 +339,6 @@ class ResponsesBody(OpenAIBody, kw_only=True):
 
 
 class ItemName(msgspec.Struct):
-    """What identifies an item's author; the rest, which may be long, is skipped."""
-
     id: object = None
     role: object = "assistant"
     type: object = None
@@ -363,8 +358,6 @@ class OutputOfCall(msgspec.Struct):
 
 
 class InputImage(msgspec.Struct, forbid_unknown_fields=True):
-    """`detail` is a hint for OpenAI's own resizing. There are no files to name here."""
-
     image_url: str
     type: Hint = None
     detail: Hint = None
@@ -415,7 +408,6 @@ class OpenAIResponses(Dialect):
         return DecodedBody(replace(head, last_node=self._find_last_node(items) or head.continues), items)
 
     def _find_last_node(self, items: Sequence[msgspec.Raw]) -> str | None:
-        """Of the last item written by a model; None if its id is not of this session."""
         for raw in reversed(items):
             try:
                 item = msgspec.json.decode(raw, type=ItemName)
@@ -469,8 +461,8 @@ class OpenAIResponses(Dialect):
         return join_text(item.get(key), REASONING_PARTS, f"{path}.{key}", glue="") or ""
 
     def _arguments(self, call: CallItem) -> str:
-        """Inverse of `custom_input`. Arguments that broke off or contain more than the input are found in the record by
-        the call's id."""
+        """Inverse of `custom_input`. Arguments that broke off or contain more are found in the record by the call's
+        id."""
         recorded = self._find_arguments(call.call_id)
         found = (arguments for arguments in recorded if custom_input(arguments) == call.input)
         return next(found, None) or orjson.dumps({"input": call.input}).decode()
@@ -481,12 +473,10 @@ class OpenAIResponses(Dialect):
         return (node is None or self._is_node(node)) and (not is_custom or bool(self._find_arguments(call_id)))
 
     def continues_turn(self, parts: Sequence[Message], part: Message) -> bool:
-        """A part without a node belongs to those before it."""
         before = [one[TURN] for one in parts if TURN in one]
         return not before or part.get(TURN, before[-1]) == before[-1]
 
     def build_answer(self, head: RequestHead, replies: Sequence[Reply], text_of: TextOf) -> JsonObject:
-        """The response in the last event of a stream."""
         reply, encoder = replies[0], ResponsesEncoder(self, head, text_of)
         for delta in deltas_from_message(reply.message):
             encoder.feed(TurnEvent(node_id=reply.node, delta=delta))
@@ -533,18 +523,15 @@ def head_from_responses(given: ResponsesBody) -> RequestHead:
 
 
 def node_from_item_id(item_id: object) -> str | None:
-    """None if the id has another form."""
     found = _ITEM_ID.fullmatch(item_id) if isinstance(item_id, str) else None
     return found[1] if found else None
 
 
 def model_name(namespace: str | None, name: str) -> str:
-    """As the model sees it."""
     return f"{namespace}__{name}" if namespace else name
 
 
 def tools_from_responses(tools: list[JsonObject] | None) -> tuple[tuple[JsonObject, ...] | None, dict[str, ServedTool]]:
-    """The tools as functions, and how calls of each are served."""
     out: list[JsonObject] = []
     served: dict[str, ServedTool] = {}
     for where, namespace, tool in flatten_namespaces(tools or ()):

@@ -8,7 +8,7 @@ import hmac
 
 
 class ReasoningSigner:
-    """Signs with a session's secret, unknown to its client; also accepts signatures by any of `older`."""
+    """Signs with a session's secret; also accepts signatures by any of `older`."""
 
     MARK = "tt1"
 
@@ -34,7 +34,6 @@ class ReasoningSigner:
         return f"{self.MARK}.{body}.{self._mac(text, self._secrets[0])}"
 
     def unwrap(self, blob: str) -> str | None:
-        """None if the blob is not ours."""
         mark, _, rest = blob.partition(".")
         body, _, mac = rest.partition(".")
         try:
@@ -48,7 +47,6 @@ class ReasoningSigner:
         return base64.b64encode(self.wrap(text).encode()).decode()
 
     def unwrap_bytes(self, blob: str) -> str | None:
-        """Accepts both base64 alphabets."""
         try:
             padded = (blob + "=" * (-len(blob) % 4)).replace("-", "+").replace("_", "/")
             wrapped = base64.b64decode(padded, validate=True).decode("ascii")

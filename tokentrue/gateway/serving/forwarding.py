@@ -1,9 +1,6 @@
-"""Forwards requests for a session that another process owns.
-
-The owner is a worker of this server, found by rendezvous hashing of the session id, or another gateway on the same
-PostgreSQL record, named by the journal. Bodies are streamed: the owner checks the key before it reads one, and no other
-process holds a whole body.
-"""
+"""Forwards requests for a session that another process owns: a worker of this server, found by rendezvous hashing,
+or another gateway on the same PostgreSQL record, named by the journal. Bodies are streamed: the owner checks the key
+before it reads one."""
 
 from __future__ import annotations
 
@@ -40,8 +37,8 @@ def count_forwards(scope: Scope) -> int:
 
 
 class Peers:
-    """The processes that share this gateway's record. `sockets`: of this server's workers, of which this one is number
-    `me`."""
+    """The processes that share this gateway's record. `sockets`: of this server's workers, of which this one is
+    number `me`."""
 
     def __init__(self, *, me: int = 0, sockets: Sequence[str] = ()) -> None:
         self._me, self._sockets = me, sockets
@@ -70,8 +67,7 @@ class Peers:
     async def forward(
         self, elsewhere: SessionElsewhere, scope: Scope, receive: Receive, send: Send, body: bytes | None = None
     ) -> None:
-        """Streams the owner's reply back; pass `body` if it has been read already. Raises `elsewhere` if the owner has
-        no address or the request was forwarded too often."""
+        """Streams the owner's reply back; pass `body` if it has been read already."""
         if not elsewhere.url or count_forwards(scope) >= MOST_FORWARDS:
             raise elsewhere
         client, base = self._connect(elsewhere.url)
@@ -97,7 +93,6 @@ class Peers:
     async def ask_workers(
         self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None
     ) -> list[bytes | None]:
-        """Replies of all other workers; None for one that refuses or times out."""
         others = [UNIX + socket for number, socket in enumerate(self._sockets) if number != self._me]
         return list(await asyncio.gather(*(self._ask(url, method, path, body, headers) for url in others)))
 

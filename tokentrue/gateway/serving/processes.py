@@ -3,35 +3,43 @@ are restored from the journal, admin settings from `AdminState`."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import itertools
 import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
+import re
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection
 from multiprocessing.sharedctypes import RawValue
 from typing import Any
 
-from tokentrue.gateway.serving.dispatch import Dispatcher
+from tokentrue.gateway.auth import SESSION_HEADER, read_key, session_from_key
+from tokentrue.gateway.serving.forwarding import find_owner
 from tokentrue.types import UNVERSIONED
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 PR_SET_PDEATHSIG = 1
 RESTARTS_PER_MINUTE = 10
+LOOK_BYTES = 8192
+LOOK_S = 0.5  # a client that has not sent anything by then goes to the next worker
+MOST_SILENT = 256
+SESSION_PATH = re.compile(rb"[A-Z]+ /sessions/([^/?\s]+)")
 Serve = Callable[[int, Callable[[], None]], None]
 
 
 class AdminState(ctypes.Structure):
-    """Pause and policy version, in memory shared by the parent and its gateways.
+    """Pause and policy version, shared by the parent and its gateways.
 
-    A worker writes an operation here, then asks the others to apply it. A starting worker reads this after it listens
-    to the others and before it serves a request, so it sees each operation here or on its socket."""
+    A worker writes here, then asks the others to apply it. A starting worker reads this after it listens to the
+    others and before it serves, so it misses nothing."""
 
     # No lock: a killed worker would never release it. Each value is one aligned word, written atomically.
     _fields_ = (("paused", ctypes.c_int64), ("version", ctypes.c_int64))
@@ -44,8 +52,8 @@ def share_admin_state() -> AdminState:
 
 
 class RenderDeadline:
-    """One rendering per thread. If it takes longer than `seconds`, SIGALRM kills the process: while one call into C
-    holds the interpreter, no thread and no signal handler of the process runs."""
+    """One rendering per thread. If it takes longer than `seconds`, SIGALRM kills the process: one call into C may
+    hold the interpreter, and then no thread and no signal handler runs."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -68,8 +76,6 @@ class RenderDeadline:
 
 
 class Child:
-    """The pipe is where it reports that it is up or why it could not start."""
-
     def __init__(self, serve: Serve, number: int, *, is_only: bool) -> None:
         # Fork before anything is loaded: the child starts at once and inherits socket, key and settings.
         context = multiprocessing.get_context("fork")
@@ -96,10 +102,84 @@ class Child:
         return False
 
 
-class Supervisor:
-    """Runs `serve(number, say_up)` in `count` processes, and restarts one that was up and is killed. With several the
-    parent accepts the connections to `public`."""
+def find_session(head: bytes) -> str | None:
+    if named := SESSION_PATH.match(head):
+        return named[1].decode("latin-1")
+    lines = (line.partition(b":") for line in head.split(b"\r\n")[1:])
+    headers = [(name.strip().lower(), value.strip()) for name, _, value in lines]
+    session_id = session_from_key(read_key(headers) or "")
+    return session_id or next((value.decode("latin-1") for name, value in headers if name == SESSION_HEADER), None)
 
+
+class Dispatcher:
+    """Gives each new connection to the worker that owns its session. The parent looks at the first bytes, without taking
+    them, for a session: most clients use a connection for one. Where the look was wrong, the worker forwards the request.
+
+    `receivers[n]` is where worker `n` takes its sockets. The parent keeps both ends open: a restarted worker finds what
+    was sent to the one before it."""
+
+    def __init__(self, public: socket.socket, workers: int) -> None:
+        self._public = public
+        pairs = [socket.socketpair() for _ in range(workers)]
+        self._senders, self.receivers = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+        for each in (public, *self._senders, *self.receivers):
+            each.setblocking(False)
+        self._next = itertools.cycle(range(workers))
+        self._silent: dict[socket.socket, float] = {}  # connections without a byte -> until when they are waited for
+
+    @property
+    def waits_for(self) -> list[socket.socket]:
+        return [self._public, *self._silent] if self._public.fileno() >= 0 else []
+
+    @property
+    def timeout_s(self) -> float | None:
+        return max(0.0, min(self._silent.values()) - time.monotonic()) if self._silent else None
+
+    def dispatch(self, ready: Iterable[object]) -> None:
+        for each in ready:
+            if each is self._public:
+                self._accept()
+            elif isinstance(each, socket.socket) and each in self._silent:
+                self._pass_on(each)
+        now = time.monotonic()
+        for late in [each for each, until in self._silent.items() if until <= now]:
+            self._pass_on(late)
+
+    def pass_on_all(self) -> None:
+        """Before a fork: the child would keep the connections open."""
+        for each in list(self._silent):
+            self._pass_on(each)
+
+    def close(self) -> None:
+        for each in (*self._silent, *self._senders, *self.receivers):
+            each.close()
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._public.accept()
+        except OSError:  # the client has gone, or the parent is stopping
+            return
+        connection.setblocking(False)
+        self._silent[connection] = time.monotonic() + LOOK_S
+        if len(self._silent) > MOST_SILENT:
+            self._pass_on(next(iter(self._silent)))
+
+    def _pass_on(self, connection: socket.socket) -> None:
+        del self._silent[connection]
+        with connection:
+            try:
+                session_id = find_session(connection.recv(LOOK_BYTES, socket.MSG_PEEK))
+            except OSError:
+                session_id = None
+            owner = next(self._next) if session_id is None else find_owner(session_id, len(self._senders))
+            # If hundreds of connections wait for the owner, another worker takes this one and forwards.
+            for number in (owner, *(each for each in range(len(self._senders)) if each != owner)):
+                with contextlib.suppress(OSError):
+                    socket.send_fds(self._senders[number], [b"c"], [connection.fileno()])
+                    return
+
+
+class Supervisor:
     def __init__(self, serve: Serve, count: int, public: socket.socket, dispatcher: Dispatcher | None) -> None:
         self._serve, self._count, self._public, self._dispatcher = serve, count, public, dispatcher
         self._children: dict[int, Child] = {}
@@ -108,7 +188,6 @@ class Supervisor:
         self._code = 0
 
     def run(self, ready: Callable[[], None]) -> int:
-        """Calls `ready` when all are up; returns the exit code; raises what `serve` raised."""
         before = {number: signal.signal(number, self._stop) for number in SIGNALS}
         is_ready = False
         try:

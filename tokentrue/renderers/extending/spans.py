@@ -7,14 +7,16 @@ everything is structure.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
+import numpy as np
+
+from tokentrue.ids import TokenIds
 from tokentrue.renderers.codec import Codec
-from tokentrue.types import Ids, PromptSpan
+from tokentrue.types import PromptSpan
 
-BLOCK_IDS = 4096
+COMPARED_IDS = 4  # on each side of an end of a content
 
 
 def split_at_words(text: str, words: Sequence[str]) -> tuple[str, ...]:
@@ -29,20 +31,24 @@ def split_at_words(text: str, words: Sequence[str]) -> tuple[str, ...]:
 
 
 def compute_spans(
-    codec: Codec, text: str, mark: str, ids: Ids, template_texts: Sequence[str], roles: Sequence[str]
+    codec: Codec, text: str, mark: str, ids: TokenIds, template_texts: Sequence[str], roles: Sequence[str]
 ) -> tuple[PromptSpan, ...]:
     """`ids` encode `text`; `template_texts` surround the contents of the messages of `roles`, in order."""
     if not len(ids):
         return ()
     places = _find_contents(text, mark, template_texts)
-    ends = _find_token_ends(codec, text, mark, ids) if places else None
+    data = (text.replace(mark, "") if mark else text).encode("utf-8", "surrogatepass")
+    ends = None
+    if places:
+        ends = _find_plain_ends(codec, data, ids, places)
+        ends = _find_spaced_ends(codec, data, ids) if ends is None else ends
     if ends is None:
         return (PromptSpan(start=0, end=len(ids), role="assistant" if not roles else roles[-1]),)
     out: list[PromptSpan] = []
     done = 0
     for index, ((start, end), role) in enumerate(zip(places, roles, strict=True)):
-        first = max(bisect_right(ends, start), done)
-        last = max(bisect_left(ends, end) + 1, first) if end > start else first
+        first = max(int(ends.searchsorted(start, "right")), done)
+        last = max(int(ends.searchsorted(end)) + 1, first) if end > start else first
         if first > done:
             out.append(PromptSpan(start=done, end=first, role=role))
         if last > first:
@@ -54,38 +60,46 @@ def compute_spans(
 
 
 def _find_contents(text: str, mark: str, template_texts: Sequence[str]) -> list[tuple[int, int]]:
+    """Start and end of each content, in bytes of the text without marks."""
     if len(template_texts) < 2 or not text.startswith(template_texts[0]):
         return []
-    chars: list[tuple[int, int]] = []
+    chars: list[int] = []
     at = len(template_texts[0])
     for between in template_texts[1:-1]:
         end = text.find(between, at) if between else -1
         if end < 0:
             return []
-        chars.append((at, end))
+        chars += (at, end)
         at = end + len(between)
     end = len(text) - len(template_texts[-1])
     if end < at or not text.endswith(template_texts[-1]):
         return []
-    chars.append((at, end))
-    if text.isascii():
-        return chars
-
-    def offset(place: int) -> int:
-        before = text[:place]
-        return len((before.replace(mark, "") if mark else before).encode())
-
-    return [(offset(start), offset(end)) for start, end in chars]
+    chars += (at, end)
+    if not text.isascii():
+        pieces = (text[before:place] for before, place in pairwise((0, *chars)))
+        sizes = (len((piece.replace(mark, "") if mark else piece).encode("utf-8", "surrogatepass")) for piece in pieces)
+        chars = list(accumulate(sizes))
+    return list(zip(chars[::2], chars[1::2], strict=True))
 
 
-def _find_token_ends(codec: Codec, text: str, mark: str, ids: Ids) -> list[int] | None:
-    """End of each token, in bytes of the text; None if the tokens do not decode to it (a normalizer changed it).
+def _find_plain_ends(codec: Codec, data: bytes, ids: TokenIds, places: Sequence[tuple[int, int]]) -> np.ndarray | None:
+    """End of each token, in bytes, if the tokens are spelled as the text. Compares the bytes of the tokens around each
+    place, and the length of all."""
+    ends = codec.spelling.lengths(ids).cumsum()
+    if ends[-1] != len(data):
+        return None
+    for at in {at for place in places for at in place}:
+        middle = int(ends.searchsorted(at))
+        first = max(middle - COMPARED_IDS, 0)
+        start = int(ends[first - 1]) if first else 0
+        if not data.startswith(codec.spelling.join(ids[first : middle + COMPARED_IDS]), start):
+            return None
+    return ends
 
-    SentencePiece inserts a blank before text after an added token; some added tokens absorb the blanks after them.
-    """
-    data = (text.replace(mark, "") if mark else text).encode("utf-8", "surrogatepass")
-    if (ends := _find_plain_ends(codec, data, ids)) is not None:
-        return ends
+
+def _find_spaced_ends(codec: Codec, data: bytes, ids: TokenIds) -> np.ndarray | None:
+    """SentencePiece inserts a blank before text after an added token; some added tokens absorb the blanks after them.
+    None if the tokens do not decode to the text otherwise (a normalizer changed it)."""
     texts, absorbs_blanks = codec.texts, codec.absorbs_blanks
     ends = list[int]()
     at, is_after_added = 0, True
@@ -102,17 +116,4 @@ def _find_token_ends(codec: Codec, text: str, mark: str, ids: Ids) -> list[int] 
             while data[at : at + 1].isspace():
                 at += 1
         ends.append(at)
-    return ends if at == len(data) else None
-
-
-def _find_plain_ends(codec: Codec, data: bytes, ids: Ids) -> list[int] | None:
-    """Token ends if the tokens decode to `data` exactly. In blocks: one long call would block all other threads."""
-    ends: list[int] = []
-    at = 0
-    for start in range(0, len(ids), BLOCK_IDS):
-        pieces = codec.spelling.split(ids[start : start + BLOCK_IDS])
-        if not data.startswith(b"".join(pieces), at):
-            return None
-        ends += accumulate(map(len, pieces[1:]), initial=at + len(pieces[0]))
-        at = ends[-1]
-    return ends if at == len(data) else None
+    return np.array(ends) if at == len(data) else None

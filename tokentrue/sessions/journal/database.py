@@ -1,5 +1,4 @@
-"""The connection protocol of a store (`sqlite3.Connection` implements it, `postgres.Connection` adapts to it), and its
-name."""
+"""The connection protocol of a store, which `sqlite3.Connection` implements, and its name."""
 
 from __future__ import annotations
 
@@ -25,7 +24,6 @@ def is_postgres(store: str) -> bool:
 
 
 def read_address(store: str) -> Mapping[str, str]:
-    """The connection parameters of a `postgresql://` URL, parsed by libpq."""
     # An invalid URL is not quoted in the error: it may hold a password.
     import psycopg
     from psycopg.conninfo import conninfo_to_dict
@@ -45,7 +43,7 @@ def read_address(store: str) -> Mapping[str, str]:
 
 
 def describe_store(store: str) -> str:
-    """The store's name without secrets: of a PostgreSQL URL only user, host and database."""
+    """Without secrets: of a PostgreSQL URL only user, host and database."""
     if not is_postgres(store):
         return store
     try:

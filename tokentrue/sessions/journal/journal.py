@@ -1,12 +1,9 @@
 """The durable store: SQLite in WAL mode. An awaited write returns only after its commit.
 
-One writer thread makes every write (`Writer`); reads use a separate connection. After a crash at any point every
-acknowledged write is present and no write is partial. One process owns a store for writing (`lock`); one object at a
-time owns a session (`claim`).
-Corruption is detected: rows carry digests, sessions the number of their nodes, the store the number of its sessions,
-and opening runs SQLite's `quick_check`. `Journal("memory")` is the same store without a file. `synchronous="FULL"`
-also survives a loss of power.
-"""
+One writer thread makes every write (`Writer`); reads use a separate connection. After a crash every acknowledged
+write is present and no write is partial. One process owns a store for writing (`lock`); one object at a time owns a
+session (`claim`). Corruption is detected: rows carry digests, sessions the number of their nodes, the store the
+number of its sessions, and opening runs `quick_check`. `synchronous="FULL"` also survives a loss of power."""
 
 from __future__ import annotations
 
@@ -69,11 +66,8 @@ class StoreSecret:
 
 
 class Journal:
-    """Sessions and their nodes in SQLite. Writes are awaitable; reads block (run large ones in a thread).
-
-    `lock=False` is for worker processes whose parent holds a `StoreLock`; `read_only=True` needs no lock and refuses
-    writes; `check=False` skips `quick_check`, which reads the whole file.
-    """
+    """Sessions and their nodes. Writes are awaitable; reads block. `lock=False` is for workers whose parent holds a
+    `StoreLock`; `read_only=True` needs no lock; `check=False` skips `quick_check`, which reads the whole file."""
 
     _greatest = "max"  # SQL for the largest of several values
     _has_fencing = False  # a write with an older fencing token fails
@@ -112,7 +106,6 @@ class Journal:
         self._writer = Writer(connection)
 
     def close(self) -> None:
-        """Waits for queued writes."""
         self._writer.close()
         with self._reading:
             self._closed = True
@@ -126,12 +119,11 @@ class Journal:
 
     # One object writes a session at a time.
     def acquire(self, session_id: str) -> int:
-        """Returns the new owner's fencing token; call it before reading a session to continue it. SQLite stores have
-        one owner."""
+        """Returns the new owner's fencing token; call it before reading a session to continue it."""
         return FIRST_TOKEN
 
     def claim(self, session_id: str, turns: Sized, token: int = FIRST_TOKEN) -> SessionClaim:
-        """Takes a session over: its previous holder can write no more. Without fencing, raises while that holder is
+        """Takes a session over: its previous holder can write no more. Without fencing, raises while that one is
         generating."""
         held = self._claims.get(session_id)
         if held is not None:
@@ -179,8 +171,6 @@ class Journal:
             raise JournalError(f"the journal {self.target} could not be read: {error}") from error
 
     def read_secret(self, name: str) -> StoreSecret:
-        """Created on first use and shared by every gateway on the store."""
-
         def write(db: Database) -> StoreSecret:
             values = (name, secrets.token_bytes(32), time.time())
             db.execute("INSERT INTO secrets(name, value, created) VALUES (?,?,?) ON CONFLICT (name) DO NOTHING", values)
@@ -210,8 +200,8 @@ class Journal:
         claim: SessionClaim | None = None,
         images: Sequence[ImageFile] = (),
     ) -> None:
-        """Appends all rows and the images that they are the first of the session to refer to, or nothing. Requires an
-        open session, an existing parent and an unused `seq` (compare-and-swap)."""
+        """Appends all rows and the images that they are the first to refer to, or nothing. Requires an open session,
+        an existing parent and an unused `seq`."""
 
         def write(db: Database) -> None:
             self.check_owner(db, session_id, claim)
@@ -241,8 +231,6 @@ class Journal:
     async def update(
         self, session_id: str, change: Callable[[SessionRecord], SessionRecord], claim: SessionClaim | None = None
     ) -> SessionRecord:
-        """In one transaction."""
-
         def write(db: Database) -> SessionRecord:
             self.check_owner(db, session_id, claim)
             record = change(load_record(db, session_id))
@@ -270,7 +258,6 @@ class Journal:
         return await self.write(write)
 
     def _delete_sessions(self, db: Database, session_ids: Sequence[str]) -> None:
-        """With the images that no other session refers to."""
         images: set[str] = set()
         for session_id in session_ids:
             images.update(
@@ -285,11 +272,10 @@ class Journal:
         _count_sessions(db, -len(session_ids))
 
     def lock_image(self, db: Database, sha256: str, strength: str) -> bool:
-        """False if it is not in the store (any more). Here one writer holds the whole store."""
+        """False if it is not in the store. Here one writer holds the whole store."""
         return True
 
     def read_image(self, session_id: str, sha256: str) -> tuple[bytes, str]:
-        """The bytes, checked against their hash, and the media type."""
         sql = f"SELECT data, media_type {_OF_SESSION} AND images.sha256=?"
         found = self.read(lambda db: db.execute(sql, (session_id, sha256)).fetchone())
         if found is None:
@@ -339,7 +325,6 @@ class Journal:
         return int(self.read(lambda db: db.execute(sql, values).fetchone()[0]))
 
     def rows(self, session_id: str) -> list[Row]:
-        """In commit order, each checked against its digest."""
         # One statement, so one snapshot; a session without nodes has one row, of nulls.
         sql = f"""
             SELECT sessions.nodes, {", ".join(f"nodes.{name}" for name in Row._fields)}, nodes.digest
@@ -384,11 +369,8 @@ _LARGEST_GROUP = 512
 
 
 class Writer:
-    """The thread that owns the only writing connection.
-
-    Queued writes share a transaction (group commit), each in a savepoint, so a failing write does not affect the
-    others. A write's future completes after the commit.
-    """
+    """The thread that owns the only writing connection. Queued writes share a transaction (group commit), each in a
+    savepoint: a failing write does not affect the others."""
 
     def __init__(self, connection: Database) -> None:
         self._connection = connection
@@ -406,7 +388,6 @@ class Writer:
         return future
 
     def close(self) -> None:
-        """Waits for queued writes."""
         with self._lock:
             self._is_closed = True
         self._thread.shutdown()
@@ -457,7 +438,6 @@ def _typed(error: BaseException) -> BaseException:
 
 
 def tree_from_rows(record: SessionRecord, rows: list[Row]) -> Tree:
-    """Checks every node as on commit: ids, log-probabilities, prompt digest and certificate."""
     tree = Tree(template=record.template, tokenizer=record.tokenizer)
     for row in rows:
         parent = None if row.parent is None else tree.get(row.parent)

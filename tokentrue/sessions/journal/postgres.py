@@ -1,10 +1,8 @@
 """The journal on PostgreSQL, shared by several gateways.
 
-Each gateway process renews a lease (`Lease`), timed by the database server's clock. A session belongs to one
-gateway, under a fencing token that grows with every change of owner. Every write checks owner and token in its
-transaction, so a gateway that was paused or cut off can never write after its successor. When a gateway's lease has
-expired, the next gateway to open one of its sessions acquires it before reading it.
-"""
+Each gateway renews a lease, timed by the server's clock. A session belongs to one gateway, under a fencing token
+that grows with every change of owner. Every write checks both in its transaction, so a gateway that was paused or
+cut off never writes after its successor. When a lease has expired, the next gateway to open a session acquires it."""
 
 from __future__ import annotations
 
@@ -106,7 +104,6 @@ class Connection:
             raise InputError(f"text that PostgreSQL cannot hold: {error}") from error
 
     def retry_read(self, read: Callable[[Database], T]) -> T:
-        """Retries once on a new connection if the old one was lost."""
         try:
             return read(self)
         except psycopg.OperationalError:
@@ -169,8 +166,7 @@ class Lease:
 
 
 class PostgresJournal(Journal):
-    """`name` is unique to this gateway, `address` the URL at which other gateways reach it; `read_only=True` needs
-    neither."""
+    """`name` is unique to this gateway, `address` the URL at which others reach it; `read_only=True` needs neither."""
 
     _greatest, _has_fencing = "greatest", True
 
@@ -233,11 +229,11 @@ class PostgresJournal(Journal):
         return self.submit(write).result()
 
     def lock_image(self, db: Database, sha256: str, strength: str) -> bool:
-        """Another gateway may be about to refer to it, or to delete it: waits for that transaction."""
+        """Waits for another gateway that is about to refer to it, or to delete it."""
         return db.execute(f"SELECT 1 FROM images WHERE sha256=? FOR {strength}", (sha256,)).fetchone() is not None
 
     def check_owner(self, db: Database, session_id: str, claim: SessionClaim | None) -> None:
-        """Locks the session's row until the transaction ends, so that no other gateway acquires it."""
+        """Locks the session's row until the transaction ends."""
         if claim is None:
             return
         held = db.execute(
@@ -260,7 +256,6 @@ def find_owner(db: Database, session_id: str) -> Exception:
 
 
 def create_schema(connection: Connection) -> None:
-    """Under a lock; refuses a schema from a newer release."""
     connection.execute("SELECT pg_advisory_lock(?)", (SCHEMA_LOCK,))
     try:
         for statement in SCHEMA.split(";"):

@@ -1,8 +1,5 @@
-"""Nodes and session records as rows of the store.
-
-Ids and log-probabilities are raw little-endian bytes (exact), everything else is one JSON object. A row stores tools
-only if they differ from the parent's: a tool set of 70 kB is stored once per conversation.
-"""
+"""Nodes and session records as rows of the store. Ids and log-probabilities are raw little-endian bytes, everything
+else is one JSON object. A row stores tools only if they differ from the parent's."""
 
 from __future__ import annotations
 
@@ -49,8 +46,6 @@ _REPORTED = ("versions", "stopped_by", "replay", "top_logprobs", "fingerprint", 
 
 
 class Row(NamedTuple):
-    """The columns of a node, in order."""
-
     id: str
     seq: int
     parent: str | None
@@ -64,7 +59,6 @@ class Row(NamedTuple):
 
 
 def row_from_node(node: Node, parent: Node | None) -> Row:
-    """Raises if the node cannot be stored exactly: its JSON must round-trip."""
     body: JsonObject = {
         **{name: getattr(node, name) for name in _ALWAYS},
         **{name: value for name, default in _OPTIONAL.items() if (value := getattr(node, name)) != default},
@@ -104,7 +98,6 @@ def row_from_node(node: Node, parent: Node | None) -> Row:
 
 
 def node_from_row(row: Row, parent: Node | None, prompt_digest: bytes | None = None) -> Node:
-    """`prompt_digest` is for rows of releases that did not store it."""
     try:
         return _node_from_body(row, cast("JsonObject", loads(row.body)), parent, prompt_digest)
     except (ValueError, KeyError, TypeError, TokenContractError) as error:
@@ -186,7 +179,6 @@ def unpack_replay(blob: bytes | None, body: JsonMapping) -> tuple[RoutedExperts 
 
 
 def sampling_to_json(sampling: Sampling) -> JsonObject:
-    """Only the values that differ from the defaults."""
     values = {name: value for name, default in _DEFAULTS.items() if (value := getattr(sampling, name)) != default}
     return values | {name: list(values[name]) for name in ("stop", "stop_token_ids") if name in values}
 
@@ -209,9 +201,9 @@ class Rewards:
 
 @record
 class SessionRecord:
-    """A session's stored fields, without its nodes. `sampling` holds the pinned values, `pin` names the pinned prompts.
-    `first_key_hash` is of the first API key, if that was replaced: it verifies signatures on reasoning. `late_keys`
-    maps request keys that joined a turn while its nodes were being written to the ids of those nodes."""
+    """A session without its nodes. `sampling` holds the pinned values, `pin` names the pinned prompts.
+    `first_key_hash` verifies signatures on reasoning after the API key was replaced. `late_keys`: request keys that
+    joined a turn while its nodes were being written, and those nodes."""
 
     id: str
     group: str | None = None
@@ -237,7 +229,6 @@ RECORD = f"{', '.join(COLUMNS)}, digest"
 
 
 def values_from_record(record: SessionRecord) -> tuple[Any, ...]:
-    """In the order of `RECORD`."""
     stored = ("metadata", "sampling", "history", "training", "template", "tokenizer")
     body: JsonObject = {name: getattr(record, name) for name in stored}
     body |= {name: value for name in ("first_key_hash", "pin", "late_keys") if (value := getattr(record, name))}
@@ -263,7 +254,6 @@ def record_from_values(row: tuple[Any, ...]) -> SessionRecord:
 
 
 def row_digest(values: Sequence[Any]) -> bytes:
-    """Types included."""
     parts: list[bytes] = []
     for value in values:
         data = value if isinstance(value, bytes) else repr(value).encode("utf-8", "surrogatepass")
@@ -272,7 +262,6 @@ def row_digest(values: Sequence[Any]) -> bytes:
 
 
 def copy_metadata(metadata: JsonMapping | None) -> JsonObject:
-    """A checked copy; refuses the reserved key `tokentrue`."""
     if "tokentrue" in (metadata or {}):
         raise MessageError("is reserved; use another name", field="metadata.tokentrue")
     return freeze(metadata or {}, "metadata")

@@ -1,8 +1,7 @@
 """SQLite stores: their file, their tables with migrations, and their locks.
 
-A server holds an exclusive lock on a file beside the store while the store is open for writing; the lock ends with the
-process. Its workers share a second lock. If the supervisor is killed, its workers first finish what they generate, and
-the next server waits for them: two processes never write one session."""
+A server holds an exclusive lock beside the store, its workers share a second one. If the supervisor is killed, its
+workers first finish what they generate, and the next server waits for them: two processes never write one session."""
 
 from __future__ import annotations
 
@@ -23,8 +22,6 @@ ORPHANS_S = 60.0  # longer than workers need to end after their supervisor was k
 
 
 class SqliteFile:
-    """A journal's file: `path`, or "memory"."""
-
     def __init__(self, target: str, *, synchronous: str, read_only: bool) -> None:
         self.target, self.path = target, target.removeprefix("sqlite:")
         self.in_memory = self.path in ("memory", ":memory:")
@@ -72,7 +69,6 @@ class SqliteFile:
         return connection
 
     def check(self, db: sqlite3.Connection) -> None:
-        """Raises if the file is damaged: reads all of it."""
         try:
             found = db.execute("PRAGMA quick_check(1)").fetchone()[0]
             if found != "ok":
@@ -134,8 +130,6 @@ class WorkerLock(_FileLock):
 
 
 class StoreLock(_FileLock):
-    """Raises if another process, or another object of this process, holds it."""
-
     def __init__(self, store: str | Path, *, orphans_s: float = ORPHANS_S) -> None:
         super().__init__(store, "lock")
         try:

@@ -24,7 +24,6 @@ _REPORTED = ("versions", "finish", "stopped_by", "top_logprobs", "sampling_mask"
 
 
 def reserve_nodes(choices: Sequence[Choice], turn: InFlightTurn, prompt: Prompt, tree: Tree) -> list[Node]:
-    """Builds and checks the nodes, and reserves their places."""
     nodes = [_build_node(choice, turn, prompt, tree, tree.next_seq + offset) for offset, choice in enumerate(choices)]
     tree.reserve(nodes)
     return nodes

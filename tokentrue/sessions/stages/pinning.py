@@ -2,9 +2,8 @@
 files).
 
 A request that continues a recorded turn is read as if it began with that turn's system prompt; the node keeps the
-client's in `replaced`. The tools and all messages after the system prompt decide whether a turn is continued. A request
-that continues none opens a conversation with its own prompt. Only the record decides: a failed turn has no effect, and
-a reopened session has the same prompts."""
+client's in `replaced`. The tools and all messages after the system prompt decide what is continued. Only the record
+decides: a reopened session has the same prompts."""
 
 from __future__ import annotations
 
@@ -24,8 +23,7 @@ from tokentrue.types import Message, Messages
 
 @record
 class PinnedRequest:
-    """`conversation` is what the model gets, `prompt` its system prompt; `replaced` is the client's prompt, if it
-    differs."""
+    """`conversation` is what the model gets, `replaced` the client's prompt, if it differs."""
 
     conversation: Conversation
     prompt: tuple[Message, ...] = ()
@@ -49,7 +47,6 @@ class PinnedPrompts:
             self._roots[_root_key(messages[length], digest(node.tools))].append(node)
 
     def apply(self, conversation: Conversation, *, retried: tuple[Message, ...] = ()) -> PinnedRequest:
-        """`retried` is the prompt of the earlier request with the same key."""
         length = count_system(read.role for read in conversation.facts) if self._is_on else 0
         if not 0 < length < len(conversation):
             return PinnedRequest(conversation=conversation)
@@ -106,7 +103,6 @@ def _is_replay(recorded: Message, now: ConversationMessage) -> bool:
 
 
 def _root_key(first: Message, tools_digest: bytes) -> bytes:
-    """`first` is the first message after the system prompt."""
     return digest(message_key(first), tools_digest)
 
 

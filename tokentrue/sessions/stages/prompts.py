@@ -1,9 +1,6 @@
 """Builds a prompt from a resolution: the recorded ids, untouched, and what the renderer adds; or a new root if it
-refuses.
-
-Turns that were sampled elsewhere (under other tools, for example) are appended as if they had been sampled here: the
-renderer adds the messages before each of them, then come their recorded sampled ids.
-"""
+refuses. Turns sampled elsewhere are appended as if sampled here: the renderer adds the messages before each, then
+come their recorded sampled ids."""
 
 from __future__ import annotations
 
@@ -67,7 +64,6 @@ async def build_prompt(
 
 
 def prompt_from_ids(resolution: Resolution, ids: TokenIds) -> Prompt:
-    """A prompt that the caller rendered."""
     start = 0 if resolution.parent is None else resolution.parent.length
     return Prompt(ids=ids, given_ids=ids[start:], spans=(), resolution=resolution)
 
@@ -139,7 +135,6 @@ def _extend_by_parts(
 async def _has_same_context(
     renderer: Renderer, tree: Tree, node: Node, tools: Tools | None, template_kwargs: TemplateKwargs
 ) -> bool:
-    """True if these template settings change only the end of the generation prompt. Compared on the root's messages."""
     root = tree.path(node)[0]
     messages = tree.given_messages(root)
 

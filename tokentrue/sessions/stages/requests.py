@@ -28,8 +28,8 @@ def check_pinned(sampling: Sampling | JsonMapping | None) -> JsonMapping:
 
 
 def resolve_sampling(sampling: Sampling, pinned: JsonMapping, *, renderer: Renderer, training: bool) -> Sampling:
-    """Pinned values over the client's, plus the renderer's stop tokens. Refuses penalties if a trainer will score the
-    tokens."""
+    """Pinned values over the client's, plus the renderer's stop tokens. Refuses penalties if a trainer will score
+    the tokens."""
     if pinned:
         values = Sampling(**pinned)
         sampling = replace(sampling, **{name: getattr(values, name) for name in pinned})
@@ -52,7 +52,6 @@ async def check_truthful(sampling: Sampling, provider: Provider) -> None:
 
 
 def identify_request(request: TurnRequest, conversation: Conversation, sampling: Sampling) -> bytes:
-    """A digest of everything that makes the request exact."""
     settings = dumps([sampling_to_json(sampling), request.template_kwargs])
     named = () if request.continues is None else (request.continues.encode(),)
     if request.prompt_ids is not None:
@@ -61,7 +60,7 @@ def identify_request(request: TurnRequest, conversation: Conversation, sampling:
 
 
 def format_identity(identity: bytes) -> str:
-    """The form that a node stores. Records without the prefix identify a request by looser keys."""
+    """As a node stores it. Records without the prefix identify a request by looser keys."""
     return f"exact:{identity.hex()}"
 
 
