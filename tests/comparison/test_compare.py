@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import tokentrue as tt
 from tests import parts
 from tests.marks import examples
-from tokentrue.comparison.alignment import LIMIT, align
+from tokentrue.comparison.compare import LIMIT, align
 
 START, END, THINK, CALL = 100, 101, 102, 103  # <|im_start|> <|im_end|> <think> <tool_call>
 USER, ASSISTANT = 200, 201

@@ -20,13 +20,7 @@ NONE = "none"
 
 
 class Checks:
-    """Checks that load nothing, run one by one; `finish` reports all that failed.
-
-    >>> checks = Checks()
-    >>> checks(check_engine_settings, settings.engine)
-    >>> checks(check_store, settings.server.store)
-    >>> checks.finish()
-    """
+    """Checks that load nothing, run one by one (`checks(check_store, store)`); `finish` reports all that failed."""
 
     def __init__(self) -> None:
         self._failed: list[Exception] = []
@@ -185,7 +179,6 @@ def _as_path(type_: type[Any], value: Any) -> Any:
 
 
 def as_mapping(config: Any) -> Any:
-    """Omits `None`, which TOML cannot represent."""
     if dataclasses.is_dataclass(config):
         config = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     if isinstance(config, Mapping):

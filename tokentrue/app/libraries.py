@@ -30,8 +30,8 @@ def quiet_libraries(threads: int | None = None) -> None:
 
 @contextmanager
 def without_torch(engine: str) -> Generator[None, None, None]:
-    """Loads transformers without torch in the block, if `engine` runs elsewhere and torch is not loaded already.
-    Afterwards transformers has no models in this process."""
+    """If `engine` runs elsewhere and torch is not loaded already. Afterwards transformers has no models in this
+    process."""
     # Loading a tokenizer imports transformers, which imports torch if it is installed: seconds of start-up and
     # hundreds of megabytes. transformers has no switch for that; it checks once and caches the result.
     kind = ENGINES.get(engine)
@@ -47,7 +47,6 @@ def without_torch(engine: str) -> Generator[None, None, None]:
 
 
 def require_device(device: str) -> None:
-    """Loads torch for a GPU only."""
     require_device_name(device)
     kind, _, number = device.partition(":")
     if kind == "cpu":
@@ -72,7 +71,6 @@ def require_dtype(dtype: str) -> None:
 
 
 def require_samples_of(samples: Sequence[Sample], model: str) -> None:
-    """`model` is a directory or a hub id; raises FileFormatError."""
     from tokentrue.renderers import load_renderer
 
     try:

@@ -1,9 +1,7 @@
-"""Rollouts as samples: the settings and files of `tokentrue rollout`, the rounds of a training run, evaluation on fixed
-tasks.
+"""Rollouts as samples: the settings and files of `tokentrue rollout`, the rounds of a training run, evaluation on fixed tasks.
 
-The files are `samples.jsonl` and `rollouts.jsonl`, with whole groups only, so that missing ones can be run later. A
-group is done when each of its rollouts has a line; its samples are written first.
-"""
+The files are `samples.jsonl` and `rollouts.jsonl`, one line per rollout: whole groups only, so that missing ones can be
+run later. A group is done when each of its rollouts has a line; its samples are written first."""
 
 from __future__ import annotations
 
@@ -53,8 +51,6 @@ AGENT_DEFAULTS: JsonMapping = {
 
 @record
 class RolloutRun:
-    """`url` names a running gateway; without it one is started in this process with `model` and `engine`."""
-
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -77,7 +73,6 @@ class RolloutRun:
 def agent_settings(
     agent: str | None, tasks: Path | None, score: str | None, sandbox: str | None, out: Path | None
 ) -> tuple[JsonObject, JsonMapping]:
-    """Also returns the defaults that then apply."""
     if agent is None:
         if tasks is not None or score is not None or sandbox is not None:
             raise ConfigError("--tasks, --score and --sandbox belong to --agent")
@@ -88,7 +83,6 @@ def agent_settings(
 
 
 def plan_rollouts(config: RolloutConfig) -> list[Plan]:
-    """Deterministic for a configuration."""
     tasks = load_environment(config.environment, config.options).tasks(
         config.tasks, seed=config.seed, split=config.split
     )
@@ -101,7 +95,6 @@ def describe_environment(config: RolloutConfig) -> list[str]:
 
 
 def remember(settings: RolloutRun) -> None:
-    """Writes the resolved configuration beside the output; raises if another one is there."""
     path = settings.out / "config.json"
     shown = replace(settings, store=None if settings.store is None else describe_store(settings.store))
     text = json.dumps(as_mapping(shown), indent=1, sort_keys=True)
@@ -114,8 +107,6 @@ def remember(settings: RolloutRun) -> None:
 
 
 class Recorder:
-    """Writes whole groups, in the order in which they end."""
-
     def __init__(self, out: Path, plans: Sequence[Plan]) -> None:
         self._sizes = Counter(plan.group for plan in plans)
         self._groups: dict[str, list[Rollout]] = {}
@@ -157,7 +148,6 @@ def describe_rollout(rollout: Rollout) -> JsonObject:
 
 
 def read_whole_lines(path: Path) -> list[JsonObject]:
-    """Up to the first incomplete line."""
     found: list[JsonObject] = []
     for _, line in read_numbered_lines(path) if path.exists() else ():
         try:
@@ -168,7 +158,6 @@ def read_whole_lines(path: Path) -> list[JsonObject]:
 
 
 def trim_to_whole_groups(out: Path, plans: Sequence[Plan], *, again: bool = False) -> set[str]:
-    """Truncates both files to groups that are done (with `again`, also without failures) and returns those."""
     sizes = Counter(plan.group for plan in plans)
     lines = read_whole_lines(out / "rollouts.jsonl")
     counts = Counter(line["group"] for line in lines)
@@ -191,7 +180,6 @@ def sessions_on(url: str, config: RolloutConfig, admin_key: str | None, **option
 
 @asynccontextmanager
 async def open_sessions(settings: RolloutRun) -> AsyncGenerator[GatewaySessions, None]:
-    """On the gateway at `settings.url`, or on one started in this process."""
     async with AsyncExitStack() as stack:
         url, admin_key = settings.url, os.environ.get(ADMIN_KEY)
         if url is None:
@@ -205,8 +193,6 @@ async def open_sessions(settings: RolloutRun) -> AsyncGenerator[GatewaySessions,
 
 @record
 class Share:
-    """One rank's part of a list; the parts in rank order are the list."""
-
     rank: int = 0
     world: int = 1
 
@@ -215,7 +201,7 @@ class Share:
 
 
 class RoundImages:
-    """The images of rounds that are not trained on yet, in a folder for each round that every rank reads."""
+    """Of rounds that are not trained on yet, in a folder for each round that every rank reads."""
 
     def __init__(self, out: Path) -> None:
         self._out = out / "rounds"
@@ -231,7 +217,7 @@ class RoundImages:
 
 class RolloutRounds:
     """Round j draws tasks and seeds only from the run's seed and j, so a resumed run samples the same rounds. With
-    several ranks each runs whole groups of its `share`: results do not depend on which rank runs a task."""
+    several ranks each runs whole groups of its `share`."""
 
     def __init__(
         self,
@@ -242,8 +228,7 @@ class RolloutRounds:
         share: Share | None = None,
         images: RoundImages | None = None,
     ) -> None:
-        """`on_groups` gets the rollouts of a round, also ones that are replaced. `images` keeps those of a gateway's
-        sessions."""
+        """`on_groups` gets the rollouts of a round, also ones that are replaced."""
         self.config = config
         self.environment = load_environment(config.environment, config.options)
         self._sessions, self._images = sessions, images

@@ -42,11 +42,8 @@ if TYPE_CHECKING:
 
 @record
 class LossSpec:
-    """`name` is one of `tokentrue.mismatch.LOSSES`; `options` override fields of its `LossConfig`.
-
-    `correction` names a preset, or is a table of `Correction` fields that override the loss's correction or the one
-    named by `preset`.
-    """
+    """`options` override fields of the `LossConfig` named. `correction` names a preset, or is a table of `Correction`
+    fields that override the loss's correction or the one named by `preset`."""
 
     name: str = "dapo"
     options: JsonMapping = field(default_factory=JsonObject)
@@ -96,7 +93,6 @@ class TrainRun:
 
 
 def check_run(checks: Checks, settings: TrainRun) -> None:
-    """Checks names and files before torch is loaded."""
     path = settings.model_path
     if settings.samples is None:
         checks(load_environment, settings.rollout.environment, settings.rollout.options)
@@ -134,7 +130,6 @@ def loss_for(spec: LossSpec) -> LossConfig:
 
 
 def trainer_for(settings: TrainRun, ranks: Ranks) -> tuple[Trainer, JsonMapping]:
-    """The trainer, and the settings that its results depend on."""
     from tokentrue.numerics.leaves import leaves_for
     from tokentrue.train import ExactScorer, Trainer, shard
 
@@ -180,14 +175,13 @@ def trainer_for(settings: TrainRun, ranks: Ranks) -> tuple[Trainer, JsonMapping]
 
 
 def add_adapter(model: Any, rank: int) -> Any:
-    """Nothing but the adapter is trained. B is 0: it starts as the model."""
     from peft import LoraConfig, get_peft_model
 
     return get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
 
 
 def identity(config: TrainConfig, optim: OptimConfig) -> TrainConfig:
-    """The part of the configuration that results depend on; with a constant rate `steps` may grow."""
+    """What results depend on; with a constant rate `steps` may grow."""
     steps = 1 if optim.schedule == "constant" else config.steps
     alike: JsonObject = {
         "checkpoint_every": 0, "checkpoint_minutes": 0.0, "keep_checkpoints": 1, "shard_checkpoint_gib": 0.0,
@@ -197,8 +191,7 @@ def identity(config: TrainConfig, optim: OptimConfig) -> TrainConfig:
 
 
 def store_for(settings: TrainRun, made_from: JsonMapping) -> tuple[Store, int]:
-    """The checkpoint store, and the step to resume at. Refuses a run of another configuration or other samples
-    before changing it."""
+    """The checkpoint store, and the step to resume at."""
     from tokentrue.train import Store
     from tokentrue.train.checkpoint import file_digest, latest, read_state
 
@@ -217,8 +210,8 @@ def store_for(settings: TrainRun, made_from: JsonMapping) -> tuple[Store, int]:
 
 
 class SampleFile:
-    """A file's groups, in the order of their first sample. A sample without a group forms one with its session.
-    Samples without a reward are dropped, and `notes` counts them."""
+    """A file's groups, in the order of their first sample. Samples without a reward are dropped, and `notes` counts
+    them."""
 
     def __init__(self, path: Path, settings: TrainRun, *, trust: bool) -> None:
         samples = read_sound_samples(path, trust=trust)
@@ -252,8 +245,8 @@ def file_for(settings: TrainRun, *, trust: bool) -> SampleFile | None:
 async def source_for(
     settings: TrainRun, ranks: Ranks, file: SampleFile | None
 ) -> AsyncGenerator[tuple[Rounds, Publisher, Evaluator | None], None]:
-    """Rounds, weight sink and evaluation. With embedded engines every rank has a gateway and an engine; otherwise
-    only rank 0 reads the file or calls the servers."""
+    """With embedded engines every rank has a gateway and an engine; otherwise only rank 0 reads the file or calls the
+    servers."""
     from tokentrue.train import Publisher, SourceRounds
     from tokentrue.train.loop import NoRounds
 

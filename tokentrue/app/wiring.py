@@ -1,5 +1,4 @@
-"""The only module that chooses implementations. Heavy imports are inside the functions that need them, so a gateway
-for a remote engine starts without torch."""
+"""The only module that chooses implementations. A gateway for a remote engine starts without torch."""
 
 from __future__ import annotations
 
@@ -78,8 +77,6 @@ class ModelConfig:
 
 @record
 class EngineConfig:
-    """`options` are passed to the provider by name (`dtype`, `device`, `timeout_s`, `loop` …)."""
-
     name: str = "exact"
     urls: tuple[str, ...] = ()
     script: str | None = None
@@ -112,8 +109,6 @@ class ServeConfig:
 def renderer_for(
     config: ModelConfig, render_deadline: AbstractContextManager[object] | None = None
 ) -> Callable[[str], Renderer]:
-    """Each is loaded once."""
-
     @cache
     def load(history: Literal["keep", "template"]) -> Renderer:
         from tokentrue.renderers import load_renderer
@@ -152,7 +147,6 @@ def provider_for(config: EngineConfig, model: ModelConfig, renderer: Callable[[s
 
 
 def check_engine_settings(config: EngineConfig) -> None:
-    """Raises if the settings do not fit the engine. Loads nothing."""
     find_address(config.name)
     checks, options = Checks(), config.options
     here = sorted({"device", "dtype"} & options.keys())
@@ -181,8 +175,7 @@ def check_engine_settings(config: EngineConfig) -> None:
 def check_gateway(
     checks: Checks, model: ModelConfig, engine: EngineConfig, store: str | None, *, reach: bool = True
 ) -> None:
-    """Checks what a gateway starts with, in a fraction of the time that loading it takes. `reach=False` if the gateway
-    runs on another machine, from which the engine may be reachable."""
+    """Checks what a gateway starts with, before loading it. `reach=False` if it runs on another machine."""
     from tokentrue.sessions.journal import check_store
 
     path = model.path or SMALL_MODEL
@@ -201,7 +194,6 @@ def check_engine(engine: EngineConfig, model: str | Path, reach: bool = True) ->
 
 
 def check_parts(options: JsonMapping, model: str | Path) -> None:
-    """Raises if no exact engine can be cut so; the model's `config.json` says how many layers it has."""
     checks, layers = Checks(), None
     for name in ("pipeline", "tensor"):
         parts = options.get(name, 1)
@@ -217,7 +209,6 @@ def check_parts(options: JsonMapping, model: str | Path) -> None:
 
 
 def is_remote(engine: EngineConfig) -> bool:
-    """True for a server's adapter. An engine of another package is one if addresses are given."""
     return engine.name in REMOTE or (engine.name not in ENGINES and bool(engine.urls))
 
 
@@ -228,7 +219,7 @@ def connect_engine(config: EngineConfig, url: str) -> Provider:
 
 
 def check_journal(journal: Journal, renderer: Renderer, store: str) -> None:
-    """Refuses the default journal if its last session used another model; only warns for an explicitly chosen one."""
+    """Refuses the default journal if its last session used another model; only warns for a chosen one."""
     last = next(iter(journal.sessions(limit=1)), None)
     if last is None or last.tokenizer == renderer.tokenizer_hash:
         return
@@ -260,8 +251,8 @@ def gateway_for(
     render_deadline: AbstractContextManager[object] | None = None,
     lock: bool = True,
 ) -> Gateway:
-    """Every rendering of the chat template runs within `render_deadline`. `number` is the worker's index.
-    `admin_state` outlives this process. `lock=False` if the parent process holds the store's lock."""
+    """Templates render within `render_deadline`. `admin_state` outlives this process. `lock=False` if the parent
+    process holds the store's lock."""
     from tokentrue.gateway.app import Gateway
     from tokentrue.sessions.journal import open_journal
 
@@ -308,8 +299,8 @@ def gateway_for(
 
 
 async def identify_model(config: ServeConfig) -> ServeConfig:
-    """Checks that every replica of a remote engine serves the model whose tokenizer we use, by its tokenisation of a
-    probe text, if it offers one. Without `--model` the engine's model must be a local directory."""
+    """Checks that every replica of a remote engine has the tokenizer that we use, if it offers tokenisation. Without
+    `--model` the engine's model must be a local directory."""
     if not is_remote(config.engine):
         return config
     names, tokenised = await ask_engines(config.engine)
@@ -347,7 +338,6 @@ async def ask_engines(engine: EngineConfig) -> tuple[set[str], dict[str, TokenId
 
 
 def _find_directory(engine: EngineConfig, names: set[str]) -> str:
-    """The directory that all replicas report, or the shipped model by its name."""
     if len(names) > 1:
         raise ConfigError(f"the replicas serve different models: {', '.join(sorted(names))}")
     (name,) = names

@@ -11,7 +11,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias, TypeVar
@@ -70,14 +70,12 @@ TrainerFile: TypeAlias = Annotated[
 
 
 def require_utf8(option: str, text: str | None) -> None:
-    """Bytes of the command line that are not UTF-8 arrive as lone surrogates."""
     if not is_utf8(text or ""):
         raise ConfigError(f"{option}: {text!r} is not UTF-8 text")
 
 
 @contextmanager
 def name_option(option: str) -> Generator[None, None, None]:
-    """Adds the option's name to errors about its model."""
     try:
         yield
     except (InputError, RenderError) as error:
@@ -87,7 +85,6 @@ def name_option(option: str) -> Generator[None, None, None]:
 
 
 def check_model_of(option: str, model: str | None, check: Callable[[str], object]) -> None:
-    """`check` the model of an option, if one is given."""
     if model is not None:
         with name_option(option):
             check(model)
@@ -107,7 +104,6 @@ def is_url(source: str) -> bool:
 
 
 def connect(url: str) -> Client:
-    """Reads the admin key from TOKENTRUE_ADMIN_KEY."""
     from tokentrue.client import Client
 
     return Client(url.rstrip("/").removesuffix("/v1"))
@@ -120,8 +116,8 @@ def open_recorded(source: str) -> Journal:
 
 
 def require_store(source: str) -> str:
-    """The store that `source` names; raises FileFormatError if a path has no journal. Call it before this process
-    opens the store: closing a file drops the locks that SQLite holds on it."""
+    """The store that `source` names. Call it before this process opens the store: closing a file drops the locks that
+    SQLite holds on it."""
     from tokentrue.sessions.journal import is_postgres
 
     if is_postgres(source):
@@ -140,7 +136,6 @@ def require_store(source: str) -> str:
 
 
 def pluralise(number: int, noun: str) -> str:
-    """`1 sample`, `2 samples`, `1,024 tokens`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
@@ -150,12 +145,11 @@ def show_share(share: float) -> str:
 
 
 def show_coverage(share: float, sampled: int) -> str:
-    """`coverage 99.99% of 1,024 sampled tokens`; of nothing there is no share."""
     return f"coverage {show_share(share)} of {pluralise(sampled, 'sampled token')}" if sampled else "no sampled tokens"
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Without escapes under NO_COLOR, not even bold. Wide enough for whole tables where the output is no terminal."""
+    """Without escapes under NO_COLOR. Wide enough for whole tables where the output is no terminal."""
     from rich.console import Console
 
     piped = not (sys.stderr if stderr else sys.stdout).isatty()
@@ -173,7 +167,6 @@ def print_json(value: JsonValue) -> None:
 def print_table(
     title: str | None, columns: Sequence[str], rows: Iterable[Sequence[str | float]], *, whole: int = 0
 ) -> None:
-    """The first column is at least `whole` wide."""
     from rich.table import Table
     from rich.text import Text
 
@@ -191,7 +184,6 @@ def print_verdict(text: str, *, ok: bool) -> None:
 
 
 def print_report(report: Report, out: Path | None, *, tables: int) -> None:
-    """The first tables and the verdict of a report, and where its page is."""
     for table in report.tables[:tables]:
         print_table(table.title, table.columns, table.rows)
     print_verdict(report.verdict, ok=report.ok)
@@ -200,8 +192,7 @@ def print_report(report: Report, out: Path | None, *, tables: int) -> None:
 
 
 def require_file(option: str, path: Path | None) -> None:
-    """Raises if no file can be written there, before anything is computed for it. Directories are only made by
-    commands whose output is a directory."""
+    """Raises if no file can be written there, before anything is computed for it."""
     if path is not None and (path.is_dir() or not path.name):
         raise ConfigError(f"{option} {path}: is a directory; name a file in it")
     if path is not None and not os.access(path.parent, os.W_OK):
@@ -210,7 +201,7 @@ def require_file(option: str, path: Path | None) -> None:
 
 
 def require_folder(folder: Path) -> None:
-    """Raises what creating `folder` would raise, and creates nothing: a run that is refused later leaves no files."""
+    """Raises what creating `folder` would raise, and creates nothing."""
     nearest = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK):
         kind = errno.EACCES if nearest.is_dir() else errno.ENOTDIR
@@ -221,54 +212,37 @@ def require_folder(folder: Path) -> None:
 def progress_bar(
     title: str, total: int, *, quiet: bool = False, every_s: float = 0.0
 ) -> Generator[Callable[[str], None], None, None]:
-    """Call the yielded function once per finished piece, with a word about it. A bar with the time left on a terminal;
-    elsewhere a line per piece, or one every `every_s` seconds.
-    """
-    if quiet:
-        yield lambda _: None
-        return
-    if not sys.stdout.isatty():
-        yield lines_of_progress(title, total, every_s)
-        return
+    """Call the yielded function once per finished piece, with a word about it. Without a terminal: a line per piece, or
+    one every `every_s` seconds."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = (TextColumn("  {task.description}"), BarColumn(bar_width=16), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, TextColumn("{task.fields[note]}"), console=console()) as progress:
-        task = progress.add_task(title, total=total, note="")
-        began, done = time.monotonic(), 0
-
-        def advance(note: str) -> None:
-            nonlocal done
-            done += 1
-            progress.update(task, completed=done, note=f"{time_left(began, done, total)}  {note}")
-
-        yield advance
-
-
-def lines_of_progress(title: str, total: int, every_s: float) -> Callable[[str], None]:
     began = said = time.monotonic()
     done = 0
+    columns = (TextColumn("  {task.description}"), BarColumn(bar_width=16), MofNCompleteColumn(), TimeElapsedColumn())
+    bar = Progress(*columns, TextColumn("{task.fields[note]}"), console=console(), disable=quiet)
+    task = bar.add_task(title, total=total, note="")
 
     def advance(note: str) -> None:
         nonlocal done, said
         done += 1
-        if time.monotonic() - said < every_s and done < total:
-            return
-        said = time.monotonic()
-        print(f"  {title} {done}/{total}  {note}".rstrip() + f"  {time_left(began, done, total)}".rstrip(), flush=True)
+        left = time_left(began, done, total)
+        bar.update(task, completed=done, note=f"{left}  {note}")
+        now = time.monotonic()
+        if not bar.console.is_terminal and not quiet and (now - said >= every_s or done == total):
+            said = now
+            print(f"  {title} {done}/{total}  {note}".rstrip() + f"  {left}".rstrip(), flush=True)
 
-    return advance
+    with bar if bar.console.is_terminal else nullcontext():
+        yield advance
 
 
 def time_left(began: float, done: int, total: int) -> str:
-    """`0:01:20 left`, if the others take as long as these. Not for the first, which waited for the engine, nor before a
-    twentieth: pieces may run side by side."""
+    """If the others take as long as these. Not for the first, which waited for the engine, nor before a twentieth."""
     seconds = round((time.monotonic() - began) / done * (total - done))
     return f"{timedelta(seconds=seconds)} left" if max(2, total / 20) <= done < total else ""
 
 
 def count_items(items: Iterable[T], noun: str, *, quiet: bool = False) -> Iterator[T]:
-    """Passes the items on and counts them with a spinner on a terminal's stderr."""
     with show_status("reading", quiet=quiet or not sys.stderr.isatty()) as update:
         for number, item in enumerate(items, start=1):
             update(pluralise(number, noun))
@@ -277,7 +251,7 @@ def count_items(items: Iterable[T], noun: str, *, quiet: bool = False) -> Iterat
 
 @contextmanager
 def show_status(text: str, *, quiet: bool = False) -> Generator[Callable[[str], None], None, None]:
-    """A spinner on a terminal's stderr, one line elsewhere. The yielded function changes the text of the spinner."""
+    """A spinner whose text the yielded function changes on a terminal's stderr, one line elsewhere."""
     if quiet:
         yield lambda _: None
         return
@@ -292,7 +266,6 @@ def show_status(text: str, *, quiet: bool = False) -> Generator[Callable[[str], 
 
 @contextmanager
 def rollout_log(out: Path) -> Generator[Path, None, None]:
-    """Tracebacks of agents and environments go to `out/rollouts.log`."""
     path = out / "rollouts.log"
     handler = logging.FileHandler(path, delay=True, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
@@ -306,7 +279,6 @@ def rollout_log(out: Path) -> Generator[Path, None, None]:
 
 
 def describe_costs(steps: Sequence[Mapping[str, float]]) -> str:
-    """The share of each part of a training step, from the seconds of each step."""
     spent = {name: sum(step.get(name, 0.0) for step in steps) for name in (*STEP_PARTS, "step")}
     parts = ", ".join(f"{name} {spent[name] / (spent['step'] or 1.0):.1%}" for name in STEP_PARTS)
     return f"{parts}; publishing the weights took {1000 * spent['publish'] / max(1, len(steps)):.1f} ms"

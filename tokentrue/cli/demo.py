@@ -1,8 +1,4 @@
-"""tokentrue demo: the whole loop on one machine. Serve → agent over HTTP, streaming → samples → GRPO steps → report.
-
-Nothing is staged: it runs the gateway of `tokentrue serve`, the real OpenAI client and the exact engine, and prints
-what the run measured.
-"""
+"""tokentrue demo: gateway → agent over HTTP, streaming → samples → GRPO steps → report, on one machine."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 from typer import Option
 
@@ -68,15 +68,14 @@ PLACES = {
     "by_position": "sampled tokens before it",
     "by_kind": "turn",
 }
-T = TypeVar("T")
 Scored: TypeAlias = "tuple[TrainerLogprobs, list[int] | None]"
 """The trainer's log-probabilities, and its most likely tokens if known."""
 
 
 @record
 class Row:
-    """One sample, and for each of its trained tokens with numbers of both sides: the numbers, the token's kind, and
-    whether the argmax flips (None if unknown)."""
+    """One sample, and of each trained token with numbers of both sides: the numbers, its kind, and whether the argmax
+    flips (None if unknown)."""
 
     sample: Sample
     scores: TrainerLogprobs
@@ -117,10 +116,14 @@ def command(
     from tokentrue.samples.trainer_logprobs import read_trainer_logprobs
 
     checks = Checks()
-    sides = "pass either --trainer MODEL or --trainer-logprobs FILE: the trainer's side of the comparison"
-    checks.require((trainer is None) != (trainer_logprobs is None), sides)
-    needs = "--write-logprobs writes what --trainer computes; give --trainer MODEL"
-    checks.require(write_logprobs is None or trainer is not None, needs)
+    checks.require(
+        (trainer is None) != (trainer_logprobs is None),
+        "pass either --trainer MODEL or --trainer-logprobs FILE: the trainer's side of the comparison",
+    )
+    checks.require(
+        write_logprobs is None or trainer is not None,
+        "--write-logprobs writes what --trainer computes; give --trainer MODEL",
+    )
     checks(require_dtype, dtype)
     checks(require_device_name, device)
     checks(require_file, "-o", out)
@@ -156,11 +159,10 @@ def command(
         rows, refused = score_all(found, score, tokens=PADDED_TOKENS if plain else BATCH_TOKENS, quiet=as_json)
         if write_logprobs is not None:
             write_logprobs.write_text("".join(row.scores.to_line(row.sample) for row in rows), encoding="utf-8")
+    if not rows and refused:
+        raise InputError(f"{samples}: the trainer cannot score any sample as it was sampled; the first: {refused[0]}")
     if not rows:
-        why = "no sample has trained tokens with log-probabilities of both sides"
-        if refused:
-            why = f"the trainer cannot score any sample as it was sampled; the first: {refused[0]}"
-        raise InputError(f"{samples}: {why}")
+        raise InputError(f"{samples}: no sample has trained tokens with log-probabilities of both sides")
     counts = {
         "samples": len(rows),
         "samples_in_file": len(found),
@@ -174,8 +176,8 @@ def command(
         facts["left out"] = f"{pluralise(left_out, 'sample')} {missing}"
     if refused:
         facts["not scored"] = f"{pluralise(len(refused), 'sample')}; the first: {refused[0]}"
-    spread = set[int]().union(*(sampled_by(row.sample) for row in rows))
-    verdict, alarm = judge(whole, counts, max_k3, spread if trainer is not None else set())
+    versions = set[int]() if trainer is None else set[int]().union(*(sampled_by(row.sample) for row in rows))
+    verdict, alarm = judge(whole, counts, max_k3, versions)
     metrics: dict[str, float | None] = dict(whole.metrics.items())
     if rows[0].flips is None:  # the exact operators and a file of log-probabilities report no argmax
         metrics["flips"] = None
@@ -187,19 +189,16 @@ def command(
     if as_json:
         head = {"verdict": verdict, "ok": not alarm, "facts": facts, "compared": counts}
         print_json({**head, "metrics": metrics, "worst": [asdict(row) for row in whole.worst]})
-    else:
-        print_report(report, out, tables=1)
-        lines = {
-            **{name: facts.get(name) for name in (ORDINARY, "not scored")},
-            "log-probabilities": write_logprobs,
-        }
-        print("\n".join(f"{name}: {text}" for name, text in lines.items() if text))
-    return 1 if alarm else 0
+        return int(alarm)
+    print_report(report, out, tables=1)
+    for name, text in {**facts, "log-probabilities": write_logprobs}.items():
+        if text and name in (ORDINARY, "not scored", "log-probabilities"):
+            print(f"{name}: {text}")
+    return int(alarm)
 
 
 def read_sealed(path: Path, policy_version: int | None) -> list[Sample]:
-    """The samples, those of one policy version if it is given. One that is sealed must be as it was sealed: its session
-    may be incomplete."""
+    """One that is sealed must be as it was sealed: its session may be incomplete."""
     from tokentrue.samples import audit
     from tokentrue.samples.files import read_all
 
@@ -220,7 +219,6 @@ def read_sealed(path: Path, policy_version: int | None) -> list[Sample]:
 
 
 def sampled_by(sample: Sample) -> set[int]:
-    """The policy versions of its sampled tokens."""
     spans = (span for span in sample.spans if span.kind == "sampled")
     return {span.policy_version for span in spans if span.policy_version is not None}
 
@@ -232,30 +230,23 @@ def score_all(
     quiet: bool,
     tokens: int = BATCH_TOKENS,
 ) -> tuple[list[Row], list[str]]:
-    """Samples with numbers of both sides, and why others cannot be scored. `score` gets up to `tokens` at once."""
     from tokentrue.samples.recorded_turns import scoring_temperatures
+    from tokentrue.train.rows import pack
 
-    rows: dict[int, Row] = {}
+    scorable: list[Sample] = []
     refused: list[str] = []
-    trained = [number for number, sample in enumerate(samples) if any(sample.loss_mask)]
-    trained.sort(key=lambda number: len(samples[number].token_ids))
-    done = 0
+    for sample in (sample for sample in samples if any(sample.loss_mask)):
+        try:
+            scoring_temperatures(sample)
+            scorable.append(sample)
+        except TokenContractError as error:
+            refused.append(str(error))
+    rows: dict[int, Row] = {}
     with show_status("scoring", quiet=quiet or not sys.stderr.isatty()) as update:
-        for batch in cut_batches(trained, lambda number: len(samples[number].token_ids), tokens):
-            scorable: list[int] = []
-            for number in batch:
-                try:
-                    scoring_temperatures(samples[number])
-                    scorable.append(number)
-                except TokenContractError as error:
-                    refused.append(str(error))
-            if scorable:
-                found = score([samples[number] for number in scorable])
-                rows.update(
-                    {number: compare(samples[number], *each) for number, each in zip(scorable, found, strict=True)}
-                )
-            done += len(batch)
-            update(f"scored {done:,} of {pluralise(len(trained), 'sample')}")
+        for batch in pack([len(sample.token_ids) for sample in scorable], tokens):
+            found = score([scorable[number] for number in batch])
+            rows |= {number: compare(scorable[number], *each) for number, each in zip(batch, found, strict=True)}
+            update(f"scored {len(rows):,} of {pluralise(len(scorable), 'sample')}")
     return [rows[number] for number in sorted(rows) if rows[number].trainer], refused
 
 
@@ -267,13 +258,11 @@ def compare(sample: Sample, scores: TrainerLogprobs, tops: Sequence[int] | None)
         rollout, trainer = sample.rollout_logprobs[i], scores.logprobs[i]
         if not trained or rollout is None or trainer is None:
             continue
-        for side, value, cure in (
-            ("rollout's", rollout, "`tokentrue audit` lists every such sample of the file"),
-            ("trainer's", trainer, "check the weights and --dtype"),
-        ):
-            if not math.isfinite(value):
-                where = f"sample {sample.sample_id}: the {side} log-probability of token {i}"
-                raise InputError(f"{where} is {value}; {cure}")
+        if not math.isfinite(rollout + trainer):
+            side, value, cure = "trainer's", trainer, "check the weights and --dtype"
+            if not math.isfinite(rollout):
+                side, value, cure = "rollout's", rollout, "`tokentrue audit` lists every such sample of the file"
+            raise InputError(f"sample {sample.sample_id}: the {side} log-probability of token {i} is {value}; {cure}")
         row.rollout.append(float(rollout))
         row.trainer.append(float(trainer))
         row.kinds.append("sampled" if i not in turns else f"turn {turns[i]}" if turns[i] < 8 else "turn 8+")
@@ -284,8 +273,8 @@ def compare(sample: Sample, scores: TrainerLogprobs, tops: Sequence[int] | None)
 
 
 def load_scorer(model: str, *, plain: bool, dtype: str, device: str) -> Callable[[Sequence[Sample]], list[Scored]]:
-    """Log-probabilities as `tokentrue train` computes them, several samples in one pass: at the turn's temperature,
-    over the ids that its filters kept."""
+    """Log-probabilities as `tokentrue train` computes them: at the turn's temperature, over the ids that its filters
+    kept."""
     import torch
 
     from tokentrue.hub import load_causal_model
@@ -297,7 +286,7 @@ def load_scorer(model: str, *, plain: bool, dtype: str, device: str) -> Callable
 
     with name_option("--trainer"):
         loaded = load_causal_model(model, dtype=dtype).to(device).eval()
-    tops: list[list[int]] = []
+    tops: list[list[int] | None] = []
 
     def record_tops(_module: object, _given: object, out: Any) -> None:
         tops.extend([-1, *row] for row in out.logits[:, :-1].argmax(-1).tolist())
@@ -319,11 +308,8 @@ def load_scorer(model: str, *, plain: bool, dtype: str, device: str) -> Callable
         tops.clear()
         with torch.no_grad(), score.active(loaded):
             found = score(loaded, rows).logprobs
-        chosen = tops or [None] * len(rows)
-        return [
-            (TrainerLogprobs(logprobs=[None, *values[1:].tolist()]), top)
-            for values, top in zip(found, chosen, strict=True)
-        ]
+        sides = [TrainerLogprobs(logprobs=[None, *values[1:].tolist()]) for values in found]
+        return list(zip(sides, tops or [None] * len(rows), strict=True))
 
     return score_samples
 
@@ -331,7 +317,6 @@ def load_scorer(model: str, *, plain: bool, dtype: str, device: str) -> Callable
 def diagnose_steps(
     rows: Sequence[Row], found: Sequence[Sample], preset: str
 ) -> tuple[Diagnosis, dict[str, Diagnosis], str]:
-    """The whole, each step by its label, and the correction that is shown."""
     from tokentrue.mismatch import PRESETS
     from tokentrue.viewer.plots import compute_advantages
 
@@ -347,29 +332,11 @@ def diagnose_steps(
     for row in rows:
         newest = max(sampled_by(row.sample), default=0)
         by_step.setdefault(str(row.sample.metadata.get("step", newest)), []).append(row)
-
-    def in_order(label: str) -> tuple[int, float, str]:
-        return (0, float(label), "") if label.lstrip("-").isdigit() else (1, 0.0, label)
-
-    steps = {
-        label: diagnose_rows(by_step[label], advantages, kinds, correction) for label in sorted(by_step, key=in_order)
-    }
+    # numbers first, in their order
+    order = sorted(by_step, key=lambda step: (0, int(step), "") if step.lstrip("-").isdecimal() else (1, 0, step))
+    steps = {label: diagnose_rows(by_step[label], advantages, kinds, correction) for label in order}
     first, *others = steps.values()
     return first.merge(*others), steps, preset
-
-
-def cut_batches(items: Sequence[T], size: Callable[[T], int], most: int = BATCH_TOKENS) -> Iterator[list[T]]:
-    """Runs of items of at most `most` tokens; a larger item is a run by itself."""
-    batch: list[T] = []
-    tokens = 0
-    for item in items:
-        if batch and tokens + size(item) > most:
-            yield batch
-            batch, tokens = [], 0
-        batch.append(item)
-        tokens += size(item)
-    if batch:
-        yield batch
 
 
 def diagnose_rows(
@@ -475,11 +442,12 @@ def mismatch_charts(whole: Diagnosis, steps: Mapping[str, Diagnosis]) -> Iterato
         title, labels = "K1 and K3 over steps", list(steps)
         yield Chart(title=title, x_label="step", y_label="per token", labels=labels, series=series, log_y=True)
     for prefix, place in PLACES.items():
-        bars: dict[str, float] = {}
-        for name, stat in whole.metrics.statistics.items():
-            if name.startswith(f"{prefix}/") and isinstance(stat, Mean) and stat.count:
-                bars[name.partition("/")[2]] = stat.value
+        found = {name.partition("/"): stat for name, stat in whole.metrics.statistics.items()}
+        bars = {
+            name[2]: stat.value
+            for name, stat in found.items()
+            if name[0] == prefix and isinstance(stat, Mean) and stat.count
+        }
         if any(bars.values()):
-            series, labels = {"mean |δ|": list(bars.values())}, list(bars)
-            title, y_label = f"|δ| by {place}", "mean |δ|"
-            yield Chart(title=title, x_label=place, y_label=y_label, labels=labels, kind="bars", series=series)
+            series, labels, what = {"mean |δ|": list(bars.values())}, list(bars), "mean |δ|"
+            yield Chart(title=f"|δ| by {place}", x_label=place, y_label=what, labels=labels, kind="bars", series=series)

@@ -56,22 +56,18 @@ def command(
     from tokentrue.samples.files import read_all
 
     loaded, _, directory = (adapter or "").rpartition("=")
-    checks = Checks()
-    known = list_names(REMOTE + IN_PROCESS)
-    checks.require(
-        engine in REMOTE + IN_PROCESS,
-        f"--engine: no engine {engine!r}; choose one of {known}{did_you_mean(engine, REMOTE + IN_PROCESS)}",
-    )
+    checks, known = Checks(), REMOTE + IN_PROCESS
+    listed = f"choose one of {list_names(known)}{did_you_mean(engine, known)}"
+    named = f"--adapter: engine {engine!r} runs in this process and has no adapter {loaded!r}; give DIR"
+    checks.require(engine in known, f"--engine: no engine {engine!r}; {listed}")
     checks.require(engine not in REMOTE or url is not None, f"--url: engine {engine!r} needs one")
     checks.require(url is None or engine not in IN_PROCESS, f"--url: engine {engine!r} runs here and takes none")
-    named = f"--adapter: engine {engine!r} runs in this process and has no adapter {loaded!r}; give DIR"
     checks.require(not loaded or engine in REMOTE, named)
     checks(require_dtype, dtype or "float32")
     checks(require_file, "-o", out)
     models = {"--model": model, "--served": served, "--previous": previous}
-    checks(check_model_of, "--model", model, check_model)
-    for option in ("--served", "--previous"):  # weights alone: their tokenizer is the model's
-        checks(check_model_of, option, models[option], find_directory)
+    for option, name in models.items():  # the others are weights alone: their tokenizer is the model's
+        checks(check_model_of, option, name, check_model if option == "--model" else find_directory)
     recorded = [] if samples is None else checks(read_all, samples)
     checks.finish()
     if url is not None:
@@ -99,16 +95,9 @@ def command(
             await provider.health()
             with name_option("--previous"):  # the one model that is loaded for the first time by a probe
                 return await examine(
-                    provider,
-                    renderer,
-                    reference,
-                    routes=routes,
-                    dtype=dtype,
-                    previous=previous,
-                    engine_model=module,
-                    samples=recorded or [],
-                    on_progress=lambda name: update(f"probing: {name}"),
-                )
+                    provider, renderer, reference, routes=routes, dtype=dtype, previous=previous, engine_model=module,
+                    samples=recorded or [], on_progress=lambda name: update(f"probing: {name}"),
+                )  # fmt: skip
         finally:
             await routes.close()
             await provider.close()
@@ -128,7 +117,6 @@ def command(
 
 
 def load_engine(engine: str, url: str | None, served: str, dtype: str, adapter: str | None) -> tuple[Any, Any]:
-    """Returns the engine, and its torch module if it runs in this process."""
     if url is not None:
         from tokentrue.app.wiring import EngineConfig, connect_engine
 

@@ -71,7 +71,6 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def flush_output(code: int, text: str = "") -> int:
-    """Returns the exit code. A full disk gives one line, not a traceback at exit."""
     try:
         print(text, end="", flush=True)
         return code
@@ -89,7 +88,7 @@ def load_command(name: str) -> Callable[..., int]:
 
 
 def run(name: str, rest: list[str]) -> int:
-    """Errors that a user can correct (a TokenTrueError, a file, a missing extra) give one line, no stack trace."""
+    """Errors that a user can correct give one line, no stack trace."""
     import typer
 
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found": no command needs it then
@@ -121,7 +120,7 @@ def run(name: str, rest: list[str]) -> int:
 
 
 def explain_error(error: Exception, needed: str | None = None) -> tuple[int, str]:
-    """The exit code, and what to print. The traceback of a bug is written to a file. `needed`: the command's extra."""
+    """The exit code, and what to print. `needed`: the command's extra."""
     if isinstance(error, ModuleNotFoundError):
         top = (error.name or "").split(".")[0]
         for extra, modules in EXTRAS.items():

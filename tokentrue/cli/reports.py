@@ -40,7 +40,7 @@ COMPARED = (
 
 
 def write_training_report(settings: TrainRun, **changes: Any) -> Path | None:
-    """Writes `report.html` to the run's directory; None if it has no metrics. `changes` are fields of the `Report`."""
+    """None if the run has no metrics. `changes` are fields of the `Report`."""
     from tokentrue.app.wiring import renderer_for
 
     rows = read_metrics(settings.out / "metrics.jsonl")
@@ -63,7 +63,6 @@ def write_training_report(settings: TrainRun, **changes: Any) -> Path | None:
 
 
 def read_metrics(path: Path) -> list[JsonObject]:
-    """Non-finite numbers become None: null, or NaN and Infinity in files of older runs."""
     rows: list[JsonObject] = []
     for _, line in read_numbered_lines(path) if path.is_file() else ():
         try:

@@ -1,8 +1,5 @@
-"""tokentrue rollout: runs an environment's tasks through a gateway, in groups, scored, written as samples; resumable.
-
-The output directory has `samples.jsonl` (whole groups only), `rollouts.jsonl` (one line per rollout: reward or error)
-and `config.json`. A group is written when its last rollout has ended; a restarted run does only what is missing.
-"""
+"""tokentrue rollout: runs an environment's tasks through a gateway, in groups, scored, written as samples;
+resumable."""
 
 from __future__ import annotations
 
@@ -101,13 +98,11 @@ def command(
 
 
 def reach_gateway(url: str) -> None:
-    """Reports an unreachable gateway or a refused key once, not for every rollout."""
     with connect(url) as client:
         client.sessions(limit=1)
 
 
 def play_all(settings: RolloutRun, plans: list[Plan], left: list[Plan], *, ray: str | None, quiet: bool) -> None:
-    """Plays the plans that are left and writes each rollout; shows a progress bar."""
     from tokentrue.app.rollouts import Recorder
 
     rewards: list[float] = []
@@ -152,7 +147,6 @@ async def play(settings: RolloutRun, plans: list[Plan], on_rollout: Callable[[Ro
 
 
 def print_summary(out: Path, plans: list[Plan], log: Path, *, as_json: bool) -> int:
-    """Returns the exit code."""
     from tokentrue.app.rollouts import read_whole_lines
 
     rows = read_whole_lines(out / "rollouts.jsonl")

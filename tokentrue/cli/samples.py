@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -27,7 +27,7 @@ from tokentrue.errors import ConfigError, SessionNotFound
 from tokentrue.types import Coverage
 
 if TYPE_CHECKING:
-    from tokentrue.samples.images import ImageFolder
+    from tokentrue.client import Client
     from tokentrue.types import Sample
 
 NAMES = "jsonl, parquet, safetensors, verl, trl, slime, prime-rl, tinker"
@@ -45,6 +45,7 @@ def command(
 ) -> int:
     """Export training samples."""
     from tokentrue.samples import write_samples
+    from tokentrue.samples.files import is_stream
     from tokentrue.samples.images import ImageFolder
 
     format = choose_format(out, format)
@@ -57,37 +58,39 @@ def command(
     counts: Counter[str] = Counter(sessions=0, sampled=0, trained=0)
     reasons: Counter[str] = Counter()
 
-    with closing(connect(source) if is_url(source) else JournalSource(source)) as opened:
+    def collect(opened: Client | JournalSource) -> Iterator[Sample]:
         folder = ImageFolder(out)
-
-        def collect() -> Iterator[Sample]:
-            for name in session or session_ids(opened, group):
-                try:
-                    made = (
-                        opened.assemble(name, max_tokens=max_tokens, include_abandoned=abandoned)
-                        if isinstance(opened, JournalSource)
-                        else opened.session_samples(name)
+        for name in session or session_ids(opened, group):
+            try:
+                if isinstance(opened, JournalSource):
+                    made = opened.assemble(name, max_tokens=max_tokens, include_abandoned=abandoned)
+                else:
+                    made = opened.session_samples(name)
+            except SessionNotFound:
+                if session:
+                    raise
+                continue  # it was listed, and has been purged since
+            counts.update(sessions=1, sampled=made.coverage.sampled, trained=made.coverage.trained)
+            reasons.update(made.coverage.untrained_by_reason)
+            for sample in made.samples:
+                if sample.images and is_stream(out):
+                    raise ConfigError(
+                        f"sample {sample.sample_id} has images, whose files are beside a file: give -o FILE"
                     )
-                except SessionNotFound:
-                    if session:
-                        raise
-                    continue  # it was listed, and has been purged since
-                counts.update(sessions=1, sampled=made.coverage.sampled, trained=made.coverage.trained)
-                reasons.update(made.coverage.untrained_by_reason)
-                yield from keep_images(made.samples, folder, out, opened.session_image)
-            if group is not None and not counts["sessions"]:  # an error, not an empty file
-                raise SessionNotFound(f"no session of group {group!r}; `tokentrue sessions` lists them")
+                folder.write(sample, opened.session_image)
+                yield sample
+        if group is not None and not counts["sessions"]:  # an error, not an empty file
+            raise SessionNotFound(f"no session of group {group!r}; `tokentrue sessions` lists them")
 
-        count = write_samples(count_items(collect(), "sample"), out, format=format)
+    with closing(connect(source) if is_url(source) else JournalSource(source)) as opened:
+        count = write_samples(count_items(collect(opened), "sample"), out, format=format)
     ratio = Coverage(sampled=counts["sampled"], trained=counts["trained"]).ratio
     if as_json:
         print_json({"out": str(out), "samples": count, **counts, "coverage": ratio, "untrained": reasons})
         return 0
-    written = f"{pluralise(count, 'sample')} of {pluralise(counts['sessions'], 'session')} in {out}"
-    if not counts["sessions"]:
-        print(f"{written}: the journal has no session yet")
-        return 0
-    print(f"{written}; {show_coverage(ratio, counts['sampled'])}")
+    share = show_coverage(ratio, counts["sampled"]) if counts["sessions"] else "the journal has no session yet"
+    end = f"{'; ' if counts['sessions'] else ': '}{share}"
+    print(f"{pluralise(count, 'sample')} of {pluralise(counts['sessions'], 'session')} in {out}{end}")
     if reasons:
         hint = " (the same request again: use a session for each rollout, or n)" if "retried" in reasons else ""
         print("not trained: " + ", ".join(f"{tokens} {why}" for why, tokens in sorted(reasons.items())) + hint)
@@ -95,7 +98,6 @@ def command(
 
 
 def choose_format(out: Path, format: str | None) -> str:
-    """`format`, or the one that the file's name says; refuses a name that says another kind of file."""
     from tokentrue.samples.files import MEDIA_TYPES, find_format
 
     named = ".jsonl" if out.suffix in ("", ".json") else out.suffix
@@ -107,15 +109,3 @@ def choose_format(out: Path, format: str | None) -> str:
     if out.suffix and named in MEDIA_TYPES and named != wanted:
         raise ConfigError(f"-o {out}: format {format} writes a {wanted} file; name it {out.with_suffix(wanted).name}")
     return format
-
-
-def keep_images(
-    samples: Iterable[Sample], folder: ImageFolder, out: Path, read: Callable[[str, str], bytes]
-) -> Iterator[Sample]:
-    from tokentrue.samples.files import is_stream
-
-    for sample in samples:
-        if sample.images and is_stream(out):
-            raise ConfigError(f"sample {sample.sample_id} has images, whose files are beside a file: give -o FILE")
-        folder.write(sample, read)
-        yield sample

@@ -104,7 +104,6 @@ def command(
 
 
 def serve(settings: ServeConfig, admin_key: str, *, is_new_key: bool) -> int:
-    """Runs gateway processes, one or several, until a signal ends them."""
     from tokentrue.app.libraries import without_torch
     from tokentrue.app.wiring import gateway_for
     from tokentrue.gateway.serving.forwarding import Peers

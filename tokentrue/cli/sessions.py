@@ -77,7 +77,6 @@ def command(
 
 
 def show_session(opened: Client | JournalSource, name: str) -> JsonObject:
-    """The session `name`, or the only one that begins with it."""
     try:
         return opened.session_state(name)
     except SessionNotFound as error:
@@ -153,7 +152,6 @@ class JournalSource:
 
 
 def summarise_remote(client: Client, listed: JsonObject) -> Iterator[JsonObject]:
-    """With turns and coverage; nothing if it was purged since it was listed."""
     with suppress(SessionNotFound):
         state = client.session_state(listed["session_id"])
         yield {**state, "turns": len(state["nodes"])}

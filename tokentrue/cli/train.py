@@ -1,9 +1,7 @@
 """tokentrue train: the reference trainer, live against its own gateway or offline from a file of samples.
 
 One process, or `torchrun --nproc-per-node=N -m tokentrue train --config F.toml`: every rank runs a gateway, an engine
-and its part of the rollouts, and all ranks train. The output directory has checkpoints, `metrics.jsonl`, the files of
-`log` and the resolved configuration.
-"""
+and its part of the rollouts, and all ranks train."""
 
 from __future__ import annotations
 

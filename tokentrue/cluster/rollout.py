@@ -1,10 +1,8 @@
 """tokentrue rollout --ray: gateways with their engines, and rollout workers, as actors.
 
-A rollout belongs to the gateway that its key hashes to. A restarted `GatewayActor` restores its sessions from its
-journal. With `nodes` the actors are spread over that many nodes and share one PostgreSQL record, so that any gateway
-resumes the sessions of one that died. A `RolloutActor` restarts a lost rollout in the same session and gets the recorded
-replies, so a death costs only the current turn of the affected rollouts.
-"""
+A rollout belongs to the gateway that its key hashes to, which restores its sessions from its journal when restarted.
+With `nodes` the actors share one PostgreSQL record, so that any gateway resumes the sessions of one that died. A
+`RolloutActor` restarts a lost rollout in the same session and gets the recorded replies."""
 
 from __future__ import annotations
 
@@ -58,7 +56,7 @@ class GatewayActor:
         self._starting = ThreadPoolExecutor(1).submit(self._start)
 
     def _start(self) -> str:
-        """Returns the address. Raises only RuntimeError: other types could look like an absent gateway."""
+        """Raises only RuntimeError: other types could look like an absent gateway."""
         try:
             return self._gateway.__enter__().url
         except Exception as error:
@@ -92,8 +90,6 @@ class RolloutActor:
 
 
 async def find_gateway(gateways: Sequence[Any]) -> str:
-    """Address of the first gateway whose actor answers; waits if there is only one."""
-
     async def ask(gateway: Any) -> str:
         return await gateway.address.remote()
 
@@ -114,9 +110,8 @@ async def play_through(
     began, end = time.perf_counter(), math.inf
     while True:
         try:
-            async with sessions_on(
-                await whereabouts(), config, admin_key, resume=True, is_retried=is_conflict_or_absence
-            ) as sessions:
+            url = await whereabouts()
+            async with sessions_on(url, config, admin_key, resume=True, is_retried=is_conflict_or_absence) as sessions:
                 try:
                     return await run_one(
                         environment, plan, sessions, timeout_s=config.timeout_s, is_raised=is_conflict_or_absence
@@ -124,15 +119,13 @@ async def play_through(
                 except SessionConflict:  # it had ended, and the actor that reported it died
                     session_id, reward, samples, coverage = await sessions.read_ended(plan)
             return Rollout(
-                plan=plan, session_id=session_id, reward=reward, error=None, seconds=time.perf_counter() - began, samples=samples,
-                coverage=coverage,
+                plan=plan, session_id=session_id, reward=reward, error=None, seconds=time.perf_counter() - began,
+                samples=samples, coverage=coverage,
             )  # fmt: skip
         except Exception as error:
-            if not is_absence(error):
-                return failed_rollout(plan, error, began, session_id=resumed_id(plan))
             end = min(end, time.perf_counter() + PATIENCE_S)
-            if time.perf_counter() >= end:
-                said = f"the gateway was away for {PATIENCE_S:g} s: {error}"
+            if not is_absence(error) or time.perf_counter() >= end:
+                said = f"the gateway was away for {PATIENCE_S:g} s: {error}" if is_absence(error) else error
                 return failed_rollout(plan, said, began, session_id=resumed_id(plan))
         await asyncio.sleep(0.5)
 
@@ -153,8 +146,6 @@ def is_absence(trouble: BaseException) -> bool:
 
 # ---- the driver
 class Fleet:
-    """The actors of one run, as Ray handles."""
-
     def __init__(self, settings: RolloutRun) -> None:
         self._ray, self._is_shared = import_ray(), settings.is_shared
         places = find_nodes(self._ray, settings.nodes) if settings.nodes > 1 else []
@@ -175,7 +166,6 @@ class Fleet:
         self._next_worker = itertools.cycle(self.workers)
 
     def gateways_for(self, plan: Plan) -> list[Any]:
-        """The gateway that the rollout is pinned to, then those that could take over."""
         first = int(hashlib.sha256(plan.key.encode()).hexdigest()[:8], 16) % len(self.gateways)
         return [*self.gateways[first:], *self.gateways[:first]] if self._is_shared else [self.gateways[first]]
 
@@ -192,7 +182,6 @@ class Fleet:
 
 
 def find_nodes(ray: Any, count: int) -> list[str]:
-    """Waits for nodes that are still joining the cluster."""
     end = time.monotonic() + JOIN_S
     while len(alive := sorted(node["NodeID"] for node in ray.nodes() if node["Alive"])) < count:
         if time.monotonic() > end:
@@ -202,7 +191,6 @@ def find_nodes(ray: Any, count: int) -> list[str]:
 
 
 def place(actor_class: Any, nodes: Sequence[str], number: int) -> Any:
-    """Round-robin over `nodes`; any node if that one has died."""
     if not nodes:
         return actor_class
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -236,7 +224,7 @@ async def play_all(fleet: Fleet, plans: Sequence[Plan], on_rollout: Callable[[Ro
 
 @contextlib.contextmanager
 def attach(address: str) -> Generator[Any, None, None]:
-    """Yields this process's Ray, or a connection to `address` for the block; `local` starts one here."""
+    """This process's Ray, or a connection to `address` for the block; `local` starts one here."""
     ray = import_ray()
     mine = not ray.is_initialized()
     if mine:

@@ -1,13 +1,12 @@
 """Two id sequences in, graded and aligned differences out.
 
 Both are cut into segments: every structural token, and every run of other tokens between them. The segments are
-aligned, so that one extra segment is one difference and hides nothing after it. Nothing is trimmed.
+aligned, so that one extra segment is one difference and hides nothing after it.
 
 * `special_token_count`: a structural token is missing or extra (hard);
 * `special_token_type`: another structural token in its place (hard);
 * `non_assistant_text`: other text of the prompt, the user or a tool, or the same from other ids (hard);
-* `assistant_text`: other text inside an assistant's turn (soft); sampled tokens are never canonical.
-"""
+* `assistant_text`: other text inside an assistant's turn (soft); sampled tokens are never canonical."""
 
 from __future__ import annotations
 
@@ -15,7 +14,6 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
 
-from tokentrue.comparison.alignment import align
 from tokentrue.records import record
 
 Ids = Sequence[int]
@@ -44,8 +42,6 @@ class Reader(Protocol):
 
 @record
 class ComparedSpan:
-    """Tokens `[start, end)` of one sequence and their text."""
-
     start: int
     end: int
     text: str
@@ -82,7 +78,6 @@ Pair: TypeAlias = tuple[_Segment | None, _Segment | None]
 
 
 def compare(expected_ids: Ids, actual_ids: Ids, *, renderer: Reader) -> list[Mismatch]:
-    """Every difference, in order."""
     found: list[Mismatch] = []
     expected, actual = _segments(expected_ids, renderer), _segments(actual_ids, renderer)
     for mine, theirs in _pairs(expected, actual, expected_ids, actual_ids):
@@ -159,7 +154,6 @@ def _pairs(expected: list[_Segment], actual: list[_Segment], expected_ids: Ids, 
 def _runs(
     left: Sequence[Hashable], right: Sequence[Hashable]
 ) -> Iterator[tuple[list[int], list[int], tuple[int, int] | None]]:
-    """What is left alone on both sides before each aligned pair, and that pair; None at the end."""
     only_left: list[int] = []
     only_right: list[int] = []
     for a, b in align(left, right):
@@ -192,3 +186,70 @@ def _span(segment: _Segment | None, ids: Ids, renderer: Reader, near: _Segment) 
     if segment is None:
         return ComparedSpan(start=min(near.start, len(ids)), end=min(near.start, len(ids)), text="")
     return ComparedSpan(start=segment.start, end=segment.end, text=renderer.decode(ids[segment.start : segment.end]))
+
+
+IndexPair: TypeAlias = tuple[int | None, int | None]
+
+# Past so many differences everything between the first and the last counts as replaced.
+LIMIT = 500
+
+
+def align(left: Sequence[Hashable], right: Sequence[Hashable]) -> list[IndexPair]:
+    """The shortest edit script (Myers' greedy algorithm) as index pairs: `(i, j)` equal, `(i, None)` only left,
+    `(None, j)` only right."""
+    head = 0
+    while head < min(len(left), len(right)) and left[head] == right[head]:
+        head += 1
+    tail = 0
+    while tail < min(len(left), len(right)) - head and left[-1 - tail] == right[-1 - tail]:
+        tail += 1
+    ends = len(left) - tail, len(right) - tail
+    middle = _script(left[head : ends[0]], right[head : ends[1]])
+    pairs: list[IndexPair] = [(n, n) for n in range(head)]
+    pairs += [(None if a is None else a + head, None if b is None else b + head) for a, b in middle]
+    return pairs + [(ends[0] + n, ends[1] + n) for n in range(tail)]
+
+
+def _script(left: Sequence[Hashable], right: Sequence[Hashable]) -> list[IndexPair]:
+    trace = _search(left, right) if left and right else None
+    if trace is not None:
+        return _backtrack(trace, len(left), len(right))
+    replaced: list[IndexPair] = [(n, None) for n in range(len(left))]
+    return replaced + [(None, n) for n in range(len(right))]
+
+
+def _search(left: Sequence[Hashable], right: Sequence[Hashable]) -> list[dict[int, int]] | None:
+    """The furthest reach on every diagonal, per number of edits; None past the limit."""
+    reach = {1: 0}
+    trace: list[dict[int, int]] = []
+    for edits in range(min(len(left) + len(right), LIMIT) + 1):
+        trace.append(dict(reach))
+        for diagonal in range(-edits, edits + 1, 2):
+            down = diagonal == -edits or (
+                diagonal != edits and reach.get(diagonal - 1, -1) < reach.get(diagonal + 1, -1)
+            )
+            x = reach[diagonal + 1] if down else reach[diagonal - 1] + 1
+            y = x - diagonal
+            while x < len(left) and y < len(right) and left[x] == right[y]:
+                x, y = x + 1, y + 1
+            reach[diagonal] = x
+            if x >= len(left) and y >= len(right):
+                return trace
+    return None
+
+
+def _backtrack(trace: list[dict[int, int]], x: int, y: int) -> list[IndexPair]:
+    pairs: list[IndexPair] = []
+    for edits in range(len(trace) - 1, -1, -1):
+        reach, diagonal = trace[edits], x - y
+        down = diagonal == -edits or (diagonal != edits and reach.get(diagonal - 1, -1) < reach.get(diagonal + 1, -1))
+        before = diagonal + 1 if down else diagonal - 1
+        start_x = reach.get(before, 0)
+        start_y = start_x - before
+        while x > start_x and y > start_y and x > 0 and y > 0:
+            x, y = x - 1, y - 1
+            pairs.append((x, y))
+        if edits:
+            pairs.append((None, start_y) if down else (start_x, None))
+        x, y = start_x, start_y
+    return pairs[::-1]

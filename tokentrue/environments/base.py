@@ -1,9 +1,7 @@
 """The environment protocol, its registry by name, and the configuration of rollouts.
 
-An environment lists tasks and runs one with an OpenAI client. It never sees tokens, sessions or the trainer, and
-sets no sampling values: the session pins them. `client` is anything with the OpenAI client's
-`chat.completions.create(...)`: `openai.AsyncOpenAI` pointed at a gateway, or an object with the same call.
-"""
+An environment lists tasks and runs one with an OpenAI client, or an object with the same `chat.completions.create`. It
+never sees tokens, sessions or the trainer, and sets no sampling values: the session pins them."""
 
 from __future__ import annotations
 
@@ -56,8 +54,6 @@ class Outcome:
 
 
 class Environment(Protocol):
-    """`run` returns the reward; if it raises, only this rollout fails."""
-
     name: str
 
     def tasks(self, count: int, *, seed: int = 0, split: Split = "train") -> Sequence[Task]: ...
@@ -70,7 +66,6 @@ def digest(text: str) -> str:
 
 
 def choose_split(text: str) -> Split:
-    """Determined by the text alone, so splits cannot overlap."""
     return "heldout" if int(digest(text)[:8], 16) < HELDOUT_SHARE * 16**8 else "train"
 
 

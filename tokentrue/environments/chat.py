@@ -1,8 +1,5 @@
-"""One model call through an OpenAI client, streamed or not, merged into one assistant message.
-
-The message has content and tool calls. Reasoning is dropped, as in most harnesses; the gateway's record does not
-depend on it.
-"""
+"""One model call through an OpenAI client, streamed or not, merged into one assistant message without its reasoning, as
+in most harnesses."""
 
 from __future__ import annotations
 
@@ -18,7 +15,6 @@ Chat = list[JsonObject]
 async def ask(
     client: Any, messages: Sequence[JsonMapping], *, tools: Sequence[JsonMapping] = (), stream: bool = True
 ) -> JsonObject:
-    """The assistant's next message, ready to append to `messages`."""
     request: JsonObject = {"model": "tokentrue", "messages": list(messages)}
     if tools:
         request["tools"] = list(tools)
@@ -50,11 +46,8 @@ async def ask(
 async def work(
     client: Any, chat: Chat, *, tools: Mapping[str, tuple[JsonMapping, Any]], max_turns: int, stream: bool = True
 ) -> str | None:
-    """Lets the model call tools until it answers; returns the answer's text, or None after `max_turns`.
-
-    `tools` maps a name to its definition and to a function from the argument text to the result. `chat` grows in
-    place.
-    """
+    """The answer's text, or None after `max_turns`. `tools` maps a name to its definition and to a function from the
+    argument text to the result. `chat` grows in place."""
     definitions = [definition for definition, _ in tools.values()]
     for _ in range(max_turns):
         message = await ask(client, chat, tools=definitions, stream=stream)

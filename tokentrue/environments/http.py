@@ -1,9 +1,7 @@
 """Sessions on a gateway over HTTP: opened by the admin routes, used with the OpenAI client, closed with a reward.
 
 Every model call carries an Idempotency-Key made of its body and the number of times this rollout sent that body
-before. A retry, or a rollout that restarts in its session after a crash, therefore gets the recorded answers and
-adds nothing; only unanswered calls are sampled.
-"""
+before: a retry, or a rollout that restarts in its session, gets the recorded answers and adds nothing."""
 
 from __future__ import annotations
 
@@ -26,6 +24,7 @@ from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.samples.images import ImageFolder
 
 END_S = 10.0  # to end the session of a failed rollout
+TIMEOUT_S, RETRIES = 120.0, 2  # of a call
 SESSION_IN_PATH = re.compile(r"/sessions/([^/]+)/v1/")
 
 
@@ -35,8 +34,6 @@ def resumed_id(plan: Plan) -> str:
 
 @dataclass(frozen=True, slots=True)
 class GatewaySession:
-    """One open session; `client` is an `openai.AsyncOpenAI` with its key."""
-
     session_id: str
     client: Any
     admin: AsyncClient
@@ -53,9 +50,8 @@ class GatewaySession:
 
 
 class GatewaySessions:
-    """A connection pool to one gateway, as an async context manager. `resume` (needs the admin key) names sessions
-    after their rollouts, so that a restarted rollout resumes its session; `is_retried` selects errors after which it
-    restarts. `retries` is how often a call is retried while the gateway is unreachable."""
+    """A connection pool to one gateway. `resume` (needs the admin key) names sessions after their rollouts, so that a
+    restarted rollout resumes its session; `is_retried` selects errors after which it restarts."""
 
     def __init__(
         self,
@@ -68,8 +64,6 @@ class GatewaySessions:
         purge: bool = False,
         resume: bool = False,
         is_retried: Callable[[Exception], bool] = lambda _: False,
-        retries: int = 2,
-        timeout_s: float = 120.0,
     ) -> None:
         try:
             import openai
@@ -80,16 +74,15 @@ class GatewaySessions:
         self._resume, self._is_retried = resume and admin_key is not None, is_retried
         self._images: ImageFolder | None = None
         self._sent: Counter[tuple[str, str]] = Counter()
-        self.admin = AsyncClient(base_url, admin_key, timeout_s=timeout_s, retries=retries)
+        self.admin = AsyncClient(base_url, admin_key, timeout_s=TIMEOUT_S, retries=RETRIES)
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
         hooks = {"request": [self._name]}
-        http = openai.DefaultAsyncHttpxClient(limits=limits, timeout=timeout_s, event_hooks=hooks)
+        http = openai.DefaultAsyncHttpxClient(limits=limits, timeout=TIMEOUT_S, event_hooks=hooks)
         self._openai = openai.AsyncOpenAI(
-            base_url=self.base_url, api_key="unset", http_client=http, max_retries=retries
+            base_url=self.base_url, api_key="unset", http_client=http, max_retries=RETRIES
         )
 
     def saving(self, images: ImageFolder) -> GatewaySessions:
-        """The same connections; the images of finished rollouts are written to the folder."""
         made = copy.copy(self)
         made._images = images
         return made
@@ -116,7 +109,7 @@ class GatewaySessions:
 
     @contextlib.asynccontextmanager
     async def open(self, plan: Plan) -> AsyncGenerator[GatewaySession, None]:
-        """A session for one rollout, ended with the block. It stays open only if the rollout will be resumed."""
+        """Ended with the block. It stays open only if the rollout will be resumed."""
         session_id, base_url, api_key = await self._create(plan)
         try:
             client = self._openai.with_options(base_url=base_url, api_key=api_key)
@@ -149,7 +142,6 @@ class GatewaySessions:
         return session_id, f"{self.base_url}{session_path(session_id)}/v1", key
 
     async def read_ended(self, plan: Plan) -> tuple[str, float, Sequence[JsonObject], JsonMapping]:
-        """Session, reward, samples and coverage of a rollout that has ended. Raises SessionConflict if it has not."""
         session_id = resumed_id(plan)
         state = await self.admin.session_state(session_id)
         if state["state"] != "ended" or state["reward"] is None:

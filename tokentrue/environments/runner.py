@@ -1,8 +1,5 @@
-"""Runs groups of rollouts: n per task, with bounded concurrency and a time limit each.
-
-Invariants: every planned rollout ends in exactly one `Rollout`; an exception or a time-out fails only that rollout;
-what a rollout samples depends on its seed and not on what runs beside it.
-"""
+"""Runs groups of rollouts: n per task, with bounded concurrency and a time limit each. Every planned rollout ends in
+exactly one `Rollout`, and what it samples does not depend on what runs beside it."""
 
 from __future__ import annotations
 
@@ -35,7 +32,7 @@ class Plan:
 
 @record
 class Rollout:
-    """If it failed, `reward` is None, `error` says how and `trace` holds the traceback. `note` is the environment's."""
+    """`error` says how it failed and `trace` holds the traceback. `note` is the environment's."""
 
     plan: Plan
     session_id: str
@@ -71,12 +68,10 @@ def player_in(environment: Environment, sessions: Sessions, *, timeout_s: float)
 
 
 def derive_seed(*parts: object) -> int:
-    """A 31-bit seed that depends only on its parts."""
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:4]) >> 1
 
 
 def plan_groups(tasks: Sequence[Task], *, n: int, seed: int, tag: str = "") -> list[Plan]:
-    """`tag` separates rounds: the same task in another round has another group and other seeds."""
     plans: list[Plan] = []
     for task in tasks:
         if not is_utf8(task.task_id):
@@ -94,7 +89,6 @@ def plan_groups(tasks: Sequence[Task], *, n: int, seed: int, tag: str = "") -> l
 def session_settings(
     plan: Plan, sampling: JsonMapping, pin: Sequence[str] | None = None, side_requests: str | None = None
 ) -> JsonObject:
-    """What is None is left to the gateway."""
     metadata = {"task": plan.task.task_id, "index": plan.index, "rollout": plan.key}
     settings: JsonObject = {"group": plan.group, "metadata": metadata, "sampling": {**sampling, "seed": plan.seed}}
     own = {"side_requests": side_requests, "pin": None if pin is None else list(pin)}
@@ -109,10 +103,8 @@ async def run_one(
     timeout_s: float,
     is_raised: Callable[[Exception], bool] = lambda _: False,
 ) -> Rollout:
-    """Whatever an agent raises, SystemExit and CancelledError of its own tasks included, fails only this rollout.
-
-    A cancellation of the rollout itself, and errors that satisfy `is_raised`, propagate.
-    """
+    """Whatever an agent raises, SystemExit and CancelledError of its own tasks included, fails only this rollout. Its
+    own cancellation, and errors that satisfy `is_raised`, propagate."""
     began = time.perf_counter()
     session_id = ""
     task, limit = cast("asyncio.Task[object]", asyncio.current_task()), asyncio.timeout(timeout_s)
@@ -159,7 +151,6 @@ def failed_rollout(plan: Plan, error: BaseException | str, began: float, *, sess
 
 
 async def run_plans(play: Player, plans: Sequence[Plan], *, concurrency: int | None = None) -> AsyncGenerator[Rollout]:
-    """Yields rollouts as they end. Closing the iterator cancels the running ones."""
     gate = asyncio.Semaphore(concurrency or max(1, len(plans)))
 
     async def guarded(plan: Plan) -> Rollout:
@@ -188,7 +179,6 @@ async def run_groups(
     concurrency: int | None = None,
     on_rollout: Callable[[Rollout], None] = lambda _: None,
 ) -> list[list[Rollout]]:
-    """All rollouts, by group in the order of `plans` and by index within a group."""
     ended: dict[str, Rollout] = {}
     async for rollout in run_plans(play, plans, concurrency=concurrency):
         ended[rollout.plan.key] = rollout

@@ -1,10 +1,5 @@
 """Word problems with whole numbers 0..99, and the environment based on them. The shipped model was trained on the same
-generator.
-
-Invariants: the same `random.Random` state gives the same problem; every intermediate value of a right solution lies
-in 0..99; a problem's split follows from its text (`base.choose_split`), so held-out texts never reach a training
-generator.
-"""
+generator; held-out texts never reach a training generator."""
 
 from __future__ import annotations
 
@@ -42,8 +37,6 @@ EXPRESSION = re.compile(r"\s*(\d{1,6})\s*([-+*])\s*(\d{1,6})\s*")
 
 @record
 class Step:
-    """`value` is the one before `op operand`, worded by phrasing number `phrase`."""
-
     op: str
     operand: int
     value: int
@@ -120,7 +113,6 @@ def make_task(environment: str, prompt: str, answer: int, *, key: str | None = N
 
 
 def reward_answer(answer: str | None, task: Task) -> float:
-    """1 if the last number of the answer is right, else 0."""
     return float(answer is not None and last_number(answer) == task.answer)
 
 

@@ -63,16 +63,16 @@ def output_of(rollouts: Sequence[Sequence[Sample]], trajectories: Sequence[Any],
     ]
     parts = [split(sample) for sample, _, _ in rows]
     return {
-        "prompt_token_ids": [part.prompt_ids for part in parts],
-        "response_ids": [part.response_ids for part in parts],
+        "prompt_token_ids": [prompt for prompt, _, _, _ in parts],
+        "response_ids": [response for _, response, _, _ in parts],
         "rewards": [
-            [0.0] * (len(part.response_ids) - 1) + [require_reward(sample)]
-            for part, (sample, _, _) in zip(parts, rows, strict=True)
+            [0.0] * (len(response) - 1) + [require_reward(sample)]
+            for (_, response, _, _), (sample, _, _) in zip(parts, rows, strict=True)
         ],
-        "loss_masks": [part.response_mask for part in parts],
+        "loss_masks": [mask for _, _, mask, _ in parts],
         "stop_reasons": [sample.finish_reason for sample, _, _ in rows],
         "rollout_metrics": {"tokens_left_out": 0 if step_wise else sum(left_out for _, left_out in largest)},
-        "rollout_logprobs": [part.response_logprobs for part in parts],
+        "rollout_logprobs": [logprobs for _, _, _, logprobs in parts],
         "trajectory_ids": [identity for _, identity, _ in rows],
         "trajectory_generation_times": None,
         "rollout_expert_indices": None,

@@ -22,7 +22,7 @@ def grpo_advantages(
     scale: AdvantageScale = "group",
 ) -> Tensor:
     """Reward less its group's mean, over the deviation (n - 1) of the group or of the "batch"; `std=False` is Dr. GRPO.
-    A group of equal rewards gives exactly 0, and so does a group of one."""
+    Equal rewards give exactly 0."""
     centred, index, size = _centre(rewards, groups)
     if not std:
         return centred.to(_kind(rewards))
@@ -51,7 +51,6 @@ def whitened_advantages(rewards: Tensor, *, eps: float = 1e-6) -> Tensor:
 
 
 def _centre(rewards: Tensor, groups: Sequence[Hashable] | Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Rewards less their group's mean, the first row of each row's group, and the group's size."""
     if rewards.dim() != 1 or len(groups) != rewards.shape[0]:
         raise InputError(
             f"groups: {len(groups)} for rewards of shape {list(rewards.shape)}; pass one reward and one group per row"
@@ -68,7 +67,6 @@ def _centre(rewards: Tensor, groups: Sequence[Hashable] | Tensor) -> tuple[Tenso
 
 
 def _group_sums(values: Tensor, index: Tensor) -> Tensor:
-    """At each row, the sum over its group."""
     return torch.zeros_like(values).index_add(0, index, values)[index]
 
 

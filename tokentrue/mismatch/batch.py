@@ -1,9 +1,7 @@
 """A batch as the rules of a correction see it: the policies' log-probabilities, and what was decided so far.
 
-r is always trainer ÷ rollout probability. `corr` is r_corr = e^(old - rollout), the mismatch itself; `ppo_train` is
-e^(current - old) and `ppo_rollout` is e^(current - rollout), which contain the policy's own drift. Where top-p,
-top-k or min-p removed ids, every log-probability is one over the kept ids.
-"""
+r is always trainer ÷ rollout probability: `corr` is e^(old - rollout), the mismatch itself; `ppo_train` is
+e^(current - old) and `ppo_rollout` e^(current - rollout), which contain the policy's own drift."""
 
 from __future__ import annotations
 
@@ -25,8 +23,6 @@ NonFinite: TypeAlias = Literal["raise", "unit"]
 
 
 class BatchOptions(TypedDict, total=False):
-    """Keywords of `correct` and `diagnose`; each is needed by some rules only."""
-
     cu_seqlens: Bounds
     logprobs: Values | None  # the current policy's log-probabilities
     advantages: Values | None  # per token, or one per row
@@ -36,8 +32,7 @@ class BatchOptions(TypedDict, total=False):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Batch:
-    """Log-probabilities of the valid tokens, of the trainer's recomputed policy, the rollout and the current policy;
-    and the decisions of the rules about them."""
+    """Log-probabilities of the valid tokens, and the decisions of the rules about them."""
 
     rows: Rows
     options: BatchOptions
@@ -62,7 +57,6 @@ class Batch:
 
     @property
     def applied(self) -> Tensor:
-        """Weights as the loss uses them: 0 where rejected."""
         return self.weights.masked_fill(self.dropped, 0)
 
     def log_ratio(self, signal: Signal) -> Tensor:
@@ -78,7 +72,6 @@ class Batch:
 
     @property
     def age(self) -> Tensor:
-        """How many versions ago each token was sampled."""
         version = self.options.get("version")
         assert version is not None, "`correct_batch` refuses a batch without it"
         return version - self.per_token("versions")
@@ -89,16 +82,13 @@ class Batch:
         return need in ("old", "head") or self.options.get("logprobs" if need == "current" else need) is not None
 
     def row_totals(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Row sums over the active tokens, and their number (at least 1)."""
         return self.rows.sum(torch.where(self.active, values, 0.0)), self.rows.count(self.active).clamp(min=1)
 
     def count(self, name: str, tokens: Tensor) -> None:
-        """Counts hit tokens, and the rows that hold one."""
         self.hits[f"{name}_tokens"] = int(tokens.sum())
         self.hits[f"{name}_rows"] = int(self.rows.any(tokens).sum())
 
     def drop(self, name: str, tokens: Tensor, *, whole_rows: bool = False) -> None:
-        """Drops the tokens, or every row that holds one of them."""
         self.count(name, tokens)
         self.dropped |= self.rows.spread(self.rows.any(tokens)) if whole_rows else tokens
 
@@ -111,7 +101,6 @@ def read_batch(
     *,
     non_finite: NonFinite = "raise",
 ) -> Batch:
-    """The batch, checked to have one layout and to be finite."""
     if unknown := sorted(set(options) - BatchOptions.__annotations__.keys()):
         raise TypeError(f"unexpected keyword argument {unknown[0]!r}")
     rows = Rows.of(trainer_logprobs, mask, options.get("cu_seqlens"))
@@ -134,6 +123,5 @@ def read_batch(
 
 
 def interpolate_policy(current: Tensor, rollout: Tensor, age: Tensor) -> Tensor:
-    """A-3PO's proximal log-probabilities (arXiv 2512.06547): the policy one version before the current one, between the
-    rollout's, `age` versions old, and the current one."""
+    """A-3PO's proximal log-probabilities (arXiv 2512.06547): the policy one version before the current one."""
     return rollout + (1 - 1 / age.clamp(min=1)) * (current - rollout)

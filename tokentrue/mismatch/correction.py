@@ -1,11 +1,10 @@
-"""`Correction`, a denominator, weights and rejection rules in one frozen record, and `correct`, which applies it to a
-batch. Nothing here is differentiated through."""
+"""`Correction`, a denominator, weights and rejection rules, and `correct`, which applies it to a batch."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Annotated, Literal, Unpack
 
 import torch
@@ -42,16 +41,12 @@ MISSING: Mapping[Need, str] = {
     "head": "head_logprobs, rollout_head_logprobs: both policies' values at the sampler's top ids are missing",
 }
 
-_GRADIENT_CAP = Weights(upper=1.0, signal="ppo_rollout")
-
 
 @record
 class Correction:
     """Denominator of the PPO ratio, weights, and rules that must all agree to keep a token; `Correction()` changes
-    nothing. The denominator "interpolated" is A-3PO's proximal policy, which needs no forward pass.
-
-    `non_finite` valid log-probabilities: "raise", or count as agreement ("unit").
-    """
+    nothing. "interpolated" is A-3PO's proximal policy. `non_finite` log-probabilities raise, or count as agreement
+    ("unit")."""
 
     denominator: Literal["trainer", "rollout", "interpolated"] = "trainer"
     weights: Weights | None = None
@@ -76,33 +71,30 @@ class Correction:
             object.__setattr__(self, "reject", (self.reject,))
         if not isinstance(self.reject, tuple) or not all(isinstance(rule, Reject) for rule in self.reject):
             raise ConfigError("Correction.reject: must be a tuple of Reject rules")
-        weights, centred = self.weights, self.centering is not None
-        is_cap = weights is None or weights == replace(_GRADIENT_CAP, upper=weights.upper or 1.0)
+        weights, centred, kind = self.weights, self.centering is not None, self.surrogate
+        is_cap = weights is None or weights == Weights(upper=weights.upper or 1.0, signal="ppo_rollout")
         refuse(
             "Correction.centering",
             {
-                "belongs to surrogate='reinforce': a clip has another expectation": centred
-                and self.surrogate != "reinforce",
+                "belongs to surrogate='reinforce': a clip has another expectation": centred and kind != "reinforce",
                 "goes with no weights, or with a cap on token weights of signal 'ppo_rollout'": centred and not is_cap,
             },
         )
-        if self.weights is None or self.surrogate == "reinforce":
+        if weights is None or kind == "reinforce":
             return
-        if self.denominator == "rollout":
-            raise ConfigError(
-                f"Correction: with the rollout as denominator the {self.surrogate} ratio already holds trainer ÷ "
-                "rollout; importance weights would count it twice. Use denominator='trainer', surrogate='reinforce', "
-                "or no weights"
-            )
-        if self.weights.signal != "corr":
-            raise ConfigError(
-                f"Correction: weights of {self.weights.signal} on the {self.surrogate} surrogate count the policy's "
-                "drift twice; use signal='corr', or surrogate='reinforce'"
-            )
+        held = f"with the rollout as denominator the {kind} ratio already holds trainer ÷ rollout"
+        drift = f"weights of {weights.signal} on the {kind} surrogate count the policy's drift twice"
+        refuse(
+            "Correction",
+            {
+                f"{held}; importance weights would count it twice. Use denominator='trainer', surrogate='reinforce', "
+                "or no weights": self.denominator == "rollout",
+                f"{drift}; use signal='corr', or surrogate='reinforce'": weights.signal != "corr",
+            },
+        )
 
     @property
     def rules(self) -> tuple[Rule, ...]:
-        """Every rule that is set, in the order of the fields."""
         values = [getattr(self, field.name) for field in fields(self)]
         found = [rule for value in values for rule in (value if isinstance(value, tuple) else (value,))]
         return tuple(rule for rule in found if isinstance(rule, Rule))
@@ -122,7 +114,6 @@ class Correction:
         return "current" in self.needs
 
     def explain(self) -> str:
-        """The formula in words, and what it costs."""
         base = {
             "trainer": "π_old, recomputed by the trainer",
             "rollout": "π_rollout (bypass)",
@@ -166,8 +157,7 @@ def correct(
     correction: Correction | None = None,
     **options: Unpack[BatchOptions],
 ) -> Corrected:
-    """Weights and mask of `correction` for this batch. `weights` never encode rejection, and `mask` carries it, except
-    in mode "mask"."""
+    """Weights and mask for this batch. Rejection is in `mask` alone, except in mode "mask"."""
     config = correction or Correction()
     batch = read_batch(trainer_logprobs, rollout_logprobs, mask, options, non_finite=config.non_finite)
     return correct_batch(batch, config, dtype_of(trainer_logprobs))

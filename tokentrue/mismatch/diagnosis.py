@@ -1,8 +1,5 @@
 """`diagnose`: what differs between trainer and rollout, where, and what it does to the objective; `check_update`:
-whether to keep a whole update.
-
-Metric names (r = trainer ÷ rollout, δ = log r, A the advantage): the table in docs/mismatch.md.
-"""
+whether to keep a whole update. The metrics' names: docs/mismatch.md."""
 
 from __future__ import annotations
 
@@ -80,8 +77,7 @@ class DiagnoseOptions(BatchOptions, total=False):
 def diagnose(
     trainer_logprobs: Values, rollout_logprobs: Values, mask: Values | None = None, **options: Unpack[DiagnoseOptions]
 ) -> Diagnosis:
-    """Every metric of docs/mismatch.md; those whose inputs are not given have nothing counted. `logprobs`: of the
-    current policy."""
+    """Every metric of docs/mismatch.md; those whose inputs are not given have nothing counted."""
     correction, corrected = options.get("correction"), None
     config = correction or Correction(non_finite=options.get("non_finite", "raise"))
     own = DiagnoseOptions.__annotations__.keys() - BatchOptions.__annotations__.keys()
@@ -114,7 +110,6 @@ def diagnose(
 
 
 def measure_labels(batch: Batch, options: DiagnoseOptions) -> dict[str, Statistic]:
-    """By kinds of tokens, and the share of flips."""
     rows, names, kinds, flips = batch.rows, options.get("kind_names", ()), options.get("kinds"), options.get("flips")
     codes = rows.row[:0] if kinds is None else rows.read("kinds", kinds, torch.long)
     if codes.numel() and (int(codes.min()) < 0 or int(codes.max()) >= len(names)):
@@ -128,22 +123,21 @@ def worst_rows(batch: Batch, keep: int, names: Sequence[str] | None) -> tuple[Wo
     sums = rows.sum(k3(batch.corr.clamp(-LOG_CLAMP, LOG_CLAMP)))
     deltas = batch.corr.split(rows.lengths.tolist())
     scores = enumerate((sums / rows.lengths.clamp(min=1)).tolist())
-    found: list[WorstRow] = []
-    for negative, row in heapq.nsmallest(keep, ((-score, row) for row, score in scores if score > 0)):
-        delta = deltas[row]
-        found.append(
-            WorstRow(
-                row=f"row {row}" if names is None else names[row],
-                score=-negative,
-                tokens=len(delta),
-                sum_k3=float(sums[row]),
-                mean_delta=float(delta.mean()),
-                max_abs_delta=float(delta.abs().max()),
-                position=int(delta.abs().argmax()),
-                log_product=float(delta.sum()),
-            )
+    found = heapq.nsmallest(keep, ((-score, row) for row, score in scores if score > 0))
+    rows_found = [
+        WorstRow(
+            row=f"row {row}" if names is None else names[row],
+            score=-negative,
+            tokens=len(delta := deltas[row]),
+            sum_k3=float(sums[row]),
+            mean_delta=float(delta.mean()),
+            max_abs_delta=float(delta.abs().max()),
+            position=int(delta.abs().argmax()),
+            log_product=float(delta.sum()),
         )
-    return _worst(found, keep)
+        for negative, row in found
+    ]
+    return _worst(rows_found, keep)
 
 
 def _worst(rows: list[WorstRow], keep: int) -> tuple[WorstRow, ...]:
@@ -261,13 +255,9 @@ def check_update(
     min_gain: float = 0.0,
     max_divergence: float | None = None,
 ) -> UpdateCheck:
-    """Whether an update improves the policy that samples: the mean of (r - 1)·A is at least `min_gain`, r = updated ÷
-    rollout.
-
-    Both log-probabilities are the engine's, of the samples that the update was made from. The principle is MIPU's
-    (arXiv 2606.29526), the estimator our own; `check_update_mipu` is the paper's. Where no token has an advantage,
-    `min_gain` does not count.
-    """
+    """Whether the mean of (r - 1)·A is at least `min_gain`, r = updated ÷ rollout, both the engine's, of the samples
+    that the update was made from. The principle is MIPU's (arXiv 2606.29526), the estimator our own;
+    `check_update_mipu` is the paper's. Where no token has an advantage, `min_gain` does not count."""
     batch, x, per_token = _read_update(updated_logprobs, rollout_logprobs, advantages, mask, cu_seqlens)
     has_advantage = bool((per_token != 0).any())
     gain, divergence = -float(contribution(x, per_token).mean()), float(k3(x).mean())
@@ -287,9 +277,8 @@ def check_update_mipu(
     slack: tuple[float, float] = (1e-3, 0.0),
 ) -> UpdateCheck:
     """MIPU's second step (arXiv 2606.29526) on samples of the *new* engine policy on held-out prompts: the gain, minus
-    the mean over rows of ρ·Â, is at least -c. ρ is the length-normalised ratio of a row, updated trainer ÷ engine; c
-    goes from `slack[0]` to `slack[1]` in the first 100 steps.
-    """
+    the mean over rows of ρ·Â, is at least -c. ρ is a row's length-normalised ratio, updated trainer ÷ engine; c goes
+    through `slack` in the first 100 steps."""
     batch, x, per_token = _read_update(trainer_logprobs, engine_logprobs, advantages, mask, cu_seqlens)
     rows = batch.rows
     ratio = rows.mean(batch.corr).clamp(-LOG_CLAMP, LOG_CLAMP).exp()

@@ -1,8 +1,7 @@
 """Other frameworks' own configuration dictionaries as the fields of a `Correction`.
 
 By default a key means what its framework's documentation says. Where the code behaves differently, `faithful=True`
-reproduces the code, and the correction's `notes` say so. Unknown keys are refused: a silent typo is a silent run.
-"""
+reproduces the code, and the correction's `notes` say so. Unknown keys are refused."""
 
 from __future__ import annotations
 
@@ -45,7 +44,6 @@ VERL_RATIO: Mapping[str, Aggregate] = {"token": "token", "seq_sum": "seq_sum", "
 
 
 def from_verl(config: JsonMapping, *, faithful: bool = False) -> JsonObject:
-    """verl's `algorithm.rollout_correction`."""
     given = check_keys("verl", config, VERL_KEYS)
     require_one_of("verl.loss_type", given["loss_type"], ("ppo_clip", "reinforce"))
     bypass = bool(given["bypass_mode"])
@@ -106,8 +104,8 @@ def _verl_rules(given: JsonMapping, signal: Signal, faithful: bool, notes: list[
 
 
 def from_miles(config: JsonMapping, *, faithful: bool = False) -> JsonObject:
-    """Miles' and slime's arguments. `custom_tis_function_path` names what corrects: the mismatch helper (also where
-    neither it nor `tis_clip` is given), `icepop_function`, or the built-in truncation to `tis_clip`."""
+    """Miles' and slime's arguments. `custom_tis_function_path` names what corrects: the mismatch helper (the default
+    without `tis_clip`), `icepop_function`, or the built-in truncation to `tis_clip`."""
     given = check_keys("miles", config, MILES_KEYS)
     bypass, use_tis, use_rs = given["use_rollout_logprobs"], given["use_tis"], given["use_rs"]
     if bypass and use_tis and "use_tis" in config:
@@ -170,8 +168,7 @@ def _miles_helper(given: JsonMapping, faithful: bool) -> JsonObject:
 
 
 def from_trl(config: JsonMapping) -> JsonObject:
-    """The `vllm_importance_sampling_*` keys and `off_policy_mask_threshold` of TRL's GRPOConfig, which may hold
-    others."""
+    """The `vllm_importance_sampling_*` keys and `off_policy_mask_threshold` of a GRPOConfig, which may hold others."""
     mine = {key: value for key, value in config.items() if key in TRL_KEYS or key.startswith(TRL)}
     given = check_keys("trl", mine, TRL_KEYS)
     threshold = given["off_policy_mask_threshold"]
@@ -190,7 +187,6 @@ def from_trl(config: JsonMapping) -> JsonObject:
 
 
 def check_keys(owner: str, config: JsonMapping, keys: JsonMapping) -> JsonObject:
-    """The defaults with what is given."""
     unknown = sorted(set(config) - set(keys))
     if unknown:
         raise ConfigError(f"{owner}: unknown keys {', '.join(unknown)}; known are {', '.join(keys)}")

@@ -1,8 +1,5 @@
-"""Padded, packed and ragged batches, read as their valid tokens, end to end, and written back.
-
-What is at masked positions of a batch is never read, so NaN there cannot leak. A row's sum is taken in an order that
-depends on the row alone, so that its bits do not depend on the other rows, on padding or on the layout.
-"""
+"""Padded, packed and ragged batches, read as their valid tokens, end to end, and written back. A row's sum is taken in
+an order that depends on the row alone: its bits do not depend on other rows, padding or layout."""
 
 from __future__ import annotations
 
@@ -28,7 +25,6 @@ def shape_of(values: Values) -> Shape:
 
 
 def flatten(values: Values) -> Tensor:
-    """All positions of a batch, masked ones included, end to end."""
     if isinstance(values, Tensor):
         return values.reshape(-1)
     return torch.cat(list(values)) if len(values) else torch.zeros(0)
@@ -56,7 +52,6 @@ class Rows:
 
     @staticmethod
     def of(like: Values, mask: Values | None, cu_seqlens: Bounds = None) -> Rows:
-        """Those of the log-probabilities `like`; without a mask every position is valid."""
         offsets, shape = _offsets(like, cu_seqlens), shape_of(like)
         device = like.device if isinstance(like, Tensor) else like[0].device if len(like) else torch.device("cpu")
         if mask is None:
@@ -82,12 +77,11 @@ class Rows:
         return int((self.lengths > 0).sum())
 
     def read(self, name: str, values: Values, dtype: torch.dtype = torch.float64) -> Tensor:
-        """The valid tokens' values; differentiable."""
         require_alike(name, values, self.shape, self.row.device)
         return flatten(values).index_select(0, self.source).to(dtype)
 
     def read_wide(self, name: str, values: Values) -> Tensor:
-        """`[n, K]` from a batch whose positions have K values each, in a last dimension; differentiable."""
+        """`[n, K]` from a batch with K values at each position, in a last dimension; differentiable."""
         flat = values.flatten(0, -2) if isinstance(values, Tensor) else torch.cat(list(values))
         if flat.dim() != 2 or flat.shape[0] != self.offsets[-1]:
             raise InputError(f"{name}: needs K values in a last dimension at each of {self.offsets[-1]} positions")
@@ -101,7 +95,6 @@ class Rows:
         return self.read(name, values)
 
     def scatter(self, values: Tensor, dtype: torch.dtype) -> Values:
-        """A value per valid token in the layout of the inputs, 0 elsewhere."""
         flat = torch.zeros(self.offsets[-1], dtype=dtype, device=values.device)
         flat = flat.index_copy(0, self.source, values.to(dtype))
         if isinstance(self.shape, torch.Size):
@@ -121,23 +114,19 @@ class Rows:
         return self.sum(values) / self.lengths.clamp(min=1)
 
     def max(self, values: Tensor, empty: float) -> Tensor:
-        """`empty` for rows without a token."""
         found = torch.segment_reduce(values, "max", lengths=self.lengths, unsafe=True, initial=-torch.inf)
         return torch.where(self.lengths > 0, found, empty)
 
     def count(self, flags: Tensor) -> Tensor:
-        """How many True each row holds, as doubles."""
         return self.sum(flags.double())
 
     def any(self, flags: Tensor) -> Tensor:
         return self.count(flags) > 0
 
     def spread(self, per_row: Tensor) -> Tensor:
-        """A value per row at each of its tokens."""
         return per_row.index_select(0, self.row)
 
     def positions(self) -> Tensor:
-        """The place of each token among the valid ones of its row."""
         before = self.lengths.cumsum(0) - self.lengths
         return torch.arange(self.tokens, device=self.row.device) - self.spread(before)
 

@@ -1,9 +1,8 @@
-"""`LossConfig`, one policy loss as a frozen record, by the names of papers, and `policy_loss`: every surrogate goes
-through the same steps: ratio, loss per token, correction, penalty, aggregate.
+"""`LossConfig`, one policy loss by the names of papers, and `policy_loss`: ratio, loss per token, correction, penalty,
+aggregate.
 
-Gradient flows through the current policy's log-probabilities only; weights, masks and bands are constants. All
-arithmetic is float64; the gradient comes back in the dtype of the inputs. A batch of which nothing is left has loss 0
-and zero gradient.
+Gradient flows through the current policy's log-probabilities only. All arithmetic is float64. A batch of which nothing
+is left has loss 0 and zero gradient.
 """
 
 from __future__ import annotations
@@ -49,12 +48,9 @@ class Penalty(Checked):
 
 @record
 class LossConfig:
-    """One policy loss. `surrogate=None` takes the correction's.
-
-    Clips bound the ratio to [1 - low, 1 + high] or, for DPPO, the change of probability. `dual_clip` caps the loss of
-    negative advantages at that ratio. `ratio_cap` makes DPPO's ratio a constant min(r, cap) on the log-probability.
-    GSPO's gradient flows through each token or through the row's mean.
-    """
+    """Clips bound the ratio to [1 - low, 1 + high] or, for DPPO, the change of probability. `dual_clip` caps the loss
+    of negative advantages at that ratio. `ratio_cap` makes DPPO's ratio a constant min(r, cap) on the log-probability.
+    GSPO's gradient flows through each token or through the row's mean."""
 
     correction: Correction = field(default_factory=Correction)
     surrogate: Surrogate | None = None
@@ -118,7 +114,6 @@ LOSSES: Mapping[str, JsonMapping] = {
 
 
 def loss_named(name: str, **changes: Any) -> LossConfig:
-    """`loss_named("grpo", clip_high=0.28, correction=PRESETS["decoupled_token_is"])`."""
     if name not in LOSSES:
         raise ConfigError(f"no loss {name!r}; choose one of {', '.join(LOSSES)}")
     return LossConfig(**{**LOSSES[name], **changes})
@@ -141,14 +136,6 @@ class Tokens:
 
 def _reinforce(t: Tokens, config: LossConfig) -> TokenLoss:
     return -t.advantages * t.current, {}
-
-
-def _ratio(t: Tokens, config: LossConfig) -> TokenLoss:
-    return -t.advantages * t.log_ratio.exp(), {}
-
-
-def _ppo(t: Tokens, config: LossConfig) -> TokenLoss:
-    return _clip(t, t.log_ratio.exp(), config)
 
 
 def _gspo(t: Tokens, config: LossConfig) -> TokenLoss:
@@ -212,12 +199,12 @@ def _vespo(t: Tokens, config: LossConfig) -> TokenLoss:
 
 
 SURROGATES: Mapping[Surrogate, Callable[[Tokens, LossConfig], TokenLoss]] = {
-    "ppo": _ppo,
+    "ppo": lambda t, config: _clip(t, t.log_ratio.exp(), config),
     "reinforce": _reinforce,
     "gspo": _gspo,
     "cispo": _cispo,
     "dppo_tv": _dppo_tv,
-    "ratio": _ratio,
+    "ratio": lambda t, config: (-t.advantages * t.log_ratio.exp(), {}),
     "sapo": _sapo,
     "vespo": _vespo,
 }
@@ -262,7 +249,7 @@ def policy_loss(
         )  # fmt: skip
     rows = Rows.of(logprobs, mask, options.get("cu_seqlens"))
     policies = {"trainer": old_logprobs, "rollout": rollout_logprobs, "reference": options.get("reference_logprobs")}
-    tokens = _read_tokens(rows, logprobs, policies, advantages, config, options)
+    tokens = _read_tokens(rows, logprobs, policies, advantages, correction, options)
     per_token, metrics = SURROGATES[correction.surrogate](tokens, config)
     keep = everything = rows.flags(True)
     if corrected is not None:
@@ -284,10 +271,8 @@ def policy_loss(
     loss = reduce(per_token, keep)
     metrics["loss/policy"] = Mean.of(loss.detach().reshape(1), 1)
     if config.penalty is not None:
-        divergence, paid = (
-            _divergence(tokens, policies, config),
-            keep if config.penalty.tokens == "kept" else everything,
-        )
+        divergence = _divergence(tokens, policies, config.penalty, correction)
+        paid = keep if config.penalty.tokens == "kept" else everything
         metrics["loss/kl"] = Mean.of(divergence.detach()[paid])
         loss = loss + config.penalty.coefficient * reduce(divergence, paid)
     if (entropy := options.get("entropy")) is not None:
@@ -314,10 +299,9 @@ def _read_tokens(
     logprobs: Values,
     policies: Mapping[str, Values | None],
     advantages: Values,
-    config: LossConfig,
+    correction: Correction,
     options: LossOptions,
 ) -> Tokens:
-    correction = config.correction
     current = rows.read("logprobs", logprobs)
     value = current.detach()
     old, rollout = policies["trainer"], policies["rollout"]
@@ -354,7 +338,6 @@ def _read_tokens(
 def _reduce(
     values: Tensor, kept: Tensor, *, rows: Rows, counted: Tensor, config: LossConfig, options: LossOptions
 ) -> Tensor:
-    """Per-token values to one number, over the counts of `counted` tokens or the step's."""
     sums, counts = rows.sum(values.masked_fill(~kept, 0)), rows.count(counted)
     num_tokens, num_rows, row_tokens = options.get("num_tokens"), options.get("num_rows"), options.get("row_tokens")
     if config.aggregate == "token_sum":
@@ -374,22 +357,18 @@ def _reduce(
     return sums.sum() / max(float((counts > 0).sum()) if num_rows is None else num_rows, 1.0)
 
 
-def _divergence(t: Tokens, policies: Mapping[str, Values | None], config: LossConfig) -> Tensor:
-    """The penalty of each token, before its coefficient."""
-    penalty = config.penalty
-    assert penalty is not None
+def _divergence(t: Tokens, policies: Mapping[str, Values | None], penalty: Penalty, correction: Correction) -> Tensor:
     name, values = f"{penalty.against}_logprobs", policies[penalty.against]
     if values is None:
         raise InputError(f"{name}: needed, the penalty is against that policy")
     base = t.rows.read(name, values).detach()
     bad = t.bad | ~torch.isfinite(base)
-    if config.correction.non_finite == "raise" and bool(bad.any()):
+    if correction.non_finite == "raise" and bool(bad.any()):
         raise InputError(f"{name}: a valid token's is not finite, and the penalty is against it; correct the mask")
-    x = _bound(torch.where(bad, 0.0, base - t.current), penalty.clamp)  # what could not be scored costs nothing
-    if penalty.estimator == "unbiased":
-        return t.log_ratio.exp() * _bound(k3(x), penalty.ceiling)
-    return _bound(ESTIMATORS[penalty.estimator](x), penalty.ceiling)
-
-
-def _bound(values: Tensor, limit: float | None) -> Tensor:
-    return values if limit is None else values.clamp(-limit, limit)
+    x = torch.where(bad, 0.0, base - t.current)  # what could not be scored costs nothing
+    if penalty.clamp is not None:
+        x = x.clamp(-penalty.clamp, penalty.clamp)
+    estimate = k3(x) if penalty.estimator == "unbiased" else ESTIMATORS[penalty.estimator](x)
+    if penalty.ceiling is not None:
+        estimate = estimate.clamp(-penalty.ceiling, penalty.ceiling)
+    return t.log_ratio.exp() * estimate if penalty.estimator == "unbiased" else estimate

@@ -1,11 +1,8 @@
-"""The estimators, each defined here and nowhere else, and mergeable metrics: what data-parallel ranks and micro-batches
-combine.
+"""The estimators, and metrics that merge: what data-parallel ranks and micro-batches combine.
 
-Estimators take log r with r = trainer ÷ rollout (or the PPO ratio that is named): `k1 = -log r`, `k2 = (log r)²/2`,
-`k3 = r - 1 - log r` estimate KL(rollout ‖ trainer) from tokens sampled by the rollout policy. `a.merge(b)` equals the
-metrics of the whole batch but for the rounding of float64 sums. Every key is present on every rank; where nothing was
-counted, means and extremes read 0.
-"""
+Estimators take log r with r = trainer ÷ rollout (or the PPO ratio that is named) and estimate KL(rollout ‖ trainer) from
+tokens sampled by the rollout policy. Every key is present on every rank; where nothing was counted, means and extremes
+read 0."""
 
 from __future__ import annotations
 
@@ -77,7 +74,6 @@ class Mean:
 
     @staticmethod
     def of(values: Tensor, count: int | None = None) -> Mean:
-        """Of a value per token, or of sums over `count` tokens."""
         total = float(values.sum(dtype=torch.float64))
         if not math.isfinite(total):
             raise InputError(NOT_FINITE)
@@ -114,8 +110,6 @@ class Extremes:
 
 @record
 class Moments:
-    """Count, mean, and the sums of squared and maybe cubed deviations from it."""
-
     count: int = 0
     mean: float = 0.0
     square: float = 0.0
@@ -123,7 +117,6 @@ class Moments:
 
     @staticmethod
     def of(values: Tensor, *, third: bool = False) -> Moments:
-        """Of float64 values."""
         if not values.numel():
             return Moments(cube=0.0 if third else None)
         mean = float(values.mean())
@@ -200,8 +193,6 @@ Statistic: TypeAlias = Count | Mean | Extremes | Moments | Histogram
 
 
 class Metrics(Mapping[str, float]):
-    """Finished numbers by name, over statistics that merge."""
-
     def __init__(self, statistics: Mapping[str, Statistic]) -> None:
         self.statistics = dict(statistics)
 
@@ -227,7 +218,6 @@ class Metrics(Mapping[str, float]):
         return "Metrics(" + ", ".join(f"{key}={value:.6g}" for key, value in self.items()) + ")"
 
     def merge(self, *others: Metrics) -> Metrics:
-        """The metrics of all batches together."""
         merged = dict(self.statistics)
         for other in others:
             for name, stat in other.statistics.items():

@@ -33,7 +33,6 @@ def _bypass(*rules: Reject, **fields: Any) -> Correction:
 
 
 def _gradient(weights: Weights | None, *rules: Reject) -> Correction:
-    """verl's bypass policy gradient."""
     moved = None if weights is None else replace(weights, signal="ppo_rollout")
     return _bypass(*rules, weights=moved, surrogate="reinforce")
 
@@ -77,7 +76,7 @@ _MILES = {
 
 
 def _vexact(aggregate: str) -> dict[str, Correction]:
-    """The paper's four. Its threshold bounds a sum, which long rows cannot meet; the mean is the usable reading."""
+    """The paper's threshold bounds a sum, which long rows cannot meet; the mean is the usable reading."""
     suffix = "" if aggregate == "seq_sum" else "-mean"
 
     def rule(estimator: str, signal: str = "corr") -> tuple[Reject, ...]:

@@ -1,7 +1,5 @@
 """The rules of a correction: each has its settings, validated on construction, what it `needs`, its text, and what it
-does to a batch. `Correction` iterates over them; docs/new-correction.md says how to add one.
-
-Bounds are two numbers, never a string, and a value that equals a bound is inside it.
+does to a batch. docs/new-correction.md says how to add one. A value that equals a bound is inside it.
 """
 
 from __future__ import annotations
@@ -40,8 +38,6 @@ POLICIES: Mapping[Signal | None, frozenset[Need]] = {
 
 
 class Rule(Checked, ABC):
-    """One rule of a correction; a frozen record."""
-
     __slots__ = ()
 
     also: ClassVar[frozenset[Need]] = frozenset()  # beside the two policies of the signal, if the rule has one
@@ -61,13 +57,11 @@ class Rule(Checked, ABC):
 
     @property
     def order(self) -> int:
-        """Tokens and rows are dropped first (0), then weights made (1), then rows judged (2), by the tokens that are
-        left where the correction is staged."""
+        """0 drops tokens and rows, then 1 makes weights, then 2 judges rows, by the tokens left if staged."""
         return 0
 
 
 def refuse(owner: str, reasons: Mapping[str, bool]) -> None:
-    """Raises ConfigError with the first reason that applies."""
     for reason, applies in reasons.items():
         if applies:
             raise ConfigError(f"{owner}: {reason}")
@@ -75,8 +69,6 @@ def refuse(owner: str, reasons: Mapping[str, bool]) -> None:
 
 @record
 class BoundedRule(Rule):
-    """A rule with bounds on `signal`'s ratio, or on an estimate from it."""
-
     lower: float | None = None
     upper: float | None = None
     signal: Signal = "corr"
@@ -87,23 +79,22 @@ class BoundedRule(Rule):
 
     def check(self, refused: Mapping[str, bool], *, perfect: int = 1) -> None:
         """`refused` has reasons, and whether each applies; `perfect` is the value (of a ratio, 1) of agreement."""
-        owner, cure = type(self).__name__, "leave it out for no bound"
+        owner, low, high = type(self).__name__, self.lower, self.upper
         check_fields(self, owner)
-        for field, value in (("lower", self.lower), ("upper", self.upper)):
+        for field, value in (("lower", low), ("upper", high)):
             if isinstance(value, str):
                 raise ConfigError(
                     f"{owner}.{field}: {value!r} is text; bounds are two numbers, never a range in a string"
                 )
-            if value is not None and not is_finite(value):
-                raise ConfigError(f"{owner}.{field}: {value!r} is not a finite number; {cure}")
-            if value is not None and value <= 0 and perfect == 1:
-                raise ConfigError(f"{owner}.{field}: {value!r} bounds a ratio and must be > 0; {cure}")
-        if self.lower is not None and self.upper is not None and self.lower > self.upper:
-            raise ConfigError(f"{owner}: lower {self.lower} is above upper {self.upper}")
+            what = "is not a finite number" if not is_finite(value) else "bounds a ratio and must be > 0"
+            if value is not None and (not is_finite(value) or (value <= 0 and perfect == 1)):
+                raise ConfigError(f"{owner}.{field}: {value!r} {what}; leave it out for no bound")
+        if low is not None and high is not None and low > high:
+            raise ConfigError(f"{owner}: lower {low} is above upper {high}")
         refuse(owner, refused)
-        if (self.lower is not None and self.lower > perfect) or (self.upper is not None and self.upper < perfect):
+        if (low is not None and low > perfect) or (high is not None and high < perfect):
             raise ConfigError(
-                f"{owner}: the bounds [{self.lower}, {self.upper}] change tokens on which both sides agree exactly; "
+                f"{owner}: the bounds [{low}, {high}] change tokens on which both sides agree exactly; "
                 f"they must hold {perfect} (in YAML, an unquoted 0.5_5 reads as 0.55)"
             )
 
@@ -120,11 +111,9 @@ class BoundedRule(Rule):
 
 @record
 class Normalise(Checked):
-    """Divides the weights by their mean over this call of `correct`: give it the whole minibatch, as the trainer does.
-
-    The mean is of "kept" tokens, of all "valid" ones with masked weights as 0, or of all with "raw" masked weights.
-    `empty_rows` counts rows without tokens as weight 0 (Miles does).
-    """
+    """Divides the weights by their mean over this call of `correct`: of "kept" tokens, of all "valid" ones with masked
+    weights as 0, or of all with "raw" masked weights. `empty_rows` counts rows without tokens as weight 0 (Miles
+    does)."""
 
     level: Literal["token", "sequence"] = "token"
     over: Literal["kept", "valid", "raw"] = "kept"
@@ -133,11 +122,8 @@ class Normalise(Checked):
 
 @record
 class Weights(BoundedRule):
-    """Importance weights, always detached: per token, the row's product ("sequence") or its geometric mean.
-
-    "truncate" caps at `upper`; "clip" clamps; "mask" (IcePop) sets a weight outside the bounds to 0 and leaves the mask
-    alone.
-    """
+    """Importance weights, always detached: per token, the row's product ("sequence") or its geometric mean. "mask"
+    (IcePop) sets a weight outside the bounds to 0 and leaves the mask alone."""
 
     level: Level = "token"
     mode: Mode = "truncate"
@@ -189,11 +175,8 @@ class Weights(BoundedRule):
 
 @record
 class Reject(BoundedRule):
-    """A token or a row stays only if lower <= statistic <= upper.
-
-    The statistic is `estimator` of `signal`'s ratio, aggregated over the row's valid tokens; ratios are compared in log
-    space.
-    """
+    """A token or a row stays only if lower <= statistic <= upper: `estimator` of `signal`'s ratio, aggregated over the
+    row's valid tokens."""
 
     estimator: Estimator
     aggregate: Aggregate
@@ -250,8 +233,6 @@ class Reject(BoundedRule):
 
 @record
 class Veto(Rule):
-    """Drops a whole row if any of its valid tokens is less likely than `below` under the trainer's policy."""
-
     also: ClassVar[frozenset[Need]] = frozenset({"old"})
     below: Annotated[float, Meta(gt=0, lt=1)] = 1e-6
 
@@ -264,8 +245,6 @@ class Veto(Rule):
 
 @record
 class Outlier(BoundedRule):
-    """Drops a whole row if any of its valid tokens has a ratio outside [lower, upper]."""
-
     lower: float | None = 1e-4
     upper: float | None = 100.0
 
@@ -298,12 +277,8 @@ class OffPolicyMask(Rule):
 
 @record
 class SecondMoment(Rule):
-    """M2PO (arXiv 2510.01161): the tokens with the largest (log r)² go until the mean of the rest is at most
-    `threshold`.
-
-    "harmful" looks only where PPO's clip would act, as the paper's Algorithm 1; "all" at every valid token, as AReaL.
-    All tokens of one call are sorted together: give it the whole mini-batch.
-    """
+    """M2PO (arXiv 2510.01161). "harmful" looks only where PPO's clip would act, as the paper's Algorithm 1; "all" at
+    every valid token, as AReaL. All tokens of one call are sorted together: give it the whole mini-batch."""
 
     threshold: NotNegative = 0.04
     signal: Signal = "ppo_rollout"
@@ -355,8 +330,6 @@ class ScoreCentering(Rule):
 
 @record
 class Staleness(Rule):
-    """Drops tokens that were sampled more than `limit` policy versions ago."""
-
     also: ClassVar[frozenset[Need]] = frozenset({"versions"})
     limit: Count
 

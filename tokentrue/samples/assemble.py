@@ -49,8 +49,8 @@ def assemble(
     include_abandoned: bool = False,
     metadata: JsonMapping | None = None,
 ) -> Assembly:
-    """`max_tokens` cuts a sample after the last sampled span that fits; `include_abandoned` also trains abandoned
-    turns and side requests."""
+    """`max_tokens` cuts a sample after the last sampled span that fits; `include_abandoned` also trains abandoned turns
+    and side requests."""
     for node in tree.nodes.values():
         if tree.link(node) != node.chain:
             raise TokenContractError(f"node {node.id}: the record does not fit its certificate")
@@ -70,7 +70,6 @@ def assemble(
 def coverage_of(
     tree: Tree, record: SessionRecord, *, max_tokens: int | None = None, include_abandoned: bool = False
 ) -> Coverage:
-    """In time linear in the nodes; certificates are checked only when samples are built."""
     owner, _, abandoned = _drafts(tree, record, max_tokens, include_abandoned)
     return _coverage(tree, owner, abandoned)
 
@@ -78,7 +77,6 @@ def coverage_of(
 def _drafts(
     tree: Tree, record: SessionRecord, max_tokens: int | None, include_abandoned: bool
 ) -> tuple[dict[str, str], list[tuple[Node, list[Node]]], dict[str, str]]:
-    """Which sample trains a node, the leaf and path of each sample, and why nodes were abandoned."""
     if max_tokens is not None and max_tokens <= 0:
         raise InputError(f"max_tokens must be positive, got {max_tokens}")
     abandoned = find_left_out(tree, record.rewards.leaves)
@@ -122,7 +120,6 @@ def _coverage(tree: Tree, owner: Mapping[str, str], abandoned: Mapping[str, str]
 def _build_sample(
     tree: Tree, record: SessionRecord, leaf: Node, path: list[Node], mine: Mapping[str, str], metadata: JsonMapping
 ) -> Sample:
-    """`mine` has the nodes that this sample trains, and why."""
     parts: list[TokenIds] = []
     length = 0
     loss_mask: list[int] = []
@@ -174,7 +171,6 @@ def _spans(node: Node, turn: int, start: int, mine: str | None) -> Iterator[Span
 
 
 def _own_metadata(record: SessionRecord, leaf: Node, path: list[Node], coverage: Coverage) -> JsonObject:
-    """`metadata.tokentrue` without its seal."""
     own: JsonObject = {
         "version": 1,
         "leaf": leaf.id,
@@ -202,7 +198,6 @@ def _own_metadata(record: SessionRecord, leaf: Node, path: list[Node], coverage:
 
 
 def reward_of_path(path: Sequence[str], leaves: Mapping[str, float], session: float | None) -> float | None:
-    """The deepest reward among a path's nodes, else the session's."""
     return next((leaves[node] for node in reversed(path) if node in leaves), session)
 
 
@@ -218,7 +213,6 @@ def coverage_to_json(coverage: Coverage) -> JsonObject:
 
 
 def _given_roles(node: Node) -> Iterator[tuple[int, int, str]]:
-    """Spans without gaps: the renderer's, and `structure` between them."""
     at, length = 0, len(node.given_ids)
     if length and not node.given_spans:
         roles = {"assistant" if isinstance(item, ServedRef) else str(item.get("role")) for item in node.given}
@@ -263,7 +257,6 @@ def _join_masks(path: Sequence[Node]) -> SamplingMask | None:
 
 
 def _join_tops(path: Sequence[Node]) -> TopLogprobs | None:
-    """None if no turn has them; rows of turns without them are empty."""
     if all(node.top_logprobs is None for node in path):
         return None
     tops: list[tuple[Mapping[int, float], int]] = []

@@ -1,20 +1,18 @@
 """Audits exported samples from the file alone: certificates, masks, log-probabilities, prefix identity, coverage.
 
-Every link of the chain is recomputed from the file's ids, log-probabilities, versions and images, and every field of a
-trainer's row is rebuilt from its sample. A finding names the sample, the turn and the tokens. A passing file is
-undamaged; this does not prove that nobody rewrote it entirely: for that, compare `certificate.chain` with the one
-that the gateway reported.
-"""
+A passing file is undamaged; this does not prove that nobody rewrote it entirely: for that, compare `certificate.chain`
+with the one that the gateway reported."""
 
 from __future__ import annotations
 
 import math
 from array import array
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from hashlib import sha256
 from itertools import chain
 from typing import TypeAlias
+
+from msgspec import Struct
 
 from tokentrue.errors import AuditError, FileFormatError
 from tokentrue.ids import TokenIds
@@ -31,8 +29,6 @@ Fault: TypeAlias = tuple[str, int | None, int | None]
 
 @record
 class AuditFinding:
-    """A violation, at tokens `[start, end)` if known."""
-
     sample: str
     what: str
     start: int | None = None
@@ -43,16 +39,15 @@ class AuditFinding:
         return f"{self.sample}{place}: {self.what}"
 
 
-@dataclass(slots=True)
-class Audit:
+class Audit(Struct):
     samples: int = 0
     tokens: int = 0
     sampled: int = 0
     trained: int = 0
-    images: set[str] = field(default_factory=set[str])  # their hashes
+    images: set[str] = set()  # their hashes
     are_files_checked: bool = False
-    sessions: dict[str, _SessionAudit] = field(default_factory=dict[str, "_SessionAudit"])
-    findings: list[AuditFinding] = field(default_factory=list[AuditFinding])
+    sessions: dict[str, _SessionAudit] = {}
+    findings: list[AuditFinding] = []
 
     @property
     def ok(self) -> bool:
@@ -60,26 +55,24 @@ class Audit:
 
     @property
     def coverage(self) -> float:
-        """The trained share of all tokens sampled in the file's sessions; a file with duplicates has no more than 1."""
+        """A file with duplicates has no more than 1."""
         sampled = sum(session.claimed.sampled for session in self.sessions.values() if session.claimed is not None)
         return min(1.0, self.trained / sampled) if sampled else 1.0
 
     @property
     def untrained(self) -> list[str]:
-        """Why sampled tokens of these sessions are not trained."""
         claimed = [session.claimed for session in self.sessions.values() if session.claimed is not None]
         return sorted({reason for coverage in claimed for reason in coverage.untrained_by_reason})
 
 
-@dataclass(slots=True)
-class _SessionAudit:
+class _SessionAudit(Struct):
     claimed: Coverage | None = None
-    seen: set[str] = field(default_factory=set[str])
-    links: dict[str, tuple[str, int]] = field(default_factory=dict[str, tuple[str, int]])  # node -> its chain and start
-    sampled: dict[str, bytes] = field(default_factory=dict[str, bytes])  # node -> SHA-256 of its sampled ids
+    seen: set[str] = set()
+    links: dict[str, tuple[str, int]] = {}  # node -> its chain and start
+    sampled: dict[str, bytes] = {}  # node -> SHA-256 of its sampled ids
     # Given tokens [start, end) of a sample that repeat what a node sampled: (sample, start, end, node, their SHA-256)
-    copies: list[tuple[str, int, int, str, bytes]] = field(default_factory=list[tuple[str, int, int, str, bytes]])
-    trained_by: dict[str, str] = field(default_factory=dict[str, str])
+    copies: list[tuple[str, int, int, str, bytes]] = []
+    trained_by: dict[str, str] = {}
     trained: int = 0
 
 
@@ -88,7 +81,6 @@ def audit(samples: Iterable[Sample]) -> Audit:
 
 
 def audit_exported(rows: Iterable[ExportedSample], images: ImageFolder | None = None) -> Audit:
-    """Also checks the rows themselves, and the files of images if their folder exists."""
     result = Audit(are_files_checked=images is not None and images.path.is_dir())
     for row in rows:
         sample = row.sample

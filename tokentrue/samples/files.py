@@ -1,5 +1,5 @@
-"""Sample files: writes a named format, reads any of them, and audits a file before training. A file is written under
-a temporary name and renamed; links stay links, and devices and pipes are written to directly."""
+"""Writes a sample file in a named format, reads any of them, and audits a file before training. A file is written under
+a temporary name and renamed; devices and pipes are written to directly."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ MEDIA_TYPES = {
 
 
 def write_samples(samples: Iterable[Sample], path: str | Path, *, format: str = "jsonl") -> int:
-    """Replaces the file atomically; returns the number of samples."""
     chosen, target = find_format(format), Path(path)
     if not target.name or target.is_dir():
         raise FileFormatError(f"cannot write {str(path)!r}: it is no file name")
@@ -84,14 +83,12 @@ def read_samples(path: str | Path, *, format: str | None = None) -> Iterator[Sam
 
 
 def read_all(path: str | Path) -> list[Sample]:
-    """Refuses a file without samples, too."""
     if found := list(read_samples(path)):
         return found
     raise FileFormatError(f"{path}: holds no sample")
 
 
 def read_exported(path: str | Path, *, format: str | None = None) -> Iterator[ExportedSample]:
-    """Like `read_samples`, but reports contradictions in the result, for an audit."""
     source = Path(path)
     if str(source).startswith(("http:", "https:", "sqlite:", "postgresql:")):
         raise FileFormatError(f"{source}: a gateway or a journal, not a file; `tokentrue samples` exports it")
@@ -130,7 +127,6 @@ def _find_marked(suffix: str, columns: Iterable[str]) -> str | None:
 
 
 def is_text(start: bytes) -> bool:
-    """True if this can be the start of UTF-8 text; the last character may be cut."""
     try:
         start.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -139,7 +135,7 @@ def is_text(start: bytes) -> bool:
 
 
 def read_sound_samples(path: str | Path, *, trust: bool = False) -> list[Sample]:
-    """All samples of a file that passes its audit. `trust` skips the checks of certificates, masks and duplicates."""
+    """`trust` skips the audit of certificates, masks and duplicates."""
     if trust:
         samples = list(read_samples(path))
     else:

@@ -1,10 +1,7 @@
-"""The table of sample file formats: `FORMATS`. To add a trainer, write `*_row` and `*_columns` in `trainer_rows.py` and
-add one entry here; the command line, the gateway and format detection follow.
+"""The table of sample file formats: `FORMATS`. To add a trainer, write `*_row` and `*_columns` in `trainer_rows.py` and add one entry here; the command line, the gateway and format detection follow.
 
-Every trainer's row also carries `tokentrue`: the sample's fields that the trainer has no place for. So any file can
-be audited: the sample is read back from the trainer's row, the row is rebuilt from the sample, and the two are
-compared.
-"""
+Every trainer's row also carries `tokentrue`: the sample's fields that the trainer has no place for. So the sample is
+read back from any row, the row is rebuilt from the sample, and the two are compared."""
 
 from __future__ import annotations
 
@@ -54,8 +51,8 @@ class ExportedSample:
 
 @record
 class SampleFormat:
-    """`follows` names the release whose fields it writes. `mark` is the column that distinguishes its rows from
-    other formats in the same container. `write` returns the number of samples written."""
+    """`follows` names the release whose fields it writes. `mark` is the column that distinguishes its rows from other
+    formats in the same container."""
 
     name: str
     suffix: Literal[".jsonl", ".parquet", ".safetensors"]
@@ -235,8 +232,6 @@ def _rows_format(
     to_row: Callable[[Sample], JsonMapping],
     from_row: Callable[[JsonMapping, str], ExportedSample],
 ) -> SampleFormat:
-    """JSON lines, or a parquet table with columns of `types`."""
-
     def write(samples: Iterable[Sample], path: Path) -> int:
         rows = map(to_row, samples)
         return write_lines(rows, path) if types is None else _write_table(rows, path, types)
@@ -263,8 +258,7 @@ def trainer_format(
     added: Set[str] = frozenset(),
     types: Mapping[str, str] | None = None,
 ) -> SampleFormat:
-    """JSON lines, or a parquet table with columns of `types`. `added` names fields that users add to the row, which
-    are not compared."""
+    """JSON lines, or a parquet table with columns of `types`. `added` names fields of users, which are not compared."""
 
     def to_row(sample: Sample) -> JsonObject:
         return {**row(sample), "tokentrue": head_to_json(sample)}
@@ -294,7 +288,6 @@ def trainer_format(
 
 
 def _without_given_logprobs(sample: Sample) -> Sample:
-    """None where the spans say that nothing was sampled: trainers have a number there."""
     logprobs = list(sample.rollout_logprobs)
     for span in sample.spans:
         if span.kind == "given":
@@ -306,7 +299,6 @@ def _without_given_logprobs(sample: Sample) -> Sample:
 def find_differences(
     written: JsonValue, found: JsonValue, field: str = "", *, added: Set[str] = frozenset()
 ) -> Iterator[str]:
-    """The fields in which a row differs from the exporter's; of a list, the first position."""
     if isinstance(written, dict) and isinstance(found, dict):
         written, found = cast("JsonObject", written), cast("JsonObject", found)
         for key in {**written, **found}:

@@ -1,10 +1,7 @@
-"""The sessions that a group's baseline compares, and the reward of each, for trainer, viewer, `tokentrue diagnose` and
-adapters.
+"""The sessions that a group's baseline compares, and the reward of each.
 
-A session may have several samples (compaction, sub-agents, forks). It counts once, with the reward of its first
-sample, even if its leaves have separate rewards; all its samples share its advantage. A session without a group
-forms a group alone.
-"""
+A session counts once, with the reward of its first sample, even if it has several (compaction, sub-agents, forks); all
+its samples share its advantage. A session without a group forms a group alone."""
 
 from __future__ import annotations
 
@@ -35,7 +32,6 @@ class GroupedSessions:
 
 
 def group_sessions(samples: Iterable[tuple[str, str, float]]) -> GroupedSessions:
-    """`samples` are (group, session, reward)."""
     numbers: dict[tuple[str, str], int] = {}
     rewards: list[float] = []
     of_sample: list[int] = []

@@ -1,4 +1,4 @@
-"""The files of images beside a samples file: `FILE.images/SHA256.png`. A trainer reads them without the gateway."""
+"""The files of images beside a samples file: `FILE.images/SHA256.png`, written before the samples file has its name."""
 
 from __future__ import annotations
 
@@ -29,13 +29,11 @@ class ImageFolder:
         self._written: set[str] = set()
 
     def write(self, sample: Sample, read: Callable[[str, str], bytes]) -> None:
-        """`read` returns a file by session and hash."""
         for run in sample.images:
             if run.sha256 not in self:
                 self.add(run.sha256, read(sample.session_id, run.sha256))
 
     def __contains__(self, sha256: str) -> bool:
-        """True if this object wrote it."""
         return sha256 in self._written
 
     def add(self, sha256: str, data: bytes) -> None:
@@ -66,7 +64,6 @@ class ImageFolder:
         return open_image(self.read(sha256)[0])
 
     def load(self, sample: Sample) -> list[PromptImage]:
-        """All images of a sample, in the order of its tokens."""
         found: list[PromptImage] = []
         for run in sample.images:
             data, media_type = self.read(run.sha256)

@@ -1,8 +1,5 @@
-"""Reads the turns on a sample's path from `metadata.tokentrue.nodes`, for trainer, doctor, viewer and exporters.
-
-Samples of other programs record no turns, or only `given` and `sampled` of each. Present fields must have their
-type, and the turns together must cover the sample's tokens.
-"""
+"""Reads the turns on a sample's path from `metadata.tokentrue.nodes`. Samples of other programs record no turns, or
+only `given` and `sampled` of each."""
 
 from __future__ import annotations
 
@@ -43,8 +40,6 @@ class SampleRecord(msgspec.Struct, kw_only=True):
 
 @record
 class RecordedTurn:
-    """`start` and `end` of its sampled tokens in the sample."""
-
     start: int
     end: int
     row: TurnRow
@@ -59,7 +54,6 @@ class RecordedTurn:
 
 
 def read_record(sample: Sample) -> SampleRecord:
-    """Empty if the sample has none."""
     return decode(sample.metadata.get("tokentrue", {}), SampleRecord, f"sample {sample.sample_id}: metadata.tokentrue")
 
 
@@ -81,7 +75,6 @@ def read_turns(sample: Sample) -> list[RecordedTurn]:
 
 
 def why_not_scorable(sample: Sample, turn: RecordedTurn) -> str:
-    """Empty if the sampled distribution can be recomputed; under top-p, top-k or min-p that needs the kept ids."""
     if turn.penalties:
         cure = "a penalty depends on the text before the token, and no trainer scores it; sample without it"
         return f"sampled under {', '.join(turn.penalties)}: {cure}"
@@ -92,8 +85,8 @@ def why_not_scorable(sample: Sample, turn: RecordedTurn) -> str:
 
 
 def scoring_temperatures(sample: Sample, default: float = 1.0) -> list[float]:
-    """Each token's temperature, that of its turn; `default` if none is recorded and in greedy turns, which engines
-    report at 1. Raises TokenContractError for a trained turn that cannot be scored."""
+    """Each token's temperature; `default` if none is recorded and in greedy turns, which engines report at 1. Raises
+    TokenContractError for a trained turn that cannot be scored."""
     found = [default] * len(sample.token_ids)
     for number, turn in enumerate(read_turns(sample)):
         if any(sample.loss_mask[turn.start : turn.end]) and (why := why_not_scorable(sample, turn)):

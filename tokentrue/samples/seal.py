@@ -26,8 +26,8 @@ _SHAPING = (
 
 
 class NodeRow(msgspec.Struct, kw_only=True):
-    """A turn with what proves it: the certificate's link after it, and which prompt the engine was sent (older files do
-    not say). `copies` are ranges of its given tokens (start, end, node) that repeat what another node sampled."""
+    """A turn, the certificate's link after it, and which prompt the engine was sent (older files do not say). `copies`
+    are ranges of its given tokens (start, end, node) that repeat what another node sampled."""
 
     node: str
     given: Count

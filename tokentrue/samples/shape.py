@@ -1,7 +1,4 @@
-"""Converts samples to plain JSON objects and back, losslessly; log-probabilities keep every bit.
-
-A file is foreign input: `decode` types its values, and errors name the path (`$.spans[3].start`).
-"""
+"""Converts samples to plain JSON objects and back, losslessly; errors name the path (`$.spans[3].start`)."""
 
 from __future__ import annotations
 
@@ -68,7 +65,6 @@ class SampleRow(msgspec.Struct, kw_only=True):
 
 
 def decode(value: JsonValue, kind: type[T], where: str) -> T:
-    """Raises FileFormatError with the path of the bad value."""
     try:
         return msgspec.convert(value, kind, dec_hook=_decode_ids)
     except (msgspec.ValidationError, UnicodeEncodeError, TokenContractError) as error:

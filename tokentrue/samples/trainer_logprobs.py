@@ -12,25 +12,15 @@ import msgspec
 
 from tokentrue.errors import FileFormatError
 from tokentrue.plain_json import read_numbered_lines
-from tokentrue.records import record
 from tokentrue.samples.shape import decode
 from tokentrue.types import Sample
 
 MOST_LOGPROB = 1e-3  # rounding may put the logarithm of probability 1 this far above 0
 
 
-class LogprobsLine(msgspec.Struct):
-    sample_id: str
+class TrainerLogprobs(msgspec.Struct, kw_only=True):
     logprobs: list[float | None]
     entropy: list[float | None] | None = None
-
-
-@record
-class TrainerLogprobs:
-    """One value per token; None if unknown."""
-
-    logprobs: Sequence[float | None]
-    entropy: Sequence[float | None] | None = None
 
     def to_line(self, sample: Sample) -> str:
         return json.dumps({"sample_id": sample.sample_id, "logprobs": list(self.logprobs)}) + "\n"
@@ -43,8 +33,11 @@ class TrainerLogprobs:
                 )
 
 
+class LogprobsLine(TrainerLogprobs, kw_only=True):
+    sample_id: str
+
+
 def read_trainer_logprobs(path: str | Path) -> dict[str, TrainerLogprobs]:
-    """By sample id."""
     found: dict[str, TrainerLogprobs] = {}
     lines: dict[str, int] = {}
     if not Path(path).exists():
@@ -66,7 +59,7 @@ def read_trainer_logprobs(path: str | Path) -> dict[str, TrainerLogprobs]:
             raise FileFormatError(f"{place}: sample_id {name!r} is also in line {lines[name]}; give each sample once")
         _check_numbers(row.logprobs, "log-probability", place, most=MOST_LOGPROB)
         _check_numbers(row.entropy or (), "entropy", place)
-        lines[name], found[name] = number, TrainerLogprobs(logprobs=row.logprobs, entropy=row.entropy)
+        lines[name], found[name] = number, row
     return found
 
 

@@ -1,9 +1,5 @@
-"""Converts a sample to a trainer's row, and ids, mask and log-probabilities back. The table of formats is in
-`formats.py`.
-
-`*_row` makes all fields that the trainer reads; `*_columns` returns the three columns of the sample, which may omit
-a given prefix.
-"""
+"""Converts a sample to a trainer's row (`*_row`), and ids, mask and log-probabilities back (`*_columns`, which may omit
+a given prefix)."""
 
 from __future__ import annotations
 
@@ -15,7 +11,6 @@ from typing import TypeAlias
 from tokentrue.errors import FileFormatError, TokenContractError
 from tokentrue.ids import TokenIds
 from tokentrue.json_types import JsonMapping, JsonObject, JsonValue
-from tokentrue.records import record
 from tokentrue.samples.recorded_turns import read_turns
 from tokentrue.samples.shape import encode_bytes
 from tokentrue.types import Sample
@@ -24,18 +19,7 @@ Columns: TypeAlias = tuple[Sequence[JsonValue], Sequence[JsonValue], Sequence[Js
 """As read from a file, unchecked."""
 
 
-@record
-class Split:
-    """A sample as prompt and response: the prompt ends at the first sampled token."""
-
-    prompt_ids: list[int]
-    response_ids: list[int]
-    response_mask: list[int]
-    response_logprobs: list[float]  # 0.0 where nothing was sampled, as trainers expect; the mask says where
-
-
 def refuse_images(sample: Sample, trainer: str) -> None:
-    """For rows without a place for images: a trainer would train a model that sees nothing."""
     if sample.images:
         raise FileFormatError(
             f"sample {sample.sample_id} has {len(sample.images)} images, which rows for {trainer} do not carry; "
@@ -43,18 +27,16 @@ def refuse_images(sample: Sample, trainer: str) -> None:
         )
 
 
-def split(sample: Sample) -> Split:
+def split(sample: Sample) -> tuple[list[int], list[int], list[int], list[float]]:
+    """The prompt's ids, up to the first sampled token; ids, mask and log-probabilities of the response (0.0 where
+    nothing was sampled, as trainers expect)."""
     at = next((span.start for span in sample.spans if span.kind == "sampled"), None)
     if at is None:
         raise TokenContractError(f"sample {sample.sample_id} has no sampled token")
     if at > len(sample.token_ids):
         raise TokenContractError(f"sample {sample.sample_id}: a span starts at token {at} of {len(sample.token_ids)}")
-    return Split(
-        prompt_ids=list(sample.token_ids[:at]),
-        response_ids=list(sample.token_ids[at:]),
-        response_mask=list(sample.loss_mask[at:]),
-        response_logprobs=fill_logprobs(sample.rollout_logprobs[at:]),
-    )
+    ids = list(sample.token_ids)
+    return ids[:at], ids[at:], list(sample.loss_mask[at:]), fill_logprobs(sample.rollout_logprobs[at:])
 
 
 def fill_logprobs(logprobs: Iterable[float | None]) -> list[float]:
@@ -62,7 +44,6 @@ def fill_logprobs(logprobs: Iterable[float | None]) -> list[float]:
 
 
 def token_versions(sample: Sample, *, start: int = 0) -> list[int]:
-    """The policy version of each token from `start` on; -1 where nothing was sampled."""
     found = [-1] * len(sample.token_ids)
     for span in sample.spans:
         if span.kind == "sampled" and span.policy_version is not None:
@@ -80,18 +61,17 @@ def expert_table(sample: Sample) -> list[list[list[int]]] | None:
 
 
 def verl_row(sample: Sample) -> JsonObject:
-    """For `AgentLoopOutput(metrics=…, **row)`, images opened (`ImageFolder.open`). verl has no field for kept ids: they
-    are compressed rows, one per response token."""
-    parts = split(sample)
-    start = len(parts.prompt_ids)
-    versions = token_versions(sample, start=start)
+    """For `AgentLoopOutput(metrics=…, **row)`, images opened (`ImageFolder.open`). Kept ids are compressed rows, one
+    per response token."""
+    prompt, response, response_mask, logprobs = split(sample)
+    versions = token_versions(sample, start=len(prompt))
     sampled = [version for version in versions if version >= 0]
-    mask = None if sample.sampling_mask is None else sample.sampling_mask.cut(start, len(sample.token_ids))
+    mask = None if sample.sampling_mask is None else sample.sampling_mask.cut(len(prompt), len(sample.token_ids))
     return {
-        "prompt_ids": parts.prompt_ids,
-        "response_ids": parts.response_ids,
-        "response_mask": parts.response_mask,
-        "response_logprobs": parts.response_logprobs,
+        "prompt_ids": prompt,
+        "response_ids": response,
+        "response_mask": response_mask,
+        "response_logprobs": logprobs,
         "reward_score": sample.reward,
         "num_turns": 2 * (1 + max((span.turn for span in sample.spans), default=-1)),
         "uid": sample.group or sample.session_id,
@@ -113,16 +93,9 @@ def verl_columns(row: JsonMapping) -> Columns:
 
 def trl_row(sample: Sample) -> JsonObject:
     """The keys that a GRPO `rollout_func` returns; collect each key over the lines into a list."""
-    parts = split(sample)
+    columns = dict(zip(("prompt_ids", "completion_ids", "env_mask", "logprobs"), split(sample), strict=True))
     images: JsonObject = {"images": [run.sha256 for run in sample.images]} if sample.images else {}
-    return {
-        "prompt_ids": parts.prompt_ids,
-        "completion_ids": parts.response_ids,
-        "env_mask": parts.response_mask,
-        "logprobs": parts.response_logprobs,
-        "reward": sample.reward,
-        **images,
-    }
+    return {**columns, "reward": sample.reward, **images}
 
 
 def trl_columns(row: JsonMapping) -> Columns:
@@ -130,32 +103,26 @@ def trl_columns(row: JsonMapping) -> Columns:
 
 
 def slime_row(sample: Sample) -> JsonObject:
-    """The dictionary for `Sample.from_dict` of slime and miles."""
     refuse_images(sample, "slime")
-    parts = split(sample)
-    start = len(parts.prompt_ids)
-    versions = token_versions(sample, start=start)
+    prompt, response, loss_mask, logprobs = split(sample)
+    versions = token_versions(sample, start=len(prompt))
     replay: JsonObject = {}
     if sample.routed_experts is not None:
         replay["rollout_routed_experts"] = expert_table(sample)
     if sample.sampling_mask is not None:
-        mask = sample.sampling_mask.cut(start, len(sample.token_ids))
+        mask = sample.sampling_mask.cut(len(prompt), len(sample.token_ids))
         replay["rollout_top_p_token_ids"] = mask.token_ids.tolist()
         replay["rollout_top_p_token_offsets"] = mask.offsets.tolist()
     return {
         "tokens": list(sample.token_ids),
-        "response_length": len(parts.response_ids),
-        "loss_mask": parts.response_mask,
-        "rollout_log_probs": parts.response_logprobs,
+        "response_length": len(response),
+        "loss_mask": loss_mask,
+        "rollout_log_probs": logprobs,
         "reward": sample.reward,
         "status": {"length": "truncated", "abort": "aborted"}.get(sample.finish_reason, "completed"),
         "weight_versions": [str(version) for version, _ in groupby(each for each in versions if each >= 0)],
         "session_id": sample.session_id,
-        "metadata": {
-            "sample_id": sample.sample_id,
-            "group": sample.group,
-            "policy_versions": versions,
-        },
+        "metadata": {"sample_id": sample.sample_id, "group": sample.group, "policy_versions": versions},
         **replay,
     }
 
@@ -194,7 +161,6 @@ def prime_rl_row(sample: Sample) -> JsonObject:
 
 
 def sampled_temperatures(sample: Sample) -> list[float]:
-    """The temperature at which each token was sampled; 1.0 where nothing was sampled."""
     found = [1.0] * len(sample.token_ids)
     turns = read_turns(sample)
     for turn in turns:

@@ -1,5 +1,4 @@
-"""The reference trainer: samples in, gradient steps, weights out, bit for bit reproducible. Names are loaded when first
-used: the configuration needs no torch."""
+"""The reference trainer. Names are loaded when first used: the configuration needs no torch."""
 
 from __future__ import annotations
 

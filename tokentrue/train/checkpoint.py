@@ -53,8 +53,6 @@ MODEL_FILES = (
 
 @record
 class Checkpoint:
-    """What a checkpoint holds beside weights, moments and counters."""
-
     rounds: dict[int, Groups]
     evaluation: JsonMapping
     counts: dict[int, Mapping[str, float]]
@@ -74,10 +72,8 @@ def save(
     samples_digest: str = "",
     made_from: JsonMapping | None = None,
 ) -> Path | None:
-    """Every rank calls it. The newest `keep` checkpoints stay, and that of step `best`.
-
-    `rounds` are the batches in waiting; `model` is the directory or hub id whose tokenizer belongs to the weights.
-    """
+    """Every rank calls it. The newest `keep` checkpoints stay, and that of step `best`. `model` is the directory or hub
+    id whose tokenizer belongs to the weights."""
     ranks = trainer.ranks
     target = directory / f"step-{trainer.version:06d}"
     partial = directory / f".{target.name}.partial"
@@ -86,14 +82,14 @@ def save(
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
         ranks.all_gather_object(None)  # the directory is there
-        limit = int(trainer.config.shard_checkpoint_gib * 2**30)
-        write_weights(trainer.model, partial, ranks, limit_bytes=limit)
         trained: Any = trainer.model
+        limit = int(trainer.config.shard_checkpoint_gib * 2**30)
+        is_large = write_weights(trained, partial, ranks, limit_bytes=limit)
         if find_adapter(trained) is not None:
             trained.save_pretrained(partial / "adapter")
-        write_optimizer(trainer, partial, is_sharded=weights_bytes(trainer.model) > limit)
+        write_optimizer(trainer, partial, is_sharded=is_large)
         if ranks.first:
-            write_model_files(trainer.model, model, partial)
+            write_model_files(trained, model, partial)
             with (partial / "rounds.jsonl").open("w") as out:
                 for number, groups in sorted(rounds.items()):
                     row = {"round": number, "groups": [[sample_to_json(each) for each in group] for group in groups]}
@@ -132,9 +128,8 @@ def save(
 
 def find_checkpoints(directory: Path) -> list[Path]:
     """Whole checkpoints, oldest first."""
-    if not directory.is_dir():
-        return []
-    return sorted(path for path in directory.iterdir() if NAME.fullmatch(path.name) and (path / "state.json").exists())
+    found = directory.iterdir() if directory.is_dir() else ()
+    return sorted(path for path in found if NAME.fullmatch(path.name) and (path / "state.json").exists())
 
 
 def latest(directory: Path) -> Path | None:
@@ -144,14 +139,14 @@ def latest(directory: Path) -> Path | None:
 def read_state(
     path: Path, *, run_hash: str, samples_digest: str = "", made_from: JsonMapping | None = None
 ) -> JsonObject:
-    """A checkpoint's counters; refused when another configuration or file of samples made it."""
+    """Refuses a checkpoint of another configuration or file of samples."""
     try:
         state = json.loads((path / "state.json").read_text())
         made_by, _, _ = (state[name] for name in ("run_hash", "version", "updates"))
     except (OSError, ValueError, KeyError) as error:
         raise not_whole(path, repr(error)) from error
-    if made_by != run_hash:
-        known = made_from and state.get("made_from")  # checkpoints of older versions have none
+    if made_by != run_hash:  # checkpoints of older versions have no `made_from`
+        known = made_from and state.get("made_from")
         changes = "; ".join(list_changes(known, made_from)[:8]) if known else f"{made_by}, now {run_hash}"
         raise FileFormatError(f"{path}: another configuration made it ({changes}); choose another directory")
     trained_on = state.get("samples_digest", "")  # checkpoints of older versions name none
@@ -190,7 +185,6 @@ def file_digest(path: Path) -> str:
 
 
 def digests_under(directory: Path, ranks: Ranks) -> dict[str, str]:
-    """By relative name. Every rank calls it once all files are written, and hashes its share."""
     names = ranks.from_first(
         sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file())
     )
@@ -198,7 +192,6 @@ def digests_under(directory: Path, ranks: Ranks) -> dict[str, str]:
 
 
 def require_digests(directory: Path, digests: Mapping[str, str], ranks: Ranks) -> None:
-    """Raises FileFormatError, on every rank, where a file changed."""
     mine = sorted(digests)[ranks.rank :: ranks.world]
     found = ranks.merge({name: file_digest(directory / name) for name in mine if (directory / name).is_file()})
     for name in sorted(digests):
@@ -206,26 +199,23 @@ def require_digests(directory: Path, digests: Mapping[str, str], ranks: Ranks) -
             raise not_whole(directory, f"{name} is missing or changed")
 
 
-def weights_bytes(model: nn.Module) -> int:
-    return sum(value.nbytes for _, value in named_weights(model))
-
-
 def gather_tensors(held: Iterable[tuple[str, Tensor]], ranks: Ranks) -> dict[str, Tensor]:
-    """Whole tensors on rank 0's CPU; every rank takes part."""
-    tensors: dict[str, Tensor] = {}
-    for name, value in held:
-        gathered = whole(value.detach())
-        if ranks.first:
-            tensors[name] = gathered.cpu().contiguous()
-    return tensors
+    gathered = ((name, whole(value.detach())) for name, value in held)
+    kept = [(name, value.cpu().contiguous()) for name, value in gathered if ranks.first]
+    return dict(kept)
 
 
-def write_weights(model: nn.Module, directory: Path, ranks: Ranks, *, limit_bytes: int) -> None:
-    """In files of at most `limit_bytes`, in the model's order. A tied parameter is written once."""
+def write_weights(model: nn.Module, directory: Path, ranks: Ranks, *, limit_bytes: int) -> bool:
+    """In files of at most `limit_bytes`, in the model's order. A tied parameter is written once. Returns whether they
+    are larger."""
     parts: list[dict[str, Tensor]] = [{}]
+    size = total = 0
     for name, value in named_weights(model):
-        if parts[-1] and sum(held.nbytes for held in parts[-1].values()) + value.nbytes > limit_bytes:
+        total += value.nbytes
+        if parts[-1] and size + value.nbytes > limit_bytes:
             parts.append({})
+            size = 0
+        size += value.nbytes
         parts[-1][name] = value
     weight_map: dict[str, str] = {}
     for number, part in enumerate(parts, 1):
@@ -235,17 +225,17 @@ def write_weights(model: nn.Module, directory: Path, ranks: Ranks, *, limit_byte
             save_file(tensors, directory / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(part, file)
     if ranks.first and len(parts) > 1:
-        table = {"metadata": {"total_size": weights_bytes(model)}, "weight_map": weight_map}
+        table = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (directory / INDEX).write_text(json.dumps(table, indent=1))
+    return total > limit_bytes
 
 
 def restore_weights(model: nn.Module, directory: Path) -> None:
-    files = [SINGLE]
-    if (directory / INDEX).is_file():
-        files = sorted(set(json.loads((directory / INDEX).read_text())["weight_map"].values()))
-    left = dict(named_weights(model))
+    files, left = [SINGLE], dict(named_weights(model))
     if find_adapter(model) is not None:
         files, left = [ADAPTER], dict(adapter_weights(model))
+    elif (directory / INDEX).is_file():
+        files = sorted(set(json.loads((directory / INDEX).read_text())["weight_map"].values()))
     for file in files:
         with safe_open(directory / file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118
@@ -262,7 +252,6 @@ def other_model(path: Path, why: str) -> FileFormatError:
 
 
 def write_model_files(model: Any, source: str | None, target: Path) -> None:
-    """Copied from a directory, saved for a hub id."""
     if source is not None and Path(source).is_dir():
         for name in MODEL_FILES:
             if (Path(source) / name).exists():
@@ -334,7 +323,7 @@ def read_shards(trainer: Trainer, directory: Path) -> Mapping[str, Tensor]:
 
 @contextmanager
 def alone_is_meant() -> Iterator[None]:
-    """With one rank torch warns that one process writes alone, which is as it should be."""
+    """With one rank torch warns that one process writes alone."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield

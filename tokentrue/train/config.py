@@ -24,7 +24,7 @@ Temperature: TypeAlias = Annotated[float, Meta(ge=1e-30, le=1e30)]
 
 
 def default_learning_rate(num_parameters: int) -> float:
-    """1e-6, as in TRL and verl; models below ten million parameters get what was tuned for the one that ships."""
+    """1e-6, as in TRL and verl; below ten million parameters what was tuned for the model that ships."""
     return 2.5e-4 if num_parameters < 10_000_000 else 1e-6
 
 
@@ -61,18 +61,13 @@ class AdvantageConfig:
 
 @record
 class OverlongConfig:
-    """Whether sessions that reach their limit of sampled tokens are left out of training."""
-
     mask: bool = False
 
 
 @record
 class TrainConfig:
-    """`lag` k: batch j is sampled by the weights of step max(0, j - k).
-
-    `exact`: score with the batch-invariant operators, and stop when a token sampled by the current weights has other
-    bits here.
-    """
+    """Batch j is sampled by the weights of step max(0, j - lag). `exact`: score with the batch-invariant operators, and
+    stop when a token sampled by the current weights has other bits here."""
 
     steps: AtLeastOne = 20
     groups_per_step: AtLeastOne = 8
@@ -110,7 +105,7 @@ class TrainConfig:
 
 @record
 class EvaluationConfig:
-    """Held-out tasks every `every` steps (0: never); `patience` evaluations without gain end the run (0: never)."""
+    """Held-out tasks every `every` steps (0: never); `patience` evaluations without gain end the run."""
 
     every: Count = 0
     tasks: AtLeastOne = 64
@@ -132,7 +127,6 @@ class EvaluationConfig:
 
 
 def learning_rate(optim: OptimConfig, update: int, total: int) -> float:
-    """Of update number `update` (from 0) of `total`."""
     peak = optim.lr
     assert peak is not None, "the trainer resolves it by the size of the model"
     if update < optim.warmup:
@@ -145,13 +139,11 @@ def learning_rate(optim: OptimConfig, update: int, total: int) -> float:
 
 
 def config_hash(*parts: Any) -> str:
-    """Names a configuration, records or plain mappings; beside every row of metrics."""
     text = json.dumps(parts, sort_keys=True, default=_plain)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def plain_settings(**parts: Any) -> JsonObject:
-    """Records as JSON, so that a checkpoint can say what made it."""
     return json.loads(json.dumps(parts, default=_plain))
 
 

@@ -1,8 +1,5 @@
-"""The check that gives the project its name: tokens sampled by these very weights must have these very bits.
-
-Only tokens whose policy version is the trainer's current one are compared; older ones differ because the policy moved.
-Engines with their own arithmetic are held to a bound on each row's mean |δ| instead (`require_near`).
-"""
+"""Tokens sampled by these very weights must have these very bits; older ones differ because the policy moved. Engines
+with their own arithmetic are held to a bound on each row's mean |δ| instead (`require_near`)."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ PROBED_TOKENS = 24  # that an engine samples for the probe, whose mean |δ| is t
 
 @record
 class Agreement:
-    """`largest` is the largest |trainer - rollout| among the `differing`, and `first` describes the first of them."""
+    """`largest` |trainer - rollout| among the `differing`, and a description of the `first` of them."""
 
     compared: int
     differing: int
@@ -38,19 +35,16 @@ class Agreement:
 
 
 def agreement(rows: Sequence[Row], trainer: Sequence[Tensor], *, version: int) -> Agreement:
-    """Compares bits, in row order."""
-    compared = differing = 0
-    largest, first = 0.0, ""
+    found = Agreement(compared=0, differing=0, largest=0.0)
     for row, values in zip(rows, trainer, strict=True):
         current = row.sampled & (row.versions == version)
         mine = values.detach().to(device="cpu", dtype=torch.float32)
         unequal = current & (mine.view(torch.int32) != row.rollout.view(torch.int32))
-        compared += int(current.sum())
-        if bool(unequal.any()):
-            differing += int(unequal.sum())
-            largest = max(largest, float((mine - row.rollout)[unequal].abs().max()))
-            first = first or describe_difference(row, mine, int(unequal.nonzero()[0]))
-    return Agreement(compared=compared, differing=differing, largest=largest, first=first)
+        differing = int(unequal.sum())
+        largest = float((mine - row.rollout)[unequal].abs().max()) if differing else 0.0
+        first = describe_difference(row, mine, int(unequal.nonzero()[0])) if differing and not found.first else ""
+        found = found.merge(Agreement(compared=int(current.sum()), differing=differing, largest=largest, first=first))
+    return found
 
 
 def describe_difference(row: Row, trainer: Tensor, token: int) -> str:
@@ -76,21 +70,19 @@ def require_exact(found: Agreement, *, version: int) -> None:
 def require_near(
     rows: Sequence[Row], trainer: Sequence[Tensor], limit: float | None, *, version: int, ranks: Ranks
 ) -> None:
-    """Raises EngineContractError, on every rank, at a row that an engine with other weights sampled."""
     if limit is None:
         return
     trouble: EngineContractError | None = None
     for row, mine in zip(rows, trainer, strict=True):
         distances = (mine.detach().double().cpu() - row.rollout.double())[row.sampled & (row.versions == version)].abs()
         mean = float(distances.sum()) / max(PROBED_TOKENS, distances.numel())
-        if mean > limit:
+        if mean > limit and trouble is None:
             trouble = EngineContractError(
                 f"sample {row.sample.sample_id}: an engine sampled it as version {version}, and its log-probabilities "
                 f"are {mean:.3g} away from those of that version in the mean (limit {limit:.3g}): it has other "
                 "weights, behind a router perhaps. Nothing of it is trained on; restart the engine and run again to "
                 "resume"
             )
-            break
     ranks.raise_together(trouble, "compare its rows with the engines'")
 
 

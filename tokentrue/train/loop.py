@@ -1,8 +1,7 @@
-"""The loop: roll out, train, publish, with a fixed lag between the policy that samples and the policy that learns.
+"""Roll out, train, publish, with a fixed lag between the policy that samples and the policy that learns.
 
 Round j is sampled by the weights of version max(0, j - lag), all of it: weights are published only when every round
-that an older version must sample has ended. So a run repeats bit for bit whatever the timing.
-"""
+that an older version must sample has ended. So a run repeats bit for bit whatever the timing."""
 
 from __future__ import annotations
 
@@ -10,10 +9,12 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Protocol, runtime_checkable
+
+import msgspec
 
 from tokentrue.errors import EngineError, FileFormatError, TrainingError
 from tokentrue.json_types import JsonMapping, JsonObject
@@ -44,7 +45,7 @@ class CountingRounds(Protocol):
         ...
 
 
-class NoRounds:
+class NoRounds(Rounds):
     """Of a rank that plays nothing."""
 
     async def play(self, number: int) -> Groups:
@@ -52,10 +53,8 @@ class NoRounds:
 
 
 class SourceRounds:
-    """Recorded groups, `groups_per_step` per step; when they run out the next step starts again.
-
-    A step never holds a group twice. Rounds asked for in order are read in one pass.
-    """
+    """Recorded groups, `groups_per_step` per step and never one twice in a step; when they run out, from the start
+    again."""
 
     def __init__(self, source: SampleSource, groups_per_step: int) -> None:
         self._source = source
@@ -73,20 +72,16 @@ class SourceRounds:
         return taken
 
     def _steps(self) -> Iterator[Groups]:
-        is_empty = False
-        while not is_empty:
-            is_empty = True
-            groups = iter(self._source.groups())
-            while taken := list(islice(groups, self._count)):
-                is_empty = False
-                yield taken
+        taken: Groups = [[]]
+        while taken:
+            groups, taken = iter(self._source.groups()), []
+            while step := list(islice(groups, self._count)):
+                taken = step
+                yield step
 
 
 class Evaluator:
-    """Held-out reward and pass@k, the best version so far, and when to stop early.
-
-    Called after every step. `run` runs this rank's tasks; all ranks get the result of all.
-    """
+    """Held-out reward and pass@k, the best version so far, and when to stop early. `run` runs this rank's tasks."""
 
     def __init__(
         self, config: EvaluationConfig, run: Callable[[], Awaitable[Rewards]], ranks: Ranks | None = None
@@ -115,10 +110,8 @@ class Evaluator:
         return found
 
     def state(self) -> dict[str, float | int]:
-        """What a resumed run must know."""
-        if self.best_version is None:
-            return {}
-        return {"best": self.best, "best_version": self.best_version, "without_gain": self._without_gain}
+        best = self.best_version
+        return {} if best is None else {"best": self.best, "best_version": best, "without_gain": self._without_gain}
 
     def restore(self, state: Mapping[str, float | int]) -> None:
         if state:
@@ -137,8 +130,8 @@ def pass_at_k(attempts: int, solved: int, k: int) -> float:
 
 @record
 class Store:
-    """Where a run keeps its checkpoints. `samples_digest` names the content of the file that it trains from; `on_kept`
-    gets the version of a checkpoint when it is whole."""
+    """`samples_digest` names the content of the file that the run trains from; `on_kept` gets the version of a
+    checkpoint when it is whole."""
 
     directory: Path
     run_hash: str
@@ -158,12 +151,9 @@ async def train(
     on_step: OnStep | None = None,
 ) -> list[StepReport]:
     """Runs the steps that are left, from the newest checkpoint in `store`, with the same result as without the break.
-
-    Cancellation lets a step in progress finish and writes a checkpoint; so does an engine that fails.
-    """
+    Cancellation and a failing engine let a step in progress finish and write a checkpoint."""
     run = Run(trainer=trainer, rounds=rounds, publish=publish, store=store, evaluator=evaluator, on_step=on_step)
     run.resume()
-    run.kept = trainer.version
     await publish.begin(trainer)
     if evaluator is not None and not trainer.version:
         await evaluator(0)
@@ -187,34 +177,30 @@ async def train(
     return run.reports
 
 
-@dataclass(slots=True, kw_only=True)
-class Run:
-    """The state of one call of `train`."""
-
+class Run(msgspec.Struct, kw_only=True):
     trainer: Trainer
     rounds: Rounds
     publish: Publisher
     store: Store | None
     evaluator: Evaluator | None
     on_step: OnStep | None
-    # this rank's parts
-    running: dict[int, asyncio.Task[Groups]] = field(default_factory=dict[int, "asyncio.Task[Groups]"])
-    finished: dict[int, Groups] = field(default_factory=dict[int, Groups])  # whole rounds
-    counts: dict[int, Mapping[str, float]] = field(default_factory=dict[int, "Mapping[str, float]"])
-    reports: list[StepReport] = field(default_factory=list[StepReport])
+    running: dict[int, asyncio.Task[Groups]] = {}  # this rank's parts
+    finished: dict[int, Groups] = {}  # whole rounds
+    counts: dict[int, Mapping[str, float]] = {}
+    reports: list[StepReport] = []
     unreported: tuple[StepReport, float, float] | None = None  # with its begin and the time that it waited
     idle: int = 0  # steps in a row without a row to train on
     kept: int = 0  # the version of the newest checkpoint
-    kept_at: float = field(default_factory=time.monotonic)
+    kept_at: float = msgspec.field(default_factory=time.monotonic)
 
     def resume(self) -> None:
         path = None if self.store is None else checkpoint.latest(self.store.directory)
-        if path is None or self.store is None:
-            return
-        loaded = checkpoint.load(self.trainer, path, run_hash=self.store.run_hash)
-        self.finished, self.counts = loaded.rounds, loaded.counts
-        if self.evaluator is not None:
-            self.evaluator.restore(loaded.evaluation)
+        if path is not None and self.store is not None:
+            loaded = checkpoint.load(self.trainer, path, run_hash=self.store.run_hash)
+            self.finished, self.counts = loaded.rounds, loaded.counts
+            if self.evaluator is not None:
+                self.evaluator.restore(loaded.evaluation)
+        self.kept = self.trainer.version
 
     async def step(self, number: int) -> None:
         trainer = self.trainer
@@ -245,7 +231,6 @@ class Run:
             self.keep()
 
     def report_step(self, judged: Mapping[str, float]) -> StepReport:
-        """Reports the last finished step, once: its row of metrics comes before a checkpoint that has it."""
         assert self.unreported is not None
         (report, began, waited), self.unreported = self.unreported, None
         whole = time.perf_counter() - began
@@ -258,7 +243,6 @@ class Run:
         return report
 
     def require_progress(self, report: StepReport) -> None:
-        """Raises TrainingError after too many steps in a row without a row to train on."""
         self.idle = 0 if report.metrics["rows_trained"] else self.idle + 1
         if self.idle > self.trainer.config.max_idle_steps:
             rows = int(report.metrics["rows"])
@@ -268,21 +252,17 @@ class Run:
             )
 
     def start_rounds(self, *, first: int) -> None:
-        """Starts this rank's part of every round that the current weights may play."""
         config = self.trainer.config
         for number in range(first, min(first + config.lag + 1, config.steps)):
             if number not in self.running and number not in self.finished:
                 self.running[number] = asyncio.create_task(self.play(number))
 
     async def play(self, number: int) -> Groups:
-        """This rank's part of a round, by the weights that were published before it."""
         groups = await self.rounds.play(number)
         await self.publish.require_versions(f"after round {number}")
         return groups
 
     async def gather_round(self, number: int) -> None:
-        """Puts the ranks' parts of a round together on every rank, in rank order."""
-
         async def take() -> Groups:
             mine = await self.running.pop(number)
             if self.publish.sinks:
@@ -294,10 +274,8 @@ class Run:
         counts = self.rounds.counts(number) if isinstance(self.rounds, CountingRounds) else {}
         parts = ranks.all_gather_object((mine, dict(counts)))
         self.finished[number] = [group for groups, _ in parts for group in groups]
-        total: dict[str, float] = {}
-        for name, value in (item for _, counted in parts for item in counted.items()):
-            total[name] = total.get(name, 0) + value
-        self.counts[number] = total
+        names = dict.fromkeys(name for _, counted in parts for name in counted)
+        self.counts[number] = {name: sum(counted.get(name, 0) for _, counted in parts) for name in names}
 
     def is_due(self) -> bool:
         if self.store is None:
@@ -309,7 +287,6 @@ class Run:
         return self.trainer.ranks.from_first(by_clock or by_step or is_best or version == config.steps)
 
     def keep(self) -> None:
-        """Writes a checkpoint, where the run has a store."""
         if self.store is None:
             return
         evaluator = self.evaluator
@@ -332,7 +309,7 @@ class Run:
 
 
 async def finish(step: asyncio.Future[StepReport]) -> StepReport:
-    """The step's report. A thread cannot be stopped half-way, so a cancellation waits for it."""
+    """A thread cannot be stopped half-way, so a cancellation waits for it."""
     try:
         return await asyncio.shield(step)
     except asyncio.CancelledError:
@@ -341,14 +318,12 @@ async def finish(step: asyncio.Future[StepReport]) -> StepReport:
 
 
 def require_fresh(groups: Groups, number: int, *, lag: int) -> None:
-    """Raises TrainingError where a token of a round was sampled by older weights than the round's."""
     oldest = max(0, number - lag)
     for sample in (sample for group in groups for sample in group):
-        for span in sample.spans:
-            version = span.policy_version or 0
-            if span.kind == "sampled" and version < oldest:
-                raise TrainingError(
-                    f"round {number}: sample {sample.sample_id} has tokens of policy version {version}, and version "
-                    f"{oldest} was published before the round (train.lag = {lag}): an engine samples from older "
-                    "weights. Restart it and resume the run"
-                )
+        version = min((span.policy_version or 0 for span in sample.spans if span.kind == "sampled"), default=oldest)
+        if version < oldest:
+            raise TrainingError(
+                f"round {number}: sample {sample.sample_id} has tokens of policy version {version}, and version "
+                f"{oldest} was published before the round (train.lag = {lag}): an engine samples from older "
+                "weights. Restart it and resume the run"
+            )

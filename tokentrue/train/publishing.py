@@ -1,12 +1,7 @@
-"""Weights from the trainer to the engines, and whether they have them.
-
-With several ranks weights are gathered one tensor at a time: no rank holds the whole model twice. A sink that fails
-half-way must not leave the others waiting in a collective, so its rank walks on through the rest.
+"""Weights from the trainer to the engines, gathered one tensor at a time, and whether they have them.
 
 `Probe`: after every publication each engine samples a few tokens, and the trainer scores them. The prompt is always the
-same and longer than a block of an engine's prefix cache: stale weights and a stale cache both show. At the start
-deliberately changed weights are published, and each engine must be nearer to them than to the trainer's own.
-"""
+same and longer than a block of an engine's prefix cache: stale weights and a stale cache both show."""
 
 from __future__ import annotations
 
@@ -49,7 +44,6 @@ class Probe:
         self.limit: float | None = None
 
     async def __call__(self, trainer: Trainer) -> dict[str, float]:
-        """Metrics. Raises TrainingError where an engine's log-probabilities are not those of the trainer's weights."""
         found = await self._sample(trainer)
         worst = max(self._delta(trainer, completion) for completion in found)
         if self.limit is None:
@@ -63,7 +57,6 @@ class Probe:
         return {"probe/delta": worst, "probe/engines": len(found)}
 
     async def require_versions(self, version: int, when: str) -> None:
-        """Raises EngineContractError where an engine says that it has the weights of another version."""
         for engine in self._engines():
             if isinstance(engine, Versioned):
                 found = version
@@ -102,7 +95,6 @@ class Probe:
                 )
 
     async def _sample(self, trainer: Trainer) -> list[Completion]:
-        """What each of the first rank's engines sampled, on every rank."""
         mine: list[Completion] = []
         asked = Sampling(temperature=trainer.config.temperature, max_tokens=PROBED_TOKENS, seed=trainer.version)
         for engine in self._engines() if trainer.ranks.first else ():
@@ -142,14 +134,13 @@ class Publisher:
         self.seconds = time.perf_counter() - began
 
     async def begin(self, trainer: Trainer) -> None:
-        """Before the first round: engines prove that they take weights, and get the trainer's."""
         if self.probe is not None:
             await self.probe.prove(trainer, self.hand_over)
         if self.probe is not None or trainer.version:
             await self(trainer)
 
     async def hand_over(self, trainer: Trainer) -> None:
-        """An adapter alone, where the engines serve adapters; otherwise all weights, with the adapter merged in."""
+        """An adapter alone, where the engines serve adapters; otherwise all weights, with it merged in."""
         weights = trainer.weights()  # gathered while somebody iterates
         adapter = find_adapter(trainer.model)
         trouble: Exception | None = None
@@ -179,6 +170,5 @@ class Publisher:
         return True
 
     async def require_versions(self, when: str) -> None:
-        """Raises where an engine of this rank has other weights than those published last."""
         if self.probe is not None and self.sinks and self.version is not None:
             await self.probe.require_versions(self.version, when)

@@ -38,7 +38,6 @@ class Ranks:
         return self.rank == 0
 
     def all_gather_object(self, value: T) -> list[T]:
-        """This value of every rank, in rank order."""
         if self.world == 1:
             return [value]
         found = [value] * self.world
@@ -46,7 +45,6 @@ class Ranks:
         return found
 
     def merge(self, mine: Mapping[K, T]) -> dict[K, T]:
-        """The items of all ranks."""
         return {key: value for found in self.all_gather_object(dict(mine)) for key, value in found.items()}
 
     def raise_together(self, trouble: Exception | None, doing: str) -> None:
@@ -59,8 +57,7 @@ class Ranks:
                 raise EngineError(f"rank {rank} could not {doing}: {words}")
 
     async def together(self, work: Awaitable[T], doing: str) -> T:
-        """The result of this rank's work, when all ranks have ended theirs, however long that takes; they also fail
-        together."""
+        """The result of this rank's work, when all ranks have ended theirs; they also fail together."""
         trouble, found = None, list[T]()
         try:
             found.append(await work)
@@ -89,7 +86,6 @@ class Ranks:
 
 
 def join(device: str = "cpu") -> Ranks:
-    """Joins the group that torchrun describes, or one that exists: gloo on CPU, nccl on GPUs."""
     if "RANK" not in os.environ:
         return Ranks(device=device)
     if not torch.distributed.is_available():
@@ -122,9 +118,8 @@ def leave() -> None:
 def shard(model: nn.Module, ranks: Ranks) -> nn.Module:
     """FSDP2: each decoder layer is a unit, and the rest, a vision tower included, is one.
 
-    Parameters are gathered whole before use, so that the operators see the numbers of one process. Gradients are summed
-    in float32; those of a rank whose rows show no image are 0 in the tower.
-    """
+    Parameters are gathered whole before use, so that the operators see the numbers of one process. Gradients of a rank
+    whose rows show no image are 0 in the tower."""
     if ranks.world == 1:
         return model
     from torch.distributed.device_mesh import init_device_mesh
@@ -146,7 +141,7 @@ def shard(model: nn.Module, ranks: Ranks) -> nn.Module:
 
 
 def find_layers(model: nn.Module) -> nn.ModuleList:
-    """Those of the decoder: the longest list outside of a vision tower, which runs as often as the rank's rows need."""
+    """The decoder's: the longest list outside of a vision tower."""
     found = ((name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList))
     lists = [module for name, module in found if "vis" not in name]
     if not lists:
@@ -155,14 +150,12 @@ def find_layers(model: nn.Module) -> nn.ModuleList:
 
 
 def whole(value: Tensor) -> Tensor:
-    """A parameter, gradient or norm as one tensor, on every rank."""
     full = getattr(value, "full_tensor", None)
     return value if full is None else full()
 
 
 def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters (tied ones once) and persistent buffers, such as a router's bias, as they are held; a LoRA adapter
-    merged into them."""
+    """Parameters (tied ones once) and persistent buffers, as they are held; a LoRA adapter merged into them."""
     yield from model.named_parameters() if find_adapter(model) is None else merged_weights(model)
     kept = model.state_dict(keep_vars=True).keys()
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name in kept)
@@ -170,12 +163,10 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 # ---- a LoRA adapter over frozen weights
 def find_adapter(model: nn.Module) -> PretrainedAdapter | None:
-    """peft's configuration of it, or None."""
     return getattr(model, "peft_config", {}).get(ADAPTER)
 
 
 def adapter_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Under the names that peft saves."""
     for name, parameter in model.named_parameters():
         if ".lora_" in name:
             yield name.replace(f".{ADAPTER}.", "."), parameter

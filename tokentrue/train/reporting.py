@@ -1,9 +1,5 @@
-"""What one step did, in numbers that people watch, and where they are written: JSON lines, and TensorBoard, Weights &
-Biases or Trackio, each imported when it is named.
-
-A number that is not finite is null. Every row names its run, its policy version and the machine. What is on file is
-replaced only by a file that is whole. wandb and trackio take their own variables (WANDB_MODE, TRACKIO_DIR).
-"""
+"""What one step did, in numbers, and where they are written: JSON lines, and TensorBoard, Weights & Biases or Trackio.
+A number that is not finite is null. What is on file is replaced only by a file that is whole."""
 
 from __future__ import annotations
 
@@ -62,7 +58,6 @@ WATCHED = {"update/grad_norm": "gradient norm", "mismatch/ess": "effective sampl
 
 
 def turn_numbers(row: Row) -> torch.Tensor:
-    """Each token's turn, an index into `TURNS`."""
     found = torch.zeros_like(row.ids)
     for span in row.sample.spans:
         found[span.start : span.end] = min(span.turn, len(TURNS) - 1)
@@ -70,7 +65,6 @@ def turn_numbers(row: Row) -> torch.Tensor:
 
 
 def step_mismatch(found: Metrics) -> dict[str, float]:
-    """The step's mismatch, by turn too; `mismatch_rate` is the share of trained tokens whose ratio is beyond 1.1."""
     tails = found["tail/raw/above_1.1"] + found["tail/raw/below_1/1.1"]
     turns = ((turn, found.statistics[f"by_kind/{turn}"]) for turn in TURNS)
     by_turn = {f"mismatch/turn/{turn}": stat.value for turn, stat in turns if isinstance(stat, Mean) and stat.count}
@@ -79,7 +73,7 @@ def step_mismatch(found: Metrics) -> dict[str, float]:
 
 def find_falling(rows: Sequence[Mapping[str, float]]) -> list[str]:
     """A line for each watched metric of which four fifths of the pairs of the last steps fall, and the last five are
-    below half of the first five: the usual sign of a collapse to come."""
+    below half of the first five."""
     if len(rows) < FALL_STEPS or len(rows) % (FALL_STEPS // 2):  # no line for every step of a fall
         return []
     lines: list[str] = []
@@ -114,7 +108,6 @@ def clock(seconds: dict[str, float], name: str) -> Iterator[None]:
 
 
 def step_speeds(report: StepReport, seconds: Mapping[str, float]) -> dict[str, float]:
-    """Tokens per second of a whole step, and each part's share of its time."""
     whole = max(seconds["step"], 1e-9)
     shares = {f"share/{name}": value / whole for name, value in seconds.items() if name != "step"}
     tokens, trained = report.metrics["tokens"], report.metrics["tokens_trained"]
@@ -122,7 +115,6 @@ def step_speeds(report: StepReport, seconds: Mapping[str, float]) -> dict[str, f
 
 
 def batch_metrics(rows: Sequence[Row], advantages: Sequence[float], *, version: int) -> dict[str, float]:
-    """Of the rollouts; `version` sampled the freshest of them."""
     rewards = torch.tensor(list({row.session: row.reward for row in rows}.values()), dtype=torch.float64)
     lengths = torch.tensor([int(row.mask.sum()) for row in rows], dtype=torch.float64)
     ages = torch.cat([version - row.versions[row.sampled] for row in rows]).double().clamp(min=0)
@@ -206,7 +198,7 @@ class MetricsWriter:
             ) from error
 
     def _move_repeated_rows(self, first_step: int) -> None:
-        """Leaves the rows of earlier steps in `metrics.jsonl`; all other lines go to another file first."""
+        """Leaves the rows of earlier steps; all other lines go to another file first."""
         text = self.path.read_text() if self.path.exists() else ""
         kept: list[str] = []
         others: list[str] = []
@@ -255,7 +247,6 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def is_before(line: str, first_step: int) -> bool:
-    """Whether a line is a whole row of an earlier step; a crash may have left half a line."""
     try:
         return json.loads(line)["step"] < first_step
     except (ValueError, KeyError, TypeError):

@@ -1,9 +1,7 @@
 """Samples to training rows, rewards to advantages, and rows to the forward passes of a step.
 
-Invariants: token ids and log-probabilities are taken as recorded, never padded, cut or re-encoded. Every row of a
-session carries the session's advantage and is in the same minibatch; a group's baseline counts each session once. Every
-row of a minibatch belongs to exactly one rank, and all ranks make the same number of forward passes.
-"""
+Every row of a session carries the session's advantage and is in the same minibatch. Every row of a minibatch belongs to
+exactly one rank, and all ranks make the same number of forward passes."""
 
 from __future__ import annotations
 
@@ -37,8 +35,6 @@ WORTH_SHARING = 1 / 16
 
 @record(eq=False)
 class ScoredRow:
-    """What a forward pass needs to know of a row."""
-
     ids: Tensor  # int64 [T]
     temperatures: Tensor  # float32 [T]
     kept: KeptRows | None = None  # ids that the sampler's filters kept, a row for each token
@@ -120,7 +116,7 @@ def kept_rows(sample: Sample) -> KeptRows | None:
 
 def with_head_ids(rows: Sequence[Row]) -> tuple[list[Row], list[Tensor]]:
     """The rows with the sampler's most likely ids, and those ids' log-probabilities, `[T, K]` each; 0 and -inf where a
-    token has fewer than the widest. Raises TokenContractError where a trained token has none."""
+    token has fewer than the widest."""
     columns = [row.sample.top_logprobs for row in rows]
     counts = [
         torch.zeros_like(row.ids) if column is None else torch.tensor(column.offsets.tolist()).diff()
@@ -147,7 +143,6 @@ def with_head_ids(rows: Sequence[Row]) -> tuple[list[Row], list[Tensor]]:
 def rows_from_groups(
     groups: Sequence[Sequence[Sample]], temperature: float = 1.0, images: ReadImage | None = None
 ) -> list[Row]:
-    """All rows in order; a group without a name gets one from its place."""
     read = images and cache(images)  # most images are in many rows
     return [
         row_from_sample(sample, sample.group or f"group-{number}", temperature, read)
@@ -157,7 +152,6 @@ def rows_from_groups(
 
 
 def join_tables(rows: Sequence[ScoredRow], tables: Sequence[Tensor | None], fill: int) -> list[Tensor]:
-    """One table [T, …] for each row; `fill` where a row has none."""
     like = next(table for table in tables if table is not None)
     return [
         like.new_full((row.length, *like.shape[1:]), fill) if table is None else table
@@ -178,7 +172,6 @@ def token_names(rows: Sequence[ScoredRow]) -> list[Array]:
 
 
 def list_sessions(rows: Sequence[Row]) -> list[list[int]]:
-    """The row numbers of each session, in the order in which sessions first appear."""
     found: dict[tuple[str, str], list[int]] = {}
     for number, row in enumerate(rows):
         found.setdefault(row.session, []).append(number)
@@ -187,8 +180,6 @@ def list_sessions(rows: Sequence[Row]) -> list[list[int]]:
 
 @record(eq=False)
 class SessionRewards:
-    """The sessions of a batch in the order of their first row."""
-
     rewards: Tensor  # float64
     groups: Sequence[str]
     of_row: Sequence[int]
@@ -208,7 +199,6 @@ def is_truncated(row: Row) -> bool:
 
 
 def mask_truncated(rows: Sequence[Row]) -> list[Row]:
-    """The same rows without loss in sessions that hold a truncated turn."""
     cut = {row.session for row in rows if is_truncated(row)}
     return [replace(row, mask=torch.zeros_like(row.mask)) if row.session in cut else row for row in rows]
 
@@ -231,10 +221,8 @@ def session_advantages(
 
 
 def pack(lengths: Sequence[int], budget: int, *, padded: bool = False) -> list[list[int]]:
-    """Bins of row numbers that cost at most `budget` tokens: longest first, into the first bin with room.
-
-    A bin costs the sum of its rows or, `padded`, their number times the longest. A longer row is a bin by itself.
-    """
+    """Bins of row numbers that cost at most `budget` tokens: the sum of their rows or, `padded`, their number times the
+    longest. A longer row is a bin by itself."""
     bins: list[list[int]] = []
     room: list[int] = []
     for row in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
@@ -269,10 +257,8 @@ def split_even(count: int, parts: int) -> list[range]:
 
 @record
 class Minibatch:
-    """One optimiser update. `rows` are those of all ranks, the rest is this rank's.
-
-    `idle` rows give no gradient: they are scored, corrected and counted, but not trained on.
-    """
+    """One optimiser update. `rows` are those of all ranks, the rest is this rank's. `idle` rows are counted, not
+    trained on."""
 
     rows: tuple[int, ...]
     active: tuple[tuple[int, ...], ...]  # forward passes; empty ones keep the ranks in step
@@ -289,8 +275,6 @@ class Minibatch:
 
 @record
 class Packing:
-    """How rows become forward passes."""
-
     budget: int
     padded: bool
     rank: int = 0
@@ -337,7 +321,6 @@ def plan_minibatches(
     parts: int,
     shuffle_seed: tuple[object, ...] | None = None,
 ) -> list[Minibatch]:
-    """Sessions are dealt whole, in their order or in one drawn with the seed."""
     sessions = list_sessions(rows)
     if shuffle_seed is not None:
         random.Random(repr(shuffle_seed)).shuffle(sessions)

@@ -1,8 +1,5 @@
-"""Log-probabilities of whole rows under a model: packed through the exact operators, or padded through the model's own
-forward; and what the forward passes replay of the rollout: kept ids and experts.
-
-Each row has one float32 value per token: entry i is log p(token i | tokens before i), and entry 0 is 0 by convention.
-"""
+"""Log-probabilities of whole rows under a model, through the exact operators or the model's own forward, replaying the
+rollout's kept ids and experts. Entry i of a row is log p(token i | tokens before i), and entry 0 is 0."""
 
 from __future__ import annotations
 
@@ -30,8 +27,8 @@ class Scores:
 
 
 class Scorer(Protocol):
-    """Scores rows in their order. `active()` wraps a training step. `is_padded`: a pass costs rows × longest row;
-    `tree`: shared prefixes cost once."""
+    """`active()` wraps a training step. `is_padded`: a pass costs rows × longest row; `tree`: shared prefixes cost
+    once."""
 
     is_padded: bool
     tree: bool
@@ -151,7 +148,6 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 def replay_experts(
     model: nn.Module, rows: Sequence[ScoredRow], *, scorer: Scorer, mode: RoutingReplay
 ) -> Iterator[None]:
-    """Forward and backward passes over these rows take the recorded experts."""
     known = [row for row in rows if row.experts is not None]
     if mode == "off" or not known:
         yield

@@ -1,9 +1,7 @@
 """One training step: recompute → check exactness → measure → update.
 
-With `exact` the recomputed log-probabilities of tokens that the current weights sampled must equal the rollout's in
-every bit, or the step raises before any weight moves. Micro-batching and sharding do not change the loss, and gradients
-only by rounding: what a loss needs to know of the whole minibatch is known on every rank before a backward pass.
-"""
+Micro-batching and sharding do not change the loss, and gradients only by rounding: what a loss needs to know of the
+whole minibatch is known on every rank before a backward pass."""
 
 from __future__ import annotations
 
@@ -85,7 +83,6 @@ class Trainer:
         scorer: Scorer | None = None,
         images: ReadImage | None = None,
     ) -> None:
-        """`images` reads the bytes of the samples' images by their SHA-256."""
         if loss.penalty is not None and loss.penalty.against == "reference" and reference is None:
             raise ConfigError("loss.penalty: against='reference' needs a reference model")
         if loss.correction.centering is not None and config.baseline == "grpo":
@@ -153,12 +150,10 @@ class Trainer:
         return mask_truncated(rows) if self.config.overlong.mask else rows
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Gathered one at a time: every rank must walk through all of them."""
         for name, value in named_weights(self.model):
             yield name, whole(value.detach())
 
     def counters(self) -> JsonObject:
-        """What a step changes beside weights and moments, as plain JSON."""
         return {
             "version": self.version,
             "updates": self.updates,
@@ -191,12 +186,10 @@ class Trainer:
         return flat, found
 
     def find_trained(self, rows: Sequence[Row], advantages: Sequence[float]) -> list[bool]:
-        """Whether each row gets a forward and a backward pass."""
         always = self.loss.penalty is not None or self.loss.entropy_coefficient != 0 or not self.config.drop_idle_rows
         return [bool(row.mask.any()) and (always or a != 0.0) for row, a in zip(rows, advantages, strict=True)]
 
     def plan(self, rows: Sequence[Row], advantages: Sequence[float]) -> list[Minibatch]:
-        """The minibatches of every epoch: all split alike, so that a row stays on its rank."""
         self.prove_tree()
         return plan_minibatches(
             rows,
@@ -265,7 +258,6 @@ class Trainer:
         return found
 
     def measure(self, batch: Batch) -> dict[str, float]:
-        """Mismatch over all trained tokens, stale ones too."""
         mine: Metrics | None = None
         if numbers := sorted(batch.recomputed):
             recomputed = [batch.recomputed[i] for i in numbers]
@@ -300,7 +292,6 @@ class Trainer:
         return UpdateResult(statistics=merged, loss=loss, norm=norm, rate=rate, is_skipped=is_skipped)
 
     def accumulate(self, batch: Batch, part: Minibatch, *, is_first: bool) -> tuple[Metrics, float]:
-        """The gradient of one minibatch, on the master weights; statistics and loss of all ranks."""
         self.optimizer.zero_grad(set_to_none=True)
         for parameter in self.masters.parameters:  # a minibatch without gradient is an update with gradient 0, not none
             parameter.grad = torch.zeros_like(parameter)
@@ -323,7 +314,6 @@ class Trainer:
     def pass_loss(
         self, batch: Batch, numbers: Sequence[int], correction: MinibatchCorrection
     ) -> tuple[Tensor, Metrics]:
-        """The share of one forward pass in the minibatch's loss."""
         chosen, sampler = [batch.rows[i] for i in numbers], list[Tensor]()
         if self.loss.correction.centering is not None and chosen:
             chosen, sampler = with_head_ids(chosen)

@@ -1,14 +1,10 @@
 """What one optimiser update needs beside scores: the correction of its minibatch, and master weights.
 
-Some rules look at the minibatch as a whole (a mean that weights are normalised by, M2PO's second moment, the counts
-that a loss divides by). So every rank gathers the log-probabilities of all rows, corrects the whole minibatch in one
-call, and takes its own rows from it. Log-probabilities are four bytes a token; correcting is 0.2% of a step.
+Some rules look at the minibatch as a whole. So every rank gathers the log-probabilities of all rows, corrects the whole
+minibatch in one call, and takes its own rows from it: four bytes a token, 0.2% of a step.
 
-The optimiser works in float32 whatever the model computes in: a bfloat16 weight of 0.05 moves in steps of 2.4e-4, and
-an update of 1e-6 is lost in it. So a model in bfloat16 or float16 gets a float32 copy of every parameter, which
-collects the gradients and takes the updates. The model's own parameters are the copy rounded: what is scored with and
-published, bit for bit what the engine has.
-"""
+A bfloat16 weight of 0.05 moves in steps of 2.4e-4, and an update of 1e-6 is lost in it. So a model in bfloat16 or
+float16 gets a float32 copy of every parameter, which collects the gradients and takes the updates."""
 
 from __future__ import annotations
 
@@ -29,7 +25,7 @@ GROW_AFTER = 200  # updates without overflow
 
 @record(eq=False)
 class Batch:
-    """The rows of a step, and by row number this rank's log-probabilities of them before any weight moves."""
+    """By row number, this rank's log-probabilities before any weight moves."""
 
     rows: Sequence[Row]
     parts: list[Minibatch]
@@ -40,17 +36,16 @@ class Batch:
     def columns(self, numbers: Sequence[int], device: torch.device) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """Rollout log-probabilities, advantages and masks of some rows."""
         chosen = [self.rows[i] for i in numbers]
+        advantages = [torch.full((self.rows[i].length,), self.advantages[i], dtype=torch.float64) for i in numbers]
         return (
             [row.rollout.to(device) for row in chosen],
-            [per_token(self.rows[i], self.advantages[i], device) for i in numbers],
+            [values.to(device) for values in advantages],
             [row.mask.to(device) for row in chosen],
         )
 
 
 @record(eq=False)
 class MinibatchCorrection:
-    """A whole minibatch's weights, kept tokens and counts; a session counts as one sequence."""
-
     corrected: Corrected | None
     places: Mapping[int, int]  # of row numbers in `corrected`
     metrics: Metrics
@@ -59,7 +54,6 @@ class MinibatchCorrection:
     session_tokens: Mapping[int, float]  # of each row's whole session
 
     def of(self, numbers: Sequence[int], device: torch.device) -> Corrected | None:
-        """The part that `policy_loss` needs for some rows."""
         if self.corrected is None:
             return None
         weights, kept = (
@@ -78,7 +72,6 @@ def correct_minibatch(
     version: int,
     ranks: Ranks,
 ) -> MinibatchCorrection:
-    """`current` holds this rank's rows; every rank calls it."""
     chosen = [batch.rows[i] for i in part.rows]
     rollout, advantages, masks = batch.columns(part.rows, torch.device("cpu"))
     counted, made = masks, None
@@ -111,10 +104,6 @@ def correct_minibatch(
 def gather_rows(values: Mapping[int, Tensor], part: Minibatch, ranks: Ranks) -> list[Tensor]:
     found = ranks.merge({i: values[i].detach().cpu() for i in part.mine})
     return [found[i] for i in part.rows]
-
-
-def per_token(row: Row, value: float, device: torch.device) -> Tensor:
-    return torch.full((row.length,), value, dtype=torch.float64, device=device)
 
 
 @dataclass(slots=True)
@@ -153,7 +142,6 @@ class MasterWeights:
 
     @torch.no_grad()
     def collect(self, *, unscale: float = 1.0) -> None:
-        """Adds the model's gradients to the masters', in float32, and clears them."""
         for own, master in self._pairs:
             if own.grad is not None:
                 found = own.grad.float() / unscale

@@ -1,7 +1,5 @@
-"""The viewer as a Starlette application: the page, its assets and the data API. Read-only, mountable at any path.
-
-No request leaves the machine: the content security policy allows only this server and no inline script.
-"""
+"""The viewer as a Starlette application: the page, its assets and the data API. Read-only, mountable at any path. The
+content security policy allows only this server and no inline script."""
 
 from __future__ import annotations
 

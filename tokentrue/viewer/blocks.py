@@ -1,8 +1,4 @@
-"""Splits a branch into blocks: each message with its tokens.
-
-A block includes what the template puts before the message; the generation prompt belongs to the sampled turn it
-opens.
-"""
+"""Splits a branch into blocks: each message with its tokens and what the template puts before it."""
 
 from __future__ import annotations
 
@@ -70,7 +66,6 @@ def readable_message(message: Message) -> JsonObject:
 
 
 def messages_from_tokens(branch: Branch, renderer: ViewRenderer) -> tuple[TurnMessages, ...]:
-    """Decodes given text and parses sampled turns."""
     ids = branch.sample.token_ids
     blocks = cut_blocks(branch, None)
     turns: list[TurnMessages] = []

@@ -1,9 +1,7 @@
-"""Compares a branch's recorded ids with the ids of the same conversation rendered again.
+"""Compares a branch's recorded ids with the ids of the same conversation rendered again, which a message-based pipeline would train on.
 
-The latter are what a message-based pipeline would train on: earlier turns rendered from their messages by the chat
-template, the last turn encoded from its text. Both sequences are split at the tokens that open a message, aligned by
-message and then by token. Every difference is named, and counted by the sampled tokens that it touches.
-"""
+Both sequences are split at the tokens that open a message, aligned by message and then by token. Every difference is
+named, and counted by the sampled tokens that it touches."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
-from tokentrue.comparison.alignment import align
+from tokentrue.comparison.compare import align
 from tokentrue.errors import TokenTrueError
 from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.types import Ids, Message
@@ -26,9 +24,9 @@ NO_PROMPT = (
 
 
 def breaks_to_json(branch: Branch, renderer: ViewRenderer) -> JsonObject:
-    """`mode` is "render" from messages, or "retokenise" from text alone, with the reason in `why`. `dropped`: the
-    client replayed its history without reasoning, and it is rendered so. A break has its name, the recorded range, the
-    other range, its turn and whether it touches sampled tokens."""
+    """`mode` is "render" from messages, or "retokenise" from text alone, with the reason in `why`. `dropped`: rendered
+    without reasoning, as the client replayed it. A break has its name, both ranges, its turn and whether it touches
+    sampled tokens."""
     ids = branch.sample.token_ids
     turns = branch.turns if branch.turns is not None else messages_from_tokens(branch, renderer)
     dropped, why = "reasoning_dropped" in branch.projection, NO_PROMPT
@@ -80,7 +78,6 @@ def breaks_to_json(branch: Branch, renderer: ViewRenderer) -> JsonObject:
 
 
 def can_rebuild(branch: Branch, turns: Sequence[TurnMessages], renderer: ViewRenderer) -> bool:
-    """Whether messages parsed from tokens render to the recorded first prompt."""
     sampled = next((span.start for span in branch.sample.spans if span.kind == "sampled"), len(branch.sample.token_ids))
     try:
         first = renderer.render(turns[0].given).token_ids if turns and turns[0].given else ()
@@ -121,7 +118,6 @@ def name_break(mine: Ids, theirs: Ids, served: JsonMapping | None, renderer: Vie
 
 
 def differing_ranges(recorded: Ids, other: Ids, cuts: frozenset[int]) -> list[tuple[int, int, int, int]]:
-    """`(start, end, other_start, other_end)` of each difference, in order, aligned by message and then by token."""
     # with the end appended, so that adjacent entries enclose a message
     mine, theirs = (
         sorted({0, len(ids), *(i for i, token in enumerate(ids) if token in cuts)}) for ids in (recorded, other)

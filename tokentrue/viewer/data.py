@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import fields
 from itertools import pairwise
 from typing import Any
 from urllib.parse import urlencode
@@ -55,8 +56,6 @@ NO_TRAINER = "no trainer log-probabilities: view a store or a samples file with 
 
 
 class ViewerData:
-    """`trainer` holds the trainer's log-probabilities by sample id."""
-
     def __init__(
         self,
         source: RecordSource,
@@ -68,7 +67,6 @@ class ViewerData:
         self._groups: dict[str, tuple[float, dict[str, float]]] = {}  # when they were computed, advantages by sample id
 
     def ask(self, view: str, /, **query: str) -> JsonObject:
-        """The response of the view of this name; `query` has its arguments."""
         if view not in VIEWS:
             raise SessionNotFound(f"no such view; one of {', '.join(VIEWS)}")
         given: JsonObject = {}
@@ -198,7 +196,6 @@ class ViewerData:
         return {"samples": len(rows), **plots_to_json(rows)}
 
     def _match(self, branch: Branch, wanted: str) -> JsonObject | None:
-        """The first message of a branch that holds the text, with the words around it."""
         for block in self._blocks(branch):
             message = block.get("message") or {}
             calls = " ".join(f"{call['name']}({call['arguments']})" for call in message.get("calls", ()))
@@ -268,8 +265,6 @@ class ViewerData:
 
 
 class GatewayData:
-    """The same API, answered by a running gateway's own viewer. `key` is the gateway's admin key."""
-
     def __init__(self, url: str, *, key: str | None) -> None:
         address = url.rstrip("/").removesuffix("/v1").removesuffix("/view")
         self.name, self._client = address.partition("://")[2], Client(address, key, timeout_s=TIMEOUT_S)
@@ -298,7 +293,7 @@ def _advantages(views: Sequence[SessionView]) -> dict[str, float]:
 
 def _row(summary: SessionSummary) -> JsonObject:
     check_names(summary)
-    return {name: getattr(summary, name) for name in summary.__slots__}
+    return {each.name: getattr(summary, each.name) for each in fields(summary)}
 
 
 def _head(branch: Branch, advantage: float | None) -> JsonObject:
@@ -320,6 +315,5 @@ def _head(branch: Branch, advantage: float | None) -> JsonObject:
 
 
 def _ranges(marks: Sequence[int]) -> list[tuple[int, int]]:
-    """Where runs of marks start and end."""
     edges = [i for i, (before, mark) in enumerate(pairwise([0, *marks, 0])) if bool(before) != bool(mark)]
     return list(zip(edges[::2], edges[1::2], strict=True))

@@ -1,7 +1,4 @@
-"""The page as one self-contained HTML file, and the reports of commands: facts, charts and tables on that page.
-
-Modules become `data:` URLs in an import map; the responses of the data API are embedded as JSON.
-"""
+"""The page as one self-contained HTML file, and the reports of commands on that page: facts, charts and tables."""
 
 from __future__ import annotations
 
@@ -47,7 +44,6 @@ def encode_json(value: JsonValue) -> bytes:
 def write_export(
     data: ViewerData | GatewayData, path: str | Path, *, most_tokens: int = MOST_TOKENS, report: Report | None = None
 ) -> int:
-    """Writes the first sessions that together fit into `most_tokens`; returns their number."""
     answers, count = collect_answers(data, most_tokens=most_tokens)
     if report is not None:
         answers[answer_key("report")] = asdict(report)
@@ -62,7 +58,6 @@ def write_export(
 
 
 def collect_answers(data: ViewerData | GatewayData, *, most_tokens: int) -> tuple[JsonObject, int]:
-    """The responses that the page will request, by `answer_key`, and the number of sessions."""
     index = data.ask("index")
     answers: JsonObject = {}
     kept: list[JsonValue] = []
@@ -126,7 +121,6 @@ class Chart:
     labels: Sequence[str] = ()
     kind: Literal["line", "bars"] = "line"
     log_y: bool = False
-    y_range: tuple[float, float] | None = None
 
 
 @record
@@ -159,8 +153,6 @@ def write_report(
     trainer: Mapping[str, TrainerLogprobs] | None = None,
     most_tokens: int = MOST_TOKENS,
 ) -> None:
-    """Writes one self-contained HTML file that shows the first sessions of `source`, up to `most_tokens`, token by
-    token."""
     rollouts = source or SessionList((), name=report.title)
     data = ViewerData(rollouts, renderer=renderer, trainer=trainer)
     write_export(data, path, most_tokens=most_tokens, report=report)

@@ -1,9 +1,5 @@
-"""Data of the mismatch plots: δ = trainer - rollout log-probability, the ratio r = exp(δ), and C(r) = -(r - 1)·A,
-without torch.
-
-C(r), its clamp of δ and the advantages (the trainer's default baseline) equal those of `tokentrue.mismatch`; tests
-compare them. K1, K3 and the effective sample size are not computed here.
-"""
+"""Data of the mismatch plots, without torch: δ = trainer - rollout log-probability, the ratio r = exp(δ), and C(r) =
+-(r - 1)·A. Formulas and advantages equal those of `tokentrue.mismatch`; tests compare them."""
 
 from __future__ import annotations
 
@@ -28,7 +24,6 @@ EPS = 1e-6
 def plots_to_json(
     rows: Sequence[tuple[Sequence[float | None], Sequence[float | None], Sequence[int], float | None]],
 ) -> JsonObject:
-    """Each row: rollout and trainer log-probabilities, loss mask, advantage. Shows trained tokens with both sides."""
     tokens: list[tuple[float, int, float]] = []  # δ, trained tokens before it in its sample, advantage
     for rollout, trainer, mask, advantage in rows:
         pairs = zip(rollout, trainer, mask, strict=True)
@@ -94,7 +89,6 @@ def _by_position(delta: Floats, position: Floats) -> JsonObject:
 
 
 def _contribution(delta: Floats, advantages: Floats) -> JsonObject | None:
-    """C(r) = -(r - 1)·A by the sign of A: 0 everywhere when on policy."""
     if not np.isfinite(advantages).any():
         return None
     value = -np.expm1(np.clip(delta, -LOG_CLAMP, LOG_CLAMP)) * advantages
@@ -117,8 +111,7 @@ def group_advantages(rewards: Sequence[float]) -> list[float]:
 
 
 def compute_advantages(samples: Sequence[Sample]) -> dict[str, float]:
-    """By sample id, for the samples that have a reward; groups must be whole. An `advantage` in a sample's metadata
-    takes precedence."""
+    """By sample id; groups must be whole. An `advantage` in a sample's metadata takes precedence."""
     scored = [(sample, sample.reward) for sample in samples if sample.reward is not None]
     sessions = group_sessions((group_of(sample), sample.session_id, reward) for sample, reward in scored)
     found = {

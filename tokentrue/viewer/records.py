@@ -4,31 +4,30 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any, Literal, Protocol
 
 from tokentrue.errors import FileFormatError, SessionNotFound
 from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.plain_json import is_utf8
 from tokentrue.protocols import Renderer
+from tokentrue.records import record
 from tokentrue.types import Coverage, Message, Messages, Sample, TemplateKwargs, Tools
 
 SourceKind = Literal["file", "store", "gateway"]
 ADDRESSED = ("session_id", "sample_id", "group")  # names that are parts of the page's addresses
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class TurnMessages:
-    """`served` is None if the record does not have it."""
-
     given: Messages
     served: Message | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Branch:
-    """One path of a session's tree, as a sample. `turns`, `tools` and `template_kwargs` are set if the source has
-    messages; `inserted` are token ranges that the template put between them, None if unknown."""
+    """One path of a session's tree. `turns`, `tools` and `template_kwargs` are set if the source has messages;
+    `inserted` are token ranges that the template put between them, None if unknown."""
 
     sample: Sample
     leaf: str
@@ -41,10 +40,10 @@ class Branch:
     abandoned: str | None = None  # why no token of this branch's leaf is trained
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class SessionSummary:
-    """One row of the session list. `untrained` maps a reason to its number of sampled tokens; `task` is how the first
-    user message begins, if the source has messages; `fork` is the reason of the first fork."""
+    """`untrained` maps a reason to its number of sampled tokens; `task` is how the first user message begins; `fork` is
+    the reason of the first fork."""
 
     session_id: str
     group: str | None
@@ -64,7 +63,7 @@ class SessionSummary:
     fork: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class SessionView:
     summary: SessionSummary
     nodes: tuple[JsonMapping, ...]
@@ -80,22 +79,18 @@ class RecordSource:
     live = True
 
     def is_active(self) -> bool:
-        """Whether it grew a moment ago, as far as that can be known."""
         return self.live
 
     def list_sessions(self, *, offset: int, limit: int) -> tuple[list[SessionSummary], int]:
-        """A page, newest first, and the total number."""
         raise NotImplementedError
 
     def load_session(self, session_id: str) -> SessionView:
-        """Raises `SessionNotFound`."""
         raise NotImplementedError
 
     def load_group(self, group: str) -> list[SessionView]:
         raise NotImplementedError
 
     def load_image(self, session_id: str, sha256: str) -> bytes:
-        """The file of an image. Raises `SessionNotFound` if the source does not have it."""
         raise SessionNotFound(f"no file of image {sha256!r} in {self.name}")
 
     def close(self) -> None:
@@ -131,7 +126,6 @@ def summarise(
 
 
 def view_node(described: JsonMapping, reasons: Mapping[str, str]) -> JsonObject:
-    """`reasons` says why a node is not trained."""
     return {
         **described,
         "policy_versions": [version for _, _, version in described["policy_versions"]],
@@ -141,7 +135,6 @@ def view_node(described: JsonMapping, reasons: Mapping[str, str]) -> JsonObject:
 
 
 def check_names(record: Sample | SessionSummary) -> None:
-    """Refuses a sample or summary with a name that no address of the page can hold."""
     for part in ADDRESSED:
         name = getattr(record, part, None) or ""
         if not is_utf8(name):

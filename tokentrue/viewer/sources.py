@@ -1,8 +1,5 @@
-"""The viewer's sources: a samples file or list, a durable store.
-
-A samples file has neither messages nor abandoned branches; a store has both, and what the engine reported for each
-token.
-"""
+"""The viewer's sources: a samples file or list, which has neither messages nor abandoned branches; a durable store,
+which has both."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from tokentrue.errors import SessionNotFound
 from tokentrue.json_types import JsonObject
 from tokentrue.samples import assemble, read_samples
 from tokentrue.samples.images import ImageFolder
-from tokentrue.samples.recorded_turns import read_record
+from tokentrue.samples.recorded_turns import TurnRow, read_record
 from tokentrue.sessions import Journal, SessionRecord, Tree
 from tokentrue.sessions.description import describe_node
 from tokentrue.sessions.journal.journal import load_tree
@@ -42,8 +39,6 @@ ACTIVE_S = 60.0
 
 
 class SessionList(RecordSource):
-    """Sessions that are loaded already."""
-
     live = False
 
     def __init__(self, views: Iterable[SessionView], *, name: str, kind: SourceKind = "file") -> None:
@@ -104,7 +99,6 @@ def view_from_samples(samples: Sequence[Sample]) -> SessionView:
 
 
 def _count_coverage(samples: Sequence[Sample]) -> Coverage:
-    """For samples without coverage: a sampled token is one with a log-probability."""
     sampled = sum(value is not None for sample in samples for value in sample.rollout_logprobs)
     trained = sum(sum(sample.loss_mask) for sample in samples)
     rest = (Untrained(node="", tokens=sampled - trained, why="masked"),) if sampled > trained else ()
@@ -112,45 +106,48 @@ def _count_coverage(samples: Sequence[Sample]) -> Coverage:
 
 
 def nodes_from_samples(samples: Sequence[Sample]) -> list[JsonObject]:
-    found: dict[str, JsonObject] = {}
+    found: dict[str | None, JsonObject] = {}
     for sample in samples:
         parent: str | None = None
         for row in _node_rows(sample):
-            found.setdefault(row["id"], {**row, "parent": parent})
-            parent = row["id"]
+            found.setdefault(
+                row.node,
+                {
+                    "id": row.node,
+                    "why": row.why,
+                    "projection": row.projection,
+                    "given_tokens": row.given,
+                    "sampled_tokens": row.sampled,
+                    "policy_versions": [version for *_, version in row.versions],
+                    "parent": parent,
+                },
+            )
+            parent = row.node
         if parent is not None:
             found[parent]["finish"] = sample.finish_reason
     return list(found.values())
 
 
-def _node_rows(sample: Sample) -> list[JsonObject]:
+def _node_rows(sample: Sample) -> list[TurnRow]:
     rows = read_record(sample).nodes
     if rows and all(row.node is not None for row in rows):  # samples of other programs may hold less
-        return [
-            {
-                "id": row.node,
-                "why": row.why,
-                "projection": row.projection,
-                "given_tokens": row.given,
-                "sampled_tokens": row.sampled,
-                "policy_versions": [version for _, _, version in row.versions],
-            }
-            for row in rows
-        ]
-    turns: dict[int, JsonObject] = {}
+        return rows
+    turns: dict[int, TurnRow] = {}
     for span in sample.spans:
-        fresh: JsonObject = {"given_tokens": 0, "sampled_tokens": 0, "policy_versions": []}
-        names = {"id": f"{sample.sample_id}:{span.turn}", "why": None, "projection": None}
-        node = turns.setdefault(span.turn, {**names, **fresh})
-        node[f"{span.kind}_tokens"] += span.end - span.start
-        if span.policy_version is not None and span.policy_version not in node["policy_versions"]:
-            node["policy_versions"].append(span.policy_version)
+        row = turns.setdefault(span.turn, TurnRow(node=f"{sample.sample_id}:{span.turn}", given=0, sampled=0))
+        size = span.end - span.start
+        if span.kind == "given":
+            row.given += size
+        else:
+            row.sampled += size
+        if span.policy_version is not None and span.policy_version not in [version for *_, version in row.versions]:
+            row.versions.append((span.start, span.end, span.policy_version))
     return [turns[turn] for turn in sorted(turns)]
 
 
 class SummaryCache:
-    """A summary is kept until its session changes, and refreshed within a time budget per request, so that a store with
-    thousands of sessions responds quickly and catches up over the next requests."""
+    """A summary is kept until its session changes, and refreshed within a time budget per request: a store with
+    thousands of sessions catches up over the next requests."""
 
     def __init__(self, budget_s: float) -> None:
         self._budget_s = budget_s
@@ -159,7 +156,6 @@ class SummaryCache:
     def read(
         self, listed: Sequence[tuple[SessionSummary, object]], load: Callable[[str], SessionSummary]
     ) -> list[SessionSummary]:
-        """`listed` has the head of each summary, and what changes with the session."""
         known, deadline = self._known, time.monotonic() + self._budget_s
         stale: list[tuple[float, str, object]] = []
         for head, stamp in listed:
@@ -247,7 +243,6 @@ def view_from_tree(record: SessionRecord, tree: Tree) -> SessionView:
 
 
 def first_question(tree: Tree) -> str:
-    """How the first user message of the session begins."""
     for message in (message for node in tree.in_order()[:1] for message in tree.given_messages(node)):
         if message.get("role") == "user":
             return readable_message(message)["content"][:TASK_CHARS]

@@ -1,10 +1,8 @@
 """The only network connection of a confined agent: a loopback port that leads to the gateway.
 
-A sandbox without a network has a private loopback interface. `ENTER` runs inside before the agent: it listens there,
-passes the listening socket to this process through a Unix socket (a socket stays in the network namespace where it
-was created) and execs the agent. Connections are thus accepted here, outside: no helper runs inside that the agent
-could stop or replace, and the sandbox needs only a Python.
-"""
+`ENTER` runs in the sandbox before the agent: it listens on the sandbox's own loopback interface, passes the listening
+socket to this process through a Unix socket and execs the agent. Connections are thus accepted here, outside: no helper
+runs inside that the agent could stop or replace."""
 
 from __future__ import annotations
 

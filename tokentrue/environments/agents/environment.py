@@ -1,9 +1,8 @@
 """One rollout runs one agent process and then one score command, in separate sandboxes. Read `run` first.
 
-An agent is rewarded, so it is treated as an adversary: it never writes where this process, or the score command,
-reads. Output comes through a pipe. The score command starts when every process of the agent is dead, with a separate
-home and environment, in a copy of the agent's work that it makes from a read-only view.
-"""
+An agent is rewarded, so it is treated as an adversary: it never writes where this process, or the score command, reads.
+The score command starts when every process of the agent is dead, with a separate home and environment, in a copy of the
+agent's work that it makes from a read-only view."""
 
 from __future__ import annotations
 
@@ -72,8 +71,6 @@ COPY_AND_SCORE = 'cp -a -- "$1/." . && exec sh -c "$2"'
 
 @record
 class AgentOptions(SandboxLimits):
-    """docs/environments.md says what each is."""
-
     agent: str = ""
     tasks: str = ""
     score: str | None = None
@@ -90,9 +87,6 @@ class AgentOptions(SandboxLimits):
 
 
 class CommandLineAgent:
-    """Runs a command-line agent on each task and scores its work with a command. `options` are those of
-    `AgentOptions`."""
-
     name = "agent"
 
     def __init__(self, **options: Any) -> None:
@@ -129,7 +123,6 @@ class CommandLineAgent:
         return notes
 
     def tasks(self, count: int, *, seed: int = 0, split: Split = "train") -> Sequence[Task]:
-        """All tasks in file order, or `count` drawn without repeats, depending only on the seed."""
         # without held-out tasks, all tasks serve both splits
         chosen = [task for task in self.all_tasks if task.split == split] or self.all_tasks
         if count < len(chosen):

@@ -30,9 +30,8 @@ env_key = "GATEWAY_KEY"
 
 @record
 class AgentPreset:
-    """`program` is the executable's name and `install` the command that installs it. `home_files` maps paths in the
-    agent's home to texts or JSON. `broken_off` ends the last line of an agent that gave up with exit code 0: the rollout
-    fails."""
+    """`home_files` maps paths in the agent's home to texts or JSON. `broken_off` ends the last line of an agent that
+    gave up with exit code 0: the rollout fails."""
 
     name: str
     program: str
@@ -43,8 +42,6 @@ class AgentPreset:
     broken_off: str = ""
 
     def launch(self, url: str, api_key: str, task: str) -> tuple[list[str], dict[str, str], dict[str, str]]:
-        """Arguments, environment and files for one task of a session."""
-
         def fill(text: str | JsonMapping) -> str:
             return (text if isinstance(text, str) else json.dumps(text)).replace(ROOT, url).replace(KEY, api_key)
 

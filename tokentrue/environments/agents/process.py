@@ -1,5 +1,4 @@
-"""Runs one command line until it ends or reaches a limit, and reads a reward from a score command's result. When
-`run_command` returns or raises, no process of its sandbox is alive."""
+"""Runs one command line until it ends or reaches a limit, and reads a reward from a score command's result."""
 
 from __future__ import annotations
 
@@ -25,15 +24,11 @@ TAIL_BYTES = REWARD_BYTES = 65536
 
 @record
 class CommandResult:
-    """`code` is None if its time limit ended the command."""
-
     code: int | None
     tail: str = ""
 
 
 class OutputReader(asyncio.Protocol):
-    """Writes the first bytes of a command's output to a file, and keeps the last ones."""
-
     def __init__(self, file: BinaryIO, limit: int) -> None:
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.tail = b""
@@ -83,7 +78,6 @@ async def run_command(
 async def start(
     build: Callable[[int], Sequence[str]], output: int, cwd: Path | None, env: Mapping[str, str], *, is_bwrap: bool
 ) -> tuple[asyncio.subprocess.Process, int | None]:
-    """The process, and a handle of the sandbox's process 1 if bubblewrap reports one."""
     info_read, info_write = os.pipe()
     try:
         process = await asyncio.create_subprocess_exec(
@@ -113,7 +107,6 @@ async def stop(starting: asyncio.Future[tuple[asyncio.subprocess.Process, int | 
 
 
 def open_first_process(info: int) -> int | None:
-    """None if it has ended already, or bubblewrap failed."""
     with os.fdopen(info, "rb", 0) as file:
         report = b""
         while b"}" not in report and (piece := file.read(4096)):  # it would die of a pipe that is closed early
@@ -125,7 +118,7 @@ def open_first_process(info: int) -> int | None:
 
 
 async def end_namespace(first: int) -> None:
-    """Kills process 1 of a process namespace: the kernel kills all others with it, and reports its end after theirs."""
+    """The kernel kills all others with process 1, and reports its end after theirs."""
     loop = asyncio.get_running_loop()
     gone = loop.create_future()
     with suppress(ProcessLookupError):
@@ -153,7 +146,6 @@ def reward_from_command(result: CommandResult, command: str) -> float:
 
 
 def reward_from_harbor(folder: Path, result: CommandResult, command: str) -> float:
-    """The verifier's reward.txt or reward.json; raises if it wrote neither."""
     if result.code is None:
         raise AgentError(f"score: {command!r} took longer than its time limit")
     number = as_number(read_reward_file(folder, "reward.txt"))
@@ -173,7 +165,6 @@ def reward_from_harbor(folder: Path, result: CommandResult, command: str) -> flo
 
 
 def read_reward_file(folder: Path, name: str) -> str:
-    """The text of a small regular file; empty if it is not one."""
     # The tests run the agent's code, which may put a link or a FIFO there.
     try:
         within = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)

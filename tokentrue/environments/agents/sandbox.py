@@ -1,10 +1,8 @@
-"""The command line that confines an agent: bubblewrap's.
+"""The command line that confines an agent: bubblewrap's and prlimit's, on which confinement relies entirely.
 
 Inside, `/rollout/work` is the working directory, `/rollout/home` the home and `/tmp` is private; nothing else is
 writable. From the host an agent sees system programs and configuration (`SYSTEM`), this Python, the programs on the
-PATH and what the user names, all read-only; no process, no socket, no network. Confinement relies entirely on
-bubblewrap and prlimit; this module only builds their flags.
-"""
+PATH and what the user names, all read-only; no process, no socket, no network."""
 
 from __future__ import annotations
 
@@ -56,7 +54,6 @@ class SandboxLimits:
 
 
 def check_sandbox(wanted: SandboxKind) -> None:
-    """Raises ConfigError if the requested one does not work here."""
     if wanted == "bwrap" and (failure := try_bwrap()) is not None:
         raise ConfigError(
             f"sandbox: bwrap does not work here ({failure}); install bubblewrap 0.8 or newer (apt-get install "
@@ -66,7 +63,6 @@ def check_sandbox(wanted: SandboxKind) -> None:
 
 @cache
 def try_bwrap() -> str | None:
-    """None if it works, else why not."""
     if shutil.which("bwrap") is None:
         return "not installed"
     line = bwrap_command(["true"], mounts=(), cwd=Path("/"), network="gateway", limits=SandboxLimits())
@@ -118,7 +114,6 @@ def bwrap_command(
 
 
 def visible_programs(program: str) -> dict[Path, Path]:
-    """This Python, the PATH and the agent, where the system's folders do not contain them."""
     folders = [Path(sys.prefix) / "bin", Path(sys.base_prefix) / "bin"]
     folders += [Path(program).parent, Path(program).resolve().parent]
     folders += [Path(entry) for entry in os.environ.get("PATH", "").split(os.pathsep) if entry.startswith("/")]
@@ -126,7 +121,6 @@ def visible_programs(program: str) -> dict[Path, Path]:
 
 
 def paths_shown(names: Iterable[str]) -> dict[Path, Path]:
-    """Existing paths outside the system's folders, mapped to the same names inside."""
     found = dict.fromkeys(Path(name).expanduser().absolute() for name in names)
     return {path: path for path in found if path.exists() and path.parts[1:2] not in [(name,) for name in SYSTEM]}
 
@@ -151,7 +145,7 @@ def is_whole_home(folder: Path) -> bool:
 
 
 def parts_beside(folder: Path) -> list[Path]:
-    """A directory of programs and, if it is the `bin` of a prefix, the libraries beside it; for an npm package its
+    """A directory of programs and, if it is the `bin` of a prefix, the libraries beside it; for npm its
     node_modules."""
     tops = [parent for parent in (folder, *folder.parents) if parent.name == "node_modules"]
     if tops:

@@ -47,7 +47,6 @@ class Workspace:
 
 @asynccontextmanager
 async def open_workspace(source: Path | None, *, ref: str | None, under: Path) -> AsyncGenerator[Workspace]:
-    """A fresh directory with a copy of `source`, or a git checkout of it at `ref`; removed when the block ends."""
     # In threads: copying a repository must not block other rollouts.
     under.mkdir(parents=True, exist_ok=True)
     directory = Path(tempfile.mkdtemp(prefix=PREFIX, dir=under))
@@ -77,7 +76,6 @@ def fill_workspace(directory: Path, source: Path | None, ref: str | None) -> Wor
 
 
 def log_beside(folder: Path) -> Path:
-    """Outside the folders that a command can write."""
     return folder.with_suffix(".log")
 
 
@@ -87,7 +85,6 @@ def make_folders(folder: Path, *, with_work: bool = True) -> None:
 
 
 def check_out(source: Path, ref: str, work: Path) -> Path:
-    """Clones `source` at `ref`, borrowing its objects; returns their directory."""
     # A git worktree would let the agent write hooks and settings that the user's git obeys.
     commit = git(source, "rev-parse", "--verify", f"{ref}^{{commit}}")
     common = Path(git(source, "rev-parse", "--path-format=absolute", "--git-common-dir"))

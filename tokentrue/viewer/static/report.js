@@ -38,7 +38,7 @@ function chartFrom(chart) {
   const length = Math.max(0, ...Object.values(chart.series).map((values) => values.length));
   const x = chart.x.length ? chart.x : Array.from({ length }, (_, i) => i);
   return {
-    title: chart.title, x, xLabel: chart.x_label, yLabel: chart.y_label, logY: chart.log_y, yRange: chart.y_range,
+    title: chart.title, x, xLabel: chart.x_label, yLabel: chart.y_label, logY: chart.log_y,
     labels: chart.labels.length ? chart.labels : null, series: Object.entries(chart.series).map(([name, values]) => ({ name, values, bars: chart.kind === "bars" })),
   };
 }
