@@ -36,7 +36,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM,
 from tokentrue.environments import word_problems as P
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone's examples
-from examples.environments.long_tasks import draw_price_list  # noqa: E402
+from examples.environments.long_tasks import draw_price_list
 
 ASSET = Path(__file__).parent.parent / "tokentrue" / "assets" / "calculator"
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]

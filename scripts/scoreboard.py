@@ -46,7 +46,10 @@ def main() -> int:
     for page, text in pages.items():
         old = page.read_text()
         new = re.sub(
-            r"(<!-- scoreboard -->\n).*?(<!-- end -->)", lambda m: f"{m[1]}{text}\n{m[2]}", old, flags=re.DOTALL
+            r"(<!-- scoreboard -->\n).*?(<!-- end -->)",
+            lambda m, text=text: f"{m[1]}{text}\n{m[2]}",
+            old,
+            flags=re.DOTALL,
         )
         if new != old and "--check" in sys.argv:
             print(

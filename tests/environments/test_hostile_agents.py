@@ -57,7 +57,7 @@ for folder in [*{WRITABLE}, "..", "../logs", "/rollout", "/rollout/logs", "/roll
             pass
 Path("a.txt").touch()
 print("1000000")
-"""  # noqa: E501
+"""
     outcome, _ = arena.play(program, "test -f a.txt")
     assert outcome.reward == 1.0
 
@@ -80,7 +80,7 @@ for folder in [*{WRITABLE}, "/rollout"]:
             print("CHANGED", folder)
         except OSError:
             pass
-"""  # noqa: E501
+"""
     outcome, transcript = arena.play(program, "cat score.log2 agent.log2 verifier/secret.txt; ls -R . $HOME; exit 0")
     assert outcome.reward == 1.0 and "CHANGED" not in transcript and "No such file" in transcript, transcript
 
@@ -116,7 +116,7 @@ for home in ("/rollout/home", "/rollout/work", "/tmp"):
             path.write_text(evil)
 for name in (".profile", ".bashrc", ".shrc", ".bash_profile", ".gitconfig"):
     Path("/rollout/home", name).write_text("echo 1000000\\n")
-"""  # noqa: E501
+"""
     grader = arena.folder / "grader"
     grader.mkdir()
     (grader / "grade.py").write_text("import json, os, sys\nprint(0.5)\n")
@@ -168,7 +168,7 @@ for change in (lambda: os.rename("/logs/verifier", "/logs/old"), lambda: os.syml
 {trick}
 ''' % secret
 open("solution.sh", "w").write("{SYSTEM_PYTHON} - <<'EOF'\\n" + code + "\\nEOF\\n")
-"""  # noqa: E501
+"""
     with pytest.raises(AgentError, match="wrote no number"):
         arena.play(program, tasks=str(task.parent))
     assert "CHANGED" not in arena.transcript
@@ -239,7 +239,7 @@ for path in ("/proc/sys/kernel/core_pattern", "/proc/sys/vm/overcommit_memory", 
 for path in ("/etc/shadow", "/dev/mem", "/dev/sda", "/dev/vda", "/proc/kcore", "/proc/kmsg", "/dev/kmsg"):
     attempt(path, lambda: os.close(os.open(path, os.O_RDONLY)))
 os.system("cp /bin/sh shell; chmod 6755 shell; ./shell -c 'id -u' >id.txt; sudo -n true; su -c true; mount")
-"""  # noqa: E501
+"""
     outcome, transcript = arena.play(program, "cat id.txt")
     assert "DONE" not in transcript, transcript
     assert transcript.count("refused") > 35, transcript
@@ -278,7 +278,7 @@ for entry in Path("/proc").iterdir():
 print(sorted(os.environ))
 subprocess.run(["keyctl", "show"], check=False) if os.path.exists("/usr/bin/keyctl") else None
 subprocess.run(["grep", "-rls", "the-secret-0452", "/rollout", "/tmp", "/run", "/var", "/home"])
-"""  # noqa: E501
+"""
     _, transcript = arena.play(program)
     assert "SEEN" not in transcript, transcript
     assert int(transcript.split("processes ")[1].split()[0]) < 8
@@ -410,7 +410,7 @@ for path in alternate.rglob("*"):
         print("WRITTEN", path)
     except OSError:
         pass
-"""  # noqa: E501
+"""
     outcome, transcript = arena.play(program, "test -f sum.txt")
     assert outcome.reward == 1.0 and " one" in transcript and "WRITTEN" not in transcript
     assert {path: path.read_bytes() for path in repository.rglob("*") if path.is_file()} == before

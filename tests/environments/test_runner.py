@@ -147,7 +147,7 @@ async def test_a_cancelled_rollout_is_no_failure() -> None:
 
 
 async def test_no_session_of_a_failed_rollout_stays_open(tmp_path: Path) -> None:
-    """Against a real gateway: timed out, raised, and cancelled; resumable ones are purged, so that they can run again."""  # noqa: E501
+    """Against a real gateway: timed out, raised, and cancelled; resumable ones are purged, so that they can run again."""
     server = scripted_server(tmp_path, ["unused"])
     try:
         for resume in (False, True):
