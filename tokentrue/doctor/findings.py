@@ -183,7 +183,7 @@ prefix_cache | a cached prefix gives other numbers than a computed one | flush t
 prefill_decode | prefill and decode disagree beyond rounding | check chunked prefill, attention backend, KV dtype
 """
 QUANTISED = {"int8": "int8", "int4": "4 bits", "fp8": "float8"}
-_SECTIONS = {
+_SECTIONS: dict[str, list[list[str]]] = {
     kind: [line.split(" | ") for line in lines]
     for kind, *lines in (section.strip().splitlines() for section in TABLE.replace("|\n  ", "| ").split("# ")[1:])
 }
