@@ -29,7 +29,7 @@ _LAZY = {
     "rollout": "tokentrue.turn",
     "verify": "tokentrue.renderers",
 }
-_SUBPACKAGES = {
+_SUBPACKAGES = [
     "comparison",
     "engine",
     "integrations",
@@ -40,7 +40,7 @@ _SUBPACKAGES = {
     "samples",
     "sessions",
     "train",
-}
+]
 
 __version__ = "0.1.0"
 __all__ = [

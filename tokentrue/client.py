@@ -1,11 +1,9 @@
-"""A gateway from Python: open a session, hand its SDK clients to an agent, reward it, read its samples.
+"""A gateway from Python.
 
-    with tt.Client("http://127.0.0.1:8000", admin_key) as client, client.session(group="task-7") as s:
-        reply = s.openai().chat.completions.create(model="policy", messages=[{"role": "user", "content": "2+2?"}])
-        s.reward(1.0)
-        samples = s.samples()
-
-`AsyncClient` is the same with `await`."""
+with tt.Client("http://127.0.0.1:8000", admin_key) as client, client.session(group="task-7") as s:
+    reply = s.openai().chat.completions.create(model="policy", messages=[{"role": "user", "content": "2+2?"}])
+    s.reward(1.0)
+    samples = s.samples()"""
 
 from __future__ import annotations
 
@@ -173,7 +171,7 @@ class _SessionAddress:
         return self._sdks[-1]
 
     def _refuse(self, sdk: Any) -> None:
-        """Makes a closed client say that the session has ended, not name a connection error."""
+        """Makes a closed client say that the session has ended."""
         kind = next(kind for kind in type(sdk._client).__mro__ if kind.__name__ in ("Client", "AsyncClient"))
         http: Any = import_module(kind.__module__.partition(".")[0])  # each SDK has its own httpx
         text = f"session {self.id} has ended, and its clients are closed: open another session"

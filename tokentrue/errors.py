@@ -46,13 +46,18 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 class TokenTrueError(Exception):
-    """Root of every exception that tokentrue raises deliberately. `code` is stable and machine-readable."""
+    """Root of every exception that tokentrue raises deliberately. `code` is stable and machine-readable, `status` the
+    gateway's HTTP status."""
 
     code = "error"
+    status = 500
+    field: str | None = None
+    retry_after_s: float | None = None
 
 
 class InputError(TokenTrueError):
     code = "invalid_input"
+    status = 400
 
 
 class MessageError(InputError):
@@ -85,6 +90,7 @@ class FileFormatError(InputError):
 
 class RenderError(TokenTrueError):
     code = "cannot_render"
+    status = 422
 
 
 class TemplateError(RenderError):
@@ -105,12 +111,14 @@ class SessionError(TokenTrueError):
 
 class SessionNotFound(SessionError):
     code = "session_not_found"
+    status = 404
 
 
 class SessionElsewhere(SessionError):
     """`url` is the address of the gateway that owns the session, if known."""
 
     code = "session_elsewhere"
+    status = 503
     retry_after_s = 1.0
 
     def __init__(self, message: str, *, url: str | None = None) -> None:
@@ -120,6 +128,7 @@ class SessionElsewhere(SessionError):
 
 class SessionConflict(SessionError):
     code = "session_conflict"
+    status = 409
 
 
 class KeyConflict(SessionConflict):
@@ -131,18 +140,22 @@ class LimitExceeded(SessionError):
     later."""
 
     code = "limit_exceeded"
+    status = 413
 
     def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+        self.status = 413 if retry_after_s is None else 429
 
 
 class JournalError(SessionError):
     code = "journal"
+    status = 503
 
 
 class EngineError(TokenTrueError):
     code = "engine"
+    status = 502
 
 
 class EngineUnreachable(EngineError):
@@ -151,6 +164,7 @@ class EngineUnreachable(EngineError):
 
 class EngineTimeout(EngineError):
     code = "engine_timeout"
+    status = 504
 
 
 class EngineRejected(EngineError):
@@ -162,6 +176,7 @@ class PromptTooLong(EngineRejected):
     conversation."""
 
     code = "context_length_exceeded"
+    status = 400
 
 
 class EngineContractError(EngineError):

@@ -1,7 +1,4 @@
-"""Locates and loads a model's files: a directory, the name of the model that ships with the package, or a hub id.
-
-transformers requests file after file from an unreachable hub, each six times over 23 seconds: one request in advance
-shows whether the hub responds."""
+"""Locates and loads a model's files: a directory, the name of the model that ships with the package, or a hub id."""
 
 from __future__ import annotations
 
@@ -14,13 +11,7 @@ from tokentrue.errors import ConfigError, did_you_mean
 
 ANSWER_S = 5.0
 SMALL_MODEL = Path(__file__).parent / "assets" / "calculator"  # ships with the package; `calculator` names it, too
-SMALL_FILES = (
-    "*.json",
-    "*.jinja",
-    "*.txt",
-    "*.model",
-    "*.tiktoken",
-)  # everything but weights
+SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")  # everything but weights
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",

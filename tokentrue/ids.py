@@ -143,12 +143,8 @@ def _pack(ids: Iterable[int]) -> bytes:
         packed = array("i", ids).tobytes()
         if packed[_SIGN_BYTE::_SIZE].isascii():  # no sign bit is set: the fastest test that none is negative
             return packed
-    place, value = next((i, v) for i, v in enumerate(ids) if not _is_id(v))
+    place, value = next((i, v) for i, v in enumerate(ids) if not (isinstance(v, int) and 0 <= v < 2**31))
     raise TokenContractError(f"token id {value!r} at {place} is not an integer from 0 to 2147483647")
-
-
-def _is_id(value: object) -> bool:
-    return isinstance(value, int) and 0 <= value < 2**31
 
 
 def _view_of_bytes(data: bytes) -> memoryview:

@@ -1,7 +1,5 @@
-"""JSON values as the record stores them: `freeze` copies and checks them, `dumps` and `loads` round-trip exactly.
-
-Values that JSON cannot represent exactly (NaN, a set, a key that is not a string), or that are nested too deeply,
-are refused before anything is generated: later readers fail on deep values, orjson at 254 levels."""
+"""JSON values as the record stores them: `dumps` and `loads` round-trip exactly. What JSON cannot represent, or is
+nested too deeply for later readers (orjson: 254 levels), is refused before anything is generated."""
 
 from __future__ import annotations
 
@@ -121,6 +119,11 @@ def digest(*values: JsonValue) -> bytes:
         data = value if isinstance(value, bytes) else dumps(value)
         parts += (b"%d:" % len(data), data)
     return blake2b(b"".join(parts), digest_size=16).digest()
+
+
+def echo(value: object) -> str:
+    """A foreign value in an error."""
+    return repr(value)[:40]
 
 
 # Conversion of foreign values to typed records; errors name the field and what it must be.

@@ -169,7 +169,7 @@ class AdapterSink(Protocol):
         self, weights: NamedWeights, config: PretrainedAdapter, *, version: int, name: str
     ) -> bool:
         """True when every later token is sampled with this LoRA adapter and stamped with `version`, unless its
-        request names another; False if the engine serves none. `config` and the weights' names are peft's."""
+        request names another; False if the engine serves none."""
         ...
 
 

@@ -1,5 +1,4 @@
-"""What a trainer replays to compute the rollout's distribution: routed experts, the ids that sampling filters kept,
-and the sampler's most likely ids. All are raw little-endian bytes, recorded, hashed and exported bit for bit."""
+"""What a trainer replays to compute the rollout's distribution, as raw little-endian bytes."""
 
 from __future__ import annotations
 
@@ -145,8 +144,7 @@ class TopLogprobs(SamplingMask):
 
     @classmethod
     def from_tops(cls, tops: Sequence[tuple[Mapping[int, float], int]]) -> TopLogprobs:
-        """From each token's log-probabilities and how many were asked for: engines add the sampled id to those,
-        which would bias an expectation over the set."""
+        """From each token's log-probabilities and how many were asked for: engines add the sampled id to those."""
         known = [[(token, value) for token, value in top.items() if -9000.0 < value <= 0.0] for top, _ in tops]
         chosen = [nlargest(count, row, key=lambda pair: pair[1]) for row, (_, count) in zip(known, tops, strict=True)]
         mask = SamplingMask.from_rows([[token for token, _ in row] for row in chosen])

@@ -1,5 +1,4 @@
-"""OpenTelemetry traces: a span for each model request and each stage of its turn. Off, at one comparison per stage,
-until `start_tracing`, which needs the `otel` extra. Spans hold no keys and no conversation text."""
+"""OpenTelemetry traces: a span for each model request and each stage of its turn. Spans hold no keys and no text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compares a message that a client sent back with the one that was served."""
+"""Compares a replayed message with the served one."""
 
 from __future__ import annotations
 
@@ -19,11 +19,9 @@ _TAGS = ("think", "thinking", "thought")
 
 
 def find_changes(served: Message, replayed: Message) -> tuple[str, ...] | None:
-    """The changes, sorted, if `replayed` is a known lossy projection of `served`; `()` if nothing visible differs; None
-    if it is an edit.
-
-    A wrong match is worse than a fork: a replay that *adds* to what was served is an edit too. A think tag in the
-    served text is text that the model wrote: only the replay is searched for inlined reasoning."""
+    """The changes, sorted, if `replayed` is a known lossy projection of `served`; None if it is an edit. A replay
+    that *adds* to what was served is an edit: a wrong match is worse than a fork. A think tag in the served text is
+    text that the model wrote: only the replay is searched for inlined reasoning."""
     if served is replayed:
         return ()
     text, calls = _text_changes(served, replayed), _call_changes(served, replayed)

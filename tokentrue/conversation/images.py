@@ -1,5 +1,4 @@
-"""Replaces the images of messages, `{"type": "image_url", "image_url": {"url": …}}`, by references, `{"type":
-"image", "sha256", "media_type", "width", "height"}`: the one place through which images enter a session."""
+"""Replaces the images of messages by references: the one place through which images enter a session."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Loose keys of messages: hashes of what no known lossy projection changes, chained over a conversation.
-
-A key only finds candidates. Of an assistant message it omits what a harness may drop or rewrite (reasoning, call
-ids, spacing of arguments, outer whitespace); for other roles it covers the text."""
+"""Loose keys of messages: hashes of what no known lossy projection changes, chained over a conversation. A key only
+finds candidates."""
 
 from __future__ import annotations
 
@@ -133,8 +131,8 @@ Harness: TypeAlias = Literal["same", "python", "javascript", "go", "any"]
 
 
 def repeats_arguments(served: JsonValue, replayed: JsonValue) -> bool:
-    """True if `replayed` are the served arguments, up to key order, spacing, escapes, number format, and empty
-    versus `{}`, which also replaces served text that is no JSON."""
+    """True up to key order, spacing, escapes, number format, and empty versus `{}`, which also replaces served text
+    that is no JSON."""
     now = _loosen_arguments(replayed, "same")
     if now == "{}" and _loosen_arguments(served, "same").startswith("\0"):
         return True

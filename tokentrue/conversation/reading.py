@@ -1,7 +1,5 @@
-"""`Conversation`: a request's messages, parsed once.
-
-An agent sends its whole conversation with every turn. `Conversations` caches the last ones of a session; leading
-messages with the same bytes (`sources`) as a cached one are shared."""
+"""A request's messages, parsed once. An agent sends its whole conversation with every turn: leading messages with
+the same bytes (`sources`) as a cached conversation are shared."""
 
 from __future__ import annotations
 
@@ -71,11 +69,9 @@ def _comparable(value: JsonMapping) -> JsonObject:
 
 @record(eq=False)
 class Conversation(Sequence[Message]):
-    """A request's messages and tools, with the chained loose key after each message.
-
-    `sources` are the bytes of the messages, in the items of dialect `format`; `ends[i]` counts the messages of the
-    first i + 1 of them. It is None while the turn of item i continues, and from the first unsettled item on: what
-    follows is not shared."""
+    """`keys`: the chained loose key after each message. `sources`: the bytes of the messages, in the items of
+    dialect `format`; `ends[i]` counts the messages of the first i + 1 of them. It is None while the turn of item i
+    continues, and from the first unsettled item on: what follows is not shared."""
 
     facts: Sequence[ConversationMessage] = ()
     keys: Sequence[bytes] = ()
@@ -183,7 +179,7 @@ def shorten_source(source: Raw) -> Raw:
 
 @record(eq=False)
 class ParsedConversation:
-    """The cached `base` that a request begins with, and its further messages as its dialect parsed them."""
+    """The cached `base` that a request begins with, and its further messages."""
 
     base: Conversation
     messages: Messages

@@ -1,5 +1,4 @@
-"""Administration: sessions, rewards, samples, weight updates, health and metrics. `ADMIN` defines the routes and the
-OpenAPI document."""
+"""Administration. `ADMIN` defines the routes and the OpenAPI document."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""Admission control: the limit on generations in flight, the queue before it, and the pause while weights change.
-
-A full gateway queues in order within a session and round-robin over sessions, so that no client starves."""
+"""Admission control: the limit on generations in flight, the queue before it, fair to sessions, and the pause while
+weights change."""
 
 from __future__ import annotations
 

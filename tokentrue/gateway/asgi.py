@@ -9,26 +9,12 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iter
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeAlias
 
-from tokentrue.errors import (
-    EngineError,
-    EngineRejected,
-    EngineTimeout,
-    InputError,
-    JournalError,
-    LimitExceeded,
-    PromptTooLong,
-    RenderError,
-    SessionConflict,
-    SessionElsewhere,
-    SessionNotFound,
-    TokenTrueError,
-)
+from starlette.types import Receive, Scope, Send
+
+from tokentrue.errors import JournalError, TokenTrueError
 from tokentrue.gateway.dialects.base import Dialect, Encoder, HttpError, encode
 from tokentrue.types import TurnEvent
 
-Scope: TypeAlias = MutableMapping[str, Any]
-Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 RawHeaders: TypeAlias = list[tuple[bytes, bytes]]
 
 LOG = logging.getLogger("tokentrue.gateway")
@@ -40,19 +26,6 @@ EVENTS: RawHeaders = [
     (b"x-accel-buffering", b"no"),
 ]
 
-STATUS: tuple[tuple[type[TokenTrueError], int], ...] = (  # first match wins: children before parents
-    (InputError, 400),
-    (RenderError, 422),
-    (SessionNotFound, 404),
-    (SessionElsewhere, 503),
-    (SessionConflict, 409),
-    (LimitExceeded, 413),
-    (JournalError, 503),
-    (EngineTimeout, 504),
-    (PromptTooLong, 400),
-    (EngineRejected, 502),
-    (EngineError, 502),
-)
 LONGEST = 600
 
 
@@ -61,15 +34,11 @@ def problem_from(error: BaseException) -> HttpError:
         return error
     if not isinstance(error, TokenTrueError):
         return HttpError(500, "internal", "the gateway failed on this request; its log has the cause")
-    status = next((status for kind, status in STATUS if isinstance(error, kind)), 500)
     if isinstance(error, JournalError):  # its text names the store, which clients must not see
         message = "the gateway's record cannot be read or written now; send this again. The gateway's log has the cause"
-        return HttpError(status, error.code, message, retry_after_s=1.0)
-    retry = getattr(error, "retry_after_s", None)
-    if isinstance(error, LimitExceeded) and retry is not None:
-        status = 429
-    field = getattr(error, "field", None)
-    return HttpError(status, error.code, str(error)[:LONGEST], field=field, retry_after_s=retry)
+        return HttpError(error.status, error.code, message, retry_after_s=1.0)
+    said = str(error)[:LONGEST]
+    return HttpError(error.status, error.code, said, field=error.field, retry_after_s=error.retry_after_s)
 
 
 class ClientGone(Exception):
@@ -157,8 +126,7 @@ async def answer_errors(
     dialect: type[Dialect],
     errors: Any,
 ) -> None:
-    """Turns exceptions of `app` into a reply in the dialect, or into the last event of a started stream; counts
-    them."""
+    """Turns exceptions into a reply in the dialect, or into the last event of a started stream."""
     watched = send if isinstance(send, WatchedSend) else WatchedSend(send)
     try:
         await app(scope, receive, watched)
@@ -189,8 +157,7 @@ async def answer_errors(
 
 
 class EventStream:
-    """Turn events in, server-sent events out. Holds the status back until the first token or keep-alive: early
-    failures have their own status."""
+    """Holds the status back until the first token or keep-alive: early failures have their own status."""
 
     def __init__(self, send: Send, encoder: Encoder) -> None:
         self._send, self._encoder = send, encoder

@@ -1,5 +1,5 @@
 """API keys. A session key contains the session's id, so that any worker finds its owner, and a secret whose hash is
-stored. Comparisons are constant-time; keys are never logged."""
+stored."""
 
 from __future__ import annotations
 

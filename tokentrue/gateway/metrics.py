@@ -55,9 +55,9 @@ CLOCK: ContextVar[TurnClock | None] = ContextVar("tokentrue_turn_clock", default
 class MeteredProvider(Streaming):
     """Measures the engine's time; sets the version of /admin/version if the engine reports none."""
 
-    def __init__(self, inner: EngineControl, *, version: int = UNVERSIONED) -> None:
+    def __init__(self, inner: EngineControl) -> None:
         self.inner = inner
-        self.version = version
+        self.version = UNVERSIONED
         self._adapting = inner if isinstance(inner, Adapting) else None
 
     @property
@@ -142,8 +142,8 @@ class Metrics:
             self.tokens.labels(kind)
 
     def note_turn(self, dialect: str, reply: Reply, sampled: int, clock: TurnClock, *, streamed: bool) -> float | None:
-        """`reply` is the first choice. Returns the seconds outside of the engine; None for a reply from the record,
-        which may have waited for another's call."""
+        """Returns the seconds outside of the engine; None for a reply from the record, which may have waited for
+        another's call."""
         total_s = time.perf_counter() - clock.started
         self.turn_time.observe(total_s)
         if clock.first_byte is not None:

@@ -1,8 +1,5 @@
-"""Model requests: `OPERATIONS` defines the routes and the OpenAPI document; `ModelEndpoint` checks the key and finds
-the session, `ModelRequest` reads the body, runs the turn and replies.
-
-Invariants: only paths of `OPERATIONS` generate, and each runs a recorded turn; keys are checked before bodies are
-read; no reply and no last event before the turn is durable; every turn writes one log line."""
+"""Model requests. Invariants: only paths of `OPERATIONS` generate, and each runs a recorded turn; keys are checked
+before bodies are read; no reply and no last event before the turn is durable; every turn writes one log line."""
 
 from __future__ import annotations
 

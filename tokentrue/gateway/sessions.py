@@ -1,5 +1,5 @@
-"""Sessions in memory: loaded from the journal on first use, evicted when idle, too many or too large; never while in
-use, so a session has one live object."""
+"""Sessions in memory, evicted when idle, too many or too large; never while in use, so a session has one live
+object."""
 
 from __future__ import annotations
 
@@ -97,6 +97,8 @@ class SessionHandle:
 
     async def read_conversation(self, dialect: Dialect, decoded: DecodedBody) -> Conversation:
         head, most = decoded.head, self._limits.messages
+        if not decoded.items:
+            raise MessageError("must be a list with at least one item", field=dialect.items_key)
         if len(decoded.items) > most:
             raise LimitExceeded(f"{len(decoded.items)} messages; at most {most} are taken (limits.messages)")
         history = list(head.leading_messages)
@@ -113,7 +115,7 @@ class SessionHandle:
 
     # Names of retried requests.
     def find_request_key(self, scope: Scope, dialect: Dialect, body: bytes) -> str | None:
-        """A key that a request shares only with its retries: the client's `Idempotency-Key`, or, for SDKs that send
+        """Shared only with retries: the client's `Idempotency-Key`, or, for SDKs that send
         `x-stainless-retry-count`, the body's digest and a counter."""
         given = read_header(scope["headers"], b"idempotency-key")
         retries = read_header(scope["headers"], b"x-stainless-retry-count")

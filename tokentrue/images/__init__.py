@@ -1,8 +1,6 @@
-"""Image files of requests: settings, checks, and the URLs that they come from.
-
-The first bytes decide the format, and Pillow is given only that one. A file ends where its picture ends: a file that
-is also an archive or a script is refused. Remote URLs are fetched from hosts that the operator allows: no redirect,
-no private address."""
+"""Image files of requests. The first bytes decide the format, and Pillow is given only that one. A file that is also
+an archive or a script is refused. URLs are fetched from hosts that the operator allows: no redirect, no private
+address."""
 
 from __future__ import annotations
 
@@ -77,8 +75,7 @@ def hash_image(data: bytes) -> str:
 
 
 def open_image(data: bytes) -> Any:
-    """The upright first frame as an RGB `PIL.Image`. Everything that makes pixels must use this: others may ignore
-    EXIF."""
+    """The upright first frame. Everything that makes pixels must use this: others may ignore EXIF."""
     image = import_pillow().open(BytesIO(data), formats=[_FORMATS[find_media_type(data)][0]])
     return import_module("PIL.ImageOps").exif_transpose(image).convert("RGB")
 

@@ -1,6 +1,6 @@
-"""The pixels of images, from transformers' own image processor, checked against the record, and what a model's forward
-takes for them. Equal ids do not mean equal pixels: another backend, library version or setting changes most values at
-equal grids. So a record names its processor, and no other one computes pixels for it."""
+"""The pixels of images, and what a model's forward takes for them. Equal ids do not mean equal pixels: another
+backend, library version or setting changes most values. So a record names its processor, and no other one computes
+pixels for it."""
 
 from __future__ import annotations
 
@@ -38,8 +38,7 @@ def processor_identity(processor: Any) -> str:
 
 
 class PixelReader:
-    """Reads images by the processor that their record names. Keeps the newest results; thread-safe. Tensors are
-    shared: they must not be changed."""
+    """Keeps the newest results; thread-safe. Tensors are shared: they must not be changed."""
 
     def __init__(self, model: str | Path) -> None:
         self.model = model
@@ -139,8 +138,7 @@ def check_runs(ids: Any, images: Sequence[PromptImage], config: Any, where: str 
 def plain_inputs(
     model: Any, ids_BT: Any, rows: Sequence[Sequence[PromptImage]], reader: PixelReader | None
 ) -> dict[str, Any]:
-    """What the model's own forward takes besides `ids_BT`, rows padded on the right: pixels, the kinds of its
-    tokens, and positions."""
+    """What the model's own forward takes besides `ids_BT`, rows padded on the right."""
     import torch
 
     images = [image for row in rows for image in row]

@@ -1,5 +1,5 @@
-"""Hugging Face transformers, one forward pass per token: slow and plain, the ground truth for tests.
-Log-probabilities are those of the sampled distribution, after temperature and filters; greedy reports temperature 1."""
+"""Hugging Face transformers, one forward pass per token: the ground truth for tests. Log-probabilities are those
+after temperature and filters; greedy reports temperature 1."""
 
 from __future__ import annotations
 

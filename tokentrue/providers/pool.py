@@ -1,8 +1,6 @@
-"""Several replicas of one engine as one Provider: sticky by session, health-checked, with failover.
-
-Any replica continues any session exactly; stickiness only preserves the prefix cache. A generation that breaks off
-(a crash, an abort for a weight update) is resumed from the tokens received: spans keep their policy versions, and no
-token is sampled twice."""
+"""Several replicas of one engine as one Provider: sticky by session, which preserves the prefix cache,
+health-checked, with failover. A generation that breaks off is resumed from the tokens received: spans keep their
+policy versions, and no token is sampled twice."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ import asyncio
 import contextlib
 import hashlib
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, cast
@@ -176,12 +174,9 @@ class Pool(Streaming):
             weights = await asyncio.to_thread(lambda: [(name, tensor.detach().cpu()) for name, tensor in weights])
         self.pause()
         try:
-            results = await asyncio.gather(
-                *(sink.publish(weights, version=version) for sink in sinks), return_exceptions=True
-            )
+            await self._publish_all(sink.publish(weights, version=version) for sink in sinks)
         finally:
             self.resume()
-        self._note_published(results)
 
     async def publish_adapter(
         self, weights: NamedWeights, config: PretrainedAdapter, *, version: int, name: str
@@ -191,18 +186,19 @@ class Pool(Streaming):
         if len(sinks) != len(self._replicas):
             return False
         weights = list(weights)
-        published = (sink.publish_adapter(weights, config, version=version, name=name) for sink in sinks)
-        results = await asyncio.gather(*published, return_exceptions=True)
-        self._note_published(results)
-        return False not in results
+        return False not in await self._publish_all(
+            sink.publish_adapter(weights, config, version=version, name=name) for sink in sinks
+        )
 
-    def _note_published(self, results: Sequence[object]) -> None:
+    async def _publish_all(self, publications: Iterable[Awaitable[object]]) -> list[object]:
+        results = await asyncio.gather(*publications, return_exceptions=True)
         for result in results:
             if isinstance(result, BaseException) and not isinstance(result, RESUMABLE):
                 raise result
         self._stale = {i for i, result in enumerate(results) if isinstance(result, BaseException)}
         if len(self._stale) == len(self._replicas):
             raise EngineUnreachable(f"no engine took the weights (tried {len(results)}): {results[0]}")
+        return results
 
     @property
     def in_use(self) -> list[Provider]:
@@ -256,9 +252,8 @@ class Pool(Streaming):
 
 
 class _Generation:
-    """One generation across aborts and failures. `done`: the pieces so far. `ids`, `rest`: prompt and settings for
-    the remainder; `rest` is None when it is over. `end`: the finish of one that broke off right at a stop token or
-    its token limit."""
+    """`done`: the pieces so far. `ids`, `rest`: prompt and settings for the remainder; `rest` is None when it is
+    over. `end`: the finish of one that broke off right at a stop token or its token limit."""
 
     def __init__(self, prompt_ids: TokenIds, sampling: Sampling) -> None:
         self._prompt_ids, self._sampling = prompt_ids, sampling

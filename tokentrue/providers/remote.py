@@ -1,9 +1,7 @@
-"""Engines that are servers: HTTP by aiohttp, typed responses, and the adapters' common base.
-
-A request is retried only until its response begins. A generation that is not streamed and breaks off is sampled
-again, since none of its tokens arrived. A body, and a line of an event stream, has at most `limit` bytes. A response
-of the wrong shape is an `EngineContractError` that quotes the engine; unknown fields are ignored, because engines
-add them with every release."""
+"""Engines that are servers. A request is retried only until its response begins; a generation that is not streamed
+and breaks off is sampled again, since none of its tokens arrived. A body, and a line of an event stream, has at most
+`limit` bytes. A response of the wrong shape quotes the engine; unknown fields are ignored, because engines add them
+with every release."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ from contextlib import aclosing, suppress
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypedDict, TypeVar, cast
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypedDict, TypeVar, cast
 from urllib.parse import urlsplit
 from uuid import uuid4
 
@@ -349,9 +347,19 @@ class RemoteOptions(TypedDict, total=False):
     adapter: str | None
 
 
+class EngineRequest(NamedTuple):
+    """`urls`: the images, each one placeholder in `ids`."""
+
+    ids: TokenIds
+    sampling: Sampling
+    session: str | None = None
+    request_id: str = ""
+    stream: bool = False
+    urls: Sequence[orjson.Fragment] = ()
+
+
 class RemoteEngine(Streaming):
-    """A server that generates, aborts by request id, and loads weights from a shared directory (`weights_dir`).
-    `adapter` names the LoRA adapter of requests that name none."""
+    """`weights_dir` is shared with the server. `adapter` names the LoRA adapter of requests that name none."""
 
     name: str
     bans_tokens = True  # takes extra["logit_bias"]
@@ -395,17 +403,8 @@ class RemoteEngine(Streaming):
         """Raises if the engine would show the model something else."""
 
     @abstractmethod
-    def _body(
-        self,
-        ids: TokenIds,
-        sampling: Sampling,
-        *,
-        session: str | None,
-        request_id: str,
-        stream: bool,
-        urls: Sequence[orjson.Fragment],
-    ) -> tuple[str, bytes]:
-        """The route and body of a request. `urls`: the images, each one placeholder in `ids`."""
+    def _body(self, request: EngineRequest) -> tuple[str, bytes]:
+        """Its route and body."""
 
     @abstractmethod
     async def check_images(self) -> None: ...
@@ -452,7 +451,7 @@ class RemoteEngine(Streaming):
         try:
             sent = collapse_images(self.name, ids, images) if images else ids
             urls = [await self._encode_image(image) for image in images]
-            path, body = self._body(sent, sampling, session=session, request_id=request_id, stream=not whole, urls=urls)
+            path, body = self._body(EngineRequest(sent, sampling, session, request_id, not whole, urls))
             async with aclosing(self._http.answers(path, body, whole=whole, limit=limit)) as reads:
                 async for events in reads:
                     for chunk in answer.builder.take_read(events, answer.add):
@@ -504,7 +503,7 @@ class RemoteEngine(Streaming):
         self, weights: NamedWeights, config: PretrainedAdapter, *, version: int, name: str
     ) -> bool:
         """Each publication has a new name at the server: generations in flight keep the adapter that they began
-        with, and share no cached block with later ones. vLLM's `load_inplace` would change it under them."""
+        with, and share no cached block with later ones."""
         served, root = f"{name}@{version}.{uuid4().hex[:6]}", self._publishing_root()
         async with self._loading:
             await asyncio.to_thread(write_adapter, weights, config, root / served, version=version)
@@ -600,10 +599,8 @@ def common_params(
     schema: Callable[[JsonMapping | None], JsonObject],
 ) -> JsonObject:
     """The settings that both engines name alike. `own`: the engine's own constraints; `tag` and `schema` write a
-    structural tag and a JSON schema (None: any object) as the engine wants them.
-
-    A mask that enforces a constraint is part of the sampled distribution: log-probabilities are those under the
-    mask."""
+    structural tag and a JSON schema (None: any object) as the engine wants them. Log-probabilities are those under a
+    constraint's mask."""
     extra = sampling.extra
     params: JsonObject = {
         "temperature": sampling.temperature,

@@ -15,7 +15,6 @@ from typing import Unpack
 
 import msgspec
 import numpy as np
-import orjson
 
 from tokentrue.errors import EngineContractError, EngineError, EngineRejected
 from tokentrue.ids import TokenIds
@@ -28,6 +27,7 @@ from tokentrue.providers.building import (
 )
 from tokentrue.providers.remote import (
     EngineFault,
+    EngineRequest,
     RemoteEngine,
     RemoteOptions,
     WeightInfo,
@@ -155,32 +155,24 @@ class SGLangProvider(RemoteEngine):
     async def _prepare(self, sampling: Sampling) -> None:
         refuse_unknown_extra(self.name, sampling, EXTRA)
 
-    def _body(
-        self,
-        ids: TokenIds,
-        sampling: Sampling,
-        *,
-        session: str | None,
-        request_id: str,
-        stream: bool,
-        urls: Sequence[orjson.Fragment],
-    ) -> tuple[str, bytes]:
+    def _body(self, request: EngineRequest) -> tuple[str, bytes]:
+        sampling = request.sampling
         fields: JsonObject = {
-            "input_ids": np.frombuffer(ids.view, np.int32),
+            "input_ids": np.frombuffer(request.ids.view, np.int32),
             "sampling_params": sampling_params(sampling),
             "return_logprob": True,
             "logprob_start_len": -1,
-            "rid": request_id,
-            "stream": stream,
+            "rid": request.request_id,
+            "stream": request.stream,
         }
-        if urls:  # SGLang expands them; where it falls back to encoding text again, its count differs
-            fields["image_data"] = urls
+        if request.urls:  # SGLang expands them; where it falls back to encoding text again, its count differs
+            fields["image_data"] = request.urls
         if sampling.top_logprobs:
             fields["top_logprobs_num"] = sampling.top_logprobs
         if self._sampling_mask and sampling.filters:
             fields["return_sampling_mask"] = True
-        if session is not None:
-            fields["routing_key"] = session
+        if request.session is not None:
+            fields["routing_key"] = request.session
         if "adapter" in sampling.extra:
             fields["lora_path"] = sampling.extra["adapter"]  # a name, in spite of the field's
         if self._routed is not None:

@@ -27,6 +27,7 @@ from tokentrue.providers.building import (
 )
 from tokentrue.providers.remote import (
     EngineFault,
+    EngineRequest,
     RemoteEngine,
     RemoteOptions,
     ServedModel,
@@ -178,8 +179,7 @@ class VLLMProvider(RemoteEngine):
         await self._post("/pause?mode=keep" + ("" if self._salt is None else "&clear_cache=false"))
 
     async def load_from_disk(self, written: WrittenWeights) -> None:
-        """Reloads, recomputes every cached key and value (or leaves them to the requests of their salt), stamps the
-        version and verifies it."""
+        """Cached keys and values are recomputed, or left to the requests of their salt."""
         await self._post(
             "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(written.directory)}}
         )
@@ -282,35 +282,27 @@ class VLLMProvider(RemoteEngine):
         for temperature in (1.0, 0.5):
             sampling = Sampling(temperature=temperature, max_tokens=1, top_logprobs=2, seed=1)
             answer = self._new_answer(CompletionBuilder(self.name, ids), sampling)
-            path, body = self._body(ids, sampling, session=None, request_id=uuid4().hex, stream=False, urls=[])
+            path, body = self._body(EngineRequest(ids, sampling, request_id=uuid4().hex))
             answer.add(await self._http.read("POST", path, body))
             if not answer.builder.top or not answer.builder.top[0]:
                 raise EngineContractError("vllm returned no top log-probabilities; is --max-logprobs 0?")
             best.append(max(answer.builder.top[0].values()))
         return best[0] != best[1]
 
-    def _body(
-        self,
-        ids: TokenIds,
-        sampling: Sampling,
-        *,
-        session: str | None,
-        request_id: str,
-        stream: bool,
-        urls: Sequence[orjson.Fragment],
-    ) -> tuple[str, bytes]:
-        prompt, params = np.frombuffer(ids.view, np.int32), sampling_params(sampling)
+    def _body(self, request: EngineRequest) -> tuple[str, bytes]:
+        sampling = request.sampling
+        prompt, params = np.frombuffer(request.ids.view, np.int32), sampling_params(sampling)
         model = sampling.extra.get("adapter", self._model_id)
-        fields: JsonObject = {"model": model, "request_id": request_id, "stream": stream}
+        fields: JsonObject = {"model": model, "request_id": request.request_id, "stream": request.stream}
         if self._salt is not None:
             fields["cache_salt"] = self._salt
-        if stream:
+        if request.stream:
             fields["stream_options"] = {"include_usage": True}
         if self._has_token_route:
             params |= {"logprobs": sampling.top_logprobs, "detokenize": bool(sampling.stop)}
             fields |= {"token_ids": prompt, "sampling_params": params}
-            if urls:  # the answer has the ids that vLLM expanded them to
-                parts = [{"type": "image_url", "url": url} for url in urls]
+            if request.urls:  # the answer has the ids that vLLM expanded them to
+                parts = [{"type": "image_url", "url": url} for url in request.urls]
                 fields |= {"content_parts": parts, "return_token_ids": True}
             return "/inference/v1/generate", dump_settings(fields)
         fields |= {

@@ -12,7 +12,7 @@ from typing import Any, Protocol, cast
 from tokentrue.errors import InputError, SamplingError
 from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.sessions.constraints import constraints_from
-from tokentrue.sessions.stages.generation import chat_finish_reason
+from tokentrue.sessions.stages.generation import chat_finish_reason, chat_usage
 from tokentrue.types import PENALTIES, TRUNCATIONS, Messages, Reply, Sampling, Tools, TurnEvent, TurnRequest
 
 _SAMPLING = {"temperature", "seed", *TRUNCATIONS, *PENALTIES}
@@ -125,9 +125,8 @@ def _completion(replies: tuple[Reply, ...], shared: JsonObject) -> Fields:
         }
         for index, reply in enumerate(replies)
     ]
-    prompt, sampled = replies[0].prompt_tokens, sum(len(reply.completion.token_ids) for reply in replies)
-    usage = {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
-    return _fields({"id": replies[0].node, "object": "chat.completion", **shared, "choices": choices, "usage": usage})
+    named = {"id": replies[0].node, "object": "chat.completion", **shared}
+    return _fields({**named, "choices": choices, "usage": chat_usage(replies)})
 
 
 async def _chunks(events: AsyncGenerator[TurnEvent, None], shared: JsonObject) -> AsyncIterator[Fields]:

@@ -1,5 +1,4 @@
-"""The images of one session. A request brings the bytes of its images, except those of an earlier reply's
-conversation: they are read from the journal, or without one from memory."""
+"""The images of one session. A request brings their bytes, except those of an earlier reply's conversation."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Size limits of one session, and the choice of thread for rendering and parsing.
-
-Large inputs run in a thread, so that they do not stall other sessions. Encoding a text takes about a hundred times
-its size in memory: huge ones run one at a time."""
+"""Size limits of one session. Large inputs run in a thread, so that they do not stall other sessions; encoding takes
+about a hundred times a text's size in memory, so huge ones run one at a time."""
 
 from __future__ import annotations
 

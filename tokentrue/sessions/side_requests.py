@@ -1,10 +1,9 @@
 """Finds side requests: what a harness asks beside the task (a title, a guess of the next message), which must not be
-trained with the task's reward. Judged from the record alone, and only if something else remains to train.
+trained with the task's reward.
 
 `RULES` name what known harnesses ask. `other_model` holds for any: one turn without tools, under a model name that
-no turn with tools has. It does not apply if the task may need the answer: it was given to another conversation, it
-began after every turn with tools was over, it repeats what a conversation with tools was asked, or a loaded adapter
-sampled it."""
+no turn with tools has; not if the task may need the answer: it was given to another conversation, it began after
+every turn with tools was over, it repeats what a conversation with tools was asked, or a loaded adapter sampled it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Single-flight: concurrent equal requests share one turn.
-
-A turn runs in a task, which is cancelled when its last caller leaves; from then on the same request starts a new
-turn. A complete turn that is being written is not cancelled: a returning caller joins it, so no key names two
-answers. If its session ends, the callers get `SessionConflict`."""
+"""Concurrent equal requests share one turn. It runs in a task, which is cancelled when its last caller leaves; from
+then on the same request starts a new turn. A complete turn that is being written is not cancelled: a returning
+caller joins it, so no key names two answers."""
 
 from __future__ import annotations
 

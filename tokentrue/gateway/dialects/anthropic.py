@@ -1,5 +1,4 @@
-"""Anthropic Messages. Reasoning is sent as signed thinking blocks; one that comes back changed is refused. Claude
-Code's billing block changes with every request: it is removed from the system prompt."""
+"""Anthropic Messages. Reasoning is sent as signed thinking blocks; one that comes back changed is refused."""
 
 from __future__ import annotations
 
@@ -25,7 +24,6 @@ from tokentrue.gateway.dialects.base import (
     call_entry,
     decode_body,
     describe_item,
-    echo,
     encode,
     function_tool,
     image_part,
@@ -34,14 +32,13 @@ from tokentrue.gateway.dialects.base import (
     join_parts,
     join_text,
     named_function,
-    require_items,
     sampling_from,
     sse,
     system_message,
     user_and_tool_messages,
 )
 from tokentrue.json_types import JsonObject, JsonValue
-from tokentrue.plain_json import convert
+from tokentrue.plain_json import convert, echo
 from tokentrue.sessions.constraints import constraints_from
 from tokentrue.sessions.stages.generation import deltas_from_message
 from tokentrue.types import Delta, Message, Reply
@@ -271,13 +268,13 @@ class Anthropic(Dialect):
         sampling = sampling_from(given, stop=given.stop_sequences, extra=extra)
         leading, stream = leading_from(given.system), bool(given.stream)
         head = RequestHead(model=given.model, stream=stream, sampling=sampling, tools=tools, leading_messages=leading)
-        return DecodedBody(head, require_items(given.messages, self.items_key))
+        return DecodedBody(head, given.messages)
 
     def decode_count(self, body: bytes) -> DecodedBody:
         given = decode_body(body, CountBody)
         _, tools = read_tools(given)
         head = RequestHead(model=given.model, tools=tools, leading_messages=leading_from(given.system))
-        return DecodedBody(head, require_items(given.messages, self.items_key))
+        return DecodedBody(head, given.messages)
 
     def parse_item(self, item: JsonValue, path: str) -> tuple[Message, ...]:
         parsed: UserItem | AssistantItem | SystemItem = convert(item, ITEM, path)

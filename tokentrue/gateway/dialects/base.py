@@ -20,7 +20,7 @@ from tokentrue.errors import MessageError, SamplingError, TokenTrueError
 from tokentrue.gateway.dialects.signing import ReasoningSigner
 from tokentrue.ids import TokenIds
 from tokentrue.json_types import JsonMapping, JsonObject, JsonValue
-from tokentrue.plain_json import MAX_DEPTH, check_depth, complaint
+from tokentrue.plain_json import MAX_DEPTH, check_depth, complaint, echo
 from tokentrue.records import record
 from tokentrue.types import (
     MAX_CHOICES,
@@ -58,9 +58,9 @@ class HttpError(TokenTrueError):
 
 @record
 class RequestHead:
-    """A request without its conversation, which follows `leading_messages`. `options`: what the reply's shape
-    depends on. `continues`: the node whose conversation comes first, without its `instructions` if `was_instructed`;
-    `last_node`: the last recorded turn that the request names."""
+    """A request without its conversation. `options`: what the reply's shape depends on. `continues`: the node whose
+    conversation comes first, without its `instructions` if `was_instructed`; `last_node`: the last recorded turn
+    that the request names."""
 
     model: str
     stream: bool = False
@@ -116,9 +116,8 @@ class Encoder:
 
 
 class Dialect:
-    """A wire format. `items_key`: the array with the conversation; `splits_turns`: one assistant message is several
-    consecutive items; `refuses_prefill`: the protocol continues a last assistant message, which would put words into
-    the sampled turn."""
+    """A wire format. `splits_turns`: one assistant message is several consecutive items; `refuses_prefill`: the
+    protocol continues a last assistant message, which would put words into the sampled turn."""
 
     name: ClassVar[str]
     items_key: ClassVar[str] = "messages"
@@ -254,12 +253,6 @@ def describe_item(*roles: str) -> msgspec.Meta:
     return msgspec.Meta(extra_json_schema=item)
 
 
-def require_items(items: Sequence[Raw], key: str) -> Sequence[Raw]:
-    if not items:
-        raise MessageError("must be a list with at least one item", field=key)
-    return items
-
-
 class OpenAIBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     model: str = ""
     stream: bool | None = False
@@ -389,10 +382,6 @@ def join_parts(
     return join_content(out, glue=glue)
 
 
-def echo(value: object) -> str:
-    return repr(value)[:40]
-
-
 # Our own JSON, written.
 def encode(value: JsonValue) -> bytes:
     try:
@@ -407,8 +396,7 @@ def sse(data: JsonObject, event: str = "") -> bytes:
 
 
 def arguments_object(text: str) -> JsonObject:
-    """Arguments as a JSON object. A value that is no object, looks like this wrapping, or is nested too deeply to
-    come back is wrapped whole as `_raw_arguments`."""
+    """A value that is no object, looks like this wrapping, or is nested too deeply to come back is wrapped whole."""
     try:
         most = MAX_DEPTH - LEVELS_AROUND_ARGUMENTS
         value: JsonValue = parse_json(text.encode(), "arguments", most_levels=most) if text.strip() else {}

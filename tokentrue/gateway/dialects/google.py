@@ -1,8 +1,6 @@
-"""Google GenerateContent. Fields may be camelCase or snake_case.
-
-Without ids, the k-th call of a function in one turn is `name#k`, and the matcher restores the served id. Reasoning
-is sent as `thought` parts if requested, and sealed in the `thoughtSignature` of the part after it: clients drop
-thoughts and keep signatures."""
+"""Google GenerateContent. Without ids, the k-th call of a function in one turn is `name#k`. Reasoning is sent as
+`thought` parts if requested, and sealed in the `thoughtSignature` of the part after it: clients drop thoughts and
+keep signatures."""
 
 from __future__ import annotations
 
@@ -30,14 +28,12 @@ from tokentrue.gateway.dialects.base import (
     check_choices,
     count_sampled,
     decode_json,
-    echo,
     encode,
     function_tool,
     is_cut,
     join_content,
     named_function,
     parse_json,
-    require_items,
     require_object,
     sampling_from,
     sse,
@@ -45,7 +41,7 @@ from tokentrue.gateway.dialects.base import (
     user_and_tool_messages,
 )
 from tokentrue.json_types import JsonMapping, JsonObject, JsonValue
-from tokentrue.plain_json import convert, join_path
+from tokentrue.plain_json import convert, echo, join_path
 from tokentrue.sessions.constraints import constraints_from
 from tokentrue.sessions.stages.generation import deltas_from_message
 from tokentrue.types import Delta, Message, Reply, Sampling
@@ -423,7 +419,7 @@ def decode_contents(fields: dict[str, msgspec.Raw]) -> DecodedBody:
         leading_messages=leading_from(given.system_instruction),
         options=GoogleOptions(logprobs=config.response_logprobs, thoughts=thoughts),
     )
-    return DecodedBody(head, require_items(items, "contents"))
+    return DecodedBody(head, items)
 
 
 def leading_from(system: str | Content | None) -> tuple[Message, ...]:

@@ -23,22 +23,19 @@ from tokentrue.gateway.dialects.base import (
     TextOf,
     call_entry,
     check_choices,
-    count_sampled,
     decode_body,
     describe_item,
-    echo,
     encode,
     join_parts,
-    require_items,
     require_object,
     sampling_from,
     sse,
 )
 from tokentrue.ids import TokenIds
 from tokentrue.json_types import JsonObject, JsonValue
-from tokentrue.plain_json import convert
+from tokentrue.plain_json import convert, echo
 from tokentrue.sessions.constraints import constraints_from
-from tokentrue.sessions.stages.generation import chat_finish_reason
+from tokentrue.sessions.stages.generation import chat_finish_reason, chat_usage
 from tokentrue.types import Message, Reply, TurnEvent
 
 ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -86,11 +83,6 @@ def token_entry(token: int, logprob: float, text_of: TextOf) -> JsonObject:
     text = text_of((token,))
     whole = "\ufffd" not in text  # half a character has no bytes to show
     return {"token": text, "logprob": logprob, "bytes": list(text.encode("utf-8", "replace")) if whole else None}
-
-
-def build_usage(replies: Sequence[Reply]) -> dict[str, int]:
-    prompt, sampled = replies[0].prompt_tokens, count_sampled(replies)
-    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 
 class ChatEncoder(Encoder):
@@ -151,7 +143,7 @@ class ChatEncoder(Encoder):
     def finish(self) -> bytes:
         out = b""
         if self.head.options.include_usage:
-            out = self._start + self._end.replace(b"null", encode(build_usage(self._replies)))
+            out = self._start + self._end.replace(b"null", encode(chat_usage(self._replies)))
         return out + b"data: [DONE]\n\n"
 
 
@@ -248,7 +240,7 @@ class OpenAIChat(Dialect):
                 return_token_ids=bool(given.return_token_ids),
             ),
         )
-        return DecodedBody(head, require_items(given.messages, self.items_key))
+        return DecodedBody(head, given.messages)
 
     def parse_item(self, item: JsonValue, path: str) -> tuple[Message, ...]:
         """Keeps unknown fields: templates may use them."""
@@ -291,7 +283,7 @@ class OpenAIChat(Dialect):
         answer = completion_base(head, replies[0].node, "chat.completion")
         if head.prompt_ids is not None:
             answer["prompt_token_ids"] = list(head.prompt_ids)
-        return {**answer, "choices": choices, "usage": build_usage(replies)}
+        return {**answer, "choices": choices, "usage": chat_usage(replies)}
 
     @staticmethod
     def build_error(problem: HttpError) -> JsonObject:

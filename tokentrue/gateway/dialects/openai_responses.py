@@ -1,8 +1,6 @@
-"""OpenAI Responses.
-
-Consecutive items of a model are one assistant message, unless their ids show that two turns served them. Reasoning
-is sent as `reasoning_text` and sealed, as `encrypted_content`. The model sees a custom (free-form) tool as a
-function with one string, and tools of a namespace as `namespace__name`."""
+"""OpenAI Responses. Consecutive items of a model are one assistant message, unless their ids show that two turns
+served them. The model sees a custom (free-form) tool as a function with one string, and tools of a namespace as
+`namespace__name`."""
 
 from __future__ import annotations
 
@@ -29,7 +27,6 @@ from tokentrue.gateway.dialects.base import (
     assistant_message,
     call_entry,
     decode_body,
-    echo,
     encode,
     function_tool,
     image_part,
@@ -37,7 +34,6 @@ from tokentrue.gateway.dialects.base import (
     join_parts,
     join_text,
     named_function,
-    require_items,
     require_object,
     sampling_from,
     sse,
@@ -46,7 +42,7 @@ from tokentrue.gateway.dialects.base import (
 from tokentrue.gateway.dialects.openai_chat import OpenAIChat, reply_logprobs
 from tokentrue.gateway.dialects.signing import ReasoningSigner
 from tokentrue.json_types import JsonMapping, JsonObject, JsonValue
-from tokentrue.plain_json import convert
+from tokentrue.plain_json import convert, echo
 from tokentrue.sessions.constraints import constraints_from
 from tokentrue.sessions.stages.generation import deltas_from_message
 from tokentrue.types import Delta, Message, Reply, TurnEvent
@@ -403,7 +399,7 @@ class OpenAIResponses(Dialect):
         if isinstance(given.input, str):
             items: Sequence[msgspec.Raw] = [msgspec.Raw(encode({"role": "user", "content": given.input}))]
         else:
-            items = require_items(given.input, self.items_key)
+            items = given.input
         head = head_from_responses(given)
         return DecodedBody(replace(head, last_node=self._find_last_node(items) or head.continues), items)
 

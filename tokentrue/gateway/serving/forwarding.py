@@ -1,6 +1,5 @@
-"""Forwards requests for a session that another process owns: a worker of this server, found by rendezvous hashing,
-or another gateway on the same PostgreSQL record, named by the journal. Bodies are streamed: the owner checks the key
-before it reads one."""
+"""Forwards requests for a session that another process owns: a worker of this server, or another gateway on the same
+PostgreSQL record. Bodies are streamed: the owner checks the key before it reads one."""
 
 from __future__ import annotations
 
@@ -37,8 +36,7 @@ def count_forwards(scope: Scope) -> int:
 
 
 class Peers:
-    """The processes that share this gateway's record. `sockets`: of this server's workers, of which this one is
-    number `me`."""
+    """`sockets`: of this server's workers, of which this one is number `me`."""
 
     def __init__(self, *, me: int = 0, sockets: Sequence[str] = ()) -> None:
         self._me, self._sockets = me, sockets

@@ -201,8 +201,7 @@ def bounded_http(limits: GatewayLimits) -> type[BoundedHttp]:
 
 
 class Server(uvicorn.Server):
-    """Shuts down on one of `signals` and exits 0; uvicorn would raise the signal again. Also serves connections
-    passed through `receiver`."""
+    """Exits 0 on one of `signals`; uvicorn would raise it again. Also serves connections passed through `receiver`."""
 
     def __init__(
         self, config: uvicorn.Config, signals: Sequence[signal.Signals], receiver: socket.socket | None

@@ -1,9 +1,7 @@
-"""The durable store: SQLite in WAL mode. An awaited write returns only after its commit.
-
-One writer thread makes every write (`Writer`); reads use a separate connection. After a crash every acknowledged
-write is present and no write is partial. One process owns a store for writing (`lock`); one object at a time owns a
-session (`claim`). Corruption is detected: rows carry digests, sessions the number of their nodes, the store the
-number of its sessions, and opening runs `quick_check`. `synchronous="FULL"` also survives a loss of power."""
+"""The durable store: SQLite in WAL mode. An awaited write returns only after its commit. One writer thread makes
+every write; one process owns a store for writing (`lock`); one object at a time owns a session (`claim`). Corruption
+is detected: rows carry digests, sessions the number of their nodes, the store the number of its sessions, and
+opening runs `quick_check`. `synchronous="FULL"` also survives a loss of power."""
 
 from __future__ import annotations
 
@@ -66,10 +64,9 @@ class StoreSecret:
 
 
 class Journal:
-    """Sessions and their nodes. Writes are awaitable; reads block. `lock=False` is for workers whose parent holds a
-    `StoreLock`; `read_only=True` needs no lock; `check=False` skips `quick_check`, which reads the whole file."""
+    """Writes are awaitable; reads block. `lock=False` is for workers whose parent holds a `StoreLock`;
+    `read_only=True` needs no lock; `check=False` skips `quick_check`, which reads the whole file."""
 
-    _greatest = "max"  # SQL for the largest of several values
     _has_fencing = False  # a write with an older fencing token fails
 
     def __init__(
@@ -200,8 +197,8 @@ class Journal:
         claim: SessionClaim | None = None,
         images: Sequence[ImageFile] = (),
     ) -> None:
-        """Appends all rows and the images that they are the first to refer to, or nothing. Requires an open session,
-        an existing parent and an unused `seq`."""
+        """All rows and the images that they are the first to refer to, or nothing. Requires an open session, an
+        existing parent and an unused `seq`."""
 
         def write(db: Database) -> None:
             self.check_owner(db, session_id, claim)
@@ -243,15 +240,13 @@ class Journal:
     async def delete(self, session_id: str) -> None:
         await self.write(lambda db: self._delete_sessions(db, [session_id]))
 
-    async def purge(self, *, older_than_s: float, ended_only: bool = True, now: float | None = None) -> list[str]:
-        """By age since their end (with `ended_only=False` also open ones, since their last turn)."""
+    async def purge(self, *, older_than_s: float, now: float | None = None) -> list[str]:
+        """Deletes sessions by age since their end; returns their ids."""
         limit = (time.time() if now is None else now) - older_than_s
 
         def write(db: Database) -> list[str]:
-            last_turn = "coalesce((SELECT max(created) FROM nodes WHERE session = sessions.id), 0)"
-            newest = f"{self._greatest}(coalesce(ended, 0), created, {last_turn})"
-            where = "state = 'ended' AND ended < ?" if ended_only else f"{newest} < ?"
-            old = [row[0] for row in db.execute(f"SELECT id FROM sessions WHERE {where}", (limit,))]
+            ended = db.execute("SELECT id FROM sessions WHERE state = 'ended' AND ended < ?", (limit,))
+            old = [row[0] for row in ended]
             self._delete_sessions(db, old)
             return old
 
@@ -369,8 +364,8 @@ _LARGEST_GROUP = 512
 
 
 class Writer:
-    """The thread that owns the only writing connection. Queued writes share a transaction (group commit), each in a
-    savepoint: a failing write does not affect the others."""
+    """Owns the only writing connection. Queued writes share a transaction, each in a savepoint: a failing write does
+    not affect the others."""
 
     def __init__(self, connection: Database) -> None:
         self._connection = connection

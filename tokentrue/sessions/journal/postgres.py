@@ -1,8 +1,6 @@
-"""The journal on PostgreSQL, shared by several gateways.
-
-Each gateway renews a lease, timed by the server's clock. A session belongs to one gateway, under a fencing token
-that grows with every change of owner. Every write checks both in its transaction, so a gateway that was paused or
-cut off never writes after its successor. When a lease has expired, the next gateway to open a session acquires it."""
+"""The journal on PostgreSQL, shared by several gateways. Each renews a lease, timed by the server's clock. A session
+belongs to one gateway, under a fencing token that grows with every change of owner. Every write checks both in its
+transaction: a gateway that was paused or cut off never writes after its successor."""
 
 from __future__ import annotations
 
@@ -168,7 +166,7 @@ class Lease:
 class PostgresJournal(Journal):
     """`name` is unique to this gateway, `address` the URL at which others reach it; `read_only=True` needs neither."""
 
-    _greatest, _has_fencing = "greatest", True
+    _has_fencing = True
 
     def __init__(
         self, target: str, *, name: str = "", address: str = "", lease_s: float = LEASE_S, read_only: bool = False

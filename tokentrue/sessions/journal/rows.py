@@ -201,9 +201,9 @@ class Rewards:
 
 @record
 class SessionRecord:
-    """A session without its nodes. `sampling` holds the pinned values, `pin` names the pinned prompts.
-    `first_key_hash` verifies signatures on reasoning after the API key was replaced. `late_keys`: request keys that
-    joined a turn while its nodes were being written, and those nodes."""
+    """`sampling` holds the pinned values, `pin` names the pinned prompts. `first_key_hash` verifies signatures on
+    reasoning after the API key was replaced. `late_keys`: request keys that joined a turn while its nodes were being
+    written."""
 
     id: str
     group: str | None = None

@@ -130,7 +130,7 @@ class WorkerLock(_FileLock):
 
 
 class StoreLock(_FileLock):
-    def __init__(self, store: str | Path, *, orphans_s: float = ORPHANS_S) -> None:
+    def __init__(self, store: str | Path) -> None:
         super().__init__(store, "lock")
         try:
             if not self.lock(fcntl.LOCK_EX | fcntl.LOCK_NB):
@@ -139,14 +139,14 @@ class StoreLock(_FileLock):
                 raise JournalError(f"the store {store} is in use by process {owner}: {cure}")
             os.ftruncate(self.file, 0)
             os.write(self.file, str(os.getpid()).encode())
-            _wait_for_workers(store, orphans_s)
+            _wait_for_workers(store)
         except BaseException:
             self.release()
             raise
 
 
-def _wait_for_workers(store: str | Path, seconds: float) -> None:
-    workers, end = _FileLock(store, "workers"), time.monotonic() + seconds
+def _wait_for_workers(store: str | Path) -> None:
+    workers, end = _FileLock(store, "workers"), time.monotonic() + ORPHANS_S
     try:
         while not workers.lock(fcntl.LOCK_EX | fcntl.LOCK_NB):
             if time.monotonic() > end:

@@ -1,5 +1,5 @@
-"""Generates the n choices of a turn, and checks and parses their tokens. Writes nothing. A choice keeps the tokens
-received so far: a turn that ends early can still be recorded."""
+"""Generates the n choices of a turn, and checks and parses their tokens. A choice keeps the tokens received so far:
+a turn that ends early can still be recorded."""
 
 from __future__ import annotations
 
@@ -266,6 +266,11 @@ def chat_finish_reason(reply: Reply) -> str:
     if reply.completion.finish is not Finish.STOP:
         return "length"
     return "tool_calls" if reply.message.get("tool_calls") else "stop"
+
+
+def chat_usage(replies: Sequence[Reply]) -> dict[str, int]:
+    prompt, sampled = replies[0].prompt_tokens, sum(len(reply.completion.token_ids) for reply in replies)
+    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 
 def find_stop(text: str, stops: Sequence[str]) -> int | None:

@@ -1,6 +1,5 @@
-"""Builds a prompt from a resolution: the recorded ids, untouched, and what the renderer adds; or a new root if it
-refuses. Turns sampled elsewhere are appended as if sampled here: the renderer adds the messages before each, then
-come their recorded sampled ids."""
+"""Builds a prompt: the recorded ids, untouched, and what the renderer adds; or a new root if it refuses. Of turns
+sampled elsewhere it adds the recorded ids."""
 
 from __future__ import annotations
 
