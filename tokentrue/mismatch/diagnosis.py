@@ -6,7 +6,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import field
-from typing import Unpack, cast
+from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -63,27 +63,25 @@ class Diagnosis:
         return Diagnosis(metrics=metrics, worst=_worst(rows, self.keep_worst), keep_worst=self.keep_worst)
 
 
-class DiagnoseOptions(BatchOptions, total=False):
-    correction: Correction | None  # made in the same pass; comes back as `.corrected`
-    kinds: Values | None  # each token's kind, an index into `kind_names`
-    kind_names: Sequence[str]
-    flips: Values | None  # whether the most likely tokens of both sides differ
-    row_names: Sequence[str] | None
-    worst: int  # how many rows `Diagnosis.worst` lists (10)
-    non_finite: NonFinite
-
-
 @torch.no_grad()
 def diagnose(
-    trainer_logprobs: Values, rollout_logprobs: Values, mask: Values | None = None, **options: Unpack[DiagnoseOptions]
+    trainer_logprobs: Values,
+    rollout_logprobs: Values,
+    mask: Values | None = None,
+    *,
+    correction: Correction | None = None,  # made in the same pass; comes back as `.corrected`
+    kinds: Values | None = None,  # each token's kind, an index into `kind_names`
+    kind_names: Sequence[str] = (),
+    flips: Values | None = None,  # whether the most likely tokens of both sides differ
+    row_names: Sequence[str] | None = None,
+    worst: int = 10,  # how many rows `Diagnosis.worst` lists
+    non_finite: NonFinite = "raise",
+    **options: Unpack[BatchOptions],
 ) -> Diagnosis:
     """Every metric of docs/mismatch.md; those whose inputs are not given have nothing counted."""
-    correction, corrected = options.get("correction"), None
-    config = correction or Correction(non_finite=options.get("non_finite", "raise"))
-    own = DiagnoseOptions.__annotations__.keys() - BatchOptions.__annotations__.keys()
-    shared = cast("BatchOptions", {name: value for name, value in options.items() if name not in own})
-    row_names, worst = options.get("row_names"), options.get("worst", 10)
-    batch = read_batch(trainer_logprobs, rollout_logprobs, mask, shared, non_finite=config.non_finite)
+    if correction is not None:
+        non_finite = correction.non_finite
+    batch = read_batch(trainer_logprobs, rollout_logprobs, mask, options, non_finite=non_finite)
     rows = batch.rows
     if row_names is not None and len(row_names) != rows.num_rows:
         raise InputError(f"row_names: {len(row_names)} names for {rows.num_rows} rows")
@@ -91,10 +89,11 @@ def diagnose(
         **measure_mismatch(batch),
         **measure_ppo(batch),
         **measure_contribution(batch),
-        **measure_labels(batch, options),
+        **by_kind(batch, kinds, kind_names),
+        "flips": Mean() if flips is None else Mean.of(rows.read("flips", flips, torch.bool)),
     }
     found = worst_rows(batch, worst, row_names)
-    applied = torch.zeros(0)
+    corrected, applied = None, torch.zeros(0)
     if correction is not None:
         corrected = correct_batch(batch, correction, dtype_of(trainer_logprobs))
         applied = batch.applied
@@ -109,13 +108,11 @@ def diagnose(
     return Diagnosis(metrics=Metrics(metrics), worst=found, keep_worst=worst, corrected=corrected)
 
 
-def measure_labels(batch: Batch, options: DiagnoseOptions) -> dict[str, Statistic]:
-    rows, names, kinds, flips = batch.rows, options.get("kind_names", ()), options.get("kinds"), options.get("flips")
-    codes = rows.row[:0] if kinds is None else rows.read("kinds", kinds, torch.long)
+def by_kind(batch: Batch, kinds: Values | None, names: Sequence[str]) -> Mapping[str, Mean]:
+    codes = batch.rows.row[:0] if kinds is None else batch.rows.read("kinds", kinds, torch.long)
     if codes.numel() and (int(codes.min()) < 0 or int(codes.max()) >= len(names)):
         raise InputError(f"kinds: {int(codes.min())} to {int(codes.max())} do not index the {len(names)} kind_names")
-    share = Mean() if flips is None else Mean.of(rows.read("flips", flips, torch.bool))
-    return {"flips": share, **by_bucket("kind", codes, names, batch.corr.abs()[: len(codes)])}
+    return by_bucket("kind", codes, names, batch.corr.abs()[: len(codes)])
 
 
 def worst_rows(batch: Batch, keep: int, names: Sequence[str] | None) -> tuple[WorstRow, ...]:

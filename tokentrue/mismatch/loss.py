@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, replace
 from functools import partial
-from typing import Annotated, Any, Literal, TypeAlias, TypedDict, Unpack
+from typing import Annotated, Any, Literal, TypeAlias
 
 import torch
 from msgspec import Meta
@@ -210,20 +210,6 @@ SURROGATES: Mapping[Surrogate, Callable[[Tokens, LossConfig], TokenLoss]] = {
 }
 
 
-class LossOptions(TypedDict, total=False):
-    cu_seqlens: Bounds
-    corrected: Corrected | None  # a correction made once for the step, used instead of one made from these inputs
-    reference_logprobs: Values | None  # for a penalty against the reference policy
-    entropy: Values | None  # per token
-    num_tokens: float | None  # the step's global counts: with them, micro-batch losses add up to the step's
-    num_rows: float | None
-    row_tokens: Sequence[float] | None  # of each row's whole sequence, where several rows are one; with num_rows
-    versions: Values | None  # the policy version that sampled each token, or each row
-    version: int | None  # the current policy version
-    head_logprobs: Values | None  # of the current policy, with gradient, at the sampler's K most likely ids: [..., K]
-    rollout_head_logprobs: Values | None  # the sampler's own; -inf where a token has fewer
-
-
 def policy_loss(
     logprobs: Values,
     old_logprobs: Values | None,
@@ -231,43 +217,59 @@ def policy_loss(
     advantages: Values,
     mask: Values | None = None,
     config: LossConfig | Correction | None = None,
-    **options: Unpack[LossOptions],
+    *,
+    cu_seqlens: Bounds = None,
+    corrected: Corrected | None = None,  # made once for the step, used instead of one made from these inputs
+    reference_logprobs: Values | None = None,
+    entropy: Values | None = None,  # per token
+    num_tokens: float | None = None,  # the step's global counts: with them, micro-batch losses add up to the step's
+    num_rows: float | None = None,
+    row_tokens: Sequence[float] | None = None,  # of each row's whole sequence, where several rows are one
+    versions: Values | None = None,  # the policy version that sampled each token, or each row
+    version: int | None = None,  # the current policy version
+    head_logprobs: Values | None = None,  # current, with gradient, at the sampler's K most likely ids: [..., K]
+    rollout_head_logprobs: Values | None = None,  # the sampler's own; -inf where a token has fewer
 ) -> tuple[Tensor, Metrics]:
     """The loss to call `.backward()` on, and its metrics; without `old_logprobs` the current policy is the old one."""
-    if unknown := sorted(set(options) - LossOptions.__annotations__.keys()):
-        raise TypeError(f"policy_loss: unexpected keyword argument {unknown[0]!r}")
     config = LossConfig(correction=config) if isinstance(config, Correction) else config or LossConfig()
-    correction, corrected = config.correction, options.get("corrected")
+    correction = config.correction
     if corrected is None and (correction.is_active or correction.non_finite != "raise"):
         if rollout_logprobs is None:
             raise InputError("rollout_logprobs: needed, the correction compares the trainer with the rollout")
         detached = detach(logprobs)
         corrected = correct(
             detached if old_logprobs is None else old_logprobs, rollout_logprobs, mask, correction,
-            cu_seqlens=options.get("cu_seqlens"), logprobs=detached, advantages=advantages,
-            versions=options.get("versions"), version=options.get("version"),
+            cu_seqlens=cu_seqlens, logprobs=detached, advantages=advantages, versions=versions, version=version,
         )  # fmt: skip
-    rows = Rows.of(logprobs, mask, options.get("cu_seqlens"))
-    policies = {"trainer": old_logprobs, "rollout": rollout_logprobs, "reference": options.get("reference_logprobs")}
-    tokens = _read_tokens(rows, logprobs, policies, advantages, correction, options)
+    rows = Rows.of(logprobs, mask, cu_seqlens)
+    policies = {"trainer": old_logprobs, "rollout": rollout_logprobs, "reference": reference_logprobs}
+    age = None if versions is None or version is None else version - rows.read_per_token("versions", versions)
+    tokens = _read_tokens(rows, logprobs, policies, advantages, correction, age)
     per_token, metrics = SURROGATES[correction.surrogate](tokens, config)
     keep = everything = rows.flags(True)
     if corrected is not None:
         keep = rows.read("corrected.mask", corrected.mask, torch.bool)
         per_token = per_token * rows.read("corrected.weights", corrected.weights)
     if correction.centering is not None:
-        head, sampler = options.get("head_logprobs"), options.get("rollout_head_logprobs")
-        if head is None or sampler is None:
+        if head_logprobs is None or rollout_head_logprobs is None:
             raise InputError(f"{MISSING['head']}; ScoreCentering needs them")
         term, mass = correction.centering.term(
-            rows.read_wide("head_logprobs", head),
-            rows.read_wide("rollout_head_logprobs", sampler),
+            rows.read_wide("head_logprobs", head_logprobs),
+            rows.read_wide("rollout_head_logprobs", rollout_head_logprobs),
             None if correction.weights is None else correction.weights.upper,
         )
         per_token = per_token + tokens.advantages * term
         metrics["centering/head_mass"] = Mean.of(mass)
     counted = everything if correction.loss_counts == "original" else keep
-    reduce = partial(_reduce, rows=rows, counted=counted, config=config, options=options)
+    lengths = rows.count(counted)
+    if row_tokens is not None and config.aggregate == "seq_mean_token_mean":
+        if len(row_tokens) != len(lengths) or num_rows is None:
+            given = f"{len(row_tokens)} numbers for {len(lengths)} rows"
+            raise InputError(f"row_tokens: {given}; one for each, and num_rows with them")
+        lengths = torch.tensor(list(row_tokens), dtype=torch.float64, device=lengths.device)
+    num_tokens = float(counted.sum()) if num_tokens is None else num_tokens
+    num_rows = float((lengths > 0).sum()) if num_rows is None else num_rows
+    reduce = partial(_reduce, rows, config, lengths=lengths, num_tokens=num_tokens, num_rows=num_rows)
     loss = reduce(per_token, keep)
     metrics["loss/policy"] = Mean.of(loss.detach().reshape(1), 1)
     if config.penalty is not None:
@@ -275,7 +277,7 @@ def policy_loss(
         paid = keep if config.penalty.tokens == "kept" else everything
         metrics["loss/kl"] = Mean.of(divergence.detach()[paid])
         loss = loss + config.penalty.coefficient * reduce(divergence, paid)
-    if (entropy := options.get("entropy")) is not None:
+    if entropy is not None:
         values = rows.read("entropy", entropy)
         metrics["entropy"] = Mean.of(values.detach()[keep])
         loss = loss - config.entropy_coefficient * reduce(values, keep)
@@ -300,7 +302,7 @@ def _read_tokens(
     policies: Mapping[str, Values | None],
     advantages: Values,
     correction: Correction,
-    options: LossOptions,
+    age: Tensor | None,
 ) -> Tokens:
     current = rows.read("logprobs", logprobs)
     value = current.detach()
@@ -310,9 +312,8 @@ def _read_tokens(
             raise InputError("rollout_logprobs: needed, the rollout policy is the denominator")
         base = rows.read("rollout_logprobs", rollout).detach()
         if correction.denominator == "interpolated":
-            versions, version = options.get("versions"), options.get("version")
-            assert versions is not None and version is not None, "`correct` refuses a batch without them"
-            base = interpolate_policy(value, base, version - rows.read_per_token("versions", versions))
+            assert age is not None, "`correct` refuses a batch without versions"
+            base = interpolate_policy(value, base, age)
     else:
         base = value if old is None else rows.read("old_logprobs", old).detach()
     bad = ~torch.isfinite(value + base)
@@ -336,25 +337,25 @@ def _read_tokens(
 
 
 def _reduce(
-    values: Tensor, kept: Tensor, *, rows: Rows, counted: Tensor, config: LossConfig, options: LossOptions
+    rows: Rows,
+    config: LossConfig,
+    values: Tensor,
+    kept: Tensor,
+    *,
+    lengths: Tensor,
+    num_tokens: float,
+    num_rows: float,
 ) -> Tensor:
-    sums, counts = rows.sum(values.masked_fill(~kept, 0)), rows.count(counted)
-    num_tokens, num_rows, row_tokens = options.get("num_tokens"), options.get("num_rows"), options.get("row_tokens")
+    sums = rows.sum(values.masked_fill(~kept, 0))
     if config.aggregate == "token_sum":
         return sums.sum()
     if config.aggregate == "token_mean":
-        return sums.sum() / max(float(counts.sum()) if num_tokens is None else num_tokens, 1.0)
+        return sums.sum() / max(num_tokens, 1.0)
     if config.aggregate == "fixed_length":
         sums = sums / float(config.fixed_length or 1)
     elif config.aggregate == "seq_mean_token_mean":
-        lengths = counts
-        if row_tokens is not None:
-            if len(row_tokens) != len(counts) or num_rows is None:
-                given = f"{len(row_tokens)} numbers for {len(counts)} rows"
-                raise InputError(f"row_tokens: {given}; one for each, and num_rows with them")
-            lengths = torch.tensor(list(row_tokens), dtype=torch.float64, device=counts.device)
         sums = sums / lengths.clamp(min=1)
-    return sums.sum() / max(float((counts > 0).sum()) if num_rows is None else num_rows, 1.0)
+    return sums.sum() / max(num_rows, 1.0)
 
 
 def _divergence(t: Tokens, policies: Mapping[str, Values | None], penalty: Penalty, correction: Correction) -> Tensor:
