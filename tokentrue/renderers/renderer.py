@@ -136,7 +136,7 @@ class Renderer:
         text, mark = self._extender.splicer.render_text(given, given_tools, kwargs)
         if images:
             text = self._images.write(self.codec, text, mark)
-        ids = self.codec.encode_shielded(text, mark) if mark else self.codec.encode(text)
+        ids = self.codec.encode(text, mark)
         around = self._extender.splicer.mark_text(given, given_tools, kwargs)
         roles = [message["role"] for message in given]
         spans, runs = compute_spans(self.codec, text, mark, ids, around, roles), ()

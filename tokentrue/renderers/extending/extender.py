@@ -85,10 +85,7 @@ class Extender:
             return Refusal(why="template_raises", detail=str(error))
         if images:
             tail = self._images.write(self._codec, tail, mark)
-        if mark:
-            added = self._codec.encode_shielded_after(tail, mark, literal=plan.literal)
-        else:
-            added = self._codec.encode_after(tail, literal=plan.literal)
+        added = self._codec.encode_after(tail, mark, literal=plan.literal)
         roles = [message["role"] for message in request.new]
         spans, runs = compute_spans(self._codec, tail, mark, added, plan.template_texts, roles), ()
         if images:

@@ -14,7 +14,7 @@ import orjson
 from tokentrue.errors import TokenTrueError
 from tokentrue.json_types import JsonMapping, JsonObject, JsonValue, is_array
 from tokentrue.plain_json import digest
-from tokentrue.renderers.codec import Codec, ContentShield, needs_shield
+from tokentrue.renderers.codec import Codec, shield_content
 from tokentrue.renderers.extending.contexts import ContextBuilder
 from tokentrue.renderers.extending.history_use import HistoryUse, analyse
 from tokentrue.renderers.messages import REASONING, normalise_messages
@@ -165,8 +165,8 @@ class MessageKeeper:
         if key in known:
             return known[key]
         normal = normalise_messages([message], self._inputs)
-        if self._safe and needs_shield(self._codec, normal):
-            normal = ContentShield(self._codec, normal).shield(normal)
+        if self._safe:
+            normal, _ = shield_content(self._codec, normal)
         text = self._template.render_other(self.use.effects, kwargs, history=normal)
         self._cached_chars += sum(len(part) for part in key if isinstance(part, (str, bytes)))
         if self._cached_chars > MAX_CACHED_CHARS:
