@@ -93,9 +93,7 @@ class MessageKeeper:
                 for name in find_effect(turn)[1] & find_effect(messages[end])[1]:
                     missing.pop(name, None)
             writers, roles = self._find_last_writers(messages, end, missing, known, find_effect)
-            asked = {start} if use.second or (use.first and not start) else set[int]()
-            if use.neighbour:
-                asked.add(end - 1)
+            asked = {start} if use.first and not start else set[int]()
             if use.gaps:
                 asked |= {index + 1 for index in (*writers, *asked, *roles.values()) if index + 1 < end}
             asked.update(roles.values())
@@ -111,7 +109,7 @@ class MessageKeeper:
                 if kept and kept[-1][0]["role"] == messages[index]["role"] == "user" and not use.gaps:
                     # some templates require alternating turns
                     answer = {"role": "assistant", "content": dummy["content"]}
-                    if not (answer_effect := find_effect(answer))[0] and not (use.neighbour and index == end - 1):
+                    if not (answer_effect := find_effect(answer))[0]:
                         kept.append((answer, answer_effect))
                 is_like_dummy = index not in asked and effect == dummy_effect and messages[index]["role"] == "user"
                 kept.append((dummy if is_like_dummy else self._normalise(messages, index), effect))

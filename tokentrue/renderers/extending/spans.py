@@ -9,12 +9,9 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from itertools import accumulate
 
 from tokentrue.renderers.codec import Codec
 from tokentrue.types import Ids, PromptSpan
-
-BLOCK_IDS = 4096
 
 
 def split_at_words(text: str, words: Sequence[str]) -> tuple[str, ...]:
@@ -84,35 +81,26 @@ def _find_token_ends(codec: Codec, text: str, mark: str, ids: Ids) -> list[int] 
     SentencePiece inserts a blank before text after an added token; some added tokens absorb the blanks after them.
     """
     data = (text.replace(mark, "") if mark else text).encode("utf-8", "surrogatepass")
-    if (ends := _find_plain_ends(codec, data, ids)) is not None:
-        return ends
     texts, absorbs_blanks = codec.texts, codec.absorbs_blanks
-    ends = list[int]()
-    at, is_after_added = 0, True
-    for index, spelled in zip(ids, codec.spelling.split(ids), strict=True):
+    ends, at = list[int](), 0
+    before: str | None = ""  # the added token before, or "" at the start
+    for index, spelled in zip(ids, map(codec.spelling.__getitem__, ids), strict=True):
+        if before in absorbs_blanks and not data.startswith(spelled, at):
+            ends[-1] = at = _skip_blanks(data, at)
         if data.startswith(spelled, at):
             at += len(spelled)
-        elif is_after_added and spelled[:1] == b" " and data.startswith(spelled[1:], at):
+        elif before is not None and spelled[:1] == b" " and data.startswith(spelled[1:], at):
             at += len(spelled) - 1
         else:
             return None
-        literal = texts.get(index)
-        is_after_added = literal is not None
-        if is_after_added and literal in absorbs_blanks:
-            while data[at : at + 1].isspace():
-                at += 1
         ends.append(at)
+        before = texts.get(index)
+    if before in absorbs_blanks:
+        ends[-1] = at = _skip_blanks(data, at)
     return ends if at == len(data) else None
 
 
-def _find_plain_ends(codec: Codec, data: bytes, ids: Ids) -> list[int] | None:
-    """Token ends if the tokens decode to `data` exactly. In blocks: one long call would block all other threads."""
-    ends: list[int] = []
-    at = 0
-    for start in range(0, len(ids), BLOCK_IDS):
-        pieces = codec.spelling.split(ids[start : start + BLOCK_IDS])
-        if not data.startswith(b"".join(pieces), at):
-            return None
-        ends += accumulate(map(len, pieces[1:]), initial=at + len(pieces[0]))
-        at = ends[-1]
-    return ends if at == len(data) else None
+def _skip_blanks(data: bytes, at: int) -> int:
+    while data[at : at + 1].isspace():
+        at += 1
+    return at
