@@ -77,7 +77,6 @@ UNDERSTOOD = {
     "last word",
     "chosen",
     "after a word",
-    "neighbour",
     "tools and a word",
 }
 

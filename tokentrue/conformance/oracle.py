@@ -38,8 +38,8 @@ class Fault:
     """One broken rule of the specification; `rule` is its number there."""
 
     rule: str
-    severity: Severity
     detail: str
+    severity: Severity = "fatal"
     tokens: int = 0
 
 
@@ -75,7 +75,7 @@ def find_uneven(rows: Sequence[Row]) -> Iterator[Fault]:
         sizes = {name: len(value) for name in COLUMNS if (value := getattr(row, name)) is not None}
         if len(set(sizes.values())) > 1:
             told = ", ".join(f"{count} {name}" for name, count in sizes.items())
-            yield Fault(rule="0.2", severity="fatal", detail=f"row {number} has columns of different lengths: {told}")
+            yield Fault(rule="0.2", detail=f"row {number} has columns of different lengths: {told}")
 
 
 Place = tuple[Generation, int]
@@ -96,7 +96,7 @@ class Oracle:
         counts = Counter((one.number, at) for row in rows for _, (one, at) in self.places(row))
         if twice := sum(count > 1 for count in counts.values()):
             detail = f"sampled tokens that are trained more than once: {twice}"
-            yield Fault(rule="2.1", severity="fatal", detail=detail, tokens=twice)
+            yield Fault(rule="2.1", detail=detail, tokens=twice)
 
     def places(self, row: Row) -> Iterator[tuple[int, Place]]:
         """The trained positions of a row, each with the generation and the position in it."""
@@ -151,7 +151,7 @@ class Oracle:
         for rule, places in wrong.items():
             where = f"row {number}, first at position {places[0]} of {len(row.ids)}"
             detail = f"{WRONG[rule]}: {len(places)}; {where}"
-            yield Fault(rule=rule, severity="fatal", detail=detail, tokens=len(places))
+            yield Fault(rule=rule, detail=detail, tokens=len(places))
 
     def trained(self, rows: Sequence[Row]) -> set[tuple[int, int]]:
         """By number of the generation and position."""
@@ -170,7 +170,7 @@ class Oracle:
             detail = (
                 f"turns that the agent continued and that are not trained: {len(lost)} ({sum(lost)} tokens; {told})"
             )
-            yield Fault(rule="2.3", severity="fatal", detail=detail, tokens=sum(lost))
+            yield Fault(rule="2.3", detail=detail, tokens=sum(lost))
         excused = sum(count for number, count in missing.items() if number in excusable)
         unexplained = sum(missing.values()) - sum(lost) - excused
         unexplained += max(0, excused - sum(reasons.get(name, 0) for name in REASONS))
@@ -178,7 +178,7 @@ class Oracle:
             detail = (
                 f"sampled tokens that are not trained, without a reason that is true of them: {unexplained} ({told})"
             )
-            yield Fault(rule="2.2", severity="fatal", detail=detail, tokens=unexplained)
+            yield Fault(rule="2.2", detail=detail, tokens=unexplained)
 
     def judge_versions(self, rows: Sequence[Row]) -> Iterator[Fault]:
         """Level 6."""
@@ -189,7 +189,7 @@ class Oracle:
         if wrong := [one for one in told if str(one[2]) != one[3]]:
             first = "row {}, position {}: {} for {}".format(*wrong[0])
             detail = f"{len(wrong)} trained tokens without their policy version, first in {first}"
-            yield Fault(rule="6.1", severity="fatal", detail=detail, tokens=len(wrong))
+            yield Fault(rule="6.1", detail=detail, tokens=len(wrong))
 
     def judge_kept(self, rows: Sequence[Row]) -> Iterator[Fault]:
         """Rule 1.5, for rows that were sampled under a filter."""
@@ -212,7 +212,7 @@ class Oracle:
                         for images in (got, one.images)
                     )
                     detail = f"row {number} has the images {told}; the engine was given {given}"
-                    yield Fault(rule="9.1", severity="fatal", detail=detail, tokens=len(one.sampled))
+                    yield Fault(rule="9.1", detail=detail, tokens=len(one.sampled))
 
 
 WRONG = {

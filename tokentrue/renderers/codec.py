@@ -1,6 +1,6 @@
 """Text <-> ids for one tokenizer: either as the engine encodes, or so that content can never become an added token.
 
-Both give the same ids where content contains no added-token literal. `ContentShield` marks literals in content before
+Both give the same ids where content contains no added-token literal. `shield_content` marks literals in content before
 rendering; the rendered text is split at the unmarked ones, and the text between is encoded without added tokens.
 """
 
@@ -239,29 +239,22 @@ class Codec:
 
     # text -> ids
 
-    def encode(self, text: str) -> TokenIds:
-        """Encodes as the engine does: every literal in the text becomes its token."""
-        return self.encoded.encode(self.backend, text)
+    def encode(self, text: str, mark: str = "") -> TokenIds:
+        """Encodes a whole text. Without `mark` as the engine does: every literal in it becomes its token; else only
+        those that `shield_content` has not marked.
+        """
+        return self._encode_pieces(text, mark, at_start=True) if mark else self.encoded.encode(self.backend, text)
 
-    def encode_after(self, text: str, *, literal: str) -> TokenIds:
-        """Ids that `text` has after `literal` in a whole text, encoded as the engine does."""
-        return self.encode(self._lead + self._strip_after(text, literal))[1:]
-
-    def encode_shielded(self, text: str, mark: str) -> TokenIds:
-        """Encodes a whole text rendered from shielded content: only unmarked literals become tokens."""
-        return self._encode_pieces(text, mark, at_start=True)
-
-    def encode_shielded_after(self, text: str, mark: str, *, literal: str) -> TokenIds:
-        return self._encode_pieces(self._strip_after(text, literal), mark, at_start=False)
+    def encode_after(self, text: str, mark: str = "", *, literal: str) -> TokenIds:
+        """Ids that `text` has after `literal` in a whole text."""
+        text = text.lstrip() if literal in self.absorbs_blanks else text
+        return self._encode_pieces(text, mark, at_start=False) if mark else self.encode(self._lead + text)[1:]
 
     @cached_property
     def _lead(self) -> str:
         """Literal to put before text that is not at the start of a text."""
         guarded = (text for text in self.literals if text.strip(BLANKS))
         return next((text for text in guarded if text not in self.absorbs_blanks), "")
-
-    def _strip_after(self, text: str, literal: str) -> str:
-        return text.lstrip() if literal in self.absorbs_blanks else text
 
     def _encode_pieces(self, text: str, mark: str, *, at_start: bool) -> TokenIds:
         ids: list[int] = []
@@ -339,47 +332,46 @@ def strings_in(value: JsonValue) -> Iterator[str]:
             waiting += item
 
 
-class ContentShield:
-    """Breaks literals in the strings of one call with `mark`, a character that none of `values` contains."""
+def shield_content(codec: Codec, value: JsonValue) -> tuple[Any, str]:
+    """Breaks literals in the strings of `value` with a mark, a character that none of them contains; returns both. If
+    nothing needs it, `value` itself and "".
+    """
+    if not needs_shield(codec, value):
+        return value, ""
+    mark = next((mark for mark in MARKS if not _holds_any(value, (mark,))), "")
+    if not mark:
+        detail = "content holds all of U+FDD0 to U+FDEE, none is left to mark literals with"
+        raise MessageError(detail, field="messages")
 
-    def __init__(self, codec: Codec, values: JsonValue) -> None:
-        self._literals = codec.guarded
-        self.mark = next((mark for mark in MARKS if not _holds_any(values, (mark,))), "")
-        if not self.mark:
-            detail = "content holds all of U+FDD0 to U+FDEE, none is left to mark literals with"
-            raise MessageError(detail, field="messages")
+    def shield(item: JsonValue) -> JsonValue:
+        if isinstance(item, str):
+            return _shield_text(item, codec.guarded, mark)
+        if is_object(item):
+            return {shield(key): shield(each) for key, each in item.items()}
+        return [shield(each) for each in cast("list[JsonValue]", item)] if isinstance(item, list) else item
 
-    def shield(self, value: JsonValue) -> JsonValue:
-        if isinstance(value, str):
-            return self.shield_text(value)
-        if is_object(value):
-            return {self.shield_text(key): self.shield(item) for key, item in value.items()}
-        if isinstance(value, list):
-            return [self.shield(item) for item in cast("list[JsonValue]", value)]
-        return value
+    return shield(value), mark
 
-    def shield_text(self, text: str) -> str:
-        """Puts marks inside literals, and at an end that the template's text could complete to a literal."""
-        out, mark = text, self.mark
-        while found := [
-            hit
-            for hit in self._literals.find(out)
-            if not (hit.end - hit.start == 1 and out[max(hit.start - 1, 0)] == mark)
-        ]:
-            pieces: list[str] = []
-            done = 0
-            for start, end, literal in found:
-                broken = mark.join(literal) if len(literal) > 1 else mark + literal
-                pieces += [out[done:start], out[start:end].replace(literal, broken)]
-                done = end
-            out = "".join([*pieces, out[done:]])
-        if self._literals.may_begin_at_end(out):
-            bare = out.rstrip()
-            out = bare + mark + out[len(bare) :]
-        if self._literals.may_end_at_start(out):
-            bare = out.lstrip()
-            out = out[: len(out) - len(bare)] + mark + bare
-        return out
+
+def _shield_text(text: str, literals: LiteralFinder, mark: str) -> str:
+    """Puts marks inside literals, and at an end that the template's text could complete to a literal."""
+    while found := [
+        hit for hit in literals.find(text) if not (hit.end - hit.start == 1 and text[max(hit.start - 1, 0)] == mark)
+    ]:
+        pieces: list[str] = []
+        done = 0
+        for start, end, literal in found:
+            broken = mark.join(literal) if len(literal) > 1 else mark + literal
+            pieces += [text[done:start], text[start:end].replace(literal, broken)]
+            done = end
+        text = "".join([*pieces, text[done:]])
+    if literals.may_begin_at_end(text):
+        bare = text.rstrip()
+        text = bare + mark + text[len(bare) :]
+    if literals.may_end_at_start(text):
+        bare = text.lstrip()
+        text = text[: len(text) - len(bare)] + mark + bare
+    return text
 
 
 def _holds_any(value: JsonValue, marks: tuple[str, ...]) -> bool:

@@ -21,7 +21,6 @@ from tokentrue.renderers.call_tag import make_call_tag
 from tokentrue.renderers.codec import Codec
 from tokentrue.renderers.extending.extender import Extender, History
 from tokentrue.renderers.extending.history_use import HistoryUse
-from tokentrue.renderers.extending.spans import compute_spans
 from tokentrue.renderers.extending.stops import Stops
 from tokentrue.renderers.families import Family
 from tokentrue.renderers.messages import normalise_messages, normalise_tools
@@ -134,15 +133,8 @@ class Renderer:
         images = self._images.find(messages, safe=self._safe)
         given_tools = normalise_tools(tools, self.inputs)
         text, mark = self._extender.splicer.render_text(given, given_tools, kwargs)
-        if images:
-            text = self._images.write(self.codec, text, mark)
-        ids = self.codec.encode_shielded(text, mark) if mark else self.codec.encode(text)
         around = self._extender.splicer.mark_text(given, given_tools, kwargs)
-        roles = [message["role"] for message in given]
-        spans, runs = compute_spans(self.codec, text, mark, ids, around, roles), ()
-        if images:
-            ids, spans, runs = self._images.expand(self.codec, ids, spans, images)
-        return Rendered(token_ids=ids, spans=spans, images=runs)
+        return self._extender.encode(text, mark, images, around, given)
 
     def render_plain(self, messages: Messages, tools: Tools | None = None, *, generate: bool = True) -> str:
         """The template's text as engines render it: content is not shielded."""

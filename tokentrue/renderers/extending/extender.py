@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Literal, TypeAlias
 
 from tokentrue.errors import TemplateError
@@ -23,7 +24,7 @@ from tokentrue.renderers.extending.stops import Stops
 from tokentrue.renderers.messages import check_messages, normalise_messages
 from tokentrue.renderers.seeing.images import HISTORY, ImageInputs
 from tokentrue.renderers.template import InputFormat, Template
-from tokentrue.types import Extension, Ids, Messages, Refusal, Tools
+from tokentrue.types import Extension, Ids, Messages, Refusal, Rendered, Tools
 
 History: TypeAlias = Literal["keep", "template"]
 MAX_PLANS = 4096
@@ -83,24 +84,35 @@ class Extender:
             return Refusal(why=refused.why, detail=refused.detail)
         except TemplateError as error:
             return Refusal(why="template_raises", detail=str(error))
-        if images:
-            tail = self._images.write(self._codec, tail, mark)
-        if mark:
-            added = self._codec.encode_shielded_after(tail, mark, literal=plan.literal)
-        else:
-            added = self._codec.encode_after(tail, literal=plan.literal)
-        roles = [message["role"] for message in request.new]
-        spans, runs = compute_spans(self._codec, tail, mark, added, plan.template_texts, roles), ()
-        if images:
-            added, spans, runs = self._images.expand(self._codec, added, spans, images)
+        added = self.encode(tail, mark, images, plan.template_texts, request.new, after=plan.literal)
         return Extension(
             prefix_ids=prefix_ids,
-            added_ids=added,
-            spans=spans,
-            images=runs,
+            added_ids=added.token_ids,
+            spans=added.spans,
+            images=added.images,
             context="history" if plan.context == "history" else "dummy",
             join=plan.join,
         )
+
+    def encode(
+        self,
+        text: str,
+        mark: str,
+        images: Sequence[JsonMapping],
+        template_texts: Sequence[str],
+        messages: Sequence[JsonObject],
+        *,
+        after: str | None = None,
+    ) -> Rendered:
+        """`template_texts` are around the contents of the messages; `after`: the literal that the text follows."""
+        if images:
+            text = self._images.write(self._codec, text, mark)
+        encode = self._codec.encode if after is None else partial(self._codec.encode_after, literal=after)
+        ids, runs = encode(text, mark), ()
+        spans = compute_spans(self._codec, text, mark, ids, template_texts, [message["role"] for message in messages])
+        if images:
+            ids, spans, runs = self._images.expand(self._codec, ids, spans, images)
+        return Rendered(token_ids=ids, spans=spans, images=runs)
 
     def rewrites(self, messages: Messages, new: Messages, tools: Tools | None, kwargs: JsonMapping) -> bool:
         request, _ = self._read_request((0,), messages, new, tools, kwargs)
@@ -168,7 +180,7 @@ class Extender:
             given_system=first,
             inputs=self._inputs,
             kept=kept and kept.messages,
-            needs_tools=use.tools or use.first or use.second or use.gaps,
+            needs_tools=use.tools or use.first or use.gaps,
             stop=self._codec.texts.get(last_id),
             is_stop=is_stop,
             in_reasoning=not is_stop and self._is_in_reasoning(prefix_ids, last, kwargs),

@@ -51,6 +51,7 @@ from tokentrue.renderers.extending.template_nodes import (
 
 LISTS = {"msgs", "reversed", "future", "chosen"}
 MESSAGES = {"msgs"}  # all of them, in order
+UNUSUAL = {"second": "after the system message", "neighbour": "before the recorded turn"}
 TURN_SHAPE = {"role", "tool_calls"}  # fields that the sentinel does not change
 LOOP_FLAGS: Mapping[str, Flags] = {
     "last": {"last"},
@@ -73,10 +74,8 @@ class HistoryUse:
     variables: Mapping[str, frozenset[str] | None] = field(default_factory=dict[str, "frozenset[str] | None"])
     fields: tuple[str, ...] = ()
     first: bool = False  # reads the first message
-    second: bool = False  # reads the first message that is not a system message
     tools: bool = False
     roles: frozenset[str] = frozenset()  # reads the last message of these roles
-    neighbour: bool = False  # reads the message before the recorded turn
     asks_turn: bool = False  # reads the text of the recorded turn
     gaps: bool = False  # reads whether two messages are adjacent
 
@@ -157,15 +156,15 @@ class _Analysis:
 
     def _read_tail(self) -> HistoryUse:
         tail = self.tail
-        if tail & {"start", "first", "second", "neighbour", "gap"} or having(tail, "state:"):
+        if tail & {"start", "first", "gap"} or having(tail, "state:"):
             tail |= self.cut
         tail |= having(self.cut, "bad:")
         reasons = sorted(flag[4:] for flag in having(tail, "bad:"))
         reasons += [f"a {flag.partition(':')[0]} value decides" for flag in having(tail, "pos:", "near")]
         if tail & LISTS:
             reasons.append("a list of messages decides")
-        is_cut = "cut" in self.cut and tail & {"start", "second"}
-        if is_cut or len(self.slices) > 2 or ("start" in tail and len(self.slices) > 1):
+        reasons += [f"the message {where} decides" for flag, where in UNUSUAL.items() if flag in tail]
+        if len(self.slices) > 2 or ("start" in tail and ("cut" in self.cut or len(self.slices) > 1)):
             reasons.append("it cuts off more than one first message")
         if not self.has_printed:
             reasons.append("no loop writes the messages")
@@ -181,10 +180,8 @@ class _Analysis:
             variables=variables,
             fields=fields,
             first="first" in tail,
-            second="second" in tail,
             tools="tools" in tail,
             roles=frozenset(flag[5:] for flag in having(tail, "last:")),
-            neighbour="neighbour" in tail,
             asks_turn=bool(tail & {"turn", "last:assistant"}) or (is_carried and not TURN_SHAPE.issuperset(fields)),
             gaps="gap" in tail,
         )
@@ -367,14 +364,10 @@ class _Analysis:
 
     def _test(self, node: nodes.Node, place: Place) -> Flags:
         match node:
-            case nodes.And() if place.is_in_order and "loop.first" in map(name_attribute, (node.left, node.right)):
-                return {"start"}  # false for the new messages
             case nodes.And() | nodes.Or():
                 return self._test(node.left, place) | self._test(node.right, place)
             case nodes.Not():
                 return self._test(node.node, place)
-            case nodes.Name() if (flags := self._look_up(node.name, place)) and flags <= {"msgs", "top"}:
-                return NONE  # no conversation is empty
             case _:
                 return self._flags(node, place)
 
@@ -443,8 +436,6 @@ class _Analysis:
         match test:
             case nodes.Or():
                 return self._asks_for_media(test.left, place) and self._asks_for_media(test.right, place)
-            case nodes.And():
-                return self._asks_for_media(test.left, place) or self._asks_for_media(test.right, place)
             case nodes.Compare(ops=[nodes.Operand(op="in")], expr=nodes.Const(value=str() as word)):
                 part, is_text = test.ops[0].expr, word in {"type", "text"} or len(word) < 2
             case nodes.Compare(ops=[nodes.Operand(op="eq", expr=nodes.Const(value=str() as word))]):
@@ -504,10 +495,8 @@ class _Analysis:
         if owner & {"chosen", "reversed", "future"}:
             return {"bad:one of some messages"}
         if number == 0:
-            is_whole = (
-                isinstance(node.node, nodes.Name) and node.node.name == "messages" and self.known.lists["messages"] == 1
-            )
-            return {"now", "first"} if is_whole else {"now", "first", "second"}
+            is_whole = list_name(node.node) == "messages" and self.known.lists["messages"] == 1
+            return {"now", "first"} if is_whole else {"now", "second"}
         flags = self._flags(node.arg, place)
         if having(flags, "bad:"):
             return flags

@@ -14,7 +14,7 @@ import orjson
 from tokentrue.errors import TokenTrueError
 from tokentrue.json_types import JsonMapping, JsonObject, JsonValue, is_array
 from tokentrue.plain_json import digest
-from tokentrue.renderers.codec import Codec, ContentShield, needs_shield
+from tokentrue.renderers.codec import Codec, shield_content
 from tokentrue.renderers.extending.contexts import ContextBuilder
 from tokentrue.renderers.extending.history_use import HistoryUse, analyse
 from tokentrue.renderers.messages import REASONING, normalise_messages
@@ -93,9 +93,7 @@ class MessageKeeper:
                 for name in find_effect(turn)[1] & find_effect(messages[end])[1]:
                     missing.pop(name, None)
             writers, roles = self._find_last_writers(messages, end, missing, known, find_effect)
-            asked = {start} if use.second or (use.first and not start) else set[int]()
-            if use.neighbour:
-                asked.add(end - 1)
+            asked = {start} if use.first and not start else set[int]()
             if use.gaps:
                 asked |= {index + 1 for index in (*writers, *asked, *roles.values()) if index + 1 < end}
             asked.update(roles.values())
@@ -111,7 +109,7 @@ class MessageKeeper:
                 if kept and kept[-1][0]["role"] == messages[index]["role"] == "user" and not use.gaps:
                     # some templates require alternating turns
                     answer = {"role": "assistant", "content": dummy["content"]}
-                    if not (answer_effect := find_effect(answer))[0] and not (use.neighbour and index == end - 1):
+                    if not (answer_effect := find_effect(answer))[0]:
                         kept.append((answer, answer_effect))
                 is_like_dummy = index not in asked and effect == dummy_effect and messages[index]["role"] == "user"
                 kept.append((dummy if is_like_dummy else self._normalise(messages, index), effect))
@@ -165,8 +163,8 @@ class MessageKeeper:
         if key in known:
             return known[key]
         normal = normalise_messages([message], self._inputs)
-        if self._safe and needs_shield(self._codec, normal):
-            normal = ContentShield(self._codec, normal).shield(normal)
+        if self._safe:
+            normal, _ = shield_content(self._codec, normal)
         text = self._template.render_other(self.use.effects, kwargs, history=normal)
         self._cached_chars += sum(len(part) for part in key if isinstance(part, (str, bytes)))
         if self._cached_chars > MAX_CACHED_CHARS:

@@ -101,19 +101,25 @@ def _find_spaced_ends(codec: Codec, data: bytes, ids: TokenIds) -> np.ndarray | 
     """SentencePiece inserts a blank before text after an added token; some added tokens absorb the blanks after them.
     None if the tokens do not decode to the text otherwise (a normalizer changed it)."""
     texts, absorbs_blanks = codec.texts, codec.absorbs_blanks
-    ends = list[int]()
-    at, is_after_added = 0, True
-    for index, spelled in zip(ids, codec.spelling.split(ids), strict=True):
+    ends, at = list[int](), 0
+    before: str | None = ""  # the added token before, or "" at the start
+    for index, spelled in zip(ids, map(codec.spelling.__getitem__, ids), strict=True):
+        if before in absorbs_blanks and not data.startswith(spelled, at):
+            ends[-1] = at = _skip_blanks(data, at)
         if data.startswith(spelled, at):
             at += len(spelled)
-        elif is_after_added and spelled[:1] == b" " and data.startswith(spelled[1:], at):
+        elif before is not None and spelled[:1] == b" " and data.startswith(spelled[1:], at):
             at += len(spelled) - 1
         else:
             return None
-        literal = texts.get(index)
-        is_after_added = literal is not None
-        if is_after_added and literal in absorbs_blanks:
-            while data[at : at + 1].isspace():
-                at += 1
         ends.append(at)
+        before = texts.get(index)
+    if before in absorbs_blanks:
+        ends[-1] = at = _skip_blanks(data, at)
     return np.array(ends) if at == len(data) else None
+
+
+def _skip_blanks(data: bytes, at: int) -> int:
+    while data[at : at + 1].isspace():
+        at += 1
+    return at

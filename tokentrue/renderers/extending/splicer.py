@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from tokentrue.errors import TemplateError
 from tokentrue.json_types import JsonMapping, JsonObject
-from tokentrue.renderers.codec import Codec, ContentShield, needs_shield
+from tokentrue.renderers.codec import Codec, shield_content
 from tokentrue.renderers.extending.contexts import (
     ContextBuilder,
     ContextKind,
@@ -164,10 +164,9 @@ class Splicer:
         generate: bool = True,
     ) -> tuple[str, str]:
         """Renders shielded content; returns the text and the mark ("" if not shielded)."""
-        values, mark = [*messages, *(tools or ())], ""
-        if self._safe and needs_shield(self._codec, values):
-            shield = ContentShield(self._codec, values)
-            messages, tools, mark = shield.shield([*messages]), tools and shield.shield([*tools]), shield.mark
+        mark = ""
+        if self._safe:
+            (messages, tools), mark = shield_content(self._codec, [list(messages), tools and list(tools)])
         return self._template.render(messages, tools, kwargs, generate=generate, inputs=self._inputs), mark
 
     def mark_text(

@@ -16,9 +16,10 @@ from tokentrue.json_types import JsonValue
 
 Flags: TypeAlias = AbstractSet[str]
 """What a value depends on. "msg": the current message; "last": whether it is the last one; "now": something equal in
-the short context but not in every iteration; "first", "second": the first messages; "tools"; "top": a variable set
-outside loops; "pos:FROM:LIST": a position; "near:LIST": a position beside one; "state:NS.ATTR"; "msgs", "reversed",
-"future", "chosen": a list of messages; "bad:WHY": not understood.
+the short context but not in every iteration; "first", "second": the first message of all, or of a list without it;
+"start": whether a message is the first; "neighbour": the message before; "turn": the recorded turn's text; "tools";
+"top": a variable set outside loops; "pos:FROM:LIST": a position; "near:LIST": a position beside one; "state:NS.ATTR";
+"msgs", "reversed", "future", "chosen": a list of messages; "bad:WHY": not understood.
 """
 NONE: Flags = frozenset()
 

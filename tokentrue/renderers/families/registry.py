@@ -19,6 +19,7 @@ from tokentrue.renderers.families.base import (
     THINK,
     Clues,
     Family,
+    Field,
     Fields,
     calls_as_invocations,
     calls_between_tokens,
@@ -109,9 +110,9 @@ def recognise_coder(clues: Clues) -> Family | None:
     """Qwen3-Coder, Qwen3.5, Qwen3.6, Nemotron-3: calls as `<function=NAME>` with untyped parameters."""
     if not clues.has("<|im_start|>", "<tool_call>", "<function=", "<parameter="):
         return None
-    thinks = clues.has("<think>")
-    name = "nemotron-3" if clues.has("truncate_history_thinking") else "qwen3.5" if thinks else "qwen3-coder"
-    return _make_family(name, clues, FUNCTION_XML, *CHATML, thinks=thinks)
+    reasoning = THINK if clues.has("<think>") else None
+    name = "nemotron-3" if clues.has("truncate_history_thinking") else "qwen3.5" if reasoning else "qwen3-coder"
+    return _make_family(name, clues, FUNCTION_XML, *CHATML, reasoning=reasoning)
 
 
 def recognise_k2v3(clues: Clues) -> Family | None:
@@ -120,25 +121,23 @@ def recognise_k2v3(clues: Clues) -> Family | None:
         return None
     efforts = ("think", "think_fast", "think_faster")
     reasoning = {"open": [f"<{effort}>" for effort in efforts], "close": [f"</{effort}>" for effort in efforts]}
-    template = response(HERMES, anchors=CHATML, reasoning=reasoning)
-    return Family(name="k2v3", response_template=template, call_form=HERMES_FORM)
+    return _make_family("k2v3", clues, HERMES, *CHATML, reasoning=reasoning, call_form=HERMES_FORM)
 
 
 def recognise_hermes(clues: Clues) -> Family | None:
     """Hermes-2-Pro and Hermes-3: the original Hermes call format, another vocabulary, no thinking."""
     if not clues.has("<|im_start|>", "<tool_call>", "You are a function calling AI model"):
         return None
-    template = response(HERMES, anchors=CHATML, reasoning=None)
-    return Family(name="hermes", response_template=template, call_form=HERMES_FORM)
+    return _make_family("hermes", clues, HERMES, *CHATML, reasoning=None, call_form=HERMES_FORM)
 
 
 def recognise_qwen3(clues: Clues) -> Family | None:
     """Qwen3, Qwen3-2507, Qwen3-Next, QwQ: `<think>`, Hermes calls in JSON. Qwen2.5 is the same without thinking."""
     if not clues.has("<|im_start|>", "<|im_end|>", "<tool_call>"):
         return None
-    thinks = clues.has("think>") or "<think>" in clues.tokens
-    family = _make_family("qwen3" if thinks else "qwen2.5", clues, HERMES, *CHATML, thinks=thinks)
-    return replace(family, call_form=HERMES_FORM)
+    reasoning = THINK if clues.has("think>") or "<think>" in clues.tokens else None
+    name = "qwen3" if reasoning else "qwen2.5"
+    return _make_family(name, clues, HERMES, *CHATML, reasoning=reasoning, call_form=HERMES_FORM)
 
 
 def recognise_mistral(clues: Clues) -> Family | None:
@@ -157,8 +156,7 @@ def recognise_mistral(clues: Clues) -> Family | None:
         call = {"type": "function", "function": {"name": "{name}", "arguments": "{arguments}"}}
         calls = {"tool_calls": {"open": "[TOOL_CALLS]", **shared, "transform": call, "transform_each": True}}
     reasoning = {"open": "[THINK]", "close": "[/THINK]"} if clues.has("[THINK]") else None
-    template = response(calls, anchors=("[/INST]", "[/TOOL_RESULTS]"), reasoning=reasoning)
-    return Family(name="mistral", response_template=template, call_ids="short")
+    return _make_family("mistral", clues, calls, "[/INST]", "[/TOOL_RESULTS]", reasoning=reasoning, call_ids="short")
 
 
 def recognise_llama(clues: Clues) -> Family | None:
@@ -176,15 +174,15 @@ def recognise_llama(clues: Clues) -> Family | None:
             },
         },
     }
-    anchors = ("<|start_header_id|>assistant<|end_header_id|>\n\n",)
-    return Family(name="llama-3", response_template=response(calls, anchors=anchors, reasoning=None))
+    anchor = "<|start_header_id|>assistant<|end_header_id|>\n\n"
+    return _make_family("llama-3", clues, calls, anchor, reasoning=None)
 
 
 def recognise_gemma(clues: Clues) -> Family | None:
     """Gemma-2 and Gemma-3: the template knows neither tools nor reasoning."""
     if not clues.has("<start_of_turn>"):
         return None
-    return Family(name="gemma-3", response_template=response({}, anchors=("<start_of_turn>model\n",), reasoning=None))
+    return _make_family("gemma-3", clues, {}, "<start_of_turn>model\n", reasoning=None)
 
 
 def recognise_generic(clues: Clues) -> Family | None:
@@ -194,12 +192,15 @@ def recognise_generic(clues: Clues) -> Family | None:
     openers = ("<|start_of_role|>assistant<|end_of_role|>", "<|assistant|>", "<|Assistant|>")
     more = ("<SPECIAL_11>Assistant\n", "<|turn>model\n")
     calls: Fields = HERMES if clues.has("<tool_call>") else {}
-    return _make_family("generic", clues, calls, *CHATML, *openers, *more, thinks=clues.has("<think>", "</think>"))
+    reasoning = THINK if clues.has("<think>", "</think>") else None
+    return _make_family("generic", clues, calls, *CHATML, *openers, *more, reasoning=reasoning)
 
 
-def _make_family(name: str, clues: Clues, calls: Fields, *anchors: str, thinks: bool = True) -> Family:
-    template = response(calls, anchors=anchors, reasoning=THINK if thinks else None)
-    return Family(name=name, response_template=template, template_kwargs=keep_reasoning(clues))
+def _make_family(
+    name: str, clues: Clues, calls: Fields, *anchors: str, reasoning: Field | None = THINK, **more: Any
+) -> Family:
+    template = response(calls, anchors=anchors, reasoning=reasoning)
+    return Family(name=name, response_template=template, template_kwargs=keep_reasoning(clues), **more)
 
 
 FAMILIES: tuple[Callable[[Clues], Family | None], ...] = (
