@@ -109,6 +109,7 @@ class FirstOfTwo(Kept):
 def values_of_the_layer_before(model: Any, rng: random.Random) -> None:
     """The value cache is written to the next layer's place."""
     held: list[torch.Tensor] = []
+    hooked(model.model.embed_tokens, lambda inputs, out: (held.clear(), out)[1])
     for layer in model.model.layers:
         hooked(layer.self_attn.v_proj, lambda inputs, out: (held.append(out), held.pop(0) if len(held) > 1 else out)[1])
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.doctor import engines as e
-from tests.doctor import fourth_set, reported, third_set
+from tests.doctor import fifth_set, fourth_set, reported, third_set
 from tokentrue.doctor import CAUSES, Finding, Reference, Verdict
 from tokentrue.doctor.exam import STORY
 from tokentrue.doctor.hypotheses import list_hypotheses
@@ -223,6 +223,20 @@ async def test_what_reports_contain_is_named(change: str, expected: str) -> None
         engine.on_logits = lambda logits, ids, sent: logits + bias
     found = judged(await gather(engine), only="temperature")
     assert found.fault == expected, found
+
+
+async def test_causes_that_compute_the_same_are_listed_together() -> None:
+    """Branches times c are embeddings times 1/c."""
+    case = fifth_set.FAULTS["branches scaled"](e.calculator(), "float32", random.Random(1))
+    found = judged(await gather(case.engine), only="_scale")
+    assert (found.fault, found.alternatives) == ("embedding_scale", ("weight_scale",)), found
+    assert "is scaled" in found.cause and found.confidence == "medium"
+
+
+async def test_reports_that_differ_at_some_tokens_only_are_of_no_other_distribution() -> None:
+    case = fifth_set.FAULTS["row before after a rejection"](e.calculator(), "float32", random.Random(1))
+    found = judged(await gather(case.engine), only="temperature")
+    assert found.fault == "unknown" and "agree within rounding" in found.detail, found
 
 
 @pytest.mark.slow

@@ -214,5 +214,6 @@ FOLLOWS: Mapping[str, Sequence[str]] = {
     "unstable": (*REPEATS, *NAMED, *LEFT, *MEANING),
     **dict.fromkeys(("batch_variant", "prefix_cache"), ("unknown", "prefill_decode", *MEANING)),
     "unknown": ("prefill_decode",),  # a symptom of whatever it is
+    "routing": ("unknown",),
 }
 """What each fault explains: findings of these names beside it are its consequences."""

@@ -489,6 +489,8 @@ ROWS: Mapping[str, Order] = {
 
 def _reorder(own: Tensor, order: Order, d: int = 1, g: int = 1) -> Tensor:
     shape, change = order[0](d, g), order[1]
+    if len(own) % math.prod(size for size in shape if size > 0):
+        return own  # it has no such grid
     return change(own.unflatten(0, shape)).flatten(0, len(shape) - 1)
 
 
