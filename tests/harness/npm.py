@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-INSTALL_S = 900
+INSTALL_S = 1800
 PACKAGES = {  # npm package and executable
     "claude-code": ("@anthropic-ai/claude-code", "claude"),
     "cline": ("cline", "cline"),

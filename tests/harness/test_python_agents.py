@@ -19,7 +19,7 @@ from tests.harness.pip import python_with, version_of
 from tests.harness.test_agents import note
 from tests.integrations.environments import newer_python
 
-pytestmark = [pytest.mark.harness, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.harness, pytest.mark.timeout(2400)]
 PAGE = ROOT / "docs" / "harnesses" / "python-agents.md"
 OTHERS = PAGE.with_name("other-agents.md")
 SCRIPTS = {

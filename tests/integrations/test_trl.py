@@ -31,7 +31,7 @@ ROOT = Path(__file__).parent.parent.parent
 def run(script: str, steps: int, out: Path, rows: int) -> dict[str, Any]:
     env = {**os.environ, "TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(Path(__file__).parent / script), str(steps), str(out), str(rows)]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=out, timeout=580)
+    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=out, timeout=1100)
     result = next((line for line in done.stdout.splitlines() if line.startswith("RESULT ")), None)
     assert result is not None, done.stderr[-2000:]
     return json.loads(result.removeprefix("RESULT "))
@@ -69,14 +69,14 @@ def test_processes_have_seeds_of_their_own_and_repeat() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_the_images_of_rollouts_reach_the_forward_pass(tmp_path: Path) -> None:
     make_model(model := tmp_path / "model")
     with BackgroundGateway(str(model)) as gateway:
         told = {"TOKENTRUE_URL": gateway.url, "TOKENTRUE_ADMIN_KEY": gateway.admin_key, "TRL_EXPERIMENTAL_SILENCE": "1"}
         env = {**os.environ, **told, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
         command = [sys.executable, "-m", "tests.integrations.trl_images_run", str(model), str(tmp_path)]
-        done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT, timeout=580)
+        done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT, timeout=1100)
     result = next((line for line in done.stdout.splitlines() if line.startswith("RESULT ")), None)
     assert result is not None, done.stderr[-3000:]
     found = json.loads(result.removeprefix("RESULT "))
@@ -86,7 +86,7 @@ def test_the_images_of_rollouts_reach_the_forward_pass(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_two_real_ranks_get_rollouts_of_their_own(tmp_path: Path) -> None:
     """TRL deals the generations of one prompt to both ranks: no two of them may be equal."""
     with BackgroundGateway(str(SMALL_MODEL)) as gateway:
@@ -94,7 +94,7 @@ def test_two_real_ranks_get_rollouts_of_their_own(tmp_path: Path) -> None:
         env = {**os.environ, **told, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
         command = [*launch, "-m", "tests.integrations.trl_ranks", str(tmp_path / "ranks")]
-        done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT, timeout=580)
+        done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT, timeout=1100)
     assert done.returncode == 0, done.stderr[-3000:]
     ranks = [json.loads((tmp_path / f"ranks.{rank}").read_text()) for rank in range(2)]
     assert [len(rows) for rows in ranks] == [8, 8]
@@ -106,13 +106,13 @@ def test_two_real_ranks_get_rollouts_of_their_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_rows_are_equal_to_the_record_and_weights_are_published(tmp_path: Path) -> None:
     assert len(train(2, tmp_path, rows=16)) >= 2
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_reward_rises(tmp_path: Path, add_row: Callable[..., None]) -> None:
     rewards = [entry["reward"] for entry in train(5, tmp_path)]
     assert sum(rewards[-2:]) / 2 > rewards[0] + 0.1, rewards
@@ -149,7 +149,7 @@ async def two_conversations(client: Any, task: str) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_every_sample_of_a_rollout_is_a_row_with_its_version_and_its_rollouts_advantage(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -214,7 +214,7 @@ def test_what_trl_does_not_score_with_is_refused() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_versions_of_an_engine_that_reports_none_are_announced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     server = scripted_server(tmp_path, [f"answer {place}" for place in range(200)])
@@ -244,7 +244,7 @@ def test_transfers_are_counted_as_trl_counts_versions() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_reward_rises_with_the_asynchronous_trainer(tmp_path: Path, add_row: Callable[..., None]) -> None:
     told = run("trl_async_run.py", 5, tmp_path, 64)
     assert told["rows"] == told["equal"] >= 5 * 64
