@@ -10,7 +10,7 @@
 
 A turn that ends early is committed with its reason and the tokens received so far. `providers/pool` resumes a
 generation that breaks off at one engine. Everything runs on the event loop, except large renderings and parses
-(`sessions/limits`) and the journal's writer."""
+(`sessions/requests`) and the journal's writer."""
 
 from __future__ import annotations
 
@@ -31,15 +31,16 @@ from tokentrue.json_types import JsonMapping
 from tokentrue.plain_json import freeze
 from tokentrue.protocols import Provider, Renderer
 from tokentrue.samples import Assembly, assemble, coverage_of
+from tokentrue.sessions import requests
 from tokentrue.sessions.client import InProcessClient
 from tokentrue.sessions.images import SessionImages, add_parsed, check_engine
 from tokentrue.sessions.journal import Journal, Rewards, SessionRecord, copy_metadata, read_reward
 from tokentrue.sessions.journal.journal import tree_from_rows
 from tokentrue.sessions.journal.rows import row_from_node
-from tokentrue.sessions.limits import SessionLimits
 from tokentrue.sessions.matching import Matcher
+from tokentrue.sessions.requests import SessionLimits
 from tokentrue.sessions.singleflight import InFlightTurn, SingleFlight, run_to_completion
-from tokentrue.sessions.stages import commits, generation, requests
+from tokentrue.sessions.stages import commits, generation
 from tokentrue.sessions.stages.generation import Choice
 from tokentrue.sessions.stages.pinning import PinnedPrompts, check_pin
 from tokentrue.sessions.stages.prompts import Prompt, build_prompt, prompt_from_ids

@@ -1,5 +1,5 @@
 """HTTP/1.1 as clients really send it, byte for byte over raw sockets, on both event loops: uvicorn with
-`bounded_http.py`."""
+`serving/server.py`."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ from tokentrue.gateway.metrics import CLOCK, MeteredProvider, TurnClock
 from tokentrue.gateway.serving.server import JsonLines
 from tokentrue.ids import TokenIds
 from tokentrue.sessions import SessionLimits
-from tokentrue.sessions.limits import HUGE_CHARS, run_by_size
+from tokentrue.sessions.requests import HUGE_CHARS, run_by_size
 from tokentrue.types import Chunk, Completion, Finish, Sampling
 
 HELLO: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from tokentrue.conversation.changes import find_changes, format_changes
-from tokentrue.conversation.match_keys import message_key
+from tokentrue.conversation.match_keys import find_changes, format_changes, message_key
 
 CALL = {
     "id": "call_1",

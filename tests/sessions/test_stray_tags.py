@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from tokentrue.conversation.changes import find_changes
+from tokentrue.conversation.match_keys import find_changes
 
 SERVED = {"role": "assistant", "content": "take 23\n</think>\nadd 2 coins.", "reasoning_content": "take 3"}
 

@@ -19,7 +19,7 @@ from tests.turn.world import OPENING, Engine, renderer
 from tokentrue.errors import EngineContractError, EngineUnreachable
 from tokentrue.providers.scripted import invent_logprob
 from tokentrue.sessions import Journal
-from tokentrue.sessions.limits import CHARS_PER_ID, INLINE_CHARS
+from tokentrue.sessions.requests import CHARS_PER_ID, INLINE_CHARS
 from tokentrue.types import Chunk, TurnRequest
 
 MANY_IDS = INLINE_CHARS // CHARS_PER_ID  # as many as are parsed in a thread

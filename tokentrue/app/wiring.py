@@ -28,7 +28,7 @@ from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.protocols import Tokenizing
 from tokentrue.providers.registry import ENGINES, IN_PROCESS, REMOTE, check_options, find_address, list_names
 from tokentrue.records import record
-from tokentrue.sessions.limits import SessionLimits as SessionLimits
+from tokentrue.sessions.requests import SessionLimits as SessionLimits
 from tokentrue.tracing import start_tracing
 from tokentrue.types import AtLeastOne
 

@@ -9,7 +9,7 @@ import msgspec
 
 from tokentrue.images import ImageSettings
 from tokentrue.records import record
-from tokentrue.sessions.limits import SessionLimits as SessionLimits
+from tokentrue.sessions.requests import SessionLimits as SessionLimits
 
 Count = Annotated[int, msgspec.Meta(gt=0)]
 Seconds = Annotated[float, msgspec.Meta(gt=0)]

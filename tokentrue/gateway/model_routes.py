@@ -41,7 +41,7 @@ from tokentrue.gateway.metrics import CLOCK, TurnClock
 from tokentrue.gateway.services import Services
 from tokentrue.gateway.sessions import SessionHandle
 from tokentrue.json_types import JsonObject
-from tokentrue.sessions.limits import count_chars, run_by_size
+from tokentrue.sessions.requests import count_chars, run_by_size
 from tokentrue.tracing import annotate, is_traced, trace_request
 from tokentrue.turn import Session
 from tokentrue.types import Reply, TurnRequest

@@ -42,7 +42,7 @@ from tokentrue.json_types import JsonMapping
 from tokentrue.protocols import Renderer
 from tokentrue.sessions.images import add_parsed
 from tokentrue.sessions.journal import Journal, SessionRecord, StoreSecret
-from tokentrue.sessions.limits import SessionLimits
+from tokentrue.sessions.requests import SessionLimits
 from tokentrue.turn import Session
 from tokentrue.types import Coverage, Message, Refusal
 

@@ -1,7 +1,6 @@
 """Engines that are servers. A request is retried only until its response begins; a generation that is not streamed
 and breaks off is sampled again, since none of its tokens arrived. A body, and a line of an event stream, has at most
-`limit` bytes. A response of the wrong shape quotes the engine; unknown fields are ignored, because engines add them
-with every release."""
+`limit` bytes. Unknown fields of a response are ignored, because engines add them with every release."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 from tokentrue.sessions.journal import Journal, Rewards, SessionRecord, StoreLock
 from tokentrue.sessions.journal.journal import load_tree
-from tokentrue.sessions.limits import SessionLimits
 from tokentrue.sessions.matching import Matcher, Resolution
+from tokentrue.sessions.requests import SessionLimits
 from tokentrue.sessions.tree import Node, ServedRef, Tree
 
 __all__ = [

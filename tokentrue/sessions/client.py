@@ -11,7 +11,7 @@ from typing import Any, Protocol, cast
 
 from tokentrue.errors import InputError, SamplingError
 from tokentrue.json_types import JsonMapping, JsonObject
-from tokentrue.sessions.constraints import constraints_from
+from tokentrue.sessions.requests import constraints_from
 from tokentrue.sessions.stages.generation import chat_finish_reason, chat_usage
 from tokentrue.types import PENALTIES, TRUNCATIONS, Messages, Reply, Sampling, Tools, TurnEvent, TurnRequest
 

@@ -20,7 +20,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from tokentrue.conversation import Conversation
-from tokentrue.conversation.changes import find_changes, format_changes
 from tokentrue.conversation.match_keys import (
     START_KEY,
     CallRef,
@@ -29,6 +28,8 @@ from tokentrue.conversation.match_keys import (
     candidate_key,
     chain_key,
     count_system,
+    find_changes,
+    format_changes,
     note_calls,
     read_role,
     reasoning_of,
@@ -40,7 +41,7 @@ from tokentrue.ids import TokenIds
 from tokentrue.plain_json import digest
 from tokentrue.protocols import Renderer
 from tokentrue.records import record
-from tokentrue.sessions.limits import count_chars, run_by_size
+from tokentrue.sessions.requests import count_chars, run_by_size
 from tokentrue.sessions.tree import TOKEN_IDS, Given, Node, ServedRef, Tree, TurnKey, turn_key
 from tokentrue.tracing import traced
 from tokentrue.types import Message, Messages, Tools

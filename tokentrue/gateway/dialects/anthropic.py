@@ -39,7 +39,7 @@ from tokentrue.gateway.dialects.base import (
 )
 from tokentrue.json_types import JsonObject, JsonValue
 from tokentrue.plain_json import convert, echo
-from tokentrue.sessions.constraints import constraints_from
+from tokentrue.sessions.requests import constraints_from
 from tokentrue.sessions.stages.generation import deltas_from_message
 from tokentrue.types import Delta, Message, Reply
 

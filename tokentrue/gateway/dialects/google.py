@@ -42,7 +42,7 @@ from tokentrue.gateway.dialects.base import (
 )
 from tokentrue.json_types import JsonMapping, JsonObject, JsonValue
 from tokentrue.plain_json import convert, echo, join_path
-from tokentrue.sessions.constraints import constraints_from
+from tokentrue.sessions.requests import constraints_from
 from tokentrue.sessions.stages.generation import deltas_from_message
 from tokentrue.types import Delta, Message, Reply, Sampling
 

@@ -34,7 +34,7 @@ from tokentrue.gateway.dialects.base import (
 from tokentrue.ids import TokenIds
 from tokentrue.json_types import JsonObject, JsonValue
 from tokentrue.plain_json import convert, echo
-from tokentrue.sessions.constraints import constraints_from
+from tokentrue.sessions.requests import constraints_from
 from tokentrue.sessions.stages.generation import chat_finish_reason, chat_usage
 from tokentrue.types import Message, Reply, TurnEvent
 

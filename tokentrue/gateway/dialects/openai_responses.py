@@ -43,7 +43,7 @@ from tokentrue.gateway.dialects.openai_chat import OpenAIChat, reply_logprobs
 from tokentrue.gateway.dialects.signing import ReasoningSigner
 from tokentrue.json_types import JsonMapping, JsonObject, JsonValue
 from tokentrue.plain_json import convert, echo
-from tokentrue.sessions.constraints import constraints_from
+from tokentrue.sessions.requests import constraints_from
 from tokentrue.sessions.stages.generation import deltas_from_message
 from tokentrue.types import Delta, Message, Reply, TurnEvent
 

@@ -11,11 +11,10 @@ from tokentrue.errors import EngineContractError, MessageError, TokenContractErr
 from tokentrue.plain_json import freeze
 from tokentrue.protocols import Renderer
 from tokentrue.routing_replay import own_routing
-from tokentrue.sessions.limits import CHARS_PER_ID, run_by_size
+from tokentrue.sessions.requests import CHARS_PER_ID, format_identity, run_by_size
 from tokentrue.sessions.singleflight import InFlightTurn
 from tokentrue.sessions.stages.generation import Choice
 from tokentrue.sessions.stages.prompts import Prompt
-from tokentrue.sessions.stages.requests import format_identity
 from tokentrue.sessions.tree import Node, Tree
 from tokentrue.types import Attempt, Completion, Parsed, Reply, Status
 

@@ -20,7 +20,7 @@ from tokentrue.ids import TokenIds
 from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.protocols import Provider, Renderer
 from tokentrue.routing_replay import join_masks_if_whole
-from tokentrue.sessions.limits import CHARS_PER_ID, run_by_size
+from tokentrue.sessions.requests import CHARS_PER_ID, run_by_size
 from tokentrue.sessions.singleflight import InFlightTurn
 from tokentrue.sessions.tree import Outcome
 from tokentrue.tracing import traced

@@ -9,8 +9,7 @@ from collections.abc import Iterable, Sequence
 from operator import itemgetter
 
 from tokentrue.conversation import Conversation, ConversationMessage
-from tokentrue.conversation.changes import find_changes
-from tokentrue.conversation.match_keys import count_system, message_key, read_role
+from tokentrue.conversation.match_keys import count_system, find_changes, message_key, read_role
 from tokentrue.errors import ConfigError
 from tokentrue.plain_json import digest
 from tokentrue.records import record

@@ -10,8 +10,8 @@ from tokentrue.errors import TokenContractError
 from tokentrue.ids import TokenIds
 from tokentrue.protocols import Renderer
 from tokentrue.records import record
-from tokentrue.sessions.limits import SessionLimits, count_chars, run_by_size
 from tokentrue.sessions.matching import Matcher, Resolution
+from tokentrue.sessions.requests import SessionLimits, count_chars, run_by_size
 from tokentrue.sessions.tree import Node, ServedRef, Tree
 from tokentrue.tracing import traced
 from tokentrue.types import ImageRun, Message, PromptSpan, Refusal, Rendered, TemplateKwargs, Tools, shift_images
