@@ -2,15 +2,18 @@
 
 On a GPU four arms, two seeds, 100 steps each, then a table beside the runs on file. On a CPU one seed and two steps:
 the signs that need no learning: the exact arm has no differing bit, the sources' δ is as large as on file. Exit code 1
-when the exact arm has one.
+when the exact arm has one or did not end, 2 where nothing can be run.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from pathlib import Path
+
+import torch
 
 from experiments.figures import complete_runs, table_of_arms
 from experiments.grid import DATA, Job, arms, read_runs, run_all, start_sharing, stop_sharing
@@ -22,12 +25,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="directory of SmolLM2-135M-Instruct")
     parser.add_argument("--tasks", type=Path, default=DATA / "tasks.jsonl")
-    parser.add_argument("--device", default="cuda", help="cuda or cpu")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--vocabulary", type=int, default=8192)
     parser.add_argument("--lr", type=float, default=1.5e-5)
     parser.add_argument("--out", type=Path, default=Path("out/quick"))
     given = parser.parse_args()
     on_gpu = given.device == "cuda"
+    if trouble := find_trouble(given.model, on_gpu=on_gpu):
+        parser.error(trouble)
     seeds, steps = (range(2), 100) if on_gpu else (range(1), 2)
     jobs = [Job(arm=arm, seed=seed, lr=given.lr, steps=steps) for seed in seeds for arm in arms() if arm.name in ARMS]
     options = {"model": given.model, "tasks": given.tasks, "vocabulary": given.vocabulary, "device": given.device}
@@ -43,7 +48,26 @@ def main() -> int:
     for title, found in (("here", mine), ("on file", {arm: filed[arm] for arm in ARMS if arm in filed})):
         print(f"\n{title}\n" + "\n".join(table_of_arms(found)))
     runs = mine.get("exact: exact", {})
-    return int(not runs or any(sum(run["curves"]["differing"]) for run in runs.values()))
+    if not runs:
+        print("\nFAIL: no run of the exact arm ended; the lines above say why")
+        return 1
+    differing, compared = (
+        int(sum(sum(run["curves"][key]) for run in runs.values())) for key in ("differing", "compared")
+    )
+    print(f"\n{'FAIL' if differing else 'OK'}: {differing:,} of the exact arm's {compared:,} log-probabilities differ")
+    return int(differing > 0)
+
+
+def find_trouble(model: Path, *, on_gpu: bool) -> str:
+    """Empty if the runs can start."""
+    missing = [name for name in ("config.json", "tokenizer.json") if not (model / name).is_file()]
+    if missing:
+        return f"--model {model}: there is no {missing[0]}; give a Hugging Face directory of SmolLM2-135M-Instruct"
+    if (kind := json.loads((model / "config.json").read_text()).get("model_type")) != "llama":
+        return f"--model {model}: is a {kind} model, and the grid's program runs llama (SmolLM2-135M-Instruct) alone"
+    if on_gpu and not torch.cuda.is_available():
+        return "--device cuda: torch finds no GPU here; --device cpu runs two steps of each arm"
+    return ""
 
 
 if __name__ == "__main__":

@@ -38,6 +38,8 @@ from tokentrue.environments import word_problems as P
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone's examples
 from examples.environments.long_tasks import draw_price_list
 
+VERBS = {"+": "add", "-": "take", "*": "times"}
+HARD = 2  # the last phrasing of each operator
 ASSET = Path(__file__).parent.parent / "tokentrue" / "assets" / "calculator"
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 MARKERS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
@@ -89,10 +91,10 @@ def solve(rng: random.Random, problem: P.Problem, faults: Faults) -> tuple[Segme
     if len(steps) > 1 and rng.random() < faults.early_stop:
         steps = steps[:1]
     for step in steps:
-        wrong = faults.hard_operator if step.phrase == P.HARD else faults.operator
+        wrong = faults.hard_operator if step.phrase == HARD else faults.operator
         op = rng.choice([o for o in "+-*" if o != step.op]) if rng.random() < wrong else step.op
         operand = max(1, step.operand + rng.choice([-1, 1])) if rng.random() < faults.operand else step.operand
-        parts.append(call(f"{P.VERBS[op]} {operand}", "calculator", {"expression": f"{value} {op} {operand}"}))
+        parts.append(call(f"{VERBS[op]} {operand}", "calculator", {"expression": f"{value} {op} {operand}"}))
         value = P.apply(op, value, operand)
         parts.append(tool(str(value)))
         if not 0 <= value <= 99:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from experiments.figures import MARKS, interval, judge, write_page
 from experiments.grid import Bench, Question, Tasks, arms, choose_rates, compact, fp8, is_right, main_jobs
 from experiments.llama import Cache, Shape, decode, flatten, forward, head, load_shape, rope_table, upcycle
+from experiments.quick import find_trouble
 
 TINY = Shape(
     width=32, layers=3, heads=2, cache_heads=1, head_width=16, inner=48, vocabulary=96, rope_base=1e4, epsilon=1e-5
@@ -139,3 +140,17 @@ def test_intervals_and_verdicts() -> None:
 def test_tables_go_between_their_marks() -> None:
     page = f"a\n{MARKS[0]}\nold\n{MARKS[1]}\nb"
     assert write_page(page, ["new"]) == f"a\n{MARKS[0]}\n\nnew\n\n{MARKS[1]}\nb"
+
+
+def test_quick_says_what_cannot_run_before_it_starts(
+    hugging_face: tuple[Path, torch.nn.Module], tmp_path: Path
+) -> None:
+    assert "there is no config.json" in find_trouble(tmp_path, on_gpu=False)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    assert "there is no tokenizer.json" in find_trouble(tmp_path, on_gpu=False)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert "is a qwen3 model" in find_trouble(tmp_path, on_gpu=False)
+    (tmp_path / "config.json").write_text((hugging_face[0] / "config.json").read_text())
+    assert find_trouble(tmp_path, on_gpu=False) == ""
+    if not torch.cuda.is_available():
+        assert "--device cpu" in find_trouble(tmp_path, on_gpu=True)

@@ -118,7 +118,7 @@ async def test_audit_finds_every_change_of_an_image() -> None:
     for name, images in changes.items():
         assert not audit([replace(sample, images=images)]).ok, name
     # Also if the seal is made again over the change: the chain alone finds it.
-    from tokentrue.samples.seal import seal
+    from tokentrue.samples.recorded_turns import seal
 
     for name, images in changes.items():
         own = dict(sample.metadata["tokentrue"])

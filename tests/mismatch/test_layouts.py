@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.mismatch.batches import Batch, make
 from tokentrue.errors import InputError
 from tokentrue.mismatch import LOSSES, PRESETS, Correction, LossConfig, correct, diagnose, loss_named, policy_loss
-from tokentrue.mismatch.layout import sum_padded_rows
+from tokentrue.mismatch.batch import sum_padded_rows
 
 WANTED = ["decoupled_token_is", "decoupled_seq_is_rs", "decoupled_token_icepop", "miles_config_1", "tis-srs-k3-corr-mean", "deepseek_v3_2",
           "srs-k3-ppo-mean", "skyrl_recommended"]  # fmt: skip

@@ -29,7 +29,7 @@ from tokentrue.routing_replay import RoutedExperts, SamplingMask
 from tokentrue.samples import audit_exported, read_exported, read_samples, write_samples
 from tokentrue.samples.files import read_sound_samples
 from tokentrue.samples.formats import FORMATS
-from tokentrue.samples.seal import seal
+from tokentrue.samples.recorded_turns import seal
 from tokentrue.types import Sample
 
 UNBOUND = {

@@ -16,7 +16,7 @@ from tests.turn.coverage_table import alternating, reasoning_dropped, several, v
 from tests.turn.test_matching import bare, said, session_of
 from tests.turn.world import OPENING, OTHER_TOOLS, TOOLS, Engine, answer_to, encode, renderer, sampled_turn
 from tokentrue.samples import audit, sample_from_json, sample_to_json
-from tokentrue.samples.seal import seal
+from tokentrue.samples.recorded_turns import seal
 from tokentrue.sessions import Journal, ServedRef
 from tokentrue.types import Sampling, TurnRequest
 

@@ -17,13 +17,13 @@ from tokentrue.records import record
 
 NAMES = ("Tom", "Ana", "Ben", "Eva", "Max", "Lea", "Sam", "Ida")
 THINGS = ("apples", "pens", "coins", "books", "cards", "eggs", "keys", "shells")
-VERBS = {"+": "add", "-": "take", "*": "times"}
-PHRASES: dict[str, tuple[str, str, str]] = {  # the last phrasing of each operator is the hard one
+
+PHRASES: dict[str, tuple[str, str, str]] = {
     "+": ("{name} gets {b} more.", "A friend gives {name} {b}.", "{b} others turn up."),
     "-": ("{name} loses {b}.", "{name} gives {b} away.", "{b} of them break."),
     "*": ("Now there are {b} times as many.", "{name} gets {b} times that.", "It happens {b} times over."),
 }
-HARD = 2
+
 CALCULATOR: JsonObject = {
     "type": "function",
     "function": {

@@ -13,8 +13,16 @@ from msgspec import Meta
 from tokentrue.errors import ConfigError, InputError
 from tokentrue.json_types import JsonMapping
 from tokentrue.mismatch import importers
-from tokentrue.mismatch.batch import Batch, BatchOptions, Need, NonFinite, interpolate_policy, read_batch
-from tokentrue.mismatch.layout import Values, dtype_of
+from tokentrue.mismatch.batch import (
+    Batch,
+    BatchOptions,
+    Need,
+    NonFinite,
+    Values,
+    dtype_of,
+    interpolate_policy,
+    read_batch,
+)
 from tokentrue.mismatch.metrics import LOG_CLAMP, Count, Mean, Metrics, Statistic
 from tokentrue.mismatch.rules import (
     Normalise,

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from tokentrue.errors import InputError
-from tokentrue.mismatch.batch import Batch, BatchOptions, NonFinite, read_batch
+from tokentrue.mismatch.batch import Batch, BatchOptions, Bounds, NonFinite, Values, dtype_of, read_batch
 from tokentrue.mismatch.correction import Corrected, Correction, correct_batch
-from tokentrue.mismatch.layout import Bounds, Values, dtype_of
 from tokentrue.mismatch.metrics import (
     ESTIMATORS,
     LOG_CLAMP,

@@ -19,9 +19,8 @@ from torch import Tensor
 
 from tokentrue.errors import ConfigError, InputError
 from tokentrue.json_types import JsonMapping
-from tokentrue.mismatch.batch import interpolate_policy
+from tokentrue.mismatch.batch import Bounds, Rows, Values, detach, dtype_of, interpolate_policy
 from tokentrue.mismatch.correction import MISSING, Corrected, Correction, correct
-from tokentrue.mismatch.layout import Bounds, Rows, Values, detach, dtype_of
 from tokentrue.mismatch.metrics import ESTIMATORS, LOG_CLAMP, Extremes, Mean, Metrics, Statistic, k1, k3
 from tokentrue.mismatch.rules import SecondMoment, Surrogate, refuse
 from tokentrue.records import record

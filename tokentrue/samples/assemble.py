@@ -14,7 +14,7 @@ from tokentrue.ids import TokenIds
 from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.records import record
 from tokentrue.routing_replay import empty_rows, join_masks, join_routing
-from tokentrue.samples.seal import node_rows, seal
+from tokentrue.samples.recorded_turns import node_rows, seal
 from tokentrue.sessions.journal import SessionRecord
 from tokentrue.sessions.side_requests import SIDE_REQUEST, find_side_requests
 from tokentrue.sessions.tree import Node, ServedRef, Tree, format_digest

@@ -19,7 +19,7 @@ from tokentrue.ids import TokenIds
 from tokentrue.records import record
 from tokentrue.samples.formats import ExportedSample
 from tokentrue.samples.images import ImageFolder
-from tokentrue.samples.seal import NodeRow, SealedRecord, read_sealed_record, seal
+from tokentrue.samples.recorded_turns import NodeRow, SealedRecord, read_sealed_record, seal
 from tokentrue.sessions.tree import format_digest, next_link, start_link
 from tokentrue.types import Coverage, Sample, VersionSpan, shift_images
 
