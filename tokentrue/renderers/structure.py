@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
+from itertools import pairwise
 from typing import Protocol
 
 from tokentrue.errors import TokenTrueError
 from tokentrue.ids import EMPTY, TokenIds
 from tokentrue.records import record
 from tokentrue.renderers.codec import BLANKS, Codec
-from tokentrue.renderers.extending.spans import split_at_words
 from tokentrue.types import Ids, Message, Messages
 
-_USER = "qzuserqz"
-_TURNS = {"qzsystemqz": "system", _USER: "user", "qzassistantqz": "assistant", "qzlastqz": "user"}
+_USER, _ASSISTANT, _SYSTEM = "qzuserqz", "qzassistantqz", "qzsystemqz"
 
 
 class RenderText(Protocol):
@@ -71,14 +70,17 @@ def _encode_generation_prompt(codec: Codec, render_text: RenderText) -> TokenIds
     return codec.encode(whole[whole.rfind(_USER) + len(_USER) :])
 
 
-def _list_gaps(render_text: RenderText) -> Sequence[str]:
+def _list_gaps(render_text: RenderText) -> Iterator[str]:
     """The template's texts between the contents of neighbouring turns."""
-    turns: list[Message] = [{"role": role, "content": word} for word, role in _TURNS.items()]
+    roles = {_SYSTEM: "system", _USER: "user", _ASSISTANT: "assistant", _USER + "2": "user"}
+    turns: list[Message] = [{"role": role, "content": word} for word, role in roles.items()]
     for messages in (turns, turns[1:]):
         try:
             text = render_text(messages, generate=False)
         except TokenTrueError:
             continue
-        if texts := split_at_words(text, [message["content"] for message in messages]):
-            return texts[1:-1]
-    return ()
+        for before, word in pairwise(roles):
+            start, end = text.find(before), text.rfind(word)
+            if 0 <= start < end:
+                yield text[start + len(before) : end]
+        return
