@@ -38,7 +38,7 @@ def build(folder: Path) -> Path:
 def run(
     command: Sequence[str | Path], *, cwd: Path, code: int = 0, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(command, cwd=cwd, env=clean(variables), capture_output=True, text=True, timeout=900)
+    done = subprocess.run(command, cwd=cwd, env=clean(variables), capture_output=True, text=True, timeout=1700)
     assert done.returncode == code, f"{command}: {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
     return done
 

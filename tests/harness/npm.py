@@ -6,7 +6,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -54,14 +56,25 @@ def version_of(package: str) -> str:
 def run(
     command: list[str], *, home: Path, cwd: Path, env: dict[str, str], timeout_s: float = 240
 ) -> subprocess.CompletedProcess[str]:
-    """With a home of its own and nothing of the user's settings."""
+    """With a home of its own and nothing of the user's settings; what it left running in the background is ended."""
     kept = {name: value for name, value in os.environ.items() if name in {"PATH", "LANG", "TMPDIR", "NODE_PATH"}}
-    return subprocess.run(
-        command,
-        cwd=cwd,
-        env={**kept, "HOME": str(home), "CI": "1", **env},
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        stdin=subprocess.DEVNULL,
-    )
+    try:
+        return subprocess.run(
+            command,
+            cwd=cwd,
+            env={**kept, "HOME": str(home), "CI": "1", **env},
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            stdin=subprocess.DEVNULL,
+        )
+    finally:
+        end_processes_of(home)
+
+
+def end_processes_of(home: Path) -> None:
+    """Cline leaves a daemon."""
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if f"HOME={home}".encode() in (entry / "environ").read_bytes().split(b"\0"):
+                os.kill(int(entry.name), signal.SIGTERM)
