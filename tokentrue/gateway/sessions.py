@@ -97,8 +97,6 @@ class SessionHandle:
 
     async def read_conversation(self, dialect: Dialect, decoded: DecodedBody) -> Conversation:
         head, most = decoded.head, self._limits.messages
-        if not decoded.items:
-            raise MessageError("must be a list with at least one item", field=dialect.items_key)
         if len(decoded.items) > most:
             raise LimitExceeded(f"{len(decoded.items)} messages; at most {most} are taken (limits.messages)")
         history = list(head.leading_messages)

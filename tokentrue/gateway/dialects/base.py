@@ -164,6 +164,8 @@ class Dialect:
     ) -> ParsedConversation:
         """`history` precedes the items. An assistant turn of several items is shared with an earlier request only if
         all are equal."""
+        if not decoded.items:
+            raise MessageError("must be a list with at least one item", field=self.items_key)
         all_sources = [*map(own_source, history), *map(shorten_source, decoded.items)]
         base = earlier.find(self.name, all_sources)
         messages, known = list(base), len(base.sources)
