@@ -36,6 +36,8 @@ UNBOUND = {
     "metadata.env_name": "the user's own metadata: the seal binds metadata.tokentrue alone",
     "metadata.env_name (removed)": "the same",
     "multi_modal_data (removed)": "null in a sample without images, and unknown to earlier releases",
+    "top_logprobs (removed)": "null in a sample without them, and unknown to earlier releases",
+    "routed_experts.start (removed)": "0, which it is read as where it is missing: the same sample",
 }
 TRAINERS = ["verl", "trl", "slime", "prime-rl", "tinker"]
 WRONG = [None, -1, 10**30, "x", "\ud800", [], {}, True, 1.5, [[1]]]

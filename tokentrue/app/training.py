@@ -1,4 +1,4 @@
-"""A training run from its configuration: settings of `tokentrue train`, trainer, store, source of batches."""
+"""A training run from its configuration: trainer, store, source of batches."""
 
 from __future__ import annotations
 

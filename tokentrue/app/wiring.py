@@ -50,10 +50,8 @@ PROBE = "Hello, wörld! 12345 + 678 = ?\n\n\tdef f(x): return x**2  # 你好 �
 
 @record
 class ModelConfig:
-    """`path` is a directory or a hub id; `name` is what clients see (default: the path's last part).
-
-    The output directory of a training run means its newest checkpoint.
-    """
+    """`path` is a directory or a hub id, or the output of a training run, whose newest checkpoint it then means; `name`
+    is what clients see."""
 
     path: str | None = None
     name: str | None = None

@@ -1,8 +1,8 @@
 """tokentrue rollout --ray: gateways with their engines, and rollout workers, as actors.
 
-A rollout belongs to the gateway that its key hashes to, which restores its sessions from its journal when restarted.
-With `nodes` the actors share one PostgreSQL record, so that any gateway resumes the sessions of one that died. A
-`RolloutActor` restarts a lost rollout in the same session and gets the recorded replies."""
+A rollout belongs to the gateway that its key hashes to, which restores its sessions from its journal when restarted; with
+`nodes` they share one PostgreSQL record, and any gateway resumes the sessions of one that died. A `RolloutActor` restarts
+a lost rollout in the same session and gets the recorded replies."""
 
 from __future__ import annotations
 

@@ -36,10 +36,7 @@ LOG.addHandler(logging.NullHandler())
 
 @record
 class Task:
-    """One task. `task_id` is stable: the same text has the same id in every process.
-
-    >>> Task(task_id="calculator/0f3a", prompt="Tom has 3 pens. Tom gets 4 more. How many now?", answer=7)
-    """
+    """`task_id` is stable: the same text has the same id in every process."""
 
     task_id: str
     prompt: str

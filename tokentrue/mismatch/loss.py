@@ -48,8 +48,8 @@ class Penalty(Checked):
 @record
 class LossConfig:
     """Clips bound the ratio to [1 - low, 1 + high] or, for DPPO, the change of probability. `dual_clip` caps the loss
-    of negative advantages at that ratio. `ratio_cap` makes DPPO's ratio a constant min(r, cap) on the log-probability.
-    GSPO's gradient flows through each token or through the row's mean."""
+    of negative advantages at that ratio. `ratio_cap` makes DPPO's ratio a constant min(r, cap). GSPO's gradient flows
+    through each token or through the row's mean."""
 
     correction: Correction = field(default_factory=Correction)
     surrogate: Surrogate | None = None

@@ -1,9 +1,7 @@
 """Builds training samples from a record: one contiguous sample per surviving leaf, in time linear in its tokens.
 
-Invariants, checked during assembly: every node's certificate link holds; each sampled token is trainable in exactly
-one sample or listed in the coverage with its reason; log-probabilities are the engine's, and None exactly where
-nothing was sampled.
-"""
+Checked during assembly: every node's certificate link holds, and each sampled token is trainable in exactly one sample or
+listed in the coverage with its reason."""
 
 from __future__ import annotations
 
@@ -274,11 +272,9 @@ def find_left_out(tree: Tree, rewarded: Collection[str] = ()) -> dict[str, str]:
     * `rolled_back`: it had been continued, then the agent went back and asked the same turn again.
     * `not_chosen`: another answer to the same turn was continued (n > 1, concurrent requests, or an earlier answer).
     * `disconnected`, `engine_failed`, `deleted`, `aborted`: the client never got the whole answer, and nothing follows.
-
     * `placeholder`: the model sampled a token that only the place of an image may have. Never trained.
 
-    Descendants of an abandoned node are abandoned for the same reason, unless a reward on their leaf keeps the path.
-    """
+    Descendants are abandoned for the same reason, unless a reward on their leaf keeps the path."""
     rewarded_paths = {node.id for leaf in rewarded if leaf in tree.nodes for node in tree.path(tree.nodes[leaf])}
     newest = tree.last_activity()
     reasons: dict[str, str] = {}

@@ -7,10 +7,8 @@
       state.json                                     version, counters, configuration hash, digests; written last
       adapter/                                       of a LoRA run, as peft saves it; model.safetensors has it merged in
 
-Above a size the weights are several files with an index, and `optimizer/` holds the shards of
-torch.distributed.checkpoint. A checkpoint is written under another name and moved into place: what is called step-… is
-whole. `latest` links to the newest.
-"""
+Large weights are several files with an index, and `optimizer/` holds the shards of torch.distributed.checkpoint. What is
+called step-… is whole: it was moved into place. `latest` links to the newest."""
 
 from __future__ import annotations
 

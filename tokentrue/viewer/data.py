@@ -1,14 +1,5 @@
 """The data API: one JSON shape per view, the same for every source, for the live page and for the one-file export.
-
-index(offset, limit)        source, colourings, session rows
-search(text, offset)        messages that hold a text, a part of the sessions at a time
-session(id)                 one session: row, nodes, branch heads
-branch(session, sample)     one branch: ids, log-probabilities, blocks with their messages, token texts
-breaks(session, sample)     the recorded ids against a render of the same conversation
-image(session, sha256)      the file of an image, as a data URL
-group(name)                 the rollouts of one task, with rewards and advantages
-mismatch()                  plots of δ, ratio and contribution over all samples that have both sides
-"""
+`VIEWS` names the views and their arguments."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Presets of command-line agents: how each is started against a session. What it rewrites between turns is on its page
-in docs/harnesses. Any other agent is a user's command that contains `{task}`."""
+"""Presets of command-line agents: how each is started against a session. docs/harnesses says what each rewrites."""
 
 from __future__ import annotations
 

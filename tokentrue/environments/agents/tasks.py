@@ -1,9 +1,7 @@
 """Tasks for command-line agents: a JSON-lines file, or unmodified Harbor task directories.
 
 A line: `{"id": "fix-1", "prompt": "…", "dir": "repo", "ref": "main", "score": "pytest -q", "split": "heldout",
-"env": {…}}`; only `prompt` is required. `dir` is copied (or checked out) for every rollout and is relative to the
-file.
-"""
+"env": {…}}`; only `prompt` is required. `dir`, relative to the file, is copied or checked out for every rollout."""
 
 from __future__ import annotations
 
