@@ -107,7 +107,7 @@ class _Findings:
     variables: FlagsByName = field(default_factory=lambda: defaultdict(set[str], messages={*MESSAGES}, tools={"tools"}))
     control: FlagsByName = field(default_factory=_flags_by_name)  # what decides if a name is set
     kinds: FlagsByName = field(default_factory=_flags_by_name)
-    """What a name holds: "content" of a message, "part" of a content or a character, "text", or "other"."""
+    """What a name holds: "content" of a message, "part" of a content or a character, or "other"."""
     macros: FlagsByName = field(default_factory=_flags_by_name)
     namespaces: set[str] = field(default_factory=set[str])  # created outside loops and macros: they carry state
     initial: defaultdict[str, list[nodes.Node]] = field(
@@ -211,12 +211,11 @@ class _Analysis:
                 flags = self._find_text_flags(node.body, place)
                 if self._has_message_loop(node.body, place):
                     flags |= {"bad:texts of the messages are collected"}
-                self._store(name, flags, place, {"text"})
+                self._store(name, flags, place, {"other"})
             case nodes.Macro():
                 inside = Place(in_macro=node.name, bound=frozenset(parameter.name for parameter in node.args))
                 for parameter, default in zip(node.args[::-1], node.defaults[::-1], strict=False):
-                    kinds = self._find_kinds(default, inside)
-                    self.found.add(inside.scope + parameter.name, self._flags(default, inside), kinds)
+                    self.found.add(inside.scope + parameter.name, self._flags(default, inside))
                 self.found.macros[node.name] |= self._find_text_flags(node.body, inside)
             case nodes.CallBlock() if isinstance(node.call.node, nodes.ExtensionAttribute):  # {% generation %}
                 self._walk(node.body, place)
@@ -249,7 +248,7 @@ class _Analysis:
             within = replace(
                 place, inner=place.inner or ("fields" if place.loop else ""), bound=place.bound.union(names)
             )
-            kinds = {"part" if self._find_kinds(node.iter, place) <= {"content", "text"} else "other"}
+            kinds = {"part" if self._find_kinds(node.iter, place) == {"content"} else "other"}
             for name in names:
                 self.found.add(place.scope + name, flags | place.guard_flags, kinds)
             flags = flags | (self._test(node.test, within) if node.test else NONE)
@@ -412,24 +411,15 @@ class _Analysis:
             [flags, *(found.get(key, NONE) for found in (known.variables, known.control) for key in (full, name))]
         )
 
-    def _find_kinds(self, node: nodes.Node | None, place: Place) -> Flags:
-        match node:
-            case nodes.Name():
-                kinds: Flags = self.known.kinds.get(place.scope + node.name, NONE)
-                if node.name not in place.bound:
-                    kinds = kinds | self.known.kinds.get(node.name, NONE)
-                return kinds or {"other"}
-            case nodes.Call(node=nodes.Name(name=name)) if name in self.macros:
-                return {"text"}
-            case nodes.Filter(name="trim" | "string") | nodes.Const(value=str()):
-                return {"text"}
-            case nodes.CondExpr():
-                return self._find_kinds(node.expr1, place) | self._find_kinds(node.expr2, place)
-            case _ if (owner := read_field(node, "content")) is not None:
-                flags = self._flags(owner, place)
-                return {"other" if flags & {*LISTS, "tools"} or not flags else "content"}
-            case _:
-                return {"other"}
+    def _find_kinds(self, node: nodes.Node, place: Place) -> Flags:
+        if isinstance(node, nodes.Name):
+            kinds: Flags = self.known.kinds.get(place.scope + node.name, NONE)
+            if node.name not in place.bound:
+                kinds = kinds | self.known.kinds.get(node.name, NONE)
+            return kinds or {"other"}
+        owner = read_field(node, "content")
+        flags = NONE if owner is None else self._flags(owner, place)
+        return {"content" if flags and not flags & {*LISTS, "tools"} else "other"}
 
     def _asks_for_media(self, test: nodes.Node, place: Place) -> bool:
         """True if the test needs a content part that is not text (an image, say): all contents are text here."""
@@ -472,7 +462,7 @@ class _Analysis:
 
     def _loop(self, attribute: str, place: Place) -> Flags:
         if place.inner or place.loop is None:
-            return {"msg"} if place.inner == "fields" else {"now"} if place.inner else NONE
+            return {"now"} if place.inner else NONE
         if place.loop.is_filtered and attribute != "last":
             return {"bad:a position among some of the messages"}
         if attribute not in {"index", "index0"}:
