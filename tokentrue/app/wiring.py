@@ -173,8 +173,7 @@ def check_engine_settings(config: EngineConfig) -> None:
 def check_gateway(
     checks: Checks, model: ModelConfig, engine: EngineConfig, store: str | None, *, reach: bool = True
 ) -> None:
-    """Checks what a gateway starts with, in a fraction of the time that loading it takes. `reach=False` if the gateway
-    runs on another machine, from which the engine may be reachable."""
+    """Checks what a gateway starts with, before loading it. `reach=False` if it runs on another machine."""
     from tokentrue.sessions.journal.opening import check_store
 
     path = model.path or SMALL_MODEL
