@@ -148,10 +148,10 @@ async def given_twins(case: Case) -> None:
             "a request is its exact text",
             f"two different requests {'at once' if at_once else ''}, {len(case.log) - start} generations",
         )
-    for one in heard:
+    for asked, one in zip(several, heard, strict=True):
         if one.status != 200:
             raise Violation("a good request is answered", f"{one.status} {short(one.whole)}")
-        case.must_train.add(read_node(CHAT, one.whole))
+        case.must_train[read_node(CHAT, one.whole)] = asked
 
 
 async def prefill(case: Case) -> None:
