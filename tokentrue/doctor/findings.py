@@ -184,7 +184,7 @@ prefill_decode | prefill and decode disagree beyond rounding | check chunked pre
 """
 QUANTISED = {"int8": "int8", "int4": "4 bits", "fp8": "float8"}
 _SECTIONS: dict[str, list[list[str]]] = {
-    kind: [line.split(" | ") for line in lines]
+    kind: [list[str](line.split(" | ")) for line in lines]
     for kind, *lines in (section.strip().splitlines() for section in TABLE.replace("|\n  ", "| ").split("# ")[1:])
 }
 for _kind, _words in QUANTISED.items():
