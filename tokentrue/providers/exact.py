@@ -7,16 +7,15 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
-from tokentrue.engine import ExactEngine
+from tokentrue.engine import ExactEngine, ScheduleLimits
 from tokentrue.errors import EngineRejected, EngineUnreachable
 from tokentrue.json_types import JsonMapping
 from tokentrue.protocols import NamedWeights, PretrainedAdapter, Streaming
 from tokentrue.providers.building import refuse_constraints
-from tokentrue.types import FILTERS, Chunk, Ids, PromptImage, Sampling
+from tokentrue.types import FILTERS, UNVERSIONED, Chunk, Ids, PromptImage, Sampling
 
 
 class ExactProvider(Streaming):
@@ -29,12 +28,22 @@ class ExactProvider(Streaming):
         self,
         model: str | Path | nn.Module,
         *,
+        device: str = "cpu",
+        dtype: str = "float32",
+        pipeline: int = 1,
+        tensor: int = 1,
+        leaves: int | None = None,
+        version: int = UNVERSIONED,
         decode: Callable[[Sequence[int]], str] | None = None,
+        limits: ScheduleLimits | None = None,
+        max_len: int | None = None,
+        kv_tokens: int | None = None,
         adapters: Mapping[str, str | Path] | None = None,
-        **settings: Any,
     ) -> None:
-        """`adapters` are loaded at start: name -> directory saved by peft. `settings` are the engine's."""
-        self.engine = ExactEngine(model, read=decode, **settings)
+        """`adapters` are loaded at start: name -> directory saved by peft."""
+        self.engine = ExactEngine(
+            model, device, dtype, pipeline, tensor, leaves=leaves, limits=limits, max_len=max_len, kv_tokens=kv_tokens, version=version, read=decode
+        )  # fmt: skip
         for name, folder in (adapters or {}).items():
             self.engine.load_adapter(name, folder)
         self._adapter: JsonMapping = {}  # the published one, of requests that name none
