@@ -46,10 +46,10 @@ def test_trl_takes_the_same_step(tmp_path: Path) -> None:
 @pytest.mark.frameworks
 @pytest.mark.timeout(1000)
 def test_verl_takes_the_same_step(tmp_path: Path) -> None:
-    """As above; with verl's advantages too: groups of one, and REINFORCE++, which whitens by tokens."""
+    """As above; six settings of verl, and its own advantages."""
     python = os.environ.get("TOKENTRUE_FRAMEWORKS_PYTHON")
     assert python, "set TOKENTRUE_FRAMEWORKS_PYTHON, see docs/trainers.md"
-    require_same_steps(run(python, "tests.integrations.verl_step", tmp_path), cases=16)
+    require_same_steps(run(python, "tests.integrations.verl_step", tmp_path), cases=12)
 
 
 def require_same_steps(told: dict[str, Any], *, cases: int) -> None:

@@ -122,8 +122,8 @@ def configure(models: Path, options: Mapping[str, Any], *, updates: int, micro: 
         return compose("ppo_trainer", overrides=[f"{key}={value}" for key, value in settings.items()])
 
 
-def batch_of(groups: list[list[Sample]], *, alone: bool) -> Any:
-    """verl's padded form: prompts to the left, responses to the right. `alone`: each rollout is a group of its own."""
+def batch_of(groups: list[list[Sample]]) -> Any:
+    """verl's padded form: prompts to the left, responses to the right."""
     from verl import DataProto
 
     samples = [sample for group in groups for sample in group]
@@ -150,7 +150,7 @@ def batch_of(groups: list[list[Sample]], *, alone: bool) -> Any:
         "token_level_scores": scores,
         "token_level_rewards": scores.clone(),
     }
-    names = [sample.sample_id if alone else sample.group for sample in samples]
+    names = [sample.group for sample in samples]
     meta = {"temperature": 1.0, "global_token_num": attended.sum(1).tolist()}
     return DataProto.from_dict(tensors=tensors, non_tensors={"uid": np.array(names, dtype=object)}, meta_info=meta)
 
@@ -191,7 +191,7 @@ def their_step(
     driver = SimpleNamespace(
         config=config, actor_rollout_wg=LocalGroup(actor), ref_in_actor=False, use_prefix_grouper=False
     )
-    batch = batch_of(groups, alone=bool(options.get("alone")))
+    batch = batch_of(groups)
     old, _ = RayPPOTrainer._compute_old_log_prob(driver, batch)
     old.batch.pop("entropys")
     batch = batch.union(old)
@@ -235,9 +235,11 @@ def main(out: str, *chosen: str) -> None:
         for name, (theirs, mine, settings) in CASES.items():
             for updates, micro in ((1, 1), (2, 2)) if not chosen or name in chosen else ():
                 found = their_step(groups, theirs, models, updates=updates, micro=micro)
-                given = alone(groups) if theirs.get("alone") else groups
                 own = our_step(
-                    LossConfig(dual_clip=3.0, **mine), updates=updates, groups=given, **{"baseline": "grpo", **settings}
+                    LossConfig(dual_clip=3.0, **mine),
+                    updates=updates,
+                    groups=groups,
+                    **{"baseline": "grpo", **settings},
                 )
                 told[f"{name} {updates}"] = {"apart": distance(own, found), "moved": distance(start, found)}
         if not chosen:
@@ -253,12 +255,6 @@ def write_models(folder: Path) -> None:
     for name, model in (("policy", policy()), ("reference", small_model())):
         model.save_pretrained(folder / name)
         AutoTokenizer.from_pretrained(SMALL_MODEL).save_pretrained(folder / name)
-
-
-def alone(groups: list[list[Sample]]) -> list[list[Sample]]:
-    from dataclasses import replace
-
-    return [[replace(sample, group=sample.sample_id)] for group in groups for sample in group]
 
 
 if __name__ == "__main__":
