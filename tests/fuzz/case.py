@@ -373,9 +373,9 @@ class Case:
         newest = {turn.node for turn in self.turns[-1:] if turn.asked.n == 1}
         for item in coverage["untrained"]:
             asked = self.must_train.get(item["node"])
-            if asked is not None and item["why"] == "side_request" and self.may_be_beside(asked):
-                continue
-            if asked is not None or item["node"] in newest:
+            if item["node"] in newest:
+                raise Violation("the last turn is trained", f"{item}")
+            if asked is not None and not (item["why"] == "side_request" and self.may_be_beside(asked)):
                 raise Violation("what was not asked again is trained", f"{item} though this request was sent once")
 
     def may_be_beside(self, asked: Asked) -> bool:

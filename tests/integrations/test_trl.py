@@ -37,15 +37,15 @@ def run(script: str, steps: int, out: Path, rows: int) -> dict[str, Any]:
     return json.loads(result.removeprefix("RESULT "))
 
 
-def train(steps: int, out: Path, rows: int = 64) -> list[dict[str, float]]:
-    """TRL's log of `steps` steps, whose rows were all equal to the record."""
+def train(steps: int, out: Path, rows: int = 64) -> dict[str, Any]:
+    """TRL's log of `steps` steps, whose rows were all equal to the record, and their count."""
     told = run("trl_run.py", steps, out, rows)
     assert told["rows"] == told["equal"] == steps * rows
     worst = max(entry["sampling/sampling_logp_difference/max"] for entry in told["log"])
     assert 0 < worst < 1e-3, (
         "TRL's forward in float32 is close to the engine's; weights that were not published are not"
     )
-    return told["log"]
+    return told
 
 
 def test_processes_have_seeds_of_their_own_and_repeat() -> None:
@@ -108,15 +108,16 @@ def test_two_real_ranks_get_rollouts_of_their_own(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_rows_are_equal_to_the_record_and_weights_are_published(tmp_path: Path) -> None:
-    assert len(train(2, tmp_path, rows=16)) >= 2
+    assert len(train(2, tmp_path, rows=16)["log"]) >= 2
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_reward_rises(tmp_path: Path, add_row: Callable[..., None]) -> None:
-    rewards = [entry["reward"] for entry in train(5, tmp_path)]
+    told = train(5, tmp_path)
+    rewards = [entry["reward"] for entry in told["log"]]
     assert sum(rewards[-2:]) / 2 > rewards[0] + 0.1, rewards
-    add_row(f"trl {version('trl')}", 5 * 64, 5 * 64, f"GRPOTrainer, reward {shown(rewards)}")
+    add_row(f"trl {version('trl')}", told["rows"], told["equal"], f"GRPOTrainer, reward {shown(rewards)}")
 
 
 def shown(rewards: list[float]) -> str:

@@ -3,6 +3,7 @@ child process."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import threading
 import time
@@ -97,6 +98,17 @@ def test_a_process_with_threads_can_load(capfd: pytest.CaptureFixture[str]) -> N
     for number in range(5):
         assert renderer_of(judge("qwen3-like"), chat_template=source + f"{{# {number} #}}").proof.ok
     assert capfd.readouterr().err == ""  # no advice of tokenizers about forks
+
+
+def load_in_worker(source: str) -> bool:
+    return renderer_of(judge("qwen3-like"), chat_template=source).proof.ok
+
+
+def test_a_worker_of_a_pool_can_load() -> None:
+    """Pools and data loaders forbid their workers to start processes by multiprocessing."""
+    source = judge("qwen3-like").chat_template + "{# loaded by a worker #}"
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        assert pool.apply(load_in_worker, (source,))
 
 
 def test_errors_and_defects_of_the_child_are_raised_here() -> None:

@@ -11,7 +11,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias, TypeVar
@@ -212,28 +212,42 @@ def require_folder(folder: Path) -> None:
 def progress_bar(
     title: str, total: int, *, quiet: bool = False, every_s: float = 0.0
 ) -> Generator[Callable[[str], None], None, None]:
-    """Call the yielded function once per finished piece, with a word about it. Without a terminal: a line per piece, or
-    one every `every_s` seconds."""
+    """Call the yielded function once per finished piece, with a word about it. A bar with the time left on a terminal;
+    elsewhere a line per piece, or one every `every_s` seconds."""
+    if quiet:
+        yield lambda _: None
+        return
+    if not sys.stdout.isatty():
+        yield lines_of_progress(title, total, every_s)
+        return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+    columns = (TextColumn("  {task.description}"), BarColumn(bar_width=16), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TextColumn("{task.fields[note]}"), console=console()) as progress:
+        task = progress.add_task(title, total=total, note="")
+        began, done = time.monotonic(), 0
+
+        def advance(note: str) -> None:
+            nonlocal done
+            done += 1
+            progress.update(task, completed=done, note=f"{time_left(began, done, total)}  {note}")
+
+        yield advance
+
+
+def lines_of_progress(title: str, total: int, every_s: float) -> Callable[[str], None]:
     began = said = time.monotonic()
     done = 0
-    columns = (TextColumn("  {task.description}"), BarColumn(bar_width=16), MofNCompleteColumn(), TimeElapsedColumn())
-    bar = Progress(*columns, TextColumn("{task.fields[note]}"), console=console(), disable=quiet)
-    task = bar.add_task(title, total=total, note="")
 
     def advance(note: str) -> None:
         nonlocal done, said
         done += 1
-        left = time_left(began, done, total)
-        bar.update(task, completed=done, note=f"{left}  {note}")
-        now = time.monotonic()
-        if not bar.console.is_terminal and not quiet and (now - said >= every_s or done == total):
-            said = now
-            print(f"  {title} {done}/{total}  {note}".rstrip() + f"  {left}".rstrip(), flush=True)
+        if time.monotonic() - said < every_s and done < total:
+            return
+        said = time.monotonic()
+        print(f"  {title} {done}/{total}  {note}".rstrip() + f"  {time_left(began, done, total)}".rstrip(), flush=True)
 
-    with bar if bar.console.is_terminal else nullcontext():
-        yield advance
+    return advance
 
 
 def time_left(began: float, done: int, total: int) -> str:

@@ -258,7 +258,7 @@ def compare(sample: Sample, scores: TrainerLogprobs, tops: Sequence[int] | None)
         rollout, trainer = sample.rollout_logprobs[i], scores.logprobs[i]
         if not trained or rollout is None or trainer is None:
             continue
-        if not math.isfinite(rollout + trainer):
+        if not (math.isfinite(rollout) and math.isfinite(trainer)):
             side, value, cure = "trainer's", trainer, "check the weights and --dtype"
             if not math.isfinite(rollout):
                 side, value, cure = "rollout's", rollout, "`tokentrue audit` lists every such sample of the file"

@@ -33,7 +33,7 @@ from tokentrue.gateway.asgi import (
 )
 from tokentrue.gateway.auth import SessionAccess
 from tokentrue.gateway.dialects.anthropic import Anthropic, CountBody, MessagesBody
-from tokentrue.gateway.dialects.base import Dialect, RequestHead, count_sampled
+from tokentrue.gateway.dialects.base import Dialect, RequestHead
 from tokentrue.gateway.dialects.google import CountTokensBody, GenerateBody, Google
 from tokentrue.gateway.dialects.openai_chat import ChatBody, OpenAIChat, OpenAIChatTokens, TokensBody
 from tokentrue.gateway.dialects.openai_responses import OpenAIResponses, ResponsesBody
@@ -42,6 +42,7 @@ from tokentrue.gateway.services import Services
 from tokentrue.gateway.sessions import SessionHandle
 from tokentrue.json_types import JsonObject
 from tokentrue.sessions.requests import count_chars, run_by_size
+from tokentrue.sessions.stages.generation import count_sampled
 from tokentrue.tracing import annotate, is_traced, trace_request
 from tokentrue.turn import Session
 from tokentrue.types import Reply, TurnRequest

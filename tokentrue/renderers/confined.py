@@ -6,14 +6,14 @@ Jinja's sandbox limits what a template can access, not what it costs.
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import resource
+import select
 import signal
+import time
 import traceback
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
-from multiprocessing.connection import Connection
+from contextlib import contextmanager, suppress
 from typing import NoReturn
 
 from tokentrue import errors
@@ -38,21 +38,21 @@ def run_confined(work: Callable[[], JsonValue], limits: ProcessLimits | None = N
     TemplateLimitError if the child exceeded a limit.
     """
     limits = limits or ProcessLimits()
-    fork = multiprocessing.get_context("fork")
-    reader, writer = fork.Pipe(duplex=False)
-    child = fork.Process(target=_run_child, args=(work, writer, limits))
+    reader, writer = os.pipe()
     with _without_parallel_tokenizers():
-        child.start()
-    writer.close()
+        child = os.fork()  # not multiprocessing: its workers, pools and data loaders may have no children of its kind
+    if child == 0:
+        _run_child(work, writer, limits)
+    os.close(writer)
     try:
-        answer = reader.recv_bytes() if reader.poll(limits.wall_s) else b""
-    except EOFError:
-        answer = b""
+        answer = _read_line(reader, time.monotonic() + limits.wall_s)
     finally:
-        reader.close()
-        child.kill()
-        child.join()
-    if not answer:
+        os.close(reader)
+        with suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+        with suppress(ChildProcessError):  # a caller that reaps all children was faster
+            os.waitpid(child, 0)
+    if answer is None:
         raise errors.TemplateLimitError(
             f"chat_template: to load it takes more than {limits.cpu_s} s of processor time, {limits.wall_s:g} s or "
             f"{limits.memory_bytes >> 20} MiB of memory; correct the template"
@@ -79,11 +79,11 @@ def _without_parallel_tokenizers() -> Generator[None, None, None]:
             os.environ[PARALLELISM] = before
 
 
-def _run_child(work: Callable[[], JsonValue], writer: Connection, limits: ProcessLimits) -> NoReturn:
+def _run_child(work: Callable[[], JsonValue], writer: int, limits: ProcessLimits) -> NoReturn:
     try:
         os.environ[PARALLELISM] = "false"
-        os.closerange(3, writer.fileno())  # sockets and pipes of the parent, whose other ends wait for them to close
-        os.closerange(writer.fileno() + 1, MAX_FILES)
+        os.closerange(3, writer)  # sockets and pipes of the parent, whose other ends wait for them to close
+        os.closerange(writer + 1, MAX_FILES)
         for number in (signal.SIGINT, signal.SIGTERM):  # the handlers are the parent's
             signal.signal(number, signal.SIG_DFL)
         _limit(resource.RLIMIT_CORE, 0)
@@ -98,7 +98,8 @@ def _run_child(work: Callable[[], JsonValue], writer: Connection, limits: Proces
     except BaseException:
         answer = ("defect", traceback.format_exc())
     try:
-        writer.send_bytes(json.dumps(answer).encode())
+        with os.fdopen(writer, "wb") as pipe:
+            pipe.write(json.dumps(answer).encode() + b"\n")
     finally:
         os._exit(0)
 
@@ -116,3 +117,16 @@ def _address_space() -> int | None:
             return int(statm.read().split()[0]) * resource.getpagesize()
     except FileNotFoundError:
         return None
+
+
+def _read_line(reader: int, deadline: float) -> bytes | None:
+    poll, received = select.poll(), bytearray()
+    poll.register(reader, select.POLLIN)
+    while (left := deadline - time.monotonic()) > 0 and poll.poll(left * 1000):
+        piece = os.read(reader, 1 << 16)
+        received += piece
+        if received.endswith(b"\n"):
+            return bytes(received)
+        if not piece:
+            return None
+    return None

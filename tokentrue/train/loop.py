@@ -72,12 +72,13 @@ class SourceRounds:
         return taken
 
     def _steps(self) -> Iterator[Groups]:
-        taken: Groups = [[]]
-        while taken:
-            groups, taken = iter(self._source.groups()), []
-            while step := list(islice(groups, self._count)):
-                taken = step
-                yield step
+        is_empty = False
+        while not is_empty:
+            is_empty = True
+            groups = iter(self._source.groups())
+            while taken := list(islice(groups, self._count)):
+                is_empty = False
+                yield taken
 
 
 class Evaluator:

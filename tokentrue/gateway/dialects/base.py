@@ -419,7 +419,3 @@ def arguments_text(value: JsonObject) -> str:
 
 def is_cut(reply: Reply) -> bool:
     return reply.completion.finish is not Finish.STOP
-
-
-def count_sampled(replies: Sequence[Reply]) -> int:
-    return sum(len(reply.completion.token_ids) for reply in replies)

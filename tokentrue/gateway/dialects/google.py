@@ -26,7 +26,6 @@ from tokentrue.gateway.dialects.base import (
     base64_image,
     call_entry,
     check_choices,
-    count_sampled,
     decode_json,
     encode,
     function_tool,
@@ -43,7 +42,7 @@ from tokentrue.gateway.dialects.base import (
 from tokentrue.json_types import JsonMapping, JsonObject, JsonValue
 from tokentrue.plain_json import convert, echo, join_path
 from tokentrue.sessions.requests import constraints_from
-from tokentrue.sessions.stages.generation import deltas_from_message
+from tokentrue.sessions.stages.generation import count_sampled, deltas_from_message
 from tokentrue.types import Delta, Message, Reply, Sampling
 
 SEALED = "sealed_reasoning"  # key in a part of a turn, before `join_turn`: the reasoning in its signatures

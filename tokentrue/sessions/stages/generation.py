@@ -268,8 +268,12 @@ def chat_finish_reason(reply: Reply) -> str:
     return "tool_calls" if reply.message.get("tool_calls") else "stop"
 
 
+def count_sampled(replies: Sequence[Reply]) -> int:
+    return sum(len(reply.completion.token_ids) for reply in replies)
+
+
 def chat_usage(replies: Sequence[Reply]) -> dict[str, int]:
-    prompt, sampled = replies[0].prompt_tokens, sum(len(reply.completion.token_ids) for reply in replies)
+    prompt, sampled = replies[0].prompt_tokens, count_sampled(replies)
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 
