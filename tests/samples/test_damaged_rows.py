@@ -25,7 +25,7 @@ from tests.turn.letters import Letters, sampled
 from tests.turn.world import Engine
 from tokentrue.cli.main import run
 from tokentrue.errors import AuditError, FileFormatError
-from tokentrue.routing_replay import RoutedExperts, SamplingMask
+from tokentrue.routing_replay import RoutedExperts, SamplingMask, TopLogprobs
 from tokentrue.samples import audit_exported, read_exported, read_samples, write_samples
 from tokentrue.samples.files import read_sound_samples
 from tokentrue.samples.formats import FORMATS
@@ -37,7 +37,7 @@ UNBOUND = {
     "metadata.env_name (removed)": "the same",
     "multi_modal_data (removed)": "null in a sample without images, and unknown to earlier releases",
     "top_logprobs (removed)": "null in a sample without them, and unknown to earlier releases",
-    "routed_experts.start (removed)": "0, which it is read as where it is missing: the same sample",
+    "routed_experts.start (removed)": "0, the only start that an audit accepts, and what it is read as where it is missing",
 }
 TRAINERS = ["verl", "trl", "slime", "prime-rl", "tinker"]
 WRONG = [None, -1, 10**30, "x", "\ud800", [], {}, True, 1.5, [[1]]]
@@ -199,6 +199,19 @@ async def test_no_change_to_a_row_passes(sample: Sample, name: str, tmp_path: Pa
                 missed.add(place)
     assert missed <= UNBOUND.keys(), missed - UNBOUND.keys()
     assert tried > 900 / step / 3
+
+
+@pytest.mark.parametrize("name", ["jsonl", "parquet", "safetensors"])
+async def test_recorded_top_logprobs_cannot_be_removed(sample: Sample, name: str, tmp_path: Path) -> None:
+    """`UNBOUND` lets the column be missing where it is null."""
+    tops = TopLogprobs.from_tops([({} if value is None else {1: -0.5}, 1) for value in sample.rollout_logprobs])
+    path = tmp_path / f"s{FORMATS[name].suffix}"
+    write_samples([sealed(replace(sample, top_logprobs=tops))], path, format=name)
+    row = load_row(name, path)
+    assert save_row(name, row, path) and passes(path), "the row that was not changed"
+    held = row["samples"][0] if name == "safetensors" else row
+    del held["top_logprobs"]
+    assert save_row(name, row, path) and not passes(path)
 
 
 COLUMNS = {  # of a trainer's row: what a sample is read back from, and what the format is recognised by
