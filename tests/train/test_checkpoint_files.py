@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from tests.train.test_long_runs import store_of
 from tests.train.test_loop import Engine
 from tokentrue.app.wiring import ModelConfig
 from tokentrue.environments import SMALL_MODEL
-from tokentrue.errors import FileFormatError
+from tokentrue.errors import EngineError, FileFormatError
 from tokentrue.mismatch import loss_named
 from tokentrue.train import OptimConfig, Publisher, TrainConfig, Trainer, train
 from tokentrue.train.checkpoint import find_checkpoints, load, save
@@ -106,6 +107,38 @@ def test_a_resumed_run_knows_its_best_version_and_its_patience(tmp_path: Path) -
     after = run(6)
     assert (after.best, after.best_version) == (0.9, 1) and after.is_over
     assert [path.name for path in find_checkpoints(tmp_path)] == ["step-000001", "step-000004"]
+
+    again = run(6)
+    assert again.is_over, "a run that patience has ended evaluates again"
+    assert [path.name for path in find_checkpoints(tmp_path)] == ["step-000001", "step-000004"], "it has trained on"
+
+
+def test_an_interrupted_evaluation_is_run_when_the_run_resumes(tmp_path: Path) -> None:
+    class Down(EngineError):
+        pass
+
+    def run(*rewards: float | None) -> tuple[Evaluator, list[Any]]:
+        left, reports = list(rewards), list[Any]()
+
+        async def play() -> Any:
+            if (reward := left.pop(0)) is None:
+                raise Down("the engine is away")
+            return [[reward]]
+
+        trainer = trainer_of(steps=4, checkpoint_every=1)
+        engine = Engine(trainer)
+        evaluator = Evaluator(EvaluationConfig(every=2), play)
+        with suppress(Down):
+            reports = asyncio.run(
+                train(trainer, engine, Publisher(engine), store=store_of(tmp_path), evaluator=evaluator)
+            )
+        assert not left
+        return evaluator, reports
+
+    run(0.1, None)  # of version 0, and of version 2
+    assert find_checkpoints(tmp_path)[-1].name == "step-000002"
+    evaluator, reports = run(0.9, 0.3)
+    assert len(reports) == 2 and (evaluator.best, evaluator.best_version) == (0.9, 2)
 
 
 def test_the_directory_of_a_run_stands_for_its_newest_checkpoint(tmp_path: Path) -> None:

@@ -149,14 +149,17 @@ async def run(settings: TrainRun, ranks: Ranks, file: SampleFile | None, *, as_j
             reports = await train(trainer, rounds, publish, store=store, evaluator=evaluator, on_step=on_step)
     page = write_training_report(settings) if ranks.first else None
     if not quiet:
-        print_summary(settings, reports, describe_costs(costs))
+        print_summary(settings, reports, describe_costs(costs), done=trainer.version)
         if page is not None:
             print(f"  report: {page}")
 
 
-def print_summary(settings: TrainRun, reports: Sequence[StepReport], cost_line: str) -> None:
+def print_summary(settings: TrainRun, reports: Sequence[StepReport], cost_line: str, *, done: int) -> None:
+    if done < settings.train.steps:
+        waited = pluralise(settings.evaluation.patience, "evaluation")
+        print(f"  ended after {pluralise(done, 'step')}: {waited} without gain (evaluation.patience)")
     if not reports:
-        print(f"  nothing left to do: {settings.out} has {pluralise(settings.train.steps, 'step')}")
+        print(f"  nothing left to do: {settings.out} has {pluralise(done, 'step')}")
         return
 
     def total(name: str) -> int:

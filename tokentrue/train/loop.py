@@ -92,15 +92,17 @@ class Evaluator:
         self._ranks = ranks or Ranks()
         self.best = -math.inf
         self.best_version: int | None = None
+        self._newest: int | None = None  # version that was evaluated
         self._without_gain = 0
 
     async def __call__(self, version: int) -> Mapping[str, float]:
-        if not self.config.every or version % self.config.every:
+        if not self.is_due(version):
             return {}
         mine = await self._run()
         await self._ranks.meet()
         rewards = [attempts for part in self._ranks.all_gather_object(mine) for attempts in part]
         mean = sum(sum(attempts) / len(attempts) for attempts in rewards) / len(rewards)
+        self._newest = version
         self._without_gain = 0 if mean > self.best else self._without_gain + 1
         if mean > self.best:
             self.best, self.best_version = mean, version
@@ -110,14 +112,24 @@ class Evaluator:
             found[f"eval/pass@{k}"] = sum(pass_at_k(*counts, k) for counts in solved) / len(rewards)
         return found
 
+    def is_due(self, version: int) -> bool:
+        return bool(self.config.every) and version % self.config.every == 0
+
+    def is_missing(self, version: int) -> bool:
+        """True if the evaluation of a resumed version was interrupted, or that of version 0 has not run."""
+        return self.is_due(version) and (not version if self._newest is None else self._newest < version)
+
     def state(self) -> dict[str, float | int]:
-        best = self.best_version
-        return {} if best is None else {"best": self.best, "best_version": best, "without_gain": self._without_gain}
+        best, newest = self.best_version, self._newest
+        if best is None or newest is None:
+            return {}
+        return {"best": self.best, "best_version": best, "without_gain": self._without_gain, "newest": newest}
 
     def restore(self, state: Mapping[str, float | int]) -> None:
         if state:
             self.best, self.best_version = float(state["best"]), int(state["best_version"])
             self._without_gain = int(state["without_gain"])
+            self._newest = int(state["newest"]) if "newest" in state else None  # older checkpoints do not say
 
     @property
     def is_over(self) -> bool:
@@ -156,13 +168,13 @@ async def train(
     run = Run(trainer=trainer, rounds=rounds, publish=publish, store=store, evaluator=evaluator, on_step=on_step)
     run.resume()
     await publish.begin(trainer)
-    if evaluator is not None and not trainer.version:
-        await evaluator(0)
+    if evaluator is not None and evaluator.is_missing(trainer.version):
+        await evaluator(trainer.version)
     try:
         for number in range(trainer.version, trainer.config.steps):
-            await run.step(number)
             if evaluator is not None and evaluator.is_over:
                 break
+            await run.step(number)
     except (asyncio.CancelledError, KeyboardInterrupt, EngineError):
         if trainer.version > run.kept and trainer.ranks.world == 1:  # no other rank is needed to gather the weights
             if run.unreported is not None:
