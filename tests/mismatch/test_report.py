@@ -340,6 +340,22 @@ def test_text_that_utf8_cannot_hold_is_in_the_page_as_an_escape(model_dir: Path,
     assert json.loads(held)['["session","s0"]']["metadata"] == {"said": "cut \udcc3, née, \u2028", "long": 10**30}
 
 
+def test_odd_metadata_of_other_programs_is_no_internal_error(
+    model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, scores = tmp_path / "s.jsonl", tmp_path / "scores.jsonl"
+    (sample, *_) = make_samples(model_dir, 0.0)
+    write_logprobs(scores, [(sample.sample_id, sample.rollout_logprobs)])
+    asked = [str(path), "--trainer-logprobs", str(scores)]
+    for name, value in (("step", "--5"), ("step", "²"), ("step", "9" * 5000), ("advantage", 10**400)):
+        write_samples([replace(sample, metadata={**sample.metadata, name: value})], path)
+        assert run("diagnose", asked) == 0, name
+    for record in (None, 3, "seal", ["seal"]):
+        write_samples([replace(sample, metadata={"tokentrue": record})], path)
+        assert run("diagnose", asked) == 2, record
+        assert "metadata.tokentrue" in capsys.readouterr().err
+
+
 def test_a_sample_that_was_changed_after_it_was_sealed_is_refused(
     tmp_path: Path, model_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,6 +5,7 @@ does.
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -204,7 +205,8 @@ def read_sealed(path: Path, policy_version: int | None) -> list[Sample]:
 
     found = read_all(path)
     for sample in found:
-        if "seal" in sample.metadata.get("tokentrue", {}):
+        record = sample.metadata.get("tokentrue")
+        if isinstance(record, dict) and "seal" in record:
             broken = [each for each in audit([sample]).findings if each.sample == sample.sample_id]
             if broken:
                 raise AuditError(f"{path}: {broken[0]}; `tokentrue audit {path}` lists all that does not hold")
@@ -333,7 +335,7 @@ def diagnose_steps(
         newest = max(sampled_by(row.sample), default=0)
         by_step.setdefault(str(row.sample.metadata.get("step", newest)), []).append(row)
     # numbers first, in their order
-    order = sorted(by_step, key=lambda step: (0, int(step), "") if step.lstrip("-").isdecimal() else (1, 0, step))
+    order = sorted(by_step, key=lambda step: (0, float(step), "") if re.fullmatch(r"-?\d+", step) else (1, 0.0, step))
     steps = {label: diagnose_rows(by_step[label], advantages, kinds, correction) for label in order}
     first, *others = steps.values()
     return first.merge(*others), steps, preset

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 
 import numpy as np
@@ -120,6 +121,6 @@ def compute_advantages(samples: Sequence[Sample]) -> dict[str, float]:
     }
     for sample in samples:
         given = sample.metadata.get("advantage")
-        if isinstance(given, int | float) and math.isfinite(given):
+        if isinstance(given, int | float) and abs(given) <= sys.float_info.max:  # an integer may have any size
             found[sample.sample_id] = float(given)
     return found
