@@ -139,6 +139,7 @@ def test_a_table_without_preset_changes_the_losss_own_correction() -> None:
         ({"options": {"correction": {}}}, r"loss\.options\.correction: belongs to loss\.correction"),
         ({"correction": "tis"}, r"loss\.correction: no preset 'tis'"),
         ({"correction": {"preset": "tis"}}, r"loss\.correction: no preset 'tis'"),
+        ({"correction": {"preset": ["tis"]}}, r"loss\.correction: no preset \['tis'\]"),
         ({"correction": {"weight": {}}}, r"loss\.correction\.weight: unknown key"),
         (
             {"correction": {"weights": {"normalise": {"share": 1}}}},

@@ -26,6 +26,7 @@ from tokentrue.mismatch import (
     Veto,
     Weights,
     correct,
+    diagnose,
     loss_named,
 )
 
@@ -66,6 +67,10 @@ TOKEN = Weights(upper=2.0)
         (lambda: Correction(denominator="rollout", weights=TOKEN, surrogate="cispo"), "count it twice"),
         (lambda: Correction(reject=("k3",)), "tuple of Reject"),
         (lambda: Correction(log_clamp=0.0), "log_clamp"),
+        (
+            lambda: diagnose(torch.zeros(1, 1), torch.zeros(1, 1), non_finite="drop"),
+            "'drop' is not one of 'raise', 'unit'",
+        ),
         (lambda: LossConfig(correction=PRESETS["bypass_pg_is"], surrogate="ppo"), "count it twice"),
         (lambda: LossConfig(surrogate="ppo", clip_low=None), "needs clip_low"),
         (lambda: LossConfig(clip_low=1.0), "below 1"),

@@ -119,7 +119,7 @@ def loss_for(spec: LossSpec) -> LossConfig:
     base = loss_named(spec.name)
     table: JsonObject = dict(spec.correction) if isinstance(spec.correction, Mapping) else {"preset": spec.correction}
     preset = table.pop("preset", None)
-    if preset is not None and preset not in PRESETS:
+    if preset is not None and preset not in list(PRESETS):  # a list, say, cannot be a key
         raise ConfigError(f"loss.correction: no preset {preset!r}; choose one of {', '.join(PRESETS)}")
     correction = base.correction if preset is None else PRESETS[preset]
     if table:

@@ -78,9 +78,8 @@ def diagnose(
     **options: Unpack[BatchOptions],
 ) -> Diagnosis:
     """Every metric of docs/mismatch.md; those whose inputs are not given have nothing counted."""
-    if correction is not None:
-        non_finite = correction.non_finite
-    batch = read_batch(trainer_logprobs, rollout_logprobs, mask, options, non_finite=non_finite)
+    config = correction or Correction(non_finite=non_finite)  # which refuses an unknown word
+    batch = read_batch(trainer_logprobs, rollout_logprobs, mask, options, non_finite=config.non_finite)
     rows = batch.rows
     if row_names is not None and len(row_names) != rows.num_rows:
         raise InputError(f"row_names: {len(row_names)} names for {rows.num_rows} rows")
