@@ -283,6 +283,14 @@ def test_the_server_answers_and_refuses(from_store: ViewerData) -> None:
     assert client.get("/static/../data.py").status_code == 404
 
 
+def test_an_image_that_is_not_beside_the_file_is_no_error_of_the_server(samples: list[Sample], tmp_path: Path) -> None:
+    write_samples(samples[:1], tmp_path / "s.jsonl")
+    client = TestClient(create_app(ViewerData(FileSource(tmp_path / "s.jsonl"))))
+    for name, said in (("ab" * 32, "is not in s.jsonl.images"), ("../s.jsonl", "is no SHA-256 of an image")):
+        answer = client.get("/data/image", params={"session": samples[0].session_id, "sha256": name})
+        assert answer.status_code == 422 and said in answer.json()["error"]
+
+
 def test_the_page_is_mounted_below_another_path(from_store: ViewerData) -> None:
     from starlette.applications import Starlette
     from starlette.routing import Mount

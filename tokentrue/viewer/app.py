@@ -12,7 +12,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tokentrue.errors import InputError, SessionNotFound, TokenTrueError
+from tokentrue.errors import AuditError, InputError, SessionNotFound, TokenTrueError
 from tokentrue.viewer.data import GatewayData, ViewerData
 from tokentrue.viewer.page import STATIC, encode_json
 
@@ -26,7 +26,12 @@ HEADERS = [
     (b"referrer-policy", b"no-referrer"),
     (b"cache-control", b"no-cache"),
 ]
-STATUS: Mapping[type[TokenTrueError], int] = {SessionNotFound: 404, InputError: 422, TokenTrueError: 500}
+STATUS: Mapping[type[TokenTrueError], int] = {
+    SessionNotFound: 404,
+    InputError: 422,
+    AuditError: 422,
+    TokenTrueError: 500,
+}
 
 
 def create_app(data: ViewerData | GatewayData) -> ASGIApp:
