@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import runpy
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -28,6 +31,7 @@ ALONE = {
     "custom_family": "{'name': 'calculator', 'arguments': '{\"expression\": \"2+2\"}'} {'user': 'history', 'tool': 'history'}",
     "own_trainer": "step 1: reward 0.",
     "nano_provider": "; coverage 100% of ",
+    "rescore_edited_turns": "scored, 29 sampled after it: 0 of 35 differ from the trainer's",
 }
 ELSEWHERE = {"trl_grpo": "tests/integrations", "trl_async_grpo": "tests/integrations"}
 KEY = "a-key-of-this-test"
@@ -132,3 +136,18 @@ def test_every_example_is_run_and_short() -> None:
         longest = 240 if path.stem == "images" else 56  # it makes its model, pictures included
         assert len(path.read_text().splitlines()) <= longest, path.name
         assert "\nNeeds: " in path.read_text().split('"""')[1], f"{path.name}: which extra?"
+
+
+def test_an_edited_turn_is_not_scored_by_other_weights() -> None:
+    found = runpy.run_path(str(EXAMPLES / "rescore_edited_turns.py"))
+    sample = SimpleNamespace(token_ids=[1, 2, 3, 4], rollout_logprobs=[None, None, -1.5, None], loss_mask=[0, 0, 1, 0])
+
+    def rescored(*logprobs: float) -> Any:
+        async def answer(ids: list[int]) -> tuple[float, ...]:
+            return logprobs
+
+        return asyncio.run(found["rescore"](SimpleNamespace(score=answer), sample, range(1, 2)))
+
+    assert rescored(-1.0, -1.5, -3.0) == ([0, 1, 1, 0], [None, -1.0, -1.5, None])
+    with pytest.raises(ValueError, match="token 2 was sampled with"):
+        rescored(-1.0, -1.4, -3.0)

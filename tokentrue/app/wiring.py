@@ -7,12 +7,12 @@ import json
 import logging
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import field, fields, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import msgspec
 
@@ -156,7 +156,7 @@ def check_engine_settings(config: EngineConfig) -> None:
         checks.require(False, f"engine {config.name!r} loads no model in this process: --{here[0]} is for {names}")
         options = {name: value for name, value in options.items() if name not in here}
     checks(check_options, config.name, options)
-    for name, folder in (options.get("adapters") or {}).items():
+    for name, folder in cast("Mapping[str, str]", options.get("adapters") or {}).items():
         checks.require(Path(folder).is_dir(), f"--adapter {name}: there is no directory {str(folder)!r}")
     if is_remote(config):
         elsewhere = """`train` and `rollout`: --set 'engine.urls=["http://…"]'"""

@@ -57,7 +57,7 @@ def command(
     with closing(connect(source) if is_url(source) else JournalSource(source)) as opened:
         if action == "list":
             listed = opened.sessions(limit=limit)
-            if is_url(source):  # a gateway reads no trees for a list
+            if not isinstance(opened, JournalSource):  # a gateway reads no trees for a list
                 listed = [summary for each in listed for summary in summarise_remote(opened, each)]
             answer: JsonObject = {"sessions": listed}
         elif action == "show":

@@ -7,7 +7,7 @@ loader proves it: the first logits must equal the model's, bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any, NamedTuple
 
@@ -164,9 +164,10 @@ class Decoder:
             yield self.head.weight
 
 
-TARGETS = dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), "self_attn") | dict.fromkeys(
-    ("gate_proj", "up_proj", "down_proj"), "mlp"
-)
+TARGETS: Mapping[str, str] = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), "self_attn"),
+    **dict.fromkeys(("gate_proj", "up_proj", "down_proj"), "mlp"),
+}
 ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "rotary_emb"}
 LATENT_PARTS = {
     "q_proj", "q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj",

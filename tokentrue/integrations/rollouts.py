@@ -85,8 +85,8 @@ class GatewayRollouts:
                     if reward is not None:
                         await session.reward(float(reward))
                     samples = await session.samples()
-                    for run in (run for sample in samples for run in sample.images if files is not None):
-                        if run.sha256 not in files:
+                    for run in (run for sample in samples for run in sample.images):
+                        if files is not None and run.sha256 not in files:
                             files[run.sha256] = await session.image(run.sha256)
                 if not samples:
                     raise GatewayError(f"session {session.id}: the agent made no model call that can be trained on")

@@ -286,7 +286,7 @@ class SecondMoment(Rule):
 
     @property
     def needs(self) -> frozenset[Need]:
-        return POLICIES[self.signal] | (frozenset({"advantages"}) if self.tokens == "harmful" else frozenset[Need]())
+        return POLICIES[self.signal] | frozenset[Need]({"advantages"} if self.tokens == "harmful" else ())
 
     def explain(self) -> str:
         squares = f"(log {RATIO[self.signal]})²"

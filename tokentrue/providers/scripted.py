@@ -169,5 +169,6 @@ def _ids_from_text(line: ScriptLine, encode: Encode | None, stop_id: int | None)
     if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
         raise FileFormatError("text holds a lone surrogate, which no tokenizer can encode")
     ids = tuple(encode(text))
-    is_closed = stop_id is None or line.finish_reason is not Finish.STOP or ids[-1:] == (stop_id,)
-    return TokenIds(ids if is_closed else (*ids, stop_id))
+    if stop_id is None or line.finish_reason is not Finish.STOP or ids[-1:] == (stop_id,):
+        return TokenIds(ids)
+    return TokenIds((*ids, stop_id))

@@ -164,7 +164,7 @@ def seal(sample: Sample) -> str:
     """SHA-256 over everything in a sample that its chain does not cover, except the seal."""
     own = {key: value for key, value in sample.metadata.get("tokentrue", {}).items() if key != "seal"}
     spans = [[s.start, s.end, s.kind, s.role, s.turn, s.policy_version, s.trainable, s.why] for s in sample.spans]
-    held = {
+    held: JsonObject = {
         "sample_id": sample.sample_id,
         "session_id": sample.session_id,
         "group": sample.group,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -77,8 +77,9 @@ def _decode_ids(kind: type, value: str) -> TokenIds:
 
 def sample_from_json(data: JsonMapping, where: str = "sample") -> Sample:
     row = decode(data, SampleRow, where)
-    fields: JsonObject = {name: getattr(row, name) for name in row.__struct_fields__}
+    fields: dict[str, Any] = {name: getattr(row, name) for name in row.__struct_fields__}
     try:
-        return Sample(**fields | {"token_ids": TokenIds(row.token_ids), "images": row.images or ()})
+        fields |= {"token_ids": TokenIds(row.token_ids), "images": row.images or ()}
+        return Sample(**fields)
     except TokenContractError as error:
         raise FileFormatError(f"{where}: {error}") from error

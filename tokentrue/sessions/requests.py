@@ -179,5 +179,5 @@ def _count_in(value: JsonValue) -> int:
     if isinstance(value, str):
         return len(value)
     if isinstance(value, dict):
-        return sum(map(_count_in, value.values()))
-    return sum(map(_count_in, value)) if isinstance(value, (list, tuple)) else 8
+        return sum(map(_count_in, cast("JsonObject", value).values()))
+    return sum(map(_count_in, cast("list[JsonValue]", value))) if isinstance(value, (list, tuple)) else 8

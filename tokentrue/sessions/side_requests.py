@@ -53,14 +53,14 @@ def _find_named(tree: Tree, node: Node) -> str | None:
     if tree.followers.get(node.id):
         return None
     if _is_one_turn(tree, node) and not node.tools:
-        system = "\n".join(text_of(item.get("content")) for item in node.given[: _count_system(node)])
+        system = "\n".join(map(_text, node.given[: _count_system(node)]))
         lines = tuple(line.strip() for line in system.splitlines())
         return _find_rule("system", lines)
     last = node.given[-1] if node.given else None
     has_earlier_turns = node.parent is not None or any(_role(item) == "assistant" for item in node.given)
     if last is None or _role(last) != "user" or not has_earlier_turns:
         return None
-    return _find_rule("last", [text_of(last.get("content"))])
+    return _find_rule("last", [_text(last)])
 
 
 def _find_rule(where: str, texts: Sequence[str]) -> str | None:
@@ -113,6 +113,10 @@ def _is_one_turn(tree: Tree, node: Node) -> bool:
 
 def _role(item: Message | ServedRef) -> str:
     return "assistant" if isinstance(item, ServedRef) else read_role(item)
+
+
+def _text(item: Message | ServedRef) -> str:
+    return "" if isinstance(item, ServedRef) else text_of(item.get("content"))
 
 
 def _count_system(root: Node) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlencode
 
 from tokentrue.client import Client
@@ -188,8 +188,10 @@ class ViewerData:
 
     def _match(self, branch: Branch, wanted: str) -> JsonObject | None:
         for block in self._blocks(branch):
-            message = block.get("message") or {}
-            calls = " ".join(f"{call['name']}({call['arguments']})" for call in message.get("calls", ()))
+            message = cast("JsonObject", block.get("message") or {})
+            calls = " ".join(
+                f"{call['name']}({call['arguments']})" for call in cast("list[JsonObject]", message.get("calls") or ())
+            )
             text = " ".join(filter(None, (message.get("reasoning"), message.get("content"), calls)))
             at = text.casefold().find(wanted)
             if at >= 0:

@@ -404,9 +404,9 @@ def arguments_object(text: str) -> JsonObject:
         value: JsonValue = parse_json(text.encode(), "arguments", most_levels=most) if text.strip() else {}
     except MessageError:
         value = text
-    if not isinstance(value, dict) or is_raw_arguments(value):
+    if not isinstance(value, dict) or is_raw_arguments(found := cast("JsonObject", value)):
         return {"_raw_arguments": text}
-    return value
+    return found
 
 
 def is_raw_arguments(value: JsonObject) -> bool:

@@ -101,7 +101,11 @@ class ChatEncoder(Encoder):
         if index not in self._has_content:
             if not self._has_content:
                 usage = {"usage": None} if self.head.options.include_usage else {}
-                empty = {**completion_base(self.head, event.node_id, "chat.completion.chunk"), "choices": [], **usage}
+                empty: JsonObject = {
+                    **completion_base(self.head, event.node_id, "chat.completion.chunk"),
+                    "choices": [],
+                    **usage,
+                }
                 before, _, after = sse(empty).rpartition(b'"choices":[]')
                 self._start, self._end = before + b'"choices":[', b"]" + after
             self._has_content[index] = False
