@@ -491,3 +491,13 @@ def test_an_interrupted_command_says_so(
     monkeypatch.setattr("tokentrue.cli.main.load_command", lambda _: command)
     assert run(name, []) == 130
     assert capsys.readouterr().err.endswith(f"{said}\n")
+
+
+@pytest.mark.parametrize("closed", [">&-", ">&- 2>&-"])
+def test_a_closed_standard_output_is_no_internal_error(tmp_path: Path, closed: str) -> None:
+    from tests.viewer.world import build_store
+
+    build_store(tmp_path / "runs.sqlite")
+    line = f'"{sys.executable}" -m tokentrue sessions "{tmp_path / "runs.sqlite"}" {closed}'
+    done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
