@@ -135,6 +135,7 @@ def test_what_is_called_wrong_is_one_line(server: Server, tmp_path: Path, capsys
         ("sessions", [server.url, "--limit", "9" * 20], "limit: "),
         ("sessions", [str(tmp_path / "none.sqlite")], "no journal"),
         ("samples", [store, "--group", "TYPO", "-o", out], "no session of group 'TYPO'"),
+        ("samples", [store, "--group", "g", "--session", "s", "-o", out], "--session and --group: give one of them"),
         ("samples", [server.url, "--group", "TYPO", "-o", out], "no session of group 'TYPO'"),
         ("samples", [server.url, "--session", "nobody", "-o", out], "the gateway answered 404"),
     ]

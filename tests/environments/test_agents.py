@@ -241,7 +241,6 @@ SCORES = [
     (0, "", 1.0),
     (0, "passed\n", 1.0),
     (0, "3 passed\n0.75\n", 0.75),
-    (0, "nan", 1.0),
     (1, "0.75", 0.0),
     (4, "", 0.0),
 ]
@@ -250,6 +249,12 @@ SCORES = [
 @pytest.mark.parametrize(("code", "printed", "reward"), SCORES)
 def test_scores(code: int, printed: str, reward: float) -> None:
     assert reward_from_command(CommandResult(code=code, tail=printed), "c") == reward
+
+
+@pytest.mark.parametrize("printed", ["nan", "3 passed\n-inf\n"])
+def test_a_score_that_is_no_finite_number_is_refused(printed: str) -> None:
+    with pytest.raises(AgentError, match="which is no score"):
+        reward_from_command(CommandResult(code=0, tail=printed), "c")
 
 
 @pytest.mark.parametrize("code", [None, 126, 127, 137])

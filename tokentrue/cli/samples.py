@@ -53,6 +53,8 @@ def command(
     for name in session or ():
         require_utf8("--session", name)
     require_utf8("--group", group)
+    if session and group is not None:
+        raise ConfigError("--session and --group: give one of them; a session's group is in its samples")
     if is_url(source) and (max_tokens is not None or abandoned):
         raise ConfigError("--max-tokens and --abandoned need the journal itself, not a URL")
     counts: Counter[str] = Counter(sessions=0, sampled=0, trained=0)

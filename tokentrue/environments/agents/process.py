@@ -133,16 +133,21 @@ async def end_namespace(first: int) -> None:
 
 def reward_from_command(result: CommandResult, command: str) -> float:
     """Exit code 0: the number on the last line, or 1 if there is none. Other exit codes: 0. Raises if the command
-    could not run or was killed."""
+    could not run, was killed, or printed nan or inf."""
     if result.code is None:
         raise AgentError(f"score: {command!r} took longer than its time limit")
     if result.code in CANNOT_RUN or result.code > 128:
         raise AgentError(f"score: {command!r} ended with exit code {result.code}: {result.tail.strip()[-200:]}")
     if result.code != 0:
         return 0.0
-    lines = result.tail.strip().splitlines()
-    number = as_number(lines[-1]) if lines else None
-    return 1.0 if number is None else number
+    last = (result.tail.strip().splitlines() or [""])[-1]
+    try:
+        number = float(last)
+    except ValueError:
+        return 1.0
+    if not math.isfinite(number):
+        raise AgentError(f"score: {command!r} printed {last.strip()}, which is no score; let it print a finite number")
+    return number
 
 
 def reward_from_harbor(folder: Path, result: CommandResult, command: str) -> float:
@@ -154,7 +159,7 @@ def reward_from_harbor(folder: Path, result: CommandResult, command: str) -> flo
     try:
         values = json.loads(read_reward_file(folder, "reward.json"))
         number = float(values["reward"] if "reward" in values else sum(values.values()) / len(values))
-    except (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError, RecursionError):
+    except (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError, RecursionError, OverflowError):
         number = math.nan
     if math.isfinite(number):
         return number
