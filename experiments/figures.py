@@ -44,13 +44,12 @@ CONTRASTS = (  # what is asked, with, without
 
 def complete_runs(runs: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, Mapping[str, Any]]]:
     """Runs by arm and seed: those that ended, of each arm's most frequent learning rate and length."""
-    ended = [run for run in runs if "curves" in run and run["steps"] == run["asked"]]
     found: dict[str, dict[int, Mapping[str, Any]]] = {}
     for arm in (arm.name for arm in arms()):
-        mine = [run for run in ended if run["arm"] == arm]
+        mine = [run for run in runs if run["arm"] == arm]
         if mine:
-            chosen = Counter((run["lr"], run["asked"]) for run in mine).most_common(1)[0][0]
-            found[arm] = {run["seed"]: run for run in mine if (run["lr"], run["asked"]) == chosen}
+            chosen = Counter((run["lr"], run["steps"]) for run in mine).most_common(1)[0][0]
+            found[arm] = {run["seed"]: run for run in mine if (run["lr"], run["steps"]) == chosen}
     return found
 
 

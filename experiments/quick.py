@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from experiments.figures import complete_runs, table_of_arms
-from experiments.grid import DATA, Job, arms, read_runs, run_all, start_sharing, stop_sharing
+from experiments.grid import DATA, Job, arms, open_bench, read_runs, run_jobs
 
 ARMS = ("exact: exact", "kernels: bypass", "fp8: bypass", "fp8: recompute + TIS")
 
@@ -34,16 +34,12 @@ def main() -> int:
     if trouble := find_trouble(given.model, on_gpu=on_gpu):
         parser.error(trouble)
     seeds, steps = (range(2), 100) if on_gpu else (range(1), 2)
-    jobs = [Job(arm=arm, seed=seed, lr=given.lr, steps=steps) for seed in seeds for arm in arms() if arm.name in ARMS]
-    options = {"model": given.model, "tasks": given.tasks, "vocabulary": given.vocabulary, "device": given.device}
-    if on_gpu:
-        start_sharing()
-    (given.out / "grid.jsonl").unlink(missing_ok=True)
-    try:
-        run_all([lambda _: jobs], given.out, options, at_once=len(jobs) if on_gpu else 1, until=time.monotonic() + 1800)
-    finally:
-        stop_sharing()
-    mine = complete_runs(read_runs(given.out / "grid.jsonl"))
+    jobs = [Job(arm=arm, seed=seed, lr=given.lr) for arm in arms() for seed in seeds if arm.name in ARMS]
+    file = given.out / "grid.jsonl"
+    file.unlink(missing_ok=True)
+    bench = open_bench(given.model, given.tasks, vocabulary=given.vocabulary, device=given.device)
+    run_jobs(bench, jobs, file, steps=steps, at_once=4, until=time.monotonic() + 1800)
+    mine = complete_runs(read_runs(file))
     filed = complete_runs(read_runs(DATA / "grid.jsonl"))
     for title, found in (("here", mine), ("on file", {arm: filed[arm] for arm in ARMS if arm in filed})):
         print(f"\n{title}\n" + "\n".join(table_of_arms(found)))
