@@ -35,12 +35,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experiments.llama import Cache, Shape, decode, flatten, forward, head, linear, load_shape, rope_table, upcycle
+from experiments.llama import (
+    Cache,
+    Shape,
+    causal_bias,
+    decode,
+    flatten,
+    forward,
+    head,
+    linear,
+    load_shape,
+    rope_table,
+    upcycle,
+)
 from tokentrue.mismatch import PRESETS, Correction, LossConfig, Weights, policy_loss
 
 GROUPS, SIZE, MINIBATCHES = 4, 8, 2
 ROWS = GROUPS * SIZE
-PROMPT, ANSWER, HEAD = 48, 16, 64  # tokens; ids per token for score centering
+PROMPT, ANSWER, HEAD = 40, 16, 64  # tokens; ids per token for score centering
 HELD_OUT = 126  # questions
 LAG = 4
 DTYPE = torch.bfloat16
@@ -155,13 +167,14 @@ def is_right(text: str, answer: str) -> bool:
 # ---- rollouts --------------------------------------------------------------------------------------------------------
 @dataclass(slots=True, kw_only=True)
 class Rollout:
-    ids_SBT: Tensor  # prompt and sampled ids, from the left
-    lengths_SB: Tensor  # of prompts
+    prompts_SGP: Tensor  # one of each group
+    lengths_SG: Tensor  # of prompts
+    sampled_SBA: Tensor
     logprobs_SBA: Tensor
     mask_SBA: Tensor
     head_ids_SBAK: Tensor
     head_logprobs_SBAK: Tensor
-    routed: Tensor | None = None  # [mixture layers, S, B, T, 2]
+    routed: Tensor | None = None  # the experts taken, as the trainer lays tokens out: [mixture layers, S, G, T, 2]
 
 
 def fp8(x: Tensor) -> Tensor:
@@ -176,27 +189,32 @@ def fp8_linear(x: Tensor, weight: Tensor) -> Tensor:
 
 
 class Engine:
-    """An engine of one kind, with a row of `flat` as each run's weights. On CUDA reading the prompt and sampling a
-    token are captured as graphs."""
+    """An engine of one kind, with a row of `flat` as each run's weights, that samples `copies` answers to each prompt.
+    On CUDA reading the prompts and sampling a token are captured as graphs."""
 
-    def __init__(self, shape: Shape, kind: str, flat: Tensor, *, rows: int) -> None:
+    def __init__(self, shape: Shape, kind: str, flat: Tensor, *, groups: int, copies: int) -> None:
         self.shape, self.kind, self.flat = shape, kind, flat
-        self.runs, self.rows, self.device = len(flat), rows, flat.device
+        self.runs, self.groups, self.copies, self.device = len(flat), groups, copies, flat.device
+        self.rows = groups * copies
         self.weights = shape.views(flat)
         self.rope = rope_table(shape, PROMPT + ANSWER, self.device)
         self.product = fp8_linear if kind == "fp8" else linear
-        kept = torch.float8_e4m3fn if kind == "kv8" else flat.dtype
-        self.cache = Cache(shape, self.runs * rows, PROMPT + ANSWER, dtype=kept, device=self.device)
-        new, size = partial(torch.zeros, device=self.device), (self.runs, rows)
-        self.ids = new(*size, PROMPT + ANSWER, dtype=torch.long)
-        self.lengths, self.at, self.current = (new(size, dtype=torch.long) for _ in range(3))
+        self.cache = Cache(
+            shape, self.runs * self.rows, PROMPT + ANSWER, copies=copies, device=self.device,
+            dtype=torch.float8_e4m3fn if kind == "kv8" else flat.dtype,
+        )  # fmt: skip
+        new, size = partial(torch.zeros, device=self.device), (self.runs, self.rows)
+        self.prompts = new(self.runs, groups, PROMPT, dtype=torch.long)
+        self.lengths = new(self.runs, groups, dtype=torch.long)
+        self.at, self.current = (new(size, dtype=torch.long) for _ in range(2))
         self.heat = new((), dtype=torch.float32)  # 0: greedy
         self.step = new(1, dtype=torch.long)
         self.sampled = new(*size, ANSWER, dtype=torch.long)
         self.logprobs = new(*size, ANSWER)
         self.head_ids = new(*size, ANSWER, HEAD, dtype=torch.long)
         self.head_logprobs = new(*size, ANSWER, HEAD)
-        self.routed = new(shape.mixtures, *size, PROMPT + ANSWER, 2, dtype=torch.long)
+        self.prompt_routed = new(shape.mixtures, self.runs, groups, PROMPT, 2, dtype=torch.long)
+        self.routed = new(shape.mixtures, *size, ANSWER, 2, dtype=torch.long)  # of the token before each sampled one
         self.graphs: dict[str, Any] = {}
 
     def load(self, flat: Tensor) -> None:
@@ -208,29 +226,34 @@ class Engine:
                     weight.copy_(fp8(weight))
 
     @torch.no_grad()
-    def generate(self, prompts: Sequence[Sequence[Question]], *, greedy: bool = False) -> Rollout:
-        """From `rows` prompts of each run."""
-        padded = [[[*q.prompt_ids, *[0] * (PROMPT + ANSWER - len(q.prompt_ids))] for q in row] for row in prompts]
-        self.ids.copy_(torch.tensor(padded))
-        self.lengths.copy_(torch.tensor([[len(q.prompt_ids) for q in row] for row in prompts]))
+    def generate(self, questions: Sequence[Sequence[Question]], *, greedy: bool = False) -> Rollout:
+        """`copies` answers to each of a run's `groups` questions."""
+        self.prompts.copy_(
+            torch.tensor([[[*q.prompt_ids, *[0] * (PROMPT - len(q.prompt_ids))] for q in row] for row in questions])
+        )
+        self.lengths.copy_(torch.tensor([[len(q.prompt_ids) for q in row] for row in questions]))
         self.heat.fill_(0.0 if greedy else 1.0)
         self.step.zero_()
-        self.at.copy_(self.lengths - 1)
-        if self.routed.numel():
-            self.routed[..., 0], self.routed[..., 1] = 0, 1
+        self.at.copy_((self.lengths - 1).repeat_interleave(self.copies, 1))
+        last = self.prompts.gather(2, self.lengths[:, :, None] - 1)[:, :, 0]
+        self.current.copy_(last.repeat_interleave(self.copies, 1))
+        self.routed[..., 1] = 1  # two experts also at positions after the last step
         if self.kind != "exact":
-            self._replay("prompt", self._read_prompt)
-            self.current.copy_(self.ids.gather(2, self.at[:, :, None])[:, :, 0])
+            self._replay("prompt", self._read_prompts)
         for step in range(ANSWER):
             self._replay("step", self._step_exact if self.kind == "exact" else self._step)
             if step % 4 == 3 and bool((self.sampled[:, :, : step + 1] == STOP).any(2).all()):
                 break
         stops = self.sampled == STOP
         mask = (stops.cumsum(2) - stops.long() == 0) & (torch.arange(ANSWER, device=self.device) <= step)
+        routed = None
+        if self.shape.mixtures:
+            answers = self.routed[:, :, :, 1:].unflatten(2, (self.groups, self.copies)).flatten(3, 4)
+            routed = torch.cat([self.prompt_routed, answers], 3)
         return Rollout(
-            ids_SBT=self.ids.clone(), lengths_SB=self.lengths.clone(), logprobs_SBA=self.logprobs.clone(),
-            mask_SBA=mask, head_ids_SBAK=self.head_ids.clone(), head_logprobs_SBAK=self.head_logprobs.clone(),
-            routed=self.routed.clone() if self.routed.numel() else None,
+            prompts_SGP=self.prompts.clone(), lengths_SG=self.lengths.clone(), sampled_SBA=self.sampled.clone(),
+            logprobs_SBA=self.logprobs.clone(), mask_SBA=mask, head_ids_SBAK=self.head_ids.clone(),
+            head_logprobs_SBAK=self.head_logprobs.clone(), routed=routed,
         )  # fmt: skip
 
     def _replay(self, name: str, call: Callable[[], None]) -> None:
@@ -238,37 +261,38 @@ class Engine:
             call()
             return
         if name not in self.graphs:
-            keep = [t.clone() for t in (self.ids, self.at, self.current, self.step)]
+            keep = [t.clone() for t in (self.at, self.current, self.step)]
             warm_up(call)
             self.graphs[name] = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.graphs[name]):
                 call()
-            for old, new in zip(keep, (self.ids, self.at, self.current, self.step), strict=True):
+            for old, new in zip(keep, (self.at, self.current, self.step), strict=True):
                 new.copy_(old)
         self.graphs[name].replay()
 
-    def _read_prompt(self) -> None:
+    def _read_prompts(self) -> None:
+        positions = torch.arange(PROMPT, device=self.device).expand_as(self.prompts)
         _, routed = forward(
-            self.shape, self.weights, self.ids[:, :, :PROMPT], self.rope,
+            self.shape, self.weights, self.prompts, positions, causal_bias(self.prompts, self.flat.dtype), self.rope,
             product=self.product, cache=self.cache.write_prompt,
         )  # fmt: skip
         if routed is not None:
-            self.routed[:, :, :, :PROMPT] = routed
+            self.prompt_routed.copy_(routed)
 
     def _step(self) -> None:
         hidden, routed = decode(
             self.shape, self.weights, self.current, self.at, self.rope, self.cache, product=self.product
         )
         if routed is not None:
-            at = self.at[None, :, :, None, None].expand(self.shape.mixtures, -1, -1, 1, 2)
-            self.routed.scatter_(3, at, routed[:, :, :, None])
+            self.routed.index_copy_(3, self.step, routed[:, :, :, None])
         self._sample(head(hidden, self.weights))
 
     def _step_exact(self) -> None:
         """The trainer's whole pass, in minibatches as the trainer cuts them."""
+        given = (self.prompts, self.lengths, self.sampled)
         found = []
-        for ids, lengths in zip(self.ids.chunk(MINIBATCHES, 1), self.lengths.chunk(MINIBATCHES, 1), strict=True):
-            logprobs, _ = score(self.shape, self.weights, ids, lengths, self.rope)
+        for part in zip(*(tensor.chunk(MINIBATCHES, 1) for tensor in given), strict=True):
+            logprobs = score(self.shape, self.weights, *part, self.rope)
             found.append(logprobs.index_select(2, self.step)[:, :, 0])
         self._sample(torch.cat(found, 1))
 
@@ -283,7 +307,6 @@ class Engine:
         self.head_ids.scatter_(2, at, top.indices[:, :, None])
         self.head_logprobs.scatter_(2, at, top.values[:, :, None])
         self.at += 1
-        self.ids.scatter_(2, self.at[:, :, None], chosen)
         self.current.copy_(chosen[:, :, 0])
         self.step += 1
 
@@ -299,15 +322,30 @@ def warm_up(call: Callable[[], None]) -> None:
 
 
 def score(
-    shape: Shape, weights: Mapping[str, Tensor], ids_SBT: Tensor, lengths_SB: Tensor, rope: Tensor,
-    routed: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The trainer's log-probabilities over the vocabulary at the positions that predict an answer, [S, B, A, V], and
-    the ids there."""
-    hidden, _ = forward(shape, weights, ids_SBT, rope, routed=routed)
-    at = (lengths_SB - 1)[:, :, None] + torch.arange(ANSWER, device=ids_SBT.device)
+    shape: Shape, weights: Mapping[str, Tensor], prompts_SGP: Tensor, lengths_SG: Tensor, sampled_SBA: Tensor,
+    rope: Tensor, routed: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """The trainer's log-probabilities over the vocabulary at every sampled token, [S, B, A, V].
+
+    A group is one row: its prompt once, then its answers but for their last token, kept apart by attention's mask.
+    """
+    runs, groups, device = *lengths_SG.shape, lengths_SG.device
+    answers = sampled_SBA.unflatten(1, (groups, -1))[..., :-1]
+    copies, kept = answers.shape[2:]
+    ids = torch.cat([prompts_SGP, answers.flatten(2)], 2)
+    steps, order = torch.arange(kept, device=device).repeat(copies), torch.arange(PROMPT, device=device)
+    positions = torch.cat([order.expand_as(prompts_SGP), lengths_SG[..., None] + steps], 2)
+    branch = torch.cat([torch.full_like(order, -1), torch.arange(copies, device=device).repeat_interleave(kept)])
+    sees = ((branch[:, None] == branch) | (branch == -1)).tril()
+    exists = torch.cat([order < lengths_SG[..., None], steps.expand(runs, groups, -1) >= 0], 2)
+    visible = sees & exists[:, :, None, :]
+    bias = torch.zeros_like(visible, dtype=weights["norm"].dtype).masked_fill(~visible, -torch.inf)
+    hidden, _ = forward(shape, weights, ids, positions, bias, rope, routed=routed)
+    first = (lengths_SG - 1)[..., None, None].expand(-1, -1, copies, 1)
+    later = torch.arange(PROMPT, ids.shape[2], device=device).view(copies, kept).expand(runs, groups, -1, -1)
+    at = torch.cat([first, later], 3).flatten(2)  # of the token before each sampled one
     picked = hidden.gather(2, at[..., None].expand(-1, -1, -1, hidden.shape[3]))
-    return head(picked, weights), ids_SBT.gather(2, at + 1)
+    return head(picked.view(runs, groups * copies, kept + 1, -1), weights)
 
 
 # ---- the trainer -----------------------------------------------------------------------------------------------------
@@ -323,12 +361,15 @@ class Trainer:
         self.gradients = list(shape.views(self.gradient).values())
         self.rope = rope_table(shape, PROMPT + ANSWER, device)
         self.updates = 0
-        per = ROWS // MINIBATCHES
-        self.cuts = [slice(start, start + per) for start in range(0, ROWS, per)]
-        new, size = partial(torch.zeros, device=device), (len(jobs), per)
-        self.ids, self.lengths = new(*size, PROMPT + ANSWER, dtype=torch.long), new(size, dtype=torch.long) + 1
+        groups = GROUPS // MINIBATCHES
+        self.cuts = [slice(start, start + groups) for start in range(0, GROUPS, groups)]  # in groups
+        new, size = partial(torch.zeros, device=device), (len(jobs), groups * SIZE)
+        self.prompts = new(len(jobs), groups, PROMPT, dtype=torch.long)
+        self.lengths = new(len(jobs), groups, dtype=torch.long) + 1
+        self.sampled = new(*size, ANSWER, dtype=torch.long)
         self.head_ids = new(*size, ANSWER, HEAD, dtype=torch.long)
-        self.routed = new(shape.mixtures, *size, PROMPT + ANSWER, 2, dtype=torch.long)
+        tokens = PROMPT + SIZE * (ANSWER - 1)
+        self.routed = new(shape.mixtures, len(jobs), groups, tokens, 2, dtype=torch.long)
         self.routed[..., 1] = 1
         self.replays = jobs[0].arm.replay
         self.current_grad, self.head_grad = new(*size, ANSWER), new(*size, ANSWER, HEAD)
@@ -356,8 +397,8 @@ class Trainer:
 
     def _forward(self) -> None:
         routed = self.routed if self.replays else None
-        table, ids = score(self.shape, self.weights, self.ids, self.lengths, self.rope, routed)
-        self.current = table.gather(3, ids[..., None])[..., 0]
+        table = score(self.shape, self.weights, self.prompts, self.lengths, self.sampled, self.rope, routed)
+        self.current = table.gather(3, self.sampled[..., None])[..., 0]
         self.head = table.gather(3, self.head_ids)
 
     def _backward(self) -> None:
@@ -366,13 +407,15 @@ class Trainer:
         found = torch.autograd.grad((self.current, self.head), list(self.weights.values()), given)
         torch._foreach_copy_(self.gradients, list(found))
 
-    def score(self, rollout: Rollout, rows: slice) -> tuple[Tensor, Tensor]:
+    def score(self, rollout: Rollout, groups: slice) -> tuple[Tensor, Tensor]:
         """The current policy's log-probabilities of one minibatch's tokens and of the engine's most likely ids."""
-        self.ids.copy_(rollout.ids_SBT[:, rows])
-        self.lengths.copy_(rollout.lengths_SB[:, rows])
+        rows = slice(groups.start * SIZE, groups.stop * SIZE)
+        self.prompts.copy_(rollout.prompts_SGP[:, groups])
+        self.lengths.copy_(rollout.lengths_SG[:, groups])
+        self.sampled.copy_(rollout.sampled_SBA[:, rows])
         self.head_ids.copy_(rollout.head_ids_SBAK[:, rows])
         if self.replays and rollout.routed is not None:
-            self.routed.copy_(rollout.routed[:, :, rows])
+            self.routed.copy_(rollout.routed[:, :, groups])
         self.graphs[0].replay() if self.graphs else self._forward()
         return self.current.detach().clone(), self.head.detach().clone()
 
@@ -381,11 +424,12 @@ class Trainer:
         groups = rewards_SB.unflatten(1, (-1, SIZE))
         advantages_SB = (groups - groups.mean(2, keepdim=True)).flatten(1)
         # The denominator of the first minibatch is its own first score: its weights are those before any update.
-        later = [self.score(rollout, rows)[0] if self.recomputes else None for rows in self.cuts[1:]]
+        later = [self.score(rollout, groups)[0] if self.recomputes else None for groups in self.cuts[1:]]
         measured: list[dict[str, float]] = []
         norms: list[Tensor] = []
-        for number, rows in enumerate(self.cuts):
-            current, likely = (x.requires_grad_() for x in self.score(rollout, rows))
+        for number, groups in enumerate(self.cuts):
+            rows = slice(groups.start * SIZE, groups.stop * SIZE)
+            current, likely = (x.requires_grad_() for x in self.score(rollout, groups))
             mask, sampled = rollout.mask_SBA[:, rows], rollout.logprobs_SBA[:, rows]
             if number == 0:
                 measured = measure(current.detach(), sampled, mask)
@@ -417,13 +461,12 @@ class Trainer:
         self.updates += 1
         norms = torch.linalg.vector_norm(self.gradient, dim=1)
         skipped = ((norms == 0) | ~norms.isfinite()).float()
-        self.gradient.div_(norms.clamp(min=1.0)[:, None])
         t = torch.tensor(float(self.updates), device=self.device)
         for run, job in enumerate(self.jobs):
             torch._fused_adamw_(
                 [self.master[run]], [self.gradient[run]], [self.first[run]], [self.second[run]], [], [t],
                 lr=job.lr * min(1.0, self.updates / 10), beta1=0.9, beta2=0.95, weight_decay=0.0, eps=1e-8,
-                amsgrad=False, maximize=False, found_inf=skipped[run],
+                amsgrad=False, maximize=False, grad_scale=norms[run].clamp(min=1.0), found_inf=skipped[run],
             )  # fmt: skip
         self.flat.copy_(self.master)
         return norms
@@ -485,9 +528,15 @@ class Bench:
         start = self.start if arm.experts == 1 else upcycle(self.shape, self.start, shape)
         trainer = Trainer(shape, start, jobs, device=self.device)
         is_shared = arm.lag == 0 and arm.engine != "fp8"
-        engine = Engine(shape, arm.engine, trainer.flat if is_shared else torch.zeros_like(trainer.flat), rows=ROWS)
+        engine = Engine(
+            shape,
+            arm.engine,
+            trainer.flat if is_shared else torch.zeros_like(trainer.flat),
+            groups=GROUPS,
+            copies=SIZE,
+        )
         # The judge has the trainer's weights and is of one kind for all arms.
-        judge = Engine(shape, "kernels", trainer.flat, rows=len(self.tasks.held_out))
+        judge = Engine(shape, "kernels", trainer.flat, groups=len(self.tasks.held_out), copies=1)
         kept = [trainer.flat if arm.lag == 0 else trainer.flat.clone()]  # of the last batches, oldest first
         rows: list[list[dict[str, float]]] = [[] for _ in jobs]
         held = [[(0, found)] for found in self.judge(judge)]
@@ -499,9 +548,8 @@ class Bench:
                 return []
             engine.load(kept[0])
             questions = [[order.choice(self.tasks.train) for _ in range(GROUPS)] for order in orders]
-            prompts = [[q for q in row for _ in range(SIZE)] for row in questions]
-            rollout = engine.generate(prompts)
-            rewards = self.rewards(rollout, prompts)
+            rollout = engine.generate(questions)
+            rewards = self.rewards(rollout, questions)
             measured = trainer.train(rollout, torch.tensor(rewards, device=self.device))
             if arm.lag:
                 kept = [*kept, trainer.flat.clone()][-1 - arm.lag :]
@@ -519,24 +567,24 @@ class Bench:
 
     def judge(self, engine: Engine) -> list[dict[str, float]]:
         """Held-out reward of each run, greedy: the mean of each kind of task."""
-        prompts = [self.tasks.held_out] * engine.runs
+        questions = [self.tasks.held_out] * engine.runs
         found: list[dict[str, float]] = []
-        for rewards in self.rewards(engine.generate(prompts, greedy=True), prompts):
+        for rewards in self.rewards(engine.generate(questions, greedy=True), questions):
             kinds: dict[str, list[float]] = {}
             for question, reward in zip(self.tasks.held_out, rewards, strict=True):
                 kinds.setdefault(question.kind, []).append(reward)
             found.append({kind: sum(values) / len(values) for kind, values in kinds.items()})
         return found
 
-    def rewards(self, rollout: Rollout, prompts: Sequence[Sequence[Question]]) -> list[list[float]]:
-        at = rollout.lengths_SB[:, :, None] + torch.arange(ANSWER, device=self.device)
-        sampled, counts = rollout.ids_SBT.gather(2, at).tolist(), rollout.mask_SBA.sum(2).tolist()
+    def rewards(self, rollout: Rollout, questions: Sequence[Sequence[Question]]) -> list[list[float]]:
+        sampled, counts = rollout.sampled_SBA.tolist(), rollout.mask_SBA.sum(2).tolist()
+        copies = rollout.sampled_SBA.shape[1] // rollout.lengths_SG.shape[1]
         return [
             [
-                self.tasks.reward(question, [i for i in ids[:count] if i != STOP])
-                for question, ids, count in zip(*row, strict=True)
+                self.tasks.reward(mine[row // copies], [i for i in ids[:count] if i != STOP])
+                for row, (ids, count) in enumerate(zip(*answers, strict=True))
             ]
-            for row in zip(prompts, sampled, counts, strict=True)
+            for mine, *answers in zip(questions, sampled, counts, strict=True)
         ]
 
 

@@ -3,8 +3,7 @@ forward pass over whole sequences, and an engine's over one token at a time with
 
 Several runs are one program: every weight and every activation has a leading dimension of runs, and a product is one
 batched product over them. A run's weights are views of one row of a flat tensor [runs, parameters], so that a copy, a
-cast and an optimiser step are one kernel each. Shape suffixes: S runs, B rows of a run, T positions, V vocabulary, A
-sampled positions.
+cast and an optimiser step are one kernel each. Shape suffixes: S runs, B rows of a run, T tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -185,14 +184,15 @@ def feed_forward(
 
 
 def forward(
-    shape: Shape, weights: Weights, ids_SBT: Tensor, rope: Tensor, *, product: Linear = linear,
-    routed: Tensor | None = None, cache: Callable[[int, Tensor, Tensor], None] | None = None,
+    shape: Shape, weights: Weights, ids_SBT: Tensor, positions_SBT: Tensor, bias_SBTT: Tensor, rope: Tensor, *,
+    product: Linear = linear, routed: Tensor | None = None, cache: Callable[[int, Tensor, Tensor], None] | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """The trainer's pass over whole sequences, also the engine's over a prompt (then `cache` takes keys and values):
-    hidden states and the experts taken, [mixture layers, S, B, T, 2]."""
+    """The trainer's pass over whole rows, also the engine's over prompts (then `cache` takes keys and values): hidden
+    states and the experts taken, [mixture layers, S, B, T, 2]. `bias` is added to attention's scores."""
     length = ids_SBT.shape[2]
     x = embed(ids_SBT, weights)
-    turn = rope[:length, None]
+    turn = rope[positions_SBT].view(-1, length, 1, shape.head_width // 2)
+    bias = bias_SBTT.flatten(0, 1)[:, None]
     heads, kv, width = shape.heads, shape.cache_heads, shape.head_width
     taken: list[Tensor] = []
     for n in range(shape.layers):
@@ -202,9 +202,8 @@ def forward(
         v = qkv[:, :, heads + kv :]
         if cache is not None:
             cache(n, k, v)
-        mixed = F.scaled_dot_product_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True
-        )
+        k, v = (part.repeat_interleave(heads // kv, 2) for part in (k, v))
+        mixed = F.scaled_dot_product_attention(*(part.transpose(1, 2) for part in (q, k, v)), attn_mask=bias)
         x = x + product(mixed.transpose(1, 2).reshape(*ids_SBT.shape, heads * width), weights[f"{n}.out"])
         h = normalise(x, weights[f"{n}.norm2"], shape.epsilon)
         which = None if routed is None or not shape.is_mixture(n) else routed[len(taken)]
@@ -215,12 +214,20 @@ def forward(
     return normalise(x, weights["norm"], shape.epsilon), torch.stack(taken) if taken else None
 
 
-class Cache:
-    """Keys and values of every layer, [layers, S · B, heads, T, head_width]."""
+def causal_bias(ids_SBT: Tensor, dtype: torch.dtype) -> Tensor:
+    length = ids_SBT.shape[2]
+    bias = torch.full((length, length), -torch.inf, dtype=dtype, device=ids_SBT.device).triu(1)
+    return bias.expand(*ids_SBT.shape, length)
 
-    def __init__(self, shape: Shape, rows: int, length: int, *, dtype: torch.dtype, device: torch.device) -> None:
+
+class Cache:
+    """Keys and values of every layer, [layers, S · B, heads, T, head_width]. `copies` neighbours of the B rows have one prompt."""
+
+    def __init__(
+        self, shape: Shape, rows: int, length: int, *, dtype: torch.dtype, device: torch.device, copies: int = 1
+    ) -> None:
         size = (shape.layers, rows, shape.cache_heads, length, shape.head_width)
-        self.dtype = dtype
+        self.dtype, self.copies = dtype, copies
         kept = torch.uint8 if dtype.itemsize == 1 else dtype  # few kernels index float8
         self.keys, self.values = (torch.zeros(size, dtype=kept, device=device) for _ in range(2))
 
@@ -231,8 +238,8 @@ class Cache:
         return x if self.dtype.itemsize > 1 else x.view(self.dtype).to(dtype)
 
     def write_prompt(self, n: int, k: Tensor, v: Tensor) -> None:
-        self.keys[n, :, :, : k.shape[1]] = self.pack(k.transpose(1, 2))
-        self.values[n, :, :, : v.shape[1]] = self.pack(v.transpose(1, 2))
+        for kept, new in ((self.keys, k), (self.values, v)):
+            kept[n, :, :, : new.shape[1]] = self.pack(new.transpose(1, 2)).repeat_interleave(self.copies, 0)
 
 
 def decode(

@@ -29,9 +29,10 @@ from experiments.grid import (
     main_jobs,
     make_batches,
     measure,
+    score,
     tuning_jobs,
 )  # fmt: skip
-from experiments.llama import Cache, Shape, decode, flatten, forward, head, load_shape, rope_table, upcycle
+from experiments.llama import Cache, Shape, causal_bias, decode, flatten, forward, head, load_shape, rope_table, upcycle
 from experiments.quick import find_trouble
 from tokentrue.mismatch import policy_loss
 
@@ -56,6 +57,12 @@ def hugging_face(tmp_path_factory: pytest.TempPathFactory):
     return directory, LlamaForCausalLM(config).eval()
 
 
+def run_plain(shape: Shape, weights: dict[str, torch.Tensor], ids: torch.Tensor, **options: object):
+    rope = rope_table(shape, 64, torch.device("cpu"))
+    positions = torch.arange(ids.shape[2]).expand_as(ids)
+    return forward(shape, weights, ids, positions, causal_bias(ids, weights["norm"].dtype), rope, **options)
+
+
 @torch.no_grad()
 def test_both_passes_equal_hugging_face(hugging_face: tuple[Path, torch.nn.Module]) -> None:
     directory, model = hugging_face
@@ -65,10 +72,10 @@ def test_both_passes_equal_hugging_face(hugging_face: tuple[Path, torch.nn.Modul
     weights = shape.views(torch.stack([torch.randn_like(theirs), theirs]))  # beside a run with other weights
     ids, rope = torch.randint(0, 96, (2, 3, 20)), rope_table(shape, 24, torch.device("cpu"))
     expected = model(ids[1]).logits.log_softmax(-1)
-    hidden, _ = forward(shape, weights, ids, rope)
+    hidden, _ = run_plain(shape, weights, ids)
     torch.testing.assert_close(head(hidden, weights)[1], expected, atol=1e-5, rtol=0)
     cache = Cache(shape, 6, 24, dtype=torch.float32, device=torch.device("cpu"))
-    forward(shape, weights, ids[:, :, :12], rope, cache=cache.write_prompt)
+    run_plain(shape, weights, ids[:, :, :12], cache=cache.write_prompt)
     for at in range(11, 19):
         hidden, _ = decode(shape, weights, ids[:, :, at], torch.full((2, 3), at), rope, cache)
         torch.testing.assert_close(head(hidden, weights)[1], expected[:, at], atol=1e-5, rtol=0)
@@ -113,8 +120,14 @@ def test_a_run_of_a_batch_takes_the_steps_it_would_take_alone(method: str) -> No
     trainer.flat = trainer.master.clone()
     trainer.weights = {name: view.detach().requires_grad_() for name, view in TINY.views(trainer.flat).items()}
     torch.manual_seed(3)
-    engine = Engine(TINY, "kernels", trainer.flat.clone(), rows=ROWS)
-    rollout = engine.generate([[bench.tasks.train[n % 6] for n in range(ROWS)]] * 2)
+    engine = Engine(TINY, "kernels", trainer.flat.clone(), groups=GROUPS, copies=SIZE)
+    questions = bench.tasks.train[:GROUPS]
+    rollout = engine.generate([questions] * 2)
+    prompts = [torch.tensor(q.prompt_ids) for q in questions for _ in range(SIZE)]
+    ids = torch.nn.utils.rnn.pad_sequence(
+        [torch.cat(parts) for parts in zip(prompts, rollout.sampled_SBA[1], strict=True)], batch_first=True
+    )  # every answer with a prompt of its own
+    last = torch.tensor([len(prompt) - 1 for prompt in prompts])
     rollout.logprobs_SBA += 0.3 * torch.randn_like(rollout.logprobs_SBA)  # ratios that weights cut off
     rewards = torch.rand(2, ROWS).round()
     trainer.train(rollout, rewards)
@@ -126,11 +139,11 @@ def test_a_run_of_a_batch_takes_the_steps_it_would_take_alone(method: str) -> No
 
     def score_rows(rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
         weights = TINY.views(flat)
-        hidden, _ = forward(TINY, weights, rollout.ids_SBT[1:, rows], trainer.rope)
-        at = rollout.lengths_SB[1, rows, None] - 1 + torch.arange(16)
+        hidden, _ = run_plain(TINY, weights, ids[None, rows])
+        at = last[rows, None] + torch.arange(16)
         table = head(hidden, weights)[0][torch.arange(len(at))[:, None], at]
-        ids = rollout.ids_SBT[1, rows].gather(1, at + 1)
-        return table.gather(2, ids[..., None])[..., 0], table.gather(2, rollout.head_ids_SBAK[1, rows])
+        sampled = ids[rows].gather(1, at + 1)
+        return table.gather(2, sampled[..., None])[..., 0], table.gather(2, rollout.head_ids_SBAK[1, rows])
 
     cuts = [slice(0, ROWS // 2), slice(ROWS // 2, ROWS)]
     old = [score_rows(rows)[0].detach() for rows in cuts]
@@ -179,9 +192,9 @@ def test_a_mixture_starts_near_its_dense_model() -> None:
     mixture = Shape(**{name: getattr(TINY, name) for name in TINY.__slots__ if name != "experts"}, experts=4)
     start = torch.randn(TINY.size()) * 0.1
     plain, made = TINY.views(start[None]), mixture.views(upcycle(TINY, start, mixture, noise=0.0)[None])
-    ids, rope = torch.randint(0, 96, (1, 2, 8)), rope_table(TINY, 8, torch.device("cpu"))
-    a, _ = forward(TINY, plain, ids, rope)
-    b, routed = forward(mixture, made, ids, rope)
+    ids = torch.randint(0, 96, (1, 2, 8))
+    a, _ = run_plain(TINY, plain, ids)
+    b, routed = run_plain(mixture, made, ids)
     torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
     assert routed is not None and routed.shape == (1, 1, 2, 8, 2)
 
@@ -247,3 +260,18 @@ def test_quick_says_what_cannot_run_before_it_starts(
     assert find_trouble(tmp_path, on_gpu=False) == ""
     if not torch.cuda.is_available():
         assert "--device cpu" in find_trouble(tmp_path, on_gpu=True)
+
+
+@torch.no_grad()
+def test_replayed_routing_is_laid_out_as_the_trainers_tokens() -> None:
+    bench = make_bench()
+    shape = replace(TINY, experts=4)
+    flat = upcycle(TINY, bench.start, shape, noise=1.0)[None]
+    engine = Engine(shape, "kernels", flat, groups=GROUPS, copies=SIZE)
+    rollout = engine.generate([bench.tasks.train[:GROUPS]])
+    given = (shape, engine.weights, rollout.prompts_SGP, rollout.lengths_SG, rollout.sampled_SBA, engine.rope)
+    assert rollout.routed is not None
+    own, replayed, other = (score(*given, routed) for routed in (None, rollout.routed, rollout.routed.roll(1, 3)))
+    mask = rollout.mask_SBA
+    torch.testing.assert_close(own[mask], replayed[mask], atol=1e-4, rtol=0)
+    assert (own - other)[mask].abs().max() > 0.1
