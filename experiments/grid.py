@@ -240,12 +240,13 @@ class Engine:
         self.routed[..., 1] = 1  # two experts also at positions after the last step
         if self.kind != "exact":
             self._replay("prompt", self._read_prompts)
-        for step in range(ANSWER):
-            self._replay("step", self._step_exact if self.kind == "exact" else self._step)
-            if step % 4 == 3 and bool((self.sampled[:, :, : step + 1] == STOP).any(2).all()):
-                break
+        steps = 0
+        while steps < ANSWER and not bool((self.sampled[:, :, :steps] == STOP).any(2).all()):
+            for _ in range(4):  # looking costs a wait for the device
+                self._replay("step", self._step_exact if self.kind == "exact" else self._step)
+            steps += 4
         stops = self.sampled == STOP
-        mask = (stops.cumsum(2) - stops.long() == 0) & (torch.arange(ANSWER, device=self.device) <= step)
+        mask = (stops.cumsum(2) - stops.long() == 0) & (torch.arange(ANSWER, device=self.device) < steps)
         routed = None
         if self.shape.mixtures:
             answers = self.routed[:, :, :, 1:].unflatten(2, (self.groups, self.copies)).flatten(3, 4)
@@ -291,8 +292,8 @@ class Engine:
         """The trainer's whole pass, in minibatches as the trainer cuts them."""
         given = (self.prompts, self.lengths, self.sampled)
         found = []
-        for part in zip(*(tensor.chunk(MINIBATCHES, 1) for tensor in given), strict=True):
-            logprobs = score(self.shape, self.weights, *part, self.rope)
+        for prompts, lengths, sampled in zip(*(tensor.chunk(MINIBATCHES, 1) for tensor in given), strict=True):
+            logprobs = score(self.shape, self.weights, prompts, lengths, sampled, self.rope)
             found.append(logprobs.index_select(2, self.step)[:, :, 0])
         self._sample(torch.cat(found, 1))
 
@@ -405,7 +406,8 @@ class Trainer:
         """From `current_grad` and `head_grad` to `gradient`."""
         given = (self.current_grad, self.head_grad)
         found = torch.autograd.grad((self.current, self.head), list(self.weights.values()), given)
-        torch._foreach_copy_(self.gradients, list(found))
+        for kept, new in zip(self.gradients, found, strict=True):
+            kept.copy_(new)
 
     def score(self, rollout: Rollout, groups: slice) -> tuple[Tensor, Tensor]:
         """The current policy's log-probabilities of one minibatch's tokens and of the engine's most likely ids."""
@@ -424,7 +426,7 @@ class Trainer:
         groups = rewards_SB.unflatten(1, (-1, SIZE))
         advantages_SB = (groups - groups.mean(2, keepdim=True)).flatten(1)
         # The denominator of the first minibatch is its own first score: its weights are those before any update.
-        later = [self.score(rollout, groups)[0] if self.recomputes else None for groups in self.cuts[1:]]
+        later = [self.score(rollout, groups)[0] for groups in self.cuts[1:]] if self.recomputes else []
         measured: list[dict[str, float]] = []
         norms: list[Tensor] = []
         for number, groups in enumerate(self.cuts):
@@ -433,20 +435,22 @@ class Trainer:
             mask, sampled = rollout.mask_SBA[:, rows], rollout.logprobs_SBA[:, rows]
             if number == 0:
                 measured = measure(current.detach(), sampled, mask)
-            old = current.detach() if number == 0 else later[number - 1]
+            old = later[number - 1] if number and later else current.detach()
             # A sum over tokens of A / (the run's tokens) is the run's own mean over tokens.
             advantages = advantages_SB[:, rows] / mask.sum((1, 2))[:, None]
             losses = []
             for config, runs in self.parts:
                 a, b, c, d, e = (x[runs].flatten(0, 1) for x in (current, sampled, advantages, mask, likely))
-                is_centred, recomputes = config.correction.centering is not None, old is not None
+                recomputes = config.correction.denominator == "trainer"
+                is_centred = config.correction.centering is not None
                 loss, _ = policy_loss(
                     a, old[runs].flatten(0, 1) if recomputes else None, b, c, d, config,
                     head_logprobs=e if is_centred else None,
-                    rollout_head_logprobs=rollout.head_logprobs_SBAK[:, rows][runs].flatten(0, 1) if is_centred else None,
+                    rollout_head_logprobs=rollout.head_logprobs_SBAK[runs, rows].flatten(0, 1) if is_centred else None,
                 )  # fmt: skip
                 losses.append(loss)
             torch.stack(losses).sum().backward()
+            assert current.grad is not None
             self.current_grad.copy_(current.grad)
             self.head_grad.zero_() if likely.grad is None else self.head_grad.copy_(likely.grad)
             self.graphs[1].replay() if self.graphs else self._backward()
@@ -463,7 +467,7 @@ class Trainer:
         skipped = ((norms == 0) | ~norms.isfinite()).float()
         t = torch.tensor(float(self.updates), device=self.device)
         for run, job in enumerate(self.jobs):
-            torch._fused_adamw_(
+            torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
                 [self.master[run]], [self.gradient[run]], [self.first[run]], [self.second[run]], [], [t],
                 lr=job.lr * min(1.0, self.updates / 10), beta1=0.9, beta2=0.95, weight_decay=0.0, eps=1e-8,
                 amsgrad=False, maximize=False, grad_scale=norms[run].clamp(min=1.0), found_inf=skipped[run],
@@ -540,8 +544,9 @@ class Bench:
         kept = [trainer.flat if arm.lag == 0 else trainer.flat.clone()]  # of the last batches, oldest first
         rows: list[list[dict[str, float]]] = [[] for _ in jobs]
         held = [[(0, found)] for found in self.judge(judge)]
+        since = began
         for step in range(steps):
-            if step == 10:
+            if step == 10:  # what comes before includes the capture of graphs
                 since = time.monotonic()
             if step == 20 and time.monotonic() + (time.monotonic() - since) / 10 * (steps - 20) > until:
                 print(f"no time for {steps} steps of {len(jobs)} runs: {arm.name}, …", flush=True)
@@ -700,7 +705,7 @@ def main() -> None:
     parser.add_argument("--tasks", type=Path, default=DATA / "tasks.jsonl")
     parser.add_argument("--vocabulary", type=int, default=8192)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--at-once", type=int, default=20, help="runs of a batch, each about 4 GiB")
+    parser.add_argument("--at-once", type=int, default=20, help="runs of a batch, each 2 to 4 GiB")
     parser.add_argument("--seeds", default="0:5", help="FIRST:END")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--only", default="", help="starts of arms' names, with commas between them")

@@ -152,7 +152,10 @@ def rotate(x: Tensor, turn: Tensor) -> Tensor:
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """[S, ..., in] and [S, out, in]: [S, ..., out]."""
-    return torch.bmm(x.flatten(1, -2), weight.transpose(1, 2)).view(*x.shape[:-1], -1)
+    rows = x.flatten(1, -2)
+    if x.device.type == "cpu":  # few CPUs multiply bfloat16 fast: sums in float32, rounded once
+        rows, weight = rows.float(), weight.float()
+    return torch.bmm(rows, weight.transpose(1, 2)).to(x.dtype).view(*x.shape[:-1], -1)
 
 
 def embed(ids: Tensor, weights: Weights) -> Tensor:

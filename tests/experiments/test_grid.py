@@ -10,8 +10,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from experiments.figures import MARKS, interval, judge, write_page
+from experiments.figures import (
+    DOCS,
+    MARKS,
+    complete_runs,
+    has_fallen,
+    holm,
+    interval,
+    judge,
+    p_value,
+    table_of_arms,
+    table_of_contrasts,
+    write_page,
+)  # fmt: skip
 from experiments.grid import (
+    DATA,
     GROUPS,
     ROWS,
     SIZE,
@@ -29,6 +42,7 @@ from experiments.grid import (
     main_jobs,
     make_batches,
     measure,
+    read_runs,
     score,
     tuning_jobs,
 )  # fmt: skip
@@ -237,10 +251,31 @@ def test_curves_on_file_keep_sums_and_extremes() -> None:
 def test_intervals_and_verdicts() -> None:
     # scipy.stats.t.interval(0.95, 4, loc=mean, scale=sem) of these five: half width 1.9632
     assert interval([1, 2, 3, 4, 5]) == pytest.approx(1.9632, abs=1e-3)
-    assert judge([0.1, 0.1, 0.1]) == "too few seeds (3)"
-    assert judge([0.1, 0.12, 0.09, 0.11, 0.1]) == "difference"
-    assert judge([0.1, 0.12, 0.09, 0.11, 0.1] * 2) == "significant"
-    assert judge([0.3, -0.3, 0.2, -0.2, 0.1]) == "no difference shown"
+    assert p_value([1, 2, 3, 4, 5]) == pytest.approx(0.013236, abs=1e-6)  # scipy.stats.ttest_1samp(…, 0)
+    assert p_value([0.3, -0.3, 0.2, -0.2, 0.1]) == pytest.approx(0.869487, abs=1e-6)
+    assert holm([0.01, 0.04, 0.03, 0.5]) == pytest.approx([0.04, 0.09, 0.09, 0.5])
+    assert judge([0.1, 0.1, 0.1], 0.0) == "too few seeds (3)"
+    assert judge([0.1, 0.12, 0.09, 0.11, 0.1], 0.0) == "difference"
+    assert judge([0.1, 0.12, 0.09, 0.11, 0.1] * 2, 0.01) == "significant"
+    assert judge([0.1, 0.12, 0.09, 0.11, 0.1] * 2, 0.2) == "difference"
+    assert judge([0.3, -0.3, 0.2, -0.2, 0.1], 0.0) == "no difference shown"
+
+
+def test_a_run_has_fallen_by_its_last_evaluation() -> None:
+    assert has_fallen({"held_out": [[0, 0.2, 0.4], [25, 0.8, 0.6], [50, 0.4, 0.5]]})
+    assert not has_fallen({"held_out": [[0, 0.2, 0.4], [25, 0.4, 0.5], [50, 0.8, 0.6]]})
+
+
+def test_every_run_on_file_is_in_the_tables() -> None:
+    runs, tuning = (read_runs(DATA / name) for name in ("grid.jsonl", "tuning.jsonl"))
+    found = complete_runs(runs)
+    assert sum(map(len, found.values())) == len(runs)
+    assert {run["lr"] for run in runs} == {choose_rates(tuning)[arm] for arm in found if arm in choose_rates(tuning)}
+    assert not {run["seed"] for run in runs} & {run["seed"] for run in tuning}
+    assert all(sum(run["curves"]["differing"]) == 0 for run in found["exact: exact"].values())
+    text = (DOCS / "lab.md").read_text()
+    page = text[text.index(MARKS[0]) : text.index(MARKS[1])]
+    assert "\n".join(table_of_arms(found)) in page and "\n".join(table_of_contrasts(found)) in page
 
 
 def test_tables_go_between_their_marks() -> None:
