@@ -1,8 +1,9 @@
 """Tables and figures of `experiments.grid` from the runs on file: `python -m experiments.figures [--write]`.
 
 A run is judged by its mean held-out reward over the last half of its evaluations. Intervals are 95% t-intervals over
-seeds; a difference is taken seed by seed, because runs of one seed draw the same tasks. `--write` puts the tables into
-docs/lab.md between their marks and draws docs/figures/lab-grid.png, and learning.png once its arms have five seeds.
+seeds; a difference is taken seed by seed, because runs of one seed draw the same tasks, and is significant only if
+Holm's procedure over all differences of the table says so. `--write` puts the tables into docs/lab.md between their
+marks and draws docs/figures/lab-grid.png and lab-learning.png.
 """
 
 from __future__ import annotations
@@ -15,42 +16,56 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.grid import DATA, arms, late, read_runs
+from experiments.grid import DATA, arms, choose_rates, late, read_runs
 from experiments.study import save
 
 T_975 = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 CLAIM, SIGNIFICANT = 5, 10  # seeds
+FALL = 0.2  # of held-out reward, from a run's best evaluation to its last
 MARKS = "<!-- grid: made by python -m experiments.figures --write -->", "<!-- end of grid -->"
 DOCS = Path(__file__).parent.parent / "docs"
 CONTRASTS = (  # what is asked, with, without
-    *((f"{source}: mismatch at all", f"{source}: bypass", "exact: exact") for source in ("kernels", "fp8", "kv8")),
-    ("staleness at all", "stale: exact", "exact: exact"),
+    *(
+        (f"{source}: uncorrected, against exact", f"{source}: bypass", "exact: exact")
+        for source in ("kernels", "fp8", "kv8")
+    ),
+    *(
+        (f"{source}: what TIS with recomputation leaves, against exact", f"{source}: recompute + TIS", "exact: exact")
+        for source in ("fp8", "kv8")
+    ),
     *(
         (f"{source}: {asked}", f"{source}: {a}", f"{source}: {b}")
-        for source in ("fp8", "kernels", "stale")
+        for source in ("fp8", "kv8", "kernels", "stale")
         for asked, a, b in (
             ("recomputing π_old, without weights", "recompute", "bypass"),
             ("TIS beside recomputation", "recompute + TIS", "recompute"),
-            ("TIS beside bypass", "bypass + TIS", "bypass"),
+            ("TIS in place of PPO's clip", "bypass + TIS", "bypass"),
             ("MIS beside recomputation", "MIS", "recompute"),
             ("score centering, against bypass", "score centering", "bypass"),
+            ("score centering, against TIS, neither with a clip", "score centering", "bypass + TIS"),
         )
     ),
-    ("stale: exact log-probabilities, against ordinary kernels", "stale: exact", "stale: bypass"),
+    ("staleness alone, against exact", "stale: exact", "exact: exact"),
+    ("stale: exact kernels, against ordinary", "stale: exact", "stale: bypass"),
     ("mixture: replaying the routing, with bypass", "mixture: bypass + replay", "mixture: bypass"),
     ("mixture: replaying the routing, with recomputation", "mixture: recompute + replay", "mixture: recompute"),
 )
+LEARNING = {
+    "exact": "exact: exact",
+    "ordinary bf16 kernels, uncorrected": "kernels: bypass",
+    "fp8, uncorrected": "fp8: bypass",
+    "fp8, recompute + TIS": "fp8: recompute + TIS",
+}
 
 
 def complete_runs(runs: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, Mapping[str, Any]]]:
     """Runs by arm and seed: those that ended, of each arm's most frequent learning rate and length."""
-    ended = [run for run in runs if "curves" in run and run["steps"] == run["asked"]]
     found: dict[str, dict[int, Mapping[str, Any]]] = {}
     for arm in (arm.name for arm in arms()):
-        mine = [run for run in ended if run["arm"] == arm]
+        mine = [run for run in runs if run["arm"] == arm]
         if mine:
-            chosen = Counter((run["lr"], run["asked"]) for run in mine).most_common(1)[0][0]
-            found[arm] = {run["seed"]: run for run in mine if (run["lr"], run["asked"]) == chosen}
+            chosen = Counter((run["lr"], run["steps"]) for run in mine).most_common(1)[0][0]
+            found[arm] = {run["seed"]: run for run in mine if (run["lr"], run["steps"]) == chosen}
     return found
 
 
@@ -66,62 +81,121 @@ def show_mean(values: Sequence[float]) -> str:
     return f"{statistics.fmean(values):.2f}" + ("" if math.isinf(half) else f" ± {half:.2f}")
 
 
-def judge(differences: Sequence[float]) -> str:
-    half, number = interval(differences), len(differences)
-    if number < CLAIM:
-        return f"too few seeds ({number})"
-    if abs(statistics.fmean(differences)) <= half:
+def p_value(values: Sequence[float]) -> float:
+    """Of a two-sided t-test against 0. With x = √v · tan θ, Student's density is proportional to (cos θ)^(v - 1)."""
+    v = len(values) - 1
+    t = abs(statistics.fmean(values)) / (statistics.stdev(values) / math.sqrt(len(values)))
+
+    def area(low: float, points: int = 2000) -> float:
+        width = (math.pi / 2 - low) / points
+        return width * sum(math.cos(low + (n + 0.5) * width) ** (v - 1) for n in range(points))
+
+    return area(math.atan(t / math.sqrt(v))) / area(0.0)
+
+
+def holm(values: Sequence[float]) -> list[float]:
+    """p-values adjusted for their number by Holm's procedure."""
+    order = sorted(range(len(values)), key=lambda n: values[n])
+    adjusted, highest = [0.0] * len(values), 0.0
+    for rank, n in enumerate(order):
+        highest = max(highest, min(1.0, values[n] * (len(values) - rank)))
+        adjusted[n] = highest
+    return adjusted
+
+
+def judge(differences: Sequence[float], adjusted: float) -> str:
+    if len(differences) < CLAIM:
+        return f"too few seeds ({len(differences)})"
+    if abs(statistics.fmean(differences)) <= interval(differences):
         return "no difference shown"
-    return "significant" if number >= SIGNIFICANT else "difference"
+    return "significant" if len(differences) >= SIGNIFICANT and adjusted < 0.05 else "difference"
+
+
+def has_fallen(run: Mapping[str, Any]) -> bool:
+    values = [sum(found) / len(found) for _, *found in run["held_out"]]
+    return values[-1] < max(values) - FALL
 
 
 def table_of_arms(found: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> list[str]:
     lines = [
-        "| arm | seeds | lr | steps | held-out reward | mean abs δ | k3 | lowest δ | differing bits |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| arm | seeds | held-out reward | fell | mean abs δ | k3 | effective share | lowest δ | nll | differing bits |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for arm, runs in found.items():
-        first = next(iter(runs.values()))
         curves = [run["curves"] for run in runs.values()]
-        delta, k3 = (statistics.fmean([statistics.fmean(c[key]) for c in curves]) for key in ("delta", "k3"))
-        differing, compared = (int(sum(sum(c[key]) for c in curves)) for key in ("differing", "compared"))
+        delta, k3, ess = (
+            statistics.fmean([statistics.fmean(c[key]) for c in curves]) for key in ("delta", "k3", "ess")
+        )
+        nll = statistics.fmean([statistics.fmean(c["nll"][len(c["nll"]) // 2 :]) for c in curves])
+        differing, compared = (sum(sum(c[key]) for c in curves) for key in ("differing", "compared"))
         lowest = min(min(c["lowest"]) for c in curves)
         cells = [
-            arm, len(runs), f"{first['lr']:g}", first["steps"], show_mean([late(run) for run in runs.values()]),
-            f"{delta:.1e}" if delta else 0, f"{k3:.1e}" if k3 else 0, f"{lowest:.2g}", f"{differing:,} of {compared:,}",
+            arm, len(runs), show_mean([late(run) for run in runs.values()]), sum(map(has_fallen, runs.values())),
+            f"{delta:.3f}" if delta else 0, f"{k3:.4f}" if k3 else 0, f"{ess:.2f}" if ess < 1 else 1,
+            f"{lowest:.1f}" if lowest else 0, f"{nll:.2f}", f"{differing:,} of {compared:,}",
         ]  # fmt: skip
         lines.append("| " + " | ".join(map(str, cells)) + " |")
-    start = [sum(run["held_out"][0][1:]) / len(run["kinds"]) for runs in found.values() for run in runs.values()]
-    if start:
-        lines += ["", f"Held-out reward before training: {statistics.fmean(start):.2f}."]
+    every = [run for runs in found.values() for run in runs.values()]
+    if every:
+        start = statistics.fmean([sum(run["held_out"][0][1:]) / len(run["kinds"]) for run in every])
+        rates, steps = (", ".join(f"{n:g}" for n in sorted({run[key] for run in every})) for key in ("lr", "steps"))
+        lines += ["", f"Held-out reward before training: {start:.2f}. Steps: {steps}. Learning rate: {rates}."]
     return lines
+
+
+def table_of_rates(runs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Of the tuning runs, by source: the mean over methods and seeds, and how many arms are best at a rate."""
+    rates, best = sorted({run["lr"] for run in runs}), choose_rates(runs)
+    lines = [f"| source | arms | {' | '.join(f'{rate:g}' for rate in rates)} |", "|---" * (2 + len(rates)) + "|"]
+    for source in dict.fromkeys(arm.partition(": ")[0] for arm in best):
+        mine = [run for run in runs if run["arm"].startswith(f"{source}: ")]
+        names = {run["arm"] for run in mine}
+        cells = []
+        for rate in rates:
+            mean = statistics.fmean([late(run) for run in mine if run["lr"] == rate])
+            wins = sum(best[arm] == rate for arm in names)
+            cells.append(f"{mean:.2f}" + (f", best in {wins}" if wins else ""))
+        lines.append(f"| {source} | {len(names)} | {' | '.join(cells)} |")
+    steps = ", ".join(str(n) for n in sorted({run["steps"] for run in runs}))
+    return [*lines, "", f"{len(runs)} tuning runs of {steps} steps, {len({run['seed'] for run in runs})} seeds."]
 
 
 def table_of_contrasts(found: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> list[str]:
-    lines = [
-        "| question | difference in held-out reward | seeds | lr, with and without | verdict |",
-        "|---|---|---|---|---|",
-    ]
+    compared: list[tuple[str, list[float]]] = []
     for asked, a, b in CONTRASTS:
         shared = sorted(set(found.get(a, ())) & set(found.get(b, ())))
-        if shared:
-            differences = [late(found[a][seed]) - late(found[b][seed]) for seed in shared]
-            half = interval(differences)
-            shown = f"{statistics.fmean(differences):+.2f}" + ("" if math.isinf(half) else f" ± {half:.2f}")
-            rates = " / ".join(f"{found[arm][shared[0]]['lr']:g}" for arm in (a, b))
-            lines.append(f"| {asked} | {shown} | {len(shared)} | {rates} | {judge(differences)} |")
+        if len(shared) > 1:
+            compared.append((asked, [late(found[a][seed]) - late(found[b][seed]) for seed in shared]))
+    adjusted = holm([p_value(differences) for _, differences in compared])
+    lines = [
+        "| question | difference in held-out reward | seeds | p | p, Holm | verdict |",
+        "|---|---|---|---|---|---|",
+    ]
+    for (asked, differences), corrected in zip(compared, adjusted, strict=True):
+        shown = f"{statistics.fmean(differences):+.2f} ± {interval(differences):.2f}"
+        ps = " | ".join(f"{p:.3f}" if p >= 0.0005 else "< 0.001" for p in (p_value(differences), corrected))
+        lines.append(f"| {asked} | {shown} | {len(differences)} | {ps} | {judge(differences, corrected)} |")
+    chance = 0.05 * len(compared)
+    lines += [
+        "",
+        f"{len(compared)} comparisons: of as many 95% intervals without any effect, {chance:.1f} leave out 0 on average.",
+    ]
     return lines
 
 
-def draw_curves(path: Path, panels: Mapping[str, Mapping[str, Sequence[Mapping[str, Any]]]]) -> None:
+def draw_curves(
+    path: Path, panels: Mapping[str, Mapping[str, Sequence[Mapping[str, Any]]]], *, across: int = 2
+) -> None:
     """Held-out reward by step: a line is the mean over seeds, its shade the 95% interval."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    drawn, axes = plt.subplots(1, len(panels), figsize=(4.4 * len(panels), 3.6), squeeze=False, sharey=True)
-    for axis, (title, lines) in zip(axes[0], panels.items(), strict=True):
+    across = min(across, len(panels))
+    size = (4.8 * across, 3.6 * -(-len(panels) // across)) if len(panels) > 1 else (7.2, 3.8)
+    drawn, axes = plt.subplots(-(-len(panels) // across), across, figsize=size, squeeze=False, sharey=True)
+    for axis, (title, lines) in zip(axes.flat, panels.items(), strict=True):
         for label, runs in lines.items():
             columns = list(
                 zip(*([(h[0], sum(h[1:]) / len(h[1:])) for h in run["held_out"]] for run in runs), strict=True)
@@ -129,15 +203,17 @@ def draw_curves(path: Path, panels: Mapping[str, Mapping[str, Sequence[Mapping[s
             steps = [column[0][0] for column in columns]
             values = [[value for _, value in column] for column in columns]
             means = [statistics.fmean(column) for column in values]
-            (line,) = axis.plot(steps, means, linewidth=1.4, label=f"{label}, lr {runs[0]['lr']:g}, {len(runs)} seeds")
+            (line,) = axis.plot(steps, means, linewidth=1.6, label=f"{label}, {len(runs)} seeds")
             if len(runs) > 1:
                 low, high = ([m + sign * interval(v) for m, v in zip(means, values, strict=True)] for sign in (-1, 1))
-                axis.fill_between(steps, low, high, alpha=0.12, color=line.get_color())
-        axis.set_title(title)
+                axis.fill_between(steps, low, high, alpha=0.12, color=line.get_color(), linewidth=0)
+        axis.set_title(title, fontsize=10)
         axis.set_xlabel("step")
-        axis.set_ylim(0, 1)
-        axis.legend(fontsize=7)
-    axes[0][0].set_ylabel("held-out reward")
+        axis.set_ylim(0, 0.8)
+        axis.grid(alpha=0.25)
+        axis.legend(fontsize=7, loc="lower right")
+    for row in axes:
+        row[0].set_ylabel("held-out reward")
     save(drawn, path)
 
 
@@ -165,16 +241,17 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="into docs/")
     given = parser.parse_args()
     found = complete_runs(read_runs(given.data))
-    tables = [*table_of_arms(found), "", *table_of_contrasts(found)]
+    rates = table_of_rates(read_runs(DATA / "tuning.jsonl"))
+    tables = [*table_of_arms(found), "", *table_of_contrasts(found), "", *rates]
     print("\n".join(tables))
     if given.write:
         page = DOCS / "lab.md"
         page.write_text(write_page(page.read_text(), tables))
         draw_curves(DOCS / "figures" / "lab-grid.png", panels_of(found))
-        named = {"exact": "exact: exact", "bf16 kernels": "kernels: bypass", "fp8": "fp8: bypass"}
-        lines = {label: list(found[arm].values()) for label, arm in named.items() if arm in found}
-        if lines and min(map(len, lines.values())) >= CLAIM:
-            draw_curves(DOCS / "figures" / "learning.png", {"SmolLM2-135M on arithmetic": lines})
+        lines = {label: list(found[arm].values()) for label, arm in LEARNING.items() if arm in found}
+        draw_curves(
+            DOCS / "figures" / "lab-learning.png", {"SmolLM2-135M learns arithmetic: mean and 95% interval": lines}
+        )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
 """Sources of mismatch × corrections on a pretrained model: SmolLM2-135M-Instruct on reasoning-gym tasks.
 
-    python -m experiments.grid tune --model DIR                   learning rates, on a seed of its own
+    python -m experiments.grid tune --model DIR                   learning rates, on two seeds of their own
     python -m experiments.grid run --model DIR --seeds 0:5        adds missing runs to experiments/data/grid.jsonl
     python -m experiments.figures                                 tables and figures from the data
 
 Every run starts from the same weights and differs from the others in its arm, and from the same arm's other runs in its
 tasks and samples. The trainer is the same in all: bfloat16 weights with float32 masters, torch's sdpa, AdamW, two
-updates per batch, `tokentrue.mismatch.policy_loss`. The rollouts come from
+updates per batch, `tokentrue.mismatch.policy_loss`. Runs of one engine are trained side by side as one batch, each with
+weights of its own. The rollouts come from
 
 - kernels: the same weights by other kernels (one token at a time, a cache, another attention, other matrix shapes);
 - fp8: that, with weights rounded to e4m3 per output channel and inputs of every product per token;
@@ -20,14 +21,10 @@ updates per batch, `tokentrue.mismatch.policy_loss`. The rollouts come from
 from __future__ import annotations
 
 import argparse
-import contextlib
+import gc
 import json
-import os
-import queue
 import random
 import re
-import shutil
-import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -36,17 +33,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from experiments.llama import Cache, Shape, decode, flatten, forward, head, load_shape, rope_table, upcycle
+from experiments.llama import (
+    Cache,
+    Shape,
+    causal_bias,
+    decode,
+    flatten,
+    forward,
+    head,
+    linear,
+    load_shape,
+    rope_table,
+    upcycle,
+)
 from tokentrue.mismatch import PRESETS, Correction, LossConfig, Weights, policy_loss
 
 GROUPS, SIZE, MINIBATCHES = 4, 8, 2
 ROWS = GROUPS * SIZE
-PROMPT, ANSWER, HEAD = 48, 16, 64  # tokens; ids per token for score centering
+PROMPT, ANSWER, HEAD = 40, 16, 64  # tokens; ids per token for score centering
 HELD_OUT = 126  # questions
 LAG = 4
+DTYPE = torch.bfloat16
 STOP = 2  # <|im_end|>
 CHAT = (
     "<|im_start|>system\nGive only the answer.<|im_end|>\n<|im_start|>user\n{question}<|im_end|>\n"
@@ -82,21 +91,21 @@ class Arm:
     @property
     def config(self) -> LossConfig:
         correction = METHODS["bypass" if self.method == "exact" else self.method]
-        return LossConfig(correction=correction, clip_low=0.2, clip_high=0.28, aggregate="token_mean")
+        return LossConfig(correction=correction, clip_low=0.2, clip_high=0.28, aggregate="token_sum")
 
 
 def arms() -> list[Arm]:
-    """In the order in which they are run: a cut-off leaves whole comparisons."""
+    """In the order in which they are run."""
     made = [Arm(source="exact", method="exact", engine="exact")]
-    for source, engine in (("fp8", "fp8"), ("kernels", "kernels")):
-        made += [Arm(source=source, method=method, engine=engine) for method in METHODS]
-    made += [Arm(source="stale", method="exact", engine="exact", lag=LAG)]
+    made += [Arm(source="kernels", method=method) for method in METHODS]
+    made += [Arm(source="fp8", method=method, engine="fp8") for method in METHODS]
     made += [Arm(source="stale", method=method, lag=LAG) for method in METHODS]
+    made += [Arm(source="stale", method="exact", engine="exact", lag=LAG)]
     made += [Arm(source="kv8", method=method, engine="kv8") for method in ("bypass", "recompute", "recompute + TIS")]
     made += [
         Arm(source="mixture", method=method, experts=4, replay=replay)
-        for method in ("bypass", "recompute")
         for replay in (False, True)
+        for method in ("bypass", "recompute")
     ]
     return made
 
@@ -121,7 +130,7 @@ class Tasks:
         return float(is_right(self.decode(sampled_ids), question.answer))
 
 
-def load_tasks(path: Path, model: Path, vocabulary: int, kinds: Sequence[str] = ()) -> tuple[Tasks, list[int]]:
+def load_tasks(path: Path, model: Path, vocabulary: int) -> tuple[Tasks, list[int]]:
     """`path` has lines of {"kind", "question", "answer"}; the first `HELD_OUT` questions, as many of each kind, are
     held out. The vocabulary is cut to the ids that the file's questions hold and the first others: returns its ids."""
     from tokenizers import Tokenizer
@@ -134,14 +143,14 @@ def load_tasks(path: Path, model: Path, vocabulary: int, kinds: Sequence[str] = 
     cut = sorted(filled[:vocabulary])
     number = {i: n for n, i in enumerate(cut)}
     tasks = Tasks(decode=lambda ids: tokenizer.decode([cut[i] for i in ids]))
-    known = [kind for kind in dict.fromkeys(row["kind"] for row in rows) if not kinds or kind in kinds]
-    for kind in known:
+    kinds = list(dict.fromkeys(row["kind"] for row in rows))
+    for kind in kinds:
         kept = [
             Question(kind=kind, prompt_ids=tuple(number[i] for i in ids), answer=row["answer"])
             for row, ids in zip(rows, prompts, strict=True)
             if row["kind"] == kind and len(ids) <= PROMPT and all(i in number for i in ids)
         ]
-        each = HELD_OUT // len(known)
+        each = HELD_OUT // len(kinds)
         tasks.held_out += kept[:each]
         tasks.train += kept[each:]
     return tasks, cut
@@ -158,13 +167,14 @@ def is_right(text: str, answer: str) -> bool:
 # ---- rollouts --------------------------------------------------------------------------------------------------------
 @dataclass(slots=True, kw_only=True)
 class Rollout:
-    ids_BT: Tensor  # prompt and sampled ids, from the left
-    lengths_B: Tensor  # of prompts
-    logprobs_BA: Tensor
-    mask_BA: Tensor
-    head_ids_BAK: Tensor
-    head_logprobs_BAK: Tensor
-    routed: Tensor | None = None  # [mixture layers, B, T, 2]
+    prompts_SGP: Tensor  # one of each group
+    lengths_SG: Tensor  # of prompts
+    sampled_SBA: Tensor
+    logprobs_SBA: Tensor
+    mask_SBA: Tensor
+    head_ids_SBAK: Tensor
+    head_logprobs_SBAK: Tensor
+    routed: Tensor | None = None  # the experts taken, as the trainer lays tokens out: [mixture layers, S, G, T, 2]
 
 
 def fp8(x: Tensor) -> Tensor:
@@ -175,69 +185,76 @@ def fp8(x: Tensor) -> Tensor:
 
 
 def fp8_linear(x: Tensor, weight: Tensor) -> Tensor:
-    return F.linear(fp8(x), weight)
+    return linear(fp8(x), weight)
 
 
 class Engine:
-    """An engine of one kind with its own copy of the weights. On CUDA a prompt and a step are captured as graphs."""
+    """An engine of one kind, with a row of `flat` as each run's weights, that samples `copies` answers to each prompt.
+    On CUDA reading the prompts and sampling a token are captured as graphs."""
 
-    def __init__(self, shape: Shape, kind: str, *, rows: int, device: torch.device, dtype: torch.dtype) -> None:
-        self.shape, self.kind, self.rows, self.device = shape, kind, rows, device
-        self.flat = torch.zeros(shape.size(), dtype=dtype, device=device)
-        self.weights = shape.views(self.flat)
-        self.rope = rope_table(shape, PROMPT + ANSWER, device)
-        self.linear = fp8_linear if kind == "fp8" else F.linear
-        kept = torch.float8_e4m3fn if kind == "kv8" else dtype
-        self.cache = Cache(shape, rows, PROMPT + ANSWER, dtype=kept, device=device)
-        new = partial(torch.zeros, device=device)
-        self.ids = new(rows, PROMPT + ANSWER, dtype=torch.long)
-        self.lengths, self.at, self.current = (new(rows, dtype=torch.long) for _ in range(3))
+    def __init__(self, shape: Shape, kind: str, flat: Tensor, *, groups: int, copies: int) -> None:
+        self.shape, self.kind, self.flat = shape, kind, flat
+        self.runs, self.groups, self.copies, self.device = len(flat), groups, copies, flat.device
+        self.rows = groups * copies
+        self.weights = shape.views(flat)
+        self.rope = rope_table(shape, PROMPT + ANSWER, self.device)
+        self.product = fp8_linear if kind == "fp8" else linear
+        self.cache = Cache(
+            shape, self.runs * self.rows, PROMPT + ANSWER, copies=copies, device=self.device,
+            dtype=torch.float8_e4m3fn if kind == "kv8" else flat.dtype,
+        )  # fmt: skip
+        new, size = partial(torch.zeros, device=self.device), (self.runs, self.rows)
+        self.prompts = new(self.runs, groups, PROMPT, dtype=torch.long)
+        self.lengths = new(self.runs, groups, dtype=torch.long)
+        self.at, self.current = (new(size, dtype=torch.long) for _ in range(2))
         self.heat = new((), dtype=torch.float32)  # 0: greedy
         self.step = new(1, dtype=torch.long)
-        self.sampled = new(rows, ANSWER, dtype=torch.long)
-        self.logprobs = new(rows, ANSWER)
-        self.head_ids = new(rows, ANSWER, HEAD, dtype=torch.long)
-        self.head_logprobs = new(rows, ANSWER, HEAD)
-        mixtures = sum(shape.is_mixture(n) for n in range(shape.layers))
-        self.routed = new(mixtures, rows, PROMPT + ANSWER, 2, dtype=torch.long)
-        self.every = torch.arange(rows, device=device)
+        self.sampled = new(*size, ANSWER, dtype=torch.long)
+        self.logprobs = new(*size, ANSWER)
+        self.head_ids = new(*size, ANSWER, HEAD, dtype=torch.long)
+        self.head_logprobs = new(*size, ANSWER, HEAD)
+        self.prompt_routed = new(shape.mixtures, self.runs, groups, PROMPT, 2, dtype=torch.long)
+        self.routed = new(shape.mixtures, *size, ANSWER, 2, dtype=torch.long)  # of the token before each sampled one
         self.graphs: dict[str, Any] = {}
 
     def load(self, flat: Tensor) -> None:
-        self.flat.copy_(flat)
+        if flat is not self.flat:
+            self.flat.copy_(flat)
         if self.kind == "fp8":
             for name, weight in self.weights.items():
                 if name.rpartition(".")[2] in ("qkv", "out", "up", "down"):
                     weight.copy_(fp8(weight))
 
     @torch.no_grad()
-    def generate(self, prompts: Sequence[Sequence[int]], *, greedy: bool = False) -> Rollout:
-        assert len(prompts) == self.rows
-        ids = torch.zeros(self.rows, PROMPT + ANSWER, dtype=torch.long)
-        for row, prompt in enumerate(prompts):
-            ids[row, : len(prompt)] = torch.tensor(prompt)
-        lengths = torch.tensor([len(prompt) for prompt in prompts])
-        self.ids.copy_(ids)
-        self.lengths.copy_(lengths)
+    def generate(self, questions: Sequence[Sequence[Question]], *, greedy: bool = False) -> Rollout:
+        """`copies` answers to each of a run's `groups` questions."""
+        self.prompts.copy_(
+            torch.tensor([[[*q.prompt_ids, *[0] * (PROMPT - len(q.prompt_ids))] for q in row] for row in questions])
+        )
+        self.lengths.copy_(torch.tensor([[len(q.prompt_ids) for q in row] for row in questions]))
         self.heat.fill_(0.0 if greedy else 1.0)
         self.step.zero_()
-        self.at.copy_(self.lengths - 1)
-        if self.routed.numel():
-            self.routed[..., 0], self.routed[..., 1] = 0, 1
+        self.at.copy_((self.lengths - 1).repeat_interleave(self.copies, 1))
+        last = self.prompts.gather(2, self.lengths[:, :, None] - 1)[:, :, 0]
+        self.current.copy_(last.repeat_interleave(self.copies, 1))
+        self.routed[..., 1] = 1  # two experts also at positions after the last step
         if self.kind != "exact":
-            self._replay("prompt", self._read_prompt)
-            self.current.copy_(self.ids[self.every, self.at])
-        for step in range(ANSWER):
-            self._replay("step", self._step_exact if self.kind == "exact" else self._step)
-            if step % 4 == 3 and bool((self.sampled[:, : step + 1] == STOP).any(1).all()):
-                break
-        done = (self.sampled == STOP).cumsum(1)
-        mask = (done - (self.sampled == STOP).long()) == 0
-        mask &= torch.arange(ANSWER, device=self.device) <= step
+            self._replay("prompt", self._read_prompts)
+        steps = 0
+        while steps < ANSWER and not bool((self.sampled[:, :, :steps] == STOP).any(2).all()):
+            for _ in range(4):  # looking costs a wait for the device
+                self._replay("step", self._step_exact if self.kind == "exact" else self._step)
+            steps += 4
+        stops = self.sampled == STOP
+        mask = (stops.cumsum(2) - stops.long() == 0) & (torch.arange(ANSWER, device=self.device) < steps)
+        routed = None
+        if self.shape.mixtures:
+            answers = self.routed[:, :, :, 1:].unflatten(2, (self.groups, self.copies)).flatten(3, 4)
+            routed = torch.cat([self.prompt_routed, answers], 3)
         return Rollout(
-            ids_BT=self.ids.clone(), lengths_B=self.lengths.clone(), logprobs_BA=self.logprobs.clone(), mask_BA=mask,
-            head_ids_BAK=self.head_ids.clone(), head_logprobs_BAK=self.head_logprobs.clone(),
-            routed=self.routed.clone() if self.routed.numel() else None,
+            prompts_SGP=self.prompts.clone(), lengths_SG=self.lengths.clone(), sampled_SBA=self.sampled.clone(),
+            logprobs_SBA=self.logprobs.clone(), mask_SBA=mask, head_ids_SBAK=self.head_ids.clone(),
+            head_logprobs_SBAK=self.head_logprobs.clone(), routed=routed,
         )  # fmt: skip
 
     def _replay(self, name: str, call: Callable[[], None]) -> None:
@@ -245,377 +262,378 @@ class Engine:
             call()
             return
         if name not in self.graphs:
-            keep = [t.clone() for t in (self.ids, self.at, self.current, self.step)]
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                for _ in range(2):
-                    call()
-            torch.cuda.current_stream().wait_stream(stream)
+            keep = [t.clone() for t in (self.at, self.current, self.step)]
+            warm_up(call)
             self.graphs[name] = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graphs[name], capture_error_mode="thread_local"):
+            with torch.cuda.graph(self.graphs[name]):
                 call()
-            for old, new in zip(keep, (self.ids, self.at, self.current, self.step), strict=True):
+            for old, new in zip(keep, (self.at, self.current, self.step), strict=True):
                 new.copy_(old)
         self.graphs[name].replay()
 
-    def _read_prompt(self) -> None:
+    def _read_prompts(self) -> None:
+        positions = torch.arange(PROMPT, device=self.device).expand_as(self.prompts)
         _, routed = forward(
-            self.shape, self.weights, self.ids[:, :PROMPT], self.rope, linear=self.linear, cache=self.cache.write_prompt
-        )
+            self.shape, self.weights, self.prompts, positions, causal_bias(self.prompts, self.flat.dtype), self.rope,
+            product=self.product, cache=self.cache.write_prompt,
+        )  # fmt: skip
         if routed is not None:
-            self.routed[:, :, :PROMPT] = routed
+            self.prompt_routed.copy_(routed)
 
     def _step(self) -> None:
         hidden, routed = decode(
-            self.shape, self.weights, self.current, self.at, self.rope, self.cache, linear=self.linear
+            self.shape, self.weights, self.current, self.at, self.rope, self.cache, product=self.product
         )
         if routed is not None:
-            self.routed[:, self.every, self.at] = routed
+            self.routed.index_copy_(3, self.step, routed[:, :, :, None])
         self._sample(head(hidden, self.weights))
 
     def _step_exact(self) -> None:
         """The trainer's whole pass, in minibatches as the trainer cuts them."""
+        given = (self.prompts, self.lengths, self.sampled)
         found = []
-        for part in torch.arange(self.rows, device=self.device).chunk(self.rows // (ROWS // MINIBATCHES)):
-            logprobs, _ = score(self.shape, self.weights, self.ids[part], self.lengths[part], self.rope)
-            found.append(logprobs.gather(1, self.step.view(1, 1, 1).expand(len(part), 1, logprobs.shape[2]))[:, 0])
-        self._sample(torch.cat(found))
+        for prompts, lengths, sampled in zip(*(tensor.chunk(MINIBATCHES, 1) for tensor in given), strict=True):
+            logprobs = score(self.shape, self.weights, prompts, lengths, sampled, self.rope)
+            found.append(logprobs.index_select(2, self.step)[:, :, 0])
+        self._sample(torch.cat(found, 1))
 
-    def _sample(self, logprobs_BV: Tensor) -> None:
-        noise = torch.empty_like(logprobs_BV).exponential_().clamp(min=1e-20).log()
-        chosen = (logprobs_BV - self.heat * noise).argmax(-1)
-        self.sampled.scatter_(1, self.step.expand(self.rows, 1), chosen[:, None])
-        self.logprobs.scatter_(1, self.step.expand(self.rows, 1), logprobs_BV.gather(1, chosen[:, None]))
-        top = logprobs_BV.topk(min(HEAD, logprobs_BV.shape[1]), dim=-1)
-        at = self.step.view(1, 1, 1).expand(self.rows, 1, HEAD)
-        self.head_ids.scatter_(1, at, top.indices[:, None])
-        self.head_logprobs.scatter_(1, at, top.values[:, None])
+    def _sample(self, logprobs_SBV: Tensor) -> None:
+        noise = torch.empty_like(logprobs_SBV).exponential_().clamp(min=1e-20).log()
+        chosen = (logprobs_SBV - self.heat * noise).argmax(-1, keepdim=True)
+        at = self.step.expand(self.runs, self.rows, 1)
+        self.sampled.scatter_(2, at, chosen)
+        self.logprobs.scatter_(2, at, logprobs_SBV.gather(2, chosen))
+        top = logprobs_SBV.topk(min(HEAD, logprobs_SBV.shape[2]), dim=-1)
+        at = at[..., None].expand(-1, -1, 1, HEAD)
+        self.head_ids.scatter_(2, at, top.indices[:, :, None])
+        self.head_logprobs.scatter_(2, at, top.values[:, :, None])
         self.at += 1
-        self.ids.scatter_(1, self.at[:, None], chosen[:, None])
-        self.current.copy_(chosen)
+        self.current.copy_(chosen[:, :, 0])
         self.step += 1
 
 
+def warm_up(call: Callable[[], None]) -> None:
+    """On a stream other than the one that a graph is then captured on, as CUDA graphs need it."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+
+
 def score(
-    shape: Shape, weights: Mapping[str, Tensor], ids_BT: Tensor, lengths_B: Tensor, rope: Tensor,
-    routed: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The trainer's log-probabilities over the vocabulary at the positions that predict an answer, [B, A, V], and the
-    ids there."""
-    hidden, _ = forward(shape, weights, ids_BT, rope, routed=routed)
-    at = (lengths_B - 1)[:, None] + torch.arange(ANSWER, device=ids_BT.device)
-    picked = hidden.gather(1, at[:, :, None].expand(-1, -1, hidden.shape[2]))
-    return head(picked, weights), ids_BT.gather(1, at + 1)
+    shape: Shape, weights: Mapping[str, Tensor], prompts_SGP: Tensor, lengths_SG: Tensor, sampled_SBA: Tensor,
+    rope: Tensor, routed: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """The trainer's log-probabilities over the vocabulary at every sampled token, [S, B, A, V].
+
+    A group is one row: its prompt once, then its answers but for their last token, kept apart by attention's mask.
+    """
+    runs, groups, device = *lengths_SG.shape, lengths_SG.device
+    answers = sampled_SBA.unflatten(1, (groups, -1))[..., :-1]
+    copies, kept = answers.shape[2:]
+    ids = torch.cat([prompts_SGP, answers.flatten(2)], 2)
+    steps, order = torch.arange(kept, device=device).repeat(copies), torch.arange(PROMPT, device=device)
+    positions = torch.cat([order.expand_as(prompts_SGP), lengths_SG[..., None] + steps], 2)
+    branch = torch.cat([torch.full_like(order, -1), torch.arange(copies, device=device).repeat_interleave(kept)])
+    sees = ((branch[:, None] == branch) | (branch == -1)).tril()
+    exists = torch.cat([order < lengths_SG[..., None], steps.expand(runs, groups, -1) >= 0], 2)
+    visible = sees & exists[:, :, None, :]
+    bias = torch.zeros_like(visible, dtype=weights["norm"].dtype).masked_fill(~visible, -torch.inf)
+    hidden, _ = forward(shape, weights, ids, positions, bias, rope, routed=routed)
+    first = (lengths_SG - 1)[..., None, None].expand(-1, -1, copies, 1)
+    later = torch.arange(PROMPT, ids.shape[2], device=device).view(copies, kept).expand(runs, groups, -1, -1)
+    at = torch.cat([first, later], 3).flatten(2)  # of the token before each sampled one
+    picked = hidden.gather(2, at[..., None].expand(-1, -1, -1, hidden.shape[3]))
+    return head(picked.view(runs, groups * copies, kept + 1, -1), weights)
 
 
 # ---- the trainer -----------------------------------------------------------------------------------------------------
 class Trainer:
-    def __init__(self, shape: Shape, start: Tensor, *, device: torch.device, dtype: torch.dtype) -> None:
-        self.shape, self.device = shape, device
-        self.master = start.to(device).clone()
-        self.flat = self.master.to(dtype)
-        self.gradient = torch.zeros_like(self.flat)
+    """Trains each job's weights, one row of `flat`; all jobs have the arms' `experts` and `replay` in common."""
+
+    def __init__(self, shape: Shape, start: Tensor, jobs: Sequence[Job], *, device: torch.device) -> None:
+        self.shape, self.device, self.jobs = shape, device, jobs
+        self.master = start.to(device).repeat(len(jobs), 1)
+        self.flat = self.master.to(DTYPE)
+        self.gradient, self.first, self.second = (torch.zeros_like(self.master) for _ in range(3))
         self.weights = {name: view.detach().requires_grad_() for name, view in shape.views(self.flat).items()}
         self.gradients = list(shape.views(self.gradient).values())
-        self.first, self.second = torch.zeros_like(self.master), torch.zeros_like(self.master)
         self.rope = rope_table(shape, PROMPT + ANSWER, device)
-        per = ROWS // MINIBATCHES
-        new = partial(torch.zeros, device=device)
-        self.ids, self.lengths = new(per, PROMPT + ANSWER, dtype=torch.long), new(per, dtype=torch.long) + 1
-        self.head_ids = new(per, ANSWER, HEAD, dtype=torch.long)
-        mixtures = sum(shape.is_mixture(n) for n in range(shape.layers))
-        self.routed = new(mixtures, per, PROMPT + ANSWER, 2, dtype=torch.long)
+        self.updates = 0
+        groups = GROUPS // MINIBATCHES
+        self.cuts = [slice(start, start + groups) for start in range(0, GROUPS, groups)]  # in groups
+        new, size = partial(torch.zeros, device=device), (len(jobs), groups * SIZE)
+        self.prompts = new(len(jobs), groups, PROMPT, dtype=torch.long)
+        self.lengths = new(len(jobs), groups, dtype=torch.long) + 1
+        self.sampled = new(*size, ANSWER, dtype=torch.long)
+        self.head_ids = new(*size, ANSWER, HEAD, dtype=torch.long)
+        tokens = PROMPT + SIZE * (ANSWER - 1)
+        self.routed = new(shape.mixtures, len(jobs), groups, tokens, 2, dtype=torch.long)
         self.routed[..., 1] = 1
-        self.current_grad, self.head_grad = new(per, ANSWER), new(per, ANSWER, HEAD)
-        self.passes: dict[bool, Pass] = {}
-
-    def reset(self, start: Tensor, lr: float) -> None:
-        self.master.copy_(start)
-        self.flat.copy_(start)
-        self.first.zero_()
-        self.second.zero_()
-        self.updates, self.lr = 0, lr
-
-    def scored(self, part: Rollout, rows: slice, *, replay: bool) -> Pass:
-        """The current policy's log-probabilities of one minibatch; the next call overwrites them."""
-        self.ids.copy_(part.ids_BT[rows])
-        self.lengths.copy_(part.lengths_B[rows])
-        self.head_ids.copy_(part.head_ids_BAK[rows])
-        if replay and part.routed is not None:
-            self.routed.copy_(part.routed[:, rows])
-        if replay not in self.passes:
-            self.passes[replay] = Pass(self, replay=replay)
-        self.passes[replay].forward()
-        return self.passes[replay]
-
-    def train(self, rollout: Rollout, rewards: Tensor, arm: Arm) -> dict[str, float]:
-        config = arm.config
-        is_centred = config.correction.centering is not None
-        groups = rewards.view(-1, SIZE)
-        advantages = (groups - groups.mean(1, keepdim=True)).view(-1)
-        per = ROWS // MINIBATCHES
-        cuts = [slice(start, start + per) for start in range(0, ROWS, per)]
-        old: list[Tensor | None] = [None] * len(cuts)
-        if config.correction.denominator == "trainer":
-            old = [self.scored(rollout, rows, replay=arm.replay).current.detach().clone() for rows in cuts]
-        row: dict[str, float] = {}
-        for number, rows in enumerate(cuts):
-            self.updates += 1
-            learns = bool(advantages[rows].any())
-            if not learns and number > 0:
-                continue
-            mask, sampled = rollout.mask_BA[rows], rollout.logprobs_BA[rows]
-            scored = self.scored(rollout, rows, replay=arm.replay)
-            current = scored.current.detach().clone().requires_grad_()
-            if number == 0:  # no update yet since the weights were published
-                row |= measure(current.detach(), sampled, mask)
-            if not learns:
-                continue
-            extra: dict[str, Tensor] = {}
-            if is_centred:
-                extra["head_logprobs"] = scored.head.detach().clone().requires_grad_()
-                extra["rollout_head_logprobs"] = rollout.head_logprobs_BAK[rows]
-            loss, _ = policy_loss(current, old[number], sampled, advantages[rows], mask, config, **extra)
-            loss.backward()
-            self.current_grad.copy_(current.grad)
-            self.head_grad.zero_() if not is_centred else self.head_grad.copy_(extra["head_logprobs"].grad)
-            scored.backward()
-            row["norm"] = max(row.get("norm", 0.0), self.update(self.lr * min(1.0, self.updates / 10)))
-        return row
-
-    @torch.no_grad()
-    def update(self, lr: float, *, betas: tuple[float, float] = (0.9, 0.95)) -> float:
-        gradient = self.gradient.float()
-        norm = float(gradient.norm())
-        if norm > 0 and norm < float("inf"):
-            gradient.mul_(min(1.0, 1.0 / norm))
-            t = torch.tensor(float(self.updates), device=self.device)
-            torch._fused_adamw_(
-                [self.master], [gradient], [self.first], [self.second], [], [t],
-                lr=lr, beta1=betas[0], beta2=betas[1], weight_decay=0.0, eps=1e-8, amsgrad=False, maximize=False,
-            )  # fmt: skip
-            self.flat.copy_(self.master)
-        return norm
-
-
-class Pass:
-    """The trainer's forward and backward pass over one minibatch's buffers; on CUDA both are captured as graphs. Each
-    backward needs its own forward: its graph overwrites what the forward saved."""
-
-    def __init__(self, trainer: Trainer, *, replay: bool) -> None:
-        self.trainer, self.replay = trainer, replay
+        self.replays = jobs[0].arm.replay
+        self.current_grad, self.head_grad = new(*size, ANSWER), new(*size, ANSWER, HEAD)
+        configs = [job.arm.config for job in jobs]
+        self.parts = [(config, [n for n, c in enumerate(configs) if c == config]) for config in unique(configs)]
+        self.recomputes = any(config.correction.denominator == "trainer" for config in configs)
         self.graphs: list[Any] = []
-        if trainer.device.type == "cuda" and not os.environ.get("GRID_EAGER"):
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                for _ in range(2):
-                    self._forward()
-                    self._backward()
-            torch.cuda.current_stream().wait_stream(stream)
-            self.graphs = [torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()]
-            with torch.cuda.graph(self.graphs[0]):
-                self._forward()
-            with torch.cuda.graph(self.graphs[1], pool=self.graphs[0].pool()):
-                self._backward()
+        if device.type == "cuda":
+            self._capture()
 
-    def forward(self) -> None:
-        self.graphs[0].replay() if self.graphs else self._forward()
+    def _capture(self) -> None:
+        """Forward and backward pass as graphs. Each backward needs its own forward: its graph overwrites what the
+        forward saved."""
 
-    def backward(self) -> None:
-        """From `trainer.current_grad` and `trainer.head_grad` to `trainer.gradient`."""
-        self.graphs[1].replay() if self.graphs else self._backward()
+        def both() -> None:
+            self._forward()
+            self._backward()
+
+        warm_up(both)
+        self.graphs = [torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()]
+        with torch.cuda.graph(self.graphs[0]):
+            self._forward()
+        with torch.cuda.graph(self.graphs[1], pool=self.graphs[0].pool()):
+            self._backward()
 
     def _forward(self) -> None:
-        t = self.trainer
-        table, ids = score(t.shape, t.weights, t.ids, t.lengths, t.rope, t.routed if self.replay else None)
-        self.current = table.gather(2, ids[:, :, None])[..., 0]
-        self.head = table.gather(2, t.head_ids)
+        routed = self.routed if self.replays else None
+        table = score(self.shape, self.weights, self.prompts, self.lengths, self.sampled, self.rope, routed)
+        self.current = table.gather(3, self.sampled[..., None])[..., 0]
+        self.head = table.gather(3, self.head_ids)
 
     def _backward(self) -> None:
-        t = self.trainer
-        found = torch.autograd.grad((self.current, self.head), list(t.weights.values()), (t.current_grad, t.head_grad))
-        torch._foreach_copy_(t.gradients, list(found))
+        """From `current_grad` and `head_grad` to `gradient`."""
+        given = (self.current_grad, self.head_grad)
+        found = torch.autograd.grad((self.current, self.head), list(self.weights.values()), given)
+        for kept, new in zip(self.gradients, found, strict=True):
+            kept.copy_(new)
+
+    def score(self, rollout: Rollout, groups: slice) -> tuple[Tensor, Tensor]:
+        """The current policy's log-probabilities of one minibatch's tokens and of the engine's most likely ids."""
+        rows = slice(groups.start * SIZE, groups.stop * SIZE)
+        self.prompts.copy_(rollout.prompts_SGP[:, groups])
+        self.lengths.copy_(rollout.lengths_SG[:, groups])
+        self.sampled.copy_(rollout.sampled_SBA[:, rows])
+        self.head_ids.copy_(rollout.head_ids_SBAK[:, rows])
+        if self.replays and rollout.routed is not None:
+            self.routed.copy_(rollout.routed[:, :, groups])
+        self.graphs[0].replay() if self.graphs else self._forward()
+        return self.current.detach().clone(), self.head.detach().clone()
+
+    def train(self, rollout: Rollout, rewards_SB: Tensor) -> list[dict[str, float]]:
+        """One update for each minibatch; a row of measurements for each job."""
+        groups = rewards_SB.unflatten(1, (-1, SIZE))
+        advantages_SB = (groups - groups.mean(2, keepdim=True)).flatten(1)
+        # The denominator of the first minibatch is its own first score: its weights are those before any update.
+        later = [self.score(rollout, groups)[0] for groups in self.cuts[1:]] if self.recomputes else []
+        measured: list[dict[str, float]] = []
+        norms: list[Tensor] = []
+        for number, groups in enumerate(self.cuts):
+            rows = slice(groups.start * SIZE, groups.stop * SIZE)
+            current, likely = (x.requires_grad_() for x in self.score(rollout, groups))
+            mask, sampled = rollout.mask_SBA[:, rows], rollout.logprobs_SBA[:, rows]
+            if number == 0:
+                measured = measure(current.detach(), sampled, mask)
+            old = later[number - 1] if number and later else current.detach()
+            # A sum over tokens of A / (the run's tokens) is the run's own mean over tokens.
+            advantages = advantages_SB[:, rows] / mask.sum((1, 2))[:, None]
+            losses = []
+            for config, runs in self.parts:
+                a, b, c, d, e = (x[runs].flatten(0, 1) for x in (current, sampled, advantages, mask, likely))
+                recomputes = config.correction.denominator == "trainer"
+                is_centred = config.correction.centering is not None
+                loss, _ = policy_loss(
+                    a, old[runs].flatten(0, 1) if recomputes else None, b, c, d, config,
+                    head_logprobs=e if is_centred else None,
+                    rollout_head_logprobs=rollout.head_logprobs_SBAK[runs, rows].flatten(0, 1) if is_centred else None,
+                )  # fmt: skip
+                losses.append(loss)
+            torch.stack(losses).sum().backward()
+            assert current.grad is not None
+            self.current_grad.copy_(current.grad)
+            self.head_grad.zero_() if likely.grad is None else self.head_grad.copy_(likely.grad)
+            self.graphs[1].replay() if self.graphs else self._backward()
+            norms.append(self.update())
+        worst = torch.stack(norms).amax(0).tolist()
+        return [{**row, "norm": norm} for row, norm in zip(measured, worst, strict=True)]
+
+    @torch.no_grad()
+    def update(self) -> Tensor:
+        """AdamW, gradients clipped to norm 1; a run whose gradient is 0 or not finite keeps its weights. Returns the
+        norms."""
+        self.updates += 1
+        norms = torch.linalg.vector_norm(self.gradient, dim=1)
+        skipped = ((norms == 0) | ~norms.isfinite()).float()
+        t = torch.tensor(float(self.updates), device=self.device)
+        for run, job in enumerate(self.jobs):
+            torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
+                [self.master[run]], [self.gradient[run]], [self.first[run]], [self.second[run]], [], [t],
+                lr=job.lr * min(1.0, self.updates / 10), beta1=0.9, beta2=0.95, weight_decay=0.0, eps=1e-8,
+                amsgrad=False, maximize=False, grad_scale=norms[run].clamp(min=1.0), found_inf=skipped[run],
+            )  # fmt: skip
+        self.flat.copy_(self.master)
+        return norms
 
 
-def measure(trainer: Tensor, sampled: Tensor, mask: Tensor) -> dict[str, float]:
-    delta = (trainer - sampled)[mask].double()
-    ratio = delta.exp()
-    if not delta.numel():
-        return {}
-    values = torch.stack([
-        delta.abs().mean(), (ratio - 1 - delta).mean(), delta.min(), ratio.mean(), -trainer[mask].double().mean(),
-        (trainer != sampled)[mask].double().sum(), torch.tensor(float(delta.numel()), device=delta.device),
-    ])  # fmt: skip
-    names = ("delta", "k3", "lowest", "ratio", "nll", "differing", "compared")
-    return dict(zip(names, values.tolist(), strict=True))
+def unique(values: Sequence[LossConfig]) -> list[LossConfig]:
+    return [value for n, value in enumerate(values) if value not in values[:n]]
 
 
-# ---- one run ---------------------------------------------------------------------------------------------------------
-class Bench:
-    """What runs of one process share: weights of the start, trainers and engines by shape and kind."""
-
-    def __init__(self, tasks: Tasks, *, shape: Shape, start: Tensor, device: str) -> None:
-        self.tasks, self.shape, self.device = tasks, shape, torch.device(device)
-        self.dtype = torch.bfloat16
-        self.start = {1: start}
-        self.shapes = {1: shape}
-        self.trainers: dict[int, Trainer] = {}
-        self.engines: dict[tuple[int, str, int], Engine] = {}
-
-    def trainer(self, experts: int) -> Trainer:
-        if experts not in self.trainers and self.trainers:  # two sizes of model in every process are too many
-            self.trainers.clear()
-            self.engines.clear()
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()
-        if experts not in self.shapes:
-            self.shapes[experts] = replace(self.shape, experts=experts)
-            self.start[experts] = upcycle(self.shape, self.start[1], self.shapes[experts])
-        if experts not in self.trainers:
-            shape, start = self.shapes[experts], self.start[experts]
-            self.trainers[experts] = Trainer(shape, start, device=self.device, dtype=self.dtype)
-        return self.trainers[experts]
-
-    def engine(self, experts: int, kind: str, rows: int) -> Engine:
-        key = (experts, kind, rows)
-        if key not in self.engines:
-            self.engines[key] = Engine(self.shapes[experts], kind, rows=rows, device=self.device, dtype=self.dtype)
-        return self.engines[key]
-
-    def held_out(self, trainer: Trainer, experts: int) -> dict[str, float]:
-        """Greedy, with the trainer's weights, by the engine "kernels" whatever the arm; the mean of each kind."""
-        questions = self.tasks.held_out
-        engine = self.engine(experts, "kernels", len(questions))
-        engine.load(trainer.flat)
-        found: dict[str, list[float]] = {}
-        said = self.texts(engine.generate([q.prompt_ids for q in questions], greedy=True))
-        for question, ids in zip(questions, said, strict=True):
-            found.setdefault(question.kind, []).append(self.tasks.reward(question, ids))
-        return {kind: sum(values) / len(values) for kind, values in found.items()}
-
-    def texts(self, rollout: Rollout) -> list[list[int]]:
-        at = (rollout.lengths_B)[:, None] + torch.arange(ANSWER, device=self.device)
-        rows, counts = rollout.ids_BT.gather(1, at).tolist(), rollout.mask_BA.sum(1).tolist()
-        return [[i for i in ids[:n] if i != STOP] for ids, n in zip(rows, counts, strict=True)]
-
-    def run(
-        self, arm: Arm, *, seed: int, lr: float, steps: int, evaluate_every: int = 25, until: float = float("inf")
-    ) -> dict[str, Any]:
-        began = time.monotonic()
-        torch.manual_seed(1000 + seed)
-        order = random.Random(f"tasks/{seed}")
-        trainer, engine = self.trainer(arm.experts), self.engine(arm.experts, arm.engine, ROWS)
-        trainer.reset(self.start[arm.experts], lr)
-        kept = [trainer.flat.clone()]  # the weights of the last batches, oldest first
-        rows: list[dict[str, float]] = []
-        held: list[tuple[int, dict[str, float]]] = [(0, self.held_out(trainer, arm.experts))]
-        for step in range(steps):
-            if time.monotonic() > until:
-                break
-            engine.load(kept[0])
-            questions = [order.choice(self.tasks.train) for _ in range(GROUPS)]
-            rollout = engine.generate([q.prompt_ids for q in questions for _ in range(SIZE)])
-            said = self.texts(rollout)
-            rewards = [self.tasks.reward(questions[row // SIZE], ids) for row, ids in enumerate(said)]
-            row = trainer.train(rollout, torch.tensor(rewards, device=self.device), arm)
-            kept = [*kept, trainer.flat.clone()][-1 - arm.lag :]
-            rows.append({"reward": sum(rewards) / len(rewards), **row})
-            if (step + 1) % evaluate_every == 0:
-                held.append((step + 1, self.held_out(trainer, arm.experts)))
-        return {
-            "arm": arm.name, "seed": seed, "lr": lr, "steps": len(rows), "asked": steps,
-            "seconds": round(time.monotonic() - began, 1), "held_out": held, "rows": rows,
-        }  # fmt: skip
+def measure(trainer_SBA: Tensor, sampled_SBA: Tensor, mask_SBA: Tensor) -> list[dict[str, float]]:
+    """Per run, over the tokens of `mask_SBA`."""
+    delta = torch.where(mask_SBA, trainer_SBA - sampled_SBA, 0.0).double()
+    ratio, tokens = delta.exp(), mask_SBA.sum((1, 2)).double()
+    weights = ratio * mask_SBA
+    values = {
+        "delta": delta.abs().sum((1, 2)) / tokens,
+        "k3": (ratio - 1 - delta).sum((1, 2)) / tokens,
+        "lowest": delta.amin((1, 2)),
+        "ess": weights.sum((1, 2)) ** 2 / (weights**2).sum((1, 2)) / tokens,
+        "nll": -(trainer_SBA * mask_SBA).double().sum((1, 2)) / tokens,
+        "differing": ((trainer_SBA != sampled_SBA) & mask_SBA).double().sum((1, 2)),
+        "compared": tokens,
+    }
+    table = torch.stack(list(values.values()), 1).tolist()
+    return [dict(zip(values, row, strict=True)) for row in table]
 
 
-def open_bench(model: Path, tasks: Path, *, vocabulary: int, device: str, kinds: Sequence[str] = ()) -> Bench:
-    from safetensors.torch import load_file
-
-    files = sorted(model.glob("*.safetensors"))
-    state: dict[str, Tensor] = {}
-    for file in files:
-        state |= load_file(file)
-    known, cut = load_tasks(tasks, model, vocabulary, kinds)
-    shape = load_shape(model, vocabulary)
-    return Bench(known, shape=shape, start=flatten(shape, state, cut), device=device)
-
-
-# ---- many runs on one device -----------------------------------------------------------------------------------------
+# ---- runs ------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     arm: Arm
     seed: int
     lr: float
-    steps: int
 
     @property
-    def key(self) -> tuple[str, int, float, int]:
-        return self.arm.name, self.seed, self.lr, self.steps
+    def program(self) -> tuple[Any, ...]:
+        """Jobs that are equal in it can run as one batch."""
+        return self.arm.engine, self.arm.lag, self.arm.experts, self.arm.replay
 
 
-def work(asked: Any, answers: Any, options: Mapping[str, Any], until: float) -> None:
-    torch.set_num_threads(1)
-    bench = open_bench(**options)
-    answers.put(None)
-    while (job := asked.get()) is not None and time.monotonic() < until:
-        try:
-            result = bench.run(job.arm, seed=job.seed, lr=job.lr, steps=job.steps, until=until)
-        except Exception as error:
-            import traceback
+@dataclass(slots=True, kw_only=True)
+class Bench:
+    """What all runs start from."""
 
-            result = {"arm": job.arm.name, "seed": job.seed, "error": f"{error!r}", "trace": traceback.format_exc()}
-        answers.put(result)
+    tasks: Tasks
+    shape: Shape
+    start: Tensor
+    device: torch.device
 
-
-def run_all(
-    batches: Sequence[Callable[[float], list[Job]]],
-    out: Path,
-    options: Mapping[str, Any],
-    *,
-    at_once: int,
-    until: float,
-) -> None:
-    """Adds every run that ends to a file of `out`. A batch of jobs is made when the one before it has ended, from the
-    steps per second until then."""
-    from multiprocessing import get_context
-
-    context = get_context("spawn")
-    asked, answers = context.Queue(), context.Queue()
-    workers = [context.Process(target=work, args=(asked, answers, options, until), daemon=True) for _ in range(at_once)]
-    for each in workers:
-        each.start()
-    out.mkdir(parents=True, exist_ok=True)
-    began, ready, speed = time.monotonic(), 0, 1.0
-    for batch in batches:
-        since, steps = time.monotonic(), 0
-        jobs = batch(speed)
-        for job in jobs:
-            asked.put(job)
-        left = len(jobs)
-        while left and time.monotonic() < until + 5 and any(each.is_alive() for each in workers):
-            try:
-                result = answers.get(timeout=1)
-            except queue.Empty:
-                continue
-            seconds = time.monotonic() - began
-            if result is None:
-                ready += 1
-                print(f"[{seconds:6.1f} s] {ready} of {at_once} processes are ready", flush=True)
+    def run(
+        self, jobs: Sequence[Job], *, steps: int, evaluate_every: int = 25, until: float = float("inf")
+    ) -> list[dict[str, Any]]:
+        """Runs jobs of one program as one batch. Empty if they would not end by `until`."""
+        began = time.monotonic()
+        arm, seed = jobs[0].arm, min(job.seed for job in jobs)
+        torch.manual_seed(1000 + seed)
+        orders = [random.Random(f"tasks/{job.seed}") for job in jobs]
+        shape = replace(self.shape, experts=arm.experts)
+        start = self.start if arm.experts == 1 else upcycle(self.shape, self.start, shape)
+        trainer = Trainer(shape, start, jobs, device=self.device)
+        is_shared = arm.lag == 0 and arm.engine != "fp8"
+        engine = Engine(
+            shape,
+            arm.engine,
+            trainer.flat if is_shared else torch.zeros_like(trainer.flat),
+            groups=GROUPS,
+            copies=SIZE,
+        )
+        # The judge has the trainer's weights and is of one kind for all arms.
+        judge = Engine(shape, "kernels", trainer.flat, groups=len(self.tasks.held_out), copies=1)
+        kept = [trainer.flat if arm.lag == 0 else trainer.flat.clone()]  # of the last batches, oldest first
+        rows: list[list[dict[str, float]]] = [[] for _ in jobs]
+        held = [[(0, found)] for found in self.judge(judge)]
+        since = began
+        for step in range(steps):
+            if step == 10:  # what comes before includes the capture of graphs
                 since = time.monotonic()
-                continue
-            left, steps, result = left - 1, steps + result.get("steps", 0), compact(result)
-            with (out / ("tuning.jsonl" if result["seed"] >= TUNING_SEED else "grid.jsonl")).open("a") as file:
-                file.write(json.dumps(result) + "\n")
-            speed = steps / max(1e-3, time.monotonic() - since)
-            said = (
-                result.get("error") or f"held-out {late(result):.3f}, {result['steps']} steps in {result['seconds']} s"
-            )
-            where = f"{result['arm']}, seed {result['seed']}, lr {result.get('lr')}"
-            print(f"[{seconds:6.1f} s] {left} left, {speed:.0f} steps/s; {where}: {said}", flush=True)
-    for each in workers:
-        each.kill()
+            if step == 20 and time.monotonic() + (time.monotonic() - since) / 10 * (steps - 20) > until:
+                print(f"no time for {steps} steps of {len(jobs)} runs: {arm.name}, …", flush=True)
+                return []
+            engine.load(kept[0])
+            questions = [[order.choice(self.tasks.train) for _ in range(GROUPS)] for order in orders]
+            rollout = engine.generate(questions)
+            rewards = self.rewards(rollout, questions)
+            measured = trainer.train(rollout, torch.tensor(rewards, device=self.device))
+            if arm.lag:
+                kept = [*kept, trainer.flat.clone()][-1 - arm.lag :]
+            for row, reward, found in zip(rows, rewards, measured, strict=True):
+                row.append({"reward": sum(reward) / len(reward), **found})
+            if (step + 1) % evaluate_every == 0:
+                for mine, found in zip(held, self.judge(judge), strict=True):
+                    mine.append((step + 1, found))
+        seconds = round((time.monotonic() - began) / len(jobs), 2)
+        return [
+            {"arm": job.arm.name, "seed": job.seed, "lr": job.lr, "steps": steps, "seconds": seconds, "held_out": mine,
+             "rows": row}
+            for job, mine, row in zip(jobs, held, rows, strict=True)
+        ]  # fmt: skip
+
+    def judge(self, engine: Engine) -> list[dict[str, float]]:
+        """Held-out reward of each run, greedy: the mean of each kind of task."""
+        questions = [self.tasks.held_out] * engine.runs
+        found: list[dict[str, float]] = []
+        for rewards in self.rewards(engine.generate(questions, greedy=True), questions):
+            kinds: dict[str, list[float]] = {}
+            for question, reward in zip(self.tasks.held_out, rewards, strict=True):
+                kinds.setdefault(question.kind, []).append(reward)
+            found.append({kind: sum(values) / len(values) for kind, values in kinds.items()})
+        return found
+
+    def rewards(self, rollout: Rollout, questions: Sequence[Sequence[Question]]) -> list[list[float]]:
+        sampled, counts = rollout.sampled_SBA.tolist(), rollout.mask_SBA.sum(2).tolist()
+        copies = rollout.sampled_SBA.shape[1] // rollout.lengths_SG.shape[1]
+        return [
+            [
+                self.tasks.reward(mine[row // copies], [i for i in ids[:count] if i != STOP])
+                for row, (ids, count) in enumerate(zip(*answers, strict=True))
+            ]
+            for mine, *answers in zip(questions, sampled, counts, strict=True)
+        ]
+
+
+def open_bench(model: Path, tasks: Path, *, vocabulary: int, device: str) -> Bench:
+    from safetensors.torch import load_file
+
+    state: dict[str, Tensor] = {}
+    for file in sorted(model.glob("*.safetensors")):
+        state |= load_file(file)
+    known, cut = load_tasks(tasks, model, vocabulary)
+    shape = load_shape(model, vocabulary)
+    return Bench(tasks=known, shape=shape, start=flatten(shape, state, cut), device=torch.device(device))
+
+
+def make_batches(jobs: Sequence[Job], at_once: int) -> list[list[Job]]:
+    """Jobs of one program together, `at_once` at most, in batches of about one size."""
+    programs: dict[Any, list[Job]] = {}
+    for job in jobs:
+        programs.setdefault(job.program, []).append(job)
+    batches: list[list[Job]] = []
+    for mine in programs.values():
+        number = -(-len(mine) // at_once)
+        batches += [mine[len(mine) * n // number : len(mine) * (n + 1) // number] for n in range(number)]
+    return batches
+
+
+def run_jobs(bench: Bench, jobs: Sequence[Job], file: Path, *, steps: int, at_once: int, until: float) -> None:
+    """Adds the runs of every batch that ends to `file`."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    for batch in make_batches(jobs, at_once):
+        began = time.monotonic()
+        for result in bench.run(batch, steps=steps, until=until):
+            run = compact(result)
+            with file.open("a") as out:
+                out.write(json.dumps(run) + "\n")
+            print(f"  held-out {late(run):.3f}; {run['arm']}, seed {run['seed']}, lr {run['lr']:g}", flush=True)
+        gc.collect()  # of the batch's graphs: their memory is free only then
+        seconds, peak = time.monotonic() - began, 0.0
+        if bench.device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated() / 2**30
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        speed = len(batch) * steps / seconds
+        print(f"{len(batch)} runs in {seconds:.0f} s, {speed:.0f} steps/s, {peak:.0f} GiB", flush=True)
 
 
 def late(run: Mapping[str, Any]) -> float:
@@ -625,21 +643,21 @@ def late(run: Mapping[str, Any]) -> float:
     return sum(values) / len(values) if values else float("nan")
 
 
-EVERY = 5  # steps per value on file
+EVERY = 10  # steps per value on file
 
 
 def compact(result: dict[str, Any]) -> dict[str, Any]:
-    """Curves as means of five steps; a run that was cut off says so by `steps` < `asked`."""
-    if "rows" not in result:
-        return result
-    rows, worst = result.pop("rows"), {"lowest": min, "norm": max, "differing": sum, "compared": sum}
+    """Curves as means, sums or extremes of ten steps."""
+    rows = result.pop("rows")
+    other = {"lowest": min, "ess": min, "norm": max, "differing": sum, "compared": sum}
     curves: dict[str, list[float]] = {}
     for start in range(0, len(rows), EVERY):
         part = rows[start : start + EVERY]
-        for name in sorted({name for row in part for name in row}):
-            values = [row[name] for row in part if name in row]
-            value = worst[name](values) if name in worst else sum(values) / len(values)
-            curves.setdefault(name, []).append(float(f"{value:.3g}"))
+        for name in rows[0]:
+            values = [row[name] for row in part]
+            value = other[name](values) if name in other else sum(values) / len(values)
+            exact = name in ("differing", "compared")
+            curves.setdefault(name, []).append(int(value) if exact else float(f"{value:.3g}"))
     held = [[step, *(round(value, 3) for value in found.values())] for step, found in result["held_out"]]
     kinds = list(result["held_out"][0][1])
     return {**result, "held_out": held, "kinds": kinds, "curves": curves}
@@ -649,70 +667,32 @@ def read_runs(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+# ---- which runs ------------------------------------------------------------------------------------------------------
 RATES = (5e-6, 1.5e-5, 3e-5)
-TUNED = ("exact", "fp8", "stale")  # the other sources take the rate of their method
-TUNING_SEED = 100
-CORE = 5  # seeds of the arms that claims are about, before anything else
+TUNED = ("exact", "kernels", "fp8", "stale")  # the other sources take the rate that `kernels` has for their method
+TUNING_SEEDS = (100, 101)
 
 
-def is_core(arm: Arm) -> bool:
-    few = ("exact", "bypass", "recompute", "recompute + TIS", "score centering")
-    return arm.source in ("exact", "fp8") or (arm.source in ("kernels", "stale") and arm.method in few)
-
-
-def tuning_jobs(steps: int) -> list[Job]:
-    chosen = [arm for arm in arms() if arm.source in TUNED and is_core(arm)]
-    return [Job(arm=arm, seed=TUNING_SEED, lr=lr, steps=steps) for arm in chosen for lr in RATES]
+def tuning_jobs() -> list[Job]:
+    tuned = [arm for arm in arms() if arm.source in TUNED]
+    return [Job(arm=arm, seed=seed, lr=lr) for arm in tuned for seed in TUNING_SEEDS for lr in RATES]
 
 
 def choose_rates(runs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """The rate of the highest held-out reward, per method: stale arms apart, the others' sources together."""
+    """Each tuned arm's rate of the highest held-out reward."""
     scores: dict[str, dict[float, list[float]]] = {}
     for run in runs:
-        if "curves" in run and run["steps"] == run["asked"]:
-            scores.setdefault(rate_key(run["arm"]), {}).setdefault(run["lr"], []).append(late(run))
-    return {key: max(found, key=lambda lr: sum(found[lr]) / len(found[lr])) for key, found in scores.items() if found}
+        scores.setdefault(run["arm"], {}).setdefault(run["lr"], []).append(late(run))
+    return {arm: max(found, key=lambda lr: sum(found[lr]) / len(found[lr])) for arm, found in scores.items()}
 
 
-def rate_key(arm: str) -> str:
-    source, _, method = arm.partition(": ")
-    return ("stale: " if source == "stale" else "") + method.removesuffix(" + replay")
-
-
-def main_jobs(rates: Mapping[str, float], seeds: Sequence[int], steps: int, known: set[tuple[Any, ...]]) -> list[Job]:
-    """All core arms of the first seed, then of the next: a cut-off costs seeds and not arms."""
-    default = sorted(rates.values())[len(rates) // 2] if rates else RATES[1]
-    jobs = [
-        Job(arm=arm, seed=seed, lr=rates.get(rate_key(arm.name), default), steps=steps)
-        for part in (seeds[:CORE], seeds[CORE:])
-        for core in (True, False)
-        for seed in part
+def main_jobs(rates: Mapping[str, float], seeds: Sequence[int], known: set[tuple[str, int]]) -> list[Job]:
+    return [
+        Job(arm=arm, seed=seed, lr=rates.get(arm.name) or rates.get(f"kernels: {arm.method}", RATES[1]))
         for arm in arms()
-        if is_core(arm) == core
+        for seed in seeds
+        if (arm.name, seed) not in known
     ]
-    return [job for job in jobs if job.key not in known]
-
-
-def choose_steps(speed: float, seconds: float) -> int:
-    """As many as `CORE` seeds of the core arms can have, in fifties; 300 at most."""
-    runs = CORE * sum(is_core(arm) for arm in arms())
-    return min(300, max(100, int(speed * seconds / runs) // 25 * 25))
-
-
-def start_sharing() -> None:
-    """CUDA's multi-process service, so that kernels of several runs are on the device at once."""
-    if shutil.which("nvidia-cuda-mps-control") is None:
-        return
-    for name in ("PIPE", "LOG"):
-        os.environ[f"CUDA_MPS_{name}_DIRECTORY"] = f"/tmp/mps-{name.lower()}"
-        Path(f"/tmp/mps-{name.lower()}").mkdir(exist_ok=True)
-    subprocess.run(["nvidia-cuda-mps-control", "-d"], check=False, timeout=20)
-
-
-def stop_sharing() -> None:
-    if "CUDA_MPS_PIPE_DIRECTORY" in os.environ:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            subprocess.run(["nvidia-cuda-mps-control"], input="quit\n", text=True, timeout=10, check=False)
 
 
 DATA = Path(__file__).parent / "data"
@@ -720,66 +700,28 @@ DATA = Path(__file__).parent / "data"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("action", choices=("rates", "tune", "run", "all"), help="all: tune and run")
+    parser.add_argument("action", choices=("tune", "run"))
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--tasks", type=Path, default=DATA / "tasks.jsonl")
-    parser.add_argument("--kinds", default="", help="with commas between them; all of the file otherwise")
     parser.add_argument("--vocabulary", type=int, default=8192)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--jobs", type=int, default=14, help="runs at a time")
+    parser.add_argument("--at-once", type=int, default=20, help="runs of a batch, each 2 to 4 GiB")
     parser.add_argument("--seeds", default="0:5", help="FIRST:END")
-    parser.add_argument("--steps", type=int, default=300, help="0: as many as five seeds can have by the deadline")
-    parser.add_argument("--tuning-steps", type=int, default=100)
-    parser.add_argument("--only", default="", help="arms whose name holds this text")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--only", default="", help="starts of arms' names, with commas between them")
     parser.add_argument("--deadline", type=float, default=1e9, help="seconds")
     parser.add_argument("--out", type=Path, default=DATA)
     given = parser.parse_args()
     until = time.monotonic() + given.deadline
-    options = {
-        "model": given.model, "tasks": given.tasks, "vocabulary": given.vocabulary, "device": given.device,
-        "kinds": tuple(kind for kind in given.kinds.split(",") if kind),
-    }  # fmt: skip
-    if given.action == "rates":
-        show_base_rates(open_bench(**options))
-        return
-    first, _, end = given.seeds.partition(":")
-
-    def tune(_: float) -> list[Job]:
-        return [job for job in tuning_jobs(given.tuning_steps) if given.only in job.arm.name]
-
-    def run(speed: float) -> list[Job]:
-        rates = choose_rates(read_runs(given.out / "tuning.jsonl"))
-        steps = given.steps or choose_steps(speed, until - time.monotonic())
-        print(f"{steps} steps; learning rates: {rates}", flush=True)
-        kept = read_runs(given.out / "grid.jsonl")
-        known = {(run["arm"], run["seed"], run["lr"], run["asked"]) for run in kept if "curves" in run}
-        jobs = main_jobs(rates, range(int(first), int(end)), steps, known)
-        return [job for job in jobs if given.only in job.arm.name]
-
-    batches = {"tune": [tune], "run": [run], "all": [tune, run]}[given.action]
-    if given.device == "cuda":
-        start_sharing()
-    try:
-        run_all(batches, given.out, options, at_once=given.jobs, until=until)
-    finally:
-        stop_sharing()
-
-
-def show_base_rates(bench: Bench) -> None:
-    """Rewards before any training, of 16 questions of each kind, 8 samples each."""
-    bench.trainer(1)
-    engine = bench.engine(1, "kernels", 128)
-    engine.load(bench.trainer(1).flat)
-    for kind in dict.fromkeys(q.kind for q in bench.tasks.train):
-        questions = [q for q in bench.tasks.train if q.kind == kind][:16]
-        if len(questions) == 16:
-            rollout = engine.generate([q.prompt_ids for q in questions for _ in range(8)])
-            said = bench.texts(rollout)
-            rewards = [bench.tasks.reward(questions[row // 8], ids) for row, ids in enumerate(said)]
-            mixed = sum(0 < sum(rewards[row : row + 8]) < 8 for row in range(0, 128, 8))
-            tokens = sum(map(len, said)) / 128
-            shown = " | ".join(repr(bench.tasks.decode(said[row]))[:44] for row in range(0, 128, 24))
-            print(f"{kind}: {sum(rewards) / 128:.3f}, {mixed} of 16 mixed, {tokens:.1f} tokens; {shown}", flush=True)
+    if given.action == "tune":
+        jobs, file = tuning_jobs(), given.out / "tuning.jsonl"
+    else:
+        rates, file = choose_rates(read_runs(DATA / "tuning.jsonl")), given.out / "grid.jsonl"
+        first, _, end = given.seeds.partition(":")
+        jobs = main_jobs(rates, range(int(first), int(end)), {(run["arm"], run["seed"]) for run in read_runs(file)})
+    jobs = [job for job in jobs if job.arm.name.startswith(tuple(given.only.split(",")))]
+    bench = open_bench(given.model, given.tasks, vocabulary=given.vocabulary, device=given.device)
+    run_jobs(bench, jobs, file, steps=given.steps, at_once=given.at_once, until=until)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """A Llama in plain functions, so that one program holds every source of mismatch of `experiments.grid`: the trainer's
 forward pass over whole sequences, and an engine's over one token at a time with a cache.
 
-All weights are views of one flat tensor, so that a copy, a cast and an optimiser step are one kernel each.
-Shape suffixes: B rows, T positions, V vocabulary, A sampled positions.
+Several runs are one program: every weight and every activation has a leading dimension of runs, and a product is one
+batched product over them. A run's weights are views of one row of a flat tensor [runs, parameters], so that a copy, a
+cast and an optimiser step are one kernel each. Shape suffixes: S runs, B rows of a run, T tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -39,6 +40,10 @@ class Shape:
     def is_mixture(self, layer: int) -> bool:
         return self.experts > 1 and layer % 3 == 2
 
+    @property
+    def mixtures(self) -> int:
+        return sum(self.is_mixture(n) for n in range(self.layers))
+
     def parameters(self) -> dict[str, tuple[int, ...]]:
         d, inner = self.width, self.inner
         q, kv = self.heads * self.head_width, self.cache_heads * self.head_width
@@ -61,10 +66,11 @@ class Shape:
         return sum(math.prod(shape) for shape in self.parameters().values())
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
+        """Parameters by name, with the leading dimensions of `flat`."""
         found, start = {}, 0
         for name, shape in self.parameters().items():
             end = start + math.prod(shape)
-            found[name] = flat[start:end].view(shape)
+            found[name] = flat[..., start:end].unflatten(-1, shape)
             start = end
         return found
 
@@ -144,66 +150,87 @@ def rotate(x: Tensor, turn: Tensor) -> Tensor:
     return torch.view_as_real(pairs * turn).flatten(-2).to(x.dtype)
 
 
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """[S, ..., in] and [S, out, in]: [S, ..., out]."""
+    rows = x.flatten(1, -2)
+    if x.device.type == "cpu":  # few CPUs multiply bfloat16 fast: sums in float32, rounded once
+        rows, weight = rows.float(), weight.float()
+    return torch.bmm(rows, weight.transpose(1, 2)).to(x.dtype).view(*x.shape[:-1], -1)
+
+
+def embed(ids: Tensor, weights: Weights) -> Tensor:
+    runs = torch.arange(len(ids), device=ids.device).view(-1, *[1] * (ids.dim() - 1))
+    return weights["embed"][runs, ids]
+
+
 def normalise(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    return F.rms_norm(x, (x.shape[-1],), weight, epsilon)
+    return F.rms_norm(x, x.shape[-1:], None, epsilon) * weight.view(len(weight), *[1] * (x.dim() - 2), -1)
 
 
 def feed_forward(
-    shape: Shape, weights: Weights, n: int, x: Tensor, linear: Linear, routed: Tensor | None
+    shape: Shape, weights: Weights, n: int, x: Tensor, product: Linear, routed: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """The layer's output and, of a mixture, the experts that each token took ([..., 2], `routed` where it is given)."""
     up, down = weights[f"{n}.up"], weights[f"{n}.down"]
     if not shape.is_mixture(n):
-        gate, value = linear(x, up).chunk(2, dim=-1)
-        return linear(F.silu(gate) * value, down), None
-    scores = (x.float() @ weights[f"{n}.router"].float().T).softmax(-1)
+        gate, value = product(x, up).chunk(2, dim=-1)
+        return product(F.silu(gate) * value, down), None
+    scores = linear(x.float(), weights[f"{n}.router"].float()).softmax(-1)
     chosen = scores.topk(2, dim=-1).indices if routed is None else routed
     kept = scores.gather(-1, chosen)
     share = torch.zeros_like(scores).scatter(-1, chosen, kept / kept.sum(-1, keepdim=True))
     total = torch.zeros_like(x)
     for e in range(shape.experts):  # every expert sees every token: simple, and the same sum for any routing
-        gate, value = linear(x, up[e]).chunk(2, dim=-1)
-        total = total + share[..., e : e + 1].to(x.dtype) * linear(F.silu(gate) * value, down[e])
+        gate, value = product(x, up[:, e]).chunk(2, dim=-1)
+        total = total + share[..., e : e + 1].to(x.dtype) * product(F.silu(gate) * value, down[:, e])
     return total, chosen
 
 
 def forward(
-    shape: Shape, weights: Weights, ids_BT: Tensor, rope: Tensor, *, linear: Linear = F.linear,
-    routed: Tensor | None = None, cache: Callable[[int, Tensor, Tensor], None] | None = None,
+    shape: Shape, weights: Weights, ids_SBT: Tensor, positions_SBT: Tensor, bias_SBTT: Tensor, rope: Tensor, *,
+    product: Linear = linear, routed: Tensor | None = None, cache: Callable[[int, Tensor, Tensor], None] | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """The trainer's pass over whole sequences, also the engine's over a prompt (then `cache` takes keys and values):
-    hidden states and the experts taken, [mixture layers, B, T, 2]."""
-    rows, length = ids_BT.shape
-    x = F.embedding(ids_BT, weights["embed"])
-    turn = rope[:length, None]
+    """The trainer's pass over whole rows, also the engine's over prompts (then `cache` takes keys and values): hidden
+    states and the experts taken, [mixture layers, S, B, T, 2]. `bias` is added to attention's scores."""
+    length = ids_SBT.shape[2]
+    x = embed(ids_SBT, weights)
+    turn = rope[positions_SBT].view(-1, length, 1, shape.head_width // 2)
+    bias = bias_SBTT.flatten(0, 1)[:, None]
     heads, kv, width = shape.heads, shape.cache_heads, shape.head_width
     taken: list[Tensor] = []
     for n in range(shape.layers):
         h = normalise(x, weights[f"{n}.norm1"], shape.epsilon)
-        qkv = linear(h, weights[f"{n}.qkv"]).view(rows, length, heads + 2 * kv, width)
+        qkv = product(h, weights[f"{n}.qkv"]).view(-1, length, heads + 2 * kv, width)
         q, k = rotate(qkv[:, :, : heads + kv], turn).split([heads, kv], dim=2)
         v = qkv[:, :, heads + kv :]
         if cache is not None:
             cache(n, k, v)
-        mixed = F.scaled_dot_product_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True
-        )
-        x = x + linear(mixed.transpose(1, 2).reshape(rows, length, heads * width), weights[f"{n}.out"])
+        k, v = (part.repeat_interleave(heads // kv, 2) for part in (k, v))
+        mixed = F.scaled_dot_product_attention(*(part.transpose(1, 2) for part in (q, k, v)), attn_mask=bias)
+        x = x + product(mixed.transpose(1, 2).reshape(*ids_SBT.shape, heads * width), weights[f"{n}.out"])
         h = normalise(x, weights[f"{n}.norm2"], shape.epsilon)
         which = None if routed is None or not shape.is_mixture(n) else routed[len(taken)]
-        made, chosen = feed_forward(shape, weights, n, h, linear, which)
+        made, chosen = feed_forward(shape, weights, n, h, product, which)
         if chosen is not None:
             taken.append(chosen)
         x = x + made
     return normalise(x, weights["norm"], shape.epsilon), torch.stack(taken) if taken else None
 
 
-class Cache:
-    """Keys and values of every layer, [L, B, K, T, head_width]."""
+def causal_bias(ids_SBT: Tensor, dtype: torch.dtype) -> Tensor:
+    length = ids_SBT.shape[2]
+    bias = torch.full((length, length), -torch.inf, dtype=dtype, device=ids_SBT.device).triu(1)
+    return bias.expand(*ids_SBT.shape, length)
 
-    def __init__(self, shape: Shape, rows: int, length: int, *, dtype: torch.dtype, device: torch.device) -> None:
+
+class Cache:
+    """Keys and values of every layer, [layers, S · B, heads, T, head_width]. `copies` neighbours of the B rows have one prompt."""
+
+    def __init__(
+        self, shape: Shape, rows: int, length: int, *, dtype: torch.dtype, device: torch.device, copies: int = 1
+    ) -> None:
         size = (shape.layers, rows, shape.cache_heads, length, shape.head_width)
-        self.dtype = dtype
+        self.dtype, self.copies = dtype, copies
         kept = torch.uint8 if dtype.itemsize == 1 else dtype  # few kernels index float8
         self.keys, self.values = (torch.zeros(size, dtype=kept, device=device) for _ in range(2))
 
@@ -214,34 +241,36 @@ class Cache:
         return x if self.dtype.itemsize > 1 else x.view(self.dtype).to(dtype)
 
     def write_prompt(self, n: int, k: Tensor, v: Tensor) -> None:
-        self.keys[n, :, :, : k.shape[1]] = self.pack(k.transpose(1, 2))
-        self.values[n, :, :, : v.shape[1]] = self.pack(v.transpose(1, 2))
+        for kept, new in ((self.keys, k), (self.values, v)):
+            kept[n, :, :, : new.shape[1]] = self.pack(new.transpose(1, 2)).repeat_interleave(self.copies, 0)
 
 
 def decode(
-    shape: Shape, weights: Weights, ids_B: Tensor, at_B: Tensor, rope: Tensor, cache: Cache, *, linear: Linear
-) -> tuple[Tensor, Tensor | None]:
+    shape: Shape, weights: Weights, ids_SB: Tensor, at_SB: Tensor, rope: Tensor, cache: Cache, *,
+    product: Linear = linear,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """The engine's pass: one token per row, at each row's own position."""
-    rows, length = ids_B.shape[0], cache.keys.shape[3]
-    every = torch.arange(rows, device=ids_B.device)
-    x = F.embedding(ids_B, weights["embed"])
-    turn = rope[at_B, None]
+    at, length = at_SB.flatten(), cache.keys.shape[3]
+    rows = len(at)
+    every = torch.arange(rows, device=at.device)
+    x = embed(ids_SB, weights)
+    turn = rope[at, None]
     heads, kv, width = shape.heads, shape.cache_heads, shape.head_width
-    hidden = torch.arange(length, device=ids_B.device)[None, :] > at_B[:, None]
+    hidden = torch.arange(length, device=at.device)[None, :] > at[:, None]
     bias = torch.zeros_like(hidden, dtype=x.dtype).masked_fill(hidden, -torch.inf)[:, None, None]
     taken: list[Tensor] = []
     for n in range(shape.layers):
         h = normalise(x, weights[f"{n}.norm1"], shape.epsilon)
-        qkv = linear(h, weights[f"{n}.qkv"]).view(rows, heads + 2 * kv, width)
+        qkv = product(h, weights[f"{n}.qkv"]).view(rows, heads + 2 * kv, width)
         q, k = rotate(qkv[:, : heads + kv], turn).split([heads, kv], dim=1)
-        cache.keys[n][every, :, at_B] = cache.pack(k)
-        cache.values[n][every, :, at_B] = cache.pack(qkv[:, heads + kv :])
+        cache.keys[n][every, :, at] = cache.pack(k)
+        cache.values[n][every, :, at] = cache.pack(qkv[:, heads + kv :])
         keys, values = (cache.unpack(kept[n], x.dtype) for kept in (cache.keys, cache.values))
         scores = q.view(rows, kv, heads // kv, width) @ keys.transpose(-1, -2)
         shares = torch.add(bias, scores, alpha=width**-0.5).softmax(-1, dtype=torch.float32).to(x.dtype)
-        x = x + linear((shares @ values).reshape(rows, heads * width), weights[f"{n}.out"])
+        x = x + product((shares @ values).reshape(*ids_SB.shape, heads * width), weights[f"{n}.out"])
         h = normalise(x, weights[f"{n}.norm2"], shape.epsilon)
-        made, chosen = feed_forward(shape, weights, n, h, linear, None)
+        made, chosen = feed_forward(shape, weights, n, h, product, None)
         if chosen is not None:
             taken.append(chosen)
         x = x + made
@@ -250,4 +279,4 @@ def decode(
 
 def head(hidden: Tensor, weights: Weights) -> Tensor:
     """Log-probabilities over the vocabulary, in float32."""
-    return F.linear(hidden, weights["embed"]).float().log_softmax(-1)
+    return linear(hidden, weights["embed"]).float().log_softmax(-1)

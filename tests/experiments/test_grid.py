@@ -4,16 +4,52 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 
-from experiments.figures import MARKS, interval, judge, write_page
-from experiments.grid import Bench, Question, Tasks, arms, choose_rates, compact, fp8, is_right, main_jobs
-from experiments.llama import Cache, Shape, decode, flatten, forward, head, load_shape, rope_table, upcycle
+from experiments.figures import (
+    DOCS,
+    MARKS,
+    complete_runs,
+    has_fallen,
+    holm,
+    interval,
+    judge,
+    p_value,
+    table_of_arms,
+    table_of_contrasts,
+    write_page,
+)  # fmt: skip
+from experiments.grid import (
+    DATA,
+    GROUPS,
+    ROWS,
+    SIZE,
+    Bench,
+    Engine,
+    Job,
+    Question,
+    Tasks,
+    Trainer,
+    arms,
+    choose_rates,
+    compact,
+    fp8,
+    is_right,
+    main_jobs,
+    make_batches,
+    measure,
+    read_runs,
+    score,
+    tuning_jobs,
+)  # fmt: skip
+from experiments.llama import Cache, Shape, causal_bias, decode, flatten, forward, head, load_shape, rope_table, upcycle
 from experiments.quick import find_trouble
+from tokentrue.mismatch import policy_loss
 
 TINY = Shape(
     width=32, layers=3, heads=2, cache_heads=1, head_width=16, inner=48, vocabulary=96, rope_base=1e4, epsilon=1e-5
@@ -36,21 +72,28 @@ def hugging_face(tmp_path_factory: pytest.TempPathFactory):
     return directory, LlamaForCausalLM(config).eval()
 
 
+def run_plain(shape: Shape, weights: dict[str, torch.Tensor], ids: torch.Tensor, **options: object):
+    rope = rope_table(shape, 64, torch.device("cpu"))
+    positions = torch.arange(ids.shape[2]).expand_as(ids)
+    return forward(shape, weights, ids, positions, causal_bias(ids, weights["norm"].dtype), rope, **options)
+
+
 @torch.no_grad()
 def test_both_passes_equal_hugging_face(hugging_face: tuple[Path, torch.nn.Module]) -> None:
     directory, model = hugging_face
     shape = load_shape(directory, 96)
     assert shape == TINY
-    weights = shape.views(flatten(shape, model.state_dict(), range(96)))
-    ids, rope = torch.randint(0, 96, (3, 20)), rope_table(shape, 24, torch.device("cpu"))
-    expected = model(ids).logits.log_softmax(-1)
-    hidden, _ = forward(shape, weights, ids, rope)
-    torch.testing.assert_close(head(hidden, weights), expected, atol=1e-5, rtol=0)
-    cache = Cache(shape, 3, 24, dtype=torch.float32, device=torch.device("cpu"))
-    forward(shape, weights, ids[:, :12], rope, cache=cache.write_prompt)
+    theirs = flatten(shape, model.state_dict(), range(96))
+    weights = shape.views(torch.stack([torch.randn_like(theirs), theirs]))  # beside a run with other weights
+    ids, rope = torch.randint(0, 96, (2, 3, 20)), rope_table(shape, 24, torch.device("cpu"))
+    expected = model(ids[1]).logits.log_softmax(-1)
+    hidden, _ = run_plain(shape, weights, ids)
+    torch.testing.assert_close(head(hidden, weights)[1], expected, atol=1e-5, rtol=0)
+    cache = Cache(shape, 6, 24, dtype=torch.float32, device=torch.device("cpu"))
+    run_plain(shape, weights, ids[:, :, :12], cache=cache.write_prompt)
     for at in range(11, 19):
-        hidden, _ = decode(shape, weights, ids[:, at], torch.full((3,), at), rope, cache, linear=F.linear)
-        torch.testing.assert_close(head(hidden, weights), expected[:, at], atol=1e-5, rtol=0)
+        hidden, _ = decode(shape, weights, ids[:, :, at], torch.full((2, 3), at), rope, cache)
+        torch.testing.assert_close(head(hidden, weights)[1], expected[:, at], atol=1e-5, rtol=0)
 
 
 def make_bench() -> Bench:
@@ -63,34 +106,112 @@ def make_bench() -> Bench:
         Question(kind="odd", prompt_ids=tuple(range(3, 8 + n)), answer="1") for n in range(6)
     ]  # a reply is right by its length alone: a random model needs rewards
     tasks = Tasks(train=questions, held_out=questions, decode=lambda ids: str(len(ids) % 2))
-    return Bench(tasks, shape=TINY, start=start, device="cpu")
+    return Bench(tasks=tasks, shape=TINY, start=start, device=torch.device("cpu"))
 
 
 @pytest.mark.parametrize("name", ["exact: exact", "kernels: recompute + TIS", "mixture: bypass + replay"])
 def test_only_the_exact_arm_has_the_trainers_bits(name: str) -> None:
-    found = make_bench().run(ARMS[name], seed=0, lr=1e-3, steps=2, evaluate_every=1)
-    assert len(found["held_out"]) == 3
-    assert all(math.isfinite(row["reward"]) and row["compared"] > 0 for row in found["rows"])
-    differing = sum(row["differing"] for row in found["rows"])
-    assert (differing == 0) == (name == "exact: exact")
+    jobs = [Job(arm=ARMS[name], seed=seed, lr=1e-3) for seed in range(2)]
+    for found in make_bench().run(jobs, steps=2, evaluate_every=1):
+        assert len(found["held_out"]) == 3
+        assert all(math.isfinite(row["reward"]) and row["compared"] > 0 for row in found["rows"])
+        differing = sum(row["differing"] for row in found["rows"])
+        assert (differing == 0) == (name == "exact: exact")
 
 
 @pytest.mark.slow
 def test_a_stale_engine_has_the_weights_of_four_batches_ago() -> None:
-    found = make_bench().run(ARMS["stale: exact"], seed=0, lr=1e-3, steps=3)
+    (found,) = make_bench().run([Job(arm=ARMS["stale: exact"], seed=0, lr=1e-3)], steps=3)
     assert found["rows"][0]["differing"] == 0
     assert found["rows"][2]["delta"] > found["rows"][0]["delta"] == 0
+
+
+@pytest.mark.parametrize("method", ["bypass", "recompute + TIS", "MIS", "score centering"])
+def test_a_run_of_a_batch_takes_the_steps_it_would_take_alone(method: str) -> None:
+    """Against plain autograd and torch's AdamW, in float32, beside runs of other methods and rates."""
+    bench, arm = make_bench(), ARMS[f"kernels: {method}"]
+    jobs = [Job(arm=ARMS["kernels: bypass + TIS"], seed=1, lr=1e-2), Job(arm=arm, seed=0, lr=1e-3)]
+    trainer = Trainer(TINY, bench.start, jobs, device=torch.device("cpu"))
+    trainer.flat = trainer.master.clone()
+    trainer.weights = {name: view.detach().requires_grad_() for name, view in TINY.views(trainer.flat).items()}
+    torch.manual_seed(3)
+    engine = Engine(TINY, "kernels", trainer.flat.clone(), groups=GROUPS, copies=SIZE)
+    questions = bench.tasks.train[:GROUPS]
+    rollout = engine.generate([questions] * 2)
+    prompts = [torch.tensor(q.prompt_ids) for q in questions for _ in range(SIZE)]
+    ids = torch.nn.utils.rnn.pad_sequence(
+        [torch.cat(parts) for parts in zip(prompts, rollout.sampled_SBA[1], strict=True)], batch_first=True
+    )  # every answer with a prompt of its own
+    last = torch.tensor([len(prompt) - 1 for prompt in prompts])
+    rollout.logprobs_SBA += 0.3 * torch.randn_like(rollout.logprobs_SBA)  # ratios that weights cut off
+    rewards = torch.rand(2, ROWS).round()
+    trainer.train(rollout, rewards)
+
+    flat = bench.start.clone()[None].requires_grad_()
+    optimiser = torch.optim.AdamW([flat], betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+    groups = rewards[1].view(GROUPS, SIZE)
+    advantages = (groups - groups.mean(1, keepdim=True)).flatten()
+
+    def score_rows(rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        weights = TINY.views(flat)
+        hidden, _ = run_plain(TINY, weights, ids[None, rows])
+        at = last[rows, None] + torch.arange(16)
+        table = head(hidden, weights)[0][torch.arange(len(at))[:, None], at]
+        sampled = ids[rows].gather(1, at + 1)
+        return table.gather(2, sampled[..., None])[..., 0], table.gather(2, rollout.head_ids_SBAK[1, rows])
+
+    cuts = [slice(0, ROWS // 2), slice(ROWS // 2, ROWS)]
+    old = [score_rows(rows)[0].detach() for rows in cuts]
+    for number, rows in enumerate(cuts):
+        current, likely = score_rows(rows)
+        extra = {}
+        if method == "score centering":
+            extra = {"head_logprobs": likely, "rollout_head_logprobs": rollout.head_logprobs_SBAK[1, rows]}
+        loss, _ = policy_loss(
+            current, old[number], rollout.logprobs_SBA[1, rows], advantages[rows], rollout.mask_SBA[1, rows],
+            replace(arm.config, aggregate="token_mean"), **extra,
+        )  # fmt: skip
+        optimiser.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_([flat], 1.0)
+        optimiser.param_groups[0]["lr"] = 1e-3 * (number + 1) / 10
+        optimiser.step()
+    for mine, theirs, tolerance in (
+        (trainer.first[1], optimiser.state[flat]["exp_avg"][0], 1e-3),
+        (trainer.master[1] - bench.start, flat.detach()[0] - bench.start, 5e-2),  # gradients near 0: a sign decides
+    ):
+        assert theirs.norm() > 0 and (mine - theirs).norm() < tolerance * theirs.norm()
+
+
+def test_a_run_without_gradient_keeps_its_weights() -> None:
+    jobs = [Job(arm=ARMS["kernels: bypass"], seed=seed, lr=1e-3) for seed in range(2)]
+    trainer = Trainer(TINY, make_bench().start, jobs, device=torch.device("cpu"))
+    before = trainer.master.clone()
+    trainer.gradient[1].normal_()
+    trainer.update()
+    assert torch.equal(trainer.master[0], before[0]) and not torch.equal(trainer.master[1], before[1])
+
+
+def test_measures_are_of_each_runs_valid_tokens() -> None:
+    trainer, sampled = torch.full((2, 1, 3), -1.0), torch.tensor([[[-1.0, -1.5, 9.0]], [[-1.0, -1.0, -1.0]]])
+    mask = torch.tensor([[[True, True, False]], [[True, True, True]]])
+    first, second = measure(trainer, sampled, mask)
+    ratio = math.exp(0.5)
+    assert first["delta"] == pytest.approx(0.25) and first["k3"] == pytest.approx((ratio - 1.5) / 2)
+    assert first["ess"] == pytest.approx((1 + ratio) ** 2 / (1 + ratio**2) / 2)
+    assert (first["differing"], first["compared"]) == (1, 2)
+    assert (second["delta"], second["ess"], second["differing"], second["compared"]) == (0, 1, 0, 3)
 
 
 def test_a_mixture_starts_near_its_dense_model() -> None:
     mixture = Shape(**{name: getattr(TINY, name) for name in TINY.__slots__ if name != "experts"}, experts=4)
     start = torch.randn(TINY.size()) * 0.1
-    plain, made = TINY.views(start), mixture.views(upcycle(TINY, start, mixture, noise=0.0))
-    ids, rope = torch.randint(0, 96, (2, 8)), rope_table(TINY, 8, torch.device("cpu"))
-    a, _ = forward(TINY, plain, ids, rope)
-    b, routed = forward(mixture, made, ids, rope)
+    plain, made = TINY.views(start[None]), mixture.views(upcycle(TINY, start, mixture, noise=0.0)[None])
+    ids = torch.randint(0, 96, (1, 2, 8))
+    a, _ = run_plain(TINY, plain, ids)
+    b, routed = run_plain(mixture, made, ids)
     torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
-    assert routed is not None and routed.shape == (1, 2, 8, 2)
+    assert routed is not None and routed.shape == (1, 1, 2, 8, 2)
 
 
 def test_fp8_keeps_three_bits_of_mantissa() -> None:
@@ -104,37 +225,61 @@ def test_rewards() -> None:
     assert is_right("Nus", "nus")
 
 
-def test_rates_are_chosen_on_held_out_reward() -> None:
+def test_rates_are_chosen_on_held_out_reward_of_other_seeds() -> None:
     def run(lr: float, reward: float) -> dict[str, object]:
-        held = [[0, 0.9], [25, reward]]
-        return {
-            "arm": "fp8: bypass",
-            "lr": lr,
-            "steps": 5,
-            "asked": 5,
-            "held_out": held,
-            "curves": {"reward": [1 - reward]},
-        }
+        return {"arm": "kernels: bypass", "lr": lr, "held_out": [[0, 0.9], [25, reward]]}
 
     rates = choose_rates([run(1e-5, 0.4), run(3e-5, 0.2)])
-    assert rates == {"bypass": 1e-5}
-    jobs = main_jobs(rates, range(2), 5, {("fp8: bypass", 0, 1e-5, 5)})
-    assert [job.seed for job in jobs if job.arm.name == "fp8: bypass"] == [1]
+    assert rates == {"kernels: bypass": 1e-5}
+    jobs = main_jobs(rates, range(2), {("kernels: bypass", 0)})
+    assert [job.seed for job in jobs if job.arm.name == "kernels: bypass"] == [1]
+    assert {job.lr for job in jobs if job.arm.name == "kv8: bypass"} == {1e-5}  # not tuned: the method's
+    assert not {job.seed for job in tuning_jobs()} & set(range(100))
+
+
+def test_batches_hold_one_program() -> None:
+    batches = make_batches(main_jobs({}, range(3), set()), 8)
+    assert all(len(batch) <= 8 and len({job.program for job in batch}) == 1 for batch in batches)
+    assert sum(map(len, batches)) == 3 * len(arms())
 
 
 def test_curves_on_file_keep_sums_and_extremes() -> None:
-    rows = [{"reward": n / 10, "lowest": -n, "differing": 2, "norm": n} for n in range(7)]
+    rows = [{"reward": n / 10, "lowest": -n, "differing": 2, "norm": n} for n in range(12)]
     made = compact({"arm": "a", "rows": rows, "held_out": [(0, {"x": 0.5})]})
-    assert made["curves"] == {"reward": [0.2, 0.55], "lowest": [-4, -6], "differing": [10, 4], "norm": [4, 6]}
+    assert made["curves"] == {"reward": [0.45, 1.05], "lowest": [-9, -11], "differing": [20, 4], "norm": [9, 11]}
 
 
 def test_intervals_and_verdicts() -> None:
     # scipy.stats.t.interval(0.95, 4, loc=mean, scale=sem) of these five: half width 1.9632
     assert interval([1, 2, 3, 4, 5]) == pytest.approx(1.9632, abs=1e-3)
-    assert judge([0.1, 0.1, 0.1]) == "too few seeds (3)"
-    assert judge([0.1, 0.12, 0.09, 0.11, 0.1]) == "difference"
-    assert judge([0.1, 0.12, 0.09, 0.11, 0.1] * 2) == "significant"
-    assert judge([0.3, -0.3, 0.2, -0.2, 0.1]) == "no difference shown"
+    for values in ([1, 2, 3, 4, 5], [0.3, -0.3, 0.2, -0.2, 0.1]):  # four degrees of freedom have a closed form
+        t = statistics.fmean(values) / statistics.stdev(values) * math.sqrt(5)
+        scaled = 1 + t * t / 4
+        expected = 1 - 0.75 * t / math.sqrt(scaled) * (1 - t * t / (12 * scaled))
+        assert p_value(values) == pytest.approx(expected, abs=1e-6)
+    assert holm([0.01, 0.04, 0.03, 0.5]) == pytest.approx([0.04, 0.09, 0.09, 0.5])
+    assert judge([0.1, 0.1, 0.1], 0.0) == "too few seeds (3)"
+    assert judge([0.1, 0.12, 0.09, 0.11, 0.1], 0.0) == "difference"
+    assert judge([0.1, 0.12, 0.09, 0.11, 0.1] * 2, 0.01) == "significant"
+    assert judge([0.1, 0.12, 0.09, 0.11, 0.1] * 2, 0.2) == "difference"
+    assert judge([0.3, -0.3, 0.2, -0.2, 0.1], 0.0) == "no difference shown"
+
+
+def test_a_run_has_fallen_by_its_last_evaluation() -> None:
+    assert has_fallen({"held_out": [[0, 0.2, 0.4], [25, 0.8, 0.6], [50, 0.4, 0.5]]})
+    assert not has_fallen({"held_out": [[0, 0.2, 0.4], [25, 0.4, 0.5], [50, 0.8, 0.6]]})
+
+
+def test_every_run_on_file_is_in_the_tables() -> None:
+    runs, tuning = (read_runs(DATA / name) for name in ("grid.jsonl", "tuning.jsonl"))
+    found = complete_runs(runs)
+    assert sum(map(len, found.values())) == len(runs)
+    assert {run["lr"] for run in runs} == {choose_rates(tuning)[arm] for arm in found if arm in choose_rates(tuning)}
+    assert not {run["seed"] for run in runs} & {run["seed"] for run in tuning}
+    assert all(sum(run["curves"]["differing"]) == 0 for run in found["exact: exact"].values())
+    text = (DOCS / "lab.md").read_text()
+    page = text[text.index(MARKS[0]) : text.index(MARKS[1])]
+    assert "\n".join(table_of_arms(found)) in page and "\n".join(table_of_contrasts(found)) in page
 
 
 def test_tables_go_between_their_marks() -> None:
@@ -154,3 +299,18 @@ def test_quick_says_what_cannot_run_before_it_starts(
     assert find_trouble(tmp_path, on_gpu=False) == ""
     if not torch.cuda.is_available():
         assert "--device cpu" in find_trouble(tmp_path, on_gpu=True)
+
+
+@torch.no_grad()
+def test_replayed_routing_is_laid_out_as_the_trainers_tokens() -> None:
+    bench = make_bench()
+    shape = replace(TINY, experts=4)
+    flat = upcycle(TINY, bench.start, shape, noise=1.0)[None]
+    engine = Engine(shape, "kernels", flat, groups=GROUPS, copies=SIZE)
+    rollout = engine.generate([bench.tasks.train[:GROUPS]])
+    given = (shape, engine.weights, rollout.prompts_SGP, rollout.lengths_SG, rollout.sampled_SBA, engine.rope)
+    assert rollout.routed is not None
+    own, replayed, other = (score(*given, routed) for routed in (None, rollout.routed, rollout.routed.roll(1, 3)))
+    mask = rollout.mask_SBA
+    torch.testing.assert_close(own[mask], replayed[mask], atol=1e-4, rtol=0)
+    assert (own - other)[mask].abs().max() > 0.1
