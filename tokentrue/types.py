@@ -300,7 +300,6 @@ class Extension:
     added_ids: TokenIds
     spans: tuple[PromptSpan, ...] = ()
     images: tuple[ImageRun, ...] = ()
-    context: Literal["dummy", "history"] = "dummy"
     join: Literal["stop", "alias", "foreign", "open"] = "stop"
 
     def __post_init__(self) -> None:

@@ -71,7 +71,7 @@ def page(found: list[Row]) -> str:
         "",
         f"**Silently wrong: {wrong}.**",
         "",
-        "| appended | proven | the real history must be the context | refused |",
+        "| appended | proven | proven, depends on earlier turns | refused |",
         "|---|---|---|---|",
         *(
             f"| {role} | {counts[role]['proven']} | {counts[role]['history']} | {counts[role]['refused']} |"
@@ -85,7 +85,7 @@ def page(found: list[Row]) -> str:
         "What the reasons mean: `message_dropped` the template leaves the message out without raising; `message_moved` it puts it",
         "elsewhere (a system message hoisted to the top) or twice; `template` it refuses such a conversation itself; `no_stop` it",
         "ends the turn with no token; `calls_dropped` it does not show the turn's last call; `ambiguous_stop` it writes the stop",
-        "twice; `turn_lost` the turn does not show, or more than once; `turn_split` part of the turn is written behind the new messages.",
+        "twice; `turn_lost` the turn does not show, or more than once.",
         "",
         "| template | tokenizer | " + " | ".join(ROLES) + " | stop: text, call | refused: why |",
         "|---|---|" + "---|" * len(ROLES) + "---|---|",

@@ -103,15 +103,14 @@ def test_mixed_chain() -> None:
 
 
 @pytest.mark.parametrize("name", OWN)
-def test_late_tool_result_is_rendered_on_the_real_history(name: str) -> None:
-    """It answers a call of an earlier turn: a dummy context would not know its name."""
+def test_late_tool_result(name: str) -> None:
+    """It answers a call of an earlier turn."""
     renderer = loaded(name)
     messages = [user("a"), calls("Paris", first=8), result("still running", 8), says("I wait.")]
     found = renderer.extend([7, stop_id(renderer)], messages, [result("NEW", 8)], TOOLS)
     if isinstance(found, tt.Refusal):
         assert found.why == "template_raises", found
         return
-    assert found.context == "history"
     truth = whole(renderer, [*messages, result("NEW", 8)], TOOLS)
     assert truth[len(truth) - len(found.added_ids) :] == found.added_ids
 
@@ -134,8 +133,8 @@ def of_template(text: str, **more: Any) -> Renderer:
     return tt.load_renderer(str(parts.standin_dir(text)), **more)
 
 
-def test_state_carried_over_turns_is_found_out() -> None:
-    """The opener of results comes only once in a conversation: a dummy context would write it again."""
+def test_state_carried_over_turns() -> None:
+    """The opener of results comes only once in a conversation."""
     renderer = of_template(STATEFUL)
     stop = stop_id(renderer, call=True)
     first = extended(renderer, [7, stop], [user("a"), calls("Paris")], [result("NEW")], TOOLS)
@@ -144,7 +143,7 @@ def test_state_carried_over_turns_is_found_out() -> None:
     )
     assert renderer.decode(first.added_ids) == "<|im_start|>results<|im_start|>NEW<|im_start|>assistant"
     assert renderer.decode(again.added_ids) == "<|im_start|>NEW<|im_start|>assistant"
-    assert again.context == "dummy" and renderer.proof.roles["tool"] == "proven"  # the last result is kept
+    assert renderer.proof.roles["tool"] == "history" and renderer.proof.roles["user"] == "proven"
 
 
 def test_tools_that_change_between_turns() -> None:
@@ -235,11 +234,23 @@ FUSSY = """{%- for m in messages -%}<|im_start|>{{ m.role }} {{ m.content }}{% f
 
 
 def test_a_refusal_of_one_content_is_not_remembered_for_others() -> None:
-    """Arguments that are no object make this template raise; the next call of the same shape must not suffer for it."""
+    """Arguments that are no object make this template raise; the next turn of the same shape must not suffer for it."""
+    renderer = of_template(FUSSY)
+    stop = stop_id(renderer, call=True)
+    broken = calls("Paris", "Oslo")
+    broken["tool_calls"][0]["function"]["arguments"] = "not json"
+    new = [result("NEW"), result("MORE", 1)]
+    assert isinstance(renderer.extend([7, stop], [user("a"), broken], new, TOOLS), tt.Refusal)
+    check(renderer, [user("a"), calls("Rome", "Oslo")], new, TOOLS)
+
+
+def test_an_earlier_turn_that_the_template_cannot_print_does_not_end_the_conversation() -> None:
+    """The model wrote it, so it is recorded; the prompt after it does not hold it again."""
     renderer = of_template(FUSSY)
     stop = stop_id(renderer, call=True)
     broken = calls("Paris")
     broken["tool_calls"][0]["function"]["arguments"] = "not json"
-    history = [user("a"), broken, result("x"), says("b"), user("c"), broken]
-    assert isinstance(renderer.extend([7, stop], history, [result("NEW", 9)], TOOLS), tt.Refusal)
-    check(renderer, [user("a"), calls("Rome", first=9), result("x", 9), calls("Paris")], [result("NEW")], TOOLS)
+    first = extended(renderer, [7, stop], [user("a"), broken], [result("NEW")], TOOLS)
+    later = extended(renderer, [7, stop], [user("a"), broken, result("x"), calls("Rome")], [result("NEW")], TOOLS)
+    assert renderer.decode(first.added_ids) == "<|im_start|>tool NEW<|im_end|><|im_start|>assistant"
+    assert later.added_ids == first.added_ids

@@ -1,5 +1,6 @@
-"""A prompt is a function of its conversation: plans that other conversations left behind change nothing, whatever
-words, lengths, positions and counts a template asks for."""
+"""A prompt is a function of its conversation: neither plans that other conversations left behind nor earlier messages
+without text change it, whatever words, lengths, positions and counts a template asks for. The judge is jinja2 with the
+template as it is."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 from jinja2 import nodes
+from transformers.utils import chat_template_utils
 
 import tokentrue as tt
 from tests import parts
@@ -17,9 +19,11 @@ from tests.renderers.hostile_templates import CHATML, HOSTILE
 from tests.renderers.standins import standin
 from tests.renderers.talk import OWN, TOOLS, calls, folder_of, judge, result, says, stop_id, user
 from tokentrue.errors import TokenTrueError
-from tokentrue.renderers import Renderer, prove, renderer_of
-from tokentrue.renderers.extending import history_use, kept
-from tokentrue.renderers.families import harmony
+from tokentrue.renderers import Renderer, renderer_of
+from tokentrue.renderers.codec import shield_content
+from tokentrue.renderers.extending.earlier import SKIPPED
+from tokentrue.renderers.messages import normalise_messages, normalise_tools
+from tokentrue.renderers.template import InputFormat, Template
 
 SMALL = {
     "position": CHATML.replace("{{ m.content }}", "{{ loop.index }}: {{ m.content }}"),
@@ -68,22 +72,50 @@ SMALL = {
     "turned over": "{%- set ns = namespace(on=false) -%}{%- for m in messages -%}"
     "{%- if ns.on %}{% set ns.on = false %}{% else %}{% set ns.on = true %}{% endif -%}{%- endfor -%}"
     + CHATML.replace("END", "{{ ns.on }}"),
+    "word in the printing loop": "{%- set ns = namespace(mode='') -%}"
+    + CHATML.replace(
+        "{{ m.content }}",
+        "{{ m.content }}{%- set text = m.content | trim -%}{%- if '/a' in text %}{% set ns.mode = 'a' %}"
+        "{% elif '/b' in text %}{% set ns.mode = 'b' %}{% endif -%}",
+    ).replace("END", "{{ ns.mode }}"),
+    "macro that writes": "{%- set ns = namespace(mode='') -%}{%- macro note(text) -%}"
+    "{%- if '/a' in text %}{% set ns.mode = 'a' %}{% elif '/b' in text %}{% set ns.mode = 'b' %}{% endif -%}"
+    "{{ text }}{%- endmacro -%}"
+    + CHATML.replace("{{ m.content }}", "{{ note(m.content) }}").replace("END", "{{ ns.mode }}"),
+    "namespace of one message": CHATML.replace(
+        "{{ m.content }}",
+        "{%- set own = namespace(found=false) -%}{%- for other in messages[loop.index:] -%}"
+        "{%- if 'magic' in other.content %}{% set own.found = true %}{% endif -%}{%- endfor -%}"
+        "{{ m.content }}{{ 'M' if own.found }}",
+    ),
+    "namespace of the last message": "{%- set own = namespace(text='') -%}"
+    + CHATML.replace(
+        "{{ m.content }}",
+        "{{ own.text }}{{ m.content }}{%- if '/a' in m.content %}{% set own = namespace(text='') %}{% endif -%}"
+        "{%- set own.text = m.content[:2] -%}",
+    ).replace("END", "{{ own.text }}"),
+    "generation": CHATML.replace("{{ m.content }}", "{% generation %}{{ m.content }}{% endgeneration %}"),
+    "break": CHATML.replace("{{ m.content }}", "{{ m.content }}{% if loop.last %}{% break %}{% endif %}"),
+    "cycler": "{%- set turn = cycler('x', 'y') -%}"
+    + CHATML.replace("{{ m.content }}", "{{ m.content }}{{ turn.next() }}"),
+    "joiner": "{%- set turn = joiner(',') -%}" + CHATML.replace("{{ m.content }}", "{{ turn() }}{{ m.content }}"),
+    "changed": CHATML.replace("{{ m.content }}", "{{ m.content }}{{ 'new' if loop.changed(m.role) }}"),
+    "iterator": "{%- set words = messages | map(attribute='content') -%}"
+    + CHATML.replace("{{ m.content }}", "{{ (words | first)[:3] }}{{ m.content }}"),
+    "sorted": CHATML.replace("for m in messages", "for m in messages | sort(attribute='role')"),
+    "all again": CHATML
+    + "{%- for m in messages %}{% if m.role == 'user' %}{{ m.content[:2] }}{% endif %}{% endfor -%}",
+    "raises": CHATML.replace(
+        "{{ m.content }}", "{{ m.content }}{% if 'magic' in m.content %}{{ raise_exception('magic') }}{% endif %}"
+    ),
     "tools and a word": CHATML.replace("{{ m.content }}", "{{ m.content }}{{ 'T' if tools and 'magic' in m.content }}"),
 }
-UNDERSTOOD = {
-    "word in a block",
-    "word in the first",
-    "word in any",
-    "last word",
-    "chosen",
-    "after a word",
-    "tools and a word",
-}
+REFUSED = {"length", "sorted", "raises"}  # the turn's length is in its text; messages are moved; most requests raise
 
 
 def list_words(source: str) -> list[str]:
     """Texts that make a template's conditions true: its own strings, alone and inside others."""
-    tree = history_use.chat_environment().parse(source)
+    tree = chat_template_utils._compile_jinja_template("").environment.parse(source)
     words = {
         str(node.value)
         for node in tree.find_all(nodes.Const)
@@ -140,9 +172,28 @@ def find_outcome(renderer: Renderer, request: tuple[Any, ...]) -> Any:
     return found.why if isinstance(found, tt.Refusal) else found.added_ids
 
 
+def render_whole(tokenizer: Any, renderer: Renderer, request: tuple[Any, ...]) -> str | None:
+    """The template's text of the conversation, with shielded content; None if it raises."""
+    _, history, new, tools = request
+    given = normalise_messages(history, renderer.inputs, named=True)
+    calls = given[-1].get("tool_calls") or ()
+    given += normalise_messages(new, renderer.inputs, named=True, calls=calls)
+    none = [] if renderer.inputs.no_tools == "empty" else None
+    (given, given_tools), mark = shield_content(
+        renderer.codec, [given, normalise_tools(tools, renderer.inputs) or none]
+    )
+    more = {**tokenizer.special_tokens_map, **renderer.template_kwargs, "add_generation_prompt": True}
+    template = chat_template_utils._compile_jinja_template(renderer.template.source)
+    try:
+        text = template.render(messages=given, tools=given_tools, documents=None, **more)
+    except Exception:
+        return None
+    return text.replace(mark, "") if mark else text
+
+
 def count_differences(tokenizer: Any, source: str | None, folder: Path | None, cases: int) -> tuple[int, int]:
-    """How many requests get another prompt after others than in a renderer that plans each on its history, and how many
-    got a prompt."""
+    """How many requests get another prompt than from whole renders, those of a renderer without plans and jinja2's; and
+    how many got a prompt."""
     with_plans, without = (
         renderer_of(tokenizer, chat_template=source, directory=folder, extend_plans=most) for most in (4096, 0)
     )
@@ -153,15 +204,18 @@ def count_differences(tokenizer: Any, source: str | None, folder: Path | None, c
         request = make_request(rng, with_plans, words)
         found = find_outcome(with_plans, request)
         wrong += found != find_outcome(without, request)
-        done += not isinstance(found, (str, tuple))
+        if isinstance(found, (str, tuple)):
+            continue
+        done += 1
+        whole = render_whole(tokenizer, with_plans, request)
+        wrong += whole is not None and not whole.endswith(with_plans.decode(found))
     return wrong, done
 
 
 @pytest.mark.parametrize("name", slow_but_every(4, SMALL))
 def test_small_templates(name: str) -> None:
     wrong, done = count_differences(standin(SMALL[name]), SMALL[name], None, 120)
-    assert wrong == 0 and (done > 60) == (name != "length")  # that one is refused: the turn's length is in its text
-    assert (not history_use.analyse(SMALL[name]).why) == (name in UNDERSTOOD)
+    assert wrong == 0 and (done > 60) == (name not in REFUSED)
 
 
 @pytest.mark.parametrize("name", slow_but_every(6, HOSTILE))
@@ -179,24 +233,28 @@ def list_shared() -> list[Path]:
     return sorted((parts.shared() or Path("/nonexistent")).glob("templates/*.jinja"))
 
 
-NEED_ALL_MESSAGES = {
-    "Apertus-8B-Instruct", "Bielik-11B-v3.0-Instruct", "Cohere2MoE", "CohereForAI-c4ai-command-r7b-12-2024-tool_use",
-    "Kimi-K2-Instruct", "Kimi-K2-Thinking", "Kimi-K3", "MiniMax-M3", "Reka-Edge", "deepseek-ai-DeepSeek-V3.2",
-    "fireworks-ai-llama-3-firefunction-v2", "google-gemma-4-31B-it-interleaved", "google-gemma-4-31B-it",
-    "llama-cpp-deepseek-r1", "muse-glimmer", "upstage-Solar-Open-100B",
-}  # fmt: skip
+PRINT_EARLIER = {"Kimi-K3", "Reka-Edge", "google-gemma-4-31B-it", "google-gemma-4-31B-it-interleaved"}
 
 
-def test_which_real_templates_are_understood() -> None:
-    """The others render the real history, which is right and slower."""
-    reasons = {path.stem: history_use.analyse(path.read_text(encoding="utf-8")).why for path in list_shared()}
-    if not reasons:
+def test_which_real_templates_write_nothing_for_earlier_messages() -> None:
+    """The others render the whole history, which is right and slower."""
+    talk: list[Any] = [{"role": "system", "content": "Be brief."}]
+    for index in range(40):
+        talk += [user(f"ask {index} " * 20), says(f"say {index} " * 20)]
+    whole: set[str] = set()
+    for path in list_shared():
+        template = Template(path.read_text(encoding="utf-8"), variables={"bos_token": "<s>", "eos_token": "</s>"})
+        for messages in (talk, talk[1:]):
+            given = normalise_messages(messages, InputFormat())
+            try:
+                texts = [template.render(given, None, {}, earlier=earlier) for earlier in ((), given[:-1])]
+            except TokenTrueError:
+                continue
+            if len(texts[1].replace(SKIPPED, "")) > len(texts[0]) // 10:
+                whole.add(path.stem)
+    if not list_shared():
         pytest.skip("the templates are in ../shared/templates, which is not here")
-    assert {name for name, why in reasons.items() if why} == NEED_ALL_MESSAGES
-    assert not [why for why in reasons.values() if "its form is not known" in why]
-    gpt_oss = parts.shared() / "templates" / "openai-gpt-oss-120b.jinja"  # pyright: ignore[reportOptionalOperand]
-    corrected = harmony.correct_template(gpt_oss.read_text(encoding="utf-8"))
-    assert corrected and not history_use.analyse(corrected).why
+    assert whole == PRINT_EARLIER
 
 
 @pytest.mark.slow
@@ -224,31 +282,25 @@ def test_nemotron_after_another_conversation() -> None:
     for first in ("hello", "/no_think hi", "hello again", "/think hi"):
         history = [user(first), says("yes"), user("so"), says("well")]
         found = renderer.extend(prefix, history, [user("go on")])
-        assert isinstance(found, tt.Extension) and found.context == "dummy"
+        assert isinstance(found, tt.Extension)
         whole = tokenizer.apply_chat_template([*history, user("go on")], tokenize=False, add_generation_prompt=True)
         end = "<think></think>" if "/no_think" in first else "<think>\n"
         assert whole.endswith(end) and renderer.decode(found.added_ids).endswith(end), first
 
 
-def test_a_question_that_is_dropped_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the last writers among the kept messages, a prompt depends on what other conversations held. The proof
-    at load takes the short plans away then."""
-    tokenizer, source = standin(SMALL["last word"]), SMALL["last word"]
-    histories = [[user("x"), says("b"), user(word), says("e"), user("f"), says("d")] for word in ("c", "/a c")]
+MUTANTS: dict[str, tuple[str, Any, str]] = {
+    "writes to namespaces": ("_Skipping._is_pure", lambda *_: True, "word in the printing loop"),
+    "assignments that writes need": ("_list_names", lambda _: {"ns"}, "word in the printing loop"),
+    "calls of macros that write": ("_Skipping._is_pure", lambda *_: True, "macro that writes"),
+    "writes to namespaces that live on": ("_list_local_namespaces", lambda _: {"ns"}, "word in the printing loop"),
+}
 
-    def prompts(renderer: Renderer) -> list[str]:
-        found = [renderer.extend((7, stop_id(renderer)), history, [user("go")]) for history in histories]
-        return [renderer.decode(each.added_ids)[-4:] for each in found if isinstance(each, tt.Extension)]
 
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "whole"))  # proofs are kept there
-    assert renderer_of(tokenizer, chat_template=source).proof.short_plans
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "dropped"))
-    monkeypatch.setattr(kept.MessageKeeper, "_find_last_writers", lambda *_: ([], {}))
-    without = renderer_of(tokenizer, chat_template=source)
-    assert not without.proof.short_plans and prompts(without) == ["ant\n", "nt\na"]
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "unproven"))
-    monkeypatch.setattr(prove, "_check_short_plans", lambda _: True)
-    assert prompts(renderer_of(tokenizer, chat_template=source)) == ["ant\n", "ant\n"]
+@pytest.mark.parametrize("name", MUTANTS)
+def test_what_is_wrongly_left_out_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    place, mutant, template = MUTANTS[name]
+    monkeypatch.setattr(f"tokentrue.renderers.extending.earlier.{place}", mutant)
+    assert count_differences(standin(SMALL[template]), SMALL[template], None, 120)[0]
 
 
 READS_TURN = {

@@ -1,5 +1,5 @@
-"""A plan that is remembered from another request of the same shape gives what planning on the real history gives, for
-any request."""
+"""A plan that is remembered from another request of the same shape gives what planning on a whole render gives, for any
+request."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from tests.renderers.talk import OWN, TOOLS, calls, extended, folder_of, judge, 
 from tokentrue.errors import TokenTrueError
 from tokentrue.ids import TokenIds
 from tokentrue.renderers import Renderer, renderer_of
-from tokentrue.renderers.extending import extender, kept
-from tokentrue.renderers.extending.kept import make_key
+from tokentrue.renderers.extending import extender
+from tokentrue.renderers.extending.extender import make_key
+from tokentrue.renderers.extending.splicer import Splicer
 
 NAMES = [*OWN, "real:qwen3", "real:glm-4.6", "real:kimi-k2", "real:mistral-nemo"]
 TEXTS = [
@@ -112,11 +113,12 @@ def test_a_remembered_plan_gives_what_planning_gives(name: str) -> None:
     assert wrong == 0 and done > 20
 
 
-def test_a_key_that_forgets_the_calls_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extender, "_answers_older_call", lambda *_: False)
-    describe_shape = kept.describe_shape
-    careless = lambda message: describe_shape({**message, "tool_calls": [], "name": ""})  # noqa: E731
+def test_a_plan_of_another_shape_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the key forgets: a plan is held against the text. Without that, the prompts differ."""
+    careless = lambda message: (message["role"], bool(message.get("tool_calls")))  # noqa: E731
     monkeypatch.setattr(extender, "describe_shape", careless)
+    assert not any(count_differences(name, 150)[0] for name in OWN)
+    monkeypatch.setattr(Splicer, "fits", lambda *_: True)
     assert any(count_differences(name, 150)[0] for name in OWN)
 
 

@@ -124,9 +124,8 @@ def test_the_proof_cache_follows_code_and_libraries(tmp_path: Path, monkeypatch:
 _render_tail = Splicer.render_tail
 
 
-def _drop_newlines(self: Splicer, *args: Any) -> tuple[str, str]:
-    text, mark = _render_tail(self, *args)
-    return text.lstrip("\n"), mark
+def _drop_newlines(self: Splicer, *args: Any) -> str:
+    return _render_tail(self, *args).lstrip("\n")
 
 
 def _cut_at_first_special(codec: Any, stops: Any, request: Any, render: MarkedRender) -> Boundary:
@@ -155,16 +154,14 @@ def test_mutants_are_noticed(
     assert len(wrong) >= at_least
 
 
-def test_without_the_comparison_with_the_history_a_stateful_template_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_depends_on_earlier_turns_is_named() -> None:
     counting = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant {{ messages|length }}\n{% endif %}"
     )
-    folder = parts.standin_dir(counting)
-    assert "history" in {case.outcome for case in tt.load_renderer(folder).proof.cases}
-    cheap = lambda self, call, history, only_history=False: self._plan_context("light", call, ())  # noqa: E731
-    monkeypatch.setattr(Splicer, "plan", cheap)
-    assert [case for case in prove(tt.load_renderer(folder)).cases if case.outcome == "wrong"]
+    proof = tt.load_renderer(parts.standin_dir(counting)).proof
+    assert proof.roles["user"] == "history"
+    assert {case.outcome for case in proof.cases if case.shape == "text" and case.role == "user"} == {"proven"}
 
 
 # kept between processes

@@ -101,8 +101,8 @@ def check(renderer: Any, subject: VisionSubject, talk: list[dict[str, Any]]) -> 
         end = next((n for n in range(place + 1, len(talk)) if talk[n]["role"] == "assistant"), len(talk))
         whole, _ = processed(subject.processor(), talk[:end], tools=tools)
         stop = renderer.codec.literals[(renderer.stops.call if message.get("tool_calls") else renderer.stops.text)[0]]
-        for use_plans in (True, False):
-            found = renderer.extend([stop], talk[: place + 1], talk[place + 1 : end], tools, use_plans=use_plans)
+        for _ in ("planned", "with the plan"):
+            found = renderer.extend([stop], talk[: place + 1], talk[place + 1 : end], tools)
             assert isinstance(found, Extension), found
             added = found.added_ids
             assert whole[-len(added) - 1 :] == [stop, *added]
@@ -133,7 +133,7 @@ def test_ids_of_many_conversations(subject: VisionSubject) -> None:
 
 
 def test_numbered_images_count_the_whole_history() -> None:
-    """Qwen's templates can write "Picture 3:", which no short context knows."""
+    """Qwen's templates can write "Picture 3:"."""
     subject = BY_NAME["real-qwen3-vl"]
     renderer = tt.load_renderer(subject.folder(), template_kwargs={"add_vision_id": True})
     talk = [
@@ -145,7 +145,7 @@ def test_numbered_images_count_the_whole_history() -> None:
     assert renderer.render(talk).token_ids == ids
     found = renderer.extend([renderer.stop_token_ids[0]], talk[:2], talk[2:])
     assert isinstance(found, Extension)
-    assert renderer.proof.images["user"] == "history"
+    assert renderer.proof.images["user"] == "proven"
     assert "Picture 3: " in renderer.decode(found.added_ids)
     assert ids[-len(found.added_ids) :] == found.added_ids
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 MEANINGS = {
     "proven": "the new message's tokens follow the recorded ones, for every conversation of this shape",
-    "history": "they do, too: the tokens are computed with the whole conversation as context each time",
+    "history": "they do, too: the tokens depend on earlier turns",
     "refused": "such a message cannot be appended; the conversation is rendered whole, as a new root",
     "wrong": "the appended tokens are not those of the template",
     "unsupported": "the template does not take such a message",

@@ -29,6 +29,9 @@ EDGE = f"\ufdef{secrets.token_hex(8)}\ufdef"
 """Added token of the helper tokenizers only; random per process, so no input can contain it deliberately."""
 
 
+MAX_HARMLESS_CHARS = 32 << 20
+
+
 class LiteralSpan(NamedTuple):
     """`text[start:end]` is the added token `literal` plus the blanks it absorbs."""
 
@@ -42,6 +45,25 @@ class LiteralFinder:
 
     def __init__(self, tokens: Iterable[AddedToken]) -> None:
         self._tokens = {token.content: token for token in tokens if token.content}
+        self._harmless: set[str] = set()
+        self._harmless_chars = 0
+
+    def is_harmless(self, text: str) -> bool:
+        """False if content of this text needs a shield. Harmless texts are remembered: every turn sends the whole
+        conversation again.
+        """
+        if text in self._harmless:
+            return True
+        if self.may_touch(text) and (
+            _holds_any(text, MARKS) or self.find(text) or self.may_begin_at_end(text) or self.may_end_at_start(text)
+        ):
+            return False
+        self._harmless_chars += len(text)
+        if self._harmless_chars > MAX_HARMLESS_CHARS:
+            self._harmless.clear()
+            self._harmless_chars = len(text)
+        self._harmless.add(text)
+        return True
 
     def find(self, text: str) -> list[LiteralSpan]:
         if not any(start in text for start in self._starts):
@@ -311,12 +333,7 @@ MARKS = tuple(chr(code) for code in range(0xFDD0, 0xFDEF))  # noncharacters: nev
 
 
 def needs_shield(codec: Codec, value: JsonValue) -> bool:
-    find = codec.guarded
-    return any(
-        find.may_touch(text)
-        and (_holds_any(text, MARKS) or find.find(text) or find.may_begin_at_end(text) or find.may_end_at_start(text))
-        for text in strings_in(value)
-    )
+    return not all(map(codec.guarded.is_harmless, strings_in(value)))
 
 
 def strings_in(value: JsonValue) -> Iterator[str]:
@@ -345,7 +362,7 @@ def shield_content(codec: Codec, value: JsonValue) -> tuple[Any, str]:
 
     def shield(item: JsonValue) -> JsonValue:
         if isinstance(item, str):
-            return _shield_text(item, codec.guarded, mark)
+            return item if codec.guarded.is_harmless(item) else _shield_text(item, codec.guarded, mark)
         if is_object(item):
             return {shield(key): shield(each) for key, each in item.items()}
         return [shield(each) for each in cast("list[JsonValue]", item)] if isinstance(item, list) else item

@@ -9,13 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from jinja2 import nodes
-
 from tokentrue.errors import TokenTrueError
 from tokentrue.ids import TokenIds
 from tokentrue.json_types import JsonObject, JsonValue
 from tokentrue.renderers.extending.stops import Stops
-from tokentrue.renderers.extending.template_nodes import chat_environment
 from tokentrue.renderers.renderer import Case, Proof, Renderer
 from tokentrue.types import Extension, Message, Refusal, Tool
 
@@ -107,18 +104,6 @@ ADDED: dict[str, dict[str, tuple[Message, ...]]] = {
     },
 }
 
-MAX_WORDS = 8
-
-
-def list_questions(words: Sequence[str]) -> Iterator[tuple[tuple[Message, ...], tuple[Message, ...]]]:
-    """Conversations of two shapes, with and without each word in earlier messages that are neither the first nor the
-    last, and what follows them."""
-    for word in ("za", *words[:MAX_WORDS]):
-        ask, say = {"role": "user", "content": f"{word} zb"}, {"role": "assistant", "content": f"za {word}"}
-        yield (_user("zy"), _turn("zx"), ask, say, _user("zc"), _turn("zlastz")), (_new("user"),)
-        ask, result = {"role": "user", "content": word}, {**_result("zd"), "content": f"{word} zb"}
-        yield (ask, make_calls("zb", text=f"za {word} zb"), result, make_calls("zlastz")), (_result("zn0z"),)
-
 
 def prove(renderer: Renderer) -> Proof:
     cases = tuple(
@@ -139,34 +124,7 @@ def prove(renderer: Renderer) -> Proof:
         tools="rendered" if shows_tools else "ignored",
         warnings=tuple(_list_warnings(stops, shows_tools=shows_tools)),
         inputs=renderer.inputs,
-        short_plans=_check_short_plans(renderer),
     )
-
-
-def _check_short_plans(renderer: Renderer) -> bool:
-    """True if requests get the ids of their real history despite cached plans of other requests, with and without the
-    words of the template's conditions in earlier messages.
-    """
-    if renderer.history_use.why:
-        return True  # there are none
-    for history, new in list_questions(_list_words(renderer.template.source)):
-        stop = find_stop(renderer, history)
-        if stop is None:
-            continue
-        prefix, tools = [renderer.codec.literals[stop]], _choose_tools(history)
-        found, expected = (
-            renderer.extend(prefix, history, new, tools, use_plans=use_plans) for use_plans in (True, False)
-        )
-        if isinstance(found, Extension) and isinstance(expected, Extension) and found.added_ids != expected.added_ids:
-            return False
-    return True
-
-
-def _list_words(source: str) -> list[str]:
-    conditions = chat_environment().parse(source).find_all((nodes.If, nodes.CondExpr))
-    constants = (constant.value for node in conditions for constant in node.test.find_all(nodes.Const))
-    found = dict.fromkeys(word for word in constants if isinstance(word, str) and word.strip())
-    return [word for word in found if not word.isidentifier()] + [word for word in found if word.isidentifier()]
 
 
 def _judge_role(cases: Sequence[Case]) -> tuple[str, str]:
@@ -197,7 +155,10 @@ def _run_case(renderer: Renderer, role: str, shape: str, new: Sequence[Message])
         return case(outcome="wrong", why="differs", detail="the render of the real history has no such place")
     if found.added_ids != expected:
         return case(outcome="wrong", why="differs", detail="ids differ from the real history's")
-    outcome = "history" if found.context == "history" else "proven"
+    system = [message for message in history[:1] if message is SYSTEM]
+    alone = renderer.extend([renderer.codec.literals[stop]], [*system, _user("zu"), history[-1]], new, tools)
+    is_same = isinstance(alone, Extension) and alone.added_ids == found.added_ids
+    outcome = "proven" if is_same else "history"
     return case(outcome=outcome, why="" if found.join == "stop" else f"{found.join}_stop")
 
 

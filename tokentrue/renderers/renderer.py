@@ -20,7 +20,6 @@ from tokentrue.records import record
 from tokentrue.renderers.call_tag import make_call_tag
 from tokentrue.renderers.codec import Codec
 from tokentrue.renderers.extending.extender import Extender, History
-from tokentrue.renderers.extending.history_use import HistoryUse
 from tokentrue.renderers.extending.stops import Stops
 from tokentrue.renderers.families import Family
 from tokentrue.renderers.messages import normalise_messages, normalise_tools
@@ -37,8 +36,8 @@ Injection: TypeAlias = Literal["safe", "engine"]
 
 @record
 class Case:
-    """`outcome`: "proven" (a dummy context suffices), "history", "refused", "unsupported" (cannot be rendered) or
-    "wrong".
+    """`outcome`: "proven", "history" (the added ids depend on earlier turns), "refused", "unsupported" (cannot be
+    rendered) or "wrong".
     """
 
     shape: str
@@ -50,7 +49,7 @@ class Case:
 
 @record
 class Proof:
-    """`roles`: "proven", "history" (needs the real history as context) or "refused"; `why`: the refused shapes.
+    """`roles`: "proven", "history" (the added ids depend on earlier turns) or "refused"; `why`: the refused shapes.
     `stops`: token strings per kind of turn; `boundary`: the text between a stop and the next turn's content;
     `rewrites`: the template changes earlier turns once such a message follows.
     """
@@ -62,11 +61,10 @@ class Proof:
     rewrites: Mapping[str, bool] = field(default_factory=dict[str, bool])
     cases: tuple[Case, ...] = ()
     images: Mapping[str, str] = field(default_factory=dict[str, str])
-    """By role: "proven", "history" (the template counts earlier images), or why they are refused."""
+    """By role: "proven", or why they are refused."""
     tools: Literal["rendered", "ignored", ""] = ""  # whether the template shows a request's tools to the model
     warnings: tuple[str, ...] = ()
     inputs: InputFormat = field(default_factory=InputFormat)
-    short_plans: bool = True  # the template's use of earlier messages is known and was tested
     template_hash: str = ""
     tokenizer_hash: str = ""
 
@@ -117,7 +115,6 @@ class Renderer:
             self._images,
             history=self.history,
             safe=self._safe,
-            short_plans=self.proof.short_plans,
             max_plans=self.max_plans,
         )
 
@@ -132,7 +129,8 @@ class Renderer:
         kwargs = self._merge(template_kwargs)
         images = self._images.find(messages, safe=self._safe)
         given_tools = normalise_tools(tools, self.inputs)
-        text, mark = self._extender.splicer.render_text(given, given_tools, kwargs)
+        shielded, shielded_tools, mark = self._extender.shield(given, given_tools)
+        text = self.template.render(shielded, shielded_tools, kwargs, inputs=self.inputs)
         around = self._extender.splicer.mark_text(given, given_tools, kwargs)
         return self._extender.encode(text, mark, images, around, given)
 
@@ -149,15 +147,8 @@ class Renderer:
         tools: Tools | None = None,
         *,
         template_kwargs: TemplateKwargs | None = None,
-        use_plans: bool = True,
     ) -> Extension | Refusal:
-        """`use_plans=False` renders the real history, for comparison."""
-        kwargs = self._merge(template_kwargs)
-        return self._extender.extend(TokenIds(prefix_ids), messages, new, tools, kwargs, use_plans=use_plans)
-
-    @property
-    def history_use(self) -> HistoryUse:
-        return self._extender.keeper.use
+        return self._extender.extend(TokenIds(prefix_ids), messages, new, tools, self._merge(template_kwargs))
 
     def rewrites(
         self,

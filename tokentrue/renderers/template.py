@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Literal
 from tokentrue.errors import TemplateError, TemplateLimitError
 from tokentrue.json_types import JsonMapping, JsonObject, JsonValue
 from tokentrue.records import record
+from tokentrue.renderers.extending.earlier import EARLIER, EarlierMessages, skip_earlier
 
 if TYPE_CHECKING:
     from jinja2 import Template as CompiledTemplate
@@ -75,6 +76,11 @@ class Template:
     def compile(self) -> None:
         _ = self._compiled
 
+    @cached_property
+    def _without_earlier(self) -> CompiledTemplate:
+        environment = self._compiled.environment
+        return environment.from_string(skip_earlier(environment.parse(self.source)))
+
     def render(
         self,
         messages: Sequence[JsonObject],
@@ -83,15 +89,14 @@ class Template:
         *,
         generate: bool = True,
         inputs: InputFormat | None = None,
+        earlier: Sequence[JsonObject] = (),
     ) -> str:
-        """`generate` adds the generation prompt."""
+        """`generate` adds the generation prompt. Nothing need be written for the messages that are in `earlier`."""
         if not tools:
             tools = [] if inputs is not None and inputs.no_tools == "empty" else None
-        return self.render_other(self._compiled, kwargs, messages=messages, tools=tools, add_generation_prompt=generate)
-
-    def render_other(self, compiled: CompiledTemplate, kwargs: JsonMapping, **given: JsonValue) -> str:
-        """Renders another template of the same sandbox with this one's variables."""
-        variables = {**self._variables, "documents": None, "add_generation_prompt": True, **kwargs, **given}
+        given = {"messages": messages, "tools": tools, "add_generation_prompt": generate}
+        compiled = self._without_earlier if earlier else self._compiled
+        variables = {**self._variables, "documents": None, **kwargs, **given, EARLIER: EarlierMessages(earlier)}
         try:
             with self._deadline:
                 return compiled.render(variables)

@@ -1,23 +1,14 @@
-"""Conversations rendered instead of the real one: a sentinel for what was sampled, marked words for new contents."""
+"""The conversation as it is rendered: a sentinel for what was sampled, marked words for new contents."""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Literal, TypeAlias
 
-from tokentrue.json_types import JsonMapping, JsonObject, JsonValue, is_object
+from tokentrue.json_types import JsonMapping, JsonObject, is_object
 from tokentrue.records import record
-from tokentrue.renderers.messages import normalise_messages, normalise_tools
 from tokentrue.renderers.template import InputFormat, make_arguments, make_content
-from tokentrue.types import Message, Tools
-
-ContextKind: TypeAlias = Literal["light", "dummy", "history"]
-"""What precedes the assistant turn in a render. "light": the kept messages; "dummy": also the real system message and
-tools; "history": the whole history.
-"""
 
 SentinelPlace: TypeAlias = Literal["content", "argument"]
 
@@ -36,42 +27,29 @@ class ExtendError(Exception):
         self.why, self.detail = why, detail
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class ExtendRequest:
-    """One `extend` call, normalised for the template. Tools and `system` (the leading system message) are normalised
-    only if the render needs them. `kept`: the earlier messages that the new text depends on; None for the whole
-    history.
-    """
+    """One `extend` call, normalised for the template and shielded with `mark`."""
 
+    past: Sequence[JsonObject]  # the messages before `last`
     last: JsonObject  # the recorded assistant turn
     new: Sequence[JsonObject]
-    given_tools: Tools | None
+    tools: Sequence[JsonObject] | None
+    mark: str
     kwargs: JsonMapping
-    given_system: Message | None
-    inputs: InputFormat
-    kept: Sequence[JsonObject] | None
-    needs_tools: bool  # the new text depends on the tools or the system message
     stop: str | None  # the literal of the last recorded id, where it is an added token
     is_stop: bool
-    in_reasoning: bool = False  # the turn was cut off during reasoning
+    in_reasoning: bool  # the turn was cut off during reasoning
+    is_whole: bool = False  # earlier messages are printed, too
     shows_text: bool = False  # the sentinel follows the turn's text, because the new text depends on it
-
-    @cached_property
-    def tools(self) -> list[JsonObject] | None:
-        return normalise_tools(self.given_tools, self.inputs)
-
-    @cached_property
-    def system(self) -> JsonObject | None:
-        return None if self.given_system is None else normalise_messages([self.given_system], self.inputs)[0]
 
 
 @record
 class ExtendPlan:
     """Where to cut a render: after `gap`, which follows the sentinel. `closing` is inserted before the template's text
-    there. In `gap`, `mark_ids` has replaced the turn's call ids.
+    there. In `gap` and `template_texts`, `mark_ids` has replaced the turn's call ids.
     """
 
-    context: ContextKind
     place: SentinelPlace
     gap: str
     literal: str  # the added token that the gap ends with; empty where it ends in text
@@ -90,8 +68,8 @@ def mark_ids(text: str, last: JsonObject, *, back: bool = False) -> str:
 
 
 class ContextBuilder:
-    """Placeholders: `sentinel` for what was sampled, `own` for text beside sampled calls, `thought` for reasoning.
-    Random per process, so no input can contain them deliberately.
+    """Placeholders: `sentinel` for what was sampled, `own` and `thought` for the texts of a turn. Random per process, so
+    no input can contain them deliberately.
     """
 
     def __init__(self, inputs: InputFormat) -> None:
@@ -100,51 +78,27 @@ class ContextBuilder:
         self.sentinel, self.own, self.thought = self._base + "sampled", self._base + "own", self._base + "thought"
         self.dummy_user: JsonObject = {"role": "user", "content": make_content("Hello.", inputs)}
 
-    def build(
-        self,
-        kind: ContextKind,
-        place: SentinelPlace,
-        request: ExtendRequest,
-        history: Sequence[JsonObject],
-        *,
-        real: bool = True,
-    ) -> list[JsonObject]:
-        """The conversation up to the assistant turn with the sentinel. `real`: the turn keeps its other texts."""
-        last = self.build_turn(request.last, place, real=real)
-        if request.shows_text and place == "content":
-            content = request.last["content"]
-            sentinel = self.sentinel if isinstance(content, str) else make_content(self.sentinel, self._inputs)
-            last = {**request.last, "content": content + sentinel}
-        if kind == "history" or request.kept is None:
-            return [*history, last]
-        has_system = request.kept[0]["role"] in ("system", "developer") and request.kept[0] == request.system
-        if kind == "light" or request.system is None or has_system:
-            return [*request.kept, last]
-        return [request.system, *request.kept, last]
-
-    def build_turn(self, last: JsonObject, place: SentinelPlace, *, real: bool) -> JsonObject:
-        """The recorded turn with the sentinel; keeps only text, call names and call ids."""
-        out: JsonObject = {"role": "assistant"}
-        if real and place == "argument":
-            out = {key: value for key, value in last.items() if key != "tool_calls"}
-        if place == "content":
-            out["content"] = make_content(self.sentinel, self._inputs)
-        elif not real:
-            out["content"] = make_content(self.own if last["content"] else "", self._inputs)
+    def build_turn(self, request: ExtendRequest, place: SentinelPlace) -> JsonObject:
+        """The recorded turn with the sentinel. In "content", the turn has no other text; in "argument", it keeps all of
+        its texts but one.
+        """
+        last = request.last
         calls: list[JsonObject] = [*(last.get("tool_calls") or ())]
-        if not real:
-            calls = [_with_arguments(call, make_arguments({"q": "v"}, self._inputs)) for call in calls]
-        if calls and place == "argument":
-            calls[-1] = self._mark_call(calls[-1], self.sentinel, real=real)
-        if calls:
-            out["tool_calls"] = calls
-        return out
+        if place == "argument":
+            return {**last, "tool_calls": [*calls[:-1], self._mark_call(calls[-1], self.sentinel, keeps_others=True)]}
+        sentinel = make_content(self.sentinel, self._inputs)
+        if request.shows_text:
+            content = last["content"]
+            return {**last, "content": content + (self.sentinel if isinstance(content, str) else sentinel)}
+        return {"role": "assistant", "content": sentinel, **({"tool_calls": calls} if calls else {})}
 
-    def _mark_call(self, call: JsonObject, word: str, *, real: bool) -> JsonObject:
-        """The call with the word as its last argument; `real`: after its other ones."""
+    def _mark_call(self, call: JsonObject, word: str, *, keeps_others: bool = False) -> JsonObject:
+        """The call with the word as its last argument, after its other ones if it keeps them."""
         arguments = call["function"]["arguments"]
-        known = {**arguments, list(arguments)[-1]: word} if real and is_object(arguments) and arguments else {"q": word}
-        return _with_arguments(call, make_arguments(known, self._inputs))
+        known = {"q": word}
+        if keeps_others and is_object(arguments) and arguments:
+            known = {**arguments, list(arguments)[-1]: word}
+        return {**call, "function": {**call["function"], "arguments": make_arguments(known, self._inputs)}}
 
     def mark(self, messages: Sequence[JsonObject]) -> tuple[list[JsonObject], list[str]]:
         """Replaces each content by a unique word; returns the messages and the words. If a message has only calls, its
@@ -155,11 +109,7 @@ class ContextBuilder:
         for message, word in zip(messages, words, strict=True):
             if message.get("tool_calls") and not message["content"]:
                 *calls, call = message["tool_calls"]
-                out.append({**message, "tool_calls": [*calls, self._mark_call(call, word, real=False)]})
+                out.append({**message, "tool_calls": [*calls, self._mark_call(call, word)]})
             else:
                 out.append({**message, "content": make_content(word, self._inputs)})
         return out, words
-
-
-def _with_arguments(call: JsonObject, arguments: JsonValue) -> JsonObject:
-    return {**call, "function": {**call["function"], "arguments": arguments}}

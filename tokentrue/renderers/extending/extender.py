@@ -1,7 +1,8 @@
 """`extend`: the ids that follow a recorded prefix when new messages arrive, or a Refusal.
 
-A plan is made on the real history, once per shape of request. After that the cost depends only on the new messages,
-except for "history" plans.
+Where to cut is planned on a whole render, once per shape of request. After that the real conversation is rendered
+without the text of its earlier messages, and the plan is used if the template's texts around the new contents are the
+same.
 """
 
 from __future__ import annotations
@@ -12,17 +13,19 @@ from dataclasses import replace
 from functools import partial
 from typing import Literal, TypeAlias
 
+import orjson
+
 from tokentrue.errors import TemplateError
 from tokentrue.ids import TokenIds
-from tokentrue.json_types import JsonMapping, JsonObject
-from tokentrue.renderers.codec import Codec
+from tokentrue.json_types import JsonMapping, JsonObject, JsonValue, is_array
+from tokentrue.plain_json import digest
+from tokentrue.renderers.codec import Codec, shield_content
 from tokentrue.renderers.extending.contexts import ExtendError, ExtendPlan, ExtendRequest
-from tokentrue.renderers.extending.kept import MessageKeeper, describe_shape, make_key
 from tokentrue.renderers.extending.spans import compute_spans
-from tokentrue.renderers.extending.splicer import Splicer
+from tokentrue.renderers.extending.splicer import Splicer, list_texts
 from tokentrue.renderers.extending.stops import Stops
-from tokentrue.renderers.messages import check_messages, normalise_messages
-from tokentrue.renderers.seeing.images import HISTORY, ImageInputs
+from tokentrue.renderers.messages import check_messages, normalise_messages, normalise_tools
+from tokentrue.renderers.seeing.images import ImageInputs
 from tokentrue.renderers.template import InputFormat, Template
 from tokentrue.types import Extension, Ids, Messages, Refusal, Rendered, Tools
 
@@ -34,7 +37,7 @@ class Extender:
     """`safe`: content cannot become structure, and tool messages get the name of the call they answer; without it an
     engine's template gets messages as the client sent them.
 
-    `max_plans`: cache size; 0 plans every request on the real history.
+    `max_plans`: cache size; 0 plans every request.
     """
 
     def __init__(
@@ -47,50 +50,38 @@ class Extender:
         *,
         history: History,
         safe: bool,
-        short_plans: bool,
         max_plans: int = MAX_PLANS,
     ) -> None:
-        self.splicer = Splicer(template, codec, inputs, stops, safe=safe)
-        self.keeper = MessageKeeper(template, codec, inputs, safe=safe, is_allowed=short_plans)
+        self.splicer = Splicer(template, codec, inputs, stops)
         self._codec, self._inputs, self._images, self._safe = codec, inputs, images, safe
         self._history, self._max_plans = history, max_plans
         self._stop_ids = {codec.literals[text] for text in stops.all}
         self._plans: OrderedDict[Hashable, ExtendPlan] = OrderedDict()
+        self._tools: tuple[bytes, list[JsonObject] | None] = b"", None  # the last ones, by key
 
     def extend(
-        self,
-        prefix_ids: TokenIds,
-        messages: Messages,
-        new: Messages,
-        tools: Tools | None,
-        kwargs: JsonMapping,
-        *,
-        use_plans: bool = True,
+        self, prefix_ids: TokenIds, messages: Messages, new: Messages, tools: Tools | None, kwargs: JsonMapping
     ) -> Extension | Refusal:
-        """`use_plans=False` ignores the plan cache and renders the real history."""
         if refusal := _check_inputs(prefix_ids, messages, new):
             return refusal
         images = self._images.find(new, "new", safe=self._safe)
-        use_plans = use_plans and not (images and HISTORY in self._images.roles.values())
         try:
             request, key = self._read_request(prefix_ids, messages, new, tools, kwargs)
-            if self._history == "template" and self.splicer.rewrites(request, self._normalise_past(messages)):
+            if self._history == "template" and self.splicer.rewrites(replace(request, is_whole=True)):
                 detail = "the template rewrites earlier turns when these messages follow; begin a new root"
                 raise ExtendError("history_rewritten", detail)
-            plan, tail, mark = self._render_tail(request, key, messages, use_plans=use_plans)
-            if self.keeper.use.reads_turn:
-                plan, tail, mark = self._check_turn(request, messages, plan, tail, mark)
+            plan, tail = self._render_tail(request, key)
         except ExtendError as refused:
             return Refusal(why=refused.why, detail=refused.detail)
         except TemplateError as error:
             return Refusal(why="template_raises", detail=str(error))
-        added = self.encode(tail, mark, images, plan.template_texts, request.new, after=plan.literal)
+        texts = list_texts(plan, request)
+        added = self.encode(tail, request.mark, images, texts, request.new, after=plan.literal)
         return Extension(
             prefix_ids=prefix_ids,
             added_ids=added.token_ids,
             spans=added.spans,
             images=added.images,
-            context="history" if plan.context == "history" else "dummy",
             join=plan.join,
         )
 
@@ -114,83 +105,91 @@ class Extender:
             ids, spans, runs = self._images.expand(self._codec, ids, spans, images)
         return Rendered(token_ids=ids, spans=spans, images=runs)
 
+    def shield(
+        self, messages: list[JsonObject], tools: list[JsonObject] | None
+    ) -> tuple[list[JsonObject], list[JsonObject] | None, str]:
+        """Messages and tools whose texts cannot become structure, and the mark in them ("" if none was needed)."""
+        if not self._safe:
+            return messages, tools, ""
+        (messages, tools), mark = shield_content(self._codec, [messages, tools])
+        return messages, tools, mark
+
     def rewrites(self, messages: Messages, new: Messages, tools: Tools | None, kwargs: JsonMapping) -> bool:
         request, _ = self._read_request((0,), messages, new, tools, kwargs)
-        return self.splicer.rewrites(request, self._normalise_past(messages))
+        return self.splicer.rewrites(replace(request, is_whole=True))
 
-    def _render_tail(
-        self, request: ExtendRequest, key: Hashable, messages: Messages, *, use_plans: bool
-    ) -> tuple[ExtendPlan, str, str]:
-        """Plans on the real history are not reused: their gap belongs to that history."""
-        known = self._plans.get(key) if use_plans else None
+    def _render_tail(self, request: ExtendRequest, key: Hashable) -> tuple[ExtendPlan, str]:
+        """The text after the recorded prefix, and the plan by which it was cut."""
+        known = self._plans.get(key)
         if known is not None:
             self._plans.move_to_end(key)
-            if known.context != "history":
-                try:
-                    return known, *self.splicer.render_tail(known, request, ())
-                except ExtendError:
-                    pass  # made on another turn of this shape, whose call id is in the gap; the real history decides
-        past = self._normalise_past(messages)
-        only_history = not use_plans or request.kept is None or (known is not None and known.context == "history")
-        plan = self.splicer.plan(request, past, only_history=only_history)
-        if use_plans:
-            self._plans[key] = plan
-            if len(self._plans) > self._max_plans:
-                self._plans.popitem(last=False)
-        return plan, *self.splicer.render_tail(plan, request, past if plan.context == "history" else ())
+            try:
+                tail = self.splicer.render_tail(known, request)
+                if self.splicer.fits(known, request, tail) and self.splicer.is_true_tail(known, request, tail):
+                    return known, tail
+            except ExtendError:
+                pass  # a whole render shows whether this request is refused
+        plan, request = self._plan(request)
+        self._plans[key] = plan
+        if len(self._plans) > self._max_plans:
+            self._plans.popitem(last=False)
+        tail = self.splicer.render_tail(plan, request)
+        if not self.splicer.is_true_tail(plan, request, tail):
+            # the template reads the turn's text, which the sentinel has replaced
+            request = replace(request, shows_text=True)
+            plan = self.splicer.plan(request)
+            tail = self.splicer.render_tail(plan, request)
+            if not self.splicer.is_true_tail(plan, request, tail):
+                detail = "what the assistant's turn says changes what the template writes after it"
+                raise ExtendError("turn_decides", detail)
+        return plan, tail
 
-    def _check_turn(
-        self, request: ExtendRequest, messages: Messages, plan: ExtendPlan, tail: str, mark: str
-    ) -> tuple[ExtendPlan, str, str]:
-        """If the template reads the recorded turn's text, the sentinel can change the result: then the plan puts the
-        real text before the sentinel, after the real history.
+    def _plan(self, request: ExtendRequest) -> tuple[ExtendPlan, ExtendRequest]:
+        """The plan, and the request that it was made on: the whole one, unless the template raises on an earlier message,
+        for example on malformed arguments of a call.
         """
-        past = self._normalise_past(messages) if plan.context == "history" else []
-        if self.splicer.is_true_tail(plan, request, past, tail, mark):
-            return plan, tail, mark
-        request, past = replace(request, shows_text=True), self._normalise_past(messages)
-        plan = self.splicer.plan(request, past, only_history=True)
-        tail, mark = self.splicer.render_tail(plan, request, past)
-        if not self.splicer.is_true_tail(plan, request, past, tail, mark):
-            detail = "what the assistant's turn says changes what the template writes after it"
-            raise ExtendError("turn_decides", detail)
-        return plan, tail, mark
+        whole = replace(request, is_whole=True)
+        try:
+            return self.splicer.plan(whole), whole
+        except ExtendError as refused:
+            if refused.why != "template_raises":
+                raise
+            try:
+                return self.splicer.plan(request), request
+            except ExtendError:
+                raise refused from None
 
     # the request
 
     def _read_request(
         self, prefix_ids: Ids, messages: Messages, new: Messages, tools: Tools | None, kwargs: JsonMapping
     ) -> tuple[ExtendRequest, Hashable]:
-        """The request, and everything that decides where to cut: requests with equal keys share a plan."""
-        last = normalise_messages(messages[-1:], self._inputs, first=len(messages) - 1)[0]
+        """The request, and a key that requests of one form share."""
+        *past, last = normalise_messages(messages, self._inputs, named=self._safe)
         calls = last.get("tool_calls") or ()
         fresh = normalise_messages(new, self._inputs, field="new", named=self._safe, calls=calls)
-        first = messages[0] if len(messages) > 1 and messages[0].get("role") in ("system", "developer") else None
-        kwargs_key = repr(sorted(kwargs.items())) if kwargs else ""
-        kept = self.keeper.choose(messages, last, kwargs, kwargs_key, self.splicer.contexts)
-        if kept is not None and _answers_older_call(last, fresh):  # it is visible only in the real history
-            kept = None
-        use, last_id = self.keeper.use, int(prefix_ids[-1])
+        last_id = int(prefix_ids[-1])
         is_stop = last_id in self._stop_ids
+        in_reasoning = not is_stop and self._is_in_reasoning(prefix_ids, last, kwargs)
+        tools_key, known_tools = make_key(tools), self._tools
+        if known_tools[0] != tools_key:
+            known_tools = self._tools = tools_key, normalise_tools(tools, self._inputs)
+        given, given_tools, mark = self.shield([*past, last, *fresh], known_tools[1])
         request = ExtendRequest(
-            last=last,
-            new=fresh,
-            given_tools=tools,
+            past=given[: len(past)],
+            last=given[len(past)],
+            new=given[len(past) + 1 :],
+            tools=given_tools,
+            mark=mark,
             kwargs=kwargs,
-            given_system=first,
-            inputs=self._inputs,
-            kept=kept and kept.messages,
-            needs_tools=use.tools or use.first or use.gaps,
             stop=self._codec.texts.get(last_id),
             is_stop=is_stop,
-            in_reasoning=not is_stop and self._is_in_reasoning(prefix_ids, last, kwargs),
+            in_reasoning=in_reasoning,
         )
+        system = past[0] if past and past[0]["role"] in ("system", "developer") else None
         shapes = tuple(map(describe_shape, (last, *fresh)))
-        values = make_key(tools), make_key(first), kwargs_key
-        return request, (shapes, kept and kept.signature, *values, request.stop, request.in_reasoning)
-
-    def _normalise_past(self, messages: Messages) -> list[JsonObject]:
-        return normalise_messages(messages[:-1], self._inputs, named=self._safe)
+        values = tools_key, make_key(system), repr(sorted(kwargs.items()))
+        return request, (shapes, *values, request.stop, in_reasoning)
 
     def _is_in_reasoning(self, prefix_ids: Ids, last: JsonObject, kwargs: JsonMapping) -> bool:
         """True if an open turn was cut off during reasoning: no content, and no end-of-reasoning marker."""
@@ -201,10 +200,25 @@ class Extender:
         return bool(closing) and closing not in end
 
 
-def _answers_older_call(last: JsonObject, new: Sequence[JsonObject]) -> bool:
-    """True if a tool message answers a call of an earlier turn."""
-    ids = {call["id"] for message in (last, *new) for call in message.get("tool_calls") or ()}
-    return any(message["role"] == "tool" and (message.get("tool_call_id") or "") not in ids for message in new)
+def describe_shape(message: JsonObject) -> Hashable:
+    """What can affect structure: role, presence of text, names of calls; never the text."""
+    names = tuple(call["function"]["name"] for call in message.get("tool_calls") or ())
+    content = message["content"]
+    sees = is_array(content) and {"type": "image"} in content
+    return message["role"], bool(content), sees, names, message.get("name", ""), "reasoning_content" in message
+
+
+def make_key(value: JsonValue) -> bytes:
+    """Short exact key for a request's tools or system message; empty if there is none. `True` and `1`, or different key
+    orders, differ.
+    """
+    if value is None:
+        return b""
+    try:
+        data = orjson.dumps(value)
+    except TypeError:  # not plain JSON
+        return digest(repr(value).encode())
+    return digest(data + repr(value).encode() if b"null" in data else data)  # orjson writes NaN as null
 
 
 def _check_inputs(prefix_ids: Ids, messages: Messages, new: Messages) -> Refusal | None:

@@ -36,7 +36,7 @@ def compute_spans(
     """`ids` encode `text`; `template_texts` surround the contents of the messages of `roles`, in order."""
     if not len(ids):
         return ()
-    places = _find_contents(text, mark, template_texts)
+    places = find_contents(text, mark, template_texts)
     data = (text.replace(mark, "") if mark else text).encode("utf-8", "surrogatepass")
     ends = None
     if places:
@@ -59,7 +59,7 @@ def compute_spans(
     return tuple(out)
 
 
-def _find_contents(text: str, mark: str, template_texts: Sequence[str]) -> list[tuple[int, int]]:
+def find_contents(text: str, mark: str, template_texts: Sequence[str]) -> list[tuple[int, int]]:
     """Start and end of each content, in bytes of the text without marks."""
     if len(template_texts) < 2 or not text.startswith(template_texts[0]):
         return []

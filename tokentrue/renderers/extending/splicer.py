@@ -1,10 +1,9 @@
 """Finds what a template writes after a recorded assistant turn: renders a sentinel in place of what was sampled and
 cuts at the recorded stop id.
 
-It never guesses. A short context is used only if it gave the same text as the real history, for the messages of a first
-request and for a render with marked words; `ExtendPlan` stores that per shape of request. The marked render must have
-the sentinel once; each new message's mark once, in order and after it; the turn's own text not after them; the recorded
-stop once between sentinel and first mark.
+It never guesses. A first render has marked words in place of the new contents: it must have the sentinel once; each mark
+once, in order and after it; the recorded stop once between sentinel and first mark. `ExtendPlan` stores the template's
+texts of that render; a plan is used for a request if its render has the same ones.
 """
 
 from __future__ import annotations
@@ -14,10 +13,9 @@ from typing import NamedTuple
 
 from tokentrue.errors import TemplateError
 from tokentrue.json_types import JsonMapping, JsonObject
-from tokentrue.renderers.codec import Codec, shield_content
+from tokentrue.renderers.codec import Codec
 from tokentrue.renderers.extending.contexts import (
     ContextBuilder,
-    ContextKind,
     ExtendError,
     ExtendPlan,
     ExtendRequest,
@@ -25,7 +23,8 @@ from tokentrue.renderers.extending.contexts import (
     SentinelPlace,
     mark_ids,
 )
-from tokentrue.renderers.extending.spans import split_at_words
+from tokentrue.renderers.extending.earlier import SKIPPED
+from tokentrue.renderers.extending.spans import find_contents, split_at_words
 from tokentrue.renderers.extending.stops import Stops
 from tokentrue.renderers.template import InputFormat, Template, make_content
 
@@ -83,116 +82,83 @@ def find_boundary(codec: Codec, stops: Stops, request: ExtendRequest, render: Ma
 
 
 class Splicer:
-    def __init__(self, template: Template, codec: Codec, inputs: InputFormat, stops: Stops, *, safe: bool) -> None:
-        self._template, self._codec, self._inputs, self._stops, self._safe = template, codec, inputs, stops, safe
+    def __init__(self, template: Template, codec: Codec, inputs: InputFormat, stops: Stops) -> None:
+        self._template, self._codec, self._inputs, self._stops = template, codec, inputs, stops
         self.contexts = ContextBuilder(inputs)
 
-    def plan(self, request: ExtendRequest, history: Sequence[JsonObject], *, only_history: bool) -> ExtendPlan:
-        """Finds the cheapest context with the same text as the real history; ExtendError if that has none."""
-        try:
-            truth = self._plan_context("history", request, history)
-        except ExtendError as refused:
-            if only_history or refused.why != "template_raises":
-                raise
-            try:
-                return self._plan_context("dummy", request, ())
-            except ExtendError:
-                raise refused from None
-        if only_history:
-            return truth
-        expected = self._render_both_tails(truth, request, history)
-        for context in ("dummy",) if request.needs_tools else ("light", "dummy"):
-            try:
-                plan = self._plan_context(context, request, ())
-                if self._render_both_tails(plan, request, ()) == expected:
-                    return plan
-            except ExtendError:
-                continue
-        return truth
+    def plan(self, request: ExtendRequest) -> ExtendPlan:
+        """Finds the cut in a render with marked words; ExtendError if there is none."""
+        marked, words = self.contexts.mark(request.new)
+        place = _find_place(request)
 
-    def _render_both_tails(
-        self, plan: ExtendPlan, request: ExtendRequest, history: Sequence[JsonObject]
-    ) -> tuple[str, str]:
-        """The text after the sentinel with marked words, and the one of the real messages."""
-        marked, _ = self.contexts.mark(request.new)
-        context = self.contexts.build(plan.context, plan.place, request, history)
-        text, _ = self._render_request(plan.context, request, [*context, *marked])
-        return text.partition(self.contexts.sentinel)[2], self.render_tail(plan, request, history)[0]
+        def render(place: SentinelPlace, *, calls: bool = True, alone: bool = False) -> str:
+            turn = self.contexts.build_turn(request, place)
+            if not calls:
+                turn.pop("tool_calls", None)
+            return self._render(request, [turn] if alone else [turn, *marked], generate=not alone)
 
-    def render_tail(self, plan: ExtendPlan, request: ExtendRequest, history: Sequence[JsonObject]) -> tuple[str, str]:
-        """Returns the text after the recorded prefix and the mark that shields its content ("" if none was needed)."""
-        context = self.contexts.build(plan.context, plan.place, request, history)
-        text, mark = self._render_request(plan.context, request, [*context, *request.new])
+        text = render(place)
+        if place == "argument" and text.count(self.contexts.sentinel) != 1:
+            place = "content"
+            if (text := render(place)) != render(place, calls=False):
+                detail = "the template does not show the last tool call of the assistant's turn"
+                raise ExtendError("calls_dropped", detail)
+        marked_render = MarkedRender(
+            region=self._find_region(text, words),
+            rest=text.partition(words[0])[2],
+            render_alone=lambda: render(place, alone=True).rpartition(self.contexts.sentinel)[2],
+        )
+        join, gap, literal = find_boundary(self._codec, self._stops, request, marked_render)
+        is_cut_off = join in {"open", "foreign"} and request.in_reasoning
+        closing = self.render_reasoning_end(request.kwargs) if is_cut_off else ""
+        after = text.partition(self.contexts.sentinel)[2].removeprefix(gap)
+        texts = split_at_words(closing + after, words)
+        return ExtendPlan(
+            place=place,
+            gap=mark_ids(gap, request.last),
+            literal=literal,
+            join=join,
+            closing=closing,
+            template_texts=tuple(mark_ids(text, request.last) for text in texts),
+        )
+
+    def render_tail(self, plan: ExtendPlan, request: ExtendRequest) -> str:
+        """The text after the recorded prefix."""
+        text = self._render(request, [self.contexts.build_turn(request, plan.place), *request.new])
         _, found, rest = text.partition(self.contexts.sentinel)
         if not found or self.contexts.sentinel in rest:
             raise ExtendError("turn_lost", "the assistant's turn does not show once when these messages follow it")
         gap = mark_ids(plan.gap, request.last, back=True)
-        if not rest.startswith(gap):
+        if not rest.startswith(gap) or SKIPPED in rest:
             detail = "the new messages change what the template writes at the end of the assistant's turn"
             raise ExtendError("boundary_changed", detail)
-        return plan.closing + rest[len(gap) :], mark
+        return plan.closing + rest[len(gap) :]
 
-    def is_true_tail(
-        self, plan: ExtendPlan, request: ExtendRequest, history: Sequence[JsonObject], tail: str, mark: str
-    ) -> bool:
+    def fits(self, plan: ExtendPlan, request: ExtendRequest, tail: str) -> bool:
+        """True if the tail has the template's texts of the plan around its contents."""
+        return bool(find_contents(tail, request.mark, list_texts(plan, request)))
+
+    def is_true_tail(self, plan: ExtendPlan, request: ExtendRequest, tail: str) -> bool:
         """True if the conversation ends with the same text when the turn has its real text and no sentinel."""
         if not request.last.get("tool_calls") and not str(request.last["content"]).strip(" \n[]"):
             return True  # an empty turn; a template may omit it
-        context = self.contexts.build(plan.context, plan.place, request, history)[:-1]
         try:
-            text, own_mark = self._render_request(plan.context, request, [*context, request.last, *request.new])
+            text = self._render(request, [request.last, *request.new])
         except ExtendError:  # the template raised on what the model wrote: nothing to compare
             return True
-        tail = tail[len(plan.closing) :]
-        return (text.replace(own_mark, "") if own_mark else text).endswith(tail.replace(mark, "") if mark else tail)
+        return text.endswith(tail[len(plan.closing) :])
 
-    def _render_request(
-        self, context: ContextKind, request: ExtendRequest, messages: Sequence[JsonObject], *, generate: bool = True
-    ) -> tuple[str, str]:
-        tools = None if context == "light" else request.tools
-        try:
-            return self.render_text(messages, tools, request.kwargs, generate=generate)
-        except TemplateError as error:
-            raise ExtendError("template_raises", str(error)) from error
-
-    def render_text(
-        self,
-        messages: Sequence[JsonObject],
-        tools: Sequence[JsonObject] | None,
-        kwargs: JsonMapping,
-        *,
-        generate: bool = True,
-    ) -> tuple[str, str]:
-        """Renders shielded content; returns the text and the mark ("" if not shielded)."""
-        mark = ""
-        if self._safe:
-            (messages, tools), mark = shield_content(self._codec, [list(messages), tools and list(tools)])
-        return self._template.render(messages, tools, kwargs, generate=generate, inputs=self._inputs), mark
-
-    def mark_text(
-        self, messages: Sequence[JsonObject], tools: Sequence[JsonObject] | None, kwargs: JsonMapping
-    ) -> tuple[str, ...]:
-        """Returns the template's texts around the contents of a conversation; empty if they cannot be told apart."""
-        marked, words = self.contexts.mark(messages)
-        try:
-            return split_at_words(self._template.render(marked, tools, kwargs, inputs=self._inputs), words)
-        except TemplateError:  # a template may look into contents and refuse the marked words
-            return ()
-
-    def rewrites(self, request: ExtendRequest, history: Sequence[JsonObject]) -> bool:
-        last = self.contexts.build_turn(request.last, _find_place(request), real=True)
+    def rewrites(self, request: ExtendRequest) -> bool:
+        """True if the template changes earlier turns when the new messages follow."""
+        last = self.contexts.build_turn(request, _find_place(request))
         thought = self.contexts.thought if request.last.get("reasoning_content") else ""
         if thought:
             last |= {"reasoning_content": thought, "thinking": thought}
-        past = [*history, last]
-
-        def render_head(messages: list[JsonObject], *, generate: bool) -> str:
-            text, _ = self.render_text(messages, request.tools, request.kwargs, generate=generate)
-            return text.partition(self.contexts.sentinel)[0]
-
-        followed = render_head([*past, *request.new], generate=True)
+        followed = self._render(request, [last, *request.new]).partition(self.contexts.sentinel)[0]
         # Kimi-K2.5 leaves the thought out before anything follows
-        return thought not in followed or render_head(past, generate=False) != followed
+        if thought not in followed:
+            return True
+        return self._render(request, [last], generate=False).partition(self.contexts.sentinel)[0] != followed
 
     def render_reasoning_end(self, kwargs: JsonMapping) -> str:
         """Returns what the template writes between reasoning and content, for a turn cut off during reasoning."""
@@ -206,44 +172,29 @@ class Splicer:
         between, found, _ = text.partition(thought)[2].partition(own)
         return between if found else ""
 
-    # the marked render
+    def mark_text(
+        self, messages: Sequence[JsonObject], tools: Sequence[JsonObject] | None, kwargs: JsonMapping
+    ) -> tuple[str, ...]:
+        """Returns the template's texts around the contents of a conversation; empty if they cannot be told apart."""
+        marked, words = self.contexts.mark(messages)
+        try:
+            return split_at_words(self._template.render(marked, tools, kwargs, inputs=self._inputs), words)
+        except TemplateError:  # a template may look into contents and refuse the marked words
+            return ()
 
-    def _plan_context(self, context: ContextKind, request: ExtendRequest, history: Sequence[JsonObject]) -> ExtendPlan:
-        marked, words = self.contexts.mark(request.new)
-        place = _find_place(request)
-
-        def render(place: SentinelPlace, *, calls: bool = True, alone: bool = False) -> str:
-            messages = self.contexts.build(context, place, request, history, real=context == "history")
-            if not calls:
-                messages[-1].pop("tool_calls", None)
-            following = [] if alone else marked
-            return self._render_request(context, request, [*messages, *following], generate=not alone)[0]
-
-        text = render(place)
-        if place == "argument" and text.count(self.contexts.sentinel) != 1:
-            place = "content"
-            if (text := render(place)) != render(place, calls=False):
-                detail = "the template does not show the last tool call of the assistant's turn"
-                raise ExtendError("calls_dropped", detail)
-        region = self._find_region(text, words)
-        marked_render = MarkedRender(
-            region=region,
-            rest=text.partition(words[0])[2],
-            render_alone=lambda: render(place, alone=True).rpartition(self.contexts.sentinel)[2],
-        )
-        join, gap, literal = find_boundary(self._codec, self._stops, request, marked_render)
-        is_cut_off = join in {"open", "foreign"} and request.in_reasoning
-        closing = self.render_reasoning_end(request.kwargs) if is_cut_off else ""
-        after = text.partition(self.contexts.sentinel)[2].removeprefix(gap)
-        return ExtendPlan(
-            context=context,
-            place=place,
-            gap=mark_ids(gap, request.last),
-            literal=literal,
-            join=join,
-            closing=closing,
-            template_texts=split_at_words(closing + after, words),
-        )
+    def _render(self, request: ExtendRequest, messages: Sequence[JsonObject], *, generate: bool = True) -> str:
+        """Renders the messages after the past ones."""
+        try:
+            return self._template.render(
+                [*request.past, *messages],
+                request.tools,
+                request.kwargs,
+                generate=generate,
+                inputs=self._inputs,
+                earlier=() if request.is_whole else request.past,
+            )
+        except TemplateError as error:
+            raise ExtendError("template_raises", str(error)) from error
 
     def _find_region(self, text: str, words: Sequence[str]) -> str:
         sentinel = self.contexts.sentinel
@@ -258,10 +209,12 @@ class Splicer:
                 detail = f"the template does not put new[{index}] once, after the assistant's turn and in order"
                 raise ExtendError("message_moved", detail)
             position = found
-        first = text.find(words[0])
-        if text.find(self.contexts.own, first) >= 0:
-            raise ExtendError("turn_split", "the template writes part of the assistant's turn after the new messages")
-        return text[end:first]
+        return text[end : text.find(words[0])]
+
+
+def list_texts(plan: ExtendPlan, request: ExtendRequest) -> list[str]:
+    """The template's texts around the new contents."""
+    return [mark_ids(text, request.last, back=True) for text in plan.template_texts]
 
 
 def _find_place(request: ExtendRequest) -> SentinelPlace:

@@ -21,13 +21,13 @@ from tokentrue.vision.families import Vision
 
 IMAGE = "image"
 SEEN_ROLES = ("user", "tool")
-PROVEN, HISTORY = "proven", "history"
+PROVEN = "proven"
 
 
 @record
 class ImageInputs:
     """What a renderer does with images. `vision`: the model's family, or why it has none; `roles`: for each role
-    "proven", "history" (the whole history must be rendered) or why its images are refused.
+    "proven" or why its images are refused.
     """
 
     vision: Vision | str
@@ -53,7 +53,7 @@ class ImageInputs:
         if isinstance(self.vision, str):
             raise MessageError(f"images are refused: {self.vision}", field=field)
         outcome = self.roles.get(role, "only user and tool messages may hold them")
-        if outcome not in (PROVEN, HISTORY):
+        if outcome != PROVEN:
             raise MessageError(f"images in {role} messages: {outcome}", field=field)
         sizes = part.get("width"), part.get("height")
         if not all(type(size) is int and size > 0 for size in sizes) or not isinstance(part.get("sha256"), str):

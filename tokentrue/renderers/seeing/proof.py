@@ -14,12 +14,11 @@ from tokentrue.errors import TokenTrueError
 from tokentrue.json_types import JsonObject, JsonValue
 from tokentrue.renderers.prove import TOOLS, find_stop, find_truth, make_calls
 from tokentrue.renderers.renderer import Renderer
-from tokentrue.renderers.seeing.images import HISTORY, PROVEN, SEEN_ROLES
+from tokentrue.renderers.seeing.images import PROVEN, SEEN_ROLES
 from tokentrue.types import Extension, Message
 from tokentrue.vision.families import Vision
 
 SIZES = ((56, 56), (640, 427), (300, 900), (1366, 768), (31, 33))
-DIFFERS = "the ids differ from those of the whole conversation"
 Trial = tuple[str, tuple[Message, ...], tuple[Message, ...]]
 
 
@@ -68,23 +67,18 @@ def _list_trials(role: str, spelled: str) -> Iterator[Trial]:
 
 
 def prove_images(renderer: Renderer, vision: Vision) -> dict[str, str]:
-    """For each role "proven", "history" (the template counts earlier images), or why its images are refused."""
+    """For each role "proven", or why its images are refused."""
     literals = renderer.codec.literals
     lacking = [text for text in (vision.placeholder, vision.repeated) if text not in literals]
     if lacking:
         return dict.fromkeys(SEEN_ROLES, f"the tokenizer has no token {lacking[0]}")
-    out: dict[str, str] = {}
-    for role in SEEN_ROLES:
-        out[role] = _prove_role(renderer, vision, role, use_plans=True)
-        if out[role] == DIFFERS:
-            out[role] = _prove_role(renderer, vision, role, use_plans=False).replace(PROVEN, HISTORY)
-    return out
+    return {role: _prove_role(renderer, vision, role) for role in SEEN_ROLES}
 
 
-def _prove_role(renderer: Renderer, vision: Vision, role: str, *, use_plans: bool) -> str:
+def _prove_role(renderer: Renderer, vision: Vision, role: str) -> str:
     try:
         for trial, bare in zip(_list_trials(role, vision.placeholder), _list_trials(role, ""), strict=True):
-            _try(renderer, vision, trial, bare, use_plans=use_plans)
+            _try(renderer, vision, trial, bare)
         return PROVEN
     except Refuted as error:
         return str(error)
@@ -92,7 +86,7 @@ def _prove_role(renderer: Renderer, vision: Vision, role: str, *, use_plans: boo
         return f"the template refuses them ({str(error)[:160]})"
 
 
-def _try(renderer: Renderer, vision: Vision, trial: Trial, bare: Trial, *, use_plans: bool) -> None:
+def _try(renderer: Renderer, vision: Vision, trial: Trial, bare: Trial) -> None:
     """`bare`: the same without text like a placeholder."""
     what, past, new = trial
     messages, tools = [*past, *new], TOOLS if past[-1].get("tool_calls") else None
@@ -106,7 +100,7 @@ def _try(renderer: Renderer, vision: Vision, trial: Trial, bare: Trial, *, use_p
         raise Refuted(f"{what}: the runs in the prompt are not those of its images")
     if (stop := find_stop(renderer, past)) is None:
         raise Refuted("no token is known to end the turn before them")
-    found = renderer.extend([renderer.codec.literals[stop]], past, new, tools, use_plans=use_plans)
+    found = renderer.extend([renderer.codec.literals[stop]], past, new, tools)
     if not isinstance(found, Extension) or len(found.images) != len(_list_images(new)):
         raise Refuted(f"{what}: {getattr(found, 'detail', 'not every image follows the recorded turn')}")
     if plain == messages:
@@ -118,7 +112,7 @@ def _try(renderer: Renderer, vision: Vision, trial: Trial, bare: Trial, *, use_p
             raise Refuted(f"{what}: the text is lost")
         whole, tail = rendered.token_ids, rendered.token_ids[-len(found.added_ids) :]
     if (whole, tail) != (rendered.token_ids, found.added_ids):
-        raise Refuted(DIFFERS)
+        raise Refuted("the ids differ from those of the whole conversation")
 
 
 def write_all(text: str, vision: Vision, counts: Sequence[int]) -> str:
