@@ -71,7 +71,7 @@ def page(found: list[Row]) -> str:
         "",
         f"**Silently wrong: {wrong}.**",
         "",
-        "| appended | proven | proven, depends on earlier turns | refused |",
+        "| appended | proven | the real history must be the context | refused |",
         "|---|---|---|---|",
         *(
             f"| {role} | {counts[role]['proven']} | {counts[role]['history']} | {counts[role]['refused']} |"
