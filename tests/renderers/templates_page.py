@@ -71,7 +71,7 @@ def page(found: list[Row]) -> str:
         "",
         f"**Silently wrong: {wrong}.**",
         "",
-        "| appended | proven | the real history must be the context | refused |",
+        "| appended | proven | added ids depend on earlier turns | refused |",
         "|---|---|---|---|",
         *(
             f"| {role} | {counts[role]['proven']} | {counts[role]['history']} | {counts[role]['refused']} |"

@@ -60,7 +60,7 @@ class ModelConfig:
     history: Literal["keep", "template"] = "keep"
     injection: Literal["safe", "engine"] = "safe"
     encode_cache_bytes: int = 64 << 20  # ids of texts that were encoded before; 0 disables the cache
-    extend_plans: int = 4096  # request shapes whose suffix is planned once; 0 plans each request on its real history
+    extend_plans: int = 4096  # request shapes whose suffix is planned once; 0 plans each request
 
     def __post_init__(self) -> None:
         newest = Path(self.path or "") / "checkpoints" / "latest"
