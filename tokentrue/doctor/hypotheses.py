@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from tokentrue.doctor.formats import FORMATS, NARROW, Rounding, tf32
+from tokentrue.doctor.formats import FORMATS, NARROW, Rounding, tf32, to_float8
 from tokentrue.doctor.reference import (
     Observation,
     Reference,
@@ -47,6 +47,7 @@ FAR = (
 )  # a change of 2% or more is near one of these; 1 changes nothing
 LENGTHS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512)
 FEW = (1, 2, 4, 8, 16, 32)
+LAST = ("o_proj.weight", "down_proj.weight")  # whose sums tensor parallelism splits
 LAYERS = r"(^|\.)(layers|h|blocks)\.\d+$"
 TEMPERATURES = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0)
 FILTERS: Mapping[str, Sequence[float]] = {
@@ -57,6 +58,7 @@ FILTERS: Mapping[str, Sequence[float]] = {
 PENALTIES: Mapping[str, Sequence[float]] = {
     "repetition": (0.9, 1.01, 1.05, 1.1, 1.2, 1.5),
     "answer's repetition": (0.9, 1.05, 1.2),
+    "64 tokens' repetition": (0.9, 1.05, 1.2),
     "presence": (-0.5, 0.1, 0.5, 1.0, 1.5),
     "frequency": (-0.5, 0.1, 0.5, 1.0),
 }
@@ -143,7 +145,7 @@ def _outside(specials: Sequence[int], stops: Sequence[int]) -> Iterator[Hypothes
     capped = lambda z, seen, x: x * torch.tanh(z / x)  # noqa: E731
     padding = "unused rows of the output layer weigh e^{x:.2f} in the softmax"
     drops, shifts = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32), (-2, -1, 1, 2, 8, 32)
-    last, early = lambda seen, x: seen.edit(0, max(0, seen.prompt_tokens - x)), {"is_sampling": True}
+    early = {"is_sampling": True}
     rows: tuple[tuple[Any, ...], ...] = (
         ("reports", "log_base", "log-probabilities times {x:.4g}", lambda own, x: own * x, (1 / math.log(10), 1 / math.log(2), *FAR), "real"),
         ("reports", "bad_logprobs", "none below {x:.3g}", lambda own, x: own.clamp(min=x), (-1, -2, -3, -4, -5, -8, -12), "real"),
@@ -162,7 +164,10 @@ def _outside(specials: Sequence[int], stops: Sequence[int]) -> Iterator[Hypothes
         ("no position beyond {x:.0f}", lambda i, n, x: i.clamp(max=x), LENGTHS),
     )  # fmt: skip
     yield from (_on(*row) for row in rows)
-    yield _on("inputs", "context_truncated", "the last {x:.0f} prompt tokens", last, LENGTHS, "whole", **early)
+    for first in (0, 1, 4, 16, 32, 64):
+        keep = lambda seen, x, first=first: seen.edit(first, max(0, seen.prompt_tokens - first - x))  # noqa: E731
+        label = f"the first {first} and the last {{x:.0f}} prompt tokens"
+        yield _on("inputs", "context_truncated", label, keep, LENGTHS, "whole", **early)
     if specials:
         yield _on(
             "inputs", "bos_added", "token {x:.0f} before the prompt", lambda seen, x: seen.edit(0, 0, (x,)), specials
@@ -224,10 +229,10 @@ def filter_logits(logits: Tensor, x: float, *, name: str) -> Tensor:
 
 
 def penalise(logits: Tensor, seen: Observation, x: float, *, name: str) -> Tensor:
-    """Repetition concerns prompt and answer, the others the answer alone, as vLLM has them."""
+    """Repetition concerns prompt and answer (vLLM) or the last 64 tokens (llama.cpp), the others the answer alone."""
     changed = logits.clone()
     for row, at in enumerate(seen.positions):
-        start = 0 if name == "repetition" else seen.prompt_tokens
+        start = {"repetition": 0, "64 tokens' repetition": max(0, at - 64)}.get(name, seen.prompt_tokens)
         ids, counts = torch.tensor(seen.token_ids[start:at], dtype=torch.long).unique(return_counts=True)
         own = logits[row, ids]
         if name.endswith("repetition"):
@@ -279,12 +284,14 @@ def _masks(model: nn.Module) -> Iterator[Hypothesis]:
     rules: tuple[tuple[str, Sequence[float], Callable[..., Tensor]], ...] = (
         ("nothing sees the first {x:.0f} tokens", FEW, lambda i, j, n, x: (i >= x) & (j < x)),
         ("page {x:.0f} of 16 tokens is not seen", range(8), lambda i, j, n, x: (j // 16 == x) & (i // 16 > x)),
+        ("tokens from {x:.0f} on do not see the one before them", LENGTHS, lambda i, j, n, x: (j == x - 1) & (i >= x)),
         ("tokens do not see each {x:.0f}th one", pages, lambda i, j, n, x: (j % x == x - 1) & (j < i)),
         ("decoding does not see the first {x:.0f} tokens", FEW, lambda i, j, n, x: (i >= n) & (j < x)),
         ("decoding does not see the last {x:.0f} prompt tokens", FEW, lambda i, j, n, x: (i >= n) & (j >= n - x) & (j < n)),
         ("decoding does not see the {x:.0f} tokens before it", FEW, lambda i, j, n, x: (i >= n) & (j < i) & (j >= i - x)),
         ("decoding does not see sampled tokens before the last {x:.0f}", (0, *FEW), lambda i, j, n, x: (j >= n) & (j < i - x)),
         ("decoding does not see the open page of {x:.0f}", pages, lambda i, j, n, x: (i >= n) & (j // x == i // x) & (j < i)),
+        ("decoding does not see the first token of an open page of {x:.0f}", pages, lambda i, j, n, x: (i >= n) & (j == i) & (i % x == 0)),
         ("decoding does not see sampled tokens of closed pages of {x:.0f}", pages, lambda i, j, n, x: (j >= n) & (j // x < i // x)),
     )  # fmt: skip
     for label, grid, rule in rules:
@@ -375,14 +382,28 @@ def _other_weights(reference: Reference, previous: Any, dtype: torch.dtype) -> I
     if previous is None:
         return
     old, changed = load_model(previous).state_dict(), dict[str, Apply]()
+    scaled, shards = dict[str, Apply](), {count: dict[str, Apply]() for count in (2, 4, 8)}
     for name, place in list_places(reference.model).items():
         own, was = place.weight, old.get(place.name)
         before = own if was is None or was.shape != own.shape else was.to(dtype).float()
         if not torch.equal(before, own):
             changed[name] = place.put(lambda now, x, was=before: was + x * (now - was))
+        if place.name.endswith("_proj.weight") and name in changed:
+            for count, units in shards.items():
+                units[name] = place.put(partial(_keep_shard, was=before, count=count, is_last=name.endswith(LAST)))
+            scaled[name] = place.put(lambda now, x, was=before: to_float8(now, was))
+    for count, units in shards.items():
+        yield Hypothesis("stale_weights", f"the previous weights in shard {{x:.0f}} of {count}", units, range(count))
+    yield Hypothesis("fp8_weights", "float8 per matrix, scales of the previous weights", scaled, is_rounding=True)
     label, grid = "the previous weights, and {x:.3g} of the update", (0.0, 0.5, 1.0, 2.0, 0.9, 1.1)
     if changed:
         yield from _in_spans(Hypothesis("stale_weights", label, changed, grid, "real"))
+
+
+def _keep_shard(now: Tensor, x: float, *, was: Tensor, count: int, is_last: bool) -> Tensor:
+    """One rank of tensor parallelism has other weights: some rows, or columns where sums are split."""
+    places = torch.arange(now.shape[-1 if is_last else 0]) * count // now.shape[-1 if is_last else 0] == x
+    return torch.where(places if is_last else places[:, None], was, now)
 
 
 def _in_spans(whole: Hypothesis) -> Iterator[Hypothesis]:
@@ -431,7 +452,7 @@ def _parts(reference: Reference, specials: Sequence[int]) -> Iterator[Hypothesis
     # Sums over the inner size, in the shards of tensor parallelism or by heads.
     cut: dict[str, Apply] = {}
     for at, one in places.items():
-        if at.endswith(("o_proj.weight", "down_proj.weight")):
+        if at.endswith(LAST):
             size = one.weight.shape[1]
             heads = size // getattr(named.get(at.removesuffix(".o_proj.weight")), "head_dim", size)
             for shards in {2, 4, heads} - {1}:
@@ -560,6 +581,11 @@ def _settings(reference: Reference) -> Iterator[Hypothesis]:
         if owners and (fault != "rope" or base):
             units = {at: partial(_set, one, name, change) for at, one in owners.items()}
             yield Hypothesis(fault, label, units, *how)
+    queries = {at: getattr(one, "q_norm", one.q_proj) for at, one in _having(model, "q_proj", "k_proj").items()}
+    units = _hook_all(queries, _grow)
+    yield Hypothesis(
+        "attention_scale", "queries grow with the position ÷ {x:.0f}", units, (8, 16, 32, 64, 8192), "whole"
+    )
     acts: tuple[Any, ...] = (nn.SiLU(), nn.GELU(), nn.GELU(approximate="tanh"), nn.ReLU(), nn.Sigmoid(), nn.Identity())
     quick = {"quick GELU": lambda value: value * torch.sigmoid(1.702 * value)}
     activations = {at: one.act_fn for at, one in _having(model, "act_fn").items()}
@@ -598,6 +624,12 @@ def _settings(reference: Reference) -> Iterator[Hypothesis]:
 
 def _set(owner: Any, name: str, change: Callable[[Any, Any], Any], trial: Trial, x: float) -> None:
     trial.set(owner, name, change(trial.get(owner, name), x))
+
+
+def _grow(inputs: Any, output: Tensor, x: float) -> Tensor:
+    """As Llama 4 scales queries `[B, L, ...]` of long texts."""
+    by = 1 + 0.1 * torch.log1p((torch.arange(output.shape[1]) // max(x, 1)).float())
+    return output * by.view(-1, *[1] * (output.dim() - 2))
 
 
 def _residual_after_norm(layer: Any, trial: Trial, x: int) -> None:

@@ -409,10 +409,10 @@ class Tokens:
         return sorted((one for one in tried if one is not None), key=lambda one: one.left)
 
     def screen(self, hypotheses: Sequence[Hypothesis]) -> list[dict[float, Fit]]:
-        """Each third value of their grids."""
-        pairs = [(one, x) for one in hypotheses for x in one.grid[::3]]
-        found = iter(self.try_all(pairs))
-        tried = [{x: next(found) for x in one.grid[::3]} for one in hypotheses]
+        """All values of their grids; each third one where the numbers between are fitted."""
+        grids = [one.grid[:: 3 if one.fit else 1] for one in hypotheses]
+        found = iter(self.try_all([(one, x) for one, grid in zip(hypotheses, grids, strict=True) for x in grid]))
+        tried = [{x: next(found) for x in grid} for grid in grids]
         return [{x: fit for x, fit in one.items() if fit is not None} for one in tried]
 
     def correlate(self, fit: Fit) -> float:
@@ -430,19 +430,23 @@ class Tokens:
             found = self.try_all([(hypothesis, x) for x in new])
             tried.update({x: one for x, one in zip(new, found, strict=True) if one is not None})
 
-        if max(map(self.correlate, tried.values())) > alike / 2 or _best(tried).left < PROMISING * self.whole:
+        # A number on the wrong side of the model's moves everything the other way.
+        if (
+            max(abs(self.correlate(one)) for one in tried.values()) > alike / 2
+            or _best(tried).left < PROMISING * self.whole
+        ):
             extend(hypothesis.grid)
         best, grid, fit = _best(tried), hypothesis.grid, hypothesis.fit
         if not fit or best.left >= PROMISING * self.whole:
             return best
-        there, back = (math.log, math.exp) if min(grid) > 0 else (float, float)
+        there, back, least = (math.log, math.exp, 1) if min(grid) > 0 else (float, float, round(min(grid)) - 99)
         places = [there(x) for x in sorted({*grid})]
         at = places.index(there(best.x))
         wide = max(abs(places[at] - one) for one in (*places[max(0, at - 1) : at + 2], 2 * places[at] - places[at - 1]))
         for step in range(16):
             wide /= 2.2
             near = [back(place) for place in (there(best.x) - wide, there(best.x) + wide)]
-            extend(map(round, near)) if fit == "whole" else extend(near)
+            extend(max(least, round(x)) for x in near) if fit == "whole" else extend(near)
             best, explained = _best(tried), 1 - _best(tried).left / self.whole
             if (step > 1 and self.data.is_exact and explained < 0.3) or (step > 6 and explained < 0.7):
                 break  # more digits of a number that explains little
@@ -616,17 +620,16 @@ def search_edits(data: Evidence, prefixes: Sequence[tuple[int, ...]]) -> list[Hy
     if data.is_late:
         return []
     places = [n for n, seen in enumerate(data.observations) if not seen.is_prompt]
+    places = [n for n in places if data.size(data.e, data.owner == n) >= data.limit]
     edits: dict[tuple[int, ...], Observation] = {}
     # Of prompts before: place (from the end if negative), how many are dropped, which are put there.
     known: list[tuple[int, int, tuple[int, ...]]] = []
     for number, n in enumerate(sorted(places, key=lambda n: len(data.observations[n].token_ids))):
         seen = data.observations[n]
-        if data.size(data.e, data.owner == n) < data.limit:
-            continue
         short, tried, sent = seen.first(10), [*known], seen.prompt_tokens
         if number < 2 and sent <= 160:
             ids = seen.token_ids
-            tried += [(at, count, ()) for count in (1, 2, 3, 4, 5, 6, 8) for at in range(sent - count)]
+            tried += [(at, count, ()) for count in (1, 2, 3, 4, 5, 6, 8) for at in range(sent - count + 1)]
             tried += [(at, 0, (ids[at],)) for at in range(sent)]
             tried += [(at, 2, (ids[at + 1], ids[at])) for at in range(sent - 1)]
             ends = {*range(min(6, sent)), *range(max(0, sent - 6), sent + 1)}
