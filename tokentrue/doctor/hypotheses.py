@@ -34,17 +34,8 @@ from tokentrue.doctor.reference import (
 Apply: TypeAlias = Callable[[Trial, Any], object]
 Units: TypeAlias = Mapping[str, Apply]
 Span: TypeAlias = Callable[[Observation, Any], tuple[int, int]]
-FAR = (
-    0.5,
-    0.25,
-    1.0,
-    2.0,
-    0.8,
-    4.0,
-    1.03,
-    0.97,
-    1.25,
-)  # a change of 2% or more is near one of these; 1 changes nothing
+# A change of 2% or more is near one of these; 1 changes nothing.
+FAR = (0.5, 0.25, 1.0, 2.0, 0.8, 4.0, 1.03, 0.97, 1.25)
 LENGTHS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512)
 FEW = (1, 2, 4, 8, 16, 32)
 LAST = ("o_proj.weight", "down_proj.weight")  # whose sums tensor parallelism splits
@@ -82,9 +73,12 @@ class Hypothesis:
     span: Span | None = None  # of token places that are computed under the change; the others are not
     details: Callable[[], Sequence[Hypothesis]] | None = None  # other forms, tried where this one is promising
 
-    def apply(self, trial: Trial, x: float) -> None:
+    def make_trial(self, reference: Reference, x: float) -> Trial:
+        trial, span = reference.trial(), self.span
         for change in self.units.values():
             change(trial, x)
+        trial.span = None if span is None else lambda seen: span(seen, x)
+        return trial
 
     def within(self, chosen: Iterable[str]) -> Hypothesis:
         """The same in some places only."""

@@ -306,10 +306,10 @@ async def _compare(
 
 @probe("stability: same request twice")
 async def _repeat(exam: Examination) -> Finding:
-    """Five requests one after the other, and all of them again: a fault that comes with every n-th request, or with
+    """Five requests that were sent before, and all of them again: a fault that comes with every n-th request, or with
     what the request before left, meets others of them."""
     sampling = Sampling(temperature=1.0, max_tokens=12, seed=exam.seed)
-    prompts = [*exam.prompts(), exam.long_prompt()[:64]]
+    prompts = [seen.token_ids[: seen.prompt_tokens] for seen in exam.observations[:5]]
     rounds = [[await exam.provider.generate(prompt, sampling) for prompt in prompts] for _ in range(2)]
     found = [compare_runs(exam, "unstable", *pair) for pair in zip(*rounds, strict=True)]
     return next((one for one in found if one.verdict is Verdict.FAULT), found[0])
@@ -317,10 +317,12 @@ async def _repeat(exam: Examination) -> Finding:
 
 @probe("stability: alone and in a batch")
 async def _batch(exam: Examination) -> Finding:
-    """Greedy requests of two lengths alone, and beside others of other lengths."""
+    """Greedy requests that were sent before, alone and beside others of other lengths."""
     prompts = exam.prompts()
     others = [prompt[: len(prompt) - shorter] for shorter, prompt in enumerate(prompts * 2)][: BATCH - 1]
-    found = [await _compare(exam, "batch_variant", prompt, 12, others) for prompt in (prompts[1], prompts[2][:-5])]
+    found = [
+        await _compare(exam, "batch_variant", prompt, 12, others) for prompt in (prompts[1], *exam.open_prompts()[:2])
+    ]
     return next((one for one in found if one.verdict is Verdict.FAULT), found[0])
 
 

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import field, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -151,58 +152,39 @@ class Evidence:
         as they are. None: this model's shapes do not allow it. `again`: in another order of rounding."""
         found: list[Tensor | None] = []
         for start in range(0, len(tried), self.at_once):
-            some = [self._try_out(hypothesis, x, again) for hypothesis, x in tried[start : start + self.at_once]]
+            some = tried[start : start + self.at_once]
             try:
                 found += self._run(some, only, again)
             except RuntimeError:
-                for one in some:
-                    try:
-                        found += self._run([one], only, again)
-                    except RuntimeError:
-                        found.append(None)
+                alone = ([None] if len(some) == 1 else self.predict([one], only, again=again) for one in some)
+                found += chain.from_iterable(alone)
         return found
 
-    def _try_out(self, hypothesis: Hypothesis, x: float, again: bool) -> tuple[Hypothesis, Trial | None]:
-        trial, span = self.reference.trial(), hypothesis.span
-        try:
-            hypothesis.apply(trial, x)
-        except RuntimeError:
-            return hypothesis, None
-        if span is not None:
-            trial.span = lambda seen: span(seen, x)
-        if again and not self.is_exact:
-            trial.round_modules(getattr(torch, self.dtype))
-        return hypothesis, trial
-
-    def _run(
-        self, some: Sequence[tuple[Hypothesis, Trial | None]], only: Sequence[int], again: bool
-    ) -> list[Tensor | None]:
-        asked = [
-            (trial, n)
-            for hypothesis, trial in some
-            for n in only
-            if trial is not None and not (hypothesis.is_sampling and self.observations[n].is_prompt)
-        ]
-        outputs = {trial for hypothesis, trial in some if hypothesis.is_output and not again}
-        run = [pair for pair in asked if pair[0] not in outputs]
+    def _run(self, tried: Sequence[tuple[Hypothesis, float]], only: Sequence[int], again: bool) -> list[Tensor]:
+        places, pairs, wanted = list[tuple[int, int]](), list[tuple[Observation, Trial]](), list[int]()
+        trials = [hypothesis.make_trial(self.reference, x) for hypothesis, x in tried]
+        for number, ((hypothesis, _), trial) in enumerate(zip(tried, trials, strict=True)):
+            if again and not self.is_exact:
+                trial.round_modules(getattr(torch, self.dtype))
+            for n in only:
+                if not (hypothesis.is_sampling and self.observations[n].is_prompt):
+                    places.append((number, n))
+                    if again or not hypothesis.is_output:
+                        wanted.append(len(places) - 1)
+                        pairs.append((self.observations[n], trial))
         with _eager(self.reference.model, again and self.is_exact):
-            rows = compute_batch(self.reference.model, [self.observations[n] for _, n in run], [one for one, _ in run])
-        logits, found = dict(zip(run, rows, strict=True)), dict[Trial, Tensor]()
-        for trial, n in asked:
-            all_of_it = found.setdefault(trial, self.truth.clone())
-            mine, own = (
-                self.owner == n,
-                read_entries(self.observations[n], logits.get((trial, n), self.logits[n]), trial.outputs),
-            )
+            seen, under = [one for one, _ in pairs], [trial for _, trial in pairs]
+            rows = compute_batch(self.reference.model, seen, under)
+        computed, found = dict(zip(wanted, rows, strict=True)), [self.truth.clone() for _ in tried]
+        for at, (number, n) in enumerate(places):
+            trial, mine = trials[number], self.owner == n
+            own = read_entries(self.observations[n], computed.get(at, self.logits[n]), trial.outputs)
             if trial.align:
                 mine = mine & self.is_chosen
                 own, end = self.truth[mine].roll(-trial.align), 0 if trial.align < 0 else -1
                 own[end] = self.engine[mine][end]  # at the ends anything may be
-            all_of_it[mine] = own if trial.reports is None else trial.reports(own)
-        return [
-            None if trial is None else found.get(trial, self.truth).nan_to_num(nan=-1e3, neginf=-1e3)
-            for _, trial in some
-        ]
+            found[number][mine] = own if trial.reports is None else trial.reports(own)
+        return [one.nan_to_num(nan=-1e3, neginf=-1e3) for one in found]
 
 
 @contextmanager

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 from tokentrue.engine.adapters import merge_low_rank, read_directory, read_pairs
 from tokentrue.errors import ConfigError
@@ -195,12 +196,13 @@ class Trial:
 
 
 def _choose(inside: Tensor, changed: Any, plain: Any) -> Any:
-    if isinstance(changed, tuple):
-        return tuple(_choose(inside, *pair) for pair in zip(changed, plain, strict=True))
-    if not isinstance(changed, Tensor):
-        return changed
-    rows = inside if len(changed) == len(inside) else inside.flatten()  # mixtures see all tokens in a row
-    return torch.where(rows.view(*rows.shape, *[1] * (changed.dim() - rows.dim())), changed, plain)
+    def choose(one: Any, other: Any) -> Any:
+        if not isinstance(one, Tensor):
+            return one
+        rows = inside if len(one) == len(inside) else inside.flatten()
+        return torch.where(rows.view(*rows.shape, *[1] * (one.dim() - rows.dim())), one, other)
+
+    return tree_map(choose, changed, plain)
 
 
 class Reference:
@@ -379,9 +381,7 @@ def _run_under(parts: Mapping[Trial, list[int]], count: int) -> Iterator[None]:
 
 
 def _copy(value: Any) -> Any:
-    return (
-        tuple(map(_copy, value)) if isinstance(value, tuple) else value.clone() if isinstance(value, Tensor) else value
-    )
+    return tree_map(lambda one: one.clone() if isinstance(one, Tensor) else one, value)
 
 
 def _rows(value: Tensor, count: int) -> Tensor:
@@ -389,22 +389,19 @@ def _rows(value: Tensor, count: int) -> Tensor:
 
 
 def _take(value: Any, rows: list[int], count: int) -> Any:
-    if isinstance(value, tuple):
-        return tuple(_take(one, rows, count) for one in value)
-    if isinstance(value, dict):
-        return {name: _take(one, rows, count) for name, one in value.items()}
-    if not isinstance(value, Tensor) or value.dim() < 2 or len(value) % count:
-        return value
-    own = _rows(value, count)[rows]
-    return own if len(value) == count else own.flatten(0, 1)
+    def take(one: Any) -> Any:
+        if not isinstance(one, Tensor) or one.dim() < 2 or len(one) % count:
+            return one
+        own = _rows(one, count)[rows]
+        return own if len(one) == count else own.flatten(0, 1)
+
+    return tree_map(take, value)
 
 
 def _put(out: Any, rows: list[int], value: Any, count: int) -> None:
-    if isinstance(out, tuple):
-        for one, part in zip(out, value, strict=True):
-            _put(one, rows, part, count)
-    elif isinstance(out, Tensor):
-        _rows(out, count)[rows] = _rows(value, len(rows))
+    for one, part in zip(tree_leaves(out), tree_leaves(value), strict=True):
+        if isinstance(one, Tensor):
+            _rows(one, count)[rows] = _rows(part, len(rows))
 
 
 def rounding_cache(keys: Rounding | None = None, values: Rounding | None = None, *, prefill: bool = True) -> Any:
