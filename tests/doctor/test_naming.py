@@ -160,6 +160,7 @@ async def test_a_scale_of_one_layer_is_found_in_that_layer() -> None:
         ("a rank left out of the sum", "partial", "self_attn.o_proj"),
         pytest.param("grouped heads tiled", "projection", "query heads in another order", marks=pytest.mark.slow),
         ("query and key norms off", "norm_missing", "norms of queries and keys left out"),
+        ("decoding position off", "decode_positions", "positions of sampled tokens moved by"),
         pytest.param("layer not loaded", "layer", "left out; in model.layers.", marks=pytest.mark.slow),
     ],
 )

@@ -575,7 +575,7 @@ def _settings(reference: Reference) -> Iterator[Hypothesis]:
         if owners and (fault != "rope" or base):
             units = {at: partial(_set, one, name, change) for at, one in owners.items()}
             yield Hypothesis(fault, label, units, *how)
-    queries = {at: getattr(one, "q_norm", one.q_proj) for at, one in _having(model, "q_proj", "k_proj").items()}
+    queries = {at: getattr(one, "q_norm", None) or one.q_proj for at, one in _having(model, "q_proj", "k_proj").items()}
     units = _hook_all(queries, _grow)
     yield Hypothesis(
         "attention_scale", "queries grow with the position ÷ {x:.0f}", units, (8, 16, 32, 64, 8192), "whole"

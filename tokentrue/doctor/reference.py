@@ -330,23 +330,24 @@ def _compute_group(model: Any, chosen: Sequence[Observation], parts: Mapping[Tri
     """`parts`: the rows of each trial."""
     length = max(len(seen.token_ids) for seen in chosen)
     ids = torch.tensor([[*seen.token_ids, *[0] * (length - len(seen.token_ids))] for seen in chosen])
-    positions = torch.arange(length).expand(len(chosen), -1).clone()
+    places = torch.arange(length)[None]
+    positions = places.repeat(len(chosen), 1)
     for trial, rows in parts.items():
         trial.sent = torch.tensor([[chosen[row].prompt_tokens] for row in rows])
         if trial.positions is not None:
-            positions[rows] = trial.positions(positions[:1], trial.sent).expand(len(rows), -1).clamp(0)
+            positions[rows] = trial.positions(places, trial.sent).expand(len(rows), -1).clamp(0)
         if trial.span is not None:
             first, end = torch.tensor([trial.span(chosen[row]) for row in rows]).T[:, :, None]
-            trial.inside = (torch.arange(length) >= first) & (torch.arange(length) < end)
+            trial.inside = (places >= first) & (places < end)
     # Without a mask, positions that do not rise by 1 are taken for several texts in one row.
     given: dict[str, Any] = {"use_cache": False, "position_ids": positions, "attention_mask": torch.ones_like(ids)}
-    places = sorted({at - 1 for seen in chosen for at in seen.positions})
+    wanted = sorted({at - 1 for seen in chosen for at in seen.positions})
     is_whole = "logits_to_keep" not in signature(model.forward).parameters
     if not is_whole:
-        given["logits_to_keep"] = torch.tensor(places)
+        given["logits_to_keep"] = torch.tensor(wanted)
     with _run_under(parts, len(chosen)):
         logits = model(ids, **given).logits
-    row = {place: place if is_whole else number for number, place in enumerate(places)}
+    row = {place: place if is_whole else number for number, place in enumerate(wanted)}
     return [
         rows[torch.tensor([row[at - 1] for at in seen.positions])].float()
         for seen, rows in zip(chosen, logits, strict=True)
