@@ -121,6 +121,7 @@ class Trial:
         self.align = 0  # each log-probability is that of the token so many places on
         self.span: Callable[[Observation], tuple[int, int]] | None = None  # of tokens under the change; others are not
         self.sent = torch.zeros(1, 1, dtype=torch.long)  # prompt lengths of the rows that run
+        self.wanted: list[int] = []  # places whose logits are computed
         self.inside: Tensor | None = None  # `[B, L]`, tokens of these rows in the span
 
     def _change(self, module: nn.Module) -> Change:
@@ -192,14 +193,16 @@ class Trial:
                     setattr(module, name, value)
         for edit in change.after:
             out = edit(inputs, out)
-        return out if self.inside is None else _choose(self.inside, out, plain)
+        return out if self.inside is None else _choose(self.inside, self.wanted, out, plain)
 
 
-def _choose(inside: Tensor, changed: Any, plain: Any) -> Any:
+def _choose(inside: Tensor, wanted: list[int], changed: Any, plain: Any) -> Any:
     def choose(one: Any, other: Any) -> Any:
         if not isinstance(one, Tensor):
             return one
         rows = inside if len(one) == len(inside) else inside.flatten()
+        if len(one) == len(inside) and one.shape[1] != inside.shape[1]:
+            rows = inside[:, wanted]  # the output layer sees these alone
         return torch.where(rows.view(*rows.shape, *[1] * (one.dim() - rows.dim())), one, other)
 
     return tree_map(choose, changed, plain)
@@ -332,7 +335,9 @@ def _compute_group(model: Any, chosen: Sequence[Observation], parts: Mapping[Tri
     ids = torch.tensor([[*seen.token_ids, *[0] * (length - len(seen.token_ids))] for seen in chosen])
     places = torch.arange(length)[None]
     positions = places.repeat(len(chosen), 1)
+    wanted = sorted({at - 1 for seen in chosen for at in seen.positions})
     for trial, rows in parts.items():
+        trial.wanted = wanted
         trial.sent = torch.tensor([[chosen[row].prompt_tokens] for row in rows])
         if trial.positions is not None:
             positions[rows] = trial.positions(places, trial.sent).expand(len(rows), -1).clamp(0)
@@ -341,7 +346,6 @@ def _compute_group(model: Any, chosen: Sequence[Observation], parts: Mapping[Tri
             trial.inside = (places >= first) & (places < end)
     # Without a mask, positions that do not rise by 1 are taken for several texts in one row.
     given: dict[str, Any] = {"use_cache": False, "position_ids": positions, "attention_mask": torch.ones_like(ids)}
-    wanted = sorted({at - 1 for seen in chosen for at in seen.positions})
     is_whole = "logits_to_keep" not in signature(model.forward).parameters
     if not is_whole:
         given["logits_to_keep"] = torch.tensor(wanted)
