@@ -309,7 +309,7 @@ async def _repeat(exam: Examination) -> Finding:
     """Five requests that were sent before, and all of them again: a fault that comes with every n-th request, or with
     what the request before left, meets others of them."""
     sampling = Sampling(temperature=1.0, max_tokens=12, seed=exam.seed)
-    prompts = [seen.token_ids[: seen.prompt_tokens] for seen in exam.observations[:5]]
+    prompts = [seen.token_ids[: seen.prompt_tokens] for seen in exam.observations[:5]] or exam.prompts()[:1]
     rounds = [[await exam.provider.generate(prompt, sampling) for prompt in prompts] for _ in range(2)]
     found = [compare_runs(exam, "unstable", *pair) for pair in zip(*rounds, strict=True)]
     return next((one for one in found if one.verdict is Verdict.FAULT), found[0])
