@@ -160,6 +160,7 @@ async def test_a_scale_of_one_layer_is_found_in_that_layer() -> None:
         ("a rank left out of the sum", "partial", "self_attn.o_proj"),
         pytest.param("grouped heads tiled", "projection", "query heads in another order", marks=pytest.mark.slow),
         ("query and key norms off", "norm_missing", "norms of queries and keys left out"),
+        ("decoding position off", "decode_positions", "positions of sampled tokens moved by"),
         pytest.param("layer not loaded", "layer", "left out; in model.layers.", marks=pytest.mark.slow),
     ],
 )
@@ -265,7 +266,8 @@ def test_a_trial_leaves_the_reference_as_it_was() -> None:
         x = hypothesis.grid[0]
         if hypothesis.is_partial:
             hypothesis = hypothesis.within([*hypothesis.units][:1])
-        moved += not torch.equal(evidence.predict(hypothesis, x, [0]), evidence.truth)
+        (predicted,) = evidence.predict([(hypothesis, x)], [0])
+        moved += predicted is not None and not torch.equal(predicted, evidence.truth)
         assert torch.equal(reference.logprobs([seen]), truth), hypothesis.label
     assert moved > 40
     assert all(torch.equal(before[name], value) for name, value in reference.model.state_dict().items())
